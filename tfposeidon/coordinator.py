@@ -1,0 +1,144 @@
+"""The coordinator: descriptions + topology + policy -> plan. It is pure; nothing is sent here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tfposeidon.cost import Cost
+from tfposeidon.gradient import Description
+from tfposeidon.policies import Policy
+from tfposeidon.schemes import Scheme
+from tfposeidon.topology import Topology
+
+DEFAULT_BUCKET_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Gradients that are sent as one vector, in the order of their variables' reversed list.
+
+    Attributes:
+      members: Places of the variables in the list that the plan was made for.
+      descriptions: Their descriptions, in the same order; all of one dtype.
+      scheme: How the bucket is exchanged.
+      reason: Why.
+    """
+
+    members: tuple[int, ...]
+    descriptions: tuple[Description, ...]
+    scheme: Scheme
+    reason: str
+
+    @property
+    def length(self) -> int:
+        return sum(d.length for d in self.descriptions)
+
+    @property
+    def dtype(self) -> str:
+        return self.descriptions[0].dtype
+
+    def cost(self, topology: Topology) -> Cost:
+        return self.scheme.cost(self.length, self.descriptions[0].itemsize, topology)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Which variable goes by which scheme, with bytes and reason. `print` it, or take `to_json()`.
+
+    Attributes:
+      buckets: In the order in which their gradients appear in the backward pass.
+      topology: What the plan was made for.
+      notes: What is done in another way than one might expect, and why.
+    """
+
+    buckets: tuple[Bucket, ...]
+    topology: Topology
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def cost(self) -> Cost:
+        """All buckets together, as this rank sends them."""
+        return sum((bucket.cost(self.topology) for bucket in self.buckets), Cost())
+
+    def to_json(self) -> str:
+        """The plan for machines: topology, buckets with variables, scheme, bytes and reason, notes."""
+        buckets = [self._bucket_to_dict(bucket) for bucket in self.buckets]
+        content = {"nodes": self.topology.nodes, "rank": self.topology.rank, "buckets": buckets, "notes": self.notes}
+        return json.dumps(content, indent=2)
+
+    def _bucket_to_dict(self, bucket: Bucket) -> dict[str, Any]:
+        return {
+            "scheme": bucket.scheme.name,
+            "options": bucket.scheme.get_config(),
+            "reason": bucket.reason,
+            "dtype": bucket.dtype,
+            "variables": [{"path": d.path, "shape": d.shape} for d in bucket.descriptions],
+            "cost": dataclasses.asdict(bucket.cost(self.topology)),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"Plan for {self.topology}, as rank {self.topology.rank} sends it, per step:"]
+        header = ("bucket", "variable", "shape", "dtype", "scheme", "in the node", "across nodes", "reason")
+        rows = [row for i, bucket in enumerate(self.buckets) for row in self._rows(i, bucket)]
+        total = ("total", "", "", "", "", readable(self.cost.node_bytes), readable(self.cost.cross_bytes), "")
+        lines += _table([header, *rows, total])
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def _rows(self, index: int, bucket: Bucket) -> list[tuple[str, ...]]:
+        cost = bucket.cost(self.topology)
+        figures = (readable(cost.node_bytes), readable(cost.cross_bytes), bucket.reason)
+        rows = []
+        for place, d in enumerate(bucket.descriptions):
+            head = (str(index) if place == 0 else "", d.path, "x".join(map(str, d.shape)) or "scalar", d.dtype)
+            rows.append((*head, str(bucket.scheme) if place == 0 else "", *(figures if place == 0 else ("", "", ""))))
+        return rows
+
+
+def plan(
+    descriptions: Sequence[Description],
+    policy: Policy,
+    topology: Topology,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Assigns schemes and fuses gradients into buckets, last variables first (Poseidon, section 3.1).
+
+    Variables that follow one another in the backward pass share a bucket while scheme and dtype are
+    the same and the bucket stays within `bucket_bytes`; a larger variable has a bucket of its own.
+    """
+    buckets: list[Bucket] = []
+    for member in reversed(range(len(descriptions))):
+        description = descriptions[member]
+        scheme, reason = policy.choose(description, topology)
+        last = buckets[-1] if buckets else None
+        if last and _fits(last, description, scheme, bucket_bytes):
+            members, joined = (*last.members, member), (*last.descriptions, description)
+            buckets[-1] = dataclasses.replace(last, members=members, descriptions=joined)
+        else:
+            new = Bucket(members=(member,), descriptions=(description,), scheme=scheme, reason=reason)
+            buckets.append(new)
+    return Plan(buckets=tuple(buckets), topology=topology, notes=tuple(notes))
+
+
+def _fits(bucket: Bucket, description: Description, scheme: Scheme, bucket_bytes: int) -> bool:
+    same = bucket.scheme == scheme and bucket.dtype == description.dtype
+    return same and bucket.length * description.itemsize + description.bytes <= bucket_bytes
+
+
+def readable(size_bytes: float) -> str:
+    """Bytes as people read them, in powers of ten."""
+    for unit, power in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size_bytes >= power:
+            return f"{size_bytes / power:.2f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

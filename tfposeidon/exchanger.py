@@ -1,0 +1,174 @@
+"""Carries out a plan: one collective exchange per bucket, each as soon as its gradients exist.
+
+Nothing in one bucket's exchange depends on another's, so TensorFlow starts them in the order in
+which backpropagation makes the gradients (wait-free backpropagation, Poseidon section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfposeidon.coordinator import Bucket, Plan
+from tfposeidon.gradient import Description, dense
+from tfposeidon.schemes.base import State
+from tfposeidon.wire import Wire, exchange_objects, zeros
+
+
+class Presence(NamedTuple):
+    """Who took part in a step: scalars, the same on every rank."""
+
+    weight: tf.Tensor
+    """Float32: this rank's share of all samples, times the number of ranks."""
+    absent: tf.Tensor
+    """Float32: ranks that had no batch left and contributed nothing."""
+
+
+class Exchanger:
+    """Exchanges the gradients of one list of variables.
+
+    Args:
+      plan: What goes how.
+      wire: The collectives.
+      add_state: Makes a float32 variable of a shape and name; called for each tensor of scheme state.
+    """
+
+    def __init__(self, plan: Plan, wire: Wire, add_state: Any) -> None:
+        self.plan = plan
+        self.wire = wire
+        self.prefix: str | None = None
+        self.active: list[bool] = []
+        self._zeros = {dtype: _zero(dtype) for dtype in ("float32", *sorted({b.dtype for b in plan.buckets}))}
+        self.states: list[list[Any]] = [
+            [add_state(shape, f"bucket_{i}_state_{j}") for j, shape in enumerate(_state_shapes(bucket, plan))]
+            for i, bucket in enumerate(plan.buckets)
+        ]
+
+    def agree(self, prefix: str, gradients: Sequence[Any], settings: dict[str, Any]) -> None:
+        """Makes sure, before the first exchange, that all ranks are about to exchange the same.
+
+        Args:
+          prefix: Begins the names of this exchanger's collectives; the same on every rank.
+          gradients: `None` where this rank has none; those that no rank has are left alone for good.
+          settings: Whatever else has to be the same on all ranks.
+
+        Raises:
+          RuntimeError: On all ranks alike, naming the first difference.
+        """
+        mine = {
+            "settings": settings,
+            "variables": [[d.path, list(d.shape), d.dtype] for d in self._descriptions()],
+            "active": [g is not None for g in gradients],
+        }
+        with tf.init_scope():
+            everybody = exchange_objects(mine, self.wire, f"{prefix}/agree")
+        for rank, other in enumerate(everybody):
+            _check_same(everybody[0], other, rank)
+        self.active = [any(flags) for flags in zip(*(other["active"] for other in everybody), strict=True)]
+        self.prefix = prefix
+
+    def presence(self, sample_count: Any) -> Presence:
+        """Counts samples and ranks over the job: one small all-reduce, sent when the step starts."""
+        count = tf.cast(sample_count, tf.float32)
+        mine = tf.stack([count, tf.sign(count)])
+        total = self.wire.all_reduce(mine, self.wire.topology.world, f"{self.prefix}/samples")
+        ranks = tf.cast(self.wire.topology.size, tf.float32)
+        return Presence(tf.math.divide_no_nan(count * ranks, total[0]), ranks - total[1])
+
+    def exchange(self, gradients: Sequence[Any], weight: tf.Tensor | None) -> tuple[list[Any], list[State]]:
+        """Exchanges all buckets.
+
+        Args:
+          gradients: One per variable: a tensor, `IndexedSlices` or `None`.
+          weight: Factor for this rank's gradients, or `None` for equal weights.
+
+        Returns:
+          The mean gradient of each variable (`None` where no rank has any), and the new states.
+
+        Raises:
+          ValueError: At trace time, if a variable has a gradient that none had at the first step.
+        """
+        means: list[Any] = [None] * len(gradients)
+        states: list[State] = []
+        self._check_active(gradients)
+        for index, bucket in enumerate(self.plan.buckets):
+            vector = self._flatten(bucket, gradients)
+            if weight is not None:
+                vector = _weighted(vector, weight)
+            state = tuple(tf.convert_to_tensor(variable) for variable in self.states[index])
+            mean, state = bucket.scheme.exchange(vector, state, self.wire, f"{self.prefix}/bucket_{index}")
+            states.append(state)
+            for member, tensor in zip(bucket.members, _split(mean, bucket.descriptions), strict=True):
+                means[member] = tensor if self.active[member] else None
+        return means, states
+
+    def contribute_nothing(self) -> tf.Tensor:
+        """Takes part in one exchange with zeros, and returns how many ranks are absent like this one."""
+        absent = self.presence(zeros([], self._zeros["float32"])).absent
+        means, _ = self.exchange([None] * len(self.active), None)
+        # Every output of a collective has to be used, or TensorFlow leaves the collective out.
+        with tf.control_dependencies([tf.reduce_sum(m) for m in means if m is not None]):
+            return tf.identity(absent)
+
+    def _flatten(self, bucket: Bucket, gradients: Sequence[Any]) -> tf.Tensor:
+        zero = self._zeros[bucket.dtype]
+        pairs = zip(bucket.members, bucket.descriptions, strict=True)
+        parts = [tf.reshape(dense(gradients[member], d, zero), [-1]) for member, d in pairs]
+        return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+    def _check_active(self, gradients: Sequence[Any]) -> None:
+        for description, gradient, active in zip(self._descriptions(), gradients, self.active, strict=True):
+            if gradient is not None and not active:
+                raise ValueError(
+                    "Which variables have gradients is agreed on at the first step. Received: a gradient for "
+                    f"{description.path!r}, which had none on any rank then. Use a new DistributedOptimizer."
+                )
+
+    def _descriptions(self) -> list[Description]:
+        pairs = [(m, d) for b in self.plan.buckets for m, d in zip(b.members, b.descriptions, strict=True)]
+        return [description for _, description in sorted(pairs, key=lambda pair: pair[0])]
+
+
+def _zero(dtype: str) -> tf.Variable:
+    with tf.init_scope():
+        return tf.Variable(tf.zeros([], dtype), trainable=False, name="zero")
+
+
+def _state_shapes(bucket: Bucket, plan: Plan) -> tuple[tuple[int, ...], ...]:
+    return bucket.scheme.state_shapes(bucket.length, plan.topology)
+
+
+def _weighted(vector: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+    # With equal batches the weight is exactly 1, and the vector need not pass through memory again.
+    return tf.cond(weight == 1.0, lambda: vector, lambda: vector * tf.cast(weight, vector.dtype))
+
+
+def _split(vector: tf.Tensor, descriptions: Sequence[Description]) -> list[tf.Tensor]:
+    parts = tf.split(vector, [d.length for d in descriptions]) if len(descriptions) > 1 else [vector]
+    return [tf.reshape(part, d.shape) for part, d in zip(parts, descriptions, strict=True)]
+
+
+def _check_same(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
+    remedy = "Build the same model, with the same names, and the same optimizer on every rank."
+    if other["settings"] != first["settings"]:
+        raise RuntimeError(
+            f"All ranks must exchange alike. Received: {first['settings']} on rank 0, "
+            f"{other['settings']} on rank {rank}. {remedy}"
+        )
+    a, b = first["variables"], other["variables"]
+    if a == b:
+        return
+    place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    raise RuntimeError(
+        f"All ranks must train the same variables. The first difference is variable {place}: "
+        f"{_readable(a, place)} on rank 0, {_readable(b, place)} on rank {rank}. {remedy}"
+    )
+
+
+def _readable(variables: list[Any], place: int) -> str:
+    if place >= len(variables):
+        return f"none (it has {len(variables)})"
+    path, shape, dtype = variables[place]
+    return f"{path!r} {tuple(shape)} {dtype}"

@@ -1,0 +1,70 @@
+"""What the exchange has to know of a gradient, and how gradients become plain tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tfposeidon import wire
+
+
+@dataclass(frozen=True)
+class Description:
+    """One variable's gradient: the same on every rank, known before any step runs."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def length(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return tf.as_dtype(self.dtype).size
+
+    @property
+    def bytes(self) -> int:
+        return self.length * self.itemsize
+
+
+def describe(variable: Any) -> Description:
+    """Describes the gradient of a Keras or TensorFlow variable.
+
+    Raises:
+      ValueError: If the variable is not floating point.
+    """
+    path = getattr(variable, "path", None) or variable.name
+    dtype = tf.as_dtype(variable.dtype)
+    if not dtype.is_floating:
+        raise ValueError(
+            f"Only floating-point variables can be trained with DistributedOptimizer. Received: variable "
+            f"{path!r} of dtype {dtype.name}. Set `trainable=False` on it."
+        )
+    return Description(path, tuple(variable.shape), dtype.name)
+
+
+def merge_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Sums the rows of equal index: Keras's optimizers do not, and move twice where a token repeats."""
+    indices, slots = tf.unique(rows.indices)
+    values = tf.math.unsorted_segment_sum(rows.values, slots, tf.size(indices))
+    return tf.IndexedSlices(values, indices, rows.dense_shape)
+
+
+def dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.Tensor:
+    """The gradient as one tensor of the variable's shape and dtype.
+
+    Args:
+      gradient: A tensor, `IndexedSlices` (rows of equal index are summed) or `None` (zeros).
+      zero: Scalar variable that holds 0 in the variable's dtype; see `wire.zeros`.
+    """
+    if gradient is None:
+        return wire.zeros(description.shape, zero)
+    if isinstance(gradient, tf.IndexedSlices):
+        summed = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, description.shape[0])
+        gradient = tf.ensure_shape(summed, description.shape)
+    return tf.cast(gradient, description.dtype)

@@ -1,0 +1,290 @@
+"""Installs what tfposeidon stands on: TensorFlow, and Horovod with three corrections.
+
+Horovod 0.28.1, its last release, neither compiles against TensorFlow 2.16 or later nor connects
+several hosts over Gloo as it stands. `python -m tfposeidon install` downloads its source, corrects it
+(see `CORRECTIONS`), builds a wheel and keeps that in a per-user cache, so that the next environment
+on this machine takes seconds.
+
+This module uses the standard library only: it runs before anything else is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+HOROVOD_VERSION = "0.28.1"
+CORRECTED_MARK = "+tfposeidon"
+TENSORFLOW_VERSION = "2.21.*"
+KERAS_VERSION = "3.15.*"
+BUILD_TOOLS = ("setuptools<80", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml")
+TAIL_LINES = 25
+
+
+class InstallError(RuntimeError):
+    """What could not be installed, and what to do about it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """One text that is wrong in Horovod's source, and what it has to be."""
+
+    file: str
+    wrong: str
+    right: str
+    why: str
+
+    def apply(self, source: Path) -> None:
+        path = source / self.file
+        text = path.read_text()
+        if text.count(self.wrong) != 1:
+            raise InstallError(
+                f"A correction must match Horovod's source exactly once. Received: {text.count(self.wrong)} "
+                f"matches in {self.file}. Only horovod=={HOROVOD_VERSION} is supported."
+            )
+        path.write_text(text.replace(self.wrong, self.right))
+
+
+CORRECTIONS = (
+    Correction(
+        file="horovod/tensorflow/CMakeLists.txt",
+        wrong='list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
+        right="",
+        why="The XLA bridge uses headers that TensorFlow 2.16 removed.",
+    ),
+    Correction(
+        file="horovod/common/gloo/gloo_context.cc",
+        wrong="  device_attr.iface = gloo_iface_;\n  device_attr.ai_family = AF_UNSPEC;\n"
+        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx",
+        right="  device_attr.iface = global_context.gloo_iface_;\n  device_attr.ai_family = AF_UNSPEC;\n"
+        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx",
+        why="Process sets ignore the chosen network interface and bind to 127.0.1.1 on Debian.",
+    ),
+    Correction(
+        file="horovod/common/gloo/gloo_controller.cc",
+        wrong="global_ranks_.reserve(size_);",
+        right="global_ranks_.resize(size_);",
+        why="Under Gloo the stall inspector never sees a missing rank.",
+    ),
+    Correction(
+        file="horovod/__init__.py",
+        wrong=f"__version__ = '{HOROVOD_VERSION}'",
+        right=f"__version__ = '{HOROVOD_VERSION}{CORRECTED_MARK}'",
+        why="So that `python -m tfposeidon check` can tell a corrected build from any other.",
+    ),
+)
+
+
+def nvidia_driver_present() -> bool:
+    """True where a kernel driver for NVIDIA GPUs is loaded."""
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+def tensorflow_requirement() -> str:
+    """The CPU wheel (half the size) unless there is a GPU to use."""
+    if nvidia_driver_present():
+        return f"tensorflow[and-cuda]=={TENSORFLOW_VERSION}"
+    return f"tensorflow-cpu=={TENSORFLOW_VERSION}"
+
+
+def cache_folder() -> Path:
+    """Per-user folder of built wheels: `$XDG_CACHE_HOME/tfposeidon/wheels`."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "tfposeidon" / "wheels"
+
+
+def horovod_flags() -> dict[str, str]:
+    """Horovod's build options: Gloo always, MPI and NCCL where asked for or present."""
+    with_mpi = os.environ.get("HOROVOD_WITH_MPI") == "1"
+    flags = {
+        "HOROVOD_WITH_TENSORFLOW": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_WITHOUT_PYTORCH": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        ("HOROVOD_WITH_MPI" if with_mpi else "HOROVOD_WITHOUT_MPI"): "1",
+        # Horovod's bundled gloo asks for a CMake older than CMake 4 accepts.
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+    }
+    if nvidia_driver_present():
+        flags |= {"HOROVOD_GPU": "CUDA", "HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "SHARED"}
+    return flags
+
+
+def cache_key() -> str:
+    """Changes with whatever the built wheel depends on: TensorFlow, Python, compiler, corrections."""
+    parts = [
+        HOROVOD_VERSION,
+        _tensorflow_version() or "none",
+        platform.python_implementation() + platform.python_version(),
+        platform.machine(),
+        _compiler_version(),
+        repr(sorted(horovod_flags().items())),
+        repr([(c.file, c.wrong, c.right) for c in CORRECTIONS]),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def install_tensorflow() -> None:
+    """Installs TensorFlow and Keras where they are missing; keeps what is there."""
+    if _tensorflow_version():
+        return
+    requirement = tensorflow_requirement()
+    _say(f"installing {requirement} and keras=={KERAS_VERSION}")
+    _pip("install", requirement, f"keras=={KERAS_VERSION}")
+
+
+def install_horovod() -> None:
+    """Installs Horovod from the cached wheel, building that first if need be.
+
+    Raises:
+      InstallError: With the last lines of the compiler, and what to install.
+    """
+    if _tensorflow_version() is None:
+        raise InstallError(
+            "Horovod is built against TensorFlow, which is missing here. "
+            "Run: python -m tfposeidon install (without --horovod-only)."
+        )
+    folder = cache_folder() / cache_key()
+    wheels = sorted(folder.glob("horovod-*.whl"))
+    if not wheels:
+        wheels = [_build_into(folder)]
+    _say(f"installing {wheels[0]}")
+    _pip("install", "--force-reinstall", "--no-deps", str(wheels[0]))
+    _pip("install", *BUILD_TOOLS[2:])
+
+
+def _build_into(folder: Path) -> Path:
+    """Builds the wheel beside the cache and renames it in, so that a kill leaves no half a wheel."""
+    _require_build_tools()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _pip("install", *BUILD_TOOLS)
+    with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as scratch:
+        source = _corrected_source(Path(scratch))
+        _say("building Horovod against TensorFlow (about two minutes on two cores)")
+        _compile(source, Path(scratch) / "wheel", Path(scratch))
+        wheel = next((Path(scratch) / "wheel").glob("horovod-*.whl"))
+        folder.mkdir(exist_ok=True)
+        os.replace(wheel, folder / wheel.name)
+    return folder / wheel.name
+
+
+def _corrected_source(scratch: Path) -> Path:
+    requirement = f"horovod=={HOROVOD_VERSION}"
+    _say(f"downloading the source of {requirement}")
+    _pip("download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", str(scratch), requirement)
+    archive = next(scratch.glob("horovod-*.tar.gz"))
+    with tarfile.open(archive) as tar:
+        tar.extractall(scratch, filter="data")
+    source = scratch / f"horovod-{HOROVOD_VERSION}"
+    for correction in CORRECTIONS:
+        correction.apply(source)
+    return source
+
+
+def _compile(source: Path, target: Path, scratch: Path) -> None:
+    environment = os.environ | horovod_flags() | {"MAKEFLAGS": f"-j{os.cpu_count()}"}
+    if nvidia_driver_present():
+        environment |= _nccl_environment(scratch)
+    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "-w", str(target)]
+    log = cache_folder() / "horovod-build.log"
+    with log.open("w") as stream:
+        result = subprocess.run([*command, str(source)], env=environment, stdout=stream, stderr=subprocess.STDOUT)
+    if result.returncode:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+        raise InstallError(
+            f"{tail}\n\nHorovod could not be built; the lines above are the last of {log}. "
+            "It needs a C++17 compiler, cmake, make and Python's headers: "
+            "apt-get install g++ cmake make python3-dev (and libopenmpi-dev for HOROVOD_WITH_MPI=1)."
+        )
+
+
+def _nccl_environment(scratch: Path) -> dict[str, str]:
+    """Points Horovod's build at the NCCL that came with `tensorflow[and-cuda]`, unless told otherwise."""
+    spec = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
+    if "HOROVOD_NCCL_HOME" in os.environ or spec is None or not spec.submodule_search_locations:
+        return {}
+    package = Path(next(iter(spec.submodule_search_locations)))
+    home = scratch / "nccl"
+    (home / "lib").mkdir(parents=True)
+    (home / "include").symlink_to(package / "include")
+    # The wheel holds libnccl.so.2 alone; the linker looks for the name without a version.
+    (home / "lib" / "libnccl.so").symlink_to(package / "lib" / "libnccl.so.2")
+    return {"HOROVOD_NCCL_HOME": str(home), "LDFLAGS": f"-Wl,-rpath,{package / 'lib'}"}
+
+
+def _require_build_tools() -> None:
+    missing = [tool for tool in ("cmake", "make") if shutil.which(tool) is None]
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        missing.append("g++")
+    if os.environ.get("HOROVOD_WITH_MPI") == "1" and shutil.which("mpicxx") is None:
+        missing.append("libopenmpi-dev")
+    if missing:
+        raise InstallError(
+            f"Building Horovod needs a C++ compiler, cmake and make. Missing: {', '.join(missing)}. "
+            f"Run: apt-get install {' '.join(missing)}"
+        )
+
+
+def _tensorflow_version() -> str | None:
+    # Asked of a fresh interpreter's metadata, not imported: importing takes seconds.
+    importlib.invalidate_caches()
+    for name in ("tensorflow", "tensorflow-cpu", "tensorflow_cpu"):
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _compiler_version() -> str:
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        return "none"
+    command = [compiler, "-dumpfullversion", "-dumpversion"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *arguments]
+    result = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if result.returncode:
+        tail = "\n".join(result.stderr.splitlines()[-TAIL_LINES:])
+        raise InstallError(f"{tail}\n\n`pip {' '.join(arguments)}` failed; its last lines are above.")
+
+
+def _say(text: str) -> None:
+    print(f"tfposeidon install: {text}", file=sys.stderr, flush=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `python -m tfposeidon install`."""
+    parser.add_argument("--horovod-only", action="store_true", help="leave TensorFlow as it is")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs `python -m tfposeidon install`; returns the exit status."""
+    try:
+        if not options.horovod_only:
+            install_tensorflow()
+        install_horovod()
+    except InstallError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    _parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(_parser)
+    sys.exit(main(_parser.parse_args()))

@@ -1,0 +1,406 @@
+"""`DistributedOptimizer`: any Keras optimizer, fed with the mean gradients of all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+from tfposeidon import coordinator, gradient, policies, runtime, trainer
+from tfposeidon.exchanger import Exchanger
+from tfposeidon.gradient import describe
+
+# Collectives are matched by name. Optimizers take their number at their first step, which all ranks
+# reach together, and not when they are made: a rank may make or load more of them than others.
+_numbers = itertools.count()
+
+
+class _Exchange:
+    """What `DistributedOptimizer` keeps out of sight of Keras's and TensorFlow's tracking of attributes."""
+
+    def __init__(self) -> None:
+        self.exchangers: dict[tuple[str, ...], Exchanger] = {}
+        self.notes: list[str] = []
+
+
+@keras.saving.register_keras_serializable("tfposeidon")
+class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
+    """Averages gradients over all ranks, then lets the optimizer it has apply them.
+
+    It works in `fit`, `train_on_batch` and hand-written loops. It is a `LossScaleOptimizer` by type
+    only, so that `compile` does not put one around it: gradients must be reduced before anybody asks
+    whether they are finite. Under `mixed_float16`, `compile` puts Keras's real one *inside*.
+
+    Args:
+      inner_optimizer: A Keras optimizer. If it has `gradient_accumulation_steps`, accumulation moves
+        to the wrapper: one exchange per update.
+      scheme: A name ("auto", "allreduce", "asa", "asa16", "2dtar"), an object of
+        `tfposeidon.schemes` or `tfposeidon.policies`, or rules `[(pattern, scheme), ...]`.
+      bucket_bytes: Small gradients are fused into buckets of up to this many bytes. Smaller ones
+        start earlier, larger ones cost fewer messages; 0 sends each variable by itself.
+      gradient_accumulation_steps: As in Keras's optimizers.
+      name: Of this object.
+
+    Raises:
+      ValueError: If an argument makes no sense, under `tf.distribute`, or with another Keras backend
+        than TensorFlow.
+
+    Example:
+
+    >>> import keras, tfposeidon as tp
+    >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), scheme="asa")
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> model.compile(optimizer=optimizer, loss="mse")
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer,
+        scheme: Any = "auto",
+        *,
+        bucket_bytes: int = coordinator.DEFAULT_BUCKET_BYTES,
+        gradient_accumulation_steps: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        _check_surroundings()
+        _check_inner(inner_optimizer)
+        if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 0:
+            raise ValueError(f"`bucket_bytes` must be a whole number from 0. Received: bucket_bytes={bucket_bytes!r}")
+        policy = policies.parse(scheme)
+        innermost = _innermost(inner_optimizer)
+        steps = innermost.gradient_accumulation_steps or gradient_accumulation_steps
+        # Not LossScaleOptimizer's own: that would make state for a loss scale of this wrapper.
+        keras.optimizers.Optimizer.__init__(
+            self, learning_rate=0.0, gradient_accumulation_steps=steps, name=name or "distributed_optimizer"
+        )
+        innermost.gradient_accumulation_steps = None
+        self.inner_optimizer = inner_optimizer
+        self._policy = policy
+        self._bucket_bytes = bucket_bytes
+        self._exchange = _Exchange()
+        self._rank_variables: list[Any] = []
+        self._accumulators: list[Any] = []
+        self._sample_count: Any = None
+        self.ends_with_first_rank = False
+        trainer.teach_keras()
+
+    # ------------------------------------------------------------------ state
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Makes the inner optimizer's state for `variables`, and the accumulators if there are any."""
+        if self.built:
+            return
+        for variable in variables:
+            describe(variable)
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(variables)
+        self._trainable_variables = list(variables)
+        self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
+        if self.gradient_accumulation_steps:
+            self._build_accumulators(variables)
+        with tf.init_scope():
+            self._absent = tf.Variable(0.0, trainable=False, name="absent")
+        self.built = True
+
+    @property
+    def variables(self) -> list[Any]:
+        """The inner optimizer's: equal on all ranks, and saved with the model."""
+        return self.inner_optimizer.variables
+
+    @property
+    def rank_variables(self) -> list[Any]:
+        """State that differs from rank to rank: accumulated gradients and the schemes' own.
+
+        `keras_callbacks.Checkpoint` saves it per rank; `.keras` files do not hold it.
+        """
+        if self.built:
+            self._exchanger(self._trainable_variables)
+        return list(self._rank_variables)
+
+    @property
+    def iterations(self) -> Any:
+        return self.inner_optimizer.iterations
+
+    @property
+    def plan(self) -> coordinator.Plan:
+        """Which variable goes by which scheme, with bytes and reason.
+
+        Raises:
+          RuntimeError: Before the optimizer knows its variables.
+        """
+        if not self.built:
+            raise RuntimeError(
+                "There is a plan once the optimizer knows its variables. Received: an optimizer that is not built. "
+                "Call fit, or optimizer.build(model.trainable_variables), first."
+            )
+        plan = self._exchanger(self._trainable_variables).plan
+        return dataclasses.replace(plan, notes=(*plan.notes, *self._exchange.notes))
+
+    def get_config(self) -> dict[str, Any]:
+        """Everything that the constructor takes, for saving with the model."""
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "scheme": keras.saving.serialize_keras_object(self._policy),
+            "bucket_bytes": self._bucket_bytes,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> DistributedOptimizer:
+        """The inverse of `get_config`; needs neither Horovod nor a launcher."""
+        objects = {
+            key: keras.saving.deserialize_keras_object(config.pop(key), custom_objects=custom_objects)
+            for key in ("inner_optimizer", "scheme")
+        }
+        return cls(**objects, **config)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Nothing: Keras saves the inner optimizer as a part of this one."""
+
+    def load_own_variables(self, store: Any) -> None:
+        """Nothing: Keras loads the inner optimizer as a part of this one."""
+
+    # ------------------------------------------------------------------ steps
+
+    def apply(self, grads: Iterable[Any], trainable_variables: Any = None, sample_count: Any = None) -> None:
+        """Averages gradients over all ranks and applies them.
+
+        Args:
+          grads: One per variable: tensors, `IndexedSlices` or `None`.
+          trainable_variables: The variables; those of `build` if left out.
+          sample_count: Samples behind these gradients on this rank. If given (`fit` gives it), ranks
+            weigh by their samples, and the result is exact for unequal batches; else every rank
+            weighs the same. All ranks must do alike.
+
+        Raises:
+          ValueError: At trace time, inside XLA or `tf.distribute`, or for variables it cannot train.
+          RuntimeError: At the first step, if ranks differ in their variables or settings.
+        """
+        grads = list(grads)
+        if not grads:
+            return
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        if not self.built:
+            self.build(variables)
+        self._check_variables_are_known(variables)
+        if len(grads) != len(variables):
+            raise ValueError(f"There must be a gradient per variable. Received: {len(grads)} and {len(variables)}.")
+        count = self._sample_count if sample_count is None else sample_count
+        if self.gradient_accumulation_steps:
+            self._accumulate(grads, variables, count)
+        else:
+            self._update(grads, variables, count)
+
+    def apply_gradients(self, grads_and_vars: Iterable[Any], sample_count: Any = None) -> Any:
+        """As `apply`, for pairs. Returns the number of updates so far."""
+        grads, variables = zip(*grads_and_vars, strict=True)
+        self.apply(grads, variables, sample_count)
+        return self.iterations
+
+    def scale_loss(self, loss: Any) -> Any:
+        """As the inner optimizer does: times the loss scale, where there is one."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    @contextlib.contextmanager
+    def counting(self, sample_count: Any) -> Iterator[None]:
+        """Within it, `apply` takes `sample_count` from here: how `fit` supplies it."""
+        self._sample_count, previous = sample_count, self._sample_count
+        try:
+            yield
+        finally:
+            self._sample_count = previous
+
+    def scale_losses(self) -> None:
+        """Puts Keras's `LossScaleOptimizer` inside, as `compile` does under `mixed_float16`."""
+        if isinstance(self.inner_optimizer, keras.optimizers.LossScaleOptimizer):
+            return
+        scaled = keras.optimizers.LossScaleOptimizer(self.inner_optimizer)
+        if self.built:
+            raise ValueError(
+                "Under mixed_float16 the optimizer needs a loss scale. Received: an optimizer that was built without "
+                "one. Compile with a new DistributedOptimizer, or with auto_scale_loss=False."
+            )
+        self.inner_optimizer = scaled
+
+    @property
+    def absent_ranks(self) -> int:
+        """Ranks that had no batch left at the last step; counted while `ends_with_first_rank`."""
+        return int(self._absent.numpy())
+
+    def finish_epoch(self) -> None:
+        """Contributes nothing to the others' steps until all ranks are done with the epoch.
+
+        Gradients accumulated for an update that no longer comes are dropped on every rank.
+        """
+        exchanger = self._exchanger(self._trainable_variables)
+        step = tf.function(exchanger.contribute_nothing)
+        if not exchanger.prefix:
+            raise RuntimeError("A rank without a single batch cannot end an epoch. Give every rank data.")
+        while int(step()) < runtime.size():
+            pass
+        for variable in self._accumulators:
+            variable.assign(tf.zeros_like(variable))
+
+    def _update(self, grads: list[Any], variables: list[Any], count: Any) -> None:
+        if runtime.size() == 1:
+            rows = [gradient.merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
+            self.inner_optimizer.apply(rows, variables)
+            return
+        _check_graph()
+        exchanger = self._ready_exchanger(grads, variables, count)
+        presence = exchanger.presence(count) if count is not None else None
+        means, states = exchanger.exchange(grads, presence.weight if presence else None)
+        self._apply_means(exchanger, means, states, variables, presence)
+
+    def _apply_means(
+        self, exchanger: Exchanger, means: list[Any], states: list[Any], variables: list[Any], presence: Any
+    ) -> None:
+        pairs = list(zip(itertools.chain(*exchanger.states), itertools.chain(*states), strict=True))
+        if presence is not None and self.ends_with_first_rank:
+            self._absent.assign(presence.absent)
+            everybody = presence.absent == 0.0
+            # Some ranks are out of data: the others' gradients are dropped, so that all end alike.
+            tf.cond(everybody, lambda: self.inner_optimizer.apply(means, variables), lambda: None)
+            _assign_if(everybody, means, pairs)
+            return
+        self.inner_optimizer.apply(means, variables)
+        _assign_if(True, means, pairs)
+
+    def _ready_exchanger(self, grads: list[Any], variables: list[Any], count: Any) -> Exchanger:
+        exchanger = self._exchanger(variables)
+        if exchanger.prefix is None:
+            settings = {"scheme": repr(self._policy), "bucket_bytes": self._bucket_bytes, "counted": count is not None}
+            exchanger.agree(f"tp{next(_numbers)}", grads, settings)
+            self._take_notes(grads, variables, count)
+        return exchanger
+
+    def _exchanger(self, variables: list[Any]) -> Exchanger:
+        key = tuple(self._var_key(v) for v in variables)
+        exchangers = self._exchange.exchangers
+        if key not in exchangers:
+            wire = runtime.wire()
+            descriptions = [describe(v) for v in variables]
+            notes = [] if wire.topology.size > 1 else ["one rank: nothing is sent"]
+            plan = coordinator.plan(descriptions, self._policy, wire.topology, self._bucket_bytes, notes)
+            exchangers[key] = Exchanger(plan, wire, self._add_rank_variable)
+        return exchangers[key]
+
+    def _take_notes(self, grads: list[Any], variables: list[Any], count: Any) -> None:
+        if count is None:
+            self._note("no sample_count was given: ranks weigh the same, unequal batches give a mean of means")
+        else:
+            self._note("ranks weigh by their number of samples: unequal batches are exact")
+        for grad, variable in zip(grads, variables, strict=True):
+            if isinstance(grad, tf.IndexedSlices):
+                self._note(f"{describe(variable).path}: rows are summed and sent as a dense matrix")
+            if grad is None:
+                self._note(f"{describe(variable).path}: no gradient on rank {runtime.rank()}, zeros are sent")
+
+    def _note(self, text: str) -> None:
+        if text not in self._exchange.notes:
+            self._exchange.notes.append(text)
+
+    # ----------------------------------------------------------- accumulation
+
+    def _build_accumulators(self, variables: Sequence[Any]) -> None:
+        self._accumulators = [self.add_variable_from_reference(v, name="accumulator") for v in variables]
+        self._accumulated_weight = self.add_variable((), dtype="float32", name="accumulated_weight")
+        self._micro_steps = self.add_variable((), dtype="int", name="micro_steps")
+        self._accumulators += [self._accumulated_weight, self._micro_steps]
+        self._rank_variables += self._accumulators
+
+    def _accumulate(self, grads: list[Any], variables: list[Any], count: Any) -> None:
+        """Adds to the accumulators; at every n-th call exchanges what they hold and starts anew."""
+        weight = tf.cast(1.0 if count is None else count, tf.float32)
+        held = [self._accumulators[self._get_variable_index(v)] for v in variables]
+        sums = [None if g is None else _accumulated(a, g, v, weight) for a, g, v in zip(held, grads, variables, strict=True)]
+        total = self._accumulated_weight + weight
+        step = self._micro_steps + 1
+        due = step >= self.gradient_accumulation_steps
+        if runtime.size() > 1:
+            _check_graph()
+            self._ready_exchanger(grads, variables, count)
+
+        def update() -> None:
+            means = [None if s is None else s / tf.cast(total, s.dtype) for s in sums]
+            self._update(means, variables, None if count is None else total)
+
+        tf.cond(due, update, lambda: None)
+        # Assigned last, from plain tensors: a bucket must not wait for another's accumulator.
+        for variable, value in zip((*held, self._accumulated_weight, self._micro_steps), (*sums, total, step), strict=True):
+            if value is not None:
+                variable.assign(tf.where(due, tf.zeros_like(value), value))
+
+    def _add_rank_variable(self, shape: tuple[int, ...], name: str) -> Any:
+        with tf.init_scope():
+            variable = self.add_variable(shape, dtype="float32", name=name)
+        self._rank_variables.append(variable)
+        return variable
+
+
+def _accumulated(accumulator: Any, grad: Any, variable: Any, weight: tf.Tensor) -> tf.Tensor:
+    if isinstance(grad, tf.IndexedSlices):
+        grad = tf.convert_to_tensor(grad)
+    grad = tf.cast(grad, describe(variable).dtype)
+    return accumulator + grad * tf.cast(weight, grad.dtype)
+
+
+def _assign_if(wanted: Any, means: list[Any], pairs: list[Any]) -> None:
+    """Keeps new scheme state only if the step counts: everybody took part, and all is finite."""
+    if not pairs:
+        return
+    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(m)) for m in means if m is not None])
+
+    def assign() -> None:
+        for variable, value in pairs:
+            variable.assign(value)
+
+    tf.cond(tf.logical_and(wanted, finite), assign, lambda: None)
+
+
+def _innermost(optimizer: Any) -> Any:
+    return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+
+
+def _check_inner(inner: Any) -> None:
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise ValueError(
+            f"`inner_optimizer` must be a Keras 3 optimizer. Received: {inner!r} of type {type(inner).__name__}. "
+            "Pass for example keras.optimizers.SGD(0.1)."
+        )
+    if isinstance(inner, DistributedOptimizer) or isinstance(_innermost(inner), DistributedOptimizer):
+        raise ValueError(
+            "An optimizer must be wrapped in DistributedOptimizer once. Received: one that is already. "
+            "Use it as it is, or wrap its inner_optimizer."
+        )
+
+
+def _check_surroundings() -> None:
+    if keras.backend.backend() != "tensorflow":
+        raise ValueError(
+            f"tfposeidon works with Keras's TensorFlow backend. Received: backend {keras.backend.backend()!r}. "
+            "Set KERAS_BACKEND=tensorflow."
+        )
+    if tf.distribute.has_strategy():
+        raise ValueError(
+            "DistributedOptimizer replaces tf.distribute. Received: use under "
+            f"{type(tf.distribute.get_strategy()).__name__}. Leave the strategy's scope, and start one process per GPU "
+            "with horovodrun."
+        )
+
+
+def _check_graph() -> None:
+    if tf.distribute.has_strategy():
+        _check_surroundings()
+    if not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ValueError(
+            "Collectives cannot be compiled by XLA. Received: a train step with jit_compile=True. "
+            "Leave jit_compile out of model.compile (or pass False): tfposeidon keeps XLA off for that step."
+        )

@@ -1,0 +1,188 @@
+"""Brings Horovod up once per process, with the groups that the topology asks for."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from tfposeidon import environment, failure
+from tfposeidon.topology import Group, Topology
+from tfposeidon.wire import HorovodWire, Wire, exchange_objects
+
+DEFAULT_STALL_TIMEOUT_S = 300.0
+LONGEST_STALL_WARNING_S = 60
+
+log = logging.getLogger("tfposeidon")
+_wire: HorovodWire | None = None
+
+
+def init(
+    *,
+    ranks_per_node: int | None = None,
+    stall_timeout_s: float | None = None,
+    transport_timeout_s: float | None = None,
+    pin_gpu: bool = True,
+) -> Topology:
+    """Starts Horovod, finds the nodes and sets up the groups of ranks. Safe to call twice.
+
+    Without a launcher it starts a job of one rank. It is called by the first step if the script
+    does not; call it to set the arguments, or before work that depends on the rank.
+
+    Args:
+      ranks_per_node: Regroups the ranks into emulated nodes of this many; by default the launcher's
+        hosts are the nodes.
+      stall_timeout_s: How long ranks wait for one that is alive but late before the job ends;
+        default 300, or what `HOROVOD_STALL_SHUTDOWN_TIME_SECONDS` says.
+      transport_timeout_s: How long Gloo waits for a stopped process or a cut link; default 30, or
+        what `HOROVOD_GLOO_TIMEOUT_SECONDS` says.
+      pin_gpu: Gives each rank of a node the GPU of its local rank, with memory growth.
+
+    Returns:
+      The topology as this rank sees it.
+
+    Raises:
+      ImportError: If Horovod is missing or was built without TensorFlow.
+      ValueError: If an argument makes no sense.
+      RuntimeError: If it was called before with another layout.
+    """
+    global _wire
+    if _wire is not None:
+        _check_same_layout(_wire.topology, ranks_per_node)
+        return _wire.topology
+    _check_horovod()
+    _set_limits(stall_timeout_s, transport_timeout_s)
+    _wire = _start(ranks_per_node)
+    failure.watch(_wire.topology.rank, _wire.topology.size)
+    if pin_gpu:
+        _pin_gpu(environment.place().local_rank)
+    return _wire.topology
+
+
+def wire() -> Wire:
+    """The wire of this process; starts Horovod with default arguments if nobody did."""
+    if _wire is None:
+        init()
+    assert _wire is not None
+    return _wire
+
+
+def rank() -> int:
+    """This process's rank, from 0."""
+    return wire().topology.rank
+
+
+def size() -> int:
+    """Number of ranks in the job."""
+    return wire().topology.size
+
+
+def say(text: str, *values: object) -> None:
+    """One log line, on rank 0 only."""
+    if rank() == 0:
+        log.warning(text, *values)
+
+
+def _start(ranks_per_node: int | None) -> HorovodWire:
+    import horovod.tensorflow as hvd
+
+    if hvd.is_initialized():
+        return _adopt(hvd, ranks_per_node)
+    topology = _find_topology(environment.place(), ranks_per_node)
+    process_sets = {group: hvd.ProcessSet(list(group.ranks)) for group in topology.groups()}
+    hvd.init(process_sets=list(process_sets.values()))
+    _check_layout(hvd, topology)
+    wire = HorovodWire(topology, process_sets)
+    if environment.Store.of_launcher() is None:
+        _check_agreement(wire)
+    return wire
+
+
+def _find_topology(place: environment.Place, ranks_per_node: int | None) -> Topology:
+    if ranks_per_node is not None:
+        return Topology.regular(place.rank, place.size, ranks_per_node)
+    store = environment.Store.of_launcher()
+    if store is None or place.size == 1:
+        return Topology.regular(place.rank, place.size, place.local_size)
+    sizes = environment.node_sizes(store, place)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return Topology(place.rank, tuple(tuple(range(s, s + n)) for s, n in zip(starts, sizes, strict=True)))
+
+
+def _adopt(hvd: Any, ranks_per_node: int | None) -> HorovodWire:
+    """Works on a Horovod that the script started itself, as long as no groups are needed."""
+    topology = Topology.regular(hvd.rank(), hvd.size(), ranks_per_node or hvd.local_size())
+    missing: tuple[Group, ...] = topology.groups()
+    if missing:
+        raise RuntimeError(
+            f"tfposeidon sets up groups of ranks when Horovod starts. Received: hvd.init() was called before, "
+            f"and {topology} need {len(missing)} groups. Replace hvd.init() by tfposeidon.init()."
+        )
+    return HorovodWire(topology, {})
+
+
+def _check_horovod() -> None:
+    remedy = "Run: python -m tfposeidon install --horovod-only"
+    try:
+        import horovod.tensorflow  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ImportError(f"tfposeidon needs Horovod ({error}). {remedy}") from error
+    except ImportError as error:
+        raise ImportError(f"Horovod is here, but not for this TensorFlow ({error}). {remedy}") from error
+
+
+def _set_limits(stall_timeout_s: float | None, transport_timeout_s: float | None) -> None:
+    for name, value in (("stall_timeout_s", stall_timeout_s), ("transport_timeout_s", transport_timeout_s)):
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` must be at least 1 second. Received: {name}={value}")
+    if stall_timeout_s is not None or environment.STALL_LIMIT not in os.environ:
+        limit = round(stall_timeout_s or DEFAULT_STALL_TIMEOUT_S)
+        os.environ[environment.STALL_LIMIT] = str(limit)
+        # Horovod looks once per warning time, and ends the job only at such a look.
+        os.environ[environment.STALL_WARNING] = str(max(1, min(LONGEST_STALL_WARNING_S, limit // 4)))
+    if transport_timeout_s is not None:
+        os.environ[environment.TRANSPORT_LIMIT] = str(round(transport_timeout_s))
+
+
+def _check_same_layout(topology: Topology, ranks_per_node: int | None) -> None:
+    if ranks_per_node is None:
+        return
+    asked = Topology.regular(topology.rank, topology.size, ranks_per_node)
+    if asked.nodes != topology.nodes:
+        raise RuntimeError(
+            f"Groups of ranks are set up once per process. Received: ranks_per_node={ranks_per_node}, but the job "
+            f"already runs as {topology}. Pass `ranks_per_node` to the first tfposeidon.init()."
+        )
+
+
+def _check_layout(hvd: Any, topology: Topology) -> None:
+    if (hvd.rank(), hvd.size()) != (topology.rank, topology.size):
+        raise RuntimeError(
+            f"The launcher's variables and Horovod must agree. Received: rank {topology.rank} of {topology.size} "
+            f"from the environment, rank {hvd.rank()} of {hvd.size()} from Horovod. Start the job with horovodrun "
+            "or mpirun, or leave no HOROVOD_RANK of another job in the environment."
+        )
+
+
+def _check_agreement(wire: HorovodWire) -> None:
+    """Under MPI each rank derives the nodes from its own node's size: they may differ."""
+    layouts = exchange_objects([list(node) for node in wire.topology.nodes], wire, "tp/layout")
+    if any(layout != layouts[0] for layout in layouts):
+        raise RuntimeError(
+            "Under MPI nodes must have the same number of ranks, numbered node by node. Received: "
+            f"{layouts}. Start with `mpirun --map-by slot`, or pass ranks_per_node to tfposeidon.init()."
+        )
+
+
+def _pin_gpu(local_rank: int) -> None:
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return
+    try:
+        own = gpus[local_rank % len(gpus)]
+        tf.config.set_visible_devices(own, "GPU")
+        tf.config.experimental.set_memory_growth(own, True)
+    except RuntimeError as error:
+        log.warning("TensorFlow was in use before tfposeidon.init(); its GPUs stay as they are (%s)", error)

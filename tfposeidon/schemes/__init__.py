@@ -1,0 +1,17 @@
+"""Communication schemes, and the names under which `scheme=` finds them."""
+
+from collections.abc import Callable
+
+from tfposeidon.schemes.all_reduce import AllReduce
+from tfposeidon.schemes.all_to_all import AllToAll
+from tfposeidon.schemes.base import Scheme
+from tfposeidon.schemes.torus_2d import Torus2D
+
+REGISTRY: dict[str, Callable[[], Scheme]] = {
+    "allreduce": AllReduce,
+    "asa": AllToAll,
+    "asa16": lambda: AllToAll(wire_dtype="float16"),
+    "2dtar": Torus2D,
+}
+
+__all__ = ["REGISTRY", "AllReduce", "AllToAll", "Scheme", "Torus2D"]

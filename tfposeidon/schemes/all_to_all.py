@@ -1,0 +1,53 @@
+"""Theano-MPI's exchange: all-to-all, local sum, all-gather, with a half-precision wire if wanted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import tensorflow as tf
+
+from tfposeidon.cost import Cost
+from tfposeidon.schemes import stages
+from tfposeidon.schemes.base import Scheme, State
+from tfposeidon.schemes.wire_format import check_wire_dtype
+from tfposeidon.topology import Topology
+from tfposeidon.wire import Wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllToAll(Scheme):
+    """Averages gradients by all-to-all, local sum and all-gather.
+
+    Args:
+      wire_dtype: `None` for the gradient's own dtype, or `"float16"` or `"bfloat16"`: half the bytes,
+        still summed in the gradient's dtype. float16 ends at 65504; beyond it values become infinite.
+
+    Raises:
+      ValueError: If `wire_dtype` is anything else.
+
+    Cost: 2 (P - 1) steps, 2 n (P - 1) / P elements sent per rank.
+    Source: Ma, Mao and Taylor 2016 (Theano-MPI), section 3.2. Differs: parts are as even as can be
+    where P does not divide n; bfloat16 is offered.
+    """
+
+    name: ClassVar[str] = "asa"
+    wire_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        check_wire_dtype(self.wire_dtype)
+
+    @property
+    def exact(self) -> bool:
+        return self.wire_dtype is None
+
+    def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:
+        shards = stages.Shards.even(gradient.shape[0], wire.topology.world)
+        total = stages.scatter_sum(gradient, shards, wire, f"{name}/scatter", self.wire_dtype)
+        mean = total / tf.cast(wire.topology.size, gradient.dtype)
+        return stages.gather(mean, shards, wire, f"{name}/gather", self.wire_dtype), state
+
+    def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
+        shards = stages.Shards.even(length, topology.world)
+        scatter = stages.scatter_sum_cost(shards, itemsize, topology, self.wire_dtype)
+        return scatter + stages.gather_cost(shards, itemsize, topology, self.wire_dtype)

@@ -1,0 +1,79 @@
+"""Stages that several schemes are made of, each beside what it costs.
+
+Over Gloo an all-to-all and a local sum is several times faster than Horovod's own reduce-scatter,
+carries more types, takes uneven parts, and sums 16-bit values in 32 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from tfposeidon import cost
+from tfposeidon.cost import Cost
+from tfposeidon.schemes.wire_format import decode, encode, wire_itemsize
+from tfposeidon.topology import Group, Topology
+from tfposeidon.wire import Wire
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A vector cut over the ranks of a group.
+
+    Args:
+      group: Who takes part.
+      lengths: Elements that each of them owns; 0 for those who only contribute.
+    """
+
+    group: Group
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def even(cls, length: int, group: Group, owners: int | None = None) -> Shards:
+        """Shares that differ by one element at most, over the first `owners` of the group."""
+        owners = group.size if owners is None else owners
+        return cls(group, (*cost.shares(length, owners), *([0] * (group.size - owners))))
+
+    def own(self, rank: int) -> int:
+        return self.lengths[self.group.index(rank)]
+
+
+def scatter_sum(vector: tf.Tensor, shards: Shards, wire: Wire, name: str, wire_dtype: str | None) -> tf.Tensor:
+    """Sums over the group; each rank gets its own shard.
+
+    Args:
+      vector: `[sum(shards.lengths)]` floating point.
+
+    Returns:
+      `[own length]` in the vector's dtype; values cross the wire as `wire_dtype` and are summed in
+      the vector's dtype.
+    """
+    if shards.group.size == 1:
+        return vector
+    received = wire.all_to_all(encode(vector, wire_dtype), shards.lengths, shards.group, name)
+    parts = decode(received, wire_dtype, vector.dtype)
+    own = shards.own(wire.topology.rank)
+    # Nothing is owned: `parts` is empty, but not a constant that TensorFlow could fold.
+    return tf.reduce_sum(tf.reshape(parts, [shards.group.size, own]), axis=0) if own else parts
+
+
+def gather(shard: tf.Tensor, shards: Shards, wire: Wire, name: str, wire_dtype: str | None) -> tf.Tensor:
+    """The inverse of scattering: every rank gets all shards, with the same bits on each."""
+    if shards.group.size == 1:
+        return shard
+    gathered = wire.all_gather(encode(shard, wire_dtype), shards.group, name)
+    return tf.ensure_shape(decode(gathered, wire_dtype, shard.dtype), [sum(shards.lengths)])
+
+
+def scatter_sum_cost(shards: Shards, itemsize: int, topology: Topology, wire_dtype: str | None) -> Cost:
+    """P - 1 messages of a shard each, P - 1 additions per owned element."""
+    width = wire_itemsize(wire_dtype, itemsize)
+    flops = (shards.group.size - 1) * shards.own(topology.rank)
+    return cost.all_to_all(topology, shards.group, [n * width for n in shards.lengths], flops)
+
+
+def gather_cost(shards: Shards, itemsize: int, topology: Topology, wire_dtype: str | None) -> Cost:
+    """P - 1 messages of a shard each."""
+    width = wire_itemsize(wire_dtype, itemsize)
+    return cost.ring_all_gather(topology, shards.group, [n * width for n in shards.lengths])

@@ -1,0 +1,171 @@
+"""What Keras's `compile` and `fit` have to know of a `DistributedOptimizer`.
+
+Keras gives an optimizer no way to see the model it trains. So the first `DistributedOptimizer` of a
+process teaches `keras.Model` four things, for models that are compiled with one:
+
+- `compile`: `jit_compile="auto"` means no XLA; under `mixed_float16` the loss scale goes inside.
+- `train_step`: how many samples the batch has, so that unequal batches are weighed right.
+- `fit`: only rank 0 shows a progress bar, unless `verbose` is given.
+- `fit`: epochs have as many steps as the rank with the fewest batches, and end on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfposeidon import runtime
+from tfposeidon.wire import exchange_objects
+
+
+def teach_keras() -> None:
+    """Wraps `keras.Model.compile` and `keras.Model.fit`; the second call does nothing."""
+    if not hasattr(keras.Model.compile, "_tfposeidon"):
+        keras.Model.compile = _wrapped(keras.Model.compile, _compile)
+        keras.Model.fit = _wrapped(keras.Model.fit, _fit)
+
+
+def _wrapped(original: Any, replacement: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(original, signature.bind(self, *args, **kwargs))
+
+    method._tfposeidon = True  # type: ignore[attr-defined]
+    return method
+
+
+def _is_ours(optimizer: Any) -> bool:
+    # Imported late: the optimizer imports this module.
+    from tfposeidon.optimizer import DistributedOptimizer
+
+    return isinstance(optimizer, DistributedOptimizer)
+
+
+def _compile(original: Any, call: inspect.BoundArguments) -> Any:
+    call.apply_defaults()
+    model, arguments = call.arguments["self"], call.arguments
+    optimizer = arguments["optimizer"]
+    if _is_ours(getattr(optimizer, "inner_optimizer", None)):
+        raise ValueError(
+            "DistributedOptimizer must be the outermost optimizer. Received: a "
+            f"{type(optimizer).__name__} around it. Write DistributedOptimizer(LossScaleOptimizer(optimizer))."
+        )
+    if not _is_ours(optimizer):
+        return original(*call.args, **call.kwargs)
+    auto = arguments["jit_compile"] == "auto" and not arguments["run_eagerly"]
+    if arguments["auto_scale_loss"] and model.dtype_policy.name == "mixed_float16":
+        optimizer.scale_losses()
+    result = original(*call.args, **call.kwargs)
+    if auto and model.jit_compile:
+        model.jit_compile = False
+        runtime.say("tfposeidon: XLA is off for this model's steps, because it cannot compile collectives.")
+    _count_samples(model)
+    return result
+
+
+def _count_samples(model: Any) -> None:
+    step = model.train_step
+    if hasattr(step, "_tfposeidon"):
+        return
+
+    @functools.wraps(step)
+    def train_step(data: Any) -> Any:
+        if not _is_ours(model.optimizer):
+            return step(data)
+        with model.optimizer.counting(_batch_size(data)):
+            return step(data)
+
+    train_step._tfposeidon = True  # type: ignore[attr-defined]
+    model.train_step = train_step
+
+
+def _batch_size(data: Any) -> Any:
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    leaves = [leaf for leaf in keras.tree.flatten(x) if leaf is not None]
+    return tf.shape(leaves[0])[0]
+
+
+def _fit(original: Any, call: inspect.BoundArguments) -> Any:
+    model = call.arguments["self"]
+    if not _is_ours(getattr(model, "optimizer", None)) or runtime.size() == 1:
+        return original(*call.args, **call.kwargs)
+    call.apply_defaults()
+    if call.arguments["verbose"] == "auto" and runtime.rank() != 0:
+        call.arguments["verbose"] = 0
+    callbacks = call.arguments["callbacks"]
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        # Before all others, because they may communicate at the end of an epoch; after all others,
+        # because they may ask to stop.
+        call.arguments["callbacks"] = [EqualSteps(), *keras.tree.flatten(callbacks or []), EqualEnd()]
+    return original(*call.args, **call.kwargs)
+
+
+class EqualSteps(keras.callbacks.Callback):
+    """Ends each epoch, on all ranks, after the fewest batches that any rank has.
+
+    Where every rank knows its number of batches, and steps are executed one by one, the smallest is
+    agreed on when training begins and costs nothing. Otherwise ranks that are out of data take part
+    in the others' next step with nothing to give, which tells those to stop, too.
+    """
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        steps = exchange_objects(self.params.get("steps"), runtime.wire(), "tp/steps")
+        equal = None not in steps and len(set(steps)) == 1
+        agreeable = None not in steps and self.model.steps_per_execution == 1
+        self._limit = min(steps) if equal or agreeable else None
+        if not equal:
+            counts = ", ".join("unknown" if s is None else str(s) for s in sorted(set(steps), key=str))
+            runtime.say("tfposeidon: ranks have different or unknown numbers of batches (%s); each epoch ends "
+                        "on all ranks after the fewest that any of them has.", counts)
+        self._watch_absence(self._limit is None)
+
+    def _watch_absence(self, wanted: bool) -> None:
+        if self.model.optimizer.ends_with_first_rank != wanted:
+            self.model.optimizer.ends_with_first_rank = wanted
+            self.model.make_train_function(force=True)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._done = 0
+        self._open = True
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._limit is not None and batch >= self._limit:
+            raise StopIteration
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._done = batch + 1
+        if self._limit is None and self.model.optimizer.absent_ranks:
+            raise StopIteration
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._end_steps()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._end_steps()
+
+    def _end_steps(self) -> None:
+        if not getattr(self, "_open", False):
+            return
+        self._open = False
+        if self._limit is None:
+            self.model.optimizer.finish_epoch()
+        elif self._done < self._limit:
+            raise RuntimeError(
+                f"Every rank must do the {self._limit} steps per epoch that were agreed on. Received: only {self._done} "
+                f"on rank {runtime.rank()}: its data ran out early, or a callback set stop_training in the middle of an "
+                "epoch. Give it more data, leave steps_per_epoch out, or stop at the end of an epoch."
+            )
+
+
+class EqualEnd(keras.callbacks.Callback):
+    """Stops training on all ranks after the epoch in which any rank wants to stop."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        wishes = exchange_objects(bool(self.model.stop_training), runtime.wire(), "tp/stop")
+        self.model.stop_training = any(wishes)

@@ -1,0 +1,119 @@
+"""The one door to Horovod's collectives: four operations on groups of ranks.
+
+Horovod's TensorFlow ops look like arithmetic to Grappler: with a constant input the collective is
+folded (runs once, or hangs), an unused one is pruned, two equal ones are merged. So no input may be
+a constant (see `zeros`), every output has to be used, and each call has its own name, the same on
+every rank. No other module imports Horovod's collectives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from tfposeidon.topology import Group, Topology
+
+
+class Wire(Protocol):
+    """What schemes exchange over. Groups of one rank send nothing."""
+
+    topology: Topology
+
+    def all_reduce(self, tensor: tf.Tensor, group: Group, name: str, scale: float = 1.0) -> tf.Tensor:
+        """`scale` times the sum over the group; `[n]` -> `[n]`, the same bits on every rank."""
+        ...
+
+    def all_gather(self, tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+        """Concatenation along the first axis in the group's order; parts may differ in length."""
+        ...
+
+    def all_to_all(self, tensor: tf.Tensor, splits: Sequence[int], group: Group, name: str) -> tf.Tensor:
+        """Sends `splits[i]` elements to the group's rank `i`; returns what came, in the group's order."""
+        ...
+
+    def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
+        """The tensor of the world's rank `root_rank`."""
+        ...
+
+
+class HorovodWire:
+    """Horovod's ops: NCCL, MPI or Gloo move the bytes.
+
+    Args:
+      topology: The ranks of the job.
+      process_sets: Horovod's process set of each group in `topology.groups()`.
+    """
+
+    def __init__(self, topology: Topology, process_sets: dict[Group, Any]) -> None:
+        self.topology = topology
+        self._process_sets = process_sets
+
+    def all_reduce(self, tensor: tf.Tensor, group: Group, name: str, scale: float = 1.0) -> tf.Tensor:
+        if group.size == 1:
+            return tensor if scale == 1.0 else tensor * tf.cast(scale, tensor.dtype)
+        ops = _horovod_ops()
+        return ops._allreduce(
+            tensor,
+            name=name,
+            op=ops.Sum,
+            postscale_factor=scale,
+            ignore_name_scope=True,
+            process_set=self._process_set(group),
+        )
+
+    def all_gather(self, tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+        if group.size == 1:
+            return tensor
+        return _horovod_ops().allgather(
+            tensor, name=name, ignore_name_scope=True, process_set=self._process_set(group)
+        )
+
+    def all_to_all(self, tensor: tf.Tensor, splits: Sequence[int], group: Group, name: str) -> tf.Tensor:
+        if group.size == 1:
+            return tensor
+        received, _ = _horovod_ops().alltoall(
+            tensor, splits=list(splits), name=name, ignore_name_scope=True, process_set=self._process_set(group)
+        )
+        return received
+
+    def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
+        if self.topology.size == 1:
+            return tensor
+        return _horovod_ops().broadcast(tensor, root_rank, name=name, ignore_name_scope=True)
+
+    def _process_set(self, group: Group) -> Any:
+        if group == self.topology.world:
+            return _horovod_ops().global_process_set
+        return self._process_sets[group]
+
+
+def zeros(shape: Sequence[int], zero: tf.Variable) -> tf.Tensor:
+    """Zeros that TensorFlow cannot fold: a collective on `tf.zeros` runs on no rank, or hangs.
+
+    Args:
+      shape: Shape of the result.
+      zero: A scalar variable that holds 0; its dtype is the result's.
+    """
+    return tf.broadcast_to(zero.read_value(), shape)
+
+
+def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
+    """Every rank's `value`, in rank order. Eager; for small things that JSON can hold."""
+    if wire.topology.size == 1:
+        return [value]
+    text = json.dumps(value).encode()
+    world = wire.topology.world
+    lengths = wire.all_gather(tf.constant([len(text)], tf.int64), world, f"{name}/lengths").numpy()
+    joined = wire.all_gather(tf.constant(list(text), tf.uint8), world, f"{name}/texts").numpy().tobytes()
+    ends = lengths.cumsum()
+    return [json.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+
+
+def _horovod_ops() -> Any:
+    # Loaded late: tfposeidon loads models and plans without Horovod, and importing starts nothing.
+    from horovod.tensorflow import mpi_ops
+
+    return mpi_ops
