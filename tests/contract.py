@@ -35,7 +35,7 @@ def check(name, length, wire, run=lambda function, *args: function(*args)):
     topology = wire.topology
     mine = gradient(length, topology.rank)
     given = tf.constant(mine)
-    label = f"contract/{name}/{length}".replace(" ", "_")
+    label = f"contract.{name}.{length}".replace(" ", "_")
     mean, state = run(lambda vector: scheme.exchange(vector, (), wire, label), given)
     expected = np.mean([gradient(length, rank, "float64") for rank in range(topology.size)], axis=0)
     assert state == ()

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfposeidon.agreement import REMEDY, as_json, check_same_variables
 from tfposeidon.coordinator import Bucket, Plan
 from tfposeidon.gradient import Description, dense
 from tfposeidon.schemes.base import State
-from tfposeidon.wire import Wire, exchange_objects, zeros
+from tfposeidon.wire import Wire, exchange_objects, opaque, zeros
 
 
 class Presence(NamedTuple):
@@ -40,7 +41,8 @@ class Exchanger:
         self.wire = wire
         self.prefix: str | None = None
         self.active: list[bool] = []
-        self._zeros = {dtype: _zero(dtype) for dtype in ("float32", *sorted({b.dtype for b in plan.buckets}))}
+        dtypes = {"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}
+        self._zeros = {dtype: _zero(dtype) for dtype in sorted(dtypes)}
         self.states: list[list[Any]] = [
             [add_state(shape, f"bucket_{i}_state_{j}") for j, shape in enumerate(_state_shapes(bucket, plan))]
             for i, bucket in enumerate(plan.buckets)
@@ -59,21 +61,22 @@ class Exchanger:
         """
         mine = {
             "settings": settings,
-            "variables": [[d.path, list(d.shape), d.dtype] for d in self._descriptions()],
+            "variables": as_json(self._descriptions()),
             "active": [g is not None for g in gradients],
         }
         with tf.init_scope():
-            everybody = exchange_objects(mine, self.wire, f"{prefix}/agree")
-        for rank, other in enumerate(everybody):
-            _check_same(everybody[0], other, rank)
+            everybody = exchange_objects(mine, self.wire, f"{prefix}.agree")
+        _check_same_settings([other["settings"] for other in everybody])
+        check_same_variables([other["variables"] for other in everybody])
         self.active = [any(flags) for flags in zip(*(other["active"] for other in everybody), strict=True)]
         self.prefix = prefix
 
     def presence(self, sample_count: Any) -> Presence:
         """Counts samples and ranks over the job: one small all-reduce, sent when the step starts."""
-        count = tf.cast(sample_count, tf.float32)
+        # A static batch size is a constant, which must not reach a collective.
+        count = tf.cast(sample_count, tf.float32) + self._zeros["float32"].read_value()
         mine = tf.stack([count, tf.sign(count)])
-        total = self.wire.all_reduce(mine, self.wire.topology.world, f"{self.prefix}/samples")
+        total = self.wire.all_reduce(mine, self.wire.topology.world, f"{self.prefix}.samples")
         ranks = tf.cast(self.wire.topology.size, tf.float32)
         return Presence(tf.math.divide_no_nan(count * ranks, total[0]), ranks - total[1])
 
@@ -98,7 +101,7 @@ class Exchanger:
             if weight is not None:
                 vector = _weighted(vector, weight)
             state = tuple(tf.convert_to_tensor(variable) for variable in self.states[index])
-            mean, state = bucket.scheme.exchange(vector, state, self.wire, f"{self.prefix}/bucket_{index}")
+            mean, state = bucket.scheme.exchange(vector, state, self.wire, f"{self.prefix}.bucket_{index}")
             states.append(state)
             for member, tensor in zip(bucket.members, _split(mean, bucket.descriptions), strict=True):
                 means[member] = tensor if self.active[member] else None
@@ -116,7 +119,9 @@ class Exchanger:
         zero = self._zeros[bucket.dtype]
         pairs = zip(bucket.members, bucket.descriptions, strict=True)
         parts = [tf.reshape(dense(gradients[member], d, zero), [-1]) for member, d in pairs]
-        return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+        vector = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+        # Gradients of linear losses are constants, on some ranks or on all.
+        return opaque(vector, self._zeros["int32"])
 
     def _check_active(self, gradients: Sequence[Any]) -> None:
         for description, gradient, active in zip(self._descriptions(), gradients, self.active, strict=True):
@@ -150,25 +155,9 @@ def _split(vector: tf.Tensor, descriptions: Sequence[Description]) -> list[tf.Te
     return [tf.reshape(part, d.shape) for part, d in zip(parts, descriptions, strict=True)]
 
 
-def _check_same(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
-    remedy = "Build the same model, with the same names, and the same optimizer on every rank."
-    if other["settings"] != first["settings"]:
-        raise RuntimeError(
-            f"All ranks must exchange alike. Received: {first['settings']} on rank 0, "
-            f"{other['settings']} on rank {rank}. {remedy}"
-        )
-    a, b = first["variables"], other["variables"]
-    if a == b:
-        return
-    place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    raise RuntimeError(
-        f"All ranks must train the same variables. The first difference is variable {place}: "
-        f"{_readable(a, place)} on rank 0, {_readable(b, place)} on rank {rank}. {remedy}"
-    )
-
-
-def _readable(variables: list[Any], place: int) -> str:
-    if place >= len(variables):
-        return f"none (it has {len(variables)})"
-    path, shape, dtype = variables[place]
-    return f"{path!r} {tuple(shape)} {dtype}"
+def _check_same_settings(everybody: Sequence[dict[str, Any]]) -> None:
+    for rank, other in enumerate(everybody):
+        if other != everybody[0]:
+            raise RuntimeError(
+                f"All ranks must exchange alike. Received: {everybody[0]} on rank 0, {other} on rank {rank}. {REMEDY}"
+            )

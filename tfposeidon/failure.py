@@ -24,7 +24,7 @@ _BROKEN_COLLECTIVE = re.compile(
     r"Horovod has been shut down|HorovodInternalError|Connection (closed|reset)|gloo/transport|"
     r"Read timeout|Timed out waiting|Broken pipe|Socket closed"
 )
-_WAITING_NODE = re.compile(r"node ((?:\w+/)*tp\w*(?:/[\w.]+)+|\w*Horovod\w+)")
+_WAITING = re.compile(r"(?:node \S*?|name: )([\w-]+\.[\w.-]+)")
 
 
 def watch(rank: int, size: int) -> None:
@@ -78,7 +78,7 @@ class Reporter:
         return None
 
     def _what_is_known(self, text: str) -> str:
-        waiting = _WAITING_NODE.search(text)
+        waiting = _WAITING.search(text)
         where = f" while it waited for tensor {waiting.group(1)!r}" if waiting else ""
         known = f"rank {self.rank} lost its peers{where}, and no rank left a cause."
         if self.store is None:

@@ -106,6 +106,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             self._build_accumulators(variables)
         with tf.init_scope():
             self._absent = tf.Variable(0.0, trainable=False, name="absent")
+            self._exposed_s = tf.Variable(tf.zeros([], tf.float64), trainable=False, name="exposed_s")
         self.built = True
 
     @property
@@ -230,6 +231,13 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_optimizer = scaled
 
     @property
+    def exposed_s(self) -> float:
+        """Seconds, over all steps so far, between the last gradient and the last mean: communication
+        that computation did not hide. On GPUs, where ops are queued, only a hint.
+        """
+        return float(self._exposed_s.numpy()) if self.built else 0.0
+
+    @property
     def absent_ranks(self) -> int:
         """Ranks that had no batch left at the last step; counted while `ends_with_first_rank`."""
         return int(self._absent.numpy())
@@ -256,7 +264,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         _check_graph()
         exchanger = self._ready_exchanger(grads, variables, count)
         presence = exchanger.presence(count) if count is not None else None
+        ready = _time_after(grads)
         means, states = exchanger.exchange(grads, presence.weight if presence else None)
+        self._exposed_s.assign_add(_time_after(means) - ready)
         self._apply_means(exchanger, means, states, variables, presence)
 
     def _apply_means(
@@ -343,6 +353,12 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             variable = self.add_variable(shape, dtype="float32", name=name)
         self._rank_variables.append(variable)
         return variable
+
+
+def _time_after(tensors: list[Any]) -> tf.Tensor:
+    values = [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors if t is not None]
+    with tf.control_dependencies(values):
+        return tf.timestamp()
 
 
 def _accumulated(accumulator: Any, grad: Any, variable: Any, weight: tf.Tensor) -> tf.Tensor:

@@ -166,7 +166,7 @@ def _check_layout(hvd: Any, topology: Topology) -> None:
 
 def _check_agreement(wire: HorovodWire) -> None:
     """Under MPI each rank derives the nodes from its own node's size: they may differ."""
-    layouts = exchange_objects([list(node) for node in wire.topology.nodes], wire, "tp/layout")
+    layouts = exchange_objects([list(node) for node in wire.topology.nodes], wire, "tp.layout")
     if any(layout != layouts[0] for layout in layouts):
         raise RuntimeError(
             "Under MPI nodes must have the same number of ranks, numbered node by node. Received: "

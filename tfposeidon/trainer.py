@@ -23,10 +23,12 @@ from tfposeidon.wire import exchange_objects
 
 
 def teach_keras() -> None:
-    """Wraps `keras.Model.compile` and `keras.Model.fit`; the second call does nothing."""
-    if not hasattr(keras.Model.compile, "_tfposeidon"):
-        keras.Model.compile = _wrapped(keras.Model.compile, _compile)
-        keras.Model.fit = _wrapped(keras.Model.fit, _fit)
+    """Wraps `compile` and `fit` of `keras.Model`; the second call does nothing."""
+    for name, replacement in (("compile", _compile), ("fit", _fit)):
+        # Where Keras defines them: it takes a compile on a lower class for the user's own.
+        home = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
+        if not hasattr(getattr(home, name), "_tfposeidon"):
+            setattr(home, name, _wrapped(getattr(home, name), replacement))
 
 
 def _wrapped(original: Any, replacement: Any) -> Any:
@@ -62,7 +64,7 @@ def _compile(original: Any, call: inspect.BoundArguments) -> Any:
     if arguments["auto_scale_loss"] and model.dtype_policy.name == "mixed_float16":
         optimizer.scale_losses()
     result = original(*call.args, **call.kwargs)
-    if auto and model.jit_compile:
+    if auto and model.jit_compile and runtime.size() > 1:
         model.jit_compile = False
         runtime.say("tfposeidon: XLA is off for this model's steps, because it cannot compile collectives.")
     _count_samples(model)
@@ -115,7 +117,7 @@ class EqualSteps(keras.callbacks.Callback):
     """
 
     def on_train_begin(self, logs: Any = None) -> None:
-        steps = exchange_objects(self.params.get("steps"), runtime.wire(), "tp/steps")
+        steps = exchange_objects(self.params.get("steps"), runtime.wire(), "tp.steps")
         equal = None not in steps and len(set(steps)) == 1
         agreeable = None not in steps and self.model.steps_per_execution == 1
         self._limit = min(steps) if equal or agreeable else None
@@ -167,5 +169,5 @@ class EqualEnd(keras.callbacks.Callback):
     """Stops training on all ranks after the epoch in which any rank wants to stop."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        wishes = exchange_objects(bool(self.model.stop_training), runtime.wire(), "tp/stop")
+        wishes = exchange_objects(bool(self.model.stop_training), runtime.wire(), "tp.stop")
         self.model.stop_training = any(wishes)

@@ -3,7 +3,8 @@
 Horovod's TensorFlow ops look like arithmetic to Grappler: with a constant input the collective is
 folded (runs once, or hangs), an unused one is pruned, two equal ones are merged. So no input may be
 a constant (see `zeros`), every output has to be used, and each call has its own name, the same on
-every rank. No other module imports Horovod's collectives.
+every rank. Names are joined by dots, for Horovod cuts off what stands before a slash. No other module
+imports Horovod's collectives.
 """
 
 from __future__ import annotations
@@ -100,14 +101,24 @@ def zeros(shape: Sequence[int], zero: tf.Variable) -> tf.Tensor:
     return tf.broadcast_to(zero.read_value(), shape)
 
 
+def opaque(vector: tf.Tensor, zero: tf.Variable) -> tf.Tensor:
+    """The same `[n]` vector, which TensorFlow can no longer see to be a constant; costs no copy.
+
+    Args:
+      zero: A scalar whole-number variable that holds 0.
+    """
+    length = vector.shape[0]
+    return tf.ensure_shape(tf.reshape(vector, [length + zero.read_value()]), [length])
+
+
 def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
     """Every rank's `value`, in rank order. Eager; for small things that JSON can hold."""
     if wire.topology.size == 1:
         return [value]
     text = json.dumps(value).encode()
     world = wire.topology.world
-    lengths = wire.all_gather(tf.constant([len(text)], tf.int64), world, f"{name}/lengths").numpy()
-    joined = wire.all_gather(tf.constant(list(text), tf.uint8), world, f"{name}/texts").numpy().tobytes()
+    lengths = wire.all_gather(tf.constant([len(text)], tf.int64), world, f"{name}.lengths").numpy()
+    joined = wire.all_gather(tf.constant(list(text), tf.uint8), world, f"{name}.texts").numpy().tobytes()
     ends = lengths.cumsum()
     return [json.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
 

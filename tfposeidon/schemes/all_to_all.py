@@ -43,9 +43,9 @@ class AllToAll(Scheme):
 
     def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:
         shards = stages.Shards.even(gradient.shape[0], wire.topology.world)
-        total = stages.scatter_sum(gradient, shards, wire, f"{name}/scatter", self.wire_dtype)
+        total = stages.scatter_sum(gradient, shards, wire, f"{name}.scatter", self.wire_dtype)
         mean = total / tf.cast(wire.topology.size, gradient.dtype)
-        return stages.gather(mean, shards, wire, f"{name}/gather", self.wire_dtype), state
+        return stages.gather(mean, shards, wire, f"{name}.gather", self.wire_dtype), state
 
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
         shards = stages.Shards.even(length, topology.world)

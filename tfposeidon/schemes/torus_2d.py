@@ -48,12 +48,12 @@ class Torus2D(Scheme):
     def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:
         topology = wire.topology
         node, across = self._shards(gradient.shape[0], topology)
-        shard = stages.scatter_sum(gradient, node, wire, f"{name}/node/scatter", self.wire_dtype)
+        shard = stages.scatter_sum(gradient, node, wire, f"{name}.node_scatter", self.wire_dtype)
         if across is not None:
-            part = stages.scatter_sum(shard, across, wire, f"{name}/across/scatter", self.wire_dtype)
+            part = stages.scatter_sum(shard, across, wire, f"{name}.across_scatter", self.wire_dtype)
             part = part / tf.cast(topology.size, gradient.dtype)
-            shard = stages.gather(part, across, wire, f"{name}/across/gather", self.wire_dtype)
-        return stages.gather(shard, node, wire, f"{name}/node/gather", self.wire_dtype), state
+            shard = stages.gather(part, across, wire, f"{name}.across_gather", self.wire_dtype)
+        return stages.gather(shard, node, wire, f"{name}.node_gather", self.wire_dtype), state
 
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
         node, across = self._shards(length, topology)

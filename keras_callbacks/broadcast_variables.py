@@ -1,0 +1,31 @@
+"""Starts all ranks alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfposeidon import replicas, runtime
+
+
+class BroadcastVariables(keras.callbacks.Callback):
+    """Gives every rank the root's model, optimizer state and seed generators when training begins.
+
+    After a resume by `Checkpoint` it does the same to the restored state, wherever it stands in the
+    list: what is restored is equal on all ranks already.
+
+    Args:
+      root_rank: Whose state everybody gets.
+
+    Raises:
+      RuntimeError: If ranks built different models; it names the first variable that differs.
+    """
+
+    def __init__(self, root_rank: int = 0) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        variables = [*self.model.variables, *self.model.optimizer.variables]
+        replicas.broadcast(variables, runtime.wire(), self.root_rank)

@@ -1,0 +1,178 @@
+"""Saves a job so that it can go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfposeidon import replicas, runtime
+from tfposeidon.agreement import as_json, first_difference
+from tfposeidon.snapshots import Arrays, Snapshot, SnapshotError, Snapshots, listed, numbered
+
+
+class Checkpoint(keras.callbacks.Callback):
+    """Saves model, optimizer and per-rank state; resumes from the newest snapshot that is whole.
+
+    What is equal on all ranks is saved once, by rank 0; gradients being accumulated, residuals, moving
+    statistics, seeds and metrics are saved per rank. On another number of ranks the sums of
+    accumulated gradients and residuals are kept. A resumed run equals an uninterrupted one if the data
+    come in the same order: batches of a half-done epoch are read and passed over. Callbacks that keep
+    memories of their own (EarlyStopping) start theirs anew.
+
+    Put it last, so that it sees what other callbacks did at the end of the epoch. For a file to hand
+    on, use `model.save`.
+
+    Args:
+      folder: Seen by all ranks; made if it is missing.
+      every_n_steps: Also save within epochs, after each so many steps.
+      keep: How many snapshots to keep.
+      resume: Go on from the newest one in `folder`, if there is any.
+
+    Raises:
+      SnapshotError: If a snapshot cannot be written or read, or is of another model.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], every_n_steps: int | None = None, keep: int = 2, resume: bool = True
+    ) -> None:
+        super().__init__()
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"`every_n_steps` must be at least 1. Received: every_n_steps={every_n_steps}")
+        if keep < 1:
+            raise ValueError(f"`keep` must be at least 1. Received: keep={keep}")
+        self.folder = folder
+        self.every_n_steps = every_n_steps
+        self.keep = keep
+        self.resume = resume
+        self._steps = 0
+        self._epoch = 0
+        self._pending_metrics: list[np.ndarray] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._files = Snapshots(self.folder, runtime.wire(), self.keep)
+        snapshot = self._files.read_latest() if self.resume else None
+        if snapshot is not None:
+            self._restore(snapshot)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+        # Keras set the metrics back a moment ago.
+        for variable, value in zip(self._metrics(), self._pending_metrics, strict=False):
+            variable.assign(value)
+        self._pending_metrics = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._passing_over():
+            return
+        before, self._steps = self._steps, self._steps + self.model.steps_per_execution
+        if self.every_n_steps and self._steps // self.every_n_steps > before // self.every_n_steps:
+            self._write(self._epoch, batch + 1)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._write(epoch + 1, 0)
+
+    # ---------------------------------------------------------------- writing
+
+    def _write(self, epoch: int, batches: int) -> None:
+        meta = {
+            "epoch": epoch,
+            "batches": batches,
+            "steps": self._steps,
+            "variables": as_json(replicas.describe_any(self._shared())),
+        }
+        metrics = self._metrics() if batches else []
+        own = numbered(_values(self._own()), "own") | numbered(_values(metrics), "metric")
+        own |= numbered(_values(self._summed()), "sum")
+        shared = numbered(_values(self._shared()), "shared") if runtime.rank() == 0 else {}
+        self._files.write(self._steps, meta, shared, own)
+
+    def _shared(self) -> list[Any]:
+        return [*self.model.trainable_variables, *self.model.optimizer.variables]
+
+    def _own(self) -> list[Any]:
+        return list(self.model.non_trainable_variables)
+
+    def _summed(self) -> list[Any]:
+        return list(getattr(self.model.optimizer, "rank_variables", []))
+
+    def _metrics(self) -> list[Any]:
+        return [variable for metric in self.model.metrics for variable in metric.variables]
+
+    # --------------------------------------------------------------- restoring
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        self._check(snapshot)
+        _assign(self._shared(), listed(snapshot.shared, "shared"))
+        own = snapshot.own[runtime.rank() % len(snapshot.own)]
+        _assign(self._own(), listed(own, "own"))
+        _assign(self._summed(), _redistributed(snapshot.own, runtime.size(), runtime.rank()))
+        self._pending_metrics = listed(own, "metric")
+        self._steps = snapshot.meta["steps"]
+        self.model._initial_epoch = snapshot.meta["epoch"]
+        runtime.say(
+            "tfposeidon: resumed from %s at epoch %d, batch %d.",
+            self.folder, snapshot.meta["epoch"], snapshot.meta["batches"],
+        )
+        if snapshot.meta["batches"]:
+            self.model.train_function = _PassOver(self.model, snapshot.meta["batches"])
+
+    def _check(self, snapshot: Snapshot) -> None:
+        difference = first_difference(snapshot.meta["variables"], as_json(replicas.describe_any(self._shared())))
+        if difference:
+            place, saved, built = difference
+            raise SnapshotError(
+                f"A checkpoint must be of the same model and optimizer. The first difference is variable {place}: "
+                f"{saved} in {self.folder}, {built} in the model. Use another folder, or Checkpoint(..., resume=False)."
+            )
+
+    def _passing_over(self) -> bool:
+        return isinstance(self.model.train_function, _PassOver)
+
+
+class _PassOver:
+    """Stands in for the train function while batches of the epoch were already trained on."""
+
+    def __init__(self, model: keras.Model, batches: int) -> None:
+        self.model = model
+        self.left = batches
+        self.train: Callable[[Any], Any] = model.train_function
+
+    def __call__(self, iterator: Any) -> Any:
+        if self.left <= 0:
+            self.model.train_function = self.train
+            return self.train(iterator)
+        for _ in range(self.model.steps_per_execution):
+            next(iterator)
+        self.left -= self.model.steps_per_execution
+        return self.model.get_metrics_result()
+
+
+def _redistributed(own: Sequence[Arrays], size: int, rank: int) -> list[np.ndarray]:
+    """State whose sum over ranks counts: each rank's own, or an equal part of the sum for another size."""
+    saved = [listed(arrays, "sum") for arrays in own]
+    if len(saved) == size:
+        return saved[rank]
+    return [
+        (np.sum(values, axis=0) / size).astype(values[0].dtype) if values[0].dtype.kind == "f" else values[0]
+        for values in zip(*saved, strict=True)
+    ]
+
+
+def _values(variables: Sequence[Any]) -> list[np.ndarray]:
+    return [tf.convert_to_tensor(v).numpy() for v in variables]
+
+
+def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
+    if [tuple(v.shape) for v in variables] != [value.shape for value in values]:
+        raise SnapshotError(
+            f"A checkpoint must be of the same model and optimizer. Received: {len(values)} arrays for "
+            f"{len(variables)} variables, or other shapes. Use another folder, or Checkpoint(..., resume=False)."
+        )
+    for variable, value in zip(variables, values, strict=True):
+        # NumPy's files forget what bfloat16 is called, not its bits.
+        variable.assign(value.view(tf.as_dtype(variable.dtype).as_numpy_dtype) if value.dtype.kind == "V" else value)

@@ -1,0 +1,47 @@
+"""Warm-up from the rate of one rank to the rate of all."""
+
+from __future__ import annotations
+
+from tfposeidon import runtime
+
+from keras_callbacks.learning_rate_schedule import LearningRateSchedule
+
+
+class LearningRateWarmup(LearningRateSchedule):
+    """Raises the rate, batch by batch, from `initial_learning_rate / size` to `initial_learning_rate`.
+
+    Args:
+      initial_learning_rate: The rate after warm-up: usually that of one rank times their number.
+      warmup_epochs: How long it takes.
+      momentum_correction: As in `LearningRateSchedule`.
+      steps_per_epoch: As in `LearningRateSchedule`.
+
+    Source: Goyal et al. 2017, section 2.2.
+    """
+
+    def __init__(
+        self,
+        initial_learning_rate: float,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        if warmup_epochs <= 0:
+            raise ValueError(f"`warmup_epochs` must be above 0. Received: warmup_epochs={warmup_epochs}")
+        self.warmup_epochs = warmup_epochs
+        super().__init__(
+            initial_learning_rate,
+            self._fraction,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+
+    def _fraction(self, epoch: float) -> float:
+        start = 1.0 / runtime.size()
+        return start + (1.0 - start) * min(epoch / self.warmup_epochs, 1.0)
+
+    def _set(self, epoch: float) -> None:
+        # The first batch after warm-up still sets the full rate; from there on others may change it.
+        if epoch <= self.warmup_epochs + 1.0 / (self.steps_per_epoch or 1):
+            super()._set(epoch)

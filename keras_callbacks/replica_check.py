@@ -1,0 +1,59 @@
+"""Compares the replicas bit by bit, now and then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfposeidon import replicas, runtime
+
+ACTIONS = ("stop", "repair", "report")
+
+
+class ReplicaCheck(keras.callbacks.Callback):
+    """Compares checksums of weights and optimizer state over ranks.
+
+    Exchanges leave the same bits on every rank; what parts replicas is hardware, or a script that
+    does something on some ranks only.
+
+    Args:
+      every_n_steps: How often; a check reads all weights once.
+      action: `"stop"` raises on all ranks, `"repair"` logs and broadcasts rank 0's values,
+        `"report"` only logs.
+
+    Raises:
+      RuntimeError: On all ranks, naming the first variable that differs and the ranks.
+    """
+
+    def __init__(self, every_n_steps: int = 1000, action: str = "stop") -> None:
+        super().__init__()
+        if every_n_steps < 1:
+            raise ValueError(f"`every_n_steps` must be at least 1. Received: every_n_steps={every_n_steps}")
+        if action not in ACTIONS:
+            raise ValueError(f"`action` must be one of {', '.join(ACTIONS)}. Received: action={action!r}")
+        self.every_n_steps = every_n_steps
+        self.action = action
+        self._steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        before, self._steps = self._steps, self._steps + self.model.steps_per_execution
+        if self._steps // self.every_n_steps > before // self.every_n_steps:
+            self._check()
+
+    def _check(self) -> None:
+        variables = [*self.model.trainable_variables, *self.model.optimizer.variables]
+        wire = runtime.wire()
+        found = replicas.differences(variables, wire)
+        if not found:
+            return
+        path, ranks = next(iter(found.items()))
+        problem = (
+            f"Replicas must hold the same bits. After {self._steps} steps {len(found)} of {len(variables)} variables "
+            f"differ; the first is {path!r}, on rank(s) {ranks} against rank 0."
+        )
+        if self.action == "stop":
+            raise RuntimeError(f'{problem} Use ReplicaCheck(action="repair") to go on with rank 0\'s values.')
+        runtime.say("tfposeidon: %s%s", problem, " All ranks get rank 0's." if self.action == "repair" else "")
+        if self.action == "repair":
+            replicas.broadcast(variables, wire)

@@ -1,0 +1,87 @@
+"""Samples per second, bytes sent and communication that computation does not hide."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfposeidon import runtime
+from tfposeidon.wire import exchange_objects
+
+
+class Throughput(keras.callbacks.Callback):
+    """Adds speed to each epoch's logs, the same on every rank, and to TensorBoard.
+
+    - `samples_per_second`: of all ranks together, by the slowest rank's clock.
+    - `exposed_communication`: share of the time in which the step waited for the exchange after its
+      last gradient (mean over ranks); only with `DistributedOptimizer`.
+    - `megabytes_sent`: payload that this job's rank 0 sends per step, as the plan predicts.
+
+    The first step of an epoch is left out: the very first one traces and compiles.
+
+    Args:
+      log_dir: Where rank 0 writes TensorBoard scalars, if given.
+    """
+
+    def __init__(self, log_dir: str | None = None) -> None:
+        super().__init__()
+        self.log_dir = log_dir
+        self._writer: Any = None
+        self._started: tuple[float, float, float] | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.log_dir and runtime.rank() == 0:
+            self._writer = tf.summary.create_file_writer(str(self.log_dir))
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._started = None
+        self._finished: list[float] = [0.0, 0.0, 0.0]
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._started is None:
+            self._started = self._now()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._finish()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._finish()
+        everybody = exchange_objects(self._finished, runtime.wire(), "tp.throughput")
+        slowest = max(seconds for seconds, _, _ in everybody)
+        if logs is None or slowest <= 0:
+            return
+        speed = {
+            "samples_per_second": sum(samples for _, samples, _ in everybody) / slowest,
+            "exposed_communication": sum(exposed / (s or 1.0) for s, _, exposed in everybody) / len(everybody),
+            "megabytes_sent": self._bytes_sent() / 1e6,
+        }
+        logs.update(speed)
+        self._write(speed, epoch)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _finish(self) -> None:
+        # Keras sets its loss tracker back for validation, so this comes first and only once.
+        if self._started is not None:
+            self._finished = [now - then for now, then in zip(self._now(), self._started, strict=True)]
+            self._started = None
+
+    def _now(self) -> tuple[float, float, float]:
+        samples = next((float(m.count.numpy()) for m in self.model.metrics if m.name == "loss"), 0.0)
+        return time.perf_counter(), samples, getattr(self.model.optimizer, "exposed_s", 0.0)
+
+    def _bytes_sent(self) -> float:
+        plan = getattr(self.model.optimizer, "plan", None)
+        return exchange_objects(plan.cost.bytes if plan else 0.0, runtime.wire(), "tp.bytes")[0]
+
+    def _write(self, speed: dict[str, float], epoch: int) -> None:
+        if self._writer is None:
+            return
+        with self._writer.as_default():
+            for name, value in speed.items():
+                tf.summary.scalar(f"throughput/{name}", value, step=epoch)

@@ -1,0 +1,56 @@
+"""Starts real ranks under horovodrun, with a time limit, and leaves none behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def horovodrun(size, *command, environment=None, timeout_s=300, background=False):
+    """Runs `python command` on `size` ranks.
+
+    Returns:
+      The finished process with stdout and stderr together in `stdout`; with `background` the running one.
+    """
+    launcher = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(size), sys.executable, *map(str, command)]
+    variables = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(ROOT), "COLUMNS": "200", **(environment or {})}
+    process = subprocess.Popen(
+        launcher, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    return process if background else finish(process, timeout_s)
+
+
+def finish(process, timeout_s):
+    """Waits for a launched job; kills it with all its ranks when its time is up."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        output, _ = process.communicate()
+        raise AssertionError(f"the job did not end within {timeout_s} s:\n{output[-4000:]}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def kill(process):
+    """Ends the launcher and the ranks, which are in sessions of their own."""
+    for pid in descendants(process.pid):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def descendants(pid):
+    """`pid` and every process below it, deepest first."""
+    below = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            below += descendants(int(entry.parent.name))
+    return [*below, pid]

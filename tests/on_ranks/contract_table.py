@@ -1,0 +1,25 @@
+"""The contract table on real ranks, in graph mode, where TensorFlow could fold or merge collectives."""
+
+import numpy as np
+import tensorflow as tf
+
+from tests import contract
+
+
+def case_contract(wire):
+    compiled = lambda function, *args: tf.function(function, reduce_retracing=True)(*args)  # noqa: E731
+    for scheme in contract.SCHEMES:
+        for length in contract.LENGTHS:
+            mean = contract.check(scheme, length, wire, run=compiled)
+            _check_same_bits(mean, wire)
+
+
+def case_contract_eager(wire):
+    for scheme in contract.SCHEMES:
+        _check_same_bits(contract.check(scheme, 10_007, wire), wire)
+
+
+def _check_same_bits(array, wire):
+    everybody = wire.all_gather(tf.constant(array[None]), wire.topology.world, "contract/compare").numpy()
+    for other in everybody:
+        np.testing.assert_array_equal(other, everybody[0])

@@ -1,0 +1,84 @@
+"""Small models with their data, and helpers that the cases share."""
+
+import hashlib
+
+import keras
+import numpy as np
+
+from tfposeidon.wire import exchange_objects
+
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+CLASSES = 5
+
+
+def _model(shape, *layers, **options):
+    return keras.Sequential([keras.Input(shape, **options), *layers])
+
+
+def _labels(count):
+    return np.random.default_rng(1).integers(0, CLASSES, count)
+
+
+def _floats(count, *shape):
+    return np.random.default_rng(0).normal(size=(count, *shape)).astype("float32"), _labels(count)
+
+
+def _tokens(count):
+    # Few tokens, so that they repeat within a sample and over ranks.
+    return np.random.default_rng(0).integers(0, 11, (count, 8)), _labels(count)
+
+
+def mlp():
+    layer = keras.layers.Dense
+    return _model((20,), layer(32, activation="relu"), layer(16, kernel_regularizer="l2"), layer(CLASSES))
+
+
+def cnn():
+    conv = keras.layers.Conv2D(8, 3, activation="relu")
+    pool = keras.layers.MaxPooling2D()
+    return _model((10, 10, 2), conv, pool, keras.layers.Flatten(), keras.layers.Dense(CLASSES))
+
+
+def attention():
+    tokens = keras.Input((8,), dtype="int32")
+    embedded = keras.layers.Embedding(11, 16)(tokens)
+    attended = keras.layers.MultiHeadAttention(2, 8)(embedded, embedded)
+    pooled = keras.layers.GlobalAveragePooling1D()(keras.layers.LayerNormalization()(embedded + attended))
+    return keras.Model(tokens, keras.layers.Dense(CLASSES)(pooled))
+
+
+def embedding():
+    return _model(
+        (8,), keras.layers.Embedding(11, 16), keras.layers.LSTM(8), keras.layers.Dense(CLASSES), dtype="int32"
+    )
+
+
+mlp.data = lambda count: _floats(count, 20)
+cnn.data = lambda count: _floats(count, 10, 10, 2)
+attention.data = _tokens
+embedding.data = _tokens
+
+
+def copy(build, model):
+    """A new model with the same weights; names start anew, so that they are equal on every rank."""
+    new = build()
+    new.set_weights(model.get_weights())
+    return new
+
+
+def share(data, batch, topology):
+    """This rank's part of every global batch, in order."""
+    local = batch // topology.size
+    picked = [np.arange(batch * i, batch * (i + 1)) for i in range(len(data[0]) // batch)]
+    mine = np.concatenate([p[topology.rank * local : (topology.rank + 1) * local] for p in picked])
+    return tuple(part[mine] for part in data)
+
+
+def digest(arrays):
+    return hashlib.sha256(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays)).hexdigest()
+
+
+def same_on_all_ranks(arrays, wire):
+    """Asserts that every rank holds the same bits."""
+    digests = exchange_objects(digest(arrays), wire, "models/digest")
+    assert len(set(digests)) == 1, f"ranks differ: {digests}"

@@ -1,0 +1,379 @@
+"""What Keras users do with optimizers, on two ranks."""
+
+import logging
+import os
+import tempfile
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfposeidon as tp
+from tests.on_ranks import models
+from tests.on_ranks.models import same_on_all_ranks
+from tests.on_ranks.training import BATCH, check_equal, sgd, train_alone, train_together
+from tfposeidon.wire import exchange_objects
+
+SGD = keras.optimizers.SGD
+
+
+def _compare(wire, make_optimizer, build=models.mlp, batches=8, compile=None, reference_fit=None, **fit):
+    data = build.data(batches * BATCH)
+    start = build()
+    reference = train_alone(models.copy(build, start), data, make_optimizer(), **(reference_fit or {}))
+    optimizer = tp.DistributedOptimizer(make_optimizer(), scheme="asa")
+    weights = train_together(models.copy(build, start), data, optimizer, wire, compile, **fit)
+    check_equal(weights, reference)
+    same_on_all_ranks([*weights, *(v.numpy() for v in optimizer.variables)], wire)
+    return optimizer
+
+
+def case_clipnorm(wire):
+    _compare(wire, lambda: SGD(0.5, clipnorm=0.05))
+
+
+def case_global_clipnorm(wire):
+    _compare(wire, lambda: SGD(0.5, global_clipnorm=0.1))
+
+
+def case_weight_decay(wire):
+    _compare(wire, lambda: keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=1e-3))
+
+
+def case_ema(wire):
+    _compare(wire, lambda: SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3))
+
+
+def case_steps_per_execution(wire):
+    _compare(wire, sgd, compile={"steps_per_execution": 3})
+
+
+def case_run_eagerly(wire):
+    _compare(wire, sgd, compile={"run_eagerly": True}, batches=3)
+
+
+def case_accumulation(wire):
+    optimizer = _compare(wire, lambda: SGD(0.1, momentum=0.9, gradient_accumulation_steps=4))
+    assert int(optimizer.iterations) == 2
+    assert optimizer.inner_optimizer.gradient_accumulation_steps is None
+
+
+def case_accumulation_exchanges_once_per_update(wire):
+    model = models.mlp()
+    optimizer = tp.DistributedOptimizer(SGD(0.1, gradient_accumulation_steps=4), scheme="allreduce")
+    x, y = models.mlp.data(4)
+    with mock.patch.object(wire, "all_reduce", wraps=wire.all_reduce) as spy:
+        for step in range(1, 9):
+            _eager_step(model, optimizer, x, y)
+            assert spy.call_count == step // 4, "one bucket, one exchange per four calls"
+
+
+def _eager_step(model, optimizer, x, y):
+    with tf.GradientTape() as tape:
+        loss = optimizer.scale_loss(models.LOSS(y, model(x, training=True)))
+    variables = model.trainable_variables
+    optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+
+def case_mixed_precision_overflow_on_one_rank(wire):
+    keras.config.set_dtype_policy("mixed_float16")
+    model = models.mlp()
+    optimizer = tp.DistributedOptimizer(sgd(), scheme="asa")
+    model.compile(optimizer=optimizer, loss=models.LOSS)
+    assert isinstance(optimizer.inner_optimizer, keras.optimizers.LossScaleOptimizer)
+    x, y = models.mlp.data(8)
+    model.fit(x, y, batch_size=8, verbose=0)
+    before, scale = model.get_weights(), float(optimizer.inner_optimizer.dynamic_scale)
+    poisoned = x * 1e30 if wire.topology.rank == 1 else x
+    model.fit(poisoned, y, batch_size=8, verbose=0)
+    assert float(optimizer.inner_optimizer.dynamic_scale) == scale / 2
+    assert int(optimizer.iterations) == 1
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    model.fit(x, y, batch_size=8, verbose=0)
+    assert int(optimizer.iterations) == 2
+    same_on_all_ranks(model.get_weights(), wire)
+
+
+def case_mixed_precision_with_accumulation(wire):
+    keras.config.set_dtype_policy("mixed_float16")
+    model = models.mlp()
+    optimizer = tp.DistributedOptimizer(SGD(0.1, gradient_accumulation_steps=2))
+    model.compile(optimizer=optimizer, loss=models.LOSS)
+    x, y = models.mlp.data(16)
+    model.fit(x, y, batch_size=4, verbose=0)
+    assert int(optimizer.iterations) == 2
+    same_on_all_ranks(model.get_weights(), wire)
+
+
+def case_own_loss_scale_optimizer_inside(wire):
+    inner = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=8.0)
+    optimizer = _compare(wire, sgd)
+    wrapped = tp.DistributedOptimizer(inner, scheme="asa")
+    start = models.mlp()
+    data = models.mlp.data(4 * BATCH)
+    reference = train_alone(models.copy(models.mlp, start), data, sgd())
+    check_equal(train_together(models.copy(models.mlp, start), data, wrapped, wire), reference)
+    assert optimizer is not wrapped
+
+
+def case_repeated_tokens_move_once(wire):
+    table = keras.Variable(np.zeros((4, 3), "float32"), name="table")
+    optimizer = tp.DistributedOptimizer(keras.optimizers.Adam(0.1))
+
+    @tf.function
+    def step(tokens):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.gather(table.value, tokens))
+        gradient = tape.gradient(loss, table.value)
+        assert isinstance(gradient, tf.IndexedSlices)
+        optimizer.apply([gradient], [table])
+
+    step(tf.constant([1, 1, 2] if wire.topology.rank == 0 else [2, 2, 1]))
+    moved = np.abs(table.numpy())
+    np.testing.assert_allclose(moved[1:3], 0.1, rtol=1e-3)
+    np.testing.assert_array_equal(moved[[0, 3]], 0)
+    assert "rows are summed" in str(optimizer.plan)
+
+
+class Tied(keras.Model):
+    """An embedding that is also the output layer."""
+
+    def __init__(self):
+        super().__init__(name="tied")
+        self.embedding = keras.layers.Embedding(11, 8, name="embedding")
+        self.mix = keras.layers.Dense(8, activation="tanh", name="mix")
+
+    def call(self, tokens):
+        hidden = self.mix(keras.ops.mean(self.embedding(tokens), axis=1))
+        return keras.ops.matmul(hidden, keras.ops.transpose(self.embedding.embeddings))
+
+
+def _tied():
+    model = Tied()
+    model(np.zeros((1, 8), "int32"))
+    return model
+
+
+_tied.data = models.embedding.data
+
+
+def case_tied_weights_in_a_subclassed_model(wire):
+    _compare(wire, sgd, build=_tied)
+
+
+def case_gradient_missing_on_one_rank(wire):
+    here = keras.Variable([1.0], name="here")
+    shared = keras.Variable([1.0], name="shared")
+    never = keras.Variable([1.0], name="never")
+    optimizer = tp.DistributedOptimizer(SGD(1.0, weight_decay=0.5))
+
+    @tf.function
+    def step(x):
+        mine = [x if wire.topology.rank == 0 else None, x, None]
+        optimizer.apply(mine, [here, shared, never])
+
+    for _ in range(2):
+        step(tf.constant([1.0]))
+    # Each step: decay by half, then minus the mean gradient (here: 1 and nothing, on average 0.5).
+    np.testing.assert_allclose([here.numpy()[0], shared.numpy()[0]], [-0.5, -1.25])
+    assert never.numpy()[0] == 1.0, "a variable without any gradient must be left alone"
+    # Each rank says what it misses itself.
+    notes = exchange_objects(str(optimizer.plan), wire, "notes")[1]
+    assert "here: no gradient on rank 1, zeros are sent" in notes
+
+
+def case_new_gradient_is_refused(wire):
+    a, b = keras.Variable([1.0], name="a"), keras.Variable([1.0], name="b")
+    optimizer = tp.DistributedOptimizer(SGD(1.0))
+    optimizer.apply([tf.constant([1.0]), None], [a, b])
+    with _raises(ValueError, "which had none on any rank"):
+        optimizer.apply([tf.constant([1.0]), tf.constant([1.0])], [a, b])
+
+
+def case_several_models_and_optimizers(wire):
+    trained = []
+    for build in (models.mlp, models.cnn):
+        start = build()
+        data = build.data(4 * BATCH)
+        reference = train_alone(models.copy(build, start), data, sgd())
+        model = models.copy(build, start)
+        model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
+        trained.append((model, models.share(data, BATCH, wire.topology), reference))
+    local = BATCH // wire.topology.size
+    for step in range(4):
+        for model, (x, y), _ in trained:
+            part = slice(step * local, (step + 1) * local)
+            model.train_on_batch(x[part], y[part])
+    for model, _, reference in trained:
+        check_equal(model.get_weights(), reference)
+        same_on_all_ranks(model.get_weights(), wire)
+
+
+def case_hand_written_loop_with_unequal_batches(wire):
+    data = models.mlp.data(4 * BATCH)
+    start = models.mlp()
+    reference = train_alone(models.copy(models.mlp, start), data, sgd())
+    model = models.copy(models.mlp, start)
+    optimizer = tp.DistributedOptimizer(sgd(), scheme="2dtar")
+
+    @tf.function(reduce_retracing=True)
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = models.LOSS(y, model(x, training=True)) + sum(model.losses) * 1.0
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables, sample_count=tf.shape(x)[0])
+
+    for i in range(4):
+        cut = BATCH * i + (5, 1, 11, 6)[i]
+        mine = slice(BATCH * i, cut) if wire.topology.rank == 0 else slice(cut, BATCH * (i + 1))
+        step(data[0][mine], data[1][mine])
+    check_equal(model.get_weights(), reference)
+    assert "unequal batches are exact" in str(optimizer.plan)
+
+
+def case_unequal_batches_in_fit(wire):
+    # The last batch of rank 0 has 6 samples, that of rank 1 only 2.
+    x, y = models.mlp.data(BATCH + 8)
+    start = models.mlp()
+    reference = train_alone(models.copy(models.mlp, start), (x, y), sgd())
+    mine = [0, 1, 2, 3, 4, 5, 12, 13, 14, 15, 16, 17] if wire.topology.rank == 0 else [6, 7, 8, 9, 10, 11, 18, 19]
+    model = models.copy(models.mlp, start)
+    model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
+    model.fit(x[mine], y[mine], batch_size=6, shuffle=False, verbose=0)
+    check_equal(model.get_weights(), reference)
+
+
+def case_without_counts_it_is_a_mean_of_means(wire):
+    weight = keras.Variable([0.0], name="weight")
+    optimizer = tp.DistributedOptimizer(SGD(1.0))
+    optimizer.apply([tf.constant([float(wire.topology.rank)])], [weight])
+    np.testing.assert_allclose(weight.numpy(), [-0.5])
+    assert "mean of means" in str(optimizer.plan)
+
+
+def case_save_and_load(wire):
+    model = models.mlp()
+    optimizer = tp.DistributedOptimizer(SGD(0.1, momentum=0.9), scheme=[("kernel", "asa16"), (".*", "allreduce")])
+    model.compile(optimizer=optimizer, loss=models.LOSS)
+    model.fit(*models.mlp.data(16), batch_size=8, verbose=0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "model.keras")
+        model.save(path)
+        # Only rank 0 loads: that must not wait for anybody.
+        loaded = keras.saving.load_model(path) if wire.topology.rank == 0 else model
+    assert type(loaded.optimizer) is tp.DistributedOptimizer
+    assert loaded.optimizer.get_config() == optimizer.get_config()
+    for a, b in zip(loaded.optimizer.variables, optimizer.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def case_different_models_are_refused(wire):
+    width = 3 + wire.topology.rank
+    model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(width), keras.layers.Dense(models.CLASSES)])
+    model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
+    with _raises(RuntimeError, r"first difference is variable 0: .*kernel' \(20, 3\).*\(20, 4\) float32 on rank 1"):
+        model.fit(*models.mlp.data(8), verbose=0)
+
+
+def case_different_order_is_refused(wire):
+    pair = [keras.Variable([1.0], name="a"), keras.Variable([1.0], name="b")]
+    ordered = pair if wire.topology.rank == 0 else pair[::-1]
+    with _raises(RuntimeError, "variable 0: 'a' .* on rank 0, 'b' .* on rank 1"):
+        tp.DistributedOptimizer(sgd()).apply([tf.constant([1.0])] * 2, ordered)
+
+
+def case_different_schemes_are_refused(wire):
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=("asa", "allreduce")[wire.topology.rank])
+    with _raises(RuntimeError, "All ranks must exchange alike"):
+        optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
+
+
+def case_xla_is_refused_when_asked_for(wire):
+    model = models.mlp()
+    model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS, jit_compile=True)
+    with _raises(ValueError, "cannot be compiled by XLA.*jit_compile"):
+        model.fit(*models.mlp.data(8), verbose=0)
+
+
+def case_xla_is_kept_off_where_a_gpu_would_turn_it_on(wire):
+    model = models.mlp()
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("tfposeidon").addHandler(handler)
+    try:
+        with mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]):
+            plain = models.mlp()
+            plain.compile(optimizer=sgd(), loss=models.LOSS)
+            assert plain.jit_compile, "the simulated GPU does not turn XLA on, so nothing was tested"
+            model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
+    finally:
+        logging.getLogger("tfposeidon").removeHandler(handler)
+    assert model.jit_compile is False
+    assert len(lines) == (1 if wire.topology.rank == 0 else 0)
+    model.fit(*models.mlp.data(8), verbose=0)
+
+
+def case_memory_does_not_grow(wire):
+    model = models.mlp()
+    model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
+    data = tf.data.Dataset.from_tensor_slices(models.mlp.data(8)).batch(8).repeat()
+    model.fit(data, steps_per_epoch=100, verbose=0)
+    before = _resident_bytes()
+    model.fit(data, steps_per_epoch=500, verbose=0)
+    assert _resident_bytes() - before < 20e6
+
+
+def case_one_extra_copy_of_the_gradients(wire):
+    length = 16 * 2**20  # 64 MB
+    plain = _peak_of_a_step(SGD(0.1), length)
+    ours = _peak_of_a_step(tp.DistributedOptimizer(SGD(0.1)), length)
+    extra = (ours - plain) / (4 * length)
+    # Gloo's own buffers are small; half a copy is for the allocator.
+    assert extra < 1.5, f"{extra:.2f} copies of the gradients"
+
+
+def _peak_of_a_step(optimizer, length):
+    weight = keras.Variable(np.zeros(length, "float32"), name="weight")
+
+    @tf.function
+    def step(x):
+        optimizer.apply([weight * x + x], [weight])
+
+    step(tf.constant(1.0))
+    _reset_peak()
+    before = _resident_bytes()
+    step(tf.constant(1.0))
+    return _resident_bytes(peak=True) - before
+
+
+def _resident_bytes(peak=False):
+    with open("/proc/self/status") as stream:
+        lines = dict(line.split(":", 1) for line in stream)
+    return int(lines["VmHWM" if peak else "VmRSS"].split()[0]) * 1024
+
+
+def _reset_peak():
+    with open("/proc/self/clear_refs", "w") as stream:
+        stream.write("5")
+
+
+class _raises:
+    """As pytest's, on ranks: the error, and a pattern in its text."""
+
+    def __init__(self, kind, pattern):
+        self.kind, self.pattern = kind, pattern
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        import re
+
+        assert error is not None, f"nothing was raised; expected {self.pattern!r}"
+        assert issubclass(kind, self.kind), f"expected {self.kind.__name__}, got {error!r}"
+        assert re.search(self.pattern, str(error), re.DOTALL), f"{self.pattern!r} is not in {error}"
+        return True

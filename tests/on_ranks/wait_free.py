@@ -1,0 +1,129 @@
+"""Communication of the top layers overlaps the backward pass of the bottom ones."""
+
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfposeidon as tp
+from tests import contract
+from tests.on_ranks import models
+from tests.on_ranks.training import sgd
+
+
+def _graphs(model, optimizer, batch):
+    """The train step as `fit` traces it."""
+    model.compile(optimizer=optimizer, loss=models.LOSS)
+    x, y = batch
+    step = tf.function(model.train_step, reduce_retracing=True)
+    return step.get_concrete_function((tf.TensorSpec([None, *x.shape[1:]], x.dtype), tf.TensorSpec([None], "int64"))).graph
+
+
+def _ancestors(op):
+    seen, left = set(), [op]
+    while left:
+        current = left.pop()
+        for parent in [tensor.op for tensor in current.inputs] + list(current.control_inputs):
+            if parent not in seen:
+                seen.add(parent)
+                left.append(parent)
+    return seen
+
+
+def _check_independent(graph, buckets):
+    collectives = [op for op in graph.get_operations() if op.type.startswith("Horovod") and "bucket" in op.name]
+    bucket = {op: op.name.split(".")[1] for op in collectives}
+    assert len(set(bucket.values())) == buckets > 1, sorted(set(bucket.values()))
+    for op in collectives:
+        above = {bucket[a] for a in _ancestors(op) if a in bucket}
+        assert above <= {bucket[op]}, f"{op.name} waits for {above}"
+
+
+def case_no_collective_waits_for_another_bucket(wire):
+    for scheme, _ in contract.SCHEMES.values():
+        optimizer = tp.DistributedOptimizer(sgd(), scheme=scheme, bucket_bytes=0)
+        _check_independent(_graphs(models.mlp(), optimizer, models.mlp.data(4)), 6)
+
+
+def case_nor_with_loss_scaling_and_clipping(wire):
+    keras.config.set_dtype_policy("mixed_float16")
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1, global_clipnorm=1.0), bucket_bytes=0)
+    _check_independent(_graphs(models.mlp(), optimizer, models.mlp.data(4)), 6)
+
+
+class Slow(keras.layers.Layer):
+    """A dense layer whose backward pass takes a while without using the processor."""
+
+    def __init__(self, pause_s):
+        super().__init__()
+        self.dense = keras.layers.Dense(512)
+        self.pause_s = pause_s
+
+    def call(self, inputs):
+        return self.dense(_pause_backward(inputs, self.pause_s))
+
+
+def _pause_backward(tensor, pause_s):
+    def sleep(gradient):
+        time.sleep(pause_s)
+        return gradient
+
+    @tf.custom_gradient
+    def identity(x):
+        def backward(gradient):
+            return tf.ensure_shape(tf.numpy_function(sleep, [gradient], gradient.dtype, stateful=False), x.shape)
+
+        return tf.identity(x), backward
+
+    return identity(tensor)
+
+
+def case_timeline_shows_the_overlap(wire):
+    pause_s, layers = 0.3, 4
+    model = keras.Sequential([keras.Input((512,)), *(Slow(pause_s) for _ in range(layers)), keras.layers.Dense(models.CLASSES)])
+    model.compile(optimizer=tp.DistributedOptimizer(sgd(), bucket_bytes=2**20), loss=models.LOSS)
+    batch = models._floats(4, 512)
+    model.train_on_batch(*batch)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "timeline.json"
+        hvd.start_timeline(str(path))
+        model.train_on_batch(*batch)
+        hvd.stop_timeline()
+        time.sleep(1.0)
+        done = _completions(path.read_text()) if wire.topology.rank == 0 else {}
+    if wire.topology.rank == 0:
+        order = sorted(done, key=done.get)
+        assert order == sorted(order, key=lambda name: int(name.rpartition("_")[2])), order
+        # The top bucket is through the wire while the layers below are still computing.
+        ahead = done[order[-1]] - done[order[0]]
+        assert ahead > (layers - 2) * pause_s * 1e6, f"{ahead / 1e6:.2f} s between first and last exchange: {done}"
+
+
+def _completions(text):
+    """When each bucket's exchange ended, in microseconds, from Horovod's timeline."""
+    events = json.loads(text.rstrip().rstrip(",") + ("" if text.rstrip().endswith("]") else "]"))
+    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    done = {}
+    for event in events:
+        name = names.get(event.get("pid"), "")
+        if "bucket" in name and "ts" in event:
+            done[name] = max(done.get(name, 0), event["ts"])
+    assert len(done) > 1, f"no buckets in the timeline: {sorted(names.values())}"
+    return done
+
+
+def case_exposed_communication_is_measured(wire):
+    model = models.mlp()
+    optimizer = tp.DistributedOptimizer(sgd())
+    model.compile(optimizer=optimizer, loss=models.LOSS)
+    x, y = models.mlp.data(16)
+    model.fit(x, y, batch_size=4, verbose=0)
+    first = optimizer.exposed_s
+    model.fit(x, y, batch_size=4, verbose=0)
+    assert 0 < first < optimizer.exposed_s < 60
+    assert np.isfinite(first)

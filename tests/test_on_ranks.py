@@ -1,0 +1,51 @@
+"""Starts one job per world, and shows every case that ran in it as a test."""
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.launch import horovodrun
+from tests.on_ranks.worker import cases
+
+WORLDS = {
+    # name: ranks, ranks per node (0: as the launcher says), modules
+    "1": (1, 0, ["contract_table"]),
+    "2": (2, 0, ["contract_table", "training", "optimizer_features", "wait_free", "callbacks"]),
+    "3": (3, 0, ["contract_table", "uneven"]),
+    "2+1": (3, 2, ["contract_table"]),
+    "2x2": (4, 2, ["contract_table", "training"]),
+    "3x2": (6, 2, ["contract_table"]),
+}
+
+
+@functools.cache
+def results(world):
+    """Runs the world's job once; what each case said, and the job's output."""
+    size, ranks_per_node, modules = WORLDS[world]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "results.json"
+        script = Path(__file__).parent / "on_ranks" / "worker.py"
+        done = horovodrun(size, script, path, ranks_per_node, *modules, timeout_s=540)
+        problems = json.loads(path.read_text()) if path.exists() else {}
+    return problems, done
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize(("world", "case"), [(w, c) for w in WORLDS for c in cases(WORLDS[w][2])])
+
+
+@pytest.mark.timeout(600)
+def test_on_ranks(world, case):
+    problems, done = results(world)
+    assert case in problems, f"the job ended before this case did:\n{done.stdout[-6000:]}"
+    assert not problems[case], problems[case]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_job_ends_in_good_order(world):
+    assert results(world)[1].returncode == 0, results(world)[1].stdout[-6000:]

@@ -1,0 +1,181 @@
+"""Snapshots of a job's state on disk: written beside, renamed when whole, read back with checks.
+
+    folder/step-000000120/meta.json      epoch, step, ranks, variables
+                          model.npz      what is equal on all ranks, written by rank 0
+                          rank-3.npz     what is rank 3's own
+
+A snapshot counts from the moment its folder has its name, so a kill leaves the one before it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfposeidon.wire import Wire, exchange_objects
+
+Arrays = dict[str, np.ndarray]
+
+
+class SnapshotError(RuntimeError):
+    """A snapshot that could not be written or read, and what to do about it."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State as one rank reads or writes it.
+
+    Attributes:
+      meta: Small things that JSON holds; equal on all ranks.
+      shared: Arrays equal on all ranks.
+      own: Arrays of each rank, in rank order; a writer fills in its own only.
+    """
+
+    meta: dict[str, Any]
+    shared: Arrays
+    own: list[Arrays]
+
+
+class Snapshots:
+    """The snapshots in one folder, which all ranks see.
+
+    Args:
+      folder: Made if it is missing.
+      wire: Ranks agree over it on what is whole.
+      keep: How many to keep; older ones are deleted when a new one is whole.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], wire: Wire, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"`keep` must be at least 1. Received: keep={keep}")
+        self.folder = Path(folder)
+        self.wire = wire
+        self.keep = keep
+
+    def write(self, step: int, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
+        """Writes one snapshot; all ranks call it together.
+
+        Raises:
+          SnapshotError: On all ranks, if any of them could not write; earlier snapshots are left.
+        """
+        rank, size = self.wire.topology.rank, self.wire.topology.size
+        final = self.folder / f"step-{step:09d}"
+        part = self.folder / f".step-{step:09d}.part"
+        self._together("prepare", lambda: _fresh(part) if rank == 0 else None)
+        self._together("write", lambda: _write_files(part, rank, meta | {"size": size}, shared, own))
+        self._together("finish", lambda: self._finish(part, final) if rank == 0 else None)
+
+    def read_latest(self) -> Snapshot | None:
+        """The newest snapshot that every rank can read, or `None` if there are none at all.
+
+        Raises:
+          SnapshotError: On all ranks, if there are snapshots and none is readable.
+        """
+        names: list[str] = exchange_objects(self._names(), self.wire, "tp.snapshots")[0]
+        problems: list[str] = []
+        for name in reversed(names):
+            snapshot, problem = _attempt(lambda name=name: _read_files(self.folder / name))
+            everybody = exchange_objects(problem, self.wire, f"tp.read.{name}")
+            if not any(everybody):
+                return snapshot
+            problems.append(f"{name}: {next(p for p in everybody if p)}")
+        if problems:
+            raise SnapshotError(
+                f"A snapshot must be readable on every rank. Received: {'; '.join(problems)}. "
+                f"Make {self.folder} visible to all nodes, or empty it to start anew."
+            )
+        return None
+
+    def _names(self) -> list[str]:
+        return sorted(p.name for p in self.folder.glob("step-*")) if self.folder.exists() else []
+
+    def _finish(self, part: Path, final: Path) -> None:
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(part, final)
+        _sync(self.folder)
+        for name in self._names()[: -self.keep]:
+            shutil.rmtree(self.folder / name)
+        for leftover in self.folder.glob(".step-*.part"):
+            shutil.rmtree(leftover)
+
+    def _together(self, stage: str, action: Any) -> None:
+        """Runs a stage on all ranks; if one fails, all raise."""
+        _, problem = _attempt(action)
+        everybody = exchange_objects(problem, self.wire, f"tp.snapshot.{stage}")
+        failed = [f"rank {rank}: {p}" for rank, p in enumerate(everybody) if p]
+        if failed:
+            names = self._names()
+            last = f"the last whole one is {names[-1]}" if names else "there is none yet"
+            raise SnapshotError(
+                f"A snapshot could not be written to {self.folder} ({'; '.join(failed)}); {last}. "
+                "Free disk space or correct the folder, and start again."
+            )
+
+
+def _attempt(action: Any) -> tuple[Any, str | None]:
+    try:
+        return action(), None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _fresh(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _write_files(folder: Path, rank: int, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
+    _save(folder / f"rank-{rank}.npz", own)
+    if rank == 0:
+        _save(folder / "model.npz", shared)
+        with (folder / "meta.json").open("w") as stream:
+            json.dump(meta, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync(folder)
+
+
+def _save(path: Path, arrays: Arrays) -> None:
+    with path.open("wb") as stream:
+        np.savez(stream, **arrays)  # type: ignore[arg-type]
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _read_files(folder: Path) -> Snapshot:
+    meta = json.loads((folder / "meta.json").read_text())
+    own = [_load(folder / f"rank-{rank}.npz") for rank in range(meta["size"])]
+    return Snapshot(meta, _load(folder / "model.npz"), own)
+
+
+def _load(path: Path) -> Arrays:
+    # Reading whole arrays makes the archive check their CRCs.
+    with np.load(path) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def numbered(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
+    """Names for a list of arrays in a file: its order is what identifies them."""
+    return {f"{prefix}{i}": array for i, array in enumerate(arrays)}
+
+
+def listed(arrays: Arrays, prefix: str) -> list[np.ndarray]:
+    """The inverse of `numbered`."""
+    return [arrays[f"{prefix}{i}"] for i in range(sum(name.startswith(prefix) for name in arrays))]
