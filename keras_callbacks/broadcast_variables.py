@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from keras_callbacks.model_state import replicated_variables
 from tfposeidon import replicas, runtime
 
 
@@ -27,5 +28,5 @@ class BroadcastVariables(keras.callbacks.Callback):
         self.root_rank = root_rank
 
     def on_train_begin(self, logs: Any = None) -> None:
-        variables = [*self.model.variables, *self.model.optimizer.variables]
+        variables = [*replicated_variables(self.model), *self.model.non_trainable_variables]
         replicas.broadcast(variables, runtime.wire(), self.root_rank)

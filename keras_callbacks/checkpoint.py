@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_callbacks.model_state import replicated_variables
 from tfposeidon import replicas, runtime
 from tfposeidon.agreement import as_json, first_difference
 from tfposeidon.snapshots import Arrays, Snapshot, SnapshotError, Snapshots, listed, numbered
@@ -92,7 +93,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._files.write(self._steps, meta, shared, own)
 
     def _shared(self) -> list[Any]:
-        return [*self.model.trainable_variables, *self.model.optimizer.variables]
+        return replicated_variables(self.model)
 
     def _own(self) -> list[Any]:
         return list(self.model.non_trainable_variables)

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from keras_callbacks.model_state import replicated_variables
 from tfposeidon import replicas, runtime
 
 ACTIONS = ("stop", "repair", "report")
@@ -42,7 +43,7 @@ class ReplicaCheck(keras.callbacks.Callback):
             self._check()
 
     def _check(self) -> None:
-        variables = [*self.model.trainable_variables, *self.model.optimizer.variables]
+        variables = replicated_variables(self.model)
         wire = runtime.wire()
         found = replicas.differences(variables, wire)
         if not found:

@@ -107,13 +107,16 @@ class Exchanger:
                 means[member] = tensor if self.active[member] else None
         return means, states
 
-    def contribute_nothing(self) -> tf.Tensor:
-        """Takes part in one exchange with zeros, and returns how many ranks are absent like this one."""
+    def contribute_nothing(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Takes part in one exchange with zeros.
+
+        Returns:
+          How many ranks are absent like this one, and what has to be fetched with it: TensorFlow leaves
+          out a collective whose result nobody uses, even as a control dependency.
+        """
         absent = self.presence(zeros([], self._zeros["float32"])).absent
         means, _ = self.exchange([None] * len(self.active), None)
-        # Every output of a collective has to be used, or TensorFlow leaves the collective out.
-        with tf.control_dependencies([tf.reduce_sum(m) for m in means if m is not None]):
-            return tf.identity(absent)
+        return absent, [tf.reduce_sum(mean) for mean in means if mean is not None]
 
     def _flatten(self, bucket: Bucket, gradients: Sequence[Any]) -> tf.Tensor:
         zero = self._zeros[bucket.dtype]

@@ -251,7 +251,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         step = tf.function(exchanger.contribute_nothing)
         if not exchanger.prefix:
             raise RuntimeError("A rank without a single batch cannot end an epoch. Give every rank data.")
-        while int(step()) < runtime.size():
+        while int(step()[0]) < runtime.size():
             pass
         for variable in self._accumulators:
             variable.assign(tf.zeros_like(variable))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from typing import Any
 
 import keras
@@ -95,17 +96,46 @@ def _batch_size(data: Any) -> Any:
 
 def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     model = call.arguments["self"]
-    if not _is_ours(getattr(model, "optimizer", None)) or runtime.size() == 1:
+    if not _is_ours(getattr(model, "optimizer", None)):
         return original(*call.args, **call.kwargs)
     call.apply_defaults()
     if call.arguments["verbose"] == "auto" and runtime.rank() != 0:
         call.arguments["verbose"] = 0
+    _build(model, *(call.arguments[name] for name in ("x", "y", "sample_weight")))
     callbacks = call.arguments["callbacks"]
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         # Before all others, because they may communicate at the end of an epoch; after all others,
         # because they may ask to stop.
         call.arguments["callbacks"] = [EqualSteps(), *keras.tree.flatten(callbacks or []), EqualEnd()]
-    return original(*call.args, **call.kwargs)
+    with warnings.catch_warnings():
+        # Keras's advice for epochs that end early is wrong where another rank has fewer batches; we log that.
+        warnings.filterwarnings("ignore", message="Your input ran out of data")
+        return original(*call.args, **call.kwargs)
+
+
+def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
+    """Builds model, metrics and optimizer before callbacks broadcast or restore them.
+
+    Keras on TensorFlow leaves that to the first step. Generators cannot be looked at without taking a
+    batch from them; callbacks that need a built model then say so.
+    """
+    specification = _specification(x, y, sample_weight)
+    if specification is not None:
+        model._symbolic_build(data_batch=specification)
+
+
+def _specification(x: Any, y: Any, sample_weight: Any) -> Any:
+    if isinstance(x, tf.data.Dataset):
+        return x.element_spec
+    arrays = x[0] if isinstance(x, keras.utils.PyDataset) else keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+    if not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in keras.tree.flatten(arrays)):
+        return None
+    return keras.tree.map_structure(_batch_of, arrays)
+
+
+def _batch_of(array: Any) -> tf.TensorSpec:
+    dtype = keras.backend.standardize_dtype(array.dtype)
+    return tf.TensorSpec([None, *array.shape[1:]], keras.config.floatx() if dtype == "float64" else dtype)
 
 
 class EqualSteps(keras.callbacks.Callback):
@@ -118,13 +148,16 @@ class EqualSteps(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         steps = exchange_objects(self.params.get("steps"), runtime.wire(), "tp.steps")
-        equal = None not in steps and len(set(steps)) == 1
-        agreeable = None not in steps and self.model.steps_per_execution == 1
-        self._limit = min(steps) if equal or agreeable else None
+        known = None not in steps
+        equal = known and len(set(steps)) == 1
+        self._limit = min(steps) if equal or (known and self.model.steps_per_execution == 1) else None
         if not equal:
             counts = ", ".join("unknown" if s is None else str(s) for s in sorted(set(steps), key=str))
-            runtime.say("tfposeidon: ranks have different or unknown numbers of batches (%s); each epoch ends "
-                        "on all ranks after the fewest that any of them has.", counts)
+            runtime.say(
+                "tfposeidon: ranks have different or unknown numbers of batches (%s); each epoch ends on all ranks "
+                "after the fewest that any of them has.",
+                counts,
+            )
         self._watch_absence(self._limit is None)
 
     def _watch_absence(self, wanted: bool) -> None:

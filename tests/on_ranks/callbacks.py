@@ -1,1 +1,326 @@
-"""Cases."""
+"""Callbacks on two ranks."""
+
+import os
+import shutil
+import tempfile
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.on_ranks import models
+from tests.on_ranks.models import same_on_all_ranks
+from tests.on_ranks.optimizer_features import _raises
+from tests.on_ranks.training import sgd
+from tests.on_ranks.uneven import _Lines
+from tfposeidon import snapshots
+from tfposeidon.wire import exchange_objects
+
+SGD = keras.optimizers.SGD
+
+
+def _noisy():
+    """With a seed generator and moving statistics."""
+    return keras.Sequential([
+        keras.Input((20,)),
+        keras.layers.Dense(16),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.3),
+        keras.layers.Dense(models.CLASSES),
+    ])
+
+
+def _compiled(build=models.mlp, optimizer=None, **options):
+    model = build()
+    model.compile(optimizer=tp.DistributedOptimizer(optimizer or sgd()), loss=models.LOSS, **options)
+    return model
+
+
+def _folder(wire):
+    """A folder that all ranks know; rank 0 removes it."""
+    name = tempfile.mkdtemp() if wire.topology.rank == 0 else ""
+    return exchange_objects(name, wire, "folder")[0]
+
+
+def case_broadcast_variables(wire):
+    keras.utils.set_random_seed(wire.topology.rank)
+    model = _compiled(_noisy)
+    x, y = models.mlp.data(8)
+    model.optimizer.build(model.trainable_variables)
+    model.optimizer.variables[2].assign(model.optimizer.variables[2] + wire.topology.rank)
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
+    everything = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+    same_on_all_ranks(everything, wire)
+    assert any("seed" in v.path for v in model.variables), "no seed generator was compared"
+
+
+def case_broadcast_names_the_first_difference(wire):
+    model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(4 + wire.topology.rank)])
+    model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss="mse")
+    with _raises(RuntimeError, r"first difference is variable 0: .*\(20, 4\).*\(20, 5\)"):
+        model.fit(*models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
+
+
+def case_metric_average(wire):
+    keras.utils.set_random_seed(0)
+    model = _compiled(metrics=["accuracy"])
+    sizes = (12, 4)
+    x, y = models.mlp.data(16)
+    mine = slice(0, 12) if wire.topology.rank == 0 else slice(12, 16)
+    history = model.fit(
+        x[mine], y[mine], batch_size=4, steps_per_epoch=1, verbose=0, shuffle=False, validation_data=(x[mine], y[mine]),
+        callbacks=[keras_callbacks.MetricAverage()],
+    ).history
+    logs = model.evaluate(x[mine], y[mine], batch_size=4, verbose=0, return_dict=True)
+    whole = model.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
+    everybody = exchange_objects([logs["loss"], history["val_loss"][0], history["loss"][0]], wire, "losses")
+    assert everybody[0][0] != everybody[1][0]
+    assert everybody[0][1:] == everybody[1][1:]
+    np.testing.assert_allclose(history["val_accuracy"][0], whole["accuracy"], rtol=1e-6)
+    np.testing.assert_allclose(everybody[0][1], np.average([e[0] for e in everybody], weights=sizes), rtol=1e-5)
+
+
+class _Worse(keras.callbacks.Callback):
+    """Metrics that get better on rank 0 and worse on rank 1, and worse on average."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["loss"] = -float(epoch) if tp.rank() == 0 else 3.0 * epoch
+
+
+def case_keras_callbacks_decide_alike(wire):
+    model = _compiled()
+    callbacks = [
+        _Worse(),
+        keras_callbacks.MetricAverage(),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=1, factor=0.5),
+        keras.callbacks.EarlyStopping("loss", patience=3),
+    ]
+    history = model.fit(*models.mlp.data(8), batch_size=4, epochs=10, verbose=0, callbacks=callbacks)
+    epochs = exchange_objects(len(history.epoch), wire, "epochs")
+    rates = exchange_objects(float(model.optimizer.learning_rate), wire, "rates")
+    assert epochs == [4, 4]
+    assert rates[0] == rates[1] < 0.05
+
+
+def case_warmup_and_momentum_correction(wire):
+    class Record(keras.callbacks.Callback):
+        rates = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.rates.append(float(self.model.optimizer.learning_rate))
+
+    model = _compiled(optimizer=SGD(0.8, momentum=0.9))
+    warmup = keras_callbacks.LearningRateWarmup(0.8, warmup_epochs=2)
+    schedule = keras_callbacks.LearningRateSchedule(0.8, lambda epoch: 0.1, start_epoch=3)
+    model.fit(*models.mlp.data(16), batch_size=4, epochs=4, verbose=0, callbacks=[warmup, schedule, Record()])
+    expected = [*np.linspace(0.4, 0.8, 9)[:8], *[0.8] * 4, *[0.08] * 4]
+    np.testing.assert_allclose(Record.rates, expected, rtol=1e-5)
+
+
+def case_momentum_correction_scales_the_velocity(wire):
+    model = _compiled(optimizer=SGD(0.8, momentum=0.9))
+    model.fit(*models.mlp.data(8), batch_size=4, verbose=0)
+    innermost = model.optimizer.inner_optimizer
+    before = [v.numpy() for v in innermost.momentums]
+    schedule = keras_callbacks.LearningRateSchedule(0.8, 0.25)
+    schedule.set_model(model)
+    schedule.set_params({})
+    schedule.on_epoch_begin(0)
+    for now, then in zip(innermost.momentums, before, strict=True):
+        np.testing.assert_allclose(now.numpy(), 0.25 * then, rtol=1e-6)
+
+
+def case_average_batch_norm(wire):
+    model = _compiled(_noisy)
+    x, y = models.mlp.data(8)
+    model.fit(x + wire.topology.rank, y, batch_size=4, verbose=0)
+    layer = model.layers[1]
+    means = exchange_objects(layer.moving_mean.numpy().tolist(), wire, "means")
+    assert means[0] != means[1]
+    model.evaluate(x, y, verbose=0, callbacks=[keras_callbacks.AverageBatchNorm()])
+    np.testing.assert_allclose(layer.moving_mean.numpy(), np.mean(means, axis=0), rtol=1e-5, atol=1e-6)
+    same_on_all_ranks([layer.moving_mean.numpy(), layer.moving_variance.numpy()], wire)
+
+
+class _Part(keras.callbacks.Callback):
+    """Makes rank 1 differ after the third step."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if tp.rank() == 1 and batch == 2:
+            kernel = self.model.trainable_variables[2]
+            kernel.assign(kernel + 1e-3)
+
+
+def _checked_fit(action):
+    model = _compiled()
+    check = keras_callbacks.ReplicaCheck(every_n_steps=4, action=action)
+    model.fit(*models.mlp.data(32), batch_size=4, verbose=0, callbacks=[_Part(), check])
+    return model
+
+
+def case_replica_check_stops(wire):
+    with _raises(RuntimeError, r"After 4 steps .*dense_1/kernel.* on rank\(s\) \[1\] against rank 0"):
+        _checked_fit("stop")
+
+
+def case_replica_check_repairs(wire):
+    with _Lines() as lines:
+        model = _checked_fit("repair")
+    same_on_all_ranks(model.get_weights(), wire)
+    assert len(lines) == (1 if wire.topology.rank == 0 else 0)
+
+
+def case_replica_check_reports(wire):
+    model = _checked_fit("report")
+    digests = exchange_objects(models.digest(model.get_weights()), wire, "digests")
+    assert digests[0] != digests[1]
+
+
+def case_throughput(wire):
+    folder = _folder(wire)
+    model = _compiled()
+    throughput = keras_callbacks.Throughput(log_dir=os.path.join(folder, "logs"))
+    history = model.fit(
+        *models.mlp.data(64), batch_size=4, epochs=2, verbose=0, callbacks=[throughput], validation_data=models.mlp.data(8)
+    ).history
+    names = ("samples_per_second", "exposed_communication", "megabytes_sent")
+    everybody = exchange_objects({n: history[n] for n in names}, wire, "history")
+    assert everybody[0] == everybody[1]
+    assert all(0 < share < 1 for share in history["exposed_communication"])
+    assert history["megabytes_sent"][0] * 1e6 == model.optimizer.plan.cost.bytes > 0
+    assert all(speed > 0 for speed in history["samples_per_second"])
+    if wire.topology.rank == 0:
+        assert _scalars(os.path.join(folder, "logs")) == {f"throughput/{n}" for n in names}
+        shutil.rmtree(folder)
+
+
+def _scalars(folder):
+    names = set()
+    for name in os.listdir(folder):
+        for record in tf.data.TFRecordDataset(os.path.join(folder, name)).as_numpy_iterator():
+            event = tf.compat.v1.Event.FromString(record)
+            names |= {value.tag for value in event.summary.value}
+    return names
+
+
+# ------------------------------------------------------------------ checkpoints
+
+EPOCHS = 3
+BATCHES = 4
+
+
+def _job(build, folder, make_optimizer, callbacks=(), epochs=EPOCHS, every_n_steps=None, **fit):
+    """A run that always sees the same data in the same order."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(5)
+    model = _compiled(build, make_optimizer(), metrics=["accuracy"])
+    x, y = models.mlp.data(4 * BATCHES * 2)
+    mine = slice(tp.rank(), None, 2)
+    checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps=every_n_steps, keep=100)
+    averages = [keras_callbacks.BroadcastVariables(), keras_callbacks.MetricAverage()]
+    history = model.fit(
+        x[mine], y[mine], batch_size=4, epochs=epochs, shuffle=False, verbose=0,
+        callbacks=[*averages, *callbacks, checkpoint], **fit,
+    )
+    return model, history.history
+
+
+def _state(model):
+    variables = [*model.variables, *model.optimizer.variables, *model.optimizer.rank_variables]
+    return [v.numpy() for v in variables]
+
+
+def _check_resumes_everywhere(wire, build, make_optimizer):
+    """Restores at every step, and compares the rest of the run with one that was not interrupted."""
+    folder = _folder(wire)
+    whole, history = _job(build, os.path.join(folder, "whole"), make_optimizer, every_n_steps=1)
+    names = sorted(os.listdir(os.path.join(folder, "whole")))
+    assert len(names) == EPOCHS * BATCHES
+    for name in names[:-1]:
+        target = os.path.join(folder, f"from-{name}")
+        if wire.topology.rank == 0:
+            shutil.copytree(os.path.join(folder, "whole", name), os.path.join(target, name))
+        exchange_objects(None, wire, "copied")
+        resumed, rest = _job(build, target, make_optimizer)
+        for a, b in zip(_state(resumed), _state(whole), strict=True):
+            np.testing.assert_array_equal(a, b, f"resumed from {name}")
+        for metric, values in rest.items():
+            np.testing.assert_allclose(values, history[metric][-len(values) :], rtol=1e-6, err_msg=f"{metric} {name}")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+def case_resume_at_every_step(wire):
+    _check_resumes_everywhere(wire, _noisy, sgd)
+
+
+def case_resume_at_every_step_with_accumulation(wire):
+    _check_resumes_everywhere(wire, models.mlp, lambda: SGD(0.1, momentum=0.9, gradient_accumulation_steps=3))
+
+
+def case_full_disk_leaves_the_last_snapshot(wire):
+    folder = _folder(wire)
+    original = snapshots._save
+    calls = []
+
+    def save(path, arrays):
+        calls.append(path)
+        if wire.topology.rank == 1 and len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        original(path, arrays)
+
+    snapshots._save = save
+    try:
+        with _raises(snapshots.SnapshotError, "rank 1: OSError.*No space left.*last whole one is step-000000008"):
+            _job(models.mlp, folder, sgd)
+    finally:
+        snapshots._save = original
+    resumed, _ = _job(models.mlp, folder, sgd)
+    assert int(resumed.optimizer.iterations) == EPOCHS * BATCHES
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+def _spoil(folder, wire, cut):
+    """Damages rank 1's file of the newest snapshot."""
+    newest = sorted(os.listdir(folder))[-1]
+    exchange_objects(None, wire, "listed")
+    if wire.topology.rank == 1:
+        path = os.path.join(folder, newest, "rank-1.npz")
+        with open(path, "r+b") as stream:
+            content = bytearray(stream.read())
+            if cut:
+                stream.truncate(len(content) // 2)
+            else:
+                for place in range(len(content) // 3, 2 * len(content) // 3):
+                    content[place] ^= 1
+                stream.seek(0)
+                stream.write(content)
+    exchange_objects(None, wire, "spoiled")
+
+
+def case_damaged_snapshots_are_passed_over(wire):
+    for cut in (True, False):
+        folder = _folder(wire)
+        _job(_noisy, folder, sgd, epochs=2)
+        _spoil(folder, wire, cut)
+        resumed, rest = _job(_noisy, folder, sgd)
+        assert len(rest["loss"]) == 2, "it should have gone on from the first epoch's end"
+        assert int(resumed.optimizer.iterations) == EPOCHS * BATCHES
+        exchange_objects(None, wire, "done")
+        if wire.topology.rank == 0:
+            shutil.rmtree(folder)
+
+
+def case_checkpoint_of_another_model_is_refused(wire):
+    folder = _folder(wire)
+    _job(models.mlp, folder, sgd, epochs=1)
+    with _raises(snapshots.SnapshotError, "same model and optimizer. The first difference is variable 0: .*20, 32.*20, 16"):
+        _job(_noisy, folder, sgd)
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)

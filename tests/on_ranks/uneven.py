@@ -1,1 +1,129 @@
-"""Cases."""
+"""Ranks with different numbers of batches end their epochs together."""
+
+import logging
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.on_ranks import models
+from tests.on_ranks.models import same_on_all_ranks
+from tests.on_ranks.optimizer_features import _raises
+from tests.on_ranks.training import sgd
+from tfposeidon.wire import exchange_objects
+
+
+class _Lines(logging.Handler):
+    """What the project's log says within a `with` block."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def __enter__(self):
+        logging.getLogger("tfposeidon").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_):
+        logging.getLogger("tfposeidon").removeHandler(self)
+
+
+def _compiled(**options):
+    model = models.mlp()
+    optimizer = tp.DistributedOptimizer(sgd(), scheme="asa")
+    model.compile(optimizer=optimizer, loss=models.LOSS, **options)
+    return model, optimizer
+
+
+def _of_unknown_length(batches):
+    x, y = models.mlp.data(4 * batches)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    return data.filter(lambda *_: True)
+
+
+def _check_together(model, optimizer, wire, updates):
+    assert int(optimizer.iterations) == updates
+    same_on_all_ranks([*model.get_weights(), *(v.numpy() for v in optimizer.variables)], wire)
+
+
+def case_known_lengths(wire):
+    model, optimizer = _compiled()
+    x, y = models.mlp.data(4 * (3 + wire.topology.rank))
+    with _Lines() as lines:
+        history = model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[keras_callbacks.MetricAverage()])
+    _check_together(model, optimizer, wire, 6)
+    losses = exchange_objects(history.history["loss"], wire, "losses")
+    assert losses[0] == losses[1] == losses[2]
+    said = [line for line in lines if "different or unknown numbers of batches (3, 4, 5)" in line]
+    assert len(said) == (1 if wire.topology.rank == 0 else 0)
+
+
+def case_unknown_lengths_with_validation(wire):
+    model, optimizer = _compiled()
+    validation = models.mlp.data(4 + 4 * wire.topology.rank)
+    history = model.fit(
+        _of_unknown_length(5 - wire.topology.rank), epochs=3, verbose=0, validation_data=validation,
+        callbacks=[keras_callbacks.MetricAverage()],
+    )
+    _check_together(model, optimizer, wire, 9)
+    values = exchange_objects(history.history["val_loss"], wire, "losses")
+    assert values[0] == values[1] == values[2]
+
+
+def case_unknown_but_equal_lengths_lose_no_step(wire):
+    model, optimizer = _compiled()
+    model.fit(_of_unknown_length(3), epochs=2, verbose=0)
+    _check_together(model, optimizer, wire, 6)
+
+
+def case_steps_per_execution(wire):
+    model, optimizer = _compiled(steps_per_execution=2)
+    x, y = models.mlp.data(4 * (3 + 2 * wire.topology.rank))
+    model.fit(x, y, batch_size=4, epochs=2, verbose=0)
+    _check_together(model, optimizer, wire, 6)
+
+
+def case_accumulation(wire):
+    model = models.mlp()
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    model.compile(optimizer=optimizer, loss=models.LOSS)
+    model.fit(_of_unknown_length(4 + wire.topology.rank), epochs=2, verbose=0)
+    _check_together(model, optimizer, wire, 4)
+    assert all(not np.any(v.numpy()) for v in optimizer.rank_variables)
+
+
+def case_equal_lengths_say_nothing(wire):
+    model, _ = _compiled()
+    with _Lines() as lines:
+        model.fit(*models.mlp.data(12), batch_size=4, verbose=0)
+    assert not [line for line in lines if "batches" in line]
+
+
+class _StopOnRank1(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if tp.rank() == 1 and epoch == 1:
+            self.model.stop_training = True
+
+
+def case_one_rank_that_stops_stops_all(wire):
+    model, optimizer = _compiled()
+    history = model.fit(*models.mlp.data(8), batch_size=4, epochs=5, verbose=0, callbacks=[_StopOnRank1()])
+    assert len(history.epoch) == 2
+    _check_together(model, optimizer, wire, 4)
+
+
+class _StopInTheMiddle(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            self.model.stop_training = True
+
+
+def case_all_that_stop_in_the_middle_get_an_error(wire):
+    model, _ = _compiled()
+    with _raises(RuntimeError, "Every rank must do the 3 steps.*only 2"):
+        model.fit(*models.mlp.data(12), batch_size=4, verbose=0, callbacks=[_StopInTheMiddle()])

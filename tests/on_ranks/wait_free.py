@@ -107,7 +107,7 @@ def case_timeline_shows_the_overlap(wire):
 def _completions(text):
     """When each bucket's exchange ended, in microseconds, from Horovod's timeline."""
     events = json.loads(text.rstrip().rstrip(",") + ("" if text.rstrip().endswith("]") else "]"))
-    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name" and "name" in e["args"]}
     done = {}
     for event in events:
         name = names.get(event.get("pid"), "")
