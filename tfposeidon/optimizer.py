@@ -253,7 +253,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             raise RuntimeError("A rank without a single batch cannot end an epoch. Give every rank data.")
         while int(step()[0]) < runtime.size():
             pass
-        for variable in self._accumulators:
+        for variable in (self._absent, *self._accumulators):
             variable.assign(tf.zeros_like(variable))
 
     def _update(self, grads: list[Any], variables: list[Any], count: Any) -> None:

@@ -38,7 +38,7 @@ def run(case, wire):
 
 def main(results_path, ranks_per_node, *modules):
     layout = int(ranks_per_node) or None
-    tp.init(ranks_per_node=layout, stall_timeout_s=20)
+    tp.init(ranks_per_node=layout, stall_timeout_s=60)
     wire = runtime.wire()
     results = {}
     for name, case in cases(modules).items():

@@ -1,0 +1,49 @@
+# Each target sets up what it needs: on a fresh machine `make demo` is the only command.
+# Needed beforehand: Python 3.11 with venv, a C++ compiler, cmake and make.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+NP ?= 2
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
+.PHONY: help setup demo test check format bench clean
+
+help:
+	@echo "make demo    set up and train on NP=2 ranks"
+	@echo "make test    set up and run the tests"
+	@echo "make check   set up and run the static checks"
+	@echo "make format  put the sources into their form"
+	@echo "make bench   set up and run the short benchmarks"
+	@echo "make clean   remove the environment (the cache of built wheels stays)"
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml setup.py tfposeidon/install.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and "Python 3.11 or later is needed; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m tfposeidon install
+	$(BIN)/python -m pip --disable-pip-version-check install -q -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/horovodrun -np $(NP) $(BIN)/python examples/keras_digits.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/horovodrun -np $(NP) $(BIN)/python benchmarks/wrapper.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,100 @@
+"""A small CNN on scikit-learn's handwritten digits, on as many ranks as there are.
+
+    horovodrun -np 2 python examples/keras_digits.py --epochs 12
+"""
+
+import argparse
+import sys
+
+import keras
+import numpy as np
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+import keras_callbacks
+import tfposeidon as tp
+from tfposeidon import replicas, runtime
+from tfposeidon.coordinator import readable
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--global-batch", type=int, default=64, help="samples per step over all ranks together")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--scheme", default="auto", help="auto, allreduce, asa, asa16 or 2dtar")
+    parser.add_argument("--ranks-per-node", type=int, help="regroup the ranks into emulated nodes")
+    parser.add_argument("--checkpoint", metavar="FOLDER", help="save there after each epoch, and resume from it")
+    parser.add_argument("--goal", type=float, default=0.97, help="validation accuracy below which the job fails")
+    return parser.parse_args()
+
+
+def load_data(rank, size):
+    """1,797 images of 8 x 8 pixels: every rank trains on its share, all validate on the same part."""
+    digits = load_digits()
+    images = (digits.images[..., np.newaxis] / 16).astype("float32")
+    x, x_val, y, y_val = train_test_split(images, digits.target, test_size=0.2, random_state=0, stratify=digits.target)
+    return (x[rank::size], y[rank::size]), (x_val, y_val)
+
+
+def build_model():
+    layers = keras.layers
+    return keras.Sequential([
+        keras.Input((8, 8, 1)),
+        layers.Conv2D(32, 3, padding="same", activation="relu"),
+        layers.Conv2D(32, 3, padding="same", activation="relu"),
+        layers.MaxPooling2D(),
+        layers.Conv2D(64, 3, padding="same", activation="relu"),
+        layers.Flatten(),
+        layers.Dropout(0.25),
+        layers.Dense(10),
+    ])
+
+
+def main():
+    options = parse_arguments()
+    topology = tp.init(ranks_per_node=options.ranks_per_node)
+    keras.utils.set_random_seed(topology.rank)
+    train, validation = load_data(topology.rank, topology.size)
+
+    model = build_model()
+    optimizer = tp.DistributedOptimizer(keras.optimizers.Adam(options.learning_rate), scheme=options.scheme)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
+    callbacks = [
+        keras_callbacks.BroadcastVariables(),
+        keras_callbacks.Throughput(),
+        keras_callbacks.MetricAverage(),
+    ]
+    if options.checkpoint:
+        callbacks.append(keras_callbacks.Checkpoint(options.checkpoint))
+    history = model.fit(
+        *train,
+        batch_size=max(1, options.global_batch // topology.size),
+        epochs=options.epochs,
+        validation_data=validation,
+        callbacks=callbacks,
+    ).history
+    accuracy = model.evaluate(*validation, verbose=0, return_dict=True)["accuracy"]
+    return report(model, optimizer, accuracy, history.get("samples_per_second", []), options.goal)
+
+
+def report(model, optimizer, accuracy, speeds, goal):
+    """Prints what the job did, on rank 0; returns the exit status, the same on every rank."""
+    different = replicas.differences([*model.trainable_variables, *optimizer.variables], runtime.wire())
+    if tp.rank() == 0:
+        print(f"\n{optimizer.plan}\n")
+        print(f"validation accuracy: {100 * accuracy:.2f} %")
+        if speeds:
+            print(f"samples per second:  {np.median(speeds):,.0f} over all ranks")
+        print(f"bytes sent:          {readable(optimizer.plan.cost.bytes)} per rank and step")
+        if different:
+            print(f"RANKS DIFFER in {len(different)} variables: {different}")
+        else:
+            checksum = replicas.checksum(model.trainable_variables)
+            print(f"All {tp.size()} rank(s) hold identical weights, checksum {checksum}.")
+    return 0 if accuracy >= goal and not different else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

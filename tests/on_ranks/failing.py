@@ -1,0 +1,42 @@
+"""A job in which rank 1 does what its argument says, at the third step."""
+
+import os
+import signal
+import sys
+import time
+
+import keras
+
+import tfposeidon as tp
+from tests.on_ranks import models
+
+TROUBLES = {
+    "raise": lambda: (_ for _ in ()).throw(ValueError("broken on purpose")),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "late": lambda: time.sleep(3600),
+    "leave": lambda: sys.exit(0),
+}
+
+
+class Trouble(keras.callbacks.Callback):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if tp.rank() == 1 and batch == 2:
+            print(f"PID {os.getpid()}", flush=True)
+            TROUBLES[self.kind]()
+
+
+def main(kind):
+    tp.init(stall_timeout_s=20, transport_timeout_s=10)
+    model = models.mlp()
+    model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss=models.LOSS)
+    model.fit(*models.mlp.data(40), batch_size=4, verbose=0, callbacks=[Trouble(kind)])
+    print("the job went on", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

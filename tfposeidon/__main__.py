@@ -1,0 +1,31 @@
+"""`python -m tfposeidon`: the commands beside the library."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tfposeidon import __version__, check, install
+
+COMMANDS = {
+    "check": (check, "report versions and topology, and run a small collective; also under horovodrun"),
+    "install": (install, "install TensorFlow if it is missing, and Horovod with the corrections it needs"),
+}
+
+
+def main() -> int:
+    """Runs the command that was asked for; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tfposeidon", description="Keras 3 training over slow networks.")
+    parser.add_argument("--version", action="version", version=f"tfposeidon {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, help_text) in COMMANDS.items():
+        command = commands.add_parser(name, help=help_text, description=module.__doc__)
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(command)
+        command.set_defaults(run=module.main)
+    options = parser.parse_args()
+    return options.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
