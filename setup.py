@@ -24,7 +24,9 @@ def version() -> str:
 
 if not {"sdist", "egg_info", "clean"} & set(sys.argv[1:2]):
     COMMAND = f"Run in this folder: {sys.executable} -m tfposeidon install"
-    require("tensorflow", f"{COMMAND}\nIt installs TensorFlow and Horovod with the corrections this needs; then repeat.")
+    require(
+        "tensorflow", f"{COMMAND}\nIt installs TensorFlow and Horovod with the corrections this needs; then repeat."
+    )
     require("horovod", f"{COMMAND} --horovod-only\nIt builds Horovod against your TensorFlow; then repeat.")
 
 setup(version=version())

@@ -1,6 +1,6 @@
 """A small CNN on scikit-learn's handwritten digits, on as many ranks as there are.
 
-    horovodrun -np 2 python examples/keras_digits.py --epochs 12
+horovodrun -np 2 python examples/keras_digits.py --epochs 12
 """
 
 import argparse
@@ -39,16 +39,18 @@ def load_data(rank, size):
 
 def build_model():
     layers = keras.layers
-    return keras.Sequential([
-        keras.Input((8, 8, 1)),
-        layers.Conv2D(32, 3, padding="same", activation="relu"),
-        layers.Conv2D(32, 3, padding="same", activation="relu"),
-        layers.MaxPooling2D(),
-        layers.Conv2D(64, 3, padding="same", activation="relu"),
-        layers.Flatten(),
-        layers.Dropout(0.25),
-        layers.Dense(10),
-    ])
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(64, 3, padding="same", activation="relu"),
+            layers.Flatten(),
+            layers.Dropout(0.25),
+            layers.Dense(10),
+        ]
+    )
 
 
 def main():

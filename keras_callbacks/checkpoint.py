@@ -117,7 +117,9 @@ class Checkpoint(keras.callbacks.Callback):
         self.model._initial_epoch = snapshot.meta["epoch"]
         runtime.say(
             "tfposeidon: resumed from %s at epoch %d, batch %d.",
-            self.folder, snapshot.meta["epoch"], snapshot.meta["batches"],
+            self.folder,
+            snapshot.meta["epoch"],
+            snapshot.meta["batches"],
         )
         if snapshot.meta["batches"]:
             self.model.train_function = _PassOver(self.model, snapshot.meta["batches"])

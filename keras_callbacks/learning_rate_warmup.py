@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tfposeidon import runtime
-
 from keras_callbacks.learning_rate_schedule import LearningRateSchedule
+from tfposeidon import runtime
 
 
 class LearningRateWarmup(LearningRateSchedule):

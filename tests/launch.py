@@ -16,9 +16,22 @@ def horovodrun(size, *command, environment=None, timeout_s=300, background=False
       The finished process with stdout and stderr together in `stdout`; with `background` the running one.
     """
     launcher = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(size), sys.executable, *map(str, command)]
-    variables = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(ROOT), "COLUMNS": "200", "HOROVOD_TIMELINE": "DYNAMIC", **(environment or {})}
+    variables = {
+        **os.environ,
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "200",
+        "HOROVOD_TIMELINE": "DYNAMIC",
+        **(environment or {}),
+    }
     process = subprocess.Popen(
-        launcher, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        launcher,
+        cwd=ROOT,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     return process if background else finish(process, timeout_s)
 

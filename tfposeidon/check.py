@@ -48,8 +48,10 @@ def _versions() -> list[str]:
         lines.append(f"{names[0]:<13} {version}")
     keras = _version("keras") or ""
     if not keras.startswith(install.KERAS_VERSION.rstrip("*")):
-        raise CheckError(f"Keras {install.KERAS_VERSION} is needed. Received: {keras}. Run: pip install "
-                         f"'keras=={install.KERAS_VERSION}'")
+        raise CheckError(
+            f"Keras {install.KERAS_VERSION} is needed. Received: {keras}. Run: pip install "
+            f"'keras=={install.KERAS_VERSION}'"
+        )
     if not (_version("horovod") or "").endswith(install.CORRECTED_MARK):
         raise CheckError(
             f"Horovod needs corrections to work over several hosts. Received: {_version('horovod')} without them. "
@@ -101,6 +103,8 @@ def _collective() -> list[str]:
         exchange = tf.function(lambda x, make=make, name=name: make().exchange(x, (), wire, f"check.{name}")[0])
         mean = exchange(tf.constant([float(topology.rank)] * 5)).numpy()
         if abs(mean - expected).max() > 1e-3:
-            problems.append(f"PROBLEM: scheme {name!r} gave {mean} instead of {expected}; reinstall Horovod with "
-                            "python -m tfposeidon install --horovod-only")
+            problems.append(
+                f"PROBLEM: scheme {name!r} gave {mean} instead of {expected}; reinstall Horovod with "
+                "python -m tfposeidon install --horovod-only"
+            )
     return problems

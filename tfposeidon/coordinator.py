@@ -93,7 +93,7 @@ class Plan:
     def _rows(self, index: int, bucket: Bucket) -> list[tuple[str, ...]]:
         cost = bucket.cost(self.topology)
         figures = (readable(cost.node_bytes), readable(cost.cross_bytes), bucket.reason)
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for place, d in enumerate(bucket.descriptions):
             head = (str(index) if place == 0 else "", d.path, "x".join(map(str, d.shape)) or "scalar", d.dtype)
             rows.append((*head, str(bucket.scheme) if place == 0 else "", *(figures if place == 0 else ("", "", ""))))

@@ -52,12 +52,13 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         than TensorFlow.
 
     Example:
-
     >>> import keras, tfposeidon as tp
     >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), scheme="asa")
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     >>> model.compile(optimizer=optimizer, loss="mse")
     """
+
+    built: bool
 
     def __init__(
         self,
@@ -232,8 +233,10 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def exposed_s(self) -> float:
-        """Seconds, over all steps so far, between the last gradient and the last mean: communication
-        that computation did not hide. On GPUs, where ops are queued, only a hint.
+        """Communication that computation did not hide, in seconds over all steps so far.
+
+        It is the time between a step's last gradient and its last mean; on GPUs, where ops are queued,
+        only a hint.
         """
         return float(self._exposed_s.numpy()) if self.built else 0.0
 
@@ -330,7 +333,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         """Adds to the accumulators; at every n-th call exchanges what they hold and starts anew."""
         weight = tf.cast(1.0 if count is None else count, tf.float32)
         held = [self._accumulators[self._get_variable_index(v)] for v in variables]
-        sums = [None if g is None else _accumulated(a, g, v, weight) for a, g, v in zip(held, grads, variables, strict=True)]
+        sums = [
+            None if g is None else _accumulated(a, g, v, weight) for a, g, v in zip(held, grads, variables, strict=True)
+        ]
         total = self._accumulated_weight + weight
         step = self._micro_steps + 1
         due = step >= self.gradient_accumulation_steps
@@ -344,7 +349,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
         tf.cond(due, update, lambda: None)
         # Assigned last, from plain tensors: a bucket must not wait for another's accumulator.
-        for variable, value in zip((*held, self._accumulated_weight, self._micro_steps), (*sums, total, step), strict=True):
+        for variable, value in zip(
+            (*held, self._accumulated_weight, self._micro_steps), (*sums, total, step), strict=True
+        ):
             if value is not None:
                 variable.assign(tf.where(due, tf.zeros_like(value), value))
 

@@ -192,9 +192,9 @@ class EqualSteps(keras.callbacks.Callback):
             self.model.optimizer.finish_epoch()
         elif self._done < self._limit:
             raise RuntimeError(
-                f"Every rank must do the {self._limit} steps per epoch that were agreed on. Received: only {self._done} "
-                f"on rank {runtime.rank()}: its data ran out early, or a callback set stop_training in the middle of an "
-                "epoch. Give it more data, leave steps_per_epoch out, or stop at the end of an epoch."
+                f"Every rank must do the {self._limit} steps per epoch that were agreed on. Received: only "
+                f"{self._done} on rank {runtime.rank()}: its data ran out early, or a callback set stop_training in "
+                "the middle of an epoch. Give it more data, leave steps_per_epoch out, or stop at an epoch's end."
             )
 
 

@@ -68,9 +68,7 @@ class HorovodWire:
     def all_gather(self, tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
         if group.size == 1:
             return tensor
-        return _horovod_ops().allgather(
-            tensor, name=name, ignore_name_scope=True, process_set=self._process_set(group)
-        )
+        return _horovod_ops().allgather(tensor, name=name, ignore_name_scope=True, process_set=self._process_set(group))
 
     def all_to_all(self, tensor: tf.Tensor, splits: Sequence[int], group: Group, name: str) -> tf.Tensor:
         if group.size == 1:

@@ -12,7 +12,7 @@ import keras_callbacks
 import tfposeidon as tp
 from tests.on_ranks import models
 from tests.on_ranks.models import same_on_all_ranks
-from tests.on_ranks.optimizer_features import _raises
+from tests.on_ranks.optimizer_features import Raises
 from tests.on_ranks.training import sgd
 from tests.on_ranks.uneven import _Lines
 from tfposeidon import snapshots
@@ -23,13 +23,15 @@ SGD = keras.optimizers.SGD
 
 def _noisy():
     """With a seed generator and moving statistics."""
-    return keras.Sequential([
-        keras.Input((20,)),
-        keras.layers.Dense(16),
-        keras.layers.BatchNormalization(),
-        keras.layers.Dropout(0.3),
-        keras.layers.Dense(models.CLASSES),
-    ])
+    return keras.Sequential(
+        [
+            keras.Input((20,)),
+            keras.layers.Dense(16),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(models.CLASSES),
+        ]
+    )
 
 
 def _compiled(build=models.mlp, optimizer=None, **options):
@@ -59,7 +61,7 @@ def case_broadcast_variables(wire):
 def case_broadcast_names_the_first_difference(wire):
     model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(4 + wire.topology.rank)])
     model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss="mse")
-    with _raises(RuntimeError, r"first difference is variable 0: .*\(20, 4\).*\(20, 5\)"):
+    with Raises(RuntimeError, r"first difference is variable 0: .*\(20, 4\).*\(20, 5\)"):
         model.fit(*models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
 
 
@@ -70,7 +72,13 @@ def case_metric_average(wire):
     x, y = models.mlp.data(16)
     mine = slice(0, 12) if wire.topology.rank == 0 else slice(12, 16)
     history = model.fit(
-        x[mine], y[mine], batch_size=4, steps_per_epoch=1, verbose=0, shuffle=False, validation_data=(x[mine], y[mine]),
+        x[mine],
+        y[mine],
+        batch_size=4,
+        steps_per_epoch=1,
+        verbose=0,
+        shuffle=False,
+        validation_data=(x[mine], y[mine]),
         callbacks=[keras_callbacks.MetricAverage()],
     ).history
     logs = model.evaluate(x[mine], y[mine], batch_size=4, verbose=0, return_dict=True)
@@ -161,7 +169,7 @@ def _checked_fit(action):
 
 
 def case_replica_check_stops(wire):
-    with _raises(RuntimeError, r"After 4 steps .*dense_1/kernel.* on rank\(s\) \[1\] against rank 0"):
+    with Raises(RuntimeError, r"After 4 steps .*dense_1/kernel.* on rank\(s\) \[1\] against rank 0"):
         _checked_fit("stop")
 
 
@@ -183,7 +191,12 @@ def case_throughput(wire):
     model = _compiled()
     throughput = keras_callbacks.Throughput(log_dir=os.path.join(folder, "logs"))
     history = model.fit(
-        *models.mlp.data(64), batch_size=4, epochs=2, verbose=0, callbacks=[throughput], validation_data=models.mlp.data(8)
+        *models.mlp.data(64),
+        batch_size=4,
+        epochs=2,
+        verbose=0,
+        callbacks=[throughput],
+        validation_data=models.mlp.data(8),
     ).history
     names = ("samples_per_second", "exposed_communication", "megabytes_sent")
     everybody = exchange_objects({n: history[n] for n in names}, wire, "history")
@@ -221,8 +234,14 @@ def _job(build, folder, make_optimizer, callbacks=(), epochs=EPOCHS, every_n_ste
     checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps=every_n_steps, keep=100)
     averages = [keras_callbacks.BroadcastVariables(), keras_callbacks.MetricAverage()]
     history = model.fit(
-        x[mine], y[mine], batch_size=4, epochs=epochs, shuffle=False, verbose=0,
-        callbacks=[*averages, *callbacks, checkpoint], **fit,
+        x[mine],
+        y[mine],
+        batch_size=4,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=[*averages, *callbacks, checkpoint],
+        **fit,
     )
     return model, history.history
 
@@ -273,7 +292,7 @@ def case_full_disk_leaves_the_last_snapshot(wire):
 
     snapshots._save = save
     try:
-        with _raises(snapshots.SnapshotError, "rank 1: OSError.*No space left.*last whole one is step-000000008"):
+        with Raises(snapshots.SnapshotError, "rank 1: OSError.*No space left.*last whole one is step-000000008"):
             _job(models.mlp, folder, sgd)
     finally:
         snapshots._save = original
@@ -319,7 +338,9 @@ def case_damaged_snapshots_are_passed_over(wire):
 def case_checkpoint_of_another_model_is_refused(wire):
     folder = _folder(wire)
     _job(models.mlp, folder, sgd, epochs=1)
-    with _raises(snapshots.SnapshotError, "same model and optimizer. The first difference is variable 0: .*20, 32.*20, 16"):
+    with Raises(
+        snapshots.SnapshotError, "same model and optimizer. The first difference is variable 0: .*20, 32.*20, 16"
+    ):
         _job(_noisy, folder, sgd)
     exchange_objects(None, wire, "done")
     if wire.topology.rank == 0:

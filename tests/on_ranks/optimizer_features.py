@@ -188,7 +188,7 @@ def case_new_gradient_is_refused(wire):
     a, b = keras.Variable([1.0], name="a"), keras.Variable([1.0], name="b")
     optimizer = tp.DistributedOptimizer(SGD(1.0))
     optimizer.apply([tf.constant([1.0]), None], [a, b])
-    with _raises(ValueError, "which had none on any rank"):
+    with Raises(ValueError, "which had none on any rank"):
         optimizer.apply([tf.constant([1.0]), tf.constant([1.0])], [a, b])
 
 
@@ -273,27 +273,27 @@ def case_different_models_are_refused(wire):
     width = 3 + wire.topology.rank
     model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(width), keras.layers.Dense(models.CLASSES)])
     model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
-    with _raises(RuntimeError, r"first difference is variable 0: .*kernel' \(20, 3\).*\(20, 4\) float32 on rank 1"):
+    with Raises(RuntimeError, r"first difference is variable 0: .*kernel' \(20, 3\).*\(20, 4\) float32 on rank 1"):
         model.fit(*models.mlp.data(8), verbose=0)
 
 
 def case_different_order_is_refused(wire):
     pair = [keras.Variable([1.0], name="a"), keras.Variable([1.0], name="b")]
     ordered = pair if wire.topology.rank == 0 else pair[::-1]
-    with _raises(RuntimeError, "variable 0: 'a' .* on rank 0, 'b' .* on rank 1"):
+    with Raises(RuntimeError, "variable 0: 'a' .* on rank 0, 'b' .* on rank 1"):
         tp.DistributedOptimizer(sgd()).apply([tf.constant([1.0])] * 2, ordered)
 
 
 def case_different_schemes_are_refused(wire):
     optimizer = tp.DistributedOptimizer(sgd(), scheme=("asa", "allreduce")[wire.topology.rank])
-    with _raises(RuntimeError, "All ranks must exchange alike"):
+    with Raises(RuntimeError, "All ranks must exchange alike"):
         optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
 
 
 def case_xla_is_refused_when_asked_for(wire):
     model = models.mlp()
     model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS, jit_compile=True)
-    with _raises(ValueError, "cannot be compiled by XLA.*jit_compile"):
+    with Raises(ValueError, "cannot be compiled by XLA.*jit_compile"):
         model.fit(*models.mlp.data(8), verbose=0)
 
 
@@ -361,7 +361,7 @@ def _reset_peak():
         stream.write("5")
 
 
-class _raises:
+class Raises:
     """As pytest's, on ranks: the error, and a pattern in its text."""
 
     def __init__(self, kind, pattern):

@@ -10,7 +10,7 @@ import keras_callbacks
 import tfposeidon as tp
 from tests.on_ranks import models
 from tests.on_ranks.models import same_on_all_ranks
-from tests.on_ranks.optimizer_features import _raises
+from tests.on_ranks.optimizer_features import Raises
 from tests.on_ranks.training import sgd
 from tfposeidon.wire import exchange_objects
 
@@ -67,7 +67,10 @@ def case_unknown_lengths_with_validation(wire):
     model, optimizer = _compiled()
     validation = models.mlp.data(4 + 4 * wire.topology.rank)
     history = model.fit(
-        _of_unknown_length(5 - wire.topology.rank), epochs=3, verbose=0, validation_data=validation,
+        _of_unknown_length(5 - wire.topology.rank),
+        epochs=3,
+        verbose=0,
+        validation_data=validation,
         callbacks=[keras_callbacks.MetricAverage()],
     )
     _check_together(model, optimizer, wire, 9)
@@ -125,5 +128,5 @@ class _StopInTheMiddle(keras.callbacks.Callback):
 
 def case_all_that_stop_in_the_middle_get_an_error(wire):
     model, _ = _compiled()
-    with _raises(RuntimeError, "Every rank must do the 3 steps.*only 2"):
+    with Raises(RuntimeError, "Every rank must do the 3 steps.*only 2"):
         model.fit(*models.mlp.data(12), batch_size=4, verbose=0, callbacks=[_StopInTheMiddle()])

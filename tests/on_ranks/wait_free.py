@@ -19,9 +19,11 @@ from tests.on_ranks.training import sgd
 def _graphs(model, optimizer, batch):
     """The train step as `fit` traces it."""
     model.compile(optimizer=optimizer, loss=models.LOSS)
-    x, y = batch
+    x, _ = batch
     step = tf.function(model.train_step, reduce_retracing=True)
-    return step.get_concrete_function((tf.TensorSpec([None, *x.shape[1:]], x.dtype), tf.TensorSpec([None], "int64"))).graph
+    return step.get_concrete_function(
+        (tf.TensorSpec([None, *x.shape[1:]], x.dtype), tf.TensorSpec([None], "int64"))
+    ).graph
 
 
 def _ancestors(op):
@@ -85,7 +87,9 @@ def _pause_backward(tensor, pause_s):
 
 def case_timeline_shows_the_overlap(wire):
     pause_s, layers = 0.3, 4
-    model = keras.Sequential([keras.Input((512,)), *(Slow(pause_s) for _ in range(layers)), keras.layers.Dense(models.CLASSES)])
+    model = keras.Sequential(
+        [keras.Input((512,)), *(Slow(pause_s) for _ in range(layers)), keras.layers.Dense(models.CLASSES)]
+    )
     model.compile(optimizer=tp.DistributedOptimizer(sgd(), bucket_bytes=2**20), loss=models.LOSS)
     batch = models._floats(4, 512)
     model.train_on_batch(*batch)

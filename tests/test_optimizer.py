@@ -1,0 +1,215 @@
+"""The optimizer on one rank without a launcher, and what it refuses."""
+
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.launch import ROOT
+from tests.on_ranks import models
+from tfposeidon import policies, schemes
+
+SGD = keras.optimizers.SGD
+
+
+def _trained(optimizer, **options):
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    model = models.mlp()
+    model.compile(optimizer=optimizer, loss=models.LOSS, **options)
+    model.fit(*models.mlp.data(32), batch_size=8, shuffle=False, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}, {"jit_compile": True}])
+def test_one_rank_trains_as_keras_does(options):
+    plain = _trained(SGD(0.1, momentum=0.9), **options)
+    ours = _trained(tp.DistributedOptimizer(SGD(0.1, momentum=0.9)), **options)
+    for a, b in zip(plain.get_weights(), ours.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert "one rank: nothing is sent" in str(ours.optimizer.plan)
+
+
+def test_accumulation_equals_keras():
+    plain = _trained(SGD(0.1, momentum=0.9, gradient_accumulation_steps=2))
+    ours = _trained(tp.DistributedOptimizer(SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)))
+    for a, b in zip(plain.get_weights(), ours.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_learning_rate_and_iterations_are_the_inner_ones():
+    model = _trained(tp.DistributedOptimizer(SGD(0.1)))
+    model.optimizer.learning_rate = 0.25
+    assert float(model.optimizer.inner_optimizer.learning_rate) == 0.25
+    assert int(model.optimizer.iterations) == 4
+    assert model.optimizer.variables == model.optimizer.inner_optimizer.variables
+
+
+def test_schedules_work():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+    model = _trained(tp.DistributedOptimizer(SGD(schedule)))
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.1 * 0.5**2)
+
+
+@pytest.mark.parametrize("accumulation", [None, 3])
+def test_saved_models_load_and_go_on(tmp_path, accumulation):
+    inner = keras.optimizers.Adam(0.01, gradient_accumulation_steps=accumulation)
+    model = _trained(tp.DistributedOptimizer(inner, scheme=schemes.AllToAll(wire_dtype="bfloat16"), bucket_bytes=77))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.optimizer.get_config() == model.optimizer.get_config()
+    assert loaded.optimizer.gradient_accumulation_steps == accumulation
+    for a, b in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+    loaded.fit(*models.mlp.data(16), verbose=0)
+
+
+def test_slots_are_saved_once(tmp_path):
+    model = _trained(tp.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+    model.save(tmp_path / "ours.keras")
+    model.compile(optimizer=model.optimizer.inner_optimizer, loss=models.LOSS)
+    model.save(tmp_path / "plain.keras")
+    ours, plain = ((tmp_path / name).stat().st_size for name in ("ours.keras", "plain.keras"))
+    assert ours < 1.2 * plain
+
+
+def test_inner_optimizer_loads_without_tfposeidon(tmp_path):
+    model = _trained(tp.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+    model.compile(optimizer=model.optimizer.inner_optimizer, loss=models.LOSS)
+    model.save(tmp_path / "model.keras")
+    script = (
+        "import sys, keras; model = keras.saving.load_model(sys.argv[1]); "
+        "assert 'tfposeidon' not in sys.modules; print(int(model.optimizer.iterations))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "model.keras")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+    assert done.stdout.strip() == "4", done.stderr
+
+
+def test_importing_starts_nothing():
+    script = (
+        "import sys, tfposeidon, keras_callbacks, horovod.tensorflow as hvd; assert not hvd.is_initialized(); "
+        "import threading; print(len(threading.enumerate()))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "1", done.stderr
+
+
+def test_mixed_precision_scales_inside():
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model, bare = models.mlp(), models.mlp()
+        model.compile(optimizer=tp.DistributedOptimizer(SGD(0.1)), loss=models.LOSS)
+        model.fit(*models.mlp.data(8), verbose=0)
+        bare.compile(optimizer=tp.DistributedOptimizer(SGD(0.1)), loss=models.LOSS, auto_scale_loss=False)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert type(model.optimizer) is tp.DistributedOptimizer
+    assert type(model.optimizer.inner_optimizer) is keras.optimizers.LossScaleOptimizer
+    assert type(bare.optimizer.inner_optimizer) is SGD
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tp.DistributedOptimizer("sgd"), r"must be a Keras 3 optimizer\. Received: 'sgd' of type str"),
+        (
+            lambda: tp.DistributedOptimizer(tp.DistributedOptimizer(SGD())),
+            "must be wrapped in DistributedOptimizer once",
+        ),
+        (lambda: tp.DistributedOptimizer(SGD(), scheme="ring"), r'one of "auto", "allreduce", "asa", "asa16", "2dtar"'),
+        (lambda: tp.DistributedOptimizer(SGD(), scheme=7), "Received: scheme=7"),
+        (lambda: tp.DistributedOptimizer(SGD(), scheme=[("kernel",)]), "pairs of a pattern and a scheme"),
+        (lambda: tp.DistributedOptimizer(SGD(), scheme={"(": "asa"}), "must be a regular expression"),
+        (lambda: tp.DistributedOptimizer(SGD(), bucket_bytes=-1), "`bucket_bytes` must be a whole number from 0"),
+        (lambda: tp.DistributedOptimizer(SGD(), bucket_bytes=1.5), "Received: bucket_bytes=1.5"),
+        (lambda: tp.DistributedOptimizer(SGD()).plan, "There is a plan once the optimizer knows its variables"),
+        (lambda: tp.init(ranks_per_node=0), "`ranks_per_node` must be at least 1"),
+    ],
+)
+def test_bad_input_is_refused(make, message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        make()
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+def test_variables_must_be_floating(dtype):
+    variable = tf.Variable(tf.zeros([2], dtype), name="counts")
+    with pytest.raises(ValueError, match=rf"Only floating-point variables .*'counts:0' of dtype {dtype}"):
+        tp.DistributedOptimizer(SGD()).apply([tf.zeros([2], dtype)], [variable])
+
+
+def test_a_loss_scale_around_ours_is_refused():
+    outer = keras.optimizers.LossScaleOptimizer(tp.DistributedOptimizer(SGD()))
+    with pytest.raises(ValueError, match=r"Write DistributedOptimizer\(LossScaleOptimizer\(optimizer\)\)"):
+        models.mlp().compile(optimizer=outer, loss=models.LOSS)
+
+
+def test_tf_distribute_is_refused():
+    with (
+        tf.distribute.OneDeviceStrategy("/cpu:0").scope(),
+        pytest.raises(ValueError, match="DistributedOptimizer replaces"),
+    ):
+        tp.DistributedOptimizer(SGD())
+
+
+def test_other_backends_are_refused():
+    with (
+        mock.patch.object(keras.backend, "backend", return_value="jax"),
+        pytest.raises(ValueError, match="Set KERAS_BACKEND=tensorflow"),
+    ):
+        tp.DistributedOptimizer(SGD())
+
+
+def test_plain_keras_is_left_alone():
+    _trained(tp.DistributedOptimizer(SGD(0.1)))
+    model = _trained(SGD(0.1))
+    assert type(model.optimizer) is SGD
+    assert "train_step" not in vars(model)
+
+
+def test_unknown_variables_are_refused():
+    optimizer = tp.DistributedOptimizer(SGD())
+    optimizer.build([keras.Variable([1.0])])
+    with pytest.raises(ValueError, match="Unknown variable"):
+        optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0])])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: keras_callbacks.ReplicaCheck(every_n_steps=0), "`every_n_steps` must be at least 1"),
+        (lambda: keras_callbacks.ReplicaCheck(action="panic"), "one of stop, repair, report"),
+        (lambda: keras_callbacks.Checkpoint("x", every_n_steps=0), "`every_n_steps` must be at least 1"),
+        (lambda: keras_callbacks.Checkpoint("x", keep=0), "`keep` must be at least 1"),
+        (lambda: keras_callbacks.LearningRateWarmup(0.1, warmup_epochs=0), "`warmup_epochs` must be above 0"),
+        (lambda: keras_callbacks.LearningRateSchedule(-1, 1.0), "must not be negative"),
+    ],
+)
+def test_callbacks_refuse_bad_input(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_callbacks_refuse_a_rate_they_cannot_set():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+    model = models.mlp()
+    model.compile(optimizer=tp.DistributedOptimizer(SGD(schedule)), loss=models.LOSS)
+    with pytest.raises(ValueError, match="can only set a plain learning rate"):
+        model.fit(*models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.LearningRateWarmup(0.1)])
+
+
+def test_rules_choose_by_path():
+    policy = policies.parse([("bias", "allreduce"), ("kernel", "asa16")])
+    optimizer = tp.DistributedOptimizer(SGD(), scheme=policy)
+    optimizer.build(models.mlp().trainable_variables)
+    chosen = {d.path.rpartition("/")[2]: str(b.scheme) for b in optimizer.plan.buckets for d in b.descriptions}
+    assert chosen == {"bias": "allreduce", "kernel": "asa(wire_dtype=float16)"}
+    assert "rule 'kernel'" in str(optimizer.plan)
