@@ -43,7 +43,8 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	$(BIN)/horovodrun -np $(NP) $(BIN)/python benchmarks/wrapper.py
+	$(BIN)/horovodrun -np $(NP) $(BIN)/python -m benchmarks.wrapper
+	$(BIN)/python -m benchmarks.wrapper
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,1 @@
+"""Measurements: ratios of two things timed in turn in one run."""
