@@ -9,13 +9,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def horovodrun(size, *command, environment=None, timeout_s=300, background=False):
+def horovodrun(size, *command, environment=None, hosts=None, timeout_s=300, background=False):
     """Runs `python command` on `size` ranks.
 
     Returns:
       The finished process with stdout and stderr together in `stdout`; with `background` the running one.
     """
-    launcher = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(size), sys.executable, *map(str, command)]
+    launcher = [
+        str(Path(sys.executable).with_name("horovodrun")),
+        "-np",
+        str(size),
+        *(["-H", hosts] if hosts else []),
+        sys.executable,
+        *map(str, command),
+    ]
     variables = {
         **os.environ,
         "TF_CPP_MIN_LOG_LEVEL": "2",

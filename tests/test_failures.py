@@ -74,6 +74,12 @@ server.stop()
 """
 
 
+def test_hosts_of_different_size_are_nodes_of_different_size():
+    done = horovodrun(3, "-m", "tfposeidon", "check", hosts="localhost:2,127.0.0.1:1", timeout_s=90)
+    assert done.returncode == 0, done.stdout
+    assert "3 rank(s) on 2 node(s) (2 + 1)" in done.stdout
+
+
 def test_a_job_without_troubles_ends_in_good_order():
     process = horovodrun(1, "-c", "import tfposeidon as tp; print(tp.init(), tp.rank(), tp.size())", background=True)
     done = finish(process, 60)

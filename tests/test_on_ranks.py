@@ -16,7 +16,7 @@ WORLDS = {
     "2": (2, 0, ["contract_table", "training", "optimizer_features", "wait_free", "callbacks"]),
     "3": (3, 0, ["contract_table", "uneven"]),
     "2+1": (3, 2, ["contract_table"]),
-    "2x2": (4, 2, ["contract_table", "training"]),
+    "2x2": (4, 2, ["contract_table", "training", "layout"]),
     "3x2": (6, 2, ["contract_table"]),
 }
 

@@ -201,12 +201,17 @@ def _compile(source: Path, target: Path, scratch: Path) -> None:
     with log.open("w") as stream:
         result = subprocess.run([*command, str(source)], env=environment, stdout=stream, stderr=subprocess.STDOUT)
     if result.returncode:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
         raise InstallError(
-            f"{tail}\n\nHorovod could not be built; the lines above are the last of {log}. "
+            f"{_compilers_last_lines(log)}\n\nHorovod could not be built; all lines are in {log}. "
             "It needs a C++17 compiler, cmake, make and Python's headers: "
             "apt-get install g++ cmake make python3-dev (and libopenmpi-dev for HOROVOD_WITH_MPI=1)."
         )
+
+
+def _compilers_last_lines(log: Path) -> str:
+    # pip closes with a page of its own, which says nothing of the cause.
+    built, _, _ = log.read_text(errors="replace").partition("error: subprocess-exited-with-error")
+    return "\n".join(built.rstrip().splitlines()[-TAIL_LINES:])
 
 
 def _nccl_environment(scratch: Path) -> dict[str, str]:

@@ -159,7 +159,7 @@ def _read_files(folder: Path) -> Snapshot:
 
 def _load(path: Path) -> Arrays:
     # Reading whole arrays makes the archive check their CRCs.
-    with np.load(path) as archive:
+    with path.open("rb") as stream, np.load(stream) as archive:
         return {name: archive[name] for name in archive.files}
 
 

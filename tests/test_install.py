@@ -1,0 +1,102 @@
+"""The installer: corrections, cache, failed builds, and setup.py where something is missing."""
+
+import subprocess
+import sys
+import venv
+
+import pytest
+
+from tests.launch import ROOT
+from tfposeidon import install
+
+
+def test_corrections_must_match_exactly_once(tmp_path):
+    (tmp_path / "file").write_text("wrong wrong")
+    correction = install.Correction(file="file", wrong="wrong", right="right", why="")
+    with pytest.raises(install.InstallError, match="Received: 2 matches in file"):
+        correction.apply(tmp_path)
+    (tmp_path / "file").write_text("all wrong")
+    correction.apply(tmp_path)
+    assert (tmp_path / "file").read_text() == "all right"
+
+
+def test_the_cache_is_per_user(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert install.cache_folder() == tmp_path / "tfposeidon" / "wheels"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("_tensorflow_version", lambda: "tensorflow 9.9"),
+        ("_compiler_version", lambda: "99.0"),
+        ("CORRECTIONS", ()),
+        ("nvidia_driver_present", lambda: True),
+    ],
+)
+def test_the_cache_key_follows_what_the_wheel_depends_on(monkeypatch, name, value):
+    before = install.cache_key()
+    assert install.cache_key() == before
+    monkeypatch.setattr(install, name, value)
+    assert install.cache_key() != before
+
+
+def test_a_gpu_machine_takes_cuda_and_nccl(monkeypatch):
+    monkeypatch.setattr(install, "nvidia_driver_present", lambda: True)
+    assert install.tensorflow_requirement().startswith("tensorflow[and-cuda]==")
+    assert install.horovod_flags()["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+
+
+def test_mpi_passes_through(monkeypatch):
+    assert install.horovod_flags()["HOROVOD_WITHOUT_MPI"] == "1"
+    monkeypatch.setenv("HOROVOD_WITH_MPI", "1")
+    assert install.horovod_flags()["HOROVOD_WITH_MPI"] == "1"
+    assert "HOROVOD_WITHOUT_MPI" not in install.horovod_flags()
+
+
+def test_a_failed_build_prints_its_last_lines_and_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    install.cache_folder().mkdir(parents=True)
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "setup.py").write_text("raise SystemExit('error: gloo.h: no such file')")
+    with pytest.raises(install.InstallError) as caught:
+        install._compile(source, tmp_path / "wheel", tmp_path)
+    assert "error: gloo.h: no such file" in str(caught.value)
+    assert "apt-get install g++ cmake make python3-dev" in str(caught.value)
+
+
+def test_missing_tools_are_named(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(
+        install.InstallError, match=r"Missing: cmake, make, g\+\+\. Run: apt-get install cmake make g\+\+"
+    ):
+        install._require_build_tools()
+
+
+def test_horovod_needs_tensorflow_first(monkeypatch):
+    monkeypatch.setattr(install, "_tensorflow_version", lambda: None)
+    with pytest.raises(install.InstallError, match="Run: python -m tfposeidon install"):
+        install.install_horovod()
+
+
+def test_setup_without_tensorflow_says_which_command_to_run(tmp_path):
+    venv.create(tmp_path / "bare", with_pip=True)
+    python = tmp_path / "bare" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", "setuptools<80"], capture_output=True, timeout=120)
+    command = [python, "setup.py", "build", "--build-base", tmp_path / "build"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "tfposeidon needs tensorflow, which is missing" in done.stderr
+    assert "python -m tfposeidon install" in done.stderr
+
+
+def test_commands_have_help_and_need_no_tensorflow():
+    script = (
+        "import sys; sys.modules['tensorflow'] = sys.modules['keras'] = sys.modules['horovod'] = None; "
+        "import runpy; sys.argv = ['tfposeidon', 'install', '--help']; "
+        "runpy.run_module('tfposeidon', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--horovod-only" in done.stdout

@@ -1,0 +1,24 @@
+"""The README's example is what a new user runs first."""
+
+import re
+
+import keras
+import numpy as np
+
+from tests.launch import ROOT
+
+
+def test_the_example_runs(monkeypatch, capsys):
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    images = np.random.default_rng(0).integers(0, 255, (64, 28, 28), dtype=np.uint8)
+    digits = np.random.default_rng(1).integers(0, 10, 64, dtype=np.uint8)
+    # There are no downloads here; the shapes and types are MNIST's.
+    monkeypatch.setattr(keras.datasets.mnist, "load_data", lambda: ((images, digits), (images, digits)))
+    exec(compile(code, "README.md", "exec"), {})
+    assert "Plan for 1 rank(s)" in capsys.readouterr().out
+
+
+def test_documents_that_are_pointed_to_exist():
+    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} points to {target}"

@@ -1,0 +1,102 @@
+"""Snapshots survive a kill at any moment, and refuse what is damaged."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.launch import ROOT
+from tests.on_ranks import models
+from tfposeidon.snapshots import SnapshotError, Snapshots
+from tfposeidon.topology import Topology
+from tfposeidon.wire import HorovodWire
+
+WIRE = HorovodWire(Topology(0, ((0,),)), {})
+WRITER = """
+import sys, numpy as np
+from tests.test_snapshots import WIRE, Snapshots
+files = Snapshots(sys.argv[1], WIRE)
+for step in range(int(sys.argv[2]), 10**6):
+    print(step, flush=True)
+    files.write(step, {"step": step}, {"a": np.full(200_000, step)}, {"b": np.full(50_000, -step)})
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_snapshot(tmp_path):
+    pauses = random.Random(0)
+    newest = 0
+    for _ in range(6):
+        command = [sys.executable, "-c", WRITER, str(tmp_path), str(newest + 1)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3):
+            process.stdout.readline()
+        time.sleep(pauses.uniform(0, 0.02))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        snapshot = Snapshots(tmp_path, WIRE).read_latest()
+        assert snapshot.meta["step"] > newest, "what was whole is gone"
+        newest = snapshot.meta["step"]
+        assert (snapshot.shared["a"] == newest).all()
+        assert (snapshot.own[0]["b"] == -newest).all()
+
+
+def test_no_snapshots_is_a_fresh_start(tmp_path):
+    assert Snapshots(tmp_path / "none", WIRE).read_latest() is None
+
+
+def test_older_ones_are_deleted_and_a_rewrite_replaces(tmp_path):
+    files = Snapshots(tmp_path, WIRE, keep=2)
+    for step in (1, 2, 3, 3):
+        files.write(step, {}, {"a": np.array([step])}, {})
+    assert sorted(os.listdir(tmp_path)) == ["step-000000002", "step-000000003"]
+
+
+def test_only_damaged_snapshots_is_an_error(tmp_path):
+    Snapshots(tmp_path, WIRE).write(1, {}, {"a": np.arange(1000)}, {})
+    path = tmp_path / "step-000000001" / "model.npz"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(SnapshotError, match=r"must be readable on every rank.*step-000000001.*or empty it"):
+        Snapshots(tmp_path, WIRE).read_latest()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SnapshotError, match=r"could not be written .*there is none yet"):
+        Snapshots(tmp_path / "file" / "folder", WIRE).write(1, {}, {}, {})
+
+
+def _fit(folder, epochs):
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    model = models.mlp()
+    inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
+    model.compile(optimizer=tp.DistributedOptimizer(inner), loss=models.LOSS)
+    checkpoint = keras_callbacks.Checkpoint(folder)
+    model.fit(*models.mlp.data(24), batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=[checkpoint])
+    return model
+
+
+def test_another_number_of_ranks_keeps_the_sum(tmp_path):
+    first = _fit(tmp_path, 1)
+    held = [v.numpy() for v in first.optimizer.rank_variables]
+    folder = tmp_path / "step-000000003"
+    shutil.copy(folder / "rank-0.npz", folder / "rank-1.npz")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | {"size": 2}))
+    resumed = _fit(tmp_path, 1)
+    for now, then in zip(resumed.optimizer.rank_variables, held, strict=True):
+        factor = 2 if then.dtype.kind == "f" else 1
+        np.testing.assert_allclose(now.numpy(), factor * then)
+    assert any(np.abs(then).max() > 0 for then in held)
