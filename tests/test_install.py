@@ -63,6 +63,7 @@ def test_a_failed_build_prints_its_last_lines_and_what_to_install(monkeypatch, t
     with pytest.raises(install.InstallError) as caught:
         install._compile(source, tmp_path / "wheel", tmp_path)
     assert "error: gloo.h: no such file" in str(caught.value)
+    assert "pip-setuptools-caller" not in str(caught.value)
     assert "apt-get install g++ cmake make python3-dev" in str(caught.value)
 
 
@@ -71,6 +72,13 @@ def test_missing_tools_are_named(monkeypatch):
     with pytest.raises(
         install.InstallError, match=r"Missing: cmake, make, g\+\+\. Run: apt-get install cmake make g\+\+"
     ):
+        install._require_build_tools()
+
+
+def test_a_gpu_machine_needs_nvcc(monkeypatch, tmp_path):
+    monkeypatch.setattr(install, "nvidia_driver_present", lambda: True)
+    monkeypatch.setattr(install, "_nvcc_path", lambda: str(tmp_path))
+    with pytest.raises(install.InstallError, match="Missing: nvcc"):
         install._require_build_tools()
 
 

@@ -209,9 +209,11 @@ def _compile(source: Path, target: Path, scratch: Path) -> None:
 
 
 def _compilers_last_lines(log: Path) -> str:
-    # pip closes with a page of its own, which says nothing of the cause.
-    built, _, _ = log.read_text(errors="replace").partition("error: subprocess-exited-with-error")
-    return "\n".join(built.rstrip().splitlines()[-TAIL_LINES:])
+    # Horovod's setup.py and pip close with pages of their own, which say nothing of the cause.
+    text = log.read_text(errors="replace")
+    for closing in ("error: subprocess-exited-with-error", "Traceback (most recent call last)"):
+        text, _, _ = text.partition(closing)
+    return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
 
 
 def _nccl_environment(scratch: Path) -> dict[str, str]:
@@ -234,11 +236,22 @@ def _require_build_tools() -> None:
         missing.append("g++")
     if os.environ.get("HOROVOD_WITH_MPI") == "1" and shutil.which("mpicxx") is None:
         missing.append("libopenmpi-dev")
+    if nvidia_driver_present() and shutil.which("nvcc", path=_nvcc_path()) is None:
+        raise InstallError(
+            "There is an NVIDIA driver, and Horovod is built with NCCL, for which it needs nvcc and the CUDA runtime. "
+            "Missing: nvcc. Install the CUDA toolkit of TensorFlow's major version (apt-get install cuda-toolkit-12), "
+            "or set HOROVOD_CUDA_HOME to where it is."
+        )
     if missing:
         raise InstallError(
             f"Building Horovod needs a C++ compiler, cmake and make. Missing: {', '.join(missing)}. "
             f"Run: apt-get install {' '.join(missing)}"
         )
+
+
+def _nvcc_path() -> str:
+    home = os.environ.get("HOROVOD_CUDA_HOME", "/usr/local/cuda")
+    return os.pathsep.join([os.path.join(home, "bin"), os.environ.get("PATH", "")])
 
 
 def _tensorflow_version() -> str | None:
