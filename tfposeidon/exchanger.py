@@ -73,12 +73,14 @@ class Exchanger:
 
     def presence(self, sample_count: Any) -> Presence:
         """Counts samples and ranks over the job: one small all-reduce, sent when the step starts."""
-        # A static batch size is a constant, which must not reach a collective.
-        count = tf.cast(sample_count, tf.float32) + self._zeros["float32"].read_value()
-        mine = tf.stack([count, tf.sign(count)])
-        total = self.wire.all_reduce(mine, self.wire.topology.world, f"{self.prefix}.samples")
-        ranks = tf.cast(self.wire.topology.size, tf.float32)
-        return Presence(tf.math.divide_no_nan(count * ranks, total[0]), ranks - total[1])
+        # On the processor: a GPU would have to be waited for before anybody can branch on the weight.
+        with tf.device("/CPU:0"):
+            # A static batch size is a constant, which must not reach a collective.
+            count = tf.cast(sample_count, tf.float32) + self._zeros["float32"].read_value()
+            mine = tf.stack([count, tf.sign(count)])
+            total = self.wire.all_reduce(mine, self.wire.topology.world, f"{self.prefix}.samples")
+            ranks = tf.cast(self.wire.topology.size, tf.float32)
+            return Presence(tf.math.divide_no_nan(count * ranks, total[0]), ranks - total[1])
 
     def exchange(self, gradients: Sequence[Any], weight: tf.Tensor | None) -> tuple[list[Any], list[State]]:
         """Exchanges all buckets.

@@ -120,8 +120,13 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
     batch from them; callbacks that need a built model then say so.
     """
     specification = _specification(x, y, sample_weight)
-    if specification is not None:
+    if specification is None:
+        return
+    try:
         model._symbolic_build(data_batch=specification)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        # What Keras can train need not be something that it can build from shapes alone.
+        runtime.say("tfposeidon: the model builds itself in its first step, not before (%s).", error)
 
 
 def _specification(x: Any, y: Any, sample_weight: Any) -> Any:

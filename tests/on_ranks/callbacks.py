@@ -58,6 +58,34 @@ def case_broadcast_variables(wire):
     assert any("seed" in v.path for v in model.variables), "no seed generator was compared"
 
 
+class Unbuilt(keras.Model):
+    """Knows its shapes only when it sees data."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(8)
+        self.top = keras.layers.Dense(models.CLASSES)
+
+    def call(self, inputs):
+        return self.top(self.hidden(inputs))
+
+
+def case_broadcast_to_a_model_that_is_not_built(wire):
+    x, y = models.mlp.data(8)
+    for data in ({"x": x, "y": y, "batch_size": 4}, {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(4)}):
+        keras.utils.set_random_seed(wire.topology.rank)
+        model = _compiled(Unbuilt)
+        model.fit(**data, shuffle=False, verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
+        same_on_all_ranks(model.get_weights(), wire)
+        assert int(model.optimizer.iterations) == 2
+
+
+def case_generators_say_that_the_model_must_be_built(wire):
+    batch = models.mlp.data(4)
+    with Raises(RuntimeError, "Call the model on one batch, or model.build"):
+        _compiled(Unbuilt).fit((batch for _ in range(2)), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
+
+
 def case_broadcast_names_the_first_difference(wire):
     model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(4 + wire.topology.rank)])
     model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss="mse")

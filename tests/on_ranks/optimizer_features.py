@@ -330,10 +330,11 @@ def case_memory_does_not_grow(wire):
 def case_one_extra_copy_of_the_gradients(wire):
     length = 16 * 2**20  # 64 MB
     plain = _peak_of_a_step(SGD(0.1), length)
-    ours = _peak_of_a_step(tp.DistributedOptimizer(SGD(0.1)), length)
-    extra = (ours - plain) / (4 * length)
-    # Gloo's own buffers are small; half a copy is for the allocator.
-    assert extra < 1.5, f"{extra:.2f} copies of the gradients"
+    for scheme in ("allreduce", "asa", "asa16", "2dtar"):
+        ours = _peak_of_a_step(tp.DistributedOptimizer(SGD(0.1), scheme=scheme), length)
+        extra = (ours - plain) / (4 * length)
+        # Gloo's own buffers are small; half a copy is for the allocator.
+        assert extra < 1.5, f"{scheme}: {extra:.2f} copies of the gradients"
 
 
 def _peak_of_a_step(optimizer, length):
