@@ -8,6 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfposeidon.guards import innermost
+
 
 class LearningRateSchedule(keras.callbacks.Callback):
     """Sets the learning rate to `initial_learning_rate * multiplier(epoch)`.
@@ -52,11 +54,11 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self._epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        innermost = _innermost(self.model.optimizer)
-        if not isinstance(innermost._learning_rate, keras.Variable):
+        rate = innermost(self.model.optimizer)._learning_rate
+        if not isinstance(rate, keras.Variable):
             raise ValueError(
                 "A callback can only set a plain learning rate. Received: an optimizer whose learning_rate is "
-                f"{innermost._learning_rate!r}. Give the optimizer a number, or leave the callback out."
+                f"{rate!r}. Give the optimizer a number, or leave the callback out."
             )
         if self.staircase:
             return
@@ -91,13 +93,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         optimizer.learning_rate = new
         # A velocity made at rate 0 is 0, and stays right without correction.
         if self.momentum_correction and old > 0:
-            _scale(getattr(_innermost(optimizer), "momentums", []), new / old)
-
-
-def _innermost(optimizer: Any) -> Any:
-    while hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
-    return optimizer
+            _scale(getattr(innermost(optimizer), "momentums", []), new / old)
 
 
 def _scale(variables: list[Any], factor: float) -> None:

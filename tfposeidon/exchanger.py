@@ -109,6 +109,7 @@ class Exchanger:
                 means[member] = tensor if self.active[member] else None
         return means, states
 
+    @tf.function
     def contribute_nothing(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Takes part in one exchange with zeros.
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
 
-from tfposeidon import coordinator, gradient, policies, runtime, trainer
+from tfposeidon import coordinator, gradient, guards, policies, runtime, trainer
+from tfposeidon.accumulation import Accumulation
 from tfposeidon.exchanger import Exchanger
 from tfposeidon.gradient import describe
 
@@ -27,6 +28,7 @@ class _Exchange:
     def __init__(self) -> None:
         self.exchangers: dict[tuple[str, ...], Exchanger] = {}
         self.notes: list[str] = []
+        self.accumulation: Accumulation | None = None
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
@@ -69,12 +71,11 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         gradient_accumulation_steps: int | None = None,
         name: str | None = None,
     ) -> None:
-        _check_surroundings()
-        _check_inner(inner_optimizer)
-        if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 0:
-            raise ValueError(f"`bucket_bytes` must be a whole number from 0. Received: bucket_bytes={bucket_bytes!r}")
+        guards.check_surroundings()
+        guards.check_inner(inner_optimizer, DistributedOptimizer)
+        guards.check_bucket_bytes(bucket_bytes)
         policy = policies.parse(scheme)
-        innermost = _innermost(inner_optimizer)
+        innermost = guards.innermost(inner_optimizer)
         steps = innermost.gradient_accumulation_steps or gradient_accumulation_steps
         # Not LossScaleOptimizer's own: that would make state for a loss scale of this wrapper.
         keras.optimizers.Optimizer.__init__(
@@ -86,7 +87,6 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self._bucket_bytes = bucket_bytes
         self._exchange = _Exchange()
         self._rank_variables: list[Any] = []
-        self._accumulators: list[Any] = []
         self._sample_count: Any = None
         self.ends_with_first_rank = False
         trainer.teach_keras()
@@ -104,7 +104,8 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self._trainable_variables = list(variables)
         self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
         if self.gradient_accumulation_steps:
-            self._build_accumulators(variables)
+            self._exchange.accumulation = Accumulation(self, variables, self.gradient_accumulation_steps)
+            self._rank_variables += self._exchange.accumulation.variables
         with tf.init_scope():
             self._absent = tf.Variable(0.0, trainable=False, name="absent")
             self._exposed_s = tf.Variable(tf.zeros([], tf.float64), trainable=False, name="exposed_s")
@@ -195,10 +196,15 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         if len(grads) != len(variables):
             raise ValueError(f"There must be a gradient per variable. Received: {len(grads)} and {len(variables)}.")
         count = self._sample_count if sample_count is None else sample_count
-        if self.gradient_accumulation_steps:
-            self._accumulate(grads, variables, count)
-        else:
+        if runtime.size() > 1:
+            guards.check_graph()
+            self._agree_once(grads, variables, count)
+        if self._exchange.accumulation is None:
             self._update(grads, variables, count)
+        else:
+            places = [self._get_variable_index(v) for v in variables]
+            update = functools.partial(self._update, variables=variables)
+            self._exchange.accumulation.add(places, grads, count, lambda means, total: update(means, count=total))
 
     def apply_gradients(self, grads_and_vars: Iterable[Any], sample_count: Any = None) -> Any:
         """As `apply`, for pairs. Returns the number of updates so far."""
@@ -251,21 +257,20 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         Gradients accumulated for an update that no longer comes are dropped on every rank.
         """
         exchanger = self._exchanger(self._trainable_variables)
-        step = tf.function(exchanger.contribute_nothing)
         if not exchanger.prefix:
             raise RuntimeError("A rank without a single batch cannot end an epoch. Give every rank data.")
-        while int(step()[0]) < runtime.size():
+        while int(exchanger.contribute_nothing()[0]) < runtime.size():
             pass
-        for variable in (self._absent, *self._accumulators):
-            variable.assign(tf.zeros_like(variable))
+        self._absent.assign(0.0)
+        if self._exchange.accumulation is not None:
+            self._exchange.accumulation.reset()
 
     def _update(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         if runtime.size() == 1:
             rows = [gradient.merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
             self.inner_optimizer.apply(rows, variables)
             return
-        _check_graph()
-        exchanger = self._ready_exchanger(grads, variables, count)
+        exchanger = self._exchanger(variables)
         presence = exchanger.presence(count) if count is not None else None
         ready = _time_after(grads)
         means, states = exchanger.exchange(grads, presence.weight if presence else None)
@@ -286,13 +291,12 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_optimizer.apply(means, variables)
         _assign_if(True, means, pairs)
 
-    def _ready_exchanger(self, grads: list[Any], variables: list[Any], count: Any) -> Exchanger:
+    def _agree_once(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         exchanger = self._exchanger(variables)
         if exchanger.prefix is None:
             settings = {"scheme": repr(self._policy), "bucket_bytes": self._bucket_bytes, "counted": count is not None}
             exchanger.agree(f"tp{next(_numbers)}", grads, settings)
             self._take_notes(grads, variables, count)
-        return exchanger
 
     def _exchanger(self, variables: list[Any]) -> Exchanger:
         key = tuple(self._var_key(v) for v in variables)
@@ -320,41 +324,6 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         if text not in self._exchange.notes:
             self._exchange.notes.append(text)
 
-    # ----------------------------------------------------------- accumulation
-
-    def _build_accumulators(self, variables: Sequence[Any]) -> None:
-        self._accumulators = [self.add_variable_from_reference(v, name="accumulator") for v in variables]
-        self._accumulated_weight = self.add_variable((), dtype="float32", name="accumulated_weight")
-        self._micro_steps = self.add_variable((), dtype="int", name="micro_steps")
-        self._accumulators += [self._accumulated_weight, self._micro_steps]
-        self._rank_variables += self._accumulators
-
-    def _accumulate(self, grads: list[Any], variables: list[Any], count: Any) -> None:
-        """Adds to the accumulators; at every n-th call exchanges what they hold and starts anew."""
-        weight = tf.cast(1.0 if count is None else count, tf.float32)
-        held = [self._accumulators[self._get_variable_index(v)] for v in variables]
-        sums = [
-            None if g is None else _accumulated(a, g, v, weight) for a, g, v in zip(held, grads, variables, strict=True)
-        ]
-        total = self._accumulated_weight + weight
-        step = self._micro_steps + 1
-        due = step >= self.gradient_accumulation_steps
-        if runtime.size() > 1:
-            _check_graph()
-            self._ready_exchanger(grads, variables, count)
-
-        def update() -> None:
-            means = [None if s is None else s / tf.cast(total, s.dtype) for s in sums]
-            self._update(means, variables, None if count is None else total)
-
-        tf.cond(due, update, lambda: None)
-        # Assigned last, from plain tensors: a bucket must not wait for another's accumulator.
-        for variable, value in zip(
-            (*held, self._accumulated_weight, self._micro_steps), (*sums, total, step), strict=True
-        ):
-            if value is not None:
-                variable.assign(tf.where(due, tf.zeros_like(value), value))
-
     def _add_rank_variable(self, shape: tuple[int, ...], name: str) -> Any:
         with tf.init_scope():
             variable = self.add_variable(shape, dtype="float32", name=name)
@@ -368,13 +337,6 @@ def _time_after(tensors: list[Any]) -> tf.Tensor:
         return tf.timestamp()
 
 
-def _accumulated(accumulator: Any, grad: Any, variable: Any, weight: tf.Tensor) -> tf.Tensor:
-    if isinstance(grad, tf.IndexedSlices):
-        grad = tf.convert_to_tensor(grad)
-    grad = tf.cast(grad, describe(variable).dtype)
-    return accumulator + grad * tf.cast(weight, grad.dtype)
-
-
 def _assign_if(wanted: Any, means: list[Any], pairs: list[Any]) -> None:
     """Keeps new scheme state only if the step counts: everybody took part, and all is finite."""
     if not pairs:
@@ -386,44 +348,3 @@ def _assign_if(wanted: Any, means: list[Any], pairs: list[Any]) -> None:
             variable.assign(value)
 
     tf.cond(tf.logical_and(wanted, finite), assign, lambda: None)
-
-
-def _innermost(optimizer: Any) -> Any:
-    return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
-
-
-def _check_inner(inner: Any) -> None:
-    if not isinstance(inner, keras.optimizers.Optimizer):
-        raise ValueError(
-            f"`inner_optimizer` must be a Keras 3 optimizer. Received: {inner!r} of type {type(inner).__name__}. "
-            "Pass for example keras.optimizers.SGD(0.1)."
-        )
-    if isinstance(inner, DistributedOptimizer) or isinstance(_innermost(inner), DistributedOptimizer):
-        raise ValueError(
-            "An optimizer must be wrapped in DistributedOptimizer once. Received: one that is already. "
-            "Use it as it is, or wrap its inner_optimizer."
-        )
-
-
-def _check_surroundings() -> None:
-    if keras.backend.backend() != "tensorflow":
-        raise ValueError(
-            f"tfposeidon works with Keras's TensorFlow backend. Received: backend {keras.backend.backend()!r}. "
-            "Set KERAS_BACKEND=tensorflow."
-        )
-    if tf.distribute.has_strategy():
-        raise ValueError(
-            "DistributedOptimizer replaces tf.distribute. Received: use under "
-            f"{type(tf.distribute.get_strategy()).__name__}. Leave the strategy's scope, and start one process per GPU "
-            "with horovodrun."
-        )
-
-
-def _check_graph() -> None:
-    if tf.distribute.has_strategy():
-        _check_surroundings()
-    if not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        raise ValueError(
-            "Collectives cannot be compiled by XLA. Received: a train step with jit_compile=True. "
-            "Leave jit_compile out of model.compile (or pass False): tfposeidon keeps XLA off for that step."
-        )

@@ -34,9 +34,9 @@ def _noisy():
     )
 
 
-def _compiled(build=models.mlp, optimizer=None, **options):
+def _compiled(build=models.mlp, optimizer=None, scheme="auto", **options):
     model = build()
-    model.compile(optimizer=tp.DistributedOptimizer(optimizer or sgd()), loss=models.LOSS, **options)
+    model.compile(optimizer=tp.DistributedOptimizer(optimizer or sgd(), scheme), loss=models.LOSS, **options)
     return model
 
 
@@ -252,11 +252,11 @@ EPOCHS = 3
 BATCHES = 4
 
 
-def _job(build, folder, make_optimizer, callbacks=(), epochs=EPOCHS, every_n_steps=None, **fit):
+def _job(build, folder, make_optimizer, callbacks=(), epochs=EPOCHS, every_n_steps=None, scheme="auto", **fit):
     """A run that always sees the same data in the same order."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(5)
-    model = _compiled(build, make_optimizer(), metrics=["accuracy"])
+    model = _compiled(build, make_optimizer(), scheme, metrics=["accuracy"])
     x, y = models.mlp.data(4 * BATCHES * 2)
     mine = slice(tp.rank(), None, 2)
     checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps=every_n_steps, keep=100)
@@ -279,10 +279,10 @@ def _state(model):
     return [v.numpy() for v in variables]
 
 
-def _check_resumes_everywhere(wire, build, make_optimizer):
+def check_resumes_everywhere(wire, build, make_optimizer, scheme="auto"):
     """Restores at every step, and compares the rest of the run with one that was not interrupted."""
     folder = _folder(wire)
-    whole, history = _job(build, os.path.join(folder, "whole"), make_optimizer, every_n_steps=1)
+    whole, history = _job(build, os.path.join(folder, "whole"), make_optimizer, every_n_steps=1, scheme=scheme)
     names = sorted(os.listdir(os.path.join(folder, "whole")))
     assert len(names) == EPOCHS * BATCHES
     for name in names[:-1]:
@@ -290,7 +290,7 @@ def _check_resumes_everywhere(wire, build, make_optimizer):
         if wire.topology.rank == 0:
             shutil.copytree(os.path.join(folder, "whole", name), os.path.join(target, name))
         exchange_objects(None, wire, "copied")
-        resumed, rest = _job(build, target, make_optimizer)
+        resumed, rest = _job(build, target, make_optimizer, scheme=scheme)
         for a, b in zip(_state(resumed), _state(whole), strict=True):
             np.testing.assert_array_equal(a, b, f"resumed from {name}")
         for metric, values in rest.items():
@@ -300,11 +300,11 @@ def _check_resumes_everywhere(wire, build, make_optimizer):
 
 
 def case_resume_at_every_step(wire):
-    _check_resumes_everywhere(wire, _noisy, sgd)
+    check_resumes_everywhere(wire, _noisy, sgd)
 
 
 def case_resume_at_every_step_with_accumulation(wire):
-    _check_resumes_everywhere(wire, models.mlp, lambda: SGD(0.1, momentum=0.9, gradient_accumulation_steps=3))
+    check_resumes_everywhere(wire, models.mlp, lambda: SGD(0.1, momentum=0.9, gradient_accumulation_steps=3))
 
 
 def case_full_disk_leaves_the_last_snapshot(wire):

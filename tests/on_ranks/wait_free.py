@@ -16,7 +16,7 @@ from tests.on_ranks import models
 from tests.on_ranks.training import sgd
 
 
-def _graphs(model, optimizer, batch):
+def traced(model, optimizer, batch):
     """The train step as `fit` traces it."""
     model.compile(optimizer=optimizer, loss=models.LOSS)
     x, _ = batch
@@ -37,7 +37,7 @@ def _ancestors(op):
     return seen
 
 
-def _check_independent(graph, buckets):
+def check_independent(graph, buckets):
     collectives = [op for op in graph.get_operations() if op.type.startswith("Horovod") and "bucket" in op.name]
     bucket = {op: op.name.split(".")[1] for op in collectives}
     assert len(set(bucket.values())) == buckets > 1, sorted(set(bucket.values()))
@@ -49,13 +49,13 @@ def _check_independent(graph, buckets):
 def case_no_collective_waits_for_another_bucket(wire):
     for scheme, _ in contract.SCHEMES.values():
         optimizer = tp.DistributedOptimizer(sgd(), scheme=scheme, bucket_bytes=0)
-        _check_independent(_graphs(models.mlp(), optimizer, models.mlp.data(4)), 6)
+        check_independent(traced(models.mlp(), optimizer, models.mlp.data(4)), 6)
 
 
 def case_nor_with_loss_scaling_and_clipping(wire):
     keras.config.set_dtype_policy("mixed_float16")
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1, global_clipnorm=1.0), bucket_bytes=0)
-    _check_independent(_graphs(models.mlp(), optimizer, models.mlp.data(4)), 6)
+    check_independent(traced(models.mlp(), optimizer, models.mlp.data(4)), 6)
 
 
 class Slow(keras.layers.Layer):

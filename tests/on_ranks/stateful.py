@@ -1,0 +1,87 @@
+"""What schemes with state get from the optimizer, tried with one that sends half the bits and keeps the rest."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfposeidon as tp
+from tests.on_ranks import models
+from tests.on_ranks.callbacks import check_resumes_everywhere
+from tests.on_ranks.training import sgd
+from tests.on_ranks.wait_free import check_independent, traced
+from tfposeidon.schemes import Scheme
+from tfposeidon.wire import exchange_objects
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounded(Scheme):
+    """All-reduce of what survives rounding to bfloat16; the rounding error waits for the next step."""
+
+    name: ClassVar[str] = "rounded"
+
+    def state_shapes(self, length, topology):
+        return ((length,),)
+
+    def exchange(self, gradient, state, wire, name):
+        wanted = gradient + state[0]
+        sent = tf.cast(tf.cast(wanted, tf.bfloat16), tf.float32)
+        mean = wire.all_reduce(sent, wire.topology.world, name, scale=1.0 / wire.topology.size)
+        return mean, (wanted - sent,)
+
+    def cost(self, length, itemsize, topology):
+        return tp.schemes.AllReduce().cost(length, itemsize, topology)
+
+
+def _step(optimizer, weight, gradient):
+    optimizer.apply([tf.constant(gradient)], [weight])
+
+
+def _made():
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1.0), scheme=Rounded())
+    return optimizer, keras.Variable(np.zeros(5, "float32"), name="weight")
+
+
+def case_conservation(wire):
+    """Over all ranks: sum(gradient + old residual) = ranks x update + sum(new residual)."""
+    optimizer, weight = _made()
+    step = tf.function(lambda x: optimizer.apply([x], [weight]))
+    for turn in range(5):
+        gradient = np.random.default_rng([turn, wire.topology.rank]).normal(size=5).astype("float32")
+        before, old = weight.numpy(), [v.numpy() for v in optimizer.rank_variables] or [np.zeros(5)]
+        step(tf.constant(gradient))
+        new = optimizer.rank_variables[0].numpy()
+        update = before - weight.numpy()
+        given = np.sum(exchange_objects((gradient + old[0]).tolist(), wire, "given"), axis=0)
+        kept = np.sum(exchange_objects(new.tolist(), wire, "kept"), axis=0)
+        np.testing.assert_allclose(given, wire.topology.size * update + kept, atol=1e-5)
+        assert np.abs(new).max() > 0
+
+
+def case_a_step_that_is_not_finite_leaves_the_state(wire):
+    optimizer, weight = _made()
+    _step(optimizer, weight, np.full(5, 0.3, "float32"))
+    before = optimizer.rank_variables[0].numpy()
+    _step(optimizer, weight, np.full(5, np.inf if wire.topology.rank == 1 else 0.7, "float32"))
+    np.testing.assert_array_equal(optimizer.rank_variables[0].numpy(), before)
+    assert not np.isfinite(weight.numpy()).any(), "it must reach every rank"
+
+
+def case_resume_at_every_step(wire):
+    check_resumes_everywhere(wire, models.mlp, sgd, scheme=Rounded())
+
+
+def case_no_bucket_waits_for_the_state_of_another(wire):
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=Rounded(), bucket_bytes=0)
+    check_independent(traced(models.mlp(), optimizer, models.mlp.data(4)), 6)
+
+
+def case_state_under_several_steps_per_execution(wire):
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=Rounded(), bucket_bytes=0)
+    model = models.mlp()
+    model.compile(optimizer=optimizer, loss=models.LOSS, steps_per_execution=2)
+    model.fit(*models.mlp.data(16), batch_size=4, verbose=0)
+    assert len(optimizer.rank_variables) == 6
+    assert any(np.abs(v.numpy()).max() > 0 for v in optimizer.rank_variables)

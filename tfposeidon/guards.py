@@ -1,0 +1,61 @@
+"""What `DistributedOptimizer` refuses, with the rule, what was received and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+
+def check_inner(inner: Any, wrapper: type) -> None:
+    """Refuses what is not a Keras optimizer, and one that `wrapper` holds already."""
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise ValueError(
+            f"`inner_optimizer` must be a Keras 3 optimizer. Received: {inner!r} of type {type(inner).__name__}. "
+            "Pass for example keras.optimizers.SGD(0.1)."
+        )
+    if isinstance(inner, wrapper) or isinstance(innermost(inner), wrapper):
+        raise ValueError(
+            "An optimizer must be wrapped in DistributedOptimizer once. Received: one that is already. "
+            "Use it as it is, or wrap its inner_optimizer."
+        )
+
+
+def check_bucket_bytes(bucket_bytes: Any) -> None:
+    """Refuses sizes that are not whole numbers from 0."""
+    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 0:
+        raise ValueError(f"`bucket_bytes` must be a whole number from 0. Received: bucket_bytes={bucket_bytes!r}")
+
+
+def check_surroundings() -> None:
+    """Refuses other backends than TensorFlow's, and `tf.distribute`."""
+    if keras.backend.backend() != "tensorflow":
+        raise ValueError(
+            f"tfposeidon works with Keras's TensorFlow backend. Received: backend {keras.backend.backend()!r}. "
+            "Set KERAS_BACKEND=tensorflow."
+        )
+    if tf.distribute.has_strategy():
+        raise ValueError(
+            "DistributedOptimizer replaces tf.distribute. Received: use under "
+            f"{type(tf.distribute.get_strategy()).__name__}. Leave the strategy's scope, and start one process per GPU "
+            "with horovodrun."
+        )
+
+
+def check_graph() -> None:
+    """Refuses, while a step is traced, surroundings in which collectives cannot run."""
+    check_surroundings()
+    if not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ValueError(
+            "Collectives cannot be compiled by XLA. Received: a train step with jit_compile=True. "
+            "Leave jit_compile out of model.compile (or pass False): tfposeidon keeps XLA off for that step."
+        )
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside wrappers that have an `inner_optimizer`."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
