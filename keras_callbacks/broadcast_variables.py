@@ -13,8 +13,7 @@ from tfposeidon import replicas, runtime
 class BroadcastVariables(keras.callbacks.Callback):
     """Gives every rank the root's model, optimizer state and seed generators when training begins.
 
-    After a resume by `Checkpoint` it does the same to the restored state, wherever it stands in the
-    list: what is restored is equal on all ranks already.
+    Put it before `Checkpoint`, which then restores what is each rank's own.
 
     Args:
       root_rank: Whose state everybody gets.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras_callbacks.model_state import replicated_variables
 from tfposeidon import replicas, runtime
 from tfposeidon.agreement import as_json, first_difference
+from tfposeidon.pass_over import PassOver, is_passing_over
 from tfposeidon.snapshots import Arrays, Snapshot, SnapshotError, Snapshots, listed, numbered
 
 
@@ -55,6 +56,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._pending_metrics: list[np.ndarray] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
+        self.model._initial_epoch = None
         self._files = Snapshots(self.folder, runtime.wire(), self.keep)
         snapshot = self._files.read_latest() if self.resume else None
         if snapshot is not None:
@@ -62,13 +64,16 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
-        # Keras set the metrics back a moment ago.
-        for variable, value in zip(self._metrics(), self._pending_metrics, strict=False):
-            variable.assign(value)
-        self._pending_metrics = []
+        if self._pending_metrics:
+            # Keras set them back a moment ago.
+            _assign(self._metrics(), self._pending_metrics)
+            self._pending_metrics = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._passing_over = is_passing_over(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._passing_over():
+        if self._passing_over:
             return
         before, self._steps = self._steps, self._steps + self.model.steps_per_execution
         if self.every_n_steps and self._steps // self.every_n_steps > before // self.every_n_steps:
@@ -76,6 +81,10 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._write(epoch + 1, 0)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        # Keras would begin the next fit there, too.
+        self.model._initial_epoch = None
 
     # ---------------------------------------------------------------- writing
 
@@ -90,7 +99,7 @@ class Checkpoint(keras.callbacks.Callback):
         own = numbered(_values(self._own()), "own") | numbered(_values(metrics), "metric")
         own |= numbered(_values(self._summed()), "sum")
         shared = numbered(_values(self._shared()), "shared") if runtime.rank() == 0 else {}
-        self._files.write(self._steps, meta, shared, own)
+        self._files.write(meta, shared, own)
 
     def _shared(self) -> list[Any]:
         return replicated_variables(self.model)
@@ -122,7 +131,7 @@ class Checkpoint(keras.callbacks.Callback):
             snapshot.meta["batches"],
         )
         if snapshot.meta["batches"]:
-            self.model.train_function = _PassOver(self.model, snapshot.meta["batches"])
+            self.model.train_function = PassOver(self.model, snapshot.meta["batches"])
 
     def _check(self, snapshot: Snapshot) -> None:
         difference = first_difference(snapshot.meta["variables"], as_json(replicas.describe_any(self._shared())))
@@ -132,27 +141,6 @@ class Checkpoint(keras.callbacks.Callback):
                 f"A checkpoint must be of the same model and optimizer. The first difference is variable {place}: "
                 f"{saved} in {self.folder}, {built} in the model. Use another folder, or Checkpoint(..., resume=False)."
             )
-
-    def _passing_over(self) -> bool:
-        return isinstance(self.model.train_function, _PassOver)
-
-
-class _PassOver:
-    """Stands in for the train function while batches of the epoch were already trained on."""
-
-    def __init__(self, model: keras.Model, batches: int) -> None:
-        self.model = model
-        self.left = batches
-        self.train: Callable[[Any], Any] = model.train_function
-
-    def __call__(self, iterator: Any) -> Any:
-        if self.left <= 0:
-            self.model.train_function = self.train
-            return self.train(iterator)
-        for _ in range(self.model.steps_per_execution):
-            next(iterator)
-        self.left -= self.model.steps_per_execution
-        return self.model.get_metrics_result()
 
 
 def _redistributed(own: Sequence[Arrays], size: int, rank: int) -> list[np.ndarray]:
@@ -167,7 +155,9 @@ def _redistributed(own: Sequence[Arrays], size: int, rank: int) -> list[np.ndarr
 
 
 def _values(variables: Sequence[Any]) -> list[np.ndarray]:
-    return [tf.convert_to_tensor(v).numpy() for v in variables]
+    tensors = [tf.convert_to_tensor(v) for v in variables]
+    # NumPy's files do not know bfloat16; float32 holds all of it.
+    return [(tf.cast(t, tf.float32) if t.dtype == tf.bfloat16 else t).numpy() for t in tensors]
 
 
 def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
@@ -177,5 +167,4 @@ def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
             f"{len(variables)} variables, or other shapes. Use another folder, or Checkpoint(..., resume=False)."
         )
     for variable, value in zip(variables, values, strict=True):
-        # NumPy's files forget what bfloat16 is called, not its bits.
-        variable.assign(value.view(tf.as_dtype(variable.dtype).as_numpy_dtype) if value.dtype.kind == "V" else value)
+        variable.assign(tf.cast(value, variable.dtype))

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfposeidon.guards import innermost
+from tfposeidon.pass_over import is_passing_over
 
 
 class LearningRateSchedule(keras.callbacks.Callback):
@@ -75,7 +76,8 @@ class LearningRateSchedule(keras.callbacks.Callback):
             self._set(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if not self.staircase:
+        # A resumed epoch's first batches were trained on before, and their rates are in the state.
+        if not self.staircase and not is_passing_over(self.model):
             assert self.steps_per_epoch
             self._set(self._epoch + batch / self.steps_per_epoch)
 

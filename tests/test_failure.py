@@ -91,6 +91,7 @@ def test_a_node_that_never_comes_is_named(store):
     ("variables", "expected"),
     [
         ({}, Place()),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, Place()),
         (
             {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "8", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"},
             Place(3, 8, 1, 2),

@@ -105,15 +105,65 @@ def test_importing_starts_nothing():
 def test_mixed_precision_scales_inside():
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        model, bare = models.mlp(), models.mlp()
-        model.compile(optimizer=tp.DistributedOptimizer(SGD(0.1)), loss=models.LOSS)
-        model.fit(*models.mlp.data(8), verbose=0)
-        bare.compile(optimizer=tp.DistributedOptimizer(SGD(0.1)), loss=models.LOSS, auto_scale_loss=False)
+        scaled, bare = models.mlp(), models.mlp()
+        for model, factor in ((scaled, None), (bare, 1.0)):
+            model.compile(optimizer=tp.DistributedOptimizer(SGD(0.1, loss_scale_factor=factor)), loss=models.LOSS)
+            model.fit(*models.mlp.data(8), verbose=0)
     finally:
         keras.config.set_dtype_policy("float32")
-    assert type(model.optimizer) is tp.DistributedOptimizer
-    assert type(model.optimizer.inner_optimizer) is keras.optimizers.LossScaleOptimizer
+    assert type(scaled.optimizer) is tp.DistributedOptimizer
+    assert type(scaled.optimizer.inner_optimizer) is keras.optimizers.LossScaleOptimizer
     assert type(bare.optimizer.inner_optimizer) is SGD
+
+
+ONE_LINE = """
+import keras, numpy as np, tfposeidon as tp
+keras.config.set_dtype_policy("mixed_float16")
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+model.train_on_batch(np.zeros((2, 4), "float32"), np.zeros((2, 1), "float32"))
+print(type(model.optimizer.inner_optimizer).__name__, hasattr(model.train_step, "_tfposeidon"))
+"""
+
+
+def test_the_first_line_of_a_process_is_enough():
+    """Python looks `model.compile` up before it makes the optimizer that compile gets."""
+    done = subprocess.run([sys.executable, "-c", ONE_LINE], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["LossScaleOptimizer", "True"], done.stderr
+
+
+def _forever():
+    x, y = models.mlp.data(8)
+    while True:
+        yield x, y
+
+
+class _NoCall(keras.Model):
+    def train_step(self, data):
+        return {"parts": tf.cast(len(data), tf.float32)}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_rank_trains_on_whatever_keras_takes():
+    model = _trained(tp.DistributedOptimizer(SGD(0.1)))
+    model.fit(_forever(), steps_per_epoch=2, verbose=0)
+    data = tf.data.Dataset.from_tensor_slices(models.mlp.data(16)).batch(4)
+    model.fit(data.filter(lambda *_: True), epochs=2, verbose=0)
+    model.fit(data, steps_per_epoch=3, epochs=2, verbose=0)
+    model.fit(*models.mlp.data(8), verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()])
+    assert int(model.optimizer.iterations) == 4 + 2 + 8 + 6 + 1
+    parts = _NoCall()
+    parts.compile(optimizer=tp.DistributedOptimizer(SGD(0.1)))
+    four = tf.data.Dataset.from_tensors(tuple(tf.zeros([2, 1]) for _ in range(4)))
+    assert parts.fit(four, verbose=0).history["parts"] == [4.0]
+
+
+def test_exclusions_from_weight_decay_reach_the_inner_optimizer():
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1, weight_decay=0.5))
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    kernel, bias = keras.Variable([1.0], name="kernel"), keras.Variable([1.0], name="bias")
+    optimizer.apply([tf.constant([0.0])] * 2, [kernel, bias])
+    np.testing.assert_allclose([kernel.numpy()[0], bias.numpy()[0]], [0.95, 1.0])
 
 
 @pytest.mark.parametrize(
@@ -147,9 +197,8 @@ def test_variables_must_be_floating(dtype):
 
 
 def test_a_loss_scale_around_ours_is_refused():
-    outer = keras.optimizers.LossScaleOptimizer(tp.DistributedOptimizer(SGD()))
     with pytest.raises(ValueError, match=r"Write DistributedOptimizer\(LossScaleOptimizer\(optimizer\)\)"):
-        models.mlp().compile(optimizer=outer, loss=models.LOSS)
+        keras.optimizers.LossScaleOptimizer(tp.DistributedOptimizer(SGD()))
 
 
 def test_tf_distribute_is_refused():

@@ -28,7 +28,7 @@ from tests.test_snapshots import WIRE, Snapshots
 files = Snapshots(sys.argv[1], WIRE)
 for step in range(int(sys.argv[2]), 10**6):
     print(step, flush=True)
-    files.write(step, {"step": step}, {"a": np.full(200_000, step)}, {"b": np.full(50_000, -step)})
+    files.write({"step": step}, {"a": np.full(200_000, step)}, {"b": np.full(50_000, -step)})
 """
 
 
@@ -56,25 +56,25 @@ def test_no_snapshots_is_a_fresh_start(tmp_path):
     assert Snapshots(tmp_path / "none", WIRE).read_latest() is None
 
 
-def test_older_ones_are_deleted_and_a_rewrite_replaces(tmp_path):
+def test_older_ones_are_deleted_whatever_their_step(tmp_path):
     files = Snapshots(tmp_path, WIRE, keep=2)
     for step in (1, 2, 3, 3):
-        files.write(step, {}, {"a": np.array([step])}, {})
-    assert sorted(os.listdir(tmp_path)) == ["step-000000002", "step-000000003"]
+        files.write({}, {"a": np.array([step])}, {})
+    assert sorted(os.listdir(tmp_path)) == ["snapshot-000003", "snapshot-000004"]
 
 
 def test_only_damaged_snapshots_is_an_error(tmp_path):
-    Snapshots(tmp_path, WIRE).write(1, {}, {"a": np.arange(1000)}, {})
-    path = tmp_path / "step-000000001" / "model.npz"
+    Snapshots(tmp_path, WIRE).write({}, {"a": np.arange(1000)}, {})
+    path = tmp_path / "snapshot-000001" / "model.npz"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(SnapshotError, match=r"must be readable on every rank.*step-000000001.*or empty it"):
+    with pytest.raises(SnapshotError, match=r"must be readable on every rank.*snapshot-000001.*or empty it"):
         Snapshots(tmp_path, WIRE).read_latest()
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(SnapshotError, match=r"could not be written .*there is none yet"):
-        Snapshots(tmp_path / "file" / "folder", WIRE).write(1, {}, {}, {})
+        Snapshots(tmp_path / "file" / "folder", WIRE).write({}, {}, {})
 
 
 def _fit(folder, epochs):
@@ -91,7 +91,7 @@ def _fit(folder, epochs):
 def test_another_number_of_ranks_keeps_the_sum(tmp_path):
     first = _fit(tmp_path, 1)
     held = [v.numpy() for v in first.optimizer.rank_variables]
-    folder = tmp_path / "step-000000003"
+    folder = tmp_path / "snapshot-000001"
     shutil.copy(folder / "rank-0.npz", folder / "rank-1.npz")
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | {"size": 2}))

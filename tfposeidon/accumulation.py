@@ -47,7 +47,7 @@ class Accumulation:
         due = calls >= self.steps
 
         def step() -> None:
-            means = [None if s is None else s / tf.cast(total, s.dtype) for s in sums]
+            means = [None if s is None else tf.math.divide_no_nan(s, tf.cast(total, s.dtype)) for s in sums]
             update(means, None if count is None else total)
 
         tf.cond(due, step, lambda: None)
@@ -64,4 +64,5 @@ class Accumulation:
 
 def _plus(total: Any, gradient: Any, weight: tf.Tensor) -> tf.Tensor:
     dense = tf.cast(tf.convert_to_tensor(gradient), total.dtype)
-    return total + dense * tf.cast(weight, dense.dtype)
+    # No samples, no say: a mean over an empty batch is not a number.
+    return total + tf.where(weight > 0.0, dense * tf.cast(weight, dense.dtype), tf.zeros_like(dense))

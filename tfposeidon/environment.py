@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-SIZE = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+SIZE = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 LOCAL_RANK = ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 LOCAL_SIZE = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 
@@ -38,6 +38,8 @@ class Place:
 
 def place() -> Place:
     """Reads the launcher's variables."""
+    if not any(os.environ.get(name) for name in RANK):
+        return Place()
     size = _first(SIZE, 1)
     return Place(_first(RANK, 0), size, _first(LOCAL_RANK, 0), _first(LOCAL_SIZE, size))
 

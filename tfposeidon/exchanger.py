@@ -153,7 +153,12 @@ def _state_shapes(bucket: Bucket, plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 def _weighted(vector: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
     # With equal batches the weight is exactly 1, and the vector need not pass through memory again.
-    return tf.cond(weight == 1.0, lambda: vector, lambda: vector * tf.cast(weight, vector.dtype))
+    # No samples, no say: a mean over an empty batch is not a number.
+    return tf.cond(
+        weight == 1.0,
+        lambda: vector,
+        lambda: tf.where(weight > 0.0, vector * tf.cast(weight, vector.dtype), tf.zeros_like(vector)),
+    )
 
 
 def _split(vector: tf.Tensor, descriptions: Sequence[Description]) -> list[tf.Tensor]:

@@ -35,6 +35,8 @@ class Description:
 def describe(variable: Any) -> Description:
     """Describes the gradient of a Keras or TensorFlow variable.
 
+    Gradients of bfloat16 variables are exchanged in float32: Horovod knows no bfloat16.
+
     Raises:
       ValueError: If the variable is not floating point.
     """
@@ -45,7 +47,7 @@ def describe(variable: Any) -> Description:
             f"Only floating-point variables can be trained with DistributedOptimizer. Received: variable "
             f"{path!r} of dtype {dtype.name}. Set `trainable=False` on it."
         )
-    return Description(path, tuple(variable.shape), dtype.name)
+    return Description(path, tuple(variable.shape), "float32" if dtype == tf.bfloat16 else dtype.name)
 
 
 def merge_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:

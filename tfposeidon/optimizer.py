@@ -37,7 +37,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     It works in `fit`, `train_on_batch` and hand-written loops. It is a `LossScaleOptimizer` by type
     only, so that `compile` does not put one around it: gradients must be reduced before anybody asks
-    whether they are finite. Under `mixed_float16`, `compile` puts Keras's real one *inside*.
+    whether they are finite. Under `mixed_float16`, `fit` puts Keras's real one *inside*.
 
     Args:
       inner_optimizer: A Keras optimizer. If it has `gradient_accumulation_steps`, accumulation moves
@@ -108,6 +108,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             self._rank_variables += self._exchange.accumulation.variables
         with tf.init_scope():
             self._absent = tf.Variable(0.0, trainable=False, name="absent")
+            self._calls = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="calls")
             self._exposed_s = tf.Variable(tf.zeros([], tf.float64), trainable=False, name="exposed_s")
         self.built = True
 
@@ -122,7 +123,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
         `keras_callbacks.Checkpoint` saves it per rank; `.keras` files do not hold it.
         """
-        if self.built:
+        if self.built and not self._agreed():
             self._exchanger(self._trainable_variables)
         return list(self._rank_variables)
 
@@ -142,8 +143,11 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
                 "There is a plan once the optimizer knows its variables. Received: an optimizer that is not built. "
                 "Call fit, or optimizer.build(model.trainable_variables), first."
             )
-        plan = self._exchanger(self._trainable_variables).plan
-        return dataclasses.replace(plan, notes=(*plan.notes, *self._exchange.notes))
+        plans = [exchanger.plan for exchanger in self._agreed()]
+        if not plans:
+            plans = [self._exchanger(self._trainable_variables).plan]
+        buckets = tuple(itertools.chain(*(plan.buckets for plan in plans)))
+        return dataclasses.replace(plans[0], buckets=buckets, notes=(*plans[0].notes, *self._exchange.notes))
 
     def get_config(self) -> dict[str, Any]:
         """Everything that the constructor takes, for saving with the model."""
@@ -196,6 +200,8 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         if len(grads) != len(variables):
             raise ValueError(f"There must be a gradient per variable. Received: {len(grads)} and {len(variables)}.")
         count = self._sample_count if sample_count is None else sample_count
+        if self.ends_with_first_rank:
+            self._calls.assign_add(1)
         if runtime.size() > 1:
             guards.check_graph()
             self._agree_once(grads, variables, count)
@@ -216,6 +222,24 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         """As the inner optimizer does: times the loss scale, where there is one."""
         return self.inner_optimizer.scale_loss(loss)
 
+    @property
+    def loss_scale_factor(self) -> float:
+        """1: scaling is for the inner optimizer."""
+        return 1.0
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: Any) -> None:
+        # The one thing that Keras's LossScaleOptimizer does to an optimizer that it is put around.
+        if hasattr(self, "_exchange"):
+            raise ValueError(
+                "DistributedOptimizer must be the outermost optimizer. Received: a loss scale, or a "
+                "LossScaleOptimizer, around it. Write DistributedOptimizer(LossScaleOptimizer(optimizer))."
+            )
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """As for the inner optimizer, which does the decay."""
+        guards.innermost(self).exclude_from_weight_decay(var_list, var_names)
+
     @contextlib.contextmanager
     def counting(self, sample_count: Any) -> Iterator[None]:
         """Within it, `apply` takes `sample_count` from here: how `fit` supplies it."""
@@ -226,14 +250,19 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             self._sample_count = previous
 
     def scale_losses(self) -> None:
-        """Puts Keras's `LossScaleOptimizer` inside, as `compile` does under `mixed_float16`."""
-        if isinstance(self.inner_optimizer, keras.optimizers.LossScaleOptimizer):
+        """Puts Keras's `LossScaleOptimizer` inside, unless something scales already.
+
+        `fit` and `train_on_batch` do it under `mixed_float16`. An inner optimizer with a
+        `loss_scale_factor` of its own (1.0 for none at all) stays as it is.
+        """
+        inner = self.inner_optimizer
+        if isinstance(inner, keras.optimizers.LossScaleOptimizer) or inner.loss_scale_factor is not None:
             return
         scaled = keras.optimizers.LossScaleOptimizer(self.inner_optimizer)
         if self.built:
             raise ValueError(
                 "Under mixed_float16 the optimizer needs a loss scale. Received: an optimizer that was built without "
-                "one. Compile with a new DistributedOptimizer, or with auto_scale_loss=False."
+                "one. Compile with a new DistributedOptimizer, or give its inner optimizer loss_scale_factor=1.0."
             )
         self.inner_optimizer = scaled
 
@@ -247,6 +276,11 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         return float(self._exposed_s.numpy()) if self.built else 0.0
 
     @property
+    def calls(self) -> int:
+        """Calls of `apply` so far, counted while `ends_with_first_rank`."""
+        return int(self._calls.numpy()) if self.built else 0
+
+    @property
     def absent_ranks(self) -> int:
         """Ranks that had no batch left at the last step; counted while `ends_with_first_rank`."""
         return int(self._absent.numpy())
@@ -256,10 +290,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Gradients accumulated for an update that no longer comes are dropped on every rank.
         """
-        exchanger = self._exchanger(self._trainable_variables)
-        if not exchanger.prefix:
+        if not self._agreed():
             raise RuntimeError("A rank without a single batch cannot end an epoch. Give every rank data.")
-        while int(exchanger.contribute_nothing()[0]) < runtime.size():
+        while min([int(exchanger.contribute_nothing()[0]) for exchanger in self._agreed()]) < runtime.size():
             pass
         self._absent.assign(0.0)
         if self._exchange.accumulation is not None:
@@ -294,9 +327,22 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     def _agree_once(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         exchanger = self._exchanger(variables)
         if exchanger.prefix is None:
-            settings = {"scheme": repr(self._policy), "bucket_bytes": self._bucket_bytes, "counted": count is not None}
-            exchanger.agree(f"tp{next(_numbers)}", grads, settings)
+            exchanger.agree(f"tp{next(_numbers)}", grads, self._settings(count))
             self._take_notes(grads, variables, count)
+
+    def _settings(self, count: Any) -> dict[str, Any]:
+        """What has to be the same on all ranks, besides the variables."""
+        return {
+            "scheme": repr(self._policy),
+            "bucket_bytes": self._bucket_bytes,
+            "counted": count is not None,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "optimizer": [type(self.inner_optimizer).__name__, type(guards.innermost(self)).__name__],
+        }
+
+    def _agreed(self) -> list[Exchanger]:
+        """The exchangers that have been in a step, in the order of their first."""
+        return [exchanger for exchanger in self._exchange.exchangers.values() if exchanger.prefix]
 
     def _exchanger(self, variables: list[Any]) -> Exchanger:
         key = tuple(self._var_key(v) for v in variables)
@@ -313,7 +359,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         if count is None:
             self._note("no sample_count was given: ranks weigh the same, unequal batches give a mean of means")
         else:
-            self._note("ranks weigh by their number of samples: unequal batches are exact")
+            self._note("ranks weigh by their number of samples: exact for losses that are means over samples")
         for grad, variable in zip(grads, variables, strict=True):
             if isinstance(grad, tf.IndexedSlices):
                 self._note(f"{describe(variable).path}: rows are summed and sent as a dense matrix")

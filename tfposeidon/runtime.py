@@ -12,6 +12,7 @@ from tfposeidon.wire import HorovodWire, Wire, exchange_objects
 
 DEFAULT_STALL_TIMEOUT_S = 300.0
 LONGEST_STALL_WARNING_S = 60
+LAYOUT_PATIENCE_S = 120.0
 
 log = logging.getLogger("tfposeidon")
 _wire: HorovodWire | None = None
@@ -89,6 +90,7 @@ def _start(ranks_per_node: int | None) -> HorovodWire:
     if hvd.is_initialized():
         return _adopt(hvd, ranks_per_node)
     topology = _find_topology(environment.place(), ranks_per_node)
+    _check_layout_in_store(topology)
     process_sets = {group: hvd.ProcessSet(list(group.ranks)) for group in topology.groups()}
     hvd.init(process_sets=list(process_sets.values()))
     _check_layout(hvd, topology)
@@ -107,6 +109,21 @@ def _find_topology(place: environment.Place, ranks_per_node: int | None) -> Topo
     sizes = environment.node_sizes(store, place)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return Topology(place.rank, tuple(tuple(range(s, s + n)) for s, n in zip(starts, sizes, strict=True)))
+
+
+def _check_layout_in_store(topology: Topology) -> None:
+    """Groups that differ between ranks would abort Horovod, so ranks compare before it starts."""
+    store = environment.Store.of_launcher()
+    if store is None or topology.size == 1:
+        return
+    mine = [list(node) for node in topology.nodes]
+    if topology.rank == 0:
+        store.put("layout", mine)
+    elif (first := store.wait_for("layout", LAYOUT_PATIENCE_S)) != mine:
+        raise RuntimeError(
+            f"All ranks must see the same nodes. Received: {first} on rank 0, {mine} on rank {topology.rank}. "
+            "Pass the same `ranks_per_node` to tfposeidon.init() everywhere."
+        )
 
 
 def _adopt(hvd: Any, ranks_per_node: int | None) -> HorovodWire:

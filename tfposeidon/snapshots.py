@@ -1,10 +1,11 @@
 """Snapshots of a job's state on disk: written beside, renamed when whole, read back with checks.
 
-    folder/step-000000120/meta.json      epoch, step, ranks, variables
-                          model.npz      what is equal on all ranks, written by rank 0
-                          rank-3.npz     what is rank 3's own
+    folder/snapshot-000012/meta.json      epoch, steps, ranks, variables
+                           model.npz      what is equal on all ranks, written by rank 0
+                           rank-3.npz     what is rank 3's own
 
-A snapshot counts from the moment its folder has its name, so a kill leaves the one before it.
+A snapshot counts from the moment its folder has its name, which no other ever had, so a kill leaves the
+one before it. The newest is the one with the highest number, whatever the step.
 """
 
 from __future__ import annotations
@@ -60,15 +61,15 @@ class Snapshots:
         self.wire = wire
         self.keep = keep
 
-    def write(self, step: int, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
+    def write(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
         """Writes one snapshot; all ranks call it together.
 
         Raises:
           SnapshotError: On all ranks, if any of them could not write; earlier snapshots are left.
         """
         rank, size = self.wire.topology.rank, self.wire.topology.size
-        final = self.folder / f"step-{step:09d}"
-        part = self.folder / f".step-{step:09d}.part"
+        name = exchange_objects(self._next_name(), self.wire, "tp.snapshot.name")[0]
+        final, part = self.folder / name, self.folder / f".{name}.part"
         self._together("prepare", lambda: _fresh(part) if rank == 0 else None)
         self._together("write", lambda: _write_files(part, rank, meta | {"size": size}, shared, own))
         self._together("finish", lambda: self._finish(part, final) if rank == 0 else None)
@@ -95,16 +96,18 @@ class Snapshots:
         return None
 
     def _names(self) -> list[str]:
-        return sorted(p.name for p in self.folder.glob("step-*")) if self.folder.exists() else []
+        return sorted(p.name for p in self.folder.glob("snapshot-*")) if self.folder.exists() else []
+
+    def _next_name(self) -> str:
+        names = self._names()
+        return f"snapshot-{int(names[-1].rpartition('-')[2]) + 1 if names else 1:06d}"
 
     def _finish(self, part: Path, final: Path) -> None:
-        if final.exists():
-            shutil.rmtree(final)
         os.replace(part, final)
         _sync(self.folder)
         for name in self._names()[: -self.keep]:
             shutil.rmtree(self.folder / name)
-        for leftover in self.folder.glob(".step-*.part"):
+        for leftover in self.folder.glob(".snapshot-*.part"):
             shutil.rmtree(leftover)
 
     def _together(self, stage: str, action: Any) -> None:

@@ -1,16 +1,19 @@
-"""What Keras's `compile` and `fit` have to know of a `DistributedOptimizer`.
+"""What Keras's training loop has to know of a `DistributedOptimizer`.
 
 Keras gives an optimizer no way to see the model it trains. So the first `DistributedOptimizer` of a
-process teaches `keras.Model` four things, for models that are compiled with one:
+process wraps three methods of `keras.Model`; models with other optimizers pass through untouched.
+They are methods that Keras looks up after the optimizer was made, even in one line such as
+`model.compile(optimizer=tp.DistributedOptimizer(...))`, for which `compile` itself is too early.
 
-- `compile`: `jit_compile="auto"` means no XLA; under `mixed_float16` the loss scale goes inside.
-- `train_step`: how many samples the batch has, so that unequal batches are weighed right.
-- `fit`: only rank 0 shows a progress bar, unless `verbose` is given.
-- `fit`: epochs have as many steps as the rank with the fewest batches, and end on all ranks.
+- `_resolve_auto_jit_compile`: `jit_compile="auto"` means no XLA, which cannot compile collectives.
+- `make_train_function`: under `mixed_float16` the loss scale goes inside; the train step tells the
+  optimizer how many samples a batch has, so that unequal batches are weighed right.
+- `fit`: one progress bar, and epochs that end on all ranks after the same step (`equal_steps`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import warnings
@@ -19,14 +22,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfposeidon import runtime
-from tfposeidon.wire import exchange_objects
+from tfposeidon import equal_steps, runtime
 
 
 def teach_keras() -> None:
-    """Wraps `compile` and `fit` of `keras.Model`; the second call does nothing."""
-    for name, replacement in (("compile", _compile), ("fit", _fit)):
-        # Where Keras defines them: it takes a compile on a lower class for the user's own.
+    """Wraps the methods; the second call does nothing."""
+    replacements = {
+        "_resolve_auto_jit_compile": _resolve_auto_jit_compile,
+        "make_train_function": _make_train_function,
+        "fit": _fit,
+    }
+    for name, replacement in replacements.items():
         home = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
         if not hasattr(getattr(home, name), "_tfposeidon"):
             setattr(home, name, _wrapped(getattr(home, name), replacement))
@@ -50,26 +56,26 @@ def _is_ours(optimizer: Any) -> bool:
     return isinstance(optimizer, DistributedOptimizer)
 
 
-def _compile(original: Any, call: inspect.BoundArguments) -> Any:
-    call.apply_defaults()
-    model, arguments = call.arguments["self"], call.arguments
-    optimizer = arguments["optimizer"]
-    if _is_ours(getattr(optimizer, "inner_optimizer", None)):
-        raise ValueError(
-            "DistributedOptimizer must be the outermost optimizer. Received: a "
-            f"{type(optimizer).__name__} around it. Write DistributedOptimizer(LossScaleOptimizer(optimizer))."
-        )
-    if not _is_ours(optimizer):
-        return original(*call.args, **call.kwargs)
-    auto = arguments["jit_compile"] == "auto" and not arguments["run_eagerly"]
-    if arguments["auto_scale_loss"] and model.dtype_policy.name == "mixed_float16":
-        optimizer.scale_losses()
-    result = original(*call.args, **call.kwargs)
-    if auto and model.jit_compile and runtime.size() > 1:
-        model.jit_compile = False
+def _resolve_auto_jit_compile(original: Any, call: inspect.BoundArguments) -> bool:
+    model = call.arguments["self"]
+    wanted = original(*call.args, **call.kwargs)
+    # Models with a compile of their own may call their optimizers anything.
+    if not wanted or not any(map(_is_ours, vars(model).values())) or runtime.size() == 1:
+        return wanted
+    # Keras asks more than once.
+    if not hasattr(model, "_tfposeidon_keeps_xla_off"):
+        model._tfposeidon_keeps_xla_off = True
         runtime.say("tfposeidon: XLA is off for this model's steps, because it cannot compile collectives.")
-    _count_samples(model)
-    return result
+    return False
+
+
+def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
+    model = call.arguments["self"]
+    if _is_ours(getattr(model, "optimizer", None)):
+        if model.dtype_policy.name == "mixed_float16":
+            model.optimizer.scale_losses()
+        _count_samples(model)
+    return original(*call.args, **call.kwargs)
 
 
 def _count_samples(model: Any) -> None:
@@ -89,9 +95,9 @@ def _count_samples(model: Any) -> None:
 
 
 def _batch_size(data: Any) -> Any:
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-    leaves = [leaf for leaf in keras.tree.flatten(x) if leaf is not None]
-    return tf.shape(leaves[0])[0]
+    """Samples in what a train step gets, or `None` if there is no telling."""
+    leaves = [leaf for leaf in keras.tree.flatten(data) if isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0]
+    return tf.shape(leaves[0])[0] if leaves else None
 
 
 def _fit(original: Any, call: inspect.BoundArguments) -> Any:
@@ -99,14 +105,14 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     if not _is_ours(getattr(model, "optimizer", None)):
         return original(*call.args, **call.kwargs)
     call.apply_defaults()
+    _build(model, *(call.arguments[name] for name in ("x", "y", "sample_weight")))
+    if runtime.size() == 1:
+        return original(*call.args, **call.kwargs)
     if call.arguments["verbose"] == "auto" and runtime.rank() != 0:
         call.arguments["verbose"] = 0
-    _build(model, *(call.arguments[name] for name in ("x", "y", "sample_weight")))
     callbacks = call.arguments["callbacks"]
     if not isinstance(callbacks, keras.callbacks.CallbackList):
-        # Before all others, because they may communicate at the end of an epoch; after all others,
-        # because they may ask to stop.
-        call.arguments["callbacks"] = [EqualSteps(), *keras.tree.flatten(callbacks or []), EqualEnd()]
+        call.arguments["callbacks"] = equal_steps.around(keras.tree.flatten(callbacks or []))
     with warnings.catch_warnings():
         # Keras's advice for epochs that end early is wrong where another rank has fewer batches; we log that.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
@@ -114,22 +120,23 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
 
 
 def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
-    """Builds model, metrics and optimizer before callbacks broadcast or restore them.
+    """Builds model, metrics and optimizer before callbacks broadcast or restore them, where that works.
 
-    Keras on TensorFlow leaves that to the first step. Generators cannot be looked at without taking a
-    batch from them; callbacks that need a built model then say so.
+    Keras on TensorFlow leaves it to the first step, and trains models that cannot be built from shapes
+    alone. Those stay as they are; callbacks that need a built model say so.
     """
-    specification = _specification(x, y, sample_weight)
-    if specification is None:
+    if model.run_eagerly:
         return
-    try:
-        model._symbolic_build(data_batch=specification)
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        # What Keras can train need not be something that it can build from shapes alone.
-        runtime.say("tfposeidon: the model builds itself in its first step, not before (%s).", error)
+    if model.dtype_policy.name == "mixed_float16":
+        model.optimizer.scale_losses()
+    with contextlib.suppress(Exception):
+        specification = _specification(x, y, sample_weight)
+        if specification is not None:
+            model._symbolic_build(data_batch=specification)
 
 
 def _specification(x: Any, y: Any, sample_weight: Any) -> Any:
+    """Shapes and dtypes of a batch; `None` for generators, from which looking would take one."""
     if isinstance(x, tf.data.Dataset):
         return x.element_spec
     arrays = x[0] if isinstance(x, keras.utils.PyDataset) else keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
@@ -141,71 +148,3 @@ def _specification(x: Any, y: Any, sample_weight: Any) -> Any:
 def _batch_of(array: Any) -> tf.TensorSpec:
     dtype = keras.backend.standardize_dtype(array.dtype)
     return tf.TensorSpec([None, *array.shape[1:]], keras.config.floatx() if dtype == "float64" else dtype)
-
-
-class EqualSteps(keras.callbacks.Callback):
-    """Ends each epoch, on all ranks, after the fewest batches that any rank has.
-
-    Where every rank knows its number of batches, and steps are executed one by one, the smallest is
-    agreed on when training begins and costs nothing. Otherwise ranks that are out of data take part
-    in the others' next step with nothing to give, which tells those to stop, too.
-    """
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        steps = exchange_objects(self.params.get("steps"), runtime.wire(), "tp.steps")
-        known = None not in steps
-        equal = known and len(set(steps)) == 1
-        self._limit = min(steps) if equal or (known and self.model.steps_per_execution == 1) else None
-        if not equal:
-            counts = ", ".join("unknown" if s is None else str(s) for s in sorted(set(steps), key=str))
-            runtime.say(
-                "tfposeidon: ranks have different or unknown numbers of batches (%s); each epoch ends on all ranks "
-                "after the fewest that any of them has.",
-                counts,
-            )
-        self._watch_absence(self._limit is None)
-
-    def _watch_absence(self, wanted: bool) -> None:
-        if self.model.optimizer.ends_with_first_rank != wanted:
-            self.model.optimizer.ends_with_first_rank = wanted
-            self.model.make_train_function(force=True)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._done = 0
-        self._open = True
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._limit is not None and batch >= self._limit:
-            raise StopIteration
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._done = batch + 1
-        if self._limit is None and self.model.optimizer.absent_ranks:
-            raise StopIteration
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        self._end_steps()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._end_steps()
-
-    def _end_steps(self) -> None:
-        if not getattr(self, "_open", False):
-            return
-        self._open = False
-        if self._limit is None:
-            self.model.optimizer.finish_epoch()
-        elif self._done < self._limit:
-            raise RuntimeError(
-                f"Every rank must do the {self._limit} steps per epoch that were agreed on. Received: only "
-                f"{self._done} on rank {runtime.rank()}: its data ran out early, or a callback set stop_training in "
-                "the middle of an epoch. Give it more data, leave steps_per_epoch out, or stop at an epoch's end."
-            )
-
-
-class EqualEnd(keras.callbacks.Callback):
-    """Stops training on all ranks after the epoch in which any rank wants to stop."""
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        wishes = exchange_objects(bool(self.model.stop_training), runtime.wire(), "tp.stop")
-        self.model.stop_training = any(wishes)

@@ -110,15 +110,26 @@ def opaque(vector: tf.Tensor, zero: tf.Variable) -> tf.Tensor:
 
 
 def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
-    """Every rank's `value`, in rank order. Eager; for small things that JSON can hold."""
+    """Every rank's `value`, in rank order. Eager; for small things that JSON can hold.
+
+    Raises:
+      RuntimeError: On all ranks, if they are not at the same place: eager collectives have no names.
+    """
     if wire.topology.size == 1:
         return [value]
-    text = json.dumps(value).encode()
+    text = json.dumps([name, value]).encode()
     world = wire.topology.world
     lengths = wire.all_gather(tf.constant([len(text)], tf.int64), world, f"{name}.lengths").numpy()
     joined = wire.all_gather(tf.constant(list(text), tf.uint8), world, f"{name}.texts").numpy().tobytes()
     ends = lengths.cumsum()
-    return [json.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+    pairs = [json.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+    for rank, (other, _) in enumerate(pairs):
+        if other != pairs[0][0]:
+            raise RuntimeError(
+                f"All ranks must communicate alike. Received: {pairs[0][0]!r} on rank 0, {other!r} on rank {rank}. "
+                "Give every rank the same callbacks, in the same order, and the same number of epochs and evaluations."
+            )
+    return [value for _, value in pairs]
 
 
 def _horovod_ops() -> Any:

@@ -248,8 +248,8 @@ def _scalars(folder):
 
 # ------------------------------------------------------------------ checkpoints
 
-EPOCHS = 3
-BATCHES = 4
+EPOCHS = 2
+BATCHES = 3
 
 
 def _job(build, folder, make_optimizer, callbacks=(), epochs=EPOCHS, every_n_steps=None, scheme="auto", **fit):
@@ -279,18 +279,20 @@ def _state(model):
     return [v.numpy() for v in variables]
 
 
-def check_resumes_everywhere(wire, build, make_optimizer, scheme="auto"):
+def check_resumes_everywhere(wire, build, make_optimizer, scheme="auto", callbacks=()):
     """Restores at every step, and compares the rest of the run with one that was not interrupted."""
     folder = _folder(wire)
-    whole, history = _job(build, os.path.join(folder, "whole"), make_optimizer, every_n_steps=1, scheme=scheme)
+    whole, history = _job(
+        build, os.path.join(folder, "whole"), make_optimizer, callbacks, every_n_steps=1, scheme=scheme
+    )
     names = sorted(os.listdir(os.path.join(folder, "whole")))
-    assert len(names) == EPOCHS * BATCHES
+    assert len(names) == EPOCHS * BATCHES + EPOCHS
     for name in names[:-1]:
         target = os.path.join(folder, f"from-{name}")
         if wire.topology.rank == 0:
             shutil.copytree(os.path.join(folder, "whole", name), os.path.join(target, name))
         exchange_objects(None, wire, "copied")
-        resumed, rest = _job(build, target, make_optimizer, scheme=scheme)
+        resumed, rest = _job(build, target, make_optimizer, callbacks, scheme=scheme)
         for a, b in zip(_state(resumed), _state(whole), strict=True):
             np.testing.assert_array_equal(a, b, f"resumed from {name}")
         for metric, values in rest.items():
@@ -303,8 +305,24 @@ def case_resume_at_every_step(wire):
     check_resumes_everywhere(wire, _noisy, sgd)
 
 
+def case_resume_with_a_schedule_that_starts_at_zero(wire):
+    schedule = keras_callbacks.LearningRateSchedule(0.1, lambda epoch: epoch / 2, staircase=False)
+    check_resumes_everywhere(wire, models.mlp, sgd, callbacks=[schedule])
+
+
+def case_a_fit_after_a_resumed_one_begins_at_its_beginning(wire):
+    folder = _folder(wire)
+    _job(models.mlp, folder, sgd, epochs=1)
+    model, _ = _job(models.mlp, folder, sgd, epochs=2)
+    history = model.fit(*models.mlp.data(8), batch_size=4, epochs=2, verbose=0)
+    assert len(history.epoch) == 2
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
 def case_resume_at_every_step_with_accumulation(wire):
-    check_resumes_everywhere(wire, models.mlp, lambda: SGD(0.1, momentum=0.9, gradient_accumulation_steps=3))
+    check_resumes_everywhere(wire, models.mlp, lambda: SGD(0.1, momentum=0.9, gradient_accumulation_steps=2))
 
 
 def case_full_disk_leaves_the_last_snapshot(wire):
@@ -320,12 +338,12 @@ def case_full_disk_leaves_the_last_snapshot(wire):
 
     snapshots._save = save
     try:
-        with Raises(snapshots.SnapshotError, "rank 1: OSError.*No space left.*last whole one is step-000000008"):
-            _job(models.mlp, folder, sgd)
+        with Raises(snapshots.SnapshotError, "rank 1: OSError.*No space left.*last whole one is snapshot-000002"):
+            _job(models.mlp, folder, sgd, epochs=4)
     finally:
         snapshots._save = original
-    resumed, _ = _job(models.mlp, folder, sgd)
-    assert int(resumed.optimizer.iterations) == EPOCHS * BATCHES
+    resumed, _ = _job(models.mlp, folder, sgd, epochs=4)
+    assert int(resumed.optimizer.iterations) == 4 * BATCHES
     assert not [name for name in os.listdir(folder) if name.startswith(".")]
     exchange_objects(None, wire, "done")
     if wire.topology.rank == 0:
@@ -355,9 +373,9 @@ def case_damaged_snapshots_are_passed_over(wire):
         folder = _folder(wire)
         _job(_noisy, folder, sgd, epochs=2)
         _spoil(folder, wire, cut)
-        resumed, rest = _job(_noisy, folder, sgd)
+        resumed, rest = _job(_noisy, folder, sgd, epochs=3)
         assert len(rest["loss"]) == 2, "it should have gone on from the first epoch's end"
-        assert int(resumed.optimizer.iterations) == EPOCHS * BATCHES
+        assert int(resumed.optimizer.iterations) == 3 * BATCHES
         exchange_objects(None, wire, "done")
         if wire.topology.rank == 0:
             shutil.rmtree(folder)

@@ -81,9 +81,9 @@ def case_mixed_precision_overflow_on_one_rank(wire):
     model = models.mlp()
     optimizer = tp.DistributedOptimizer(sgd(), scheme="asa")
     model.compile(optimizer=optimizer, loss=models.LOSS)
-    assert isinstance(optimizer.inner_optimizer, keras.optimizers.LossScaleOptimizer)
     x, y = models.mlp.data(8)
     model.fit(x, y, batch_size=8, verbose=0)
+    assert isinstance(optimizer.inner_optimizer, keras.optimizers.LossScaleOptimizer)
     before, scale = model.get_weights(), float(optimizer.inner_optimizer.dynamic_scale)
     poisoned = x * 1e30 if wire.topology.rank == 1 else x
     model.fit(poisoned, y, batch_size=8, verbose=0)
@@ -109,13 +109,11 @@ def case_mixed_precision_with_accumulation(wire):
 
 def case_own_loss_scale_optimizer_inside(wire):
     inner = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=8.0)
-    optimizer = _compare(wire, sgd)
     wrapped = tp.DistributedOptimizer(inner, scheme="asa")
     start = models.mlp()
     data = models.mlp.data(4 * BATCH)
     reference = train_alone(models.copy(models.mlp, start), data, sgd())
     check_equal(train_together(models.copy(models.mlp, start), data, wrapped, wire), reference)
-    assert optimizer is not wrapped
 
 
 def case_repeated_tokens_move_once(wire):
@@ -230,7 +228,7 @@ def case_hand_written_loop_with_unequal_batches(wire):
         mine = slice(BATCH * i, cut) if wire.topology.rank == 0 else slice(cut, BATCH * (i + 1))
         step(data[0][mine], data[1][mine])
     check_equal(model.get_weights(), reference)
-    assert "unequal batches are exact" in str(optimizer.plan)
+    assert "exact for losses that are means over samples" in str(optimizer.plan)
 
 
 def case_unequal_batches_in_fit(wire):
@@ -243,6 +241,86 @@ def case_unequal_batches_in_fit(wire):
     model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
     model.fit(x[mine], y[mine], batch_size=6, shuffle=False, verbose=0)
     check_equal(model.get_weights(), reference)
+
+
+def case_no_samples_no_say(wire):
+    for steps in (None, 2):
+        weight = keras.Variable([0.0], name="weight")
+        optimizer = tp.DistributedOptimizer(SGD(1.0, gradient_accumulation_steps=steps))
+        for _ in range(steps or 1):
+            empty = wire.topology.rank == 1
+            optimizer.apply([tf.constant([np.nan if empty else 3.0])], [weight], sample_count=0 if empty else 5)
+        np.testing.assert_allclose(weight.numpy(), [-3.0])
+
+
+def case_bfloat16_variables(wire):
+    keras.config.set_dtype_policy("bfloat16")
+    model = models.cnn()
+    model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme="asa"), loss=models.LOSS)
+    before = [w.astype("float32") for w in model.get_weights()]
+    model.fit(*models.cnn.data(8), batch_size=4, verbose=0)
+    assert model.trainable_variables[0].dtype == "bfloat16"
+    assert any((w.astype("float32") != b).any() for w, b in zip(model.get_weights(), before, strict=True))
+    same_on_all_ranks(model.get_weights(), wire)
+
+
+class TwoPlayers(keras.Model):
+    """Trains parts of itself in turn, without a call of its own: as GANs do."""
+
+    def __init__(self):
+        super().__init__(name="players")
+        self.first = keras.layers.Dense(models.CLASSES, name="first")
+        self.second = keras.layers.Dense(models.CLASSES, name="second")
+        self.first.build((None, 20))
+        self.second.build((None, 20))
+
+    def train_step(self, data):
+        x, y = data
+        for player in (self.first, self.second):
+            with tf.GradientTape() as tape:
+                loss = models.LOSS(y, player(x))
+            variables = player.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def case_a_train_step_of_its_own(wire):
+    model = TwoPlayers()
+    optimizer = tp.DistributedOptimizer(sgd())
+    optimizer.build(model.trainable_variables)
+    model.compile(optimizer=optimizer)
+    x, y = models.mlp.data(4 * (2 + wire.topology.rank))
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).filter(lambda *_: True)
+    model.fit(data, epochs=2, verbose=0)
+    assert int(optimizer.iterations) == 8, "two updates in each of two steps in each of two epochs"
+    same_on_all_ranks(model.get_weights(), wire)
+    assert sum(len(b.members) for b in optimizer.plan.buckets) == 4
+
+
+def case_one_optimizer_for_two_models(wire):
+    shared = models.mlp()
+    top = keras.Sequential([keras.Input((20,)), shared])
+    optimizer = tp.DistributedOptimizer(sgd())
+    for model in (shared, top):
+        model.compile(optimizer=optimizer, loss=models.LOSS)
+    x, y = models.mlp.data(4 * (2 + wire.topology.rank))
+    unknown = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).filter(lambda *_: True)
+    shared.fit(*models.mlp.data(8), batch_size=4, verbose=0)
+    top.fit(unknown, verbose=0)
+    shared.fit(unknown, verbose=0)
+    assert int(optimizer.iterations) == 6
+    same_on_all_ranks(shared.get_weights(), wire)
+
+
+def case_different_accumulation_is_refused(wire):
+    optimizer = tp.DistributedOptimizer(SGD(0.1, gradient_accumulation_steps=2 + wire.topology.rank))
+    with Raises(RuntimeError, "All ranks must exchange alike.*gradient_accumulation_steps"):
+        optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
+
+
+def case_different_callbacks_are_refused(wire):
+    with Raises(RuntimeError, "All ranks must communicate alike. Received: 'here' on rank 0, 'there' on rank 1"):
+        exchange_objects(1, wire, ("here", "there")[wire.topology.rank])
 
 
 def case_without_counts_it_is_a_mean_of_means(wire):
@@ -313,12 +391,13 @@ def case_xla_is_kept_off_where_a_gpu_would_turn_it_on(wire):
     finally:
         logging.getLogger("tfposeidon").removeHandler(handler)
     assert model.jit_compile is False
-    assert len(lines) == (1 if wire.topology.rank == 0 else 0)
+    assert len(lines) == (1 if wire.topology.rank == 0 else 0), lines
     model.fit(*models.mlp.data(8), verbose=0)
 
 
 def case_memory_does_not_grow(wire):
-    model = models.mlp()
+    # A leak of one copy of these gradients per step would be 1 GB.
+    model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(25_000), keras.layers.Dense(models.CLASSES)])
     model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
     data = tf.data.Dataset.from_tensor_slices(models.mlp.data(8)).batch(8).repeat()
     model.fit(data, steps_per_epoch=100, verbose=0)

@@ -91,6 +91,13 @@ def case_steps_per_execution(wire):
     _check_together(model, optimizer, wire, 6)
 
 
+def case_steps_per_execution_and_callbacks_that_communicate(wire):
+    model, optimizer = _compiled(steps_per_execution=2)
+    x, y = models.mlp.data(4 * (3 + 2 * wire.topology.rank))
+    model.fit(x, y, batch_size=4, verbose=0, callbacks=[keras_callbacks.ReplicaCheck(every_n_steps=1)])
+    _check_together(model, optimizer, wire, 3)
+
+
 def case_accumulation(wire):
     model = models.mlp()
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))

@@ -1,0 +1,96 @@
+"""Epochs have as many steps as the rank with the fewest batches, and end on all ranks together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfposeidon import runtime
+from tfposeidon.pass_over import is_passing_over
+from tfposeidon.wire import exchange_objects
+
+
+def around(callbacks: list[Any]) -> list[Any]:
+    """Callbacks for `fit` on several ranks.
+
+    What counts steps comes before the others, because they may communicate at the end of an epoch;
+    what ends training comes after them, because they may ask for it.
+    """
+    return [EqualSteps(), *callbacks, EqualEnd()]
+
+
+class EqualSteps(keras.callbacks.Callback):
+    """Ends each epoch, on all ranks, after the fewest batches that any rank has.
+
+    Where every rank knows its number of batches, and steps are executed one by one, the smallest is
+    agreed on when training begins and costs nothing. Otherwise ranks that are out of data take part
+    in the others' next step with nothing to give, which tells those to stop, too.
+    """
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        steps = exchange_objects(self.params.get("steps"), runtime.wire(), "tp.steps")
+        known = None not in steps
+        equal = known and len(set(steps)) == 1
+        self._limit = min(steps) if equal or (known and self.model.steps_per_execution == 1) else None
+        if not equal:
+            counts = ", ".join("unknown" if s is None else str(s) for s in sorted(set(steps), key=str))
+            runtime.say(
+                "tfposeidon: ranks have different or unknown numbers of batches (%s); each epoch ends on all ranks "
+                "after the fewest that any of them has.",
+                counts,
+            )
+        self._watch_absence(self._limit is None)
+
+    def _watch_absence(self, wanted: bool) -> None:
+        # The optimizer may have served another model since this one was traced.
+        self.model.optimizer.ends_with_first_rank = wanted
+        if getattr(self.model, "_tfposeidon_watches_absence", False) != wanted:
+            self.model._tfposeidon_watches_absence = wanted
+            self.model.make_train_function(force=True)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._done = 0
+        self._open = True
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._limit is not None and batch >= self._limit:
+            raise StopIteration
+        self._passing_over = is_passing_over(self.model)
+        self._calls = self.model.optimizer.calls if self._limit is None else 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._done = batch + 1
+        if self._limit is not None or self._passing_over:
+            return
+        cut_short = self.model.optimizer.calls - self._calls < self.model.steps_per_execution
+        if cut_short or self.model.optimizer.absent_ranks:
+            raise StopIteration
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._end_steps()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._end_steps()
+
+    def _end_steps(self) -> None:
+        if not getattr(self, "_open", False):
+            return
+        self._open = False
+        if self._limit is None:
+            self.model.optimizer.finish_epoch()
+        elif self._done < self._limit:
+            raise RuntimeError(
+                f"Every rank must do the {self._limit} steps per epoch that were agreed on. Received: only "
+                f"{self._done} on rank {runtime.rank()}: its data ran out early, or a callback (TerminateOnNaN?) set "
+                "stop_training in the middle of an epoch, while other ranks go on. Give it more data, leave "
+                "steps_per_epoch out, or stop at an epoch's end."
+            )
+
+
+class EqualEnd(keras.callbacks.Callback):
+    """Stops training on all ranks after the epoch in which any rank wants to stop."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        wishes = exchange_objects(bool(self.model.stop_training), runtime.wire(), "tp.stop")
+        self.model.stop_training = any(wishes)
