@@ -17,6 +17,7 @@ def horovodrun(size, *command, environment=None, hosts=None, timeout_s=300, back
     """
     launcher = [
         str(Path(sys.executable).with_name("horovodrun")),
+        "--gloo",
         "-np",
         str(size),
         *(["-H", hosts] if hosts else []),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from typing import Any
 
 from tfposeidon import environment, failure
@@ -89,15 +90,26 @@ def _start(ranks_per_node: int | None) -> HorovodWire:
 
     if hvd.is_initialized():
         return _adopt(hvd, ranks_per_node)
-    topology = _find_topology(environment.place(), ranks_per_node)
+    place = environment.place()
+    if ranks_per_node is None and place.size > 1 and environment.Store.of_launcher() is None:
+        return _start_over_mpi(hvd)
+    topology = _find_topology(place, ranks_per_node)
     _check_layout_in_store(topology)
     process_sets = {group: hvd.ProcessSet(list(group.ranks)) for group in topology.groups()}
     hvd.init(process_sets=list(process_sets.values()))
     _check_layout(hvd, topology)
-    wire = HorovodWire(topology, process_sets)
-    if environment.Store.of_launcher() is None:
-        _check_agreement(wire)
-    return wire
+    return HorovodWire(topology, process_sets)
+
+
+def _start_over_mpi(hvd: Any) -> HorovodWire:
+    """Under MPI no rank knows the others' hosts beforehand: they ask over the world, then add the groups."""
+    hvd.init(process_sets="dynamic")
+    world = HorovodWire(Topology.regular(hvd.rank(), hvd.size(), hvd.size()), {})
+    nodes: dict[str, list[int]] = {}
+    for rank, host in enumerate(exchange_objects(socket.gethostname(), world, "tp.hosts")):
+        nodes.setdefault(host, []).append(rank)
+    topology = Topology(hvd.rank(), tuple(map(tuple, nodes.values())))
+    return HorovodWire(topology, {group: hvd.add_process_set(list(group.ranks)) for group in topology.groups()})
 
 
 def _find_topology(place: environment.Place, ranks_per_node: int | None) -> Topology:
@@ -178,16 +190,6 @@ def _check_layout(hvd: Any, topology: Topology) -> None:
             f"The launcher's variables and Horovod must agree. Received: rank {topology.rank} of {topology.size} "
             f"from the environment, rank {hvd.rank()} of {hvd.size()} from Horovod. Start the job with horovodrun "
             "or mpirun, or leave no HOROVOD_RANK of another job in the environment."
-        )
-
-
-def _check_agreement(wire: HorovodWire) -> None:
-    """Under MPI each rank derives the nodes from its own node's size: they may differ."""
-    layouts = exchange_objects([list(node) for node in wire.topology.nodes], wire, "tp.layout")
-    if any(layout != layouts[0] for layout in layouts):
-        raise RuntimeError(
-            "Under MPI nodes must have the same number of ranks, numbered node by node. Received: "
-            f"{layouts}. Start with `mpirun --map-by slot`, or pass ranks_per_node to tfposeidon.init()."
         )
 
 

@@ -1,5 +1,6 @@
 """The contract table on real ranks, in graph mode, where TensorFlow could fold or merge collectives."""
 
+import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
@@ -27,7 +28,9 @@ def _check_same_bits(array, wire):
 
 
 def case_bytes_on_the_wire(wire):
-    """What the loopback carries is what `cost` says, within the headers of packets."""
+    """What the loopback carries is what `cost` says, within the headers of packets. MPI uses shared memory."""
+    if hvd.mpi_enabled():
+        return
     length, repeats = 2**21, 3
     vector = tf.constant(contract.gradient(length, wire.topology.rank))
     for name, (scheme, _) in contract.SCHEMES.items():
