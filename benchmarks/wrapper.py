@@ -30,7 +30,13 @@ from tfposeidon.wire import exchange_objects
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=15, help="pairs that are timed")
-    parser.add_argument("--bucket-mib", type=float, nargs="*", default=[16], help="bucket sizes to try")
+    parser.add_argument(
+        "--bucket-mib",
+        type=float,
+        nargs="*",
+        default=[coordinator.DEFAULT_BUCKET_BYTES / 2**20],
+        help="bucket sizes to try",
+    )
     parser.add_argument("--schemes", nargs="*", default=["allreduce", "asa", "asa16", "2dtar"])
     parser.add_argument("--report", metavar="FILE", help="also write the figures as JSON")
     return parser.parse_args()

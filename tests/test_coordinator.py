@@ -20,16 +20,25 @@ def _plan(bucket_bytes, scheme="2dtar", topology=CLUSTER, descriptions=LAYERS):
     return coordinator.plan(descriptions, policies.parse(scheme), topology, bucket_bytes)
 
 
-@pytest.mark.parametrize("bucket_bytes", [0, 4096, 4224, 10_000, 10**9])
+@pytest.mark.parametrize("bucket_bytes", [0, 4096, 4224, 10_000, 20_000, 10**9])
 def test_last_variables_first_and_each_once(bucket_bytes):
     buckets = _plan(bucket_bytes).buckets
-    assert [m for b in buckets for m in b.members] == list(reversed(range(len(LAYERS))))
-    assert all(b.length * 4 <= bucket_bytes or len(b.members) == 1 for b in buckets)
+    assert sorted(m for b in buckets for m in b.members) == list(range(len(LAYERS)))
+    assert all(list(b.members) == sorted(b.members, reverse=True) for b in buckets)
+    complete = [min(b.members) for b in buckets]
+    assert complete == sorted(complete, reverse=True), "a bucket must not stand before one that is complete earlier"
+    assert all(b.bytes <= bucket_bytes or len(b.members) == 1 for b in buckets)
+
+
+def test_large_variables_go_by_themselves():
+    buckets = _plan(4096 * 4).buckets
+    assert [len(b.members) for b in buckets] == [1, 1, 1, 1, 1, 6, 1]
+    assert {d.shape for d in buckets[-2].descriptions} == {(32,)}
 
 
 def test_bucket_sizes():
     assert len(_plan(0).buckets) == 12
-    assert len(_plan(4224).buckets) == 6
+    assert len(_plan(4224 * 4).buckets) == 2
     assert len(_plan(10**9).buckets) == 1
 
 
@@ -46,7 +55,7 @@ def test_bytes_of_16_nodes_of_8():
 
 
 def test_plan_prints_a_table():
-    text = str(_plan(4224, [("layer_5", "asa16"), ("layer", "allreduce")]))
+    text = str(_plan(4224 * 6, [("layer_5", "asa16"), ("layer", "allreduce")]))
     assert "128 rank(s) on 16 node(s) (16 x 8)" in text
     lines = text.splitlines()
     assert lines[2].split()[:5] == ["0", "layer_5/bias", "32", "float32", "asa(wire_dtype=float16)"]
@@ -55,10 +64,10 @@ def test_plan_prints_a_table():
 
 
 def test_plan_as_json():
-    content = json.loads(_plan(4224).to_json())
+    content = json.loads(_plan(4224 * 6).to_json())
     first = content["buckets"][0]
     assert first["scheme"] == "2dtar"
-    assert first["variables"] == [
+    assert first["variables"][:2] == [
         {"path": "layer_5/bias", "shape": [32]},
         {"path": "layer_5/kernel", "shape": [32, 32]},
     ]

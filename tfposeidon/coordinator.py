@@ -15,7 +15,7 @@ from tfposeidon.policies import Policy
 from tfposeidon.schemes import Scheme
 from tfposeidon.topology import Topology
 
-DEFAULT_BUCKET_BYTES = 16 * 2**20
+DEFAULT_BUCKET_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,15 @@ class Bucket:
     @property
     def length(self) -> int:
         return sum(d.length for d in self.descriptions)
+
+    @property
+    def bytes(self) -> int:
+        return sum(d.bytes for d in self.descriptions)
+
+    def joined(self, other: Bucket) -> Bucket:
+        """Both in one, this one's variables first."""
+        members, descriptions = self.members + other.members, self.descriptions + other.descriptions
+        return dataclasses.replace(self, members=members, descriptions=descriptions)
 
     @property
     def dtype(self) -> str:
@@ -107,28 +116,30 @@ def plan(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     notes: Sequence[str] = (),
 ) -> Plan:
-    """Assigns schemes and fuses gradients into buckets, last variables first (Poseidon, section 3.1).
+    """Assigns schemes and fuses small gradients into buckets, last variables first (Poseidon, section 3.1).
 
-    Variables that follow one another in the backward pass share a bucket while scheme and dtype are
-    the same and the bucket stays within `bucket_bytes`; a larger variable has a bucket of its own.
+    Variables of at least a quarter of `bucket_bytes` go by themselves, without a copy. Smaller ones share a
+    bucket, while scheme and dtype are the same and it stays within `bucket_bytes`. Buckets are in the order
+    in which the last of their gradients appears.
     """
     buckets: list[Bucket] = []
+    filling: dict[tuple[Scheme, str], Bucket] = {}
     for member in reversed(range(len(descriptions))):
         description = descriptions[member]
         scheme, reason = policy.choose(description, topology)
-        last = buckets[-1] if buckets else None
-        if last and _fits(last, description, scheme, bucket_bytes):
-            members, joined = (*last.members, member), (*last.descriptions, description)
-            buckets[-1] = dataclasses.replace(last, members=members, descriptions=joined)
-        else:
-            new = Bucket(members=(member,), descriptions=(description,), scheme=scheme, reason=reason)
+        new = Bucket(members=(member,), descriptions=(description,), scheme=scheme, reason=reason)
+        if 4 * description.bytes >= bucket_bytes:
             buckets.append(new)
-    return Plan(buckets=tuple(buckets), topology=topology, notes=tuple(notes))
-
-
-def _fits(bucket: Bucket, description: Description, scheme: Scheme, bucket_bytes: int) -> bool:
-    same = bucket.scheme == scheme and bucket.dtype == description.dtype
-    return same and bucket.length * description.itemsize + description.bytes <= bucket_bytes
+            continue
+        key = (scheme, description.dtype)
+        open_bucket = filling.get(key)
+        if open_bucket is None or open_bucket.bytes + new.bytes > bucket_bytes:
+            filling[key] = new
+            buckets += [open_bucket] if open_bucket else []
+        else:
+            filling[key] = open_bucket.joined(new)
+    last_first = sorted([*buckets, *filling.values()], key=lambda bucket: -bucket.members[-1])
+    return Plan(buckets=tuple(last_first), topology=topology, notes=tuple(notes))
 
 
 def readable(size_bytes: float) -> str:
