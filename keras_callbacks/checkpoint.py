@@ -14,7 +14,7 @@ from keras_callbacks.model_state import replicated_variables
 from tfposeidon import replicas, runtime
 from tfposeidon.agreement import as_json, first_difference
 from tfposeidon.pass_over import PassOver, is_passing_over
-from tfposeidon.snapshots import Arrays, Snapshot, SnapshotError, Snapshots, listed, numbered
+from tfposeidon.snapshots import Snapshot, SnapshotError, Snapshots, listed, numbered
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -118,9 +118,9 @@ class Checkpoint(keras.callbacks.Callback):
     def _restore(self, snapshot: Snapshot) -> None:
         self._check(snapshot)
         _assign(self._shared(), listed(snapshot.shared, "shared"))
-        own = snapshot.own[runtime.rank() % len(snapshot.own)]
+        own = snapshot.own[runtime.rank() % snapshot.meta["size"]]
         _assign(self._own(), listed(own, "own"))
-        _assign(self._summed(), _redistributed(snapshot.own, runtime.size(), runtime.rank()))
+        _assign(self._summed(), _redistributed(snapshot, runtime.rank(), runtime.size()))
         self._pending_metrics = listed(own, "metric")
         self._steps = snapshot.meta["steps"]
         self.model._initial_epoch = snapshot.meta["epoch"]
@@ -143,11 +143,11 @@ class Checkpoint(keras.callbacks.Callback):
             )
 
 
-def _redistributed(own: Sequence[Arrays], size: int, rank: int) -> list[np.ndarray]:
-    """State whose sum over ranks counts: each rank's own, or an equal part of the sum for another size."""
-    saved = [listed(arrays, "sum") for arrays in own]
-    if len(saved) == size:
-        return saved[rank]
+def _redistributed(snapshot: Snapshot, rank: int, size: int) -> list[np.ndarray]:
+    """State whose sum over ranks counts: this rank's own, or an equal part of the sum for another size."""
+    if snapshot.meta["size"] == size:
+        return listed(snapshot.own[rank], "sum")
+    saved = [listed(arrays, "sum") for arrays in snapshot.own.values()]
     return [
         (np.sum(values, axis=0) / size).astype(values[0].dtype) if values[0].dtype.kind == "f" else values[0]
         for values in zip(*saved, strict=True)

@@ -37,12 +37,12 @@ class Snapshot:
     Attributes:
       meta: Small things that JSON holds; equal on all ranks.
       shared: Arrays equal on all ranks.
-      own: Arrays of each rank, in rank order; a writer fills in its own only.
+      own: Rank -> its arrays; of all ranks only where the job has another number of them now.
     """
 
     meta: dict[str, Any]
     shared: Arrays
-    own: list[Arrays]
+    own: dict[int, Arrays]
 
 
 class Snapshots:
@@ -83,7 +83,7 @@ class Snapshots:
         names: list[str] = exchange_objects(self._names(), self.wire, "tp.snapshots")[0]
         problems: list[str] = []
         for name in reversed(names):
-            snapshot, problem = _attempt(lambda name=name: _read_files(self.folder / name))
+            snapshot, problem = _attempt(lambda name=name: self._read_files(self.folder / name))
             everybody = exchange_objects(problem, self.wire, f"tp.read.{name}")
             if not any(everybody):
                 return snapshot
@@ -94,6 +94,12 @@ class Snapshots:
                 f"Make {self.folder} visible to all nodes, or empty it to start anew."
             )
         return None
+
+    def _read_files(self, folder: Path) -> Snapshot:
+        meta = json.loads((folder / "meta.json").read_text())
+        topology = self.wire.topology
+        ranks = [topology.rank] if meta["size"] == topology.size else range(meta["size"])
+        return Snapshot(meta, _load(folder / "model.npz"), {rank: _load(folder / f"rank-{rank}.npz") for rank in ranks})
 
     def _names(self) -> list[str]:
         return sorted(p.name for p in self.folder.glob("snapshot-*")) if self.folder.exists() else []
@@ -152,12 +158,6 @@ def _save(path: Path, arrays: Arrays) -> None:
         np.savez(stream, **arrays)  # type: ignore[arg-type]
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _read_files(folder: Path) -> Snapshot:
-    meta = json.loads((folder / "meta.json").read_text())
-    own = [_load(folder / f"rank-{rank}.npz") for rank in range(meta["size"])]
-    return Snapshot(meta, _load(folder / "model.npz"), own)
 
 
 def _load(path: Path) -> Arrays:
