@@ -45,16 +45,43 @@ def _check_gone(output):
 
 def test_a_killed_rank_started_by_hand():
     """Without horovodrun to watch over them, the survivors say what they know."""
-    done = subprocess.run(
-        [sys.executable, "-c", BY_HAND, sys.executable, str(SCRIPT)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    done = _by_hand("kill", "127.0.0.1:2", "lo")
     assert "codes [1, -9]" in done.stdout, done.stdout + done.stderr
     assert "No word from rank(s) [1]" in done.stderr
+
+
+@pytest.fixture
+def two_nodes():
+    """Two network namespaces with a link between them; the names are this process's own."""
+    names = [f"tp{os.getpid()}{node}" for node in "ab"]
+    commands = [f"ip netns add {name}" for name in names]
+    commands += [f"ip link add eth0 netns {names[0]} type veth peer name eth0 netns {names[1]}"]
+    for number, name in enumerate(names, 1):
+        commands += [f"ip -n {name} addr add 10.98.0.{number}/24 dev eth0"]
+        commands += [f"ip -n {name} link set {interface} up" for interface in ("eth0", "lo")]
+    try:
+        for command in commands:
+            subprocess.run(command.split(), check=True, capture_output=True)
+        yield names
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:
+        pytest.skip(f"network namespaces need root and iproute2 ({error})")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_a_cut_link_ends_the_job_on_both_sides(two_nodes):
+    done = _by_hand("cut", "10.98.0.1:1,10.98.0.2:1", "eth0", two_nodes)
+    assert "codes [1, 1]" in done.stdout, done.stdout + done.stderr
+    assert "rank 0 lost its peers" in done.stderr
+    assert "No word from rank(s) [1]: late, stopped, killed (out of memory?) or cut off" in done.stderr
+
+
+def _by_hand(trouble, hosts, interface, namespaces=()):
+    prefix = ["ip", "netns", "exec", namespaces[0]] if namespaces else []
+    script = [sys.executable, "-c", BY_HAND, hosts, interface, ",".join(namespaces), str(SCRIPT), trouble]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    return subprocess.run([*prefix, *script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
 
 BY_HAND = """
@@ -62,13 +89,18 @@ import subprocess, sys, os
 from horovod.runner.http.http_server import RendezvousServer
 from horovod.runner.common.util.hosts import parse_hosts, get_host_assignments
 from horovod.runner.gloo_run import create_slot_env_vars
-plan = get_host_assignments(parse_hosts("127.0.0.1:2"), 2)
+hosts, interface, namespaces, *command = sys.argv[1:]
+namespaces = namespaces.split(",") if namespaces else []
+plan = get_host_assignments(parse_hosts(hosts), 2)
 server = RendezvousServer(0)
 port = server.start()
 server.init(plan)
-common = dict(os.environ, HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1", HOROVOD_GLOO_RENDEZVOUS_PORT=str(port),
-    HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo", HOROVOD_GLOO_IFACE="lo")
-ranks = [subprocess.Popen([*sys.argv[1:], "kill"], env={**common, **create_slot_env_vars(slot)}) for slot in plan]
+common = dict(os.environ, HOROVOD_GLOO_RENDEZVOUS_ADDR=hosts.split(":")[0], HOROVOD_GLOO_RENDEZVOUS_PORT=str(port),
+    HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo", HOROVOD_GLOO_IFACE=interface)
+def start(slot):
+    prefix = ["ip", "netns", "exec", namespaces[slot.rank]] if namespaces else []
+    return subprocess.Popen([*prefix, sys.executable, *command], env={**common, **create_slot_env_vars(slot)})
+ranks = [start(slot) for slot in plan]
 print("codes", [rank.wait() for rank in ranks])
 server.stop()
 """

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -16,6 +17,7 @@ TROUBLES = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "late": lambda: time.sleep(3600),
     "leave": lambda: sys.exit(0),
+    "cut": lambda: subprocess.run(["ip", "link", "set", "eth0", "down"], check=True),
 }
 
 
