@@ -13,7 +13,7 @@ from tests.on_ranks.worker import cases
 WORLDS = {
     # name: ranks, ranks per node (0: as the launcher says), modules
     "1": (1, 0, ["contract_table"]),
-    "2": (2, 0, ["contract_table", "training", "optimizer_features", "wait_free"]),
+    "2": (2, 0, ["contract_table", "training", "optimizer_features", "refusals", "memory", "wait_free"]),
     "2 for callbacks": (2, 0, ["callbacks", "stateful"]),
     "3": (3, 0, ["contract_table", "uneven"]),
     "2+1": (3, 2, ["contract_table"]),

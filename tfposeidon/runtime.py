@@ -117,7 +117,7 @@ def _find_topology(place: environment.Place, ranks_per_node: int | None) -> Topo
         return Topology.regular(place.rank, place.size, ranks_per_node)
     store = environment.Store.of_launcher()
     if store is None or place.size == 1:
-        return Topology.regular(place.rank, place.size, place.local_size)
+        return Topology(0, ((0,),))
     sizes = environment.node_sizes(store, place)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return Topology(place.rank, tuple(tuple(range(s, s + n)) for s, n in zip(starts, sizes, strict=True)))

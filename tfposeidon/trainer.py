@@ -72,10 +72,14 @@ def _resolve_auto_jit_compile(original: Any, call: inspect.BoundArguments) -> bo
 def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     model = call.arguments["self"]
     if _is_ours(getattr(model, "optimizer", None)):
-        if model.dtype_policy.name == "mixed_float16":
-            model.optimizer.scale_losses()
+        _scale_losses(model)
         _count_samples(model)
     return original(*call.args, **call.kwargs)
+
+
+def _scale_losses(model: Any) -> None:
+    if model.dtype_policy.name == "mixed_float16":
+        model.optimizer.scale_losses()
 
 
 def _count_samples(model: Any) -> None:
@@ -127,8 +131,7 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
     """
     if model.run_eagerly:
         return
-    if model.dtype_policy.name == "mixed_float16":
-        model.optimizer.scale_losses()
+    _scale_losses(model)
     with contextlib.suppress(Exception):
         specification = _specification(x, y, sample_weight)
         if specification is not None:

@@ -11,10 +11,9 @@ import tensorflow as tf
 import keras_callbacks
 import tfposeidon as tp
 from tests.on_ranks import models
+from tests.on_ranks.checks import LogLines, Raises
 from tests.on_ranks.models import same_on_all_ranks
-from tests.on_ranks.optimizer_features import Raises
 from tests.on_ranks.training import sgd
-from tests.on_ranks.uneven import _Lines
 from tfposeidon import snapshots
 from tfposeidon.wire import exchange_objects
 
@@ -202,7 +201,7 @@ def case_replica_check_stops(wire):
 
 
 def case_replica_check_repairs(wire):
-    with _Lines() as lines:
+    with LogLines() as lines:
         model = _checked_fit("repair")
     same_on_all_ranks(model.get_weights(), wire)
     assert len(lines) == (1 if wire.topology.rank == 0 else 0)

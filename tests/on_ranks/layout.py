@@ -1,7 +1,7 @@
 """Nodes and groups on real ranks."""
 
 import tfposeidon as tp
-from tests.on_ranks.optimizer_features import Raises
+from tests.on_ranks.checks import Raises
 
 
 def case_nodes_are_as_asked_for(wire):

@@ -1,7 +1,5 @@
 """Ranks with different numbers of batches end their epochs together."""
 
-import logging
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -9,28 +7,10 @@ import tensorflow as tf
 import keras_callbacks
 import tfposeidon as tp
 from tests.on_ranks import models
+from tests.on_ranks.checks import LogLines, Raises
 from tests.on_ranks.models import same_on_all_ranks
-from tests.on_ranks.optimizer_features import Raises
 from tests.on_ranks.training import sgd
 from tfposeidon.wire import exchange_objects
-
-
-class _Lines(logging.Handler):
-    """What the project's log says within a `with` block."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-    def __enter__(self):
-        logging.getLogger("tfposeidon").addHandler(self)
-        return self.lines
-
-    def __exit__(self, *_):
-        logging.getLogger("tfposeidon").removeHandler(self)
 
 
 def _compiled(**options):
@@ -54,7 +34,7 @@ def _check_together(model, optimizer, wire, updates):
 def case_known_lengths(wire):
     model, optimizer = _compiled()
     x, y = models.mlp.data(4 * (3 + wire.topology.rank))
-    with _Lines() as lines:
+    with LogLines() as lines:
         history = model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[keras_callbacks.MetricAverage()])
     _check_together(model, optimizer, wire, 6)
     losses = exchange_objects(history.history["loss"], wire, "losses")
@@ -109,7 +89,7 @@ def case_accumulation(wire):
 
 def case_equal_lengths_say_nothing(wire):
     model, _ = _compiled()
-    with _Lines() as lines:
+    with LogLines() as lines:
         model.fit(*models.mlp.data(12), batch_size=4, verbose=0)
     assert not [line for line in lines if "batches" in line]
 
