@@ -14,7 +14,7 @@ from sklearn.model_selection import train_test_split
 import keras_callbacks
 import tfposeidon as tp
 from tfposeidon import replicas, runtime
-from tfposeidon.coordinator import readable
+from tfposeidon.text import readable
 
 
 def parse_arguments():

@@ -77,10 +77,3 @@ def test_plan_as_json():
 
 def test_auto_says_what_it_means():
     assert "auto means all-reduce" in str(_plan(0, "auto"))
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (2.5e6, "2.50 MB"), (3e9, "3.00 GB")]
-)
-def test_readable(size, text):
-    assert coordinator.readable(size) == text

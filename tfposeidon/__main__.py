@@ -6,10 +6,12 @@ import argparse
 import sys
 
 from tfposeidon import __version__, check, install
+from tfposeidon.lab import command as lab
 
 COMMANDS = {
     "check": (check, "report versions and topology, and run a small collective; also under horovodrun"),
     "install": (install, "install TensorFlow if it is missing, and Horovod with the corrections it needs"),
+    "lab": (lab, "run a training script on emulated nodes with slow links between them"),
 }
 
 
@@ -24,6 +26,7 @@ def main() -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.main)
     options = parser.parse_args()
+    options.arguments = sys.argv[2:]
     return options.run(options)
 
 

@@ -13,6 +13,7 @@ from tfposeidon.cost import Cost
 from tfposeidon.gradient import Description
 from tfposeidon.policies import Policy
 from tfposeidon.schemes import Scheme
+from tfposeidon.text import readable, table
 from tfposeidon.topology import Topology
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
@@ -95,7 +96,7 @@ class Plan:
         header = ("bucket", "variable", "shape", "dtype", "scheme", "in the node", "across nodes", "reason")
         rows = [row for i, bucket in enumerate(self.buckets) for row in self._rows(i, bucket)]
         total = ("total", "", "", "", "", readable(self.cost.node_bytes), readable(self.cost.cross_bytes), "")
-        lines += _table([header, *rows, total])
+        lines += table([header, *rows, total])
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -140,16 +141,3 @@ def plan(
             filling[key] = open_bucket.joined(new)
     last_first = sorted([*buckets, *filling.values()], key=lambda bucket: -bucket.members[-1])
     return Plan(buckets=tuple(last_first), topology=topology, notes=tuple(notes))
-
-
-def readable(size_bytes: float) -> str:
-    """Bytes as people read them, in powers of ten."""
-    for unit, power in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size_bytes >= power:
-            return f"{size_bytes / power:.2f} {unit}"
-    return f"{size_bytes:.0f} B"
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

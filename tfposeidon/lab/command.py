@@ -1,0 +1,146 @@
+"""Runs an unchanged training script on emulated nodes, with links of a chosen speed between them.
+
+  python -m tfposeidon lab --nodes 2 --per-node 2 --inter 200mbit -- python train.py
+
+Nodes are network namespaces on this machine, joined by a switch; ranks find the environment that
+horovodrun gives them. At the end a table tells what crossed each node's link, read from its queues.
+The exit status is the job's. Needs Linux with iproute2, as root or with user namespaces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tfposeidon.lab import faults, sandbox, units
+from tfposeidon.lab.cluster import Cluster
+from tfposeidon.lab.faults import Fault
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked for on the command line, checked.
+
+    Attributes:
+      show: Ranks whose output is shown; `None` for all.
+      report: Where to write JSON.
+    """
+
+    cluster: Cluster
+    command: list[str]
+    faults: list[Fault]
+    show: set[int] | None
+    report: Path | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `python -m tfposeidon lab`."""
+    rate, time = _type(units.rate), _type(units.duration)
+    cluster = parser.add_argument_group("cluster")
+    cluster.add_argument("--nodes", type=int, required=True, metavar="M", help="number of nodes")
+    cluster.add_argument("--per-node", type=int, default=1, metavar="N", help="ranks on each node (1)")
+    cluster.add_argument("--inter", type=rate, metavar="RATE", help="of a node's link, each way: 200mbit (unshaped)")
+    cluster.add_argument("--intra", type=rate, metavar="RATE", help="between ranks of a node: 10gbit (unshaped)")
+    cluster.add_argument("--rtt", type=time, default=0.0, metavar="TIME", help="added to a round trip: 1ms")
+    cluster.add_argument("--jitter", type=time, default=0.0, metavar="TIME", help="of one direction, more or less: 100us")
+    cluster.add_argument("--loss", type=_type(units.share), default=0.0, metavar="SHARE", help="of packets: 0.1%%")
+    cluster.add_argument(
+        "--slow", type=_type(_slow), action="append", default=[], metavar="NODE=RATE", help="another rate for one node"
+    )
+    trouble = parser.add_argument_group("faults, each as often as wanted; seconds count from the start of the ranks")
+    for name, reader, form, help_text in (
+        ("--kill", faults.kill, "RANK@SECONDS", "kill a rank"),
+        ("--stop", faults.stop, "RANK@SECONDS+SECONDS", "stop a rank (SIGSTOP) for some time"),
+        ("--cut", faults.cut, "NODE@SECONDS", "cut a node's link for good"),
+    ):
+        trouble.add_argument(
+            name, dest="faults", type=_type(reader), action="extend", default=[], metavar=form, help=help_text
+        )
+    output = parser.add_argument_group("output")
+    output.add_argument("--show", choices=("all", "first"), default="all", help="every rank's output, or rank 0's (all)")
+    output.add_argument("--report", type=Path, metavar="FILE", help="also write what was seen as JSON")
+    output.add_argument(
+        "--rank-memory", type=_type(units.size), default=4e8, metavar="SIZE", help="that a rank needs at least (400mb)"
+    )
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each rank runs")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs `python -m tfposeidon lab`; returns the job's exit status, or 2 if nothing was started."""
+    try:
+        asked = request(options)
+        _check_report(asked.report)
+        _check_memory(asked.cluster, options.rank_memory)
+        return sandbox.run("tfposeidon.lab.inside", options.arguments)
+    except (ValueError, sandbox.Unavailable) as error:
+        print(f"tfposeidon lab: {error}", file=sys.stderr)
+        return 2
+
+
+def request(options: argparse.Namespace) -> Request:
+    """What the options ask for.
+
+    Raises:
+      ValueError: If something does not fit together.
+    """
+    cluster = Cluster(
+        nodes=options.nodes,
+        per_node=options.per_node,
+        inter=options.inter,
+        intra=options.intra,
+        rtt=options.rtt,
+        jitter=options.jitter,
+        loss=options.loss,
+        slow=tuple(options.slow),
+    )
+    for fault in options.faults:
+        check = cluster.check_node if fault.kind == "cut" else cluster.check_rank
+        check(f"--{fault.kind}", fault.target)
+    command = options.command_line[1:] if options.command_line[:1] == ["--"] else options.command_line
+    if not command:
+        raise ValueError("A command is missing. Put it last: ... -- python train.py")
+    if not shutil.which(command[0]):
+        raise ValueError(f"The command must be there. Received: {command[0]!r}, which is neither on PATH nor a program")
+    show = None if options.show == "all" else {0}
+    return Request(cluster=cluster, command=command, faults=options.faults, show=show, report=options.report)
+
+
+def _check_report(path: Path | None) -> None:
+    if path and not path.resolve().parent.is_dir():
+        raise ValueError(f"`--report` must name a file in a directory that is there. Received: {path}")
+
+
+def _check_memory(cluster: Cluster, rank_bytes: float) -> None:
+    """More ranks than fit would be killed one by one, minutes later."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free_bytes = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    if cluster.size * rank_bytes > free_bytes:
+        raise ValueError(
+            f"All ranks must fit into memory. Received: {cluster.size} ranks of {rank_bytes / 1e9:g} GB (what "
+            f"TensorFlow takes by itself), {free_bytes / 1e9:.1f} GB free. Ask for fewer, or tell with --rank-memory "
+            "that they need less."
+        )
+
+
+def _slow(text: str) -> tuple[int, float]:
+    node, equals, rate = text.partition("=")
+    if not equals or not node.isdigit():
+        raise ValueError(f"A slow node reads NODE=RATE, like 1=50mbit. Received: {text!r}")
+    return int(node), units.rate(rate)
+
+
+def _type(reader: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Lets argparse show the reader's own words."""
+
+    def read(text: str) -> Any:
+        try:
+            return reader(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read

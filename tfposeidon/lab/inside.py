@@ -1,0 +1,70 @@
+"""`python -m tfposeidon.lab.inside`: the part of the lab that runs in namespaces of its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tfposeidon.lab import command, report
+from tfposeidon.lab.cluster import Cluster
+from tfposeidon.lab.network import INTERFACE, SWITCH_ADDRESS, host_name, network
+from tfposeidon.lab.ranks import Job, say
+
+
+def main(arguments: list[str]) -> int:
+    """Builds the cluster, runs the job on it, and reports; returns the exit status."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return asyncio.run(_run(command.request(parser.parse_args(arguments))))
+
+
+async def _run(request: command.Request) -> int:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        with network(request.cluster) as built, rendezvous(request.cluster) as environments:
+            job = Job(built, request.faults, request.show)
+            try:
+                await job.run(request.command, environments)
+            except asyncio.CancelledError:
+                say("interrupted; all ranks are ended")
+                return 128 + signal.SIGTERM
+            found = report.Report.of(request.cluster, request.command, job, built.traffic())
+    except subprocess.CalledProcessError as error:
+        say(f"the kernel refused: {' '.join(error.cmd)}\n  {error.stderr}")
+        return 1
+    print(found, file=sys.stderr)
+    if request.report:
+        found.write(request.report)
+    return job.status
+
+
+@contextmanager
+def rendezvous(cluster: Cluster) -> Iterator[list[dict[str, str]]]:
+    """Horovod's key-value store at the switch, and what each rank needs in its environment, as from `horovodrun`."""
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
+    from horovod.runner.http.http_server import RendezvousServer
+
+    hosts = ",".join(f"{host_name(node)}:{cluster.per_node}" for node in range(cluster.nodes))
+    slots = get_host_assignments(parse_hosts(hosts), cluster.size)
+    server = RendezvousServer()
+    store_port = server.start()
+    server.init(slots)
+    common = os.environ | create_run_env_vars(SWITCH_ADDRESS, [INTERFACE], str(store_port))
+    common |= {"PYTHONUNBUFFERED": "1"}
+    try:
+        yield [common | create_slot_env_vars(slot) for slot in slots]
+    finally:
+        server.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

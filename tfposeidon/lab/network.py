@@ -1,0 +1,171 @@
+"""Nodes and links: namespaces joined by a bridge, shaped by `tc` in both directions.
+
+A node is a process that holds a network, a host-name and a mount namespace. Its link is a pair of
+interfaces: `eth0` in the node, `portN` on the bridge, which lies in the lab's own namespace, where the
+rendezvous server listens. What a node sends queues at `eth0`, what it receives at its port.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfposeidon.lab import delay_line
+from tfposeidon.lab.cluster import Cluster, burst_bytes, queue_bytes
+
+SWITCH_ADDRESS = "10.99.0.254"
+INTERFACE = "eth0"
+HOLD = """
+hostname "$0" && ip link set dev lo up && mount -t sysfs none /sys && echo ready && exec sleep infinity
+"""
+# A tmpfs over /mnt, in a mount namespace of our own: the file needs no place outside.
+HOSTS = "mount -t tmpfs none /mnt && cat > /mnt/hosts && mount --bind /mnt/hosts /etc/hosts && umount -l /mnt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What crossed one node's link, headers included.
+
+    Attributes:
+      sent_bytes, sent_packets: From the node to the switch.
+      received_bytes, received_packets: From the switch to the node.
+      dropped_packets: Lost in full queues, in either direction.
+    """
+
+    sent_bytes: int
+    sent_packets: int
+    received_bytes: int
+    received_packets: int
+    dropped_packets: int
+
+
+class Network:
+    """The links of a cluster; made by `network()`."""
+
+    def __init__(self, cluster: Cluster, holders: list[int]) -> None:
+        self.cluster = cluster
+        self._holders = holders
+
+    def entering(self, node: int) -> list[str]:
+        """What to put before a command so that it runs on a node, in the present directory."""
+        target = str(self._holders[node])
+        return ["nsenter", "--target", target, "--net", "--uts", "--mount", "env", "--chdir", str(Path.cwd())]
+
+    def cut(self, node: int) -> None:
+        """Pulls the cable at the switch."""
+        _call("ip", "link", "set", "dev", port(node), "down")
+
+    def traffic(self) -> list[Traffic]:
+        """What has crossed each node's link so far, as the queues at its ends counted it."""
+        received = _queues("tc")
+        return [self._of_node(node, received) for node in range(self.cluster.nodes)]
+
+    def _of_node(self, node: int, ports: dict[str, dict[str, int]]) -> Traffic:
+        sent = _queues(*self.entering(node), "tc")[INTERFACE]
+        received = ports[port(node)]
+        return Traffic(
+            sent_bytes=sent["bytes"],
+            sent_packets=sent["packets"],
+            received_bytes=received["bytes"],
+            received_packets=received["packets"],
+            dropped_packets=sent["drops"] + received["drops"],
+        )
+
+    def byte_counts(self) -> list[int]:
+        """Bytes that each node has sent so far: cheap, without the headers that segmentation adds later."""
+        lines = (line.split(":", 1) for line in Path("/proc/self/net/dev").read_text().splitlines() if ":" in line)
+        counters = {name.strip(): int(values.split()[0]) for name, values in lines}
+        return [counters[port(node)] for node in range(self.cluster.nodes)]
+
+
+def host_name(node: int) -> str:
+    """What the ranks of a node call their host."""
+    return f"node{node}"
+
+
+def address(node: int) -> str:
+    """The node's address on the network of the lab."""
+    return f"10.99.0.{node + 1}"
+
+
+def port(node: int) -> str:
+    """The bridge's end of a node's link."""
+    return f"port{node}"
+
+
+@contextmanager
+def network(cluster: Cluster) -> Iterator[Network]:
+    """Builds the nodes and their links; to be called inside the sandbox.
+
+    Raises:
+      subprocess.CalledProcessError: If the kernel refuses, with its words.
+    """
+    hosts = Path("/etc/hosts").read_text() + "".join(
+        f"{address(node)} {host_name(node)}\n" for node in range(cluster.nodes)
+    )
+    _call("sh", "-c", HOSTS, text=hosts)
+    _call("ip", "link", "set", "dev", "lo", "up")
+    _call("ip", "link", "add", "name", "switch", "type", "bridge")
+    _call("ip", "addr", "add", f"{SWITCH_ADDRESS}/24", "dev", "switch")
+    _call("ip", "link", "set", "dev", "switch", "up")
+    holders = [_hold(host_name(node)) for node in range(cluster.nodes)]
+    line = None
+    try:
+        if cluster.delays:
+            line = delay_line.start(cluster, [holder.pid for holder in holders])
+        else:
+            for node, holder in enumerate(holders):
+                peer = ("peer", "name", INTERFACE, "netns", str(holder.pid))
+                _call("ip", "link", "add", "name", port(node), "type", "veth", *peer)
+        built = Network(cluster, [holder.pid for holder in holders])
+        for node in range(cluster.nodes):
+            _connect(built, node)
+        yield built
+    finally:
+        for process in (*holders, *([line] if line else [])):
+            process.kill()
+            process.wait()
+
+
+def _hold(name: str) -> subprocess.Popen[str]:
+    command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", HOLD, name]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    if holder.stdout.readline() != "ready\n":
+        raise subprocess.CalledProcessError(holder.wait(), command)
+    return holder
+
+
+def _connect(built: Network, node: int) -> None:
+    inside = built.entering(node)
+    _call("ip", "link", "set", "dev", port(node), "master", "switch", "up")
+    _call(*inside, "ip", "addr", "add", f"{address(node)}/24", "dev", INTERFACE)
+    _call(*inside, "ip", "link", "set", "dev", INTERFACE, "up")
+    rate = built.cluster.rate(node)
+    _call("tc", "qdisc", "add", "dev", port(node), "root", *_queue(rate))
+    _call(*inside, "tc", "qdisc", "add", "dev", INTERFACE, "root", *_queue(rate))
+    if built.cluster.intra is not None:
+        _call(*inside, "tc", "qdisc", "add", "dev", "lo", "root", *_queue(built.cluster.intra))
+
+
+def _queue(rate: float | None) -> list[str]:
+    """A token bucket, or, where nothing is shaped, a plain queue, because it counts."""
+    if rate is None:
+        return ["pfifo", "limit", "10000"]
+    return ["tbf", "rate", f"{rate:.0f}bit", "burst", str(burst_bytes(rate)), "limit", str(queue_bytes(rate))]
+
+
+def _queues(*tc: str) -> dict[str, dict[str, int]]:
+    """The counters of every root queue, by interface."""
+    return {queue["dev"]: queue for queue in json.loads(_call(*tc, "-s", "-j", "qdisc", "show")) if "root" in queue}
+
+
+def _call(*command: str, text: str | None = None) -> str:
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+    return done.stdout
