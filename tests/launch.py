@@ -1,4 +1,4 @@
-"""Starts real ranks under horovodrun, with a time limit, and leaves none behind."""
+"""Starts real ranks under horovodrun or in the lab, with a time limit, and leaves none behind."""
 
 import os
 import signal
@@ -24,24 +24,28 @@ def horovodrun(size, *command, environment=None, hosts=None, timeout_s=300, back
         sys.executable,
         *map(str, command),
     ]
-    variables = {
-        **os.environ,
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        "PYTHONPATH": str(ROOT),
-        "COLUMNS": "200",
-        "HOROVOD_TIMELINE": "DYNAMIC",
-        **(environment or {}),
-    }
-    process = subprocess.Popen(
-        launcher,
+    process = _start(launcher, {"HOROVOD_TIMELINE": "DYNAMIC", **(environment or {})})
+    return process if background else finish(process, timeout_s)
+
+
+def lab(options, *command, environment=None, timeout_s=120, background=False):
+    """Runs `command` in the lab; `options` is a string. Returns as `horovodrun` does."""
+    launcher = [sys.executable, "-m", "tfposeidon", "lab", *options.split(), "--", *map(str, command)]
+    process = _start(launcher, environment or {})
+    return process if background else finish(process, timeout_s)
+
+
+def _start(command, environment):
+    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return subprocess.Popen(
+        command,
         cwd=ROOT,
-        env=variables,
+        env={**os.environ, **variables, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
-    return process if background else finish(process, timeout_s)
 
 
 def finish(process, timeout_s):

@@ -1,14 +1,14 @@
 """One rank's trouble ends the job on all, with the rank and the cause on the screen."""
 
+import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, finish, horovodrun
+from tests.launch import finish, horovodrun, lab
 
 SCRIPT = Path(__file__).parent / "on_ranks" / "failing.py"
 LAST_LINES = 60
@@ -43,67 +43,24 @@ def _check_gone(output):
     assert not os.path.exists(f"/proc/{pid}/status"), "a rank was left behind"
 
 
-def test_a_killed_rank_started_by_hand():
-    """Without horovodrun to watch over them, the survivors say what they know."""
-    done = _by_hand("kill", "127.0.0.1:2", "lo")
-    assert "codes [1, -9]" in done.stdout, done.stdout + done.stderr
-    assert "No word from rank(s) [1]" in done.stderr
+FAULT_S = 20
+FAULTS = {
+    "--kill 1@20": ["tfposeidon lab: rank 1 was ended by SIGKILL", "No word from rank(s) [1]"],
+    "--stop 1@20+3600": ["No word from rank(s) [1]: late, stopped, killed (out of memory?) or cut off"],
+    "--cut 1@20": ["[0]", "rank 0 lost its peers", "No word from rank(s) [1]"],
+}
 
 
-@pytest.fixture
-def two_nodes():
-    """Two network namespaces with a link between them; the names are this process's own."""
-    names = [f"tp{os.getpid()}{node}" for node in "ab"]
-    commands = [f"ip netns add {name}" for name in names]
-    commands += [f"ip link add eth0 netns {names[0]} type veth peer name eth0 netns {names[1]}"]
-    for number, name in enumerate(names, 1):
-        commands += [f"ip -n {name} addr add 10.98.0.{number}/24 dev eth0"]
-        commands += [f"ip -n {name} link set {interface} up" for interface in ("eth0", "lo")]
-    try:
-        for command in commands:
-            subprocess.run(command.split(), check=True, capture_output=True)
-        yield names
-    except (subprocess.CalledProcessError, FileNotFoundError) as error:
-        pytest.skip(f"network namespaces need root and iproute2 ({error})")
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def test_a_cut_link_ends_the_job_on_both_sides(two_nodes):
-    done = _by_hand("cut", "10.98.0.1:1,10.98.0.2:1", "eth0", two_nodes)
-    assert "codes [1, 1]" in done.stdout, done.stdout + done.stderr
-    assert "rank 0 lost its peers" in done.stderr
-    assert "No word from rank(s) [1]: late, stopped, killed (out of memory?) or cut off" in done.stderr
-
-
-def _by_hand(trouble, hosts, interface, namespaces=()):
-    prefix = ["ip", "netns", "exec", namespaces[0]] if namespaces else []
-    script = [sys.executable, "-c", BY_HAND, hosts, interface, ",".join(namespaces), str(SCRIPT), trouble]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
-    return subprocess.run([*prefix, *script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-
-
-BY_HAND = """
-import subprocess, sys, os
-from horovod.runner.http.http_server import RendezvousServer
-from horovod.runner.common.util.hosts import parse_hosts, get_host_assignments
-from horovod.runner.gloo_run import create_slot_env_vars
-hosts, interface, namespaces, *command = sys.argv[1:]
-namespaces = namespaces.split(",") if namespaces else []
-plan = get_host_assignments(parse_hosts(hosts), 2)
-server = RendezvousServer(0)
-port = server.start()
-server.init(plan)
-common = dict(os.environ, HOROVOD_GLOO_RENDEZVOUS_ADDR=hosts.split(":")[0], HOROVOD_GLOO_RENDEZVOUS_PORT=str(port),
-    HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo", HOROVOD_GLOO_IFACE=interface)
-def start(slot):
-    prefix = ["ip", "netns", "exec", namespaces[slot.rank]] if namespaces else []
-    return subprocess.Popen([*prefix, sys.executable, *command], env={**common, **create_slot_env_vars(slot)})
-ranks = [start(slot) for slot in plan]
-print("codes", [rank.wait() for rank in ranks])
-server.stop()
-"""
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_between_nodes_end_fit_on_all_ranks(fault, tmp_path):
+    """As horovodrun's own, but with links between the ranks, which can be cut."""
+    report = tmp_path / "report.json"
+    done = lab(f"--nodes 2 --inter 200mbit {fault} --report {report}", sys.executable, SCRIPT, "none", timeout_s=120)
+    assert done.returncode != 0
+    for text in FAULTS[fault]:
+        assert text in done.stdout, done.stdout
+    assert "the job went on" not in done.stdout
+    assert json.loads(report.read_text())["wall_s"] < FAULT_S + 30
 
 
 def test_hosts_of_different_size_are_nodes_of_different_size():

@@ -2,16 +2,17 @@
 
 import functools
 import json
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.launch import horovodrun
+from tests.launch import horovodrun, lab
 from tests.on_ranks.worker import cases
 
 WORLDS = {
-    # name: ranks, ranks per node (0: as the launcher says), modules
+    # name: ranks, or options of the lab; ranks per node (0: as the launcher says); modules
     "1": (1, 0, ["contract_table"]),
     "2": (2, 0, ["contract_table", "training", "optimizer_features", "refusals", "memory", "wait_free"]),
     "2 for callbacks": (2, 0, ["callbacks", "stateful"]),
@@ -19,17 +20,21 @@ WORLDS = {
     "2+1": (3, 2, ["contract_table"]),
     "2x2": (4, 2, ["contract_table", "training", "layout"]),
     "3x2": (6, 2, ["contract_table"]),
+    "2x2 in the lab": ("--nodes 2 --per-node 2 --inter 200mbit", 0, ["links"]),
 }
 
 
 @functools.cache
 def results(world):
     """Runs the world's job once; what each case said, and the job's output."""
-    size, ranks_per_node, modules = WORLDS[world]
+    ranks, ranks_per_node, modules = WORLDS[world]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.json"
         script = Path(__file__).parent / "on_ranks" / "worker.py"
-        done = horovodrun(size, script, path, ranks_per_node, *modules, timeout_s=1200)
+        worker = (script, path, ranks_per_node, *modules)
+        in_lab = isinstance(ranks, str)
+        launch = functools.partial(lab, ranks, sys.executable) if in_lab else functools.partial(horovodrun, ranks)
+        done = launch(*worker, timeout_s=1200)
         problems = json.loads(path.read_text()) if path.exists() else {}
     return problems, done
 

@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--inter", type=rate, metavar="RATE", help="of a node's link, each way: 200mbit (unshaped)")
     cluster.add_argument("--intra", type=rate, metavar="RATE", help="between ranks of a node: 10gbit (unshaped)")
     cluster.add_argument("--rtt", type=time, default=0.0, metavar="TIME", help="added to a round trip: 1ms")
-    cluster.add_argument("--jitter", type=time, default=0.0, metavar="TIME", help="of one direction, more or less: 100us")
+    cluster.add_argument(
+        "--jitter", type=time, default=0.0, metavar="TIME", help="of one direction, more or less: 100us"
+    )
     cluster.add_argument("--loss", type=_type(units.share), default=0.0, metavar="SHARE", help="of packets: 0.1%%")
     cluster.add_argument(
         "--slow", type=_type(_slow), action="append", default=[], metavar="NODE=RATE", help="another rate for one node"
@@ -62,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             name, dest="faults", type=_type(reader), action="extend", default=[], metavar=form, help=help_text
         )
     output = parser.add_argument_group("output")
-    output.add_argument("--show", choices=("all", "first"), default="all", help="every rank's output, or rank 0's (all)")
+    output.add_argument(
+        "--show", choices=("all", "first"), default="all", help="every rank's output, or rank 0's (all)"
+    )
     output.add_argument("--report", type=Path, metavar="FILE", help="also write what was seen as JSON")
     output.add_argument(
         "--rank-memory", type=_type(units.size), default=4e8, metavar="SIZE", help="that a rank needs at least (400mb)"
@@ -77,7 +81,7 @@ def main(options: argparse.Namespace) -> int:
         _check_report(asked.report)
         _check_memory(asked.cluster, options.rank_memory)
         return sandbox.run("tfposeidon.lab.inside", options.arguments)
-    except (ValueError, sandbox.Unavailable) as error:
+    except (ValueError, sandbox.UnavailableError) as error:
         print(f"tfposeidon lab: {error}", file=sys.stderr)
         return 2
 

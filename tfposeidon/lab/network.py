@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tfposeidon.lab import delay_line
 from tfposeidon.lab.cluster import Cluster, burst_bytes, queue_bytes
+from tfposeidon.lab.delay_line import DelayLine
 
 SWITCH_ADDRESS = "10.99.0.254"
 INTERFACE = "eth0"
@@ -34,6 +35,8 @@ class Traffic:
       sent_bytes, sent_packets: From the node to the switch.
       received_bytes, received_packets: From the switch to the node.
       dropped_packets: Lost in full queues, in either direction.
+
+    With delay or jitter, frames of up to 64 kB that arrive at a node count as one packet.
     """
 
     sent_bytes: int
@@ -116,7 +119,7 @@ def network(cluster: Cluster) -> Iterator[Network]:
     line = None
     try:
         if cluster.delays:
-            line = delay_line.start(cluster, [holder.pid for holder in holders])
+            line = _plug_delayed(cluster, holders)
         else:
             for node, holder in enumerate(holders):
                 peer = ("peer", "name", INTERFACE, "netns", str(holder.pid))
@@ -126,7 +129,7 @@ def network(cluster: Cluster) -> Iterator[Network]:
             _connect(built, node)
         yield built
     finally:
-        for process in (*holders, *([line] if line else [])):
+        for process in (*([line] if line else []), *holders):
             process.kill()
             process.wait()
 
@@ -140,6 +143,15 @@ def _hold(name: str) -> subprocess.Popen[str]:
     return holder
 
 
+def _plug_delayed(cluster: Cluster, holders: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    ends = [f"node{node}" for node in range(cluster.nodes)]
+    line = DelayLine(delay_s=cluster.rtt / 2, jitter_s=cluster.jitter, loss=cluster.loss)
+    process = delay_line.start(ends, [port(node) for node in range(cluster.nodes)], line)
+    for end, holder in zip(ends, holders, strict=True):
+        _call("ip", "link", "set", "dev", end, "netns", str(holder.pid), "name", INTERFACE)
+    return process
+
+
 def _connect(built: Network, node: int) -> None:
     inside = built.entering(node)
     _call("ip", "link", "set", "dev", port(node), "master", "switch", "up")
@@ -149,6 +161,8 @@ def _connect(built: Network, node: int) -> None:
     _call("tc", "qdisc", "add", "dev", port(node), "root", *_queue(rate))
     _call(*inside, "tc", "qdisc", "add", "dev", INTERFACE, "root", *_queue(rate))
     if built.cluster.intra is not None:
+        # With its usual 64 kB, single packets would not fit into the bucket.
+        _call(*inside, "ip", "link", "set", "dev", "lo", "mtu", "1500")
         _call(*inside, "tc", "qdisc", "add", "dev", "lo", "root", *_queue(built.cluster.intra))
 
 

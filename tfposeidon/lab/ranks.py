@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -38,8 +39,10 @@ class Rank:
 
     def signal(self, number: int) -> None:
         """Reaches the rank and what it has started."""
-        if self.status is None:
-            os.killpg(self.process.pid, number)
+        if self.process.returncode is None:
+            # It may have ended since the loop last looked.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
 
     def __str__(self) -> str:
         if self.status is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import shlex
@@ -97,7 +98,7 @@ class Report:
         counts = [sample[node] for sample in self.sent_over_time]
         stride = -(-len(counts) // LONGEST_BARS) or 1
         counts = counts[::stride]
-        rates = [8 * (b - a) / (stride * SAMPLE_S) for a, b in zip(counts, counts[1:], strict=False)]
+        rates = [8 * (b - a) / (stride * SAMPLE_S) for a, b in itertools.pairwise(counts)]
         full = self.cluster.rate(node) or max([*rates, 1.0])
         return [rate / full for rate in rates]
 

@@ -28,7 +28,7 @@ AS_USER = ("--user", "--map-root-user")
 PROBE = "ip link add name a type veth peer name b && tc qdisc add dev a root tbf rate 1mbit burst 3200 limit 100000"
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """The machine cannot hold a lab; the message says what is missing."""
 
 
@@ -39,7 +39,7 @@ def run(module: str, arguments: list[str]) -> int:
     inside; at a second one everything is killed.
 
     Raises:
-      Unavailable: If tools or rights are missing.
+      UnavailableError: If tools or rights are missing.
     """
     # setpriv: should this process be killed, the kernel kills what is inside with it.
     command = ["setpriv", "--pdeathsig", "KILL", *_namespaces(), sys.executable, "-m", module, *arguments]
@@ -61,7 +61,7 @@ def _namespaces() -> tuple[str, ...]:
     missing = [tool for tool in TOOLS if not shutil.which(tool)]
     if missing:
         packages = sorted({TOOLS[tool] for tool in missing})
-        raise Unavailable(f"{', '.join(missing)} not found. Install: apt-get install {' '.join(packages)}")
+        raise UnavailableError(f"{', '.join(missing)} not found. Install: apt-get install {' '.join(packages)}")
     errors = []
     for rights in ((), AS_USER) if os.geteuid() == 0 else (AS_USER,):
         command = (*NAMESPACES, *rights)
@@ -69,7 +69,7 @@ def _namespaces() -> tuple[str, ...]:
         if probe.returncode == 0:
             return command
         errors.append(f"  {shlex.join(command)}: {' '.join(probe.stderr.split())}")
-    raise Unavailable(
+    raise UnavailableError(
         "the lab needs network namespaces, as root or through user namespaces. Tried:\n" + "\n".join(errors) + "\n"
         "Run it with sudo, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
         "kernel.apparmor_restrict_unprivileged_userns=0); a container needs --privileged. The kernel needs veth, "

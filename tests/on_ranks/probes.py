@@ -1,0 +1,125 @@
+"""Small jobs for the lab: what a rank sees, how fast links are, how long packets take."""
+
+import json
+import os
+import signal
+import socket
+import statistics
+import sys
+import time
+
+RANK, SIZE = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
+PORT = 5000
+
+
+def environment():
+    seen = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD")}
+    seen |= {"host": socket.gethostname(), "folder": os.getcwd(), "address of node1": socket.gethostbyname("node1")}
+    print(json.dumps(seen | {"interfaces": sorted(os.listdir("/sys/class/net"))}))
+
+
+def rates(size_bytes):
+    """Rank 0 and each other rank send one another `size_bytes`, in turn."""
+    for other in range(1, SIZE):
+        for sender, receiver in ((0, other), (other, 0)):
+            if receiver == RANK:
+                _receive(int(size_bytes), f"{sender}>{receiver}", PORT + 2 * other + (receiver == 0))
+            elif sender == RANK:
+                with _connect(receiver, PORT + 2 * other + (receiver == 0)) as peer:
+                    peer.sendall(bytes(int(size_bytes)))
+                    peer.shutdown(socket.SHUT_WR)
+                    peer.recv(1)
+
+
+def _receive(size_bytes, pair, port):
+    with socket.create_server(("", port)) as server:
+        peer, _ = server.accept()
+        with peer:
+            total = len(peer.recv(65536))
+            begin, first = time.perf_counter(), total
+            while chunk := peer.recv(65536):
+                total += len(chunk)
+            seconds = time.perf_counter() - begin
+    assert total == size_bytes
+    print(f"rate {pair} {8 * (total - first) * 1514 / 1448 / seconds:.0f}", flush=True)
+
+
+def _connect(rank, port):
+    node = rank // int(os.environ["HOROVOD_LOCAL_SIZE"])
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection((f"node{node}", port), timeout=60)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def round_trips():
+    if RANK == 1:
+        with socket.create_server(("", PORT)) as server:
+            peer, _ = server.accept()
+            while byte := peer.recv(1):
+                peer.send(byte)
+        return
+    times = []
+    with _connect(1, PORT) as peer:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(50):
+            begin = time.perf_counter()
+            peer.send(b"x")
+            peer.recv(1)
+            times.append(time.perf_counter() - begin)
+    print(f"round trips: median {1e3 * statistics.median(times):.3f} ms")
+
+
+def lost(count=500):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+        if RANK == 0:
+            time.sleep(1)
+            for _ in range(count):
+                own.sendto(b"x", ("node1", PORT))
+                time.sleep(0.001)
+            return
+        own.bind(("", PORT))
+        own.settimeout(5)
+        came = 0
+        try:
+            while own.recv(1):
+                came += 1
+                own.settimeout(2)
+        except TimeoutError:
+            print(f"part lost {1 - came / count:.3f}")
+
+
+def fail():
+    if RANK == 1:
+        print("last words of rank 1")
+        sys.exit(3)
+    signal.signal(signal.SIGTERM, lambda *_: (print("rank 0 was asked to end", flush=True), sys.exit(0)))
+    time.sleep(60)
+
+
+def tick():
+    """Says how long it was stopped, and when it loses the switch."""
+    last = time.monotonic()
+    while True:
+        time.sleep(0.05)
+        now = time.monotonic()
+        if now - last > 0.5:
+            print(f"gap {now - last:.2f}", flush=True)
+        with open("/sys/class/net/eth0/carrier") as stream:
+            if stream.read().strip() == "0":
+                print("lost the switch", flush=True)
+                time.sleep(60)
+        last = now
+
+
+def wait():
+    print("ready", flush=True)
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
