@@ -1,0 +1,82 @@
+"""What a worker is asked to do, and how it answers: JSON in its argument, JSON in a file of rank 0."""
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from tfposeidon.lab import models
+
+HEADER_BYTES = 66
+"""Ethernet, IP, and TCP with time stamps, of every packet as the interface counts it."""
+
+
+class Task:
+    """One job's request.
+
+    Attributes (from JSON):
+      model: Name in `tfposeidon.lab.models`; `shrink`: factor by which it is made smaller.
+      dilation: Factor on compute times.
+      systems: What to measure, in turn, in this job.
+      warm_up, steps: Steps that are not, and that are, timed.
+      result: Path of the answer.
+    """
+
+    def __init__(self, text):
+        self.options = json.loads(text)
+        self.rank, self.size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
+        self.answer = {}
+
+    @classmethod
+    def from_argument(cls):
+        return cls(sys.argv[1])
+
+    def __getattr__(self, name):
+        try:
+            return self.options[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def emulated(self):
+        """The model to train, in the size that was asked for."""
+        return models.model(self.model).shrunk(self.shrink)
+
+    def measure(self, system, step, slowest):
+        """Times `step()` and notes the answer for `system`.
+
+        Args:
+          slowest: From this rank's seconds to those of the slowest rank; it also lets all ranks begin together.
+        """
+        for _ in range(self.warm_up):
+            step()
+        slowest(0.0)
+        sent = payload_bytes()
+        times = []
+        for _ in range(self.steps):
+            begin = time.perf_counter()
+            step()
+            times.append(slowest(time.perf_counter() - begin))
+        self.note(system, {"step_s": times, "sent_bytes": (payload_bytes() - sent) / self.steps})
+
+    def note(self, system, answer):
+        """Adds to the answer, and writes it beside and renames it."""
+        self.answer[system] = answer
+        if self.rank == 0:
+            times = answer.get("step_s")
+            text = f"{1e3 * statistics.median(times):10.1f} ms" if times else answer["error"].splitlines()[-1]
+            print(f"{system:24} {text}", flush=True)
+            path = Path(self.result)
+            beside = path.with_suffix(".part")
+            beside.write_text(json.dumps(self.answer))
+            beside.replace(path)
+
+
+def payload_bytes(interface="eth0"):
+    """What this node has sent over its link so far, without headers; 0 where there is no such link."""
+    folder = Path("/sys/class/net") / interface / "statistics"
+    if not folder.exists():
+        return 0
+    sent, packets = (int((folder / name).read_text()) for name in ("tx_bytes", "tx_packets"))
+    return sent - HEADER_BYTES * packets
