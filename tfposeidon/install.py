@@ -1,4 +1,4 @@
-"""Installs what tfposeidon stands on: TensorFlow, and Horovod with three corrections.
+"""Installs what tfposeidon stands on: TensorFlow, and Horovod with some corrections.
 
 Horovod 0.28.1, its last release, neither compiles against TensorFlow 2.16 or later nor connects
 several hosts over Gloo as it stands. `python -m tfposeidon install` downloads its source, corrects it
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HOROVOD_VERSION = "0.28.1"
-CORRECTED_MARK = "+tfposeidon"
+CORRECTED_MARK = "+tfposeidon.2"
 TENSORFLOW_VERSION = "2.21.*"
 KERAS_VERSION = "3.15.*"
 BUILD_TOOLS = ("setuptools<80", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml")
@@ -56,6 +56,9 @@ class Correction:
         path.write_text(text.replace(self.wrong, self.right))
 
 
+RECEIVE_FIRST = """Gloo announces a receive over the connection on which it sends. Sent first, a large message holds the
+announcement back, and with it the other direction: two ranks that exchange use half of what their link can carry."""
+
 CORRECTIONS = (
     Correction(
         file="horovod/tensorflow/CMakeLists.txt",
@@ -76,6 +79,37 @@ CORRECTIONS = (
         wrong="global_ranks_.reserve(size_);",
         right="global_ranks_.resize(size_);",
         why="Under Gloo the stall inspector never sees a missing rank.",
+    ),
+    Correction(
+        file="third_party/gloo/gloo/alltoallv.cc",
+        wrong="""    in->send(
+        sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]);
+    out->recv(
+        recvRank, slot, outOffsetPerRank[recvRank], outLengthPerRank[recvRank]);
+  }
+""",
+        right="""    out->recv(
+        recvRank, slot, outOffsetPerRank[recvRank], outLengthPerRank[recvRank]);
+  }
+  for (int i = 1; i < worldSize; i++) {
+    int sendRank = (myRank + i) % worldSize;
+    in->send(
+        sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]);
+  }
+""",
+        why=RECEIVE_FIRST,
+    ),
+    Correction(
+        file="third_party/gloo/gloo/allgatherv.cc",
+        wrong="""      out->send(sendRank, slot, byteOffsets[sendIndex], byteCounts[sendIndex]);
+      out->recv(recvRank, slot, byteOffsets[recvIndex], byteCounts[recvIndex]);
+      continue;
+""",
+        right="""      out->recv(recvRank, slot, byteOffsets[recvIndex], byteCounts[recvIndex]);
+      out->send(sendRank, slot, byteOffsets[sendIndex], byteCounts[sendIndex]);
+      continue;
+""",
+        why=RECEIVE_FIRST,
     ),
     Correction(
         file="horovod/__init__.py",

@@ -20,8 +20,11 @@ from tfposeidon.lab.delay_line import DelayLine
 
 SWITCH_ADDRESS = "10.99.0.254"
 INTERFACE = "eth0"
+# Reno is the one congestion control that every kernel allows in a namespace; what a kernel has as its default
+# differs, and BBR, for one, leaves up to half of a link idle when both directions are full.
 HOLD = """
-hostname "$0" && ip link set dev lo up && mount -t sysfs none /sys && echo ready && exec sleep infinity
+hostname "$0" && ip link set dev lo up && mount -t sysfs none /sys &&
+echo reno > /proc/sys/net/ipv4/tcp_congestion_control && echo ready && exec sleep infinity
 """
 # A tmpfs over /mnt, in a mount namespace of our own: the file needs no place outside.
 HOSTS = "mount -t tmpfs none /mnt && cat > /mnt/hosts && mount --bind /mnt/hosts /etc/hosts && umount -l /mnt"

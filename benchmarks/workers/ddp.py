@@ -1,0 +1,205 @@
+"""A peer: PyTorch's DistributedDataParallel over Gloo, with the emulated models' shapes, times and values.
+
+Shapes are in PyTorch's order, outputs first, because PowerSGD takes the first dimension as a matrix's rows.
+"""
+
+import gc
+import logging
+import math
+import os
+import traceback
+from datetime import timedelta
+from functools import partial
+
+import numpy as np
+
+from benchmarks.workers.task import Task
+from tfposeidon.lab import network
+from tfposeidon.lab.stream import Stream
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError("The peer `ddp` needs PyTorch. Install it: pip install torch==2.13.0") from error
+
+from torch import distributed
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+# Of the ranks 1 to 4 that PyTorch's documentation calls typical, the one that keeps most of the gradient.
+POWERSGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}
+# Until then PowerSGD sends everything, and in the next step makes its memory.
+POWERSGD_WARM_UP = POWERSGD["start_powerSGD_iter"] + 1
+SYSTEMS = ("ddp", "ddp-fp16", "ddp-powersgd")
+# Of one exchange; a bucket of 25 MB may wait for many others on a slow link.
+TIMEOUT = timedelta(minutes=10)
+SPREAD_OVER = 8
+SCALE = 1e-3
+
+
+def main():
+    task = Task.from_argument()
+    torch.set_num_threads(1)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("HOROVOD_GLOO_IFACE", "lo")
+    distributed.init_process_group(
+        "gloo", init_method=f"tcp://{meeting_place()}", rank=task.rank, world_size=task.size, timeout=TIMEOUT
+    )
+    for system in task.systems:
+        try:
+            measure(task, system)
+        except Exception:  # noqa: BLE001
+            task.note(system, {"error": traceback.format_exc()})
+        # Reducers and their buckets hang in cycles.
+        gc.collect()
+    distributed.destroy_process_group()
+
+
+def meeting_place():
+    """Address and port where rank 0 listens; the port lies below those that systems give out themselves."""
+    in_lab = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") == network.SWITCH_ADDRESS
+    address = network.address(0) if in_lab else "127.0.0.1"
+    return f"{address}:{10_000 + int(os.environ.get('HOROVOD_GLOO_RENDEZVOUS_PORT', 0)) % 20_000}"
+
+
+def measure(task, system):
+    """Trains a model of its own under `system`, and notes times and bytes."""
+    if system not in SYSTEMS:
+        raise ValueError(f"`systems` must be of {', '.join(SYSTEMS)}. Received: {system!r}")
+    if system == "ddp-powersgd" and task.warm_up < POWERSGD_WARM_UP:
+        raise ValueError(f"`warm_up` must be at least {POWERSGD_WARM_UP} for PowerSGD. Received: {task.warm_up}")
+    torch_model = EmulatedModel(task.emulated(), task.dilation, seed=task.rank)
+    # All ranks begin with zeros, which need not travel. As views of the buckets, gradients are not copied twice,
+    # and means do not go where the values came from.
+    parallel = torch.nn.parallel.DistributedDataParallel(torch_model, init_sync=False, gradient_as_bucket_view=True)
+    if system == "ddp-fp16":
+        parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif system == "ddp-powersgd":
+        parallel.register_comm_hook(({}, PowerSGDState(None, **POWERSGD)), power_sgd)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=1e-3)
+    token = torch.zeros(1)
+
+    def step():
+        optimizer.zero_grad()
+        parallel(token).sum().backward()
+        optimizer.step()
+
+    task.measure(system, step, slowest)
+
+
+def power_sgd(groups_and_state, bucket):
+    """PyTorch's hook, with a process group for each bucket.
+
+    A bucket exchanges three times in a row, each from the callback of the one before, on one of a group's two threads.
+    In one group for all, ranks come to different orders (Gloo: "Received data size doesn't match expected size"), or
+    both threads wait for exchanges that no thread is left to make.
+    """
+    groups, state = groups_and_state
+    if bucket.index() not in groups:
+        groups[bucket.index()] = distributed.new_group(timeout=TIMEOUT)
+    state.process_group = groups[bucket.index()]
+    return powerSGD_hook(state, bucket)
+
+
+def slowest(seconds):
+    times = torch.tensor(seconds, dtype=torch.float64)
+    distributed.all_reduce(times, distributed.ReduceOp.MAX)
+    return times.item()
+
+
+class EmulatedModel(torch.nn.Module):
+    """The parameters and the timing of a model; its value is its input.
+
+    Args:
+      model: A `tfposeidon.lab.models.Model`.
+      dilation: Factor on all times.
+      seed: Of the gradients' values; give each rank its own.
+    """
+
+    def __init__(self, model, dilation, seed):
+        super().__init__()
+        self.stream = Stream()
+        pool = Pool(max(map(partial(values_needed, batch=model.batch), model.layers)), seed)
+        self.layers = torch.nn.ModuleList(
+            EmulatedLayer(layer, model.batch, pool, partial(self.stream.run, dilation * forward_s), backward)
+            for layer, (forward_s, backward_s) in zip(model.layers, model.times(), strict=True)
+            for backward in [partial(self.stream.run, dilation * backward_s)]
+        )
+
+    def forward(self, token):
+        self.stream.begin()
+        for layer in self.layers:
+            token = layer(token)
+        return token
+
+
+class EmulatedLayer(torch.nn.Module):
+    """Real parameters; forward and backward wait, and then the gradients are there."""
+
+    def __init__(self, layer, batch, pool, wait_forward, wait_backward):
+        super().__init__()
+        self.wait_forward, self.wait_backward = wait_forward, wait_backward
+        self._layer, self._rows, self._pool = layer, batch * layer.rows, pool
+        shapes = [torch_shape(layer), *((length,) for length in layer.vectors)]
+        self.own = torch.nn.ParameterList(torch.zeros(shape) for shape in shapes)
+
+    def forward(self, token):
+        return Work.apply(token, self, *self.own)
+
+    def gradients(self):
+        """A dense layer's kernel gets a real product, all else values from the pool."""
+        kernel, *vectors = [parameter.shape for parameter in self.own]
+        if self._layer.kind != "dense":
+            return [self._pool.values(shape) for shape in (kernel, *vectors)]
+        outputs, inputs = (self._pool.values((self._rows, width)) for width in kernel)
+        return [outputs.t() @ inputs, *map(self._pool.values, vectors)]
+
+
+class Work(torch.autograd.Function):
+    """What PyTorch's autograd sees of a layer."""
+
+    @staticmethod
+    def forward(context, token, layer, *parameters):
+        context.layer = layer
+        layer.wait_forward()
+        return token.clone()
+
+    @staticmethod
+    def backward(context, upstream):
+        context.layer.wait_backward()
+        return upstream, None, *context.layer.gradients()
+
+
+class Pool:
+    """Values near zero with heavy tails, as `tfposeidon.lab.accelerator` has them."""
+
+    def __init__(self, length, seed):
+        self._generator = np.random.default_rng(seed)
+        length += max(1, length // SPREAD_OVER)
+        values = self._generator.standard_normal(length, dtype=np.float32)
+        values *= np.exp(self._generator.standard_normal(length, dtype=np.float32)) * SCALE
+        self._values = torch.from_numpy(values)
+
+    def values(self, shape):
+        """A view of that shape, from another place each time."""
+        length = math.prod(shape)
+        place = int(self._generator.integers(len(self._values) - length + 1))
+        return self._values[place : place + length].view(*shape)
+
+
+def torch_shape(layer):
+    """The kernel's shape in PyTorch: outputs before inputs, windows last; embeddings are as in Keras."""
+    if layer.kind == "embedding":
+        return layer.kernel
+    *window, inputs, outputs = layer.kernel
+    return (outputs, inputs, *window)
+
+
+def values_needed(layer, batch):
+    """Of the largest piece that is cut for a layer."""
+    kernel = batch * layer.rows * max(layer.kernel) if layer.kind == "dense" else math.prod(layer.kernel)
+    return max(kernel, *layer.vectors, 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Times single exchanges of one vector, by every scheme and length that is asked for."""
+
+import dataclasses
+import statistics
+import time
+
+import tensorflow as tf
+
+import tfposeidon as tp
+from benchmarks.workers.task import Task, payload_bytes
+from tfposeidon import runtime
+from tfposeidon.schemes import REGISTRY
+from tfposeidon.wire import exchange_objects
+
+LEAST_REPEATS, MOST_REPEATS = 3, 50
+# The shaper lets 1 ms through at once; over half a second that is far below 1 %.
+LEAST_S = 0.5
+
+
+def main():
+    task = Task.from_argument()
+    topology = tp.init()
+    for length in task.lengths:
+        vector = tf.Variable(tf.random.stateless_normal([length], [topology.rank, length]))
+        for name in task.systems:
+            task.note(f"{name} {length}", measured(task, name, length, vector))
+
+
+def measured(task, name, length, vector):
+    scheme, wire = scheme_named(name), runtime.wire()
+    label = f"bench.{name}.{length}".replace(":", "_")
+
+    @tf.function
+    def exchange():
+        mean, _ = scheme.exchange(vector.read_value(), (), wire, label)
+        return mean
+
+    first = slowest(wire, exchange)
+    repeats = max(LEAST_REPEATS, min(MOST_REPEATS, round(LEAST_S / max(slowest(wire, exchange), 1e-4))))
+    sent = payload_bytes()
+    times = [slowest(wire, exchange) for _ in range(repeats)]
+    costs = [scheme.cost(length, 4, wire.topology.seen_from(rank)) for rank in range(wire.topology.size)]
+    nodes = [sum(costs[rank].cross_bytes for rank in node) for node in wire.topology.nodes]
+    return {
+        "step_s": times,
+        "first_s": first,
+        "median_s": statistics.median(times),
+        "sent_bytes": (payload_bytes() - sent) / repeats,
+        "predicted_bytes": nodes[wire.topology.node_index],
+        "busiest_bytes": max(nodes),
+        "steps": max(cost.steps for cost in costs),
+    }
+
+
+def scheme_named(name):
+    """The scheme of that name; "2dtar:float16" has that type on the wire."""
+    name, _, wire_dtype = name.partition(":")
+    scheme = REGISTRY[name]()
+    return dataclasses.replace(scheme, wire_dtype=wire_dtype) if wire_dtype else scheme
+
+
+def slowest(wire, function):
+    """Seconds of the slowest rank; all begin together."""
+    exchange_objects(None, wire, "bench.begin")
+    begin = time.perf_counter()
+    function()
+    return max(exchange_objects(time.perf_counter() - begin, wire, "bench.end"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""A peer: TensorFlow's MultiWorkerMirroredStrategy, rings over gRPC, in a loop of our own on the emulated Keras model.
+
+Keras 3 cannot `fit` under this strategy. "mirrored" leaves the strategy's settings alone: all gradients travel as one,
+after the last of them is there. "mirrored-packs" has packs, which travel beside the backward pass.
+"""
+
+import json
+import os
+import traceback
+
+import tensorflow as tf
+
+from benchmarks.workers.task import Task
+from tfposeidon.lab import network
+from tfposeidon.lab.accelerator import emulated_model
+
+# As much as PyTorch puts into a bucket.
+PACK_BYTES = 25 * 2**20
+# In `bytes_per_pack`, 0 is for no packs.
+SYSTEMS = {"mirrored": 0, "mirrored-packs": PACK_BYTES}
+LEARNING_RATE = 1e-3
+
+
+def main():
+    task = Task.from_argument()
+    os.environ["TF_CONFIG"] = json.dumps(cluster(task))
+    # It must be there before TensorFlow computes anything.
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=ring(0))
+    slowest = slowest_under(strategy, task)
+    for system in task.systems:
+        try:
+            task.measure(system, step_under(strategy, task, system), slowest)
+        except Exception:  # noqa: BLE001
+            task.note(system, {"error": traceback.format_exc()})
+
+
+def cluster(task):
+    """TF_CONFIG: a worker for each rank; ports lie below those that systems give out themselves."""
+    in_lab = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") == network.SWITCH_ADDRESS
+    per_node = int(os.environ["HOROVOD_LOCAL_SIZE"])
+    first_port = 10_000 + int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", 0)) % 20_000
+    workers = [
+        f"{network.address(rank // per_node) if in_lab else '127.0.0.1'}:{first_port + rank}"
+        for rank in range(task.size)
+    ]
+    return {"cluster": {"worker": workers}, "task": {"type": "worker", "index": task.rank}}
+
+
+def ring(pack_bytes):
+    """How gradients travel: over gRPC, in packs of at least so many bytes, or as one for 0."""
+    implementation = tf.distribute.experimental.CommunicationImplementation.RING
+    return tf.distribute.experimental.CommunicationOptions(bytes_per_pack=pack_bytes, implementation=implementation)
+
+
+def step_under(strategy, task, system):
+    """A training step of a model of its own."""
+    if system not in SYSTEMS:
+        raise ValueError(f"`systems` must be of {', '.join(SYSTEMS)}. Received: {system!r}")
+    communication = ring(SYSTEMS[system])
+    with strategy.scope():
+        model = emulated_model(task.emulated(), dilation=task.dilation, seed=task.rank)
+    data = tf.zeros(model.input_shape)
+
+    def on_replica():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(data, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        means = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, gradients, communication)
+        for variable, mean in zip(model.trainable_variables, means, strict=True):
+            variable.value.assign_sub(LEARNING_RATE * mean)
+
+    @tf.function
+    def step():
+        strategy.run(on_replica)
+
+    return step
+
+
+def slowest_under(strategy, task):
+    """As `Task.measure` wants it."""
+
+    def on_replica(own):
+        # An argument has no device yet, which the strategy looks for.
+        own = tf.identity(own)
+        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own)
+
+    @tf.function
+    def gathered(own):
+        return strategy.run(on_replica, args=(own,))
+
+    def slowest(seconds):
+        own = tf.one_hot(task.rank, task.size, tf.constant(seconds, tf.float64), dtype=tf.float64)
+        return float(tf.reduce_max(gathered(own)))
+
+    return slowest
+
+
+if __name__ == "__main__":
+    main()
