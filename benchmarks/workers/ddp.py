@@ -4,7 +4,6 @@ Shapes are in PyTorch's order, outputs first, because PowerSGD takes the first d
 """
 
 import gc
-import logging
 import math
 import os
 import traceback
@@ -40,7 +39,6 @@ SCALE = 1e-3
 def main():
     task = Task.from_argument()
     torch.set_num_threads(1)
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("HOROVOD_GLOO_IFACE", "lo")
     distributed.init_process_group(
         "gloo", init_method=f"tcp://{meeting_place()}", rank=task.rank, world_size=task.size, timeout=TIMEOUT

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfposeidon.cost import Cost
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import Scheme, State
-from tfposeidon.schemes.wire_format import check_wire_dtype
+from tfposeidon.schemes.wire_format import check_wire_dtype, decode, encode
 from tfposeidon.topology import Topology
 from tfposeidon.wire import Wire
 
@@ -45,7 +45,8 @@ class AllToAll(Scheme):
         shards = stages.Shards.even(gradient.shape[0], wire.topology.world)
         total = stages.scatter_sum(gradient, shards, wire, f"{name}.scatter", self.wire_dtype)
         mean = total / tf.cast(wire.topology.size, gradient.dtype)
-        return stages.gather(mean, shards, wire, f"{name}.gather", self.wire_dtype), state
+        gathered = stages.gather(encode(mean, self.wire_dtype), shards, wire, f"{name}.gather")
+        return decode(gathered, self.wire_dtype, gradient.dtype), state
 
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
         shards = stages.Shards.even(length, topology.world)

@@ -58,12 +58,15 @@ def scatter_sum(vector: tf.Tensor, shards: Shards, wire: Wire, name: str, wire_d
     return tf.reduce_sum(tf.reshape(parts, [shards.group.size, own]), axis=0) if own else parts
 
 
-def gather(shard: tf.Tensor, shards: Shards, wire: Wire, name: str, wire_dtype: str | None) -> tf.Tensor:
-    """The inverse of scattering: every rank gets all shards, with the same bits on each."""
+def gather(encoded: tf.Tensor, shards: Shards, wire: Wire, name: str) -> tf.Tensor:
+    """The inverse of scattering: every rank gets all shards, with the same bits on each.
+
+    Args:
+      encoded: `[own length]`, in the type that crosses the wire. What crosses it again needs no conversion in between.
+    """
     if shards.group.size == 1:
-        return shard
-    gathered = wire.all_gather(encode(shard, wire_dtype), shards.group, name)
-    return tf.ensure_shape(decode(gathered, wire_dtype, shard.dtype), [sum(shards.lengths)])
+        return encoded
+    return tf.ensure_shape(wire.all_gather(encoded, shards.group, name), [sum(shards.lengths)])
 
 
 def scatter_sum_cost(shards: Shards, itemsize: int, topology: Topology, wire_dtype: str | None) -> Cost:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfposeidon.cost import Cost
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import Scheme, State
-from tfposeidon.schemes.wire_format import check_wire_dtype
+from tfposeidon.schemes.wire_format import check_wire_dtype, decode, encode
 from tfposeidon.topology import Topology
 from tfposeidon.wire import Wire
 
@@ -51,9 +51,13 @@ class Torus2D(Scheme):
         shard = stages.scatter_sum(gradient, node, wire, f"{name}.node_scatter", self.wire_dtype)
         if across is not None:
             part = stages.scatter_sum(shard, across, wire, f"{name}.across_scatter", self.wire_dtype)
-            part = part / tf.cast(topology.size, gradient.dtype)
-            shard = stages.gather(part, across, wire, f"{name}.across_gather", self.wire_dtype)
-        return stages.gather(shard, node, wire, f"{name}.node_gather", self.wire_dtype), state
+            mean = encode(part / tf.cast(topology.size, gradient.dtype), self.wire_dtype)
+            encoded = stages.gather(mean, across, wire, f"{name}.across_gather")
+        else:
+            # Nothing of its own, and so nothing to divide.
+            encoded = encode(shard, self.wire_dtype)
+        gathered = stages.gather(encoded, node, wire, f"{name}.node_gather")
+        return decode(gathered, self.wire_dtype, gradient.dtype), state
 
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
         node, across = self._shards(length, topology)

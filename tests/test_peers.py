@@ -1,0 +1,70 @@
+"""The peers that benchmarks compare with: each trains a small emulated model on two nodes of the lab."""
+
+import json
+import math
+import sys
+
+import pytest
+
+from tests.launch import lab
+from tfposeidon.lab import models
+
+RANKS = 2
+MODEL, SHRINK = "alexnet", 16
+POWERSGD_RANK = 4
+
+
+def answers(worker, systems, folder):
+    """What the worker found, by system."""
+    result = folder / "result.json"
+    task = {"model": MODEL, "shrink": SHRINK, "dilation": 0.05, "warm_up": 3, "steps": 4}
+    task |= {"systems": systems, "result": str(result)}
+    module = f"benchmarks.workers.{worker}"
+    done = lab(f"--nodes {RANKS} --inter 200mbit", sys.executable, "-m", module, json.dumps(task))
+    assert done.returncode == 0, done.stdout
+    found = json.loads(result.read_text())
+    assert list(found) == systems
+    return found
+
+
+def check(answer, sent_bytes):
+    """There are times, and each node has sent so many bytes, but for 5 %."""
+    assert "error" not in answer, answer["error"]
+    assert len(answer["step_s"]) == 4
+    assert min(answer["step_s"]) > 0
+    assert answer["sent_bytes"] == pytest.approx(sent_bytes, rel=0.05)
+
+
+def all_reduce_bytes(elements, element_bytes=4):
+    """Each rank of a ring sends 2 (P - 1) / P of the vector."""
+    return 2 * (RANKS - 1) / RANKS * elements * element_bytes
+
+
+def parameters():
+    return models.model(MODEL).shrunk(SHRINK).parameters
+
+
+def powersgd_elements():
+    """P and Q, r (n + m), of the matrices [n, m] that this makes at least two times smaller; all else as it is."""
+    elements = 0
+    for layer in models.model(MODEL).shrunk(SHRINK).layers:
+        n, m = layer.kernel[-1], math.prod(layer.kernel[:-1])
+        factors = min(n, m, POWERSGD_RANK) * (n + m)
+        elements += (factors if 2 * factors < n * m else n * m) + sum(layer.vectors)
+    return elements
+
+
+def test_pytorch_ddp_sends_what_its_hooks_leave(tmp_path):
+    pytest.importorskip("torch")
+    found = answers("ddp", ["ddp", "ddp-fp16", "ddp-powersgd", "unknown"], tmp_path)
+    check(found["ddp"], all_reduce_bytes(parameters()))
+    check(found["ddp-fp16"], all_reduce_bytes(parameters(), element_bytes=2))
+    check(found["ddp-powersgd"], all_reduce_bytes(powersgd_elements()))
+    assert found["ddp-powersgd"]["sent_bytes"] < found["ddp"]["sent_bytes"] / 5
+    assert "`systems` must be of ddp, ddp-fp16, ddp-powersgd. Received: 'unknown'" in found["unknown"]["error"]
+
+
+def test_mirrored_strategy_sends_a_ring_all_reduce(tmp_path):
+    found = answers("mirrored", ["mirrored", "mirrored-packs"], tmp_path)
+    for answer in found.values():
+        check(answer, all_reduce_bytes(parameters()))
