@@ -1,0 +1,135 @@
+"""What the benchmarks share: jobs in the lab, results that survive an interruption, tables and plots."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tfposeidon.text import table
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+PACKAGES = ("tensorflow-cpu", "tensorflow", "keras", "horovod", "torch", "numpy")
+
+
+class Results:
+    """Answers of a benchmark by key, kept in a JSON file from job to job: run it again, and it goes on.
+
+    Args:
+      path: Of the file; `fresh` begins it anew.
+    """
+
+    def __init__(self, path, fresh=False):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.cells = json.loads(self.path.read_text()) if self.path.exists() and not fresh else {}
+
+    def __contains__(self, key):
+        return key in self.cells
+
+    def add(self, key, answer):
+        """Keeps an answer, with where it comes from; written beside and renamed."""
+        self.cells[key] = answer | {"machine": machine()}
+        beside = self.path.with_suffix(".part")
+        beside.write_text(json.dumps(self.cells, indent=1) + "\n")
+        beside.replace(self.path)
+
+
+def add_arguments(parser, name):
+    """What every benchmark takes."""
+    parser.add_argument("--results", type=Path, default=RESULTS / f"{name}.json", help="file that is continued")
+    parser.add_argument("--fresh", action="store_true", help="begin the file anew")
+    parser.add_argument("--full", action="store_true", help="everything, for hours; by default a short version")
+
+
+def jobs(results, planned, run):
+    """Runs those of `planned` (key -> arguments of `run`) that `results` lacks, and shows progress."""
+    missing = {key: arguments for key, arguments in planned.items() if key not in results}
+    print(f"{len(planned) - len(missing)} of {len(planned)} jobs are in {results.path}", flush=True)
+    for number, (key, arguments) in enumerate(missing.items(), 1):
+        begin = time.monotonic()
+        print(f"\n[{number}/{len(missing)}] {key}", flush=True)
+        results.add(key, run(**arguments))
+        print(f"    {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def in_lab(options, worker, task):
+    """Runs `benchmarks.workers.<worker>` in the lab.
+
+    Args:
+      options: Of `python -m tfposeidon lab`, as a string.
+      task: What the worker is asked, for JSON.
+
+    Returns:
+      The worker's answer (system -> figures), the lab's report, and the command.
+
+    Raises:
+      RuntimeError: If the job fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        answer, report = Path(folder) / "answer.json", Path(folder) / "report.json"
+        lab = ["-m", "tfposeidon", "lab", *options.split(), "--show", "first", "--report", str(report), "--"]
+        request = json.dumps(task | {"result": str(answer)})
+        command = [sys.executable, *lab, sys.executable, "-m", f"benchmarks.workers.{worker}", request]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+        lab_report = json.loads(report.read_text())
+        return {
+            "systems": json.loads(answer.read_text()),
+            "options": options,
+            "task": task,
+            "worker": worker,
+            "dropped_packets": sum(link["dropped_packets"] for link in lab_report["traffic"]),
+            "wall_s": lab_report["wall_s"],
+        }
+
+
+def machine():
+    """Commit, processor, kernel and versions."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    return {
+        "commit": git.stdout.strip() or "unknown",
+        "processor": f"{len(names)} x {names[0]}" if names else platform.machine(),
+        "kernel": platform.release(),
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def _version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def show(rows):
+    """Prints a table."""
+    print("\n".join(table(rows)), flush=True)
+
+
+def figure(path):
+    """A new figure to draw on and a function that saves it; `None` without Matplotlib, and a line that says so."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        print("No plots: Matplotlib is missing. Run: pip install matplotlib")
+        return None
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    def save(drawing):
+        drawing.savefig(path, dpi=130, bbox_inches="tight")
+        pyplot.close(drawing)
+        print(f"wrote {path}")
+
+    return pyplot, save

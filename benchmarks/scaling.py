@@ -1,0 +1,167 @@
+"""Step time, exposed communication, stalls and scaling efficiency on emulated accelerators, beside the peers.
+
+    python -m benchmarks.scaling                 # short: one model on 2 x 2 ranks, one speed
+    python -m benchmarks.scaling --full          # results page: two models, 4 and 8 ranks, three speeds
+    python -m benchmarks.scaling --models resnet152 --layouts 4x4 --gbits 25 --systems allreduce 2dtar
+
+Compute takes the papers' times, dilated (everything is D times slower, links too), and where a model would not
+fit into memory it is shrunk by f, and links by f squared. Bandwidths are named as they would be on the real cluster.
+Peers: Horovod called directly, PyTorch DDP, MultiWorkerMirroredStrategy. An interrupted run goes on where it was.
+"""
+
+import argparse
+import statistics
+
+from benchmarks import harness
+from tfposeidon.lab import models
+
+WORKERS = {"ddp": "ddp", "mirrored": "mirrored"}
+SYSTEMS = ("alone", "allreduce", "asa", "asa16", "2dtar", "2dtar:float16", "horovod", "horovod-fp16")
+PEERS = ("ddp", "ddp-fp16", "ddp-powersgd", "mirrored-packs")
+# PowerSGD sends everything in its first two steps.
+WARM_UP = {"keras_fit": 2, "ddp": 3, "mirrored": 2}
+DILATION = 4
+SHRINK = {"resnet50": 2, "vgg19": 4, "vgg19_22k": 8, "transformer_110m": 4, "resnet152": 2}
+SHORT = {"models": ["resnet50"], "layouts": ["2x2"], "gbits": [10.0]}
+FULL = {"models": ["vgg19", "resnet50"], "layouts": ["2x2", "4x2"], "gbits": [25.0, 10.0, 4.0]}
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    harness.add_arguments(parser, "scaling")
+    parser.add_argument("--models", nargs="*", choices=models.MODELS, help="which of the papers' models")
+    parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
+    parser.add_argument("--gbits", nargs="*", type=float, help="bandwidth between real nodes, in Gb/s")
+    parser.add_argument("--systems", nargs="*", default=[*SYSTEMS, *PEERS], help="schemes and peers")
+    parser.add_argument("--dilation", type=float, default=DILATION, help=f"D ({DILATION})")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each (3)")
+    options = parser.parse_args()
+    for name, values in (FULL if options.full else SHORT).items():
+        setattr(options, name, getattr(options, name) or values)
+    return options
+
+
+def planned(options):
+    """One job for each model, layout, bandwidth and program that measures."""
+    found = {}
+    for model in options.models:
+        for layout in options.layouts:
+            for gbit in options.gbits:
+                for worker, systems in by_worker(options.systems).items():
+                    arguments = {"model": model, "layout": layout, "gbit": gbit, "worker": worker, "systems": systems}
+                    key = f"{model} {layout} {gbit:g} Gb/s {worker} {' '.join(systems)}"
+                    found[key] = arguments | {"dilation": options.dilation, "steps": options.steps}
+    return found
+
+
+def by_worker(systems):
+    """The program that measures -> its systems."""
+    found = {}
+    for system in systems:
+        found.setdefault(WORKERS.get(system.partition("-")[0], "keras_fit"), []).append(system)
+    return found
+
+
+def run(model, layout, gbit, worker, systems, dilation, steps):
+    nodes, per_node = map(int, layout.split("x"))
+    shrink = SHRINK.get(model, 1)
+    rate = gbit * 1e9 / dilation / shrink**2
+    task = {"model": model, "shrink": shrink, "dilation": dilation, "systems": systems, "steps": steps}
+    task["warm_up"] = WARM_UP[worker]
+    options = f"--nodes {nodes} --per-node {per_node} --inter {rate / 1e3:.0f}kbit"
+    about = {"model": model, "layout": layout, "gbit": gbit, "rate_bits_per_s": rate}
+    return harness.in_lab(options, worker, task) | about
+
+
+def groups(cells):
+    """(model, layout, bandwidth) -> one row for each system, fastest first."""
+    found = {}
+    for cell in cells.values():
+        rows = found.setdefault((cell["model"], cell["layout"], cell["gbit"]), [])
+        rows += [row(system, figures, cell) for system, figures in cell["systems"].items()]
+    return {key: sorted(rows, key=lambda r: r.get("step_s", float("inf"))) for key, rows in found.items()}
+
+
+def row(system, figures, cell):
+    """What a step takes, and how much of that the accelerator waits for communication."""
+    if "error" in figures:
+        return {"system": system, "error": figures["error"].strip().splitlines()[-1]}
+    task = cell["task"]
+    compute_s = task["dilation"] * models.model(task["model"]).step_s
+    step_s = statistics.median(figures["step_s"])
+    wire_s = 8 * figures["sent_bytes"] / cell["rate_bits_per_s"]
+    return {
+        "system": system,
+        "step_s": step_s,
+        "exposed_s": max(0.0, step_s - compute_s),
+        "stalled": max(0.0, 1 - compute_s / step_s),
+        "efficiency": min(1.0, compute_s / step_s),
+        "wire_s": wire_s,
+        # Forward is a third of compute; the rest is what communication can hide behind.
+        "ideal_s": max(compute_s, compute_s / 3 + wire_s),
+    }
+
+
+def show(cells):
+    """Tables: seconds are dilated ones."""
+    for (name, layout, gbit), rows in groups(cells).items():
+        cell = next(c for c in cells.values() if (c["model"], c["layout"], c["gbit"]) == (name, layout, gbit))
+        task = cell["task"]
+        compute_s = task["dilation"] * models.model(name).step_s
+        shrunk = f", shrunk by {task['shrink']:g}" if task["shrink"] != 1 else ""
+        print(
+            f"\n{name}{shrunk}, {layout} ranks, {gbit:g} Gb/s; time dilated by {task['dilation']:g}, "
+            f"links of {cell['rate_bits_per_s'] / 1e6:.0f} Mb/s, compute {compute_s:.2f} s"
+        )
+        header = ("system", "step", "exposed", "stalled", "efficiency", "bytes / link", "ideal step")
+        harness.show([header, *map(cells_of, rows)])
+
+
+def cells_of(row):
+    if "error" in row:
+        return (row["system"], "failed", row["error"], "", "", "", "")
+    return (
+        row["system"],
+        f"{row['step_s']:.2f} s",
+        f"{row['exposed_s']:.2f} s",
+        f"{row['stalled']:.0%}",
+        f"{row['efficiency']:.0%}",
+        f"{row['wire_s']:.2f} s",
+        f"{row['ideal_s']:.2f} s",
+    )
+
+
+def plot(cells, path):
+    """Scaling efficiency over bandwidth, one panel for each model and layout."""
+    drawn = harness.figure(path)
+    if drawn is None:
+        return
+    pyplot, save = drawn
+    found = groups(cells)
+    panels = sorted({(name, layout) for name, layout, _ in found})
+    drawing, axes = pyplot.subplots(1, len(panels), figsize=(4.5 * len(panels), 4), sharey=True, squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        lines = {}
+        for (name, layout, gbit), rows in found.items():
+            if (name, layout) == panel:
+                for row in rows:
+                    if "step_s" in row:
+                        lines.setdefault(row["system"], []).append((gbit, 100 * row["efficiency"]))
+        for system, points in sorted(lines.items()):
+            axis.plot(*zip(*sorted(points), strict=True), "o-", label=system, linewidth=1, markersize=4)
+        axis.set(title=f"{panel[0]}, {panel[1]} ranks", xlabel="Gb/s between nodes", xscale="log", ylim=(0, 105))
+    axes[0][0].set_ylabel("scaling efficiency, %")
+    axes[0][-1].legend(fontsize=7)
+    save(drawing)
+
+
+def main():
+    options = parse_arguments()
+    results = harness.Results(options.results, options.fresh)
+    harness.jobs(results, planned(options), run)
+    show(results.cells)
+    plot(results.cells, options.results.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Our schemes under `fit`, and Horovod's all-reduce called directly, on the emulated Keras model.
+
+Systems: a scheme's name ("2dtar:float16" has that type on the wire), "horovod" and "horovod-fp16" (one named
+all-reduce per gradient, fused by Horovod), and "alone" (nothing is exchanged).
+"""
+
+import time
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfposeidon as tp
+from benchmarks.workers.exchange import scheme_named
+from benchmarks.workers.task import Task, payload_bytes
+from tfposeidon import runtime
+from tfposeidon.lab.accelerator import emulated_model
+from tfposeidon.wire import exchange_objects
+
+COMPRESSION = {"horovod": "none", "horovod-fp16": "fp16"}
+
+
+class StepTimer(keras.callbacks.Callback):
+    """Times each step of `fit` on every rank, and counts what the node sends; all ranks begin each step together."""
+
+    def __init__(self, wire, warm_up):
+        super().__init__()
+        self.wire, self.warm_up, self.times = wire, warm_up, []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        exchange_objects(None, self.wire, "bench.begin")
+        if batch == self.warm_up:
+            self.sent = payload_bytes()
+        self.begin = time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        own = time.perf_counter() - self.begin
+        everybody = exchange_objects(own, self.wire, "bench.end")
+        if batch >= self.warm_up:
+            self.times.append(everybody)
+
+    def on_train_end(self, logs=None):
+        self.sent = payload_bytes() - self.sent
+
+
+def ours(task, system, model, wire):
+    """Steps of `fit`, as users run them."""
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme=scheme_named(system))
+    model.compile(optimizer=optimizer, loss="mse")
+    fit(task, system, model, wire)
+
+
+def alone(task, system, model, wire):
+    """What a step takes without any exchange."""
+    model.compile(optimizer=keras.optimizers.SGD(0.01), loss="mse")
+    fit(task, system, model, wire)
+
+
+def fit(task, system, model, wire):
+    timer = StepTimer(wire, task.warm_up)
+    batch = model.inputs[0].shape[0]
+    data = np.ones((batch * (task.warm_up + task.steps), 1), "float32")
+    model.fit(data, data, batch_size=batch, verbose=0, callbacks=[timer])
+    figures = {"step_s": [max(times) for times in timer.times], "ranks_s": timer.times}
+    task.note(system, figures | {"sent_bytes": timer.sent / task.steps})
+
+
+def horovod(task, system, model, wire):
+    """A hand-written step: one all-reduce for each gradient, which Horovod fuses by itself."""
+    optimizer = keras.optimizers.SGD(0.01)
+    optimizer.build(model.trainable_variables)
+    compression = getattr(hvd.Compression, COMPRESSION[system])
+    data = tf.Variable(tf.ones((model.inputs[0].shape[0], 1)))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(data) - 0.5))
+        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        means = [hvd.allreduce(g, name=f"{system}.{i}", compression=compression) for i, g in enumerate(gradients)]
+        optimizer.apply(means, model.trainable_variables)
+        return loss
+
+    def slowest(seconds):
+        return max(exchange_objects(seconds, wire, "bench.step"))
+
+    task.measure(system, lambda: float(step()), slowest)
+
+
+def main():
+    task = Task.from_argument()
+    # As on a real accelerator, waiting for it must not hold up the threads that exchange.
+    tf.config.threading.set_inter_op_parallelism_threads(4)
+    topology = tp.init()
+    model = emulated_model(task.emulated(), dilation=task.dilation, seed=topology.rank)
+    for system in task.systems:
+        run = horovod if system in COMPRESSION else alone if system == "alone" else ours
+        run(task, system, model, runtime.wire())
+
+
+if __name__ == "__main__":
+    main()
