@@ -8,9 +8,7 @@ Pairs are timed in turn (A B A B ...), each pair gives a ratio, and the median o
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
@@ -20,10 +18,11 @@ import numpy as np
 import tensorflow as tf
 
 import tfposeidon as tp
-from benchmarks.resnet50 import shapes
+from benchmarks.harness import machine
 from tfposeidon import coordinator, policies, runtime
 from tfposeidon.exchanger import Exchanger
 from tfposeidon.gradient import describe
+from tfposeidon.lab import models
 from tfposeidon.wire import exchange_objects
 
 
@@ -79,6 +78,12 @@ def exchange_benchmark(options):
         for bucket_mib in options.bucket_mib:
             ours = _ours(variables, scheme, int(bucket_mib * 2**20))
             yield summary(f"{scheme}, buckets of {bucket_mib:g} MiB", *ratios(ours, horovods, options.pairs))
+
+
+def shapes():
+    """Of ResNet-50's 161 variables, in the order of the forward pass."""
+    layers = models.model("resnet50").layers
+    return [shape for layer in layers for shape in (layer.kernel, *((length,) for length in layer.vectors))]
 
 
 def _grouped(variables):
@@ -138,8 +143,8 @@ def main():
     benchmark = exchange_benchmark if topology.size > 1 else single_rank_benchmark
     head = {
         "topology": str(topology),
-        "machine": f"{platform.machine()}, {_processor()}",
-        "commit": _commit(),
+        "machine": machine()["processor"],
+        "commit": machine()["commit"],
         "pairs": options.pairs,
     }
     if topology.rank == 0:
@@ -154,19 +159,6 @@ def main():
             print(f"{row['what']:42} {times} {row['ratio']:7.3f}  {low:.3f} to {high:.3f}", flush=True)
     if options.report and topology.rank == 0:
         Path(options.report).write_text(json.dumps(head | {"rows": rows}, indent=2))
-
-
-def _processor():
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else "unknown processor"
-
-
-def _commit():
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

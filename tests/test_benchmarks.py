@@ -1,9 +1,94 @@
-import math
+"""The arithmetic of the benchmarks; `make bench` runs them."""
 
-from benchmarks.resnet50 import shapes
+import json
+
+import pytest
+
+from benchmarks import accuracy, exchange, harness, scaling
+from benchmarks.workers.task import summary
 
 
-def test_resnet50_has_its_published_number_of_parameters():
-    # keras.applications.ResNet50 has biases before normalisation; torchvision's count is without.
-    assert sum(map(math.prod, shapes())) == 25_557_032
-    assert len(shapes()) == 161
+def test_an_interrupted_benchmark_goes_on(tmp_path):
+    path, asked = tmp_path / "results.json", []
+
+    def run(number):
+        if number == 2 and len(asked) < 3:
+            asked.append("interrupted")
+            raise KeyboardInterrupt
+        asked.append(number)
+        return {"answer": number}
+
+    planned = {f"job {number}": {"number": number} for number in range(4)}
+    with pytest.raises(KeyboardInterrupt):
+        harness.jobs(harness.Results(path), planned, run)
+    assert asked == [0, 1, "interrupted"]
+    harness.jobs(harness.Results(path), planned, run)
+    assert asked == [0, 1, "interrupted", 2, 3]
+    kept = json.loads(path.read_text())
+    assert [kept[key]["answer"] for key in planned] == [0, 1, 2, 3]
+    assert kept["job 0"]["machine"]["versions"]["numpy"]
+    assert harness.Results(path, fresh=True).cells == {}
+
+
+def test_fit_finds_latency_and_bandwidth():
+    latency_s, bandwidth = 0.004, 2e8
+    rows = [{"bytes": 2**p, "time_s": latency_s + 8 * 2**p / bandwidth} for p in range(10, 27)]
+    assert exchange.fit(rows) == pytest.approx((latency_s, bandwidth))
+
+
+def test_exchange_row_says_how_far_the_limit_is():
+    figures = {"step_s": [3.0, 1.1, 1.1], "busiest_bytes": 25_000_000, "sent_bytes": 26e6, "predicted_bytes": 26e6}
+    cell = {"rate": "200mbit", "systems": {"2dtar:float16 1024": figures}}
+    (row,) = exchange.rows(cell)
+    assert (row["system"], row["length"], row["limit_s"]) == ("2dtar:float16", 1024, 1.0)
+    assert row["distance"] == pytest.approx(1.1)
+    (row,) = exchange.rows(cell | {"rate": "unshaped"})
+    assert row["limit_s"] is None
+
+
+def test_scaling_row_tells_exposed_from_hidden_communication():
+    task = {"model": "resnet50", "dilation": 4.0}
+    compute_s = 4 * 256 / 1150
+    cell = {"task": task, "rate_bits_per_s": 1e8}
+    figures = {"step_s": [2 * compute_s], "sent_bytes": compute_s * 1e8 / 8}
+    row = scaling.row("asa", figures, cell)
+    assert row["exposed_s"] == pytest.approx(compute_s)
+    assert row["stalled"] == row["efficiency"] == pytest.approx(0.5)
+    assert row["ideal_s"] == pytest.approx(compute_s * 4 / 3)
+    assert scaling.row("ddp", {"error": "Traceback\nValueError: no"}, cell) == {
+        "system": "ddp",
+        "error": "ValueError: no",
+    }
+
+
+def test_links_shrink_with_the_square_of_the_factor(monkeypatch):
+    """So that factor and matrix bytes keep their ratio to the link."""
+    seen = {}
+    monkeypatch.setattr(harness, "in_lab", lambda options, worker, task: seen.update(options=options, task=task) or {})
+    scaling.run("vgg19", "4x2", 25.0, "ddp", ["ddp"], dilation=4, steps=3)
+    assert "--inter 390625kbit" in seen["options"]
+    assert (seen["task"]["shrink"], seen["task"]["warm_up"]) == (4, 3)
+
+
+def test_peers_run_in_programs_of_their_own():
+    assert scaling.by_worker(["alone", "2dtar:float16", "ddp-fp16", "mirrored-packs", "ddp"]) == {
+        "keras_fit": ["alone", "2dtar:float16"],
+        "ddp": ["ddp-fp16", "ddp"],
+        "mirrored": ["mirrored-packs"],
+    }
+
+
+def test_accuracy_row_counts_those_that_arrived():
+    runs = [
+        {"reached_steps": 40, "reached_s": 2.0, "accuracies": [0.9, 0.98]},
+        {"reached_steps": None, "reached_s": None, "accuracies": [0.9]},
+    ]
+    assert accuracy.cells_of("asa", runs)[:4] == ("asa", "2", "1", "40 (40 to 40)")
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [({"error": "Traceback\nValueError: no"}, "ValueError: no"), ({"step_s": [0.5]}, "500.0 ms"), ({"a": 1}, "a 1")],
+)
+def test_summary(answer, text):
+    assert summary(answer).strip() == text

@@ -64,13 +64,20 @@ class Task:
         """Adds to the answer, and writes it beside and renames it."""
         self.answer[system] = answer
         if self.rank == 0:
-            times = answer.get("step_s")
-            text = f"{1e3 * statistics.median(times):10.1f} ms" if times else answer["error"].splitlines()[-1]
-            print(f"{system:24} {text}", flush=True)
+            print(f"{system:24} {summary(answer)}", flush=True)
             path = Path(self.result)
             beside = path.with_suffix(".part")
             beside.write_text(json.dumps(self.answer))
             beside.replace(path)
+
+
+def summary(answer):
+    """One line for people who watch."""
+    if "error" in answer:
+        return answer["error"].strip().splitlines()[-1]
+    if "step_s" in answer:
+        return f"{1e3 * statistics.median(answer['step_s']):10.1f} ms"
+    return ", ".join(f"{name} {value}" for name, value in answer.items() if not isinstance(value, list))
 
 
 def payload_bytes(interface="eth0"):

@@ -1,0 +1,109 @@
+"""Time and steps to a fixed accuracy on real data: scikit-learn's digits on 2 x 2 ranks, with slow links.
+
+    python -m benchmarks.accuracy                # short: two schemes, one seed
+    python -m benchmarks.accuracy --full         # all schemes, five seeds
+
+Every scheme trains the same CNN from the same seeds until validation accuracy is reached, or for so many epochs.
+"""
+
+import argparse
+import statistics
+
+from benchmarks import harness
+
+FULL = {
+    "systems": ["allreduce", "allreduce:float16", "asa", "asa16", "2dtar", "2dtar:bfloat16"],
+    "seeds": [0, 1, 2, 3, 4],
+}
+SHORT = {"systems": ["allreduce", "asa16"], "seeds": [0]}
+LAYOUT, RATE = "2x2", "20mbit"
+TARGET, EPOCHS = 0.97, 30
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    harness.add_arguments(parser, "accuracy")
+    parser.add_argument("--systems", nargs="*", help="schemes")
+    parser.add_argument("--seeds", nargs="*", type=int, help="of weights and batches")
+    parser.add_argument("--target", type=float, default=TARGET, help=f"validation accuracy to reach ({TARGET})")
+    options = parser.parse_args()
+    for name, values in (FULL if options.full else SHORT).items():
+        setattr(options, name, getattr(options, name) or values)
+    return options
+
+
+def planned(options):
+    """One job for each seed, with all schemes in it."""
+    common = {"systems": options.systems, "target": options.target}
+    return {
+        f"seed {seed} target {options.target} {' '.join(options.systems)}": common | {"seed": seed}
+        for seed in options.seeds
+    }
+
+
+def run(systems, target, seed):
+    nodes, per_node = LAYOUT.split("x")
+    options = f"--nodes {nodes} --per-node {per_node} --inter {RATE}"
+    task = {"systems": systems, "target": target, "seed": seed, "epochs": EPOCHS}
+    return harness.in_lab(options, "accuracy", task) | {"seed": seed}
+
+
+def show(cells):
+    """Medians over seeds, with the lowest and the highest."""
+    found = {}
+    for cell in cells.values():
+        for system, figures in cell["systems"].items():
+            found.setdefault(system, []).append(figures)
+    print(f"\nscikit-learn's digits, {LAYOUT} ranks, {RATE} between nodes")
+    header = ("scheme", "seeds", "reached", "steps", "seconds", "best accuracy")
+    harness.show([header, *(cells_of(system, runs) for system, runs in found.items())])
+
+
+def cells_of(system, runs):
+    reached = [run for run in runs if run["reached_steps"] is not None]
+    return (
+        system,
+        str(len(runs)),
+        str(len(reached)),
+        spread([run["reached_steps"] for run in reached], "{:.0f}"),
+        spread([run["reached_s"] for run in reached], "{:.1f}"),
+        spread([max(run["accuracies"]) for run in runs], "{:.2%}"),
+    )
+
+
+def spread(values, form):
+    if not values:
+        return "never"
+    return f"{form.format(statistics.median(values))} ({form.format(min(values))} to {form.format(max(values))})"
+
+
+def plot(cells, path):
+    """Validation accuracy over training time, one line for each run."""
+    drawn = harness.figure(path)
+    if drawn is None:
+        return
+    pyplot, save = drawn
+    drawing, axis = pyplot.subplots(figsize=(6, 4))
+    systems = list(dict.fromkeys(system for cell in cells.values() for system in cell["systems"]))
+    for cell in cells.values():
+        for system, figures in cell["systems"].items():
+            label = system if cell is next(iter(cells.values())) else None
+            colour = f"C{systems.index(system)}"
+            axis.plot(
+                figures["seconds"], [100 * a for a in figures["accuracies"]], color=colour, label=label, linewidth=1
+            )
+    axis.set(xlabel="seconds of training", ylabel="validation accuracy, %", ylim=(80, 100))
+    axis.legend(fontsize=7)
+    save(drawing)
+
+
+def main():
+    options = parse_arguments()
+    results = harness.Results(options.results, options.fresh)
+    harness.jobs(results, planned(options), run)
+    show(results.cells)
+    plot(results.cells, options.results.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Time and bytes per exchange of one vector: schemes x lengths x links x layouts, beside the limit of the link.
+
+    python -m benchmarks.exchange                # short: 2 x 2 ranks at 200 Mb/s, 2^14 to 2^22 values
+    python -m benchmarks.exchange --full         # 2x1 to 4x4, 100 Mb/s to unshaped, 2^10 to 2^26; for hours
+    python -m benchmarks.exchange --layouts 2x2 4x2 --rates 200mbit --lengths 24
+
+The limit is payload / rate for the node that sends most. Over the lengths of each scheme and link a latency and a
+bandwidth are fitted (t = latency + payload / bandwidth, least squares of relative errors). An interrupted run goes on.
+"""
+
+import argparse
+import math
+import statistics
+
+import numpy as np
+
+from benchmarks import harness
+from tfposeidon.lab import units
+from tfposeidon.text import readable
+
+SYSTEMS = ("allreduce", "allreduce:float16", "asa", "asa16", "2dtar", "2dtar:float16")
+SHORT = {"layouts": ["2x2"], "rates": ["200mbit"], "lengths": [14, 18, 22]}
+FULL = {
+    "layouts": ["2x1", "4x1", "2x2", "4x2", "4x4"],
+    "rates": ["100mbit", "200mbit", "1gbit", "unshaped"],
+    "lengths": list(range(10, 27, 2)),
+}
+# Beyond, sixteen ranks do not fit into memory.
+LONGEST_ABOVE_8_RANKS = 24
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    harness.add_arguments(parser, "exchange")
+    parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
+    parser.add_argument("--rates", nargs="*", help="of the links between nodes, or unshaped")
+    parser.add_argument("--lengths", nargs="*", type=int, metavar="POWER", help="powers of two")
+    parser.add_argument(
+        "--systems", nargs="*", default=SYSTEMS, help="schemes; 2dtar:float16 has that type on the wire"
+    )
+    options = parser.parse_args()
+    for name, values in (FULL if options.full else SHORT).items():
+        setattr(options, name, getattr(options, name) or values)
+    return options
+
+
+def planned(options):
+    """One job for each layout and rate."""
+    found = {}
+    for layout in options.layouts:
+        nodes, per_node = map(int, layout.split("x"))
+        longest = LONGEST_ABOVE_8_RANKS if nodes * per_node > 8 else math.inf
+        lengths = [2**power for power in options.lengths if power <= longest]
+        for rate in options.rates:
+            key = f"{layout} {rate} {' '.join(options.systems)} 2^{options.lengths}"
+            found[key] = {"layout": layout, "rate": rate, "lengths": lengths, "systems": list(options.systems)}
+    return found
+
+
+def run(layout, rate, lengths, systems):
+    nodes, per_node = layout.split("x")
+    inter = "" if rate == "unshaped" else f" --inter {rate}"
+    options = f"--nodes {nodes} --per-node {per_node}{inter}"
+    answer = harness.in_lab(options, "exchange", {"lengths": lengths, "systems": systems})
+    return answer | {"layout": layout, "rate": rate}
+
+
+def rows(cell):
+    """One row for each scheme and length of a job."""
+    rate = None if cell["rate"] == "unshaped" else units.rate(cell["rate"])
+    for name, figures in cell["systems"].items():
+        system, length = name.rsplit(" ", 1)
+        time_s = statistics.median(figures["step_s"])
+        limit_s = 8 * figures["busiest_bytes"] / rate if rate else None
+        yield {
+            "system": system,
+            "length": int(length),
+            "time_s": time_s,
+            "bytes": figures["busiest_bytes"],
+            "counted": figures["sent_bytes"] / figures["predicted_bytes"] if figures["predicted_bytes"] else None,
+            "limit_s": limit_s,
+            "distance": time_s / limit_s if limit_s else None,
+        }
+
+
+def fit(rows):
+    """Latency in seconds and bandwidth in bits per second of one scheme over one link."""
+    sizes, times = (np.array([row[name] for row in rows], float) for name in ("bytes", "time_s"))
+    # Relative errors count, so that short exchanges tell the latency and long ones the bandwidth.
+    terms = np.stack([np.ones_like(sizes), 8 * sizes], axis=1) / times[:, None]
+    (latency_s, bit_s), *_ = np.linalg.lstsq(terms, np.ones_like(times), rcond=None)
+    return latency_s, 1 / bit_s if bit_s > 0 else math.inf
+
+
+def show(cells):
+    for cell in cells.values():
+        found = list(rows(cell))
+        print(f"\n{cell['layout']} ranks, {cell['rate']} between nodes; {cell['dropped_packets']} packets dropped")
+        header = ("scheme", "values", "time", "payload on the link", "counted / predicted", "limit", "time / limit")
+        harness.show([header, *map(cells_of, found)])
+        for system in dict.fromkeys(row["system"] for row in found):
+            own = [row for row in found if row["system"] == system]
+            if len(own) > 2 and any(row["bytes"] for row in own):
+                latency_s, bandwidth = fit(own)
+                print(f"  {system}: {1e3 * latency_s:.1f} ms + payload at {bandwidth / 1e6:.0f} Mb/s")
+
+
+def cells_of(row):
+    return (
+        row["system"],
+        f"2^{math.log2(row['length']):.0f}",
+        f"{1e3 * row['time_s']:.1f} ms",
+        readable(row["bytes"]),
+        f"{row['counted']:.3f}" if row["counted"] else "",
+        f"{1e3 * row['limit_s']:.1f} ms" if row["limit_s"] else "",
+        f"{row['distance']:.2f}" if row["distance"] else "",
+    )
+
+
+def plot(cells, path):
+    """Time over length, one panel for each layout and link."""
+    drawn = harness.figure(path)
+    if drawn is None:
+        return
+    pyplot, save = drawn
+    drawing, axes = pyplot.subplots(1, len(cells), figsize=(4.5 * len(cells), 4), squeeze=False)
+    for axis, cell in zip(axes[0], cells.values(), strict=True):
+        found = list(rows(cell))
+        for system in dict.fromkeys(row["system"] for row in found):
+            own = sorted((row["length"], row["time_s"]) for row in found if row["system"] == system)
+            axis.plot(*zip(*own, strict=True), "o-", label=system, linewidth=1, markersize=4)
+        axis.set(title=f"{cell['layout']} ranks, {cell['rate']}", xlabel="float32 values", xscale="log", yscale="log")
+    axes[0][0].set_ylabel("seconds per exchange")
+    axes[0][-1].legend(fontsize=7)
+    save(drawing)
+
+
+def main():
+    options = parse_arguments()
+    results = harness.Results(options.results, options.fresh)
+    harness.jobs(results, planned(options), run)
+    show(results.cells)
+    plot(results.cells, options.results.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Trains a CNN on scikit-learn's digits by each scheme until an accuracy is reached."""
+
+import time
+
+import keras
+from sklearn.datasets import load_digits
+
+import keras_callbacks
+import tfposeidon as tp
+from benchmarks.workers.exchange import scheme_named
+from benchmarks.workers.task import Task
+
+BATCH_PER_RANK = 16
+TRAINING_SAMPLES = 1437
+
+
+class Reached(keras.callbacks.Callback):
+    """Notes accuracy and training time after each epoch, and stops at the target."""
+
+    def __init__(self, target):
+        super().__init__()
+        self.target = target
+        self.figures = {"accuracies": [], "seconds": [], "reached_steps": None, "reached_s": None}
+        self.seconds = 0.0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.begin = time.perf_counter()
+
+    def on_test_begin(self, logs=None):
+        self.seconds += time.perf_counter() - self.begin
+
+    def on_epoch_end(self, epoch, logs=None):
+        accuracy = logs["val_accuracy"]
+        self.figures["accuracies"].append(float(accuracy))
+        self.figures["seconds"].append(self.seconds)
+        if accuracy >= self.target:
+            self.figures |= {"reached_steps": int(self.model.optimizer.iterations), "reached_s": self.seconds}
+            self.model.stop_training = True
+
+
+def data(rank, size):
+    """This rank's training samples, and the validation samples of all."""
+    digits = load_digits()
+    x, y = (digits.images[..., None] / 16).astype("float32"), digits.target
+    train = slice(rank, TRAINING_SAMPLES - TRAINING_SAMPLES % size, size)
+    return (x[train], y[train]), (x[TRAINING_SAMPLES:], y[TRAINING_SAMPLES:])
+
+
+def model():
+    layers = keras.layers
+    stack = [layers.Conv2D(32, 3, activation="relu"), layers.Conv2D(64, 3, activation="relu"), layers.Flatten()]
+    return keras.Sequential([keras.Input((8, 8, 1)), *stack, layers.Dense(256, activation="relu"), layers.Dense(10)])
+
+
+def main():
+    task = Task.from_argument()
+    tp.init()
+    train, validation = data(tp.rank(), tp.size())
+    for system in task.systems:
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(task.seed)
+        network = model()
+        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), scheme=scheme_named(system))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        network.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
+        reached = Reached(task.target)
+        callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.MetricAverage(), reached]
+        options = {"batch_size": BATCH_PER_RANK, "epochs": task.epochs, "verbose": 0, "callbacks": callbacks}
+        network.fit(*train, validation_data=validation, **options)
+        task.note(system, reached.figures)
+
+
+if __name__ == "__main__":
+    main()
