@@ -86,7 +86,7 @@ def _gradients(model):
     @tf.function
     def gradients():
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(tf.ones(model.input_shape)))
+            loss = tf.reduce_sum(tf.square(model(tf.ones(model.input_shape))))
         return tape.gradient(loss, [v.value for v in model.trainable_variables])
 
     return gradients
