@@ -14,7 +14,7 @@ help:
 	@echo "make test    set up and run the tests"
 	@echo "make check   set up and run the static checks"
 	@echo "make format  put the sources into their form"
-	@echo "make bench   set up and run the short benchmarks"
+	@echo "make bench   set up and run short benchmarks, with plots in build/bench"
 	@echo "make clean   remove the environment (the cache of built wheels stays)"
 
 setup: $(VENV)/.ready
@@ -42,9 +42,15 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Short versions, some ten minutes; --full in place of --results ... gives those of docs/results.md.
+BENCH := build/bench
 bench: setup
+	$(BIN)/python -m pip --disable-pip-version-check install -q -e '.[dev,plots]'
 	$(BIN)/horovodrun -np $(NP) $(BIN)/python -m benchmarks.wrapper
 	$(BIN)/python -m benchmarks.wrapper
+	$(BIN)/python -m benchmarks.exchange --results $(BENCH)/exchange.json
+	$(BIN)/python -m benchmarks.scaling --results $(BENCH)/scaling.json
+	$(BIN)/python -m benchmarks.accuracy --results $(BENCH)/accuracy.json
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -10,6 +10,7 @@ Peers: Horovod called directly, PyTorch DDP, MultiWorkerMirroredStrategy. An int
 """
 
 import argparse
+import importlib.util
 import statistics
 
 from benchmarks import harness
@@ -38,6 +39,9 @@ def parse_arguments():
     options = parser.parse_args()
     for name, values in (FULL if options.full else SHORT).items():
         setattr(options, name, getattr(options, name) or values)
+    if not importlib.util.find_spec("torch"):
+        print("Left out: PyTorch DDP, for PyTorch is missing. Run: pip install torch==2.13.0")
+        options.systems = [system for system in options.systems if not system.startswith("ddp")]
     return options
 
 
