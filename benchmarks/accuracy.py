@@ -26,10 +26,7 @@ def parse_arguments():
     parser.add_argument("--systems", nargs="*", help="schemes")
     parser.add_argument("--seeds", nargs="*", type=int, help="of weights and batches")
     parser.add_argument("--target", type=float, default=TARGET, help=f"validation accuracy to reach ({TARGET})")
-    options = parser.parse_args()
-    for name, values in (FULL if options.full else SHORT).items():
-        setattr(options, name, getattr(options, name) or values)
-    return options
+    return harness.parse(parser, SHORT, FULL)
 
 
 def planned(options):
@@ -79,30 +76,23 @@ def spread(values, form):
 
 def plot(cells, path):
     """Validation accuracy over training time, one line for each run."""
-    drawn = harness.figure(path)
-    if drawn is None:
-        return
-    pyplot, save = drawn
-    drawing, axis = pyplot.subplots(figsize=(6, 4))
     systems = list(dict.fromkeys(system for cell in cells.values() for system in cell["systems"]))
-    for cell in cells.values():
-        for system, figures in cell["systems"].items():
-            label = system if cell is next(iter(cells.values())) else None
-            colour = f"C{systems.index(system)}"
-            axis.plot(
-                figures["seconds"], [100 * a for a in figures["accuracies"]], color=colour, label=label, linewidth=1
-            )
-    axis.set(xlabel="seconds of training", ylabel="validation accuracy, %", ylim=(80, 100))
-    axis.legend(fontsize=7)
-    save(drawing)
+
+    def draw(axes):
+        for place, cell in enumerate(cells.values()):
+            for system, figures in cell["systems"].items():
+                percent = [100 * accuracy for accuracy in figures["accuracies"]]
+                label = system if place == 0 else None
+                colour = f"C{systems.index(system)}"
+                axes[0].plot(figures["seconds"], percent, color=colour, label=label, linewidth=1)
+        axes[0].set(xlabel="seconds of training", ylabel="validation accuracy, %", ylim=(80, 100))
+
+    harness.plot(path, 1, draw)
 
 
 def main():
     options = parse_arguments()
-    results = harness.Results(options.results, options.fresh)
-    harness.jobs(results, planned(options), run)
-    show(results.cells)
-    plot(results.cells, options.results.with_suffix(".png"))
+    harness.carry_out(options, planned(options), run, show, plot)
 
 
 if __name__ == "__main__":

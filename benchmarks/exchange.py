@@ -38,10 +38,7 @@ def parse_arguments():
     parser.add_argument(
         "--systems", nargs="*", default=SYSTEMS, help="schemes; 2dtar:float16 has that type on the wire"
     )
-    options = parser.parse_args()
-    for name, values in (FULL if options.full else SHORT).items():
-        setattr(options, name, getattr(options, name) or values)
-    return options
+    return harness.parse(parser, SHORT, FULL)
 
 
 def planned(options):
@@ -119,28 +116,22 @@ def cells_of(row):
 
 def plot(cells, path):
     """Time over length, one panel for each layout and link."""
-    drawn = harness.figure(path)
-    if drawn is None:
-        return
-    pyplot, save = drawn
-    drawing, axes = pyplot.subplots(1, len(cells), figsize=(4.5 * len(cells), 4), squeeze=False)
-    for axis, cell in zip(axes[0], cells.values(), strict=True):
-        found = list(rows(cell))
-        for system in dict.fromkeys(row["system"] for row in found):
-            own = sorted((row["length"], row["time_s"]) for row in found if row["system"] == system)
-            axis.plot(*zip(*own, strict=True), "o-", label=system, linewidth=1, markersize=4)
-        axis.set(title=f"{cell['layout']} ranks, {cell['rate']}", xlabel="float32 values", xscale="log", yscale="log")
-    axes[0][0].set_ylabel("seconds per exchange")
-    axes[0][-1].legend(fontsize=7)
-    save(drawing)
+
+    def draw(axes):
+        for axis, cell in zip(axes, cells.values(), strict=True):
+            found = list(rows(cell))
+            for system in dict.fromkeys(row["system"] for row in found):
+                own = sorted((row["length"], row["time_s"]) for row in found if row["system"] == system)
+                axis.plot(*zip(*own, strict=True), "o-", label=system, linewidth=1, markersize=4)
+            axis.set(title=f"{cell['layout']} ranks, {cell['rate']}", xlabel="values", xscale="log", yscale="log")
+        axes[0].set_ylabel("seconds per exchange")
+
+    harness.plot(path, len(cells), draw)
 
 
 def main():
     options = parse_arguments()
-    results = harness.Results(options.results, options.fresh)
-    harness.jobs(results, planned(options), run)
-    show(results.cells)
-    plot(results.cells, options.results.with_suffix(".png"))
+    harness.carry_out(options, planned(options), run, show, plot)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,22 @@ def add_arguments(parser, name):
     parser.add_argument("--full", action="store_true", help="everything, for hours; by default a short version")
 
 
+def parse(parser, short, full):
+    """The options, with what was not named taken from the short or the full version."""
+    options = parser.parse_args()
+    for name, values in (full if options.full else short).items():
+        setattr(options, name, getattr(options, name) or values)
+    return options
+
+
+def carry_out(options, planned, run, show, plot):
+    """Runs what is missing, then shows and plots everything in the file."""
+    results = Results(options.results, options.fresh)
+    jobs(results, planned, run)
+    show(results.cells)
+    plot(results.cells, options.results.with_suffix(".png"))
+
+
 def jobs(results, planned, run):
     """Runs those of `planned` (key -> arguments of `run`) that `results` lacks, and shows progress."""
     missing = {key: arguments for key, arguments in planned.items() if key not in results}
@@ -117,19 +133,19 @@ def show(rows):
     print("\n".join(table(rows)), flush=True)
 
 
-def figure(path):
-    """A new figure to draw on and a function that saves it; `None` without Matplotlib, and a line that says so."""
+def plot(path, panels, draw):
+    """Saves what `draw` puts on a row of so many axes; without Matplotlib a line says so."""
     try:
         import matplotlib as mpl
     except ImportError:
         print("No plots: Matplotlib is missing. Run: pip install matplotlib")
-        return None
+        return
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    def save(drawing):
-        drawing.savefig(path, dpi=130, bbox_inches="tight")
-        pyplot.close(drawing)
-        print(f"wrote {path}")
-
-    return pyplot, save
+    drawing, axes = pyplot.subplots(1, panels, figsize=(4.5 * panels, 4), squeeze=False)
+    draw(axes[0])
+    axes[0][-1].legend(fontsize=7)
+    drawing.savefig(path, dpi=130, bbox_inches="tight")
+    pyplot.close(drawing)
+    print(f"wrote {path}")

@@ -36,9 +36,7 @@ def parse_arguments():
     parser.add_argument("--systems", nargs="*", default=[*SYSTEMS, *PEERS], help="schemes and peers")
     parser.add_argument("--dilation", type=float, default=DILATION, help=f"D ({DILATION})")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each (3)")
-    options = parser.parse_args()
-    for name, values in (FULL if options.full else SHORT).items():
-        setattr(options, name, getattr(options, name) or values)
+    options = harness.parse(parser, SHORT, FULL)
     if not importlib.util.find_spec("torch"):
         print("Left out: PyTorch DDP, for PyTorch is missing. Run: pip install torch==2.13.0")
         options.systems = [system for system in options.systems if not system.startswith("ddp")]
@@ -137,34 +135,32 @@ def cells_of(row):
 
 def plot(cells, path):
     """Scaling efficiency over bandwidth, one panel for each model and layout."""
-    drawn = harness.figure(path)
-    if drawn is None:
-        return
-    pyplot, save = drawn
     found = groups(cells)
     panels = sorted({(name, layout) for name, layout, _ in found})
-    drawing, axes = pyplot.subplots(1, len(panels), figsize=(4.5 * len(panels), 4), sharey=True, squeeze=False)
-    for axis, panel in zip(axes[0], panels, strict=True):
-        lines = {}
-        for (name, layout, gbit), rows in found.items():
-            if (name, layout) == panel:
-                for row in rows:
-                    if "step_s" in row:
-                        lines.setdefault(row["system"], []).append((gbit, 100 * row["efficiency"]))
-        for system, points in sorted(lines.items()):
-            axis.plot(*zip(*sorted(points), strict=True), "o-", label=system, linewidth=1, markersize=4)
-        axis.set(title=f"{panel[0]}, {panel[1]} ranks", xlabel="Gb/s between nodes", xscale="log", ylim=(0, 105))
-    axes[0][0].set_ylabel("scaling efficiency, %")
-    axes[0][-1].legend(fontsize=7)
-    save(drawing)
+
+    def draw(axes):
+        for axis, panel in zip(axes, panels, strict=True):
+            for system, points in sorted(lines(found, panel).items()):
+                axis.plot(*zip(*sorted(points), strict=True), "o-", label=system, linewidth=1, markersize=4)
+            axis.set(title=f"{panel[0]}, {panel[1]} ranks", xlabel="Gb/s between nodes", xscale="log", ylim=(0, 105))
+        axes[0].set_ylabel("scaling efficiency, %")
+
+    harness.plot(path, len(panels), draw)
+
+
+def lines(found, panel):
+    """System -> points of bandwidth and efficiency, for one model and layout."""
+    points = {}
+    for (name, layout, gbit), rows in found.items():
+        for row in rows if (name, layout) == panel else ():
+            if "step_s" in row:
+                points.setdefault(row["system"], []).append((gbit, 100 * row["efficiency"]))
+    return points
 
 
 def main():
     options = parse_arguments()
-    results = harness.Results(options.results, options.fresh)
-    harness.jobs(results, planned(options), run)
-    show(results.cells)
-    plot(results.cells, options.results.with_suffix(".png"))
+    harness.carry_out(options, planned(options), run, show, plot)
 
 
 if __name__ == "__main__":
