@@ -17,8 +17,8 @@ from benchmarks import harness
 from tfposeidon.lab import models
 
 WORKERS = {"ddp": "ddp", "mirrored": "mirrored"}
-SYSTEMS = ("alone", "allreduce", "asa", "asa16", "2dtar", "2dtar:float16", "horovod", "horovod-fp16")
-PEERS = ("ddp", "ddp-fp16", "ddp-powersgd", "mirrored-packs")
+SYSTEMS = ("alone", "allreduce", "asa", "asa16", "2dtar", "2dtar:float16")
+PEERS = ("horovod", "horovod-fp16", "ddp", "ddp-fp16", "ddp-powersgd", "mirrored-packs")
 # PowerSGD sends everything in its first two steps.
 WARM_UP = {"keras_fit": 2, "ddp": 3, "mirrored": 2}
 DILATION = 4
@@ -137,12 +137,17 @@ def plot(cells, path):
     """Scaling efficiency over bandwidth, one panel for each model and layout."""
     found = groups(cells)
     panels = sorted({(name, layout) for name, layout, _ in found})
+    names = sorted({row["system"] for rows in found.values() for row in rows} - {"alone"}) + ["alone"]
 
     def draw(axes):
         for axis, panel in zip(axes, panels, strict=True):
             for system, points in sorted(lines(found, panel).items()):
-                axis.plot(*zip(*sorted(points), strict=True), "o-", label=system, linewidth=1, markersize=4)
+                style = {"linestyle": "-" if system in SYSTEMS else "--", "color": f"C{names.index(system) % 10}"}
+                axis.plot(*zip(*sorted(points), strict=True), marker="o", label=system, markersize=4, **style)
             axis.set(title=f"{panel[0]}, {panel[1]} ranks", xlabel="Gb/s between nodes", xscale="log", ylim=(0, 105))
+            bandwidths = sorted({gbit for _, _, gbit in found})
+            axis.set_xticks(bandwidths, [f"{gbit:g}" for gbit in bandwidths])
+            axis.minorticks_off()
         axes[0].set_ylabel("scaling efficiency, %")
 
     harness.plot(path, len(panels), draw)
