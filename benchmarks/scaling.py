@@ -137,7 +137,7 @@ def plot(cells, path):
     """Scaling efficiency over bandwidth, one panel for each model and layout."""
     found = groups(cells)
     panels = sorted({(name, layout) for name, layout, _ in found})
-    names = sorted({row["system"] for rows in found.values() for row in rows} - {"alone"}) + ["alone"]
+    names = sorted({row["system"] for rows in found.values() for row in rows})
 
     def draw(axes):
         for axis, panel in zip(axes, panels, strict=True):
@@ -154,11 +154,11 @@ def plot(cells, path):
 
 
 def lines(found, panel):
-    """System -> points of bandwidth and efficiency, for one model and layout."""
+    """System -> points of bandwidth and efficiency, for one model and layout; alone it is 100 % by definition."""
     points = {}
     for (name, layout, gbit), rows in found.items():
         for row in rows if (name, layout) == panel else ():
-            if "step_s" in row:
+            if "step_s" in row and row["system"] != "alone":
                 points.setdefault(row["system"], []).append((gbit, 100 * row["efficiency"]))
     return points
 
