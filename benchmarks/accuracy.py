@@ -32,10 +32,7 @@ def parse_arguments():
 def planned(options):
     """One job for each seed, with all schemes in it."""
     common = {"systems": options.systems, "target": options.target}
-    return {
-        f"seed {seed} target {options.target} {' '.join(options.systems)}": common | {"seed": seed}
-        for seed in options.seeds
-    }
+    return harness.keyed(common | {"seed": seed} for seed in options.seeds)
 
 
 def run(systems, target, seed):

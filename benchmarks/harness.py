@@ -18,6 +18,13 @@ RESULTS = ROOT / "docs" / "results"
 PACKAGES = ("tensorflow-cpu", "tensorflow", "keras", "horovod", "torch", "numpy")
 
 
+TIME_LIMIT_S = 3600
+
+
+class JobError(Exception):
+    """A job did not come to its end."""
+
+
 class Results:
     """Answers of a benchmark by key, kept in a JSON file from job to job: run it again, and it goes on.
 
@@ -48,6 +55,11 @@ def add_arguments(parser, name):
     parser.add_argument("--full", action="store_true", help="everything, for hours; by default a short version")
 
 
+def keyed(arguments):
+    """Jobs by a key that holds everything they depend on."""
+    return {" ".join(f"{name}={value}" for name, value in one.items()): one for one in arguments}
+
+
 def parse(parser, short, full):
     """The options, with what was not named taken from the short or the full version."""
     options = parser.parse_args()
@@ -71,7 +83,10 @@ def jobs(results, planned, run):
     for number, (key, arguments) in enumerate(missing.items(), 1):
         begin = time.monotonic()
         print(f"\n[{number}/{len(missing)}] {key}", flush=True)
-        results.add(key, run(**arguments))
+        try:
+            results.add(key, run(**arguments))
+        except JobError as error:
+            print(f"    failed, and will be tried again next time: {error}", flush=True)
         print(f"    {time.monotonic() - begin:.0f} s", flush=True)
 
 
@@ -86,7 +101,7 @@ def in_lab(options, worker, task):
       The worker's answer (system -> figures), the lab's report, and the command.
 
     Raises:
-      RuntimeError: If the job fails.
+      JobError: If the job fails, or takes longer than an hour.
     """
     with tempfile.TemporaryDirectory() as folder:
         answer, report = Path(folder) / "answer.json", Path(folder) / "report.json"
@@ -94,9 +109,13 @@ def in_lab(options, worker, task):
         request = json.dumps(task | {"result": str(answer)})
         command = [sys.executable, *lab, sys.executable, "-m", f"benchmarks.workers.{worker}", request]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+        keywords = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True, "timeout": TIME_LIMIT_S}
+        try:
+            done = subprocess.run(command, **keywords)
+        except subprocess.TimeoutExpired as error:
+            raise JobError(str(error)) from error
         if done.returncode:
-            raise RuntimeError(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+            raise JobError(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
         lab_report = json.loads(report.read_text())
         return {
             "systems": json.loads(answer.read_text()),
@@ -112,7 +131,7 @@ def machine():
     """Commit, processor, kernel and versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT)
     return {
         "commit": git.stdout.strip() or "unknown",
         "processor": f"{len(names)} x {names[0]}" if names else platform.machine(),

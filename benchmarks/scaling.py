@@ -11,6 +11,8 @@ Peers: Horovod called directly, PyTorch DDP, MultiWorkerMirroredStrategy. An int
 
 import argparse
 import importlib.util
+import itertools
+import math
 import statistics
 
 from benchmarks import harness
@@ -45,15 +47,13 @@ def parse_arguments():
 
 def planned(options):
     """One job for each model, layout, bandwidth and program that measures."""
-    found = {}
-    for model in options.models:
-        for layout in options.layouts:
-            for gbit in options.gbits:
-                for worker, systems in by_worker(options.systems).items():
-                    arguments = {"model": model, "layout": layout, "gbit": gbit, "worker": worker, "systems": systems}
-                    key = f"{model} {layout} {gbit:g} Gb/s {worker} {' '.join(systems)}"
-                    found[key] = arguments | {"dilation": options.dilation, "steps": options.steps}
-    return found
+    common = {"dilation": options.dilation, "steps": options.steps}
+    programs = by_worker(options.systems).items()
+    cases = itertools.product(options.models, options.layouts, options.gbits, programs)
+    return harness.keyed(
+        {"model": model, "layout": layout, "gbit": gbit, "worker": worker, "systems": systems} | common
+        for model, layout, gbit, (worker, systems) in cases
+    )
 
 
 def by_worker(systems):
@@ -76,12 +76,12 @@ def run(model, layout, gbit, worker, systems, dilation, steps):
 
 
 def groups(cells):
-    """(model, layout, bandwidth) -> one row for each system, fastest first."""
+    """(model, layout, bandwidth) -> one row for each system, fastest first; a later job's replaces an earlier one's."""
     found = {}
     for cell in cells.values():
-        rows = found.setdefault((cell["model"], cell["layout"], cell["gbit"]), [])
-        rows += [row(system, figures, cell) for system, figures in cell["systems"].items()]
-    return {key: sorted(rows, key=lambda r: r.get("step_s", float("inf"))) for key, rows in found.items()}
+        rows = found.setdefault((cell["model"], cell["layout"], cell["gbit"]), {})
+        rows |= {system: row(system, figures, cell) for system, figures in cell["systems"].items()}
+    return {key: sorted(rows.values(), key=lambda r: r.get("step_s", math.inf)) for key, rows in found.items()}
 
 
 def row(system, figures, cell):

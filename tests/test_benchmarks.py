@@ -32,7 +32,7 @@ def test_an_interrupted_benchmark_goes_on(tmp_path):
 
 def test_fit_finds_latency_and_bandwidth():
     latency_s, bandwidth = 0.004, 2e8
-    rows = [{"bytes": 2**p, "time_s": latency_s + 8 * 2**p / bandwidth} for p in range(10, 27)]
+    rows = [{"shaped_bytes": 2**p, "time_s": latency_s + 8 * 2**p / bandwidth} for p in range(10, 27)]
     assert exchange.fit(rows) == pytest.approx((latency_s, bandwidth))
 
 
@@ -42,6 +42,9 @@ def test_exchange_row_says_how_far_the_limit_is():
     (row,) = exchange.rows(cell)
     assert (row["system"], row["length"], row["limit_s"]) == ("2dtar:float16", 1024, 1.0)
     assert row["distance"] == pytest.approx(1.1)
+    assert row["shaped_bytes"] == 25_000_000 - 25_000
+    (row,) = exchange.rows(cell | {"systems": {"asa 1024": figures | {"busiest_bytes": 2_000_000}}})
+    assert row["distance"] is None, "the shaper's burst is more than 1 % of that"
     (row,) = exchange.rows(cell | {"rate": "unshaped"})
     assert row["limit_s"] is None
 

@@ -13,8 +13,8 @@ from functools import partial
 import numpy as np
 
 from benchmarks.workers.task import Task
-from tfposeidon.lab import network
 from tfposeidon.lab.stream import Stream
+from tfposeidon.lab.values import gradient_values
 
 try:
     import torch
@@ -33,7 +33,6 @@ SYSTEMS = ("ddp", "ddp-fp16", "ddp-powersgd")
 # Of one exchange; a bucket of 25 MB may wait for many others on a slow link.
 TIMEOUT = timedelta(minutes=10)
 SPREAD_OVER = 8
-SCALE = 1e-3
 
 
 def main():
@@ -41,7 +40,7 @@ def main():
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("HOROVOD_GLOO_IFACE", "lo")
     distributed.init_process_group(
-        "gloo", init_method=f"tcp://{meeting_place()}", rank=task.rank, world_size=task.size, timeout=TIMEOUT
+        "gloo", init_method=f"tcp://{task.address(0)}", rank=task.rank, world_size=task.size, timeout=TIMEOUT
     )
     for system in task.systems:
         try:
@@ -51,13 +50,6 @@ def main():
         # Reducers and their buckets hang in cycles.
         gc.collect()
     distributed.destroy_process_group()
-
-
-def meeting_place():
-    """Address and port where rank 0 listens; the port lies below those that systems give out themselves."""
-    in_lab = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") == network.SWITCH_ADDRESS
-    address = network.address(0) if in_lab else "127.0.0.1"
-    return f"{address}:{10_000 + int(os.environ.get('HOROVOD_GLOO_RENDEZVOUS_PORT', 0)) % 20_000}"
 
 
 def measure(task, system):
@@ -174,9 +166,7 @@ class Pool:
     def __init__(self, length, seed):
         self._generator = np.random.default_rng(seed)
         length += max(1, length // SPREAD_OVER)
-        values = self._generator.standard_normal(length, dtype=np.float32)
-        values *= np.exp(self._generator.standard_normal(length, dtype=np.float32)) * SCALE
-        self._values = torch.from_numpy(values)
+        self._values = torch.from_numpy(gradient_values(length, self._generator))
 
     def values(self, shape):
         """A view of that shape, from another place each time."""

@@ -1,7 +1,6 @@
 """Times single exchanges of one vector, by every scheme and length that is asked for."""
 
 import dataclasses
-import statistics
 import time
 
 import tensorflow as tf
@@ -13,7 +12,6 @@ from tfposeidon.schemes import REGISTRY
 from tfposeidon.wire import exchange_objects
 
 LEAST_REPEATS, MOST_REPEATS = 3, 50
-# The shaper lets 1 ms through at once; over half a second that is far below 1 %.
 LEAST_S = 0.5
 
 
@@ -35,7 +33,7 @@ def measured(task, name, length, vector):
         mean, _ = scheme.exchange(vector.read_value(), (), wire, label)
         return mean
 
-    first = slowest(wire, exchange)
+    slowest(wire, exchange)
     repeats = max(LEAST_REPEATS, min(MOST_REPEATS, round(LEAST_S / max(slowest(wire, exchange), 1e-4))))
     sent = payload_bytes()
     times = [slowest(wire, exchange) for _ in range(repeats)]
@@ -43,12 +41,9 @@ def measured(task, name, length, vector):
     nodes = [sum(costs[rank].cross_bytes for rank in node) for node in wire.topology.nodes]
     return {
         "step_s": times,
-        "first_s": first,
-        "median_s": statistics.median(times),
         "sent_bytes": (payload_bytes() - sent) / repeats,
         "predicted_bytes": nodes[wire.topology.node_index],
         "busiest_bytes": max(nodes),
-        "steps": max(cost.steps for cost in costs),
     }
 
 

@@ -11,7 +11,6 @@ import traceback
 import tensorflow as tf
 
 from benchmarks.workers.task import Task
-from tfposeidon.lab import network
 from tfposeidon.lab.accelerator import emulated_model
 
 # As much as PyTorch puts into a bucket.
@@ -35,14 +34,8 @@ def main():
 
 
 def cluster(task):
-    """TF_CONFIG: a worker for each rank; ports lie below those that systems give out themselves."""
-    in_lab = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") == network.SWITCH_ADDRESS
-    per_node = int(os.environ["HOROVOD_LOCAL_SIZE"])
-    first_port = 10_000 + int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", 0)) % 20_000
-    workers = [
-        f"{network.address(rank // per_node) if in_lab else '127.0.0.1'}:{first_port + rank}"
-        for rank in range(task.size)
-    ]
+    """TF_CONFIG: a worker for each rank."""
+    workers = [task.address(rank) for rank in range(task.size)]
     return {"cluster": {"worker": workers}, "task": {"type": "worker", "index": task.rank}}
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from tfposeidon.lab import models
+from tfposeidon.lab import models, network
 
 HEADER_BYTES = 66
 """Ethernet, IP, and TCP with time stamps, of every packet as the interface counts it."""
@@ -42,6 +42,12 @@ class Task:
     def emulated(self):
         """The model to train, in the size that was asked for."""
         return models.model(self.model).shrunk(self.shrink)
+
+    def address(self, rank):
+        """Host and port for a rank of a peer to listen at; ports lie below those that systems give out themselves."""
+        in_lab = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") == network.SWITCH_ADDRESS
+        host = network.address(rank // int(os.environ["HOROVOD_LOCAL_SIZE"])) if in_lab else "127.0.0.1"
+        return f"{host}:{10_000 + int(os.environ.get('HOROVOD_GLOO_RENDEZVOUS_PORT', 0)) % 20_000 + rank}"
 
     def measure(self, system, step, slowest):
         """Times `step()` and notes the answer for `system`.

@@ -1,17 +1,15 @@
 """Bytes that an interface carries, beside what the schemes' costs say."""
 
 import functools
-from pathlib import Path
 
 import tensorflow as tf
 
+from benchmarks.workers.task import payload_bytes
 from tests import contract
 from tfposeidon.wire import exchange_objects
 
 LENGTH = 2**21
 REPEATS = 3
-HEADER_BYTES = 66
-"""Ethernet, IP, and TCP with time stamps, of every packet as the interface counts it."""
 
 
 def check(wire, interface, expect):
@@ -35,10 +33,3 @@ def check(wire, interface, expect):
         assert abs(carried - expected) <= 0.03 * expected + 20_000, (
             f"{name} on {interface}: {carried:.0f} B, expected {expected:.0f} B"
         )
-
-
-def payload_bytes(interface):
-    """What the interface has sent so far, without headers."""
-    folder = Path("/sys/class/net") / interface / "statistics"
-    sent, packets = (int((folder / name).read_text()) for name in ("tx_bytes", "tx_packets"))
-    return sent - HEADER_BYTES * packets

@@ -27,7 +27,7 @@ class Trouble(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         if tp.rank() == 1 and batch == 2:
-            print(f"PID {os.getpid()}", flush=True)
+            print(f"PID {os.getpid()}: training has begun", flush=True)
             TROUBLES[self.kind]()
 
 

@@ -16,16 +16,15 @@ import tensorflow as tf
 
 from tfposeidon.lab import models
 from tfposeidon.lab.stream import Stream
+from tfposeidon.lab.values import gradient_values
 
 ALIGNED = 16
 """Elements: slices of the pool that start at a multiple of this are not copied."""
-SCALE = 1e-3
 
 
 class Accelerator:
     """What the layers of one model share: a stream, and a pool of gradient values.
 
-    Values are normal with a log-normal spread, most of them near zero with heavy tails, as gradients are.
     Each backward pass takes them from another place of the pool.
 
     Args:
@@ -38,8 +37,7 @@ class Accelerator:
         self.stream = stream
         self._generator = np.random.default_rng(seed)
         self._spare = max(ALIGNED, length // 8)
-        values = self._generator.standard_normal(length + self._spare, dtype=np.float32)
-        values *= np.exp(self._generator.standard_normal(len(values), dtype=np.float32)) * SCALE
+        values = gradient_values(length + self._spare, self._generator)
         self._pool = tf.Variable(values, trainable=False, name="gradient_values")
 
     def work(self, token: tf.Tensor, seconds: float, *, first: bool = False) -> tuple[tf.Tensor, tf.Tensor]:

@@ -76,7 +76,13 @@ class Cluster:
             raise ValueError(f"`{option}` names one of the ranks 0..{self.size - 1}. Received: rank {rank}")
 
     def __str__(self) -> str:
-        return f"{self.nodes} x {self.per_node} ranks, {readable_rate(self.inter)} between nodes"
+        parts = [f"{self.nodes} x {self.per_node} ranks", f"{readable_rate(self.inter)} between nodes"]
+        parts += [f"{readable_rate(self.intra)} within"] if self.intra else []
+        parts += [f"{readable_rate(rate)} for node {node}" for node, rate in self.slow]
+        parts += [f"{1e3 * self.rtt:g} ms round trip"] if self.rtt else []
+        parts += [f"{1e3 * self.jitter:g} ms jitter"] if self.jitter else []
+        parts += [f"{self.loss:.2%} lost"] if self.loss else []
+        return ", ".join(parts)
 
 
 def burst_bytes(rate: float) -> int:
@@ -88,7 +94,10 @@ def burst_bytes(rate: float) -> int:
 
 
 def queue_bytes(rate: float) -> int:
-    """What waits before a link until packets are dropped, as in a switch: 50 ms, and 1 MiB at least."""
+    """What waits before a link until packets are dropped: 50 ms, and 16 MiB at least, as in deep-buffered switches.
+
+    So that schemes are measured, and not how this kernel's TCP recovers from losses.
+    """
     return max(round(rate / 8 * QUEUE_S), SMALLEST_QUEUE_BYTES)
 
 

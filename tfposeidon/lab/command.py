@@ -10,6 +10,8 @@ The exit status is the job's. Needs Linux with iproute2, as root or with user na
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -46,11 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--per-node", type=int, default=1, metavar="N", help="ranks on each node (1)")
     cluster.add_argument("--inter", type=rate, metavar="RATE", help="of a node's link, each way: 200mbit (unshaped)")
     cluster.add_argument("--intra", type=rate, metavar="RATE", help="between ranks of a node: 10gbit (unshaped)")
-    cluster.add_argument("--rtt", type=time, default=0.0, metavar="TIME", help="added to a round trip: 1ms")
     cluster.add_argument(
-        "--jitter", type=time, default=0.0, metavar="TIME", help="of one direction, more or less: 100us"
+        "--rtt", type=time, default=0.0, metavar="TIME", help="time that a round trip takes longer: 1ms"
     )
-    cluster.add_argument("--loss", type=_type(units.share), default=0.0, metavar="SHARE", help="of packets: 0.1%%")
+    cluster.add_argument(
+        "--jitter", type=time, default=0.0, metavar="TIME", help="by which each way varies, at most half of rtt: 100us"
+    )
+    cluster.add_argument(
+        "--loss", type=_type(units.share), default=0.0, metavar="SHARE", help="packets that get lost: 0.1%%"
+    )
     cluster.add_argument(
         "--slow", type=_type(_slow), action="append", default=[], metavar="NODE=RATE", help="another rate for one node"
     )
@@ -69,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output.add_argument("--report", type=Path, metavar="FILE", help="also write what was seen as JSON")
     output.add_argument(
-        "--rank-memory", type=_type(units.size), default=4e8, metavar="SIZE", help="that a rank needs at least (400mb)"
+        "--rank-memory", type=_type(units.size), default=4e8, metavar="SIZE", help="that each rank will need (400mb)"
     )
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each rank runs")
 
@@ -78,6 +84,7 @@ def main(options: argparse.Namespace) -> int:
     """Runs `python -m tfposeidon lab`; returns the job's exit status, or 2 if nothing was started."""
     try:
         asked = request(options)
+        _check_horovod()
         _check_report(asked.report)
         _check_memory(asked.cluster, options.rank_memory)
         return sandbox.run("tfposeidon.lab.inside", options.arguments)
@@ -114,9 +121,16 @@ def request(options: argparse.Namespace) -> Request:
     return Request(cluster=cluster, command=command, faults=options.faults, show=show, report=options.report)
 
 
+def _check_horovod() -> None:
+    if not importlib.util.find_spec("horovod"):
+        raise ValueError(
+            "The lab needs Horovod, in whose store ranks find one another. Run: python -m tfposeidon install"
+        )
+
+
 def _check_report(path: Path | None) -> None:
-    if path and not path.resolve().parent.is_dir():
-        raise ValueError(f"`--report` must name a file in a directory that is there. Received: {path}")
+    if path and (path.is_dir() or not os.access(path.resolve().parent, os.W_OK)):
+        raise ValueError(f"`--report` must name a file in a directory that can be written. Received: {path}")
 
 
 def _check_memory(cluster: Cluster, rank_bytes: float) -> None:

@@ -15,12 +15,15 @@ from tfposeidon.lab import command, report
 from tfposeidon.lab.cluster import Cluster
 from tfposeidon.lab.network import INTERFACE, SWITCH_ADDRESS, host_name, network
 from tfposeidon.lab.ranks import Job, say
+from tfposeidon.lab.sandbox import UnavailableError
 
 
 def main(arguments: list[str]) -> int:
     """Builds the cluster, runs the job on it, and reports; returns the exit status."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     return asyncio.run(_run(command.request(parser.parse_args(arguments))))
 
 
@@ -28,6 +31,7 @@ async def _run(request: command.Request) -> int:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     try:
         with network(request.cluster) as built, rendezvous(request.cluster) as environments:
             job = Job(built, request.faults, request.show)
@@ -37,12 +41,18 @@ async def _run(request: command.Request) -> int:
                 say("interrupted; all ranks are ended")
                 return 128 + signal.SIGTERM
             found = report.Report.of(request.cluster, request.command, job, built.traffic())
+    except asyncio.CancelledError:
+        say("interrupted before the job had begun")
+        return 128 + signal.SIGTERM
     except subprocess.CalledProcessError as error:
         say(f"the kernel refused: {' '.join(error.cmd)}\n  {error.stderr}")
-        return 1
-    print(found, file=sys.stderr)
+        return 2
+    except UnavailableError as error:
+        say(str(error))
+        return 2
     if request.report:
         found.write(request.report)
+    print(found, file=sys.stderr)
     return job.status
 
 

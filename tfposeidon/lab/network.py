@@ -17,6 +17,7 @@ from pathlib import Path
 from tfposeidon.lab import delay_line
 from tfposeidon.lab.cluster import Cluster, burst_bytes, queue_bytes
 from tfposeidon.lab.delay_line import DelayLine
+from tfposeidon.lab.sandbox import UnavailableError
 
 SWITCH_ADDRESS = "10.99.0.254"
 INTERFACE = "eth0"
@@ -52,9 +53,10 @@ class Traffic:
 class Network:
     """The links of a cluster; made by `network()`."""
 
-    def __init__(self, cluster: Cluster, holders: list[int]) -> None:
+    def __init__(self, cluster: Cluster, holders: list[int], line: subprocess.Popen[str] | None) -> None:
         self.cluster = cluster
         self._holders = holders
+        self._line = line
 
     def entering(self, node: int) -> list[str]:
         """What to put before a command so that it runs on a node, in the present directory."""
@@ -82,7 +84,13 @@ class Network:
         )
 
     def byte_counts(self) -> list[int]:
-        """Bytes that each node has sent so far: cheap, without the headers that segmentation adds later."""
+        """Bytes that each node has sent so far: cheap, without the headers that segmentation adds later.
+
+        Raises:
+          UnavailableError: If the links are dead, because the delay line is.
+        """
+        if self._line is not None and self._line.poll() is not None:
+            raise UnavailableError(f"the process that delays packets has ended, with status {self._line.returncode}")
         lines = (line.split(":", 1) for line in Path("/proc/self/net/dev").read_text().splitlines() if ":" in line)
         counters = {name.strip(): int(values.split()[0]) for name, values in lines}
         return [counters[port(node)] for node in range(self.cluster.nodes)]
@@ -127,7 +135,7 @@ def network(cluster: Cluster) -> Iterator[Network]:
             for node, holder in enumerate(holders):
                 peer = ("peer", "name", INTERFACE, "netns", str(holder.pid))
                 _call("ip", "link", "add", "name", port(node), "type", "veth", *peer)
-        built = Network(cluster, [holder.pid for holder in holders])
+        built = Network(cluster, [holder.pid for holder in holders], line)
         for node in range(cluster.nodes):
             _connect(built, node)
         yield built
@@ -139,10 +147,11 @@ def network(cluster: Cluster) -> Iterator[Network]:
 
 def _hold(name: str) -> subprocess.Popen[str]:
     command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", HOLD, name]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
     assert holder.stdout is not None
+    assert holder.stderr is not None
     if holder.stdout.readline() != "ready\n":
-        raise subprocess.CalledProcessError(holder.wait(), command)
+        raise subprocess.CalledProcessError(holder.wait(), command, stderr=holder.stderr.read())
     return holder
 
 
@@ -182,7 +191,8 @@ def _queues(*tc: str) -> dict[str, dict[str, int]]:
 
 
 def _call(*command: str, text: str | None = None) -> str:
-    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    # Out of reach of the signal that ends a job: that is for us to see, between two commands.
+    done = subprocess.run(command, input=text, capture_output=True, text=True, process_group=0)
     if done.returncode:
         raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
     return done.stdout

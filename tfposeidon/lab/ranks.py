@@ -19,11 +19,13 @@ from tfposeidon.lab.network import Network
 LAST_WORDS_S = 10.0
 TERMINATION_S = 3.0
 SAMPLE_S = 0.5
+LOOK_S = 0.02
+DRAIN_S = 1.0
 KEPT_LINES = 30
 CHUNK_BYTES = 65536
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
 # Progress bars go back to the start of their line.
-LINE_ENDS = re.compile(rb"\r\n|\n|\r")
+LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!$)")
 
 
 @dataclass(kw_only=True)
@@ -39,10 +41,9 @@ class Rank:
 
     def signal(self, number: int) -> None:
         """Reaches the rank and what it has started."""
-        if self.process.returncode is None:
-            # It may have ended since the loop last looked.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
+        # It may have ended, with all that belongs to it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def __str__(self) -> str:
         if self.status is None:
@@ -66,9 +67,11 @@ class Job:
         self._faults = faults
         self._show = show
         self._ending: asyncio.Task[None] | None = None
+        self._ended = False
+        self._task: asyncio.Task[None] | None = None
         self.ranks: list[Rank] = []
         self.first_failed: Rank | None = None
-        self.samples: list[list[int]] = []
+        self.samples: list[tuple[float, list[int]]] = []
 
     @property
     def wall_s(self) -> float:
@@ -86,21 +89,29 @@ class Job:
         """Runs `command` once per environment, and returns when every rank has ended.
 
         Raises:
-          asyncio.CancelledError: After all ranks were ended, when the task is cancelled.
+          asyncio.CancelledError: After all ranks were ended, when the task is cancelled or nobody reads our output.
+          UnavailableError: After all ranks were ended, when the network has failed.
         """
         self._begin = time.monotonic()
-        watched = [await self._start(number, command, variables) for number, variables in enumerate(environments)]
-        beside = [asyncio.create_task(self._happen(fault)) for fault in self._faults]
-        beside.append(asyncio.create_task(self._sample()))
+        self._task = asyncio.current_task()
+        watched: list[asyncio.Task[None]] = []
+        beside: set[asyncio.Task[None]] = set()
         try:
-            await asyncio.gather(*watched)
+            for number, variables in enumerate(environments):
+                self.ranks.append(await self._start(number, command, variables))
+            watched = [asyncio.create_task(self._watch(rank)) for rank in self.ranks]
+            beside = {asyncio.create_task(self._happen(fault)) for fault in self._faults}
+            beside.add(asyncio.create_task(self._sample()))
+            await _all_of(watched, beside)
         finally:
+            self._ended = True
             for task in beside:
                 task.cancel()
             await self._end(0.0)
             await asyncio.gather(*watched)
+            self._take_sample()
 
-    async def _start(self, number: int, command: list[str], variables: dict[str, str]) -> asyncio.Task[None]:
+    async def _start(self, number: int, command: list[str], variables: dict[str, str]) -> Rank:
         node = number // self._network.cluster.per_node
         process = await asyncio.create_subprocess_exec(
             *self._network.entering(node),
@@ -111,19 +122,23 @@ class Job:
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
-        self.ranks.append(Rank(number=number, node=node, process=process))
-        return asyncio.create_task(self._watch(self.ranks[-1]))
+        return Rank(number=number, node=node, process=process)
 
     async def _watch(self, rank: Rank) -> None:
         streams = ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr))
         output = [asyncio.create_task(self._pass_on(rank, source, sink)) for source, sink in streams]
-        status = await rank.process.wait()
-        # Whatever it has started and left behind must not keep the job, or its output, open.
-        _, open_still = await asyncio.wait(output, timeout=1.0)
+        # Process.wait() would also wait for the pipes, which what the rank has started may hold open.
+        while (status := rank.process.returncode) is None:
+            await asyncio.sleep(LOOK_S)
         rank.status, rank.wall_s = status, time.monotonic() - self._begin
+        failed_first = status != 0 and self.first_failed is None and not self._ended
+        if failed_first:
+            self.first_failed = rank
+        _, open_still = await asyncio.wait(output, timeout=DRAIN_S)
         for task in open_still:
             task.cancel()
-        if status != 0 and self.first_failed is None and self._ending is None:
+        rank.signal(signal.SIGKILL)
+        if failed_first:
             self._fail(rank)
 
     async def _pass_on(self, rank: Rank, source: asyncio.StreamReader | None, sink: IO[str]) -> None:
@@ -139,11 +154,17 @@ class Job:
     def _print(self, rank: Rank, line: bytes, sink: IO[str]) -> None:
         text = line.decode(errors="replace")
         rank.last_lines.append(text)
-        if self._show is None or rank.number in self._show:
+        if self._show is not None and rank.number not in self._show:
+            return
+        try:
             print(f"[{rank.number}] {text}", file=sink, flush=True)
+        except BrokenPipeError:
+            # As in `lab ... | head`: nobody listens, so the job ends. What is still buffered must not fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())
+            assert self._task is not None
+            self._task.cancel()
 
     def _fail(self, rank: Rank) -> None:
-        self.first_failed = rank
         if self._show is not None and rank.number not in self._show:
             for line in rank.last_lines:
                 print(f"[{rank.number}] {line}", file=sys.stderr)
@@ -170,8 +191,21 @@ class Job:
 
     async def _sample(self) -> None:
         while True:
-            self.samples.append(self._network.byte_counts())
+            self._take_sample()
             await asyncio.sleep(SAMPLE_S)
+
+    def _take_sample(self) -> None:
+        self.samples.append((time.monotonic() - self._begin, self._network.byte_counts()))
+
+
+async def _all_of(watched: list[asyncio.Task[None]], beside: set[asyncio.Task[None]]) -> None:
+    """Waits for all that are watched; what fails beside them, fails here."""
+    waiting = set(watched)
+    while waiting:
+        done, _ = await asyncio.wait(waiting | beside, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        waiting, beside = waiting - done, beside - done
 
 
 def say(text: str) -> None:

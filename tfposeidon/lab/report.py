@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 from tfposeidon.lab.cluster import Cluster
 from tfposeidon.lab.network import Traffic, host_name
-from tfposeidon.lab.ranks import SAMPLE_S, Job
+from tfposeidon.lab.ranks import Job
 from tfposeidon.text import bars, readable, table
 
 LONGEST_BARS = 40
@@ -28,7 +27,7 @@ class Report:
       wall_s: Seconds until the slowest rank had ended.
       ranks: Of each rank its node, exit status (negative for a signal) and seconds.
       traffic: What crossed each node's link, headers included.
-      sent_over_time: Bytes that each node had sent, every half second.
+      sent_over_time: Pairs of seconds since the start and the bytes that each node had sent by then.
     """
 
     cluster: Cluster
@@ -37,7 +36,7 @@ class Report:
     wall_s: float
     ranks: Sequence[dict[str, Any]]
     traffic: Sequence[Traffic]
-    sent_over_time: Sequence[Sequence[int]]
+    sent_over_time: Sequence[tuple[float, Sequence[int]]]
 
     @classmethod
     def of(cls, cluster: Cluster, command: Sequence[str], job: Job, traffic: Sequence[Traffic]) -> Report:
@@ -64,11 +63,11 @@ class Report:
             row["rate_bits_per_s"] = self.cluster.rate(node)
             row["sent_share"] = self.used(node, row["sent_bytes"])
             row["received_share"] = self.used(node, row["received_bytes"])
-        return content | {"sample_s": SAMPLE_S}
+        return content
 
     def write(self, path: Path) -> None:
         """Writes JSON, beside and renamed."""
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside = path.with_name(f".{path.name}.part")
         beside.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
         beside.replace(path)
 
@@ -95,10 +94,10 @@ class Report:
 
     def _load(self, node: int) -> list[float]:
         """The use of the link over time, in parts of its rate or, without one, of the busiest moment."""
-        counts = [sample[node] for sample in self.sent_over_time]
-        stride = -(-len(counts) // LONGEST_BARS) or 1
-        counts = counts[::stride]
-        rates = [8 * (b - a) / (stride * SAMPLE_S) for a, b in itertools.pairwise(counts)]
+        points = [(at_s, counts[node]) for at_s, counts in self.sent_over_time]
+        stride = -(-len(points) // LONGEST_BARS) or 1
+        points = [*points[:-1:stride], *points[-1:]]
+        rates = [8 * (after - before) / (b - a) for (a, before), (b, after) in itertools.pairwise(points) if b > a]
         full = self.cluster.rate(node) or max([*rates, 1.0])
         return [rate / full for rate in rates]
 

@@ -17,6 +17,7 @@ from types import FrameType
 TOOLS = {
     "ip": "iproute2",
     "tc": "iproute2",
+    "hostname": "hostname",
     "unshare": "util-linux",
     "nsenter": "util-linux",
     "setpriv": "util-linux",
@@ -25,7 +26,11 @@ TOOLS = {
 NAMESPACES = ("unshare", "--fork", "--kill-child", "--pid", "--mount-proc", "--mount", "--net")
 AS_USER = ("--user", "--map-root-user")
 # What a lab is made of, tried out before anything is started.
-PROBE = "ip link add name a type veth peer name b && tc qdisc add dev a root tbf rate 1mbit burst 3200 limit 100000"
+PROBE = """ip link add name switch type bridge && ip link add name a type veth peer name b &&
+tc qdisc add dev a root tbf rate 1mbit burst 3200 limit 100000"""
+
+
+INTERRUPTED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 
 class UnavailableError(Exception):
@@ -43,6 +48,8 @@ def run(module: str, arguments: list[str]) -> int:
     """
     # setpriv: should this process be killed, the kernel kills what is inside with it.
     command = ["setpriv", "--pdeathsig", "KILL", *_namespaces(), sys.executable, "-m", module, *arguments]
+    # Blocked until the inside is ready for it: there it is the first process, which loses what it does not handle.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     inside = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
     asked: list[int] = []
 
@@ -52,8 +59,10 @@ def run(module: str, arguments: list[str]) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     status = inside.wait()
-    return 128 + asked[0] if asked else status if status >= 0 else 128 - status
+    status = status if status >= 0 else 128 - status
+    return 128 + asked[0] if asked and status in INTERRUPTED else status
 
 
 def _namespaces() -> tuple[str, ...]:

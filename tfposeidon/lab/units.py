@@ -19,8 +19,8 @@ def rate(text: str) -> float:
     (200000000.0, 1500000000.0, 80000000.0)
     """
     bits = _value(text, RATES, "a rate", "200mbit, 1gbit or 25gbit (mbps are megabytes per second, as in tc)")
-    if bits < 8000:
-        raise ValueError(f"A rate must be at least 8kbit. Received: {text!r}")
+    if not 8e3 <= bits <= 1e12:
+        raise ValueError(f"A rate must be in 8kbit..1tbit. Received: {text!r}")
     return bits
 
 
