@@ -76,27 +76,32 @@ def run(model, layout, gbit, worker, systems, dilation, steps):
 
 
 def groups(cells):
-    """(model, layout, bandwidth) -> one row for each system, fastest first; a later job's replaces an earlier one's."""
+    """(model, layout, bandwidth, dilation) -> a row for each system, fastest first; of two jobs the later counts."""
     found = {}
     for cell in cells.values():
-        rows = found.setdefault((cell["model"], cell["layout"], cell["gbit"]), {})
+        rows = found.setdefault(group(cell), {})
         rows |= {system: row(system, figures, cell) for system, figures in cell["systems"].items()}
     return {key: sorted(rows.values(), key=lambda r: r.get("step_s", math.inf)) for key, rows in found.items()}
 
 
+def group(cell):
+    return cell["model"], cell["layout"], cell["gbit"], cell["task"]["dilation"]
+
+
 def row(system, figures, cell):
-    """What a step takes, and how much of that the accelerator waits for communication."""
+    """What a step takes on the slowest rank, and the share of it that each rank's accelerator stands still."""
     if "error" in figures:
         return {"system": system, "error": figures["error"].strip().splitlines()[-1]}
     task = cell["task"]
     compute_s = task["dilation"] * models.model(task["model"]).step_s
     step_s = statistics.median(figures["step_s"])
+    ranks = [statistics.median(times) for times in zip(*figures["ranks_s"], strict=True)]
     wire_s = 8 * figures["sent_bytes"] / cell["rate_bits_per_s"]
     return {
         "system": system,
         "step_s": step_s,
         "exposed_s": max(0.0, step_s - compute_s),
-        "stalled": max(0.0, 1 - compute_s / step_s),
+        "stalled": [max(0.0, 1 - compute_s / rank_s) for rank_s in ranks],
         "efficiency": min(1.0, compute_s / step_s),
         "wire_s": wire_s,
         # Forward is a third of compute; the rest is what communication can hide behind.
@@ -106,16 +111,16 @@ def row(system, figures, cell):
 
 def show(cells):
     """Tables: seconds are dilated ones."""
-    for (name, layout, gbit), rows in groups(cells).items():
-        cell = next(c for c in cells.values() if (c["model"], c["layout"], c["gbit"]) == (name, layout, gbit))
+    for (name, layout, gbit, dilation), rows in groups(cells).items():
+        cell = next(c for c in cells.values() if group(c) == (name, layout, gbit, dilation))
         task = cell["task"]
-        compute_s = task["dilation"] * models.model(name).step_s
+        compute_s = dilation * models.model(name).step_s
         shrunk = f", shrunk by {task['shrink']:g}" if task["shrink"] != 1 else ""
         print(
-            f"\n{name}{shrunk}, {layout} ranks, {gbit:g} Gb/s; time dilated by {task['dilation']:g}, "
+            f"\n{name}{shrunk}, {layout} ranks, {gbit:g} Gb/s; time dilated by {dilation:g}, "
             f"links of {cell['rate_bits_per_s'] / 1e6:.0f} Mb/s, compute {compute_s:.2f} s"
         )
-        header = ("system", "step", "exposed", "stalled", "efficiency", "bytes / link", "ideal step")
+        header = ("system", "step", "exposed", "ranks stalled", "efficiency", "bytes / link", "ideal step")
         harness.show([header, *map(cells_of, rows)])
 
 
@@ -126,7 +131,7 @@ def cells_of(row):
         row["system"],
         f"{row['step_s']:.2f} s",
         f"{row['exposed_s']:.2f} s",
-        f"{row['stalled']:.0%}",
+        f"{min(row['stalled']):.0%} to {max(row['stalled']):.0%}",
         f"{row['efficiency']:.0%}",
         f"{row['wire_s']:.2f} s",
         f"{row['ideal_s']:.2f} s",
@@ -136,7 +141,7 @@ def cells_of(row):
 def plot(cells, path):
     """Scaling efficiency over bandwidth, one panel for each model and layout."""
     found = groups(cells)
-    panels = sorted({(name, layout) for name, layout, _ in found})
+    panels = sorted({(name, layout) for name, layout, *_ in found})
     names = sorted({row["system"] for rows in found.values() for row in rows})
 
     def draw(axes):
@@ -145,7 +150,7 @@ def plot(cells, path):
                 style = {"linestyle": "-" if system in SYSTEMS else "--", "color": f"C{names.index(system) % 10}"}
                 axis.plot(*zip(*sorted(points), strict=True), marker="o", label=system, markersize=4, **style)
             axis.set(title=f"{panel[0]}, {panel[1]} ranks", xlabel="Gb/s between nodes", xscale="log", ylim=(0, 105))
-            bandwidths = sorted({gbit for _, _, gbit in found})
+            bandwidths = sorted({gbit for _, _, gbit, _ in found})
             axis.set_xticks(bandwidths, [f"{gbit:g}" for gbit in bandwidths])
             axis.minorticks_off()
         axes[0].set_ylabel("scaling efficiency, %")
@@ -156,7 +161,7 @@ def plot(cells, path):
 def lines(found, panel):
     """System -> points of bandwidth and efficiency, for one model and layout; alone it is 100 % by definition."""
     points = {}
-    for (name, layout, gbit), rows in found.items():
+    for (name, layout, gbit, _), rows in found.items():
         for row in rows if (name, layout) == panel else ():
             if "step_s" in row and row["system"] != "alone":
                 points.setdefault(row["system"], []).append((gbit, 100 * row["efficiency"]))

@@ -53,10 +53,11 @@ def test_scaling_row_tells_exposed_from_hidden_communication():
     task = {"model": "resnet50", "dilation": 4.0}
     compute_s = 4 * 256 / 1150
     cell = {"task": task, "rate_bits_per_s": 1e8}
-    figures = {"step_s": [2 * compute_s], "sent_bytes": compute_s * 1e8 / 8}
+    figures = {"step_s": [2 * compute_s], "ranks_s": [[2 * compute_s, compute_s]], "sent_bytes": compute_s * 1e8 / 8}
     row = scaling.row("asa", figures, cell)
     assert row["exposed_s"] == pytest.approx(compute_s)
-    assert row["stalled"] == row["efficiency"] == pytest.approx(0.5)
+    assert row["efficiency"] == pytest.approx(0.5)
+    assert row["stalled"] == pytest.approx([0.5, 0.0])
     assert row["ideal_s"] == pytest.approx(compute_s * 4 / 3)
     assert scaling.row("ddp", {"error": "Traceback\nValueError: no"}, cell) == {
         "system": "ddp",

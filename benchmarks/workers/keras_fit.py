@@ -62,8 +62,7 @@ def fit(task, system, model, wire):
     batch = model.inputs[0].shape[0]
     data = np.ones((batch * (task.warm_up + task.steps), 1), "float32")
     model.fit(data, data, batch_size=batch, verbose=0, callbacks=[timer])
-    figures = {"step_s": [max(times) for times in timer.times], "ranks_s": timer.times}
-    task.note(system, figures | {"sent_bytes": timer.sent / task.steps})
+    task.note_times(system, timer.times, timer.sent)
 
 
 def horovod(task, system, model, wire):
@@ -82,10 +81,7 @@ def horovod(task, system, model, wire):
         optimizer.apply(means, model.trainable_variables)
         return loss
 
-    def slowest(seconds):
-        return max(exchange_objects(seconds, wire, "bench.step"))
-
-    task.measure(system, lambda: float(step()), slowest)
+    task.measure(system, lambda: float(step()), lambda seconds: exchange_objects(seconds, wire, "bench.step"))
 
 
 def main():

@@ -49,22 +49,27 @@ class Task:
         host = network.address(rank // int(os.environ["HOROVOD_LOCAL_SIZE"])) if in_lab else "127.0.0.1"
         return f"{host}:{10_000 + int(os.environ.get('HOROVOD_GLOO_RENDEZVOUS_PORT', 0)) % 20_000 + rank}"
 
-    def measure(self, system, step, slowest):
+    def measure(self, system, step, everybody):
         """Times `step()` and notes the answer for `system`.
 
         Args:
-          slowest: From this rank's seconds to those of the slowest rank; it also lets all ranks begin together.
+          everybody: From this rank's seconds to a list of each rank's; it also lets all ranks begin together.
         """
         for _ in range(self.warm_up):
             step()
-        slowest(0.0)
+        everybody(0.0)
         sent = payload_bytes()
         times = []
         for _ in range(self.steps):
             begin = time.perf_counter()
             step()
-            times.append(slowest(time.perf_counter() - begin))
-        self.note(system, {"step_s": times, "sent_bytes": (payload_bytes() - sent) / self.steps})
+            times.append(everybody(time.perf_counter() - begin))
+        self.note_times(system, times, payload_bytes() - sent)
+
+    def note_times(self, system, times, sent_bytes):
+        """Notes each step's seconds on each rank, the slowest rank's apart, and what the node sent in all of them."""
+        slowest = [max(step) for step in times]
+        self.note(system, {"step_s": slowest, "ranks_s": times, "sent_bytes": sent_bytes / len(times)})
 
     def note(self, system, answer):
         """Adds to the answer, and writes it beside and renames it."""
