@@ -23,7 +23,7 @@ SYSTEMS = ("alone", "allreduce", "asa", "asa16", "2dtar", "2dtar:float16")
 PEERS = ("horovod", "horovod-fp16", "ddp", "ddp-fp16", "ddp-powersgd", "mirrored-packs")
 # PowerSGD sends everything in its first two steps.
 WARM_UP = {"keras_fit": 2, "ddp": 3, "mirrored": 2}
-DILATION = 4
+DILATION = 4.0
 SHRINK = {"resnet50": 2, "vgg19": 4, "vgg19_22k": 8, "transformer_110m": 4, "resnet152": 2}
 SHORT = {"models": ["resnet50"], "layouts": ["2x2"], "gbits": [10.0]}
 FULL = {"models": ["vgg19", "resnet50"], "layouts": ["2x2", "4x2"], "gbits": [25.0, 10.0, 4.0]}
@@ -36,7 +36,7 @@ def parse_arguments():
     parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
     parser.add_argument("--gbits", nargs="*", type=float, help="bandwidth between real nodes, in Gb/s")
     parser.add_argument("--systems", nargs="*", default=[*SYSTEMS, *PEERS], help="schemes and peers")
-    parser.add_argument("--dilation", type=float, default=DILATION, help=f"D ({DILATION})")
+    parser.add_argument("--dilation", type=float, default=DILATION, help=f"D ({DILATION:g})")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each (3)")
     options = harness.parse(parser, SHORT, FULL)
     if not importlib.util.find_spec("torch"):
