@@ -164,7 +164,7 @@ def plot(path, panels, draw):
 
     drawing, axes = pyplot.subplots(1, panels, figsize=(4.5 * panels, 4), squeeze=False)
     draw(axes[0])
-    axes[0][-1].legend(fontsize=7)
+    axes[0][-1].legend(fontsize=7, bbox_to_anchor=(1.02, 1), loc="upper left")
     drawing.savefig(path, dpi=130, bbox_inches="tight")
     pyplot.close(drawing)
     print(f"wrote {path}")

@@ -126,7 +126,7 @@ def show(cells):
 
 def cells_of(row):
     if "error" in row:
-        return (row["system"], "failed", row["error"], "", "", "", "")
+        return (row["system"], "failed", "", "", "", "", row["error"])
     return (
         row["system"],
         f"{row['step_s']:.2f} s",
