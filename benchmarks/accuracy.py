@@ -16,7 +16,7 @@ FULL = {
     "seeds": [0, 1, 2, 3, 4],
 }
 SHORT = {"systems": ["allreduce", "asa16"], "seeds": [0]}
-LAYOUT, RATE = "2x2", "20mbit"
+LAYOUT, RATE = "2x2", "100mbit"
 TARGET, EPOCHS = 0.97, 30
 
 

@@ -107,7 +107,18 @@ def in_lab(options, worker, task):
         answer, report = Path(folder) / "answer.json", Path(folder) / "report.json"
         lab = ["-m", "tfposeidon", "lab", *options.split(), "--show", "first", "--report", str(report), "--"]
         request = json.dumps(task | {"result": str(answer)})
-        command = [sys.executable, *lab, sys.executable, "-m", f"benchmarks.workers.{worker}", request]
+        # Should this process be killed, the job ends with it.
+        command = [
+            "setpriv",
+            "--pdeathsig",
+            "TERM",
+            sys.executable,
+            *lab,
+            sys.executable,
+            "-m",
+            f"benchmarks.workers.{worker}",
+            request,
+        ]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
         keywords = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True, "timeout": TIME_LIMIT_S}
         try:

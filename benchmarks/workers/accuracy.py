@@ -54,7 +54,7 @@ def data(rank, size):
 def model():
     layers = keras.layers
     stack = [layers.Conv2D(32, 3, activation="relu"), layers.Conv2D(64, 3, activation="relu"), layers.Flatten()]
-    return keras.Sequential([keras.Input((8, 8, 1)), *stack, layers.Dense(256, activation="relu"), layers.Dense(10)])
+    return keras.Sequential([keras.Input((8, 8, 1)), *stack, layers.Dense(64, activation="relu"), layers.Dense(10)])
 
 
 def main():
