@@ -1,7 +1,7 @@
 """Time and steps to a fixed accuracy on real data: scikit-learn's digits on 2 x 2 ranks, with slow links.
 
     python -m benchmarks.accuracy                # short: two schemes, one seed
-    python -m benchmarks.accuracy --full         # all schemes, five seeds
+    python -m benchmarks.accuracy --full         # all schemes, three seeds
 
 Every scheme trains the same CNN from the same seeds until validation accuracy is reached, or for so many epochs.
 """
@@ -13,11 +13,11 @@ from benchmarks import harness
 
 FULL = {
     "systems": ["allreduce", "allreduce:float16", "asa", "asa16", "2dtar", "2dtar:bfloat16"],
-    "seeds": [0, 1, 2, 3, 4],
+    "seeds": [0, 1, 2],
 }
 SHORT = {"systems": ["allreduce", "asa16"], "seeds": [0]}
 LAYOUT, RATE = "2x2", "100mbit"
-TARGET, EPOCHS = 0.97, 30
+TARGET, EPOCHS = 0.98, 30
 
 
 def parse_arguments():

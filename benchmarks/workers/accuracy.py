@@ -3,6 +3,7 @@
 import time
 
 import keras
+import numpy as np
 from sklearn.datasets import load_digits
 
 import keras_callbacks
@@ -46,7 +47,9 @@ class Reached(keras.callbacks.Callback):
 def data(rank, size):
     """This rank's training samples, and the validation samples of all."""
     digits = load_digits()
-    x, y = (digits.images[..., None] / 16).astype("float32"), digits.target
+    # The last writers differ from the first: shuffled, both parts have some of all.
+    order = np.random.default_rng(0).permutation(len(digits.target))
+    x, y = (digits.images[order, ..., None] / 16).astype("float32"), digits.target[order]
     train = slice(rank, TRAINING_SAMPLES - TRAINING_SAMPLES % size, size)
     return (x[train], y[train]), (x[TRAINING_SAMPLES:], y[TRAINING_SAMPLES:])
 
