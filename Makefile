@@ -5,25 +5,32 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 NP ?= 2
+NATIVE := $(shell find tfposeidon/native -name '*.cc' -o -name '*.h' -o -name '*.inc')
+LIBRARY := tfposeidon/native/_ops.so
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test check check-native format bench clean
 
 help:
 	@echo "make demo    set up and train on NP=2 ranks"
 	@echo "make test    set up and run the tests"
 	@echo "make check   set up and run the static checks"
+	@echo "make check-native  run the C++ tests under sanitizers"
 	@echo "make format  put the sources into their form"
 	@echo "make bench   set up and run short benchmarks, with plots in build/bench"
 	@echo "make clean   remove the environment (the cache of built wheels stays)"
 
-setup: $(VENV)/.ready
+setup: $(VENV)/.ready $(LIBRARY)
 
 $(VENV)/.ready: pyproject.toml setup.py tfposeidon/install.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and "Python 3.11 or later is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m tfposeidon install
 	$(BIN)/python -m pip --disable-pip-version-check install -q -e '.[dev]'
+	touch $@
+
+$(LIBRARY): $(NATIVE) setup.py | $(VENV)/.ready
+	$(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 
 demo: setup
@@ -37,6 +44,18 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The library alone, without TensorFlow: once for stray reads, writes and arithmetic, once for races.
+SANITIZERS := address,undefined thread
+NATIVE_TEST := tests/native/lib_test.cc $(wildcard tfposeidon/native/lib/*.cc)
+NATIVE_FLAGS := -std=c++17 -O2 -g -Wall -Wextra -Werror -Wno-psabi -ffp-contract=off -I. -pthread
+check-native:
+	@mkdir -p build/native
+	@set -e; for kind in $(SANITIZERS); do \
+	  program=build/native/lib_test-$${kind%%,*}; \
+	  $(CXX) $(NATIVE_FLAGS) -fsanitize=$$kind -fno-sanitize-recover=all $(NATIVE_TEST) -o $$program; \
+	  echo "$$kind: $$($$program)"; \
+	done
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -12,6 +12,7 @@ from keras_callbacks.learning_rate_schedule import LearningRateSchedule
 from keras_callbacks.learning_rate_warmup import LearningRateWarmup
 from keras_callbacks.metric_average import MetricAverage
 from keras_callbacks.replica_check import ReplicaCheck
+from keras_callbacks.scheme_schedule import SchemeSchedule
 from keras_callbacks.throughput import Throughput
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "LearningRateWarmup",
     "MetricAverage",
     "ReplicaCheck",
+    "SchemeSchedule",
     "Throughput",
 ]

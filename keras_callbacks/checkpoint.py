@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from keras_callbacks.model_state import replicated_variables
 from tfposeidon import replicas, runtime
 from tfposeidon.agreement import as_json, first_difference
 from tfposeidon.pass_over import PassOver, is_passing_over
+from tfposeidon.rank_state import Piece, redistributed
 from tfposeidon.snapshots import Snapshot, SnapshotError, Snapshots, listed, numbered
 
 
@@ -94,10 +96,11 @@ class Checkpoint(keras.callbacks.Callback):
             "batches": batches,
             "steps": self._steps,
             "variables": as_json(replicas.describe_any(self._shared())),
+            "scheme": keras.saving.serialize_keras_object(getattr(self.model.optimizer, "policy", None)),
         }
         metrics = self._metrics() if batches else []
         own = numbered(_values(self._own()), "own") | numbered(_values(metrics), "metric")
-        own |= numbered(_values(self._summed()), "sum")
+        own |= numbered(_values(self._summed()), "sum") | {"pieces": _text([p.to_dict() for p in self._pieces()])}
         shared = numbered(_values(self._shared()), "shared") if runtime.rank() == 0 else {}
         self._files.write(meta, shared, own)
 
@@ -110,6 +113,9 @@ class Checkpoint(keras.callbacks.Callback):
     def _summed(self) -> list[Any]:
         return list(getattr(self.model.optimizer, "rank_variables", []))
 
+    def _pieces(self) -> list[Piece]:
+        return list(getattr(self.model.optimizer, "rank_pieces", []))
+
     def _metrics(self) -> list[Any]:
         return [variable for metric in self.model.metrics for variable in metric.variables]
 
@@ -118,9 +124,10 @@ class Checkpoint(keras.callbacks.Callback):
     def _restore(self, snapshot: Snapshot) -> None:
         self._check(snapshot)
         _assign(self._shared(), listed(snapshot.shared, "shared"))
-        own = snapshot.own[runtime.rank() % snapshot.meta["size"]]
+        own = snapshot.own.get(runtime.rank(), next(iter(snapshot.own.values())))
         _assign(self._own(), listed(own, "own"))
-        _assign(self._summed(), _redistributed(snapshot, runtime.rank(), runtime.size()))
+        self._restore_scheme(snapshot)
+        _assign(self._summed(), self._redistributed(snapshot))
         self._pending_metrics = listed(own, "metric")
         self._steps = snapshot.meta["steps"]
         self.model._initial_epoch = snapshot.meta["epoch"]
@@ -133,6 +140,28 @@ class Checkpoint(keras.callbacks.Callback):
         if snapshot.meta["batches"]:
             self.model.train_function = PassOver(self.model, snapshot.meta["batches"])
 
+    def _restore_scheme(self, snapshot: Snapshot) -> None:
+        """Under a schedule of schemes, the one that made the saved state."""
+        if not getattr(self.model.optimizer, "restores_scheme", False):
+            return
+        saved = keras.saving.deserialize_keras_object(snapshot.meta["scheme"])
+        if saved != self.model.optimizer.policy:
+            self.model.optimizer.change_scheme(saved)
+            self.model.make_train_function(force=True)
+
+    def _redistributed(self, snapshot: Snapshot) -> list[np.ndarray]:
+        """State whose sum over ranks counts: this rank's own, or its part of the sum on another layout."""
+        if list(snapshot.own) == [runtime.rank()]:
+            return listed(snapshot.own[runtime.rank()], "sum")
+        saved = [list(zip(_saved_pieces(own), listed(own, "sum"), strict=True)) for own in snapshot.own.values()]
+        try:
+            return redistributed(saved, list(zip(self._pieces(), _values(self._summed()), strict=True)))
+        except ValueError as error:
+            raise SnapshotError(
+                f"A checkpoint must be of the same schemes. Received: {error}. Use those it was made with, or "
+                "Checkpoint(..., resume=False)."
+            ) from error
+
     def _check(self, snapshot: Snapshot) -> None:
         difference = first_difference(snapshot.meta["variables"], as_json(replicas.describe_any(self._shared())))
         if difference:
@@ -143,15 +172,12 @@ class Checkpoint(keras.callbacks.Callback):
             )
 
 
-def _redistributed(snapshot: Snapshot, rank: int, size: int) -> list[np.ndarray]:
-    """State whose sum over ranks counts: this rank's own, or an equal part of the sum for another size."""
-    if snapshot.meta["size"] == size:
-        return listed(snapshot.own[rank], "sum")
-    saved = [listed(arrays, "sum") for arrays in snapshot.own.values()]
-    return [
-        (np.sum(values, axis=0) / size).astype(values[0].dtype) if values[0].dtype.kind == "f" else values[0]
-        for values in zip(*saved, strict=True)
-    ]
+def _text(value: Any) -> np.ndarray:
+    return np.frombuffer(json.dumps(value).encode(), np.uint8)
+
+
+def _saved_pieces(own: dict[str, np.ndarray]) -> list[Piece]:
+    return [Piece.from_dict(content) for content in json.loads(own["pieces"].tobytes())]
 
 
 def _values(variables: Sequence[Any]) -> list[np.ndarray]:

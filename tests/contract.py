@@ -13,8 +13,16 @@ SCHEMES = {
     "asa bfloat16": (schemes.AllToAll(wire_dtype="bfloat16"), 8e-3),
     "2dtar": (schemes.Torus2D(), 0.0),
     "2dtar bfloat16": (schemes.Torus2D(wire_dtype="bfloat16"), 1.2e-2),
+    "hitopk": (schemes.HierarchicalTopK(density=0.02, min_elements=0), None),
+    "hitopk bfloat16": (
+        schemes.HierarchicalTopK(density=0.1, wire_dtype="bfloat16", select="dgc", momentum=0.5, min_elements=0),
+        None,
+    ),
+    "hitopk warm-up": (schemes.HierarchicalTopK(density=0.005, warmup_steps=3, min_elements=0), None),
+    "topk": (schemes.TopKAllGather(density=0.01, min_elements=0), None),
+    "topk float16": (schemes.TopKAllGather(density=0.01, wire_dtype="float16", min_elements=0), None),
 }
-"""Scheme, and its rounding relative to the largest value (0 for exact schemes)."""
+"""Scheme, and its rounding relative to the largest value: 0 for exact schemes, None for those with state."""
 
 LENGTHS = (0, 1, 7, 64, 10_007)
 
@@ -23,6 +31,16 @@ def gradient(length, rank, dtype="float32"):
     """Whole numbers, so that sums are known exactly in any order."""
     generator = np.random.default_rng([length, rank])
     return generator.integers(-64, 64, length).astype(dtype)
+
+
+def fresh_state(scheme, length, topology):
+    """As the optimizer has it at the first step."""
+    return tuple(tf.zeros(slot.shape) for slot in scheme.slots(length, topology))
+
+
+def settled_state(scheme, length, topology):
+    """As it might be past the warm-up, where costs are those that `cost` says."""
+    return tuple(tf.fill(t.shape, 100.0) if t.shape.rank == 0 else t for t in fresh_state(scheme, length, topology))
 
 
 def check(name, length, wire, run=lambda function, *args: function(*args)):
@@ -36,12 +54,55 @@ def check(name, length, wire, run=lambda function, *args: function(*args)):
     mine = gradient(length, topology.rank)
     given = tf.constant(mine)
     label = f"contract.{name}.{length}".replace(" ", "_")
-    mean, state = run(lambda vector: scheme.exchange(vector, (), wire, label), given)
-    expected = np.mean([gradient(length, rank, "float64") for rank in range(topology.size)], axis=0)
-    assert state == ()
+    before = settled_state(scheme, length, topology)
+    mean, state = run(lambda vector: scheme.exchange(vector, before, wire, label), given)
+    assert [tensor.shape for tensor in state] == [tensor.shape for tensor in before]
     assert mean.dtype == given.dtype
     assert mean.shape == (length,)
     np.testing.assert_array_equal(given.numpy(), mine, "the input was changed")
-    tolerance = max(rounding, 2**-23) * 64
-    np.testing.assert_allclose(mean.numpy(), expected, rtol=0, atol=tolerance)
+    if rounding is not None:
+        expected = np.mean([gradient(length, rank, "float64") for rank in range(topology.size)], axis=0)
+        tolerance = max(rounding, 2**-23) * 64
+        np.testing.assert_allclose(mean.numpy(), expected, rtol=0, atol=tolerance)
     return mean.numpy()
+
+
+def check_conservation(scheme, length, wire, steps, label, run=lambda function, *args: function(*args), flush_at=None):
+    """Over all ranks, at every step: sum(gradient + old residual) = ranks x update + sum(new residual).
+
+    With momentum correction the velocity that comes in takes the gradient's place.
+
+    Args:
+      flush_at: The step before which all is flushed: after it nothing must be left.
+    """
+    topology = wire.topology
+    slots = scheme.slots(length, topology)
+    state = fresh_state(scheme, length, topology)
+    exchange = lambda vector, *state: scheme.exchange(vector, state, wire, f"{label}.{step}")  # noqa: E731
+    for step in range(steps):
+        if step == flush_at:
+            state = scheme.flushing(state)
+        mine = np.random.default_rng([step, length, topology.rank]).normal(size=length).astype("float32")
+        before = _placed(slots, state, length)
+        mean, state = run(exchange, tf.constant(mine), *state)
+        after = _placed(slots, state, length)
+        given = mine + before["residual"] + getattr(scheme, "momentum", 0.0) * before["velocity"]
+        totals = _summed(np.stack([given, after["residual"]]), wire, f"{label}.{step}")
+        np.testing.assert_allclose(totals[0], topology.size * mean.numpy() + totals[1], atol=1e-4)
+        if flush_at is not None and step >= flush_at:
+            assert not totals[1].any()
+    return mean.numpy(), state
+
+
+def _placed(slots, state, length):
+    """Full vectors of what this rank keeps, 0 where it keeps nothing."""
+    vectors = {"residual": np.zeros(length, "float32"), "velocity": np.zeros(length, "float32")}
+    for slot, tensor in zip(slots, state, strict=True):
+        if slot.shape:
+            vectors[slot.name][slot.offset : slot.offset + slot.shape[0]] = tensor.numpy()
+    return vectors
+
+
+def _summed(array, wire, label):
+    everybody = wire.all_gather(tf.constant(array[None]), wire.topology.world, f"{label}.totals")
+    return everybody.numpy().astype("float64").sum(axis=0)

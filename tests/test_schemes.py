@@ -60,6 +60,27 @@ def test_sixteen_bits_halve_the_bytes():
         assert scheme(wire_dtype="bfloat16").cost(4096, 4, topology).bytes * 2 == scheme().cost(4096, 4, topology).bytes
 
 
+@pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2", "3+1+2"])
+@pytest.mark.parametrize("density", [0.001, 0.03, 0.5, 1.0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"select": "exact", "wire_dtype": "float16"},
+        {"select": "dgc", "momentum": 0.9, "wire_dtype": "bfloat16"},
+        {"warmup_steps": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [schemes.HierarchicalTopK, schemes.TopKAllGather])
+def test_conservation(kind, options, density, layout):
+    scheme = kind(density=density, **options)
+    cluster = Cluster(LAYOUTS[layout])
+    ends = cluster.run(lambda wire: contract.check_conservation(scheme, 997, wire, 5, "x", flush_at=4)[0])
+    for mean in ends:
+        np.testing.assert_array_equal(mean, ends[0], "ranks differ")
+
+
 @pytest.mark.parametrize("scheme", contract.SCHEMES)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_non_finite_input_reaches_every_rank(scheme, poison):
@@ -68,7 +89,9 @@ def test_non_finite_input_reaches_every_rank(scheme, poison):
 
         vector = np.ones(9, np.float32)
         vector[4] = poison if wire.topology.rank == 1 else 1.0
-        mean, _ = contract.SCHEMES[scheme][0].exchange(tf.constant(vector), (), wire, "x")
+        made = contract.SCHEMES[scheme][0]
+        state = contract.settled_state(made, 9, wire.topology)
+        mean, _ = made.exchange(tf.constant(vector), state, wire, "x")
         return np.isfinite(mean.numpy())
 
     for finite in Cluster(((0, 1), (2, 3))).run(exchange):

@@ -11,8 +11,9 @@ from typing import Any
 
 from tfposeidon.cost import Cost
 from tfposeidon.gradient import Description
-from tfposeidon.policies import Policy
-from tfposeidon.schemes import Scheme
+from tfposeidon.policies import Choice, Policy
+from tfposeidon.schemes import AllReduce, Scheme
+from tfposeidon.schemes.base import Slot
 from tfposeidon.text import readable, table
 from tfposeidon.topology import Topology
 
@@ -51,6 +52,10 @@ class Bucket:
     @property
     def dtype(self) -> str:
         return self.descriptions[0].dtype
+
+    def slots(self, topology: Topology) -> tuple[Slot, ...]:
+        """What the scheme keeps for it from step to step, on `topology.rank`."""
+        return self.scheme.slots(self.length, topology)
 
     def cost(self, topology: Topology) -> Cost:
         return self.scheme.cost(self.length, self.descriptions[0].itemsize, topology)
@@ -127,7 +132,7 @@ def plan(
     filling: dict[tuple[Scheme, str], Bucket] = {}
     for member in reversed(range(len(descriptions))):
         description = descriptions[member]
-        scheme, reason = policy.choose(description, topology)
+        scheme, reason = _choice(policy, description, topology)
         new = Bucket(members=(member,), descriptions=(description,), scheme=scheme, reason=reason)
         if 4 * description.bytes >= bucket_bytes:
             buckets.append(new)
@@ -140,4 +145,13 @@ def plan(
         else:
             filling[key] = open_bucket.joined(new)
     last_first = sorted([*buckets, *filling.values()], key=lambda bucket: -bucket.members[-1])
-    return Plan(buckets=tuple(last_first), topology=topology, notes=tuple(notes))
+    remarks = [f"bucket {i}: {note}" for i, b in enumerate(last_first) if (note := b.scheme.note(b.length, topology))]
+    return Plan(buckets=tuple(last_first), topology=topology, notes=(*notes, *remarks))
+
+
+def _choice(policy: Policy, description: Description, topology: Topology) -> Choice:
+    """The policy's, except for variables that are too small for the scheme."""
+    choice = policy.choose(description, topology)
+    if description.length >= choice.scheme.min_length:
+        return choice
+    return Choice(AllReduce(), f"fewer than {choice.scheme.min_length} elements for {choice.scheme.name}")

@@ -6,7 +6,7 @@ which backpropagation makes the gradients (wait-free backpropagation, Poseidon s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -14,7 +14,8 @@ import tensorflow as tf
 from tfposeidon.agreement import REMEDY, as_json, check_same_variables
 from tfposeidon.coordinator import Bucket, Plan
 from tfposeidon.gradient import Description, dense
-from tfposeidon.schemes.base import State
+from tfposeidon.rank_state import Piece
+from tfposeidon.schemes.base import Slot, State
 from tfposeidon.wire import Wire, exchange_objects, opaque, zeros
 
 
@@ -33,19 +34,21 @@ class Exchanger:
     Args:
       plan: What goes how.
       wire: The collectives.
-      add_state: Makes a float32 variable of a shape and name; called for each tensor of scheme state.
+
+    Attributes:
+      states: What the schemes keep from step to step, variables for each bucket; zeros at first.
     """
 
-    def __init__(self, plan: Plan, wire: Wire, add_state: Any) -> None:
+    def __init__(self, plan: Plan, wire: Wire) -> None:
         self.plan = plan
         self.wire = wire
         self.prefix: str | None = None
         self.active: list[bool] = []
         dtypes = {"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}
         self._zeros = {dtype: _zero(dtype) for dtype in sorted(dtypes)}
-        self.states: list[list[Any]] = [
-            [add_state(shape, f"bucket_{i}_state_{j}") for j, shape in enumerate(_state_shapes(bucket, plan))]
-            for i, bucket in enumerate(plan.buckets)
+        self.states: list[list[tf.Variable]] = [
+            [_variable(slot, index) for slot in bucket.slots(plan.topology)]
+            for index, bucket in enumerate(plan.buckets)
         ]
 
     def agree(self, prefix: str, gradients: Sequence[Any], settings: dict[str, Any]) -> None:
@@ -82,12 +85,15 @@ class Exchanger:
             ranks = tf.cast(self.wire.topology.size, tf.float32)
             return Presence(tf.math.divide_no_nan(count * ranks, total[0]), ranks - total[1])
 
-    def exchange(self, gradients: Sequence[Any], weight: tf.Tensor | None) -> tuple[list[Any], list[State]]:
+    def exchange(
+        self, gradients: Sequence[Any], weight: tf.Tensor | None, rescale: tf.Tensor | None = None
+    ) -> tuple[list[Any], list[State]]:
         """Exchanges all buckets.
 
         Args:
           gradients: One per variable: a tensor, `IndexedSlices` or `None`.
           weight: Factor for this rank's gradients, or `None` for equal weights.
+          rescale: Factor for what schemes have kept of earlier gradients, or `None` for 1.
 
         Returns:
           The mean gradient of each variable (`None` where no rank has any), and the new states.
@@ -102,12 +108,42 @@ class Exchanger:
             vector = self._flatten(bucket, gradients)
             if weight is not None:
                 vector = _weighted(vector, weight)
-            state = tuple(tf.convert_to_tensor(variable) for variable in self.states[index])
+            state = self._state(index, rescale)
             mean, state = bucket.scheme.exchange(vector, state, self.wire, f"{self.prefix}.bucket_{index}")
             states.append(state)
             for member, tensor in zip(bucket.members, _split(mean, bucket.descriptions), strict=True):
                 means[member] = tensor if self.active[member] else None
         return means, states
+
+    def pieces(self) -> list[Piece]:
+        """What each variable of `states` is, in their order."""
+        return [piece for index, bucket in enumerate(self.plan.buckets) for piece in self._pieces(index, bucket)]
+
+    def _pieces(self, index: int, bucket: Bucket) -> Iterator[Piece]:
+        topology = self.plan.topology
+        everybody = [bucket.slots(topology.seen_from(rank)) for rank in range(topology.size)]
+        members = tuple((d.path, d.length) for d in bucket.descriptions)
+        for place, slot in enumerate(bucket.slots(topology)):
+            if slot.shape:
+                holders = sum(slots[place].shape[0] for slots in everybody) // bucket.length
+                yield Piece(name=slot.name, members=members, offset=slot.offset, holders=holders)
+            else:
+                yield Piece(name=f"bucket_{index}_{slot.name}")
+
+    def flush(self) -> None:
+        """Makes the next exchanges send all that schemes have kept."""
+        for bucket, variables in zip(self.plan.buckets, self.states, strict=True):
+            state = bucket.scheme.flushing(tuple(tf.convert_to_tensor(variable) for variable in variables))
+            for variable, value in zip(variables, state, strict=True):
+                variable.assign(value)
+
+    def _state(self, index: int, rescale: tf.Tensor | None) -> State:
+        state = tuple(tf.convert_to_tensor(variable) for variable in self.states[index])
+        if not state or rescale is None:
+            return state
+        # Rarely another factor than 1, which would be one more pass over memory.
+        scheme = self.plan.buckets[index].scheme
+        return tf.cond(rescale == 1.0, lambda: state, lambda: scheme.rescaled(state, rescale))
 
     @tf.function
     def contribute_nothing(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
@@ -142,13 +178,14 @@ class Exchanger:
         return [description for _, description in sorted(pairs, key=lambda pair: pair[0])]
 
 
+def _variable(slot: Slot, bucket: int) -> tf.Variable:
+    with tf.init_scope():
+        return tf.Variable(tf.zeros(slot.shape), trainable=False, name=f"bucket_{bucket}_{slot.name}")
+
+
 def _zero(dtype: str) -> tf.Variable:
     with tf.init_scope():
         return tf.Variable(tf.zeros([], dtype), trainable=False, name="zero")
-
-
-def _state_shapes(bucket: Bucket, plan: Plan) -> tuple[tuple[int, ...], ...]:
-    return bucket.scheme.state_shapes(bucket.length, plan.topology)
 
 
 def _weighted(vector: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:

@@ -8,6 +8,8 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
+from tfposeidon.coordinator import Plan
+
 
 def check_inner(inner: Any, wrapper: type) -> None:
     """Refuses what is not a Keras optimizer, and one that `wrapper` holds already."""
@@ -59,3 +61,33 @@ def innermost(optimizer: Any) -> Any:
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
+
+
+def check_momentum(plan: Plan, inner: Any) -> None:
+    """Refuses momentum both before selection and after it."""
+    schemes: list[Any] = [bucket.scheme for bucket in plan.buckets]
+    corrected = {scheme.name for scheme in schemes if getattr(scheme, "momentum", 0)}
+    if corrected and getattr(innermost(inner), "momentum", 0):
+        raise ValueError(
+            "Momentum correction takes the place of the optimizer's momentum. Received: momentum in "
+            f"{', '.join(sorted(corrected))} and in {type(innermost(inner)).__name__}. Use SGD(momentum=0.0)."
+        )
+
+
+def sparsity_advice(plan: Plan, inner: Any) -> str:
+    """What to know of an optimizer that is fed with sparse gradients; mostly nothing."""
+    sparse: list[Any] = [bucket.scheme for bucket in plan.buckets if bucket.slots(plan.topology)]
+    optimizer = innermost(inner)
+    if not sparse:
+        return ""
+    if not isinstance(optimizer, keras.optimizers.SGD):
+        return (
+            f"{type(optimizer).__name__} is not linear in the gradient: what {sparse[0].name} has not sent yet, it takes "
+            "for zeros; SGD, or a dense scheme, fits better"
+        )
+    if optimizer.momentum and not any(getattr(scheme, "momentum", 0) for scheme in sparse):
+        return (
+            f"momentum after {sparse[0].name} acts on what is sent late; "
+            f"{type(sparse[0]).__name__}(momentum={optimizer.momentum}) with SGD(momentum=0.0) applies it before selection"
+        )
+    return ""

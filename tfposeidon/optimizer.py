@@ -16,6 +16,8 @@ from tfposeidon import coordinator, gradient, guards, policies, runtime, trainer
 from tfposeidon.accumulation import Accumulation
 from tfposeidon.exchanger import Exchanger
 from tfposeidon.gradient import describe
+from tfposeidon.rank_state import Piece
+from tfposeidon.update_rate import UpdateRate
 
 # Collectives are matched by name. Optimizers take their number at their first step, which all ranks
 # reach together, and not when they are made: a rank may make or load more of them than others.
@@ -29,6 +31,7 @@ class _Exchange:
         self.exchangers: dict[tuple[str, ...], Exchanger] = {}
         self.notes: list[str] = []
         self.accumulation: Accumulation | None = None
+        self.update_rate: UpdateRate | None = None
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
@@ -42,7 +45,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     Args:
       inner_optimizer: A Keras optimizer. If it has `gradient_accumulation_steps`, accumulation moves
         to the wrapper: one exchange per update.
-      scheme: A name ("auto", "allreduce", "asa", "asa16", "2dtar"), an object of
+      scheme: A name ("auto", "allreduce", "asa", "asa16", "2dtar", "hitopk", "topk"), an object of
         `tfposeidon.schemes` or `tfposeidon.policies`, or rules `[(pattern, scheme), ...]`.
       bucket_bytes: Small gradients are fused into buckets of up to this many bytes; larger than a
         quarter of it, they go by themselves. Smaller buckets start earlier, larger ones cost fewer
@@ -87,9 +90,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self._policy = policy
         self._bucket_bytes = bucket_bytes
         self._exchange = _Exchange()
-        self._rank_variables: list[Any] = []
         self._sample_count: Any = None
         self.ends_with_first_rank = False
+        self.restores_scheme = False
         trainer.teach_keras()
 
     # ------------------------------------------------------------------ state
@@ -106,7 +109,6 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
         if self.gradient_accumulation_steps:
             self._exchange.accumulation = Accumulation(self, variables, self.gradient_accumulation_steps)
-            self._rank_variables += self._exchange.accumulation.variables
         with tf.init_scope():
             self._absent = tf.Variable(0.0, trainable=False, name="absent")
             self._calls = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="calls")
@@ -124,9 +126,12 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
         `keras_callbacks.Checkpoint` saves it per rank; `.keras` files do not hold it.
         """
-        if self.built and not self._agreed():
-            self._exchanger(self._trainable_variables)
-        return list(self._rank_variables)
+        return [variable for variable, _ in self._rank_state()]
+
+    @property
+    def rank_pieces(self) -> list[Piece]:
+        """What each of `rank_variables` is: with it, state can be moved onto other ranks."""
+        return [piece for _, piece in self._rank_state()]
 
     @property
     def iterations(self) -> Any:
@@ -268,6 +273,27 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_optimizer = scaled
 
     @property
+    def policy(self) -> policies.Policy:
+        """What decides which variable goes by which scheme."""
+        return self._policy
+
+    def flush(self) -> None:
+        """Makes the next steps send all that schemes have kept, so that nothing is lost when they change."""
+        for exchanger in self._agreed():
+            exchanger.flush()
+
+    def change_scheme(self, scheme: Any) -> None:
+        """Exchanges by another scheme from the next traced step on; what was kept for the old one is dropped.
+
+        `keras_callbacks.SchemeSchedule` does it during `fit`, with a `flush` before and the step traced anew.
+
+        Args:
+          scheme: As in the constructor; the same on all ranks, at the same step.
+        """
+        self._policy = policies.parse(scheme)
+        self._exchange.exchangers.clear()
+
+    @property
     def exposed_s(self) -> float:
         """Communication that computation did not hide, in seconds over all steps so far.
 
@@ -307,23 +333,30 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         exchanger = self._exchanger(variables)
         presence = exchanger.presence(count) if count is not None else None
         ready = _time_after(grads)
-        means, states = exchanger.exchange(grads, presence.weight if presence else None)
+        weight = presence.weight if presence else None
+        rate = self._update_rate.now(self.inner_optimizer) if any(exchanger.states) else None
+        rescale = None if rate is None else self._update_rate.rescale(rate)
+        means, states = exchanger.exchange(grads, weight, rescale)
         self._exposed_s.assign_add(_time_after(means) - ready)
-        self._apply_means(exchanger, means, states, variables, presence)
+        pairs = list(zip(itertools.chain(*exchanger.states), itertools.chain(*states), strict=True))
+        if rate is not None:
+            pairs.append((self._update_rate.variable, rate))
+        self._apply_means(means, variables, pairs, presence, rate)
 
     def _apply_means(
-        self, exchanger: Exchanger, means: list[Any], states: list[Any], variables: list[Any], presence: Any
+        self, means: list[Any], variables: list[Any], pairs: list[Any], presence: Any, rate: tf.Tensor | None
     ) -> None:
-        pairs = list(zip(itertools.chain(*exchanger.states), itertools.chain(*states), strict=True))
+        # At a rate of 0 the update does nothing, and what was sent would be lost.
+        counts = True if rate is None else rate > 0.0
         if presence is not None and self.ends_with_first_rank:
             self._absent.assign(presence.absent)
             everybody = presence.absent == 0.0
             # Some ranks are out of data: the others' gradients are dropped, so that all end alike.
             tf.cond(everybody, lambda: self.inner_optimizer.apply(means, variables), lambda: None)
-            _assign_if(everybody, means, pairs)
+            _assign_if(tf.logical_and(everybody, counts), means, pairs)
             return
         self.inner_optimizer.apply(means, variables)
-        _assign_if(True, means, pairs)
+        _assign_if(counts, means, pairs)
 
     def _agree_once(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         exchanger = self._exchanger(variables)
@@ -353,7 +386,8 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             descriptions = [describe(v) for v in variables]
             notes = [] if wire.topology.size > 1 else ["one rank: nothing is sent"]
             plan = coordinator.plan(descriptions, self._policy, wire.topology, self._bucket_bytes, notes)
-            exchangers[key] = Exchanger(plan, wire, self._add_rank_variable)
+            guards.check_momentum(plan, self.inner_optimizer)
+            exchangers[key] = Exchanger(plan, wire)
         return exchangers[key]
 
     def _take_notes(self, grads: list[Any], variables: list[Any], count: Any) -> None:
@@ -366,16 +400,32 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
                 self._note(f"{describe(variable).path}: rows are summed and sent as a dense matrix")
             if grad is None:
                 self._note(f"{describe(variable).path}: no gradient on rank {runtime.rank()}, zeros are sent")
+        advice = guards.sparsity_advice(self._exchanger(variables).plan, self.inner_optimizer)
+        if advice:
+            self._note(advice)
+            runtime.say("tfposeidon: %s.", advice)
+
+    def _rank_state(self) -> list[tuple[Any, Piece]]:
+        if self.built and not self._agreed():
+            self._exchanger(self._trainable_variables)
+        accumulated = self._exchange.accumulation.variables if self._exchange.accumulation else []
+        pairs = [(variable, Piece(name=f"accumulated_{i}")) for i, variable in enumerate(accumulated)]
+        kept: list[tuple[Any, Piece]] = []
+        for exchanger in self._exchange.exchangers.values():
+            kept += zip(itertools.chain(*exchanger.states), exchanger.pieces(), strict=True)
+        if kept:
+            kept.append((self._update_rate.variable, Piece(name="update_rate")))
+        return pairs + kept
+
+    @property
+    def _update_rate(self) -> UpdateRate:
+        if self._exchange.update_rate is None:
+            self._exchange.update_rate = UpdateRate()
+        return self._exchange.update_rate
 
     def _note(self, text: str) -> None:
         if text not in self._exchange.notes:
             self._exchange.notes.append(text)
-
-    def _add_rank_variable(self, shape: tuple[int, ...], name: str) -> Any:
-        with tf.init_scope():
-            variable = self.add_variable(shape, dtype="float32", name=name)
-        self._rank_variables.append(variable)
-        return variable
 
 
 def _time_after(tensors: list[Any]) -> tf.Tensor:
@@ -385,7 +435,7 @@ def _time_after(tensors: list[Any]) -> tf.Tensor:
 
 
 def _assign_if(wanted: Any, means: list[Any], pairs: list[Any]) -> None:
-    """Keeps new scheme state only if the step counts: everybody took part, and all is finite."""
+    """Keeps new scheme state only if the step counts: everybody took part, the rate is not 0, and all is finite."""
     if not pairs:
         return
     finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(m)) for m in means if m is not None])

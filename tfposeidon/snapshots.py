@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from tfposeidon.topology import Topology
 from tfposeidon.wire import Wire, exchange_objects
 
 Arrays = dict[str, np.ndarray]
@@ -37,7 +38,7 @@ class Snapshot:
     Attributes:
       meta: Small things that JSON holds; equal on all ranks.
       shared: Arrays equal on all ranks.
-      own: Rank -> its arrays; of all ranks only where the job has another number of them now.
+      own: Rank -> its arrays; of all ranks only where the job has another number or layout of them now.
     """
 
     meta: dict[str, Any]
@@ -67,11 +68,12 @@ class Snapshots:
         Raises:
           SnapshotError: On all ranks, if any of them could not write; earlier snapshots are left.
         """
-        rank, size = self.wire.topology.rank, self.wire.topology.size
+        rank = self.wire.topology.rank
         name = exchange_objects(self._next_name(), self.wire, "tp.snapshot.name")[0]
         final, part = self.folder / name, self.folder / f".{name}.part"
         self._together("prepare", lambda: _fresh(part) if rank == 0 else None)
-        self._together("write", lambda: _write_files(part, rank, meta | {"size": size}, shared, own))
+        meta = meta | {"nodes": self.wire.topology.nodes}
+        self._together("write", lambda: _write_files(part, rank, meta, shared, own))
         self._together("finish", lambda: self._finish(part, final) if rank == 0 else None)
 
     def read_latest(self) -> Snapshot | None:
@@ -97,8 +99,9 @@ class Snapshots:
 
     def _read_files(self, folder: Path) -> Snapshot:
         meta = json.loads((folder / "meta.json").read_text())
+        nodes = tuple(map(tuple, meta["nodes"]))
         topology = self.wire.topology
-        ranks = [topology.rank] if meta["size"] == topology.size else range(meta["size"])
+        ranks = [topology.rank] if nodes == topology.nodes else range(Topology(0, nodes).size)
         return Snapshot(meta, _load(folder / "model.npz"), {rank: _load(folder / f"rank-{rank}.npz") for rank in ranks})
 
     def _names(self) -> list[str]:

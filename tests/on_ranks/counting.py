@@ -21,12 +21,14 @@ def check(wire, interface, expect):
     for name, (scheme, _) in contract.SCHEMES.items():
         label = f"bytes.{interface}.{name}".replace(" ", "_")
         vector = tf.constant(contract.gradient(LENGTH, wire.topology.rank))
-        exchange = tf.function(lambda x, scheme=scheme, label=label: scheme.exchange(x, (), wire, label)[0])
-        exchange(vector)
+        state = contract.settled_state(scheme, LENGTH, wire.topology)
+        exchange = tf.function(lambda x, *state, scheme=scheme, label=label: scheme.exchange(x, state, wire, label)[0])
+        exchange = functools.partial(exchange, vector, *state)
+        exchange()
         exchange_objects(None, wire, "ready")
         before = payload_bytes(interface)
         for _ in range(REPEATS):
-            exchange(vector)
+            exchange()
         exchange_objects(None, wire, "done")
         carried = (payload_bytes(interface) - before) / REPEATS
         expected = expect(functools.partial(scheme.cost, LENGTH, 4))

@@ -13,6 +13,7 @@ from tests.on_ranks.callbacks import check_resumes_everywhere
 from tests.on_ranks.training import sgd
 from tests.on_ranks.wait_free import check_independent, traced
 from tfposeidon.schemes import Scheme
+from tfposeidon.schemes.base import Slot
 from tfposeidon.wire import exchange_objects
 
 
@@ -22,8 +23,8 @@ class Rounded(Scheme):
 
     name: ClassVar[str] = "rounded"
 
-    def state_shapes(self, length, topology):
-        return ((length,),)
+    def slots(self, length, topology):
+        return (Slot(name="residual", shape=(length,)),)
 
     def exchange(self, gradient, state, wire, name):
         wanted = gradient + state[0]

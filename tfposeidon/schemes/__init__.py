@@ -5,6 +5,8 @@ from collections.abc import Callable
 from tfposeidon.schemes.all_reduce import AllReduce
 from tfposeidon.schemes.all_to_all import AllToAll
 from tfposeidon.schemes.base import Scheme
+from tfposeidon.schemes.hierarchical_top_k import HierarchicalTopK
+from tfposeidon.schemes.top_k_all_gather import TopKAllGather
 from tfposeidon.schemes.torus_2d import Torus2D
 
 REGISTRY: dict[str, Callable[[], Scheme]] = {
@@ -12,6 +14,8 @@ REGISTRY: dict[str, Callable[[], Scheme]] = {
     "asa": AllToAll,
     "asa16": lambda: AllToAll(wire_dtype="float16"),
     "2dtar": Torus2D,
+    "hitopk": HierarchicalTopK,
+    "topk": TopKAllGather,
 }
 
-__all__ = ["REGISTRY", "AllReduce", "AllToAll", "Scheme", "Torus2D"]
+__all__ = ["REGISTRY", "AllReduce", "AllToAll", "HierarchicalTopK", "Scheme", "TopKAllGather", "Torus2D"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import tensorflow as tf
@@ -14,6 +14,22 @@ from tfposeidon.topology import Topology
 from tfposeidon.wire import Wire
 
 State = tuple[tf.Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One float32 tensor that a scheme keeps from step to step; it starts at zero.
+
+    Attributes:
+      name: Says what it is.
+      shape: `(n,)` for values of `n` elements of the bucket, `()` for a number that is the same on all ranks.
+      offset: Where in the bucket these elements begin. What counts is the sum over all ranks that hold
+        an element: it is kept when the number of ranks changes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int = 0
 
 
 class Scheme(Configured, ABC):
@@ -36,12 +52,26 @@ class Scheme(Configured, ABC):
         """True if the result is the mean to rounding in the gradient's own dtype."""
         return True
 
-    def state_shapes(self, length: int, topology: Topology) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the float32 tensors that last from step to step for a bucket of `length` elements.
+    @property
+    def min_length(self) -> int:
+        """Variables with fewer elements are better sent densely."""
+        return 0
 
-        They start at zero, differ from rank to rank, and depend on nothing but these arguments.
-        """
+    def note(self, length: int, topology: Topology) -> str:
+        """What it does in another way than its name says for a bucket of `length` elements; mostly nothing."""
+        return ""
+
+    def slots(self, length: int, topology: Topology) -> tuple[Slot, ...]:
+        """What lasts from step to step for a bucket of `length` elements, on `topology.rank`."""
         return ()
+
+    def rescaled(self, state: State, factor: tf.Tensor) -> State:
+        """State whose gradients were `factor` times as large: after a change of learning rate or loss scale."""
+        return state
+
+    def flushing(self, state: State) -> State:
+        """State with which the next exchanges send all that there is, so that nothing is left."""
+        return state
 
     @abstractmethod
     def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:
@@ -49,7 +79,7 @@ class Scheme(Configured, ABC):
 
         Args:
           gradient: `[n]` floating point, `n` static and the same on every rank; it is left as it is.
-          state: Tensors of `state_shapes`.
+          state: Tensors of `slots`.
           wire: The collectives to use.
           name: Prefix for their names: unique per bucket, the same on every rank.
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfposeidon import cost
 from tfposeidon.cost import Cost
-from tfposeidon.schemes.wire_format import decode, encode, wire_itemsize
+from tfposeidon.schemes.wire_format import decode, decode_sum, encode, wire_itemsize
 from tfposeidon.topology import Group, Topology
 from tfposeidon.wire import Wire
 
@@ -36,7 +36,12 @@ class Shards:
         return cls(group, (*cost.shares(length, owners), *([0] * (group.size - owners))))
 
     def own(self, rank: int) -> int:
+        """Elements that `rank` owns."""
         return self.lengths[self.group.index(rank)]
+
+    def offset(self, rank: int) -> int:
+        """Where they begin."""
+        return sum(self.lengths[: self.group.index(rank)])
 
 
 def scatter_sum(vector: tf.Tensor, shards: Shards, wire: Wire, name: str, wire_dtype: str | None) -> tf.Tensor:
@@ -46,16 +51,17 @@ def scatter_sum(vector: tf.Tensor, shards: Shards, wire: Wire, name: str, wire_d
       vector: `[sum(shards.lengths)]` floating point.
 
     Returns:
-      `[own length]` in the vector's dtype; values cross the wire as `wire_dtype` and are summed in
-      the vector's dtype.
+      `[own length]` in the vector's dtype; values that cross the wire as `wire_dtype` are summed in float32.
     """
     if shards.group.size == 1:
         return vector
     received = wire.all_to_all(encode(vector, wire_dtype), shards.lengths, shards.group, name)
-    parts = decode(received, wire_dtype, vector.dtype)
     own = shards.own(wire.topology.rank)
-    # Nothing is owned: `parts` is empty, but not a constant that TensorFlow could fold.
-    return tf.reduce_sum(tf.reshape(parts, [shards.group.size, own]), axis=0) if own else parts
+    if own == 0:
+        # Empty, but not a constant that TensorFlow could fold.
+        return decode(received, wire_dtype, vector.dtype)
+    received = tf.ensure_shape(received, [shards.group.size * own])
+    return decode_sum(received, shards.group.size, wire_dtype, vector.dtype)
 
 
 def gather(encoded: tf.Tensor, shards: Shards, wire: Wire, name: str) -> tf.Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfposeidon import ops
+
 WIRE_DTYPES = ("float16", "bfloat16")
 
 
@@ -24,18 +26,33 @@ def wire_itemsize(wire_dtype: str | None, itemsize: int) -> int:
 
 
 def encode(tensor: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
-    """Casts to the wire's type; bfloat16 travels as uint16, because Horovod does not know it."""
+    """Rounds to the wire's type; bfloat16 travels as uint16, because Horovod does not know it."""
     if wire_dtype is None:
         return tensor
-    if wire_dtype == "bfloat16":
-        return tf.bitcast(tf.cast(tensor, tf.bfloat16), tf.uint16)
-    return tf.cast(tensor, tf.float16)
+    encoded = ops.encode(tf.cast(tensor, tf.float32), wire_dtype)
+    return tf.bitcast(encoded, tf.uint16) if wire_dtype == "bfloat16" else encoded
 
 
 def decode(tensor: tf.Tensor, wire_dtype: str | None, dtype: tf.DType) -> tf.Tensor:
     """The inverse of `encode`, up to its rounding."""
     if wire_dtype is None:
         return tensor
-    if wire_dtype == "bfloat16":
-        return tf.cast(tf.bitcast(tensor, tf.bfloat16), dtype)
-    return tf.cast(tensor, dtype)
+    return tf.cast(_sixteen_bits(tensor, wire_dtype), dtype)
+
+
+def decode_sum(rows: tf.Tensor, count: int, wire_dtype: str | None, dtype: tf.DType) -> tf.Tensor:
+    """Sums `count` encoded vectors that follow one another, those of 16 bits in float32.
+
+    Args:
+      rows: `[count * n]`.
+
+    Returns:
+      `[n]` in `dtype`.
+    """
+    if wire_dtype is None:
+        return tf.reduce_sum(tf.reshape(rows, [count, -1]), axis=0)
+    return tf.cast(ops.sum_rows(_sixteen_bits(rows, wire_dtype), count), dtype)
+
+
+def _sixteen_bits(tensor: tf.Tensor, wire_dtype: str) -> tf.Tensor:
+    return tf.bitcast(tensor, tf.bfloat16) if wire_dtype == "bfloat16" else tensor

@@ -1,0 +1,209 @@
+// Times the native library's passes over memory, beside one read, one addition and one zero fill of the
+// same data in the same run. Prints one line of JSON; benchmarks/selection.py compiles it and reads that.
+//
+//   selection ELEMENTS DENSITY DISTRIBUTION [FILE]     FILE: float32 values, for the distribution "file"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tfposeidon/native/lib/error_feedback.h"
+#include "tfposeidon/native/lib/keys.h"
+#include "tfposeidon/native/lib/scatter_add.h"
+#include "tfposeidon/native/lib/top_k.h"
+
+namespace tfposeidon {
+namespace {
+
+// Threads that wait for work, as TensorFlow's do: starting one takes longer than selecting from a small vector.
+class Pool : public Parallel {
+ public:
+  explicit Pool(int count) {
+    for (int id = 1; id < count; ++id) threads_.emplace_back([this, id] { wait_for_work(id); });
+  }
+
+  ~Pool() override {
+    post(0, nullptr);
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  int threads() const override { return static_cast<int>(threads_.size()) + 1; }
+
+  void run(int count, const std::function<void(int)>& work) const override {
+    if (count == 1) return work(0);
+    done_ = 0;
+    const_cast<Pool*>(this)->post(count, &work);
+    work(0);
+    while (done_ < static_cast<int>(threads_.size())) std::this_thread::yield();
+  }
+
+ private:
+  void post(int count, const std::function<void(int)>* work) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      count_ = count;
+      work_ = work;
+      ++round_;
+    }
+    changed_.notify_all();
+  }
+
+  void wait_for_work(int id) {
+    for (int seen = 0;; ++seen) {
+      for (int spin = 0; spin < 20'000 && round_ == seen; ++spin) __builtin_ia32_pause();
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        changed_.wait(lock, [&] { return round_ != seen; });
+      }
+      if (work_ == nullptr) return;
+      if (id < count_) (*work_)(id);
+      ++done_;
+    }
+  }
+
+  std::vector<std::thread> threads_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::atomic<int> round_{0};
+  mutable std::atomic<int> done_{0};
+  int count_ = 0;
+  const std::function<void(int)>* work_ = nullptr;
+};
+
+uint64_t state = 0x9e3779b97f4a7c15u;
+
+double uniform() {
+  state ^= state << 13;
+  state ^= state >> 7;
+  state ^= state << 17;
+  return static_cast<double>((state >> 11) + 1) * 0x1p-53;
+}
+
+float draw(const std::string& distribution) {
+  const double u = uniform();
+  if (distribution == "laplace") return static_cast<float>((state & 4 ? -1e-3 : 1e-3) * std::log(u));
+  if (distribution == "cauchy") return static_cast<float>(1e-3 * std::tan(3.14159265 * (u - 0.5)));
+  const double gauss = std::sqrt(-2 * std::log(u)) * std::cos(6.28318531 * uniform());
+  // One in a hundred a thousand times larger.
+  return static_cast<float>(gauss * (uniform() < 0.01 ? 1e-1 : 1e-4));
+}
+
+void fill(const std::string& distribution, const char* file, std::vector<float>* x) {
+  if (distribution != "file") {
+    for (float& v : *x) v = draw(distribution);
+    return;
+  }
+  std::FILE* stream = file ? std::fopen(file, "rb") : nullptr;
+  const size_t have = stream ? std::fread(x->data(), sizeof(float), x->size(), stream) : 0;
+  if (have == 0) {
+    std::fprintf(stderr, "The distribution \"file\" needs a file of float32 values.\n");
+    std::exit(2);
+  }
+  std::fclose(stream);
+  for (size_t i = have; i < x->size(); ++i) (*x)[i] = (*x)[i % have];
+}
+
+double seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+  return values[values.size() / 2];
+}
+
+volatile uint32_t sink;
+
+void run(int64_t n, int64_t k, const std::string& distribution, const char* file) {
+  constexpr int64_t kRanks = 16;
+  std::vector<float> x(n), residual(n), out(n), values(k * kRanks);
+  std::vector<int32_t> indices(k * kRanks);
+  fill(distribution, file, &x);
+  std::transform(x.rbegin(), x.rend(), residual.begin(), [](float v) { return v / 2; });
+  const Pool pool(static_cast<int>(std::thread::hardware_concurrency()));
+  Workspace workspace;
+  const Engine engine{best_passes(), pool, workspace};
+  const Vector source(x.data());
+  const ErrorFeedback feedback(residual.data(), x.data(), out.data(), engine.passes);
+
+  std::vector<std::pair<std::string, std::function<void()>>> entries = {
+      {"read",
+       [&] {
+         for_each_part(n, pool, [&](Range range) {
+           sink = engine.passes.maximum(x.data() + range.begin, range.size());
+         });
+       }},
+      {"exact", [&] { exact_top_k(source, n, k, engine, indices.data(), values.data()); }},
+      {"mstopk", [&] { ms_top_k(source, n, k, 30, 0, engine, indices.data(), values.data()); }},
+      {"dgc", [&] { dgc_top_k(source, n, k, engine, indices.data(), values.data()); }},
+      {"add",
+       [&] {
+         for_each_part(n, pool, [&](Range range) {
+           const int64_t b = range.begin;
+           engine.passes.add(residual.data() + b, x.data() + b, range.size(), out.data() + b);
+         });
+       }},
+      {"feedback",
+       [&] {
+         exact_top_k(feedback, n, k, engine, indices.data(), values.data());
+         clear_sent(indices.data(), values.data(), k, WireType::kFloat32, engine, out.data());
+       }},
+      {"zero",
+       [&] {
+         for_each_part(n, pool, [&](Range range) {
+           std::memset(out.data() + range.begin, 0, sizeof(float) * range.size());
+         });
+       }},
+  };
+  // What sixteen ranks would send: the same density, other places.
+  std::vector<int32_t> places(k * kRanks);
+  const std::vector<int64_t> counts(kRanks, k);
+  for (int64_t r = 0; r < kRanks; ++r) {
+    for (int64_t i = 0; i < k; ++i) places[r * k + i] = static_cast<int32_t>(uniform() * static_cast<double>(n));
+    std::sort(places.begin() + r * k, places.begin() + (r + 1) * k);
+  }
+  const std::vector<float> sent(k * kRanks, 0.5f);
+  entries.push_back({"scatter", [&] {
+                       scatter_add(places.data(), sent.data(), counts.data(), kRanks, n, pool, out.data());
+                     }});
+
+  const int rounds = static_cast<int>(std::clamp<int64_t>((int64_t{1} << 31) / n, 11, 301));
+  std::map<std::string, std::vector<double>> times;
+  for (int round = -2; round < rounds; ++round) {
+    for (auto& [name, work] : entries) {
+      const double begin = seconds();
+      work();
+      if (round >= 0) times[name].push_back(seconds() - begin);
+    }
+  }
+  std::printf("{\"elements\": %lld, \"k\": %lld, \"distribution\": \"%s\", \"passes\": \"%s\", \"threads\": %d",
+              static_cast<long long>(n), static_cast<long long>(k), distribution.c_str(), engine.passes.name,
+              pool.threads());
+  for (auto& [name, list] : times) std::printf(", \"%s_s\": %.9f", name.c_str(), median(list));
+  std::printf("}\n");
+}
+
+}  // namespace
+}  // namespace tfposeidon
+
+int main(int argc, char** argv) {
+  if (argc < 4) {
+    std::fprintf(stderr, "usage: selection ELEMENTS DENSITY DISTRIBUTION [FILE]\n");
+    return 2;
+  }
+  const int64_t n = std::atoll(argv[1]);
+  const int64_t k = std::max<int64_t>(1, std::llround(std::atof(argv[2]) * static_cast<double>(n)));
+  tfposeidon::run(n, k, argv[3], argc > 4 ? argv[4] : nullptr);
+  return 0;
+}

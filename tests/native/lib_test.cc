@@ -1,0 +1,355 @@
+// The library against plain references, on random and nasty input, for every instruction set that this
+// processor has. `make check-native` runs it under the address, undefined-behaviour and thread sanitizers.
+//
+//   lib_test [cases]
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/native/threads.h"
+#include "tfposeidon/native/lib/error_feedback.h"
+#include "tfposeidon/native/lib/keys.h"
+#include "tfposeidon/native/lib/scatter_add.h"
+#include "tfposeidon/native/lib/top_k.h"
+
+namespace tfposeidon {
+namespace {
+
+using Floats = std::vector<float>;
+using Indices = std::vector<int32_t>;
+
+std::mt19937_64 generator(7);
+
+int64_t below(int64_t bound) { return static_cast<int64_t>(generator() % static_cast<uint64_t>(bound)); }
+double uniform() { return std::uniform_real_distribution<double>()(generator); }
+double normal() { return std::normal_distribution<double>()(generator); }
+
+void expect(bool truth, const char* what, const std::string& about) {
+  if (truth) return;
+  std::fprintf(stderr, "FAILED: %s (%s)\n", what, about.c_str());
+  std::exit(1);
+}
+
+constexpr const char* kKinds[] = {"normal", "mostly zero", "ties",  "zero",      "constant",
+                                  "rising", "falling",     "heavy", "non-finite"};
+
+Floats draw(int64_t n, const std::string& kind) {
+  Floats x(n);
+  for (int64_t i = 0; i < n; ++i) {
+    double v = normal();
+    if (kind == "mostly zero" && uniform() > 0.01) v = 0;
+    if (kind == "ties") v = std::trunc(3 * v);
+    if (kind == "zero") v = 0;
+    if (kind == "constant") v = -0.5;
+    if (kind == "rising") v = static_cast<double>(i);
+    if (kind == "falling") v = static_cast<double>(n - i);
+    if (kind == "heavy") v *= std::exp(5 * normal());
+    x[i] = static_cast<float>(v);
+  }
+  if (kind == "non-finite" && n > 0) {
+    for (float v : {std::nanf(""), HUGE_VALF, -HUGE_VALF, -0.0f, 1e-42f}) x[below(n)] = v;
+  }
+  return x;
+}
+
+// ------------------------------------------------------------------ references
+
+Indices exact(const Floats& x, int64_t k) {
+  Indices order(x.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return key_of(x[a]) > key_of(x[b]); });
+  order.resize(k);
+  std::sort(order.begin(), order.end());
+  return order;
+}
+
+// Algorithm 1, line by line, with the corrections that top_k.h names.
+Indices literal_ms_top_k(const Floats& x, int64_t k, int steps, uint64_t seed) {
+  const int64_t n = static_cast<int64_t>(x.size());
+  double sum = 0;
+  float u = 0;
+  for (float v : x) {
+    if (!std::isfinite(v)) return exact(x, k);
+    sum += std::fabs(v);
+    u = std::max(u, std::fabs(v));
+  }
+  const float mean = static_cast<float>(sum / static_cast<double>(n));
+  float l = 0, r = 1, thres1 = 0, thres2 = 0;
+  int64_t k1 = 0, k2 = n;
+  for (int i = 0; i < steps; ++i) {
+    const float ratio = l + (r - l) / 2;
+    const float thres = mean + ratio * (u - mean);
+    const int64_t nnz = std::count_if(x.begin(), x.end(), [&](float v) { return std::fabs(v) >= thres; });
+    if (nnz <= k) {
+      r = ratio;
+      if (nnz > k1) k1 = nnz, thres1 = thres;
+    } else {
+      l = ratio;
+      if (nnz < k2) k2 = nnz, thres2 = thres;
+    }
+  }
+  Indices first, second;
+  for (int64_t i = 0; i < n; ++i) {
+    const float a = std::fabs(x[i]);
+    const bool in_first = k1 > 0 && a >= thres1;
+    if (in_first) first.push_back(static_cast<int32_t>(i));
+    if (!in_first && a >= thres2) second.push_back(static_cast<int32_t>(i));
+  }
+  const int64_t start = static_cast<int64_t>(random_below(second.size() - (k - k1) + 1, seed));
+  first.insert(first.end(), second.begin() + start, second.begin() + start + (k - k1));
+  std::sort(first.begin(), first.end());
+  return first;
+}
+
+// ----------------------------------------------------------------------- cases
+
+struct Case {
+  Floats x;
+  int64_t k;
+  std::string about;
+};
+
+Case draw_case(int number) {
+  const int64_t sizes[] = {300, 40'000, 40'000, 200'000, 1'500'000};
+  const int64_t size = number % 50 == 0 ? sizes[4] : sizes[number % 4];
+  const int64_t n = 1 + below(size);
+  const std::string kind = kKinds[below(std::size(kKinds))];
+  const int64_t k = number % 2 ? 1 + below(n) : std::clamp<int64_t>(n / (1 + below(2000)), 1, n);
+  return {draw(n, kind), k, kind + ", n = " + std::to_string(n) + ", k = " + std::to_string(k)};
+}
+
+struct Selected {
+  Indices indices;
+  Floats values;
+};
+
+template <class Select>
+Selected select(int64_t k, const Select& call) {
+  // Canaries behind the end: exactly k are written.
+  Selected s{Indices(k + 1, -7), Floats(k + 1, -7)};
+  call(s.indices.data(), s.values.data());
+  expect(s.indices[k] == -7 && s.values[k] == -7, "writes k elements", "");
+  s.indices.pop_back();
+  s.values.pop_back();
+  return s;
+}
+
+void check_values(const Selected& s, const Floats& x, const std::string& about) {
+  for (size_t i = 0; i < s.indices.size(); ++i) {
+    expect(bits_of(s.values[i]) == bits_of(x[s.indices[i]]), "values are those at the indices", about);
+  }
+}
+
+void check_selection(const Case& c, const Engine& engine, const std::string& about) {
+  const int64_t n = static_cast<int64_t>(c.x.size());
+  const Vector source(c.x.data());
+  const Indices expected = exact(c.x, c.k);
+  Selected s = select(c.k, [&](int32_t* i, float* v) { exact_top_k(source, n, c.k, engine, i, v); });
+  expect(s.indices == expected, "exact_top_k takes the k largest", about);
+  check_values(s, c.x, about);
+  s = select(c.k, [&](int32_t* i, float* v) { dgc_top_k(source, n, c.k, engine, i, v); });
+  expect(s.indices == expected, "dgc_top_k takes the k largest", about);
+  const uint64_t seed = generator();
+  for (int steps : {0, 1, 5, 30}) {
+    s = select(c.k, [&](int32_t* i, float* v) { ms_top_k(source, n, c.k, steps, seed, engine, i, v); });
+    expect(s.indices == literal_ms_top_k(c.x, c.k, steps, seed), "ms_top_k is Algorithm 1", about);
+    check_values(s, c.x, about);
+  }
+}
+
+void check_error_feedback(const Case& c, const Engine& engine, const std::string& about) {
+  const int64_t n = static_cast<int64_t>(c.x.size());
+  Floats residual = draw(n, "normal"), velocity = draw(n, "normal"), sum(n), faster(n), out(n), velocity_out(n);
+  for (int64_t i = 0; i < n; ++i) {
+    sum[i] = residual[i] + c.x[i];
+    faster[i] = velocity[i] * 0.9f + c.x[i];
+  }
+  const ErrorFeedback feedback(residual.data(), c.x.data(), out.data(), engine.passes);
+  Selected s = select(c.k, [&](int32_t* i, float* v) {
+    exact_top_k(feedback, n, c.k, engine, i, v);
+    clear_sent(i, v, c.k, WireType::kFloat32, engine, out.data());
+  });
+  expect(s.indices == exact(sum, c.k), "selects from residual + gradient", about);
+  check_values(s, sum, about);
+  for (int32_t i : s.indices) sum[i] = 0;
+  for (int64_t i = 0; i < n; ++i) expect(bits_of(sum[i]) == bits_of(out[i]), "the rest stays", about);
+
+  for (int64_t i = 0; i < n; ++i) sum[i] = residual[i] + faster[i];
+  const MomentumCorrection correction(residual.data(), velocity.data(), c.x.data(), 0.9f, velocity_out.data(),
+                                      out.data(), engine.passes);
+  s = select(c.k, [&](int32_t* i, float* v) {
+    exact_top_k(correction, n, c.k, engine, i, v);
+    clear_sent(i, v, c.k, WireType::kBfloat16, engine, out.data());
+    mask_sent(i, c.k, engine, velocity_out.data());
+  });
+  expect(s.indices == exact(sum, c.k), "selects from residual + velocity", about);
+  for (int64_t i = 0; i < c.k; ++i) {
+    const int32_t place = s.indices[i];
+    expect((bits_of(s.values[i]) & 0xffff) == 0, "values fit the wire's type", about);
+    const bool finite = std::isfinite(sum[place]);
+    expect(!finite || s.values[i] + out[place] == sum[place], "sent + residual = sum", about);
+    expect(velocity_out[place] == 0, "velocity of what was sent is masked", about);
+  }
+}
+
+void check_scatter_add(const Case& c, const Engine& engine, const std::string& about) {
+  const int64_t n = static_cast<int64_t>(c.x.size());
+  const int64_t segments = 1 + below(4);
+  Indices indices;
+  Floats values, expected(n, 0), out(n, -7);
+  std::vector<int64_t> counts;
+  const bool ascending = below(4) > 0;
+  for (int64_t s = 0; s < segments; ++s) {
+    counts.push_back(below(std::min<int64_t>(n, 5000) + 1));
+    Indices own(counts.back());
+    for (int32_t& i : own) i = static_cast<int32_t>(below(n));
+    if (ascending) std::sort(own.begin(), own.end());
+    indices.insert(indices.end(), own.begin(), own.end());
+  }
+  for (int32_t i : indices) values.push_back(c.x[i]), expected[i] += c.x[i];
+  int64_t outside =
+      scatter_add(indices.data(), values.data(), counts.data(), segments, n, engine.parallel, out.data());
+  expect(outside == -1, "all indices are inside", about);
+  for (int64_t i = 0; i < n; ++i) {
+    expect(bits_of(out[i]) == bits_of(expected[i]) || std::isnan(expected[i]), "adds in rank order", about);
+  }
+  if (indices.empty()) return;
+  const int64_t place = below(static_cast<int64_t>(indices.size()));
+  const int32_t wrong[] = {static_cast<int32_t>(n), -1, std::numeric_limits<int32_t>::max(),
+                           std::numeric_limits<int32_t>::min()};
+  indices[place] = wrong[below(4)];
+  outside = scatter_add(indices.data(), values.data(), counts.data(), segments, n, engine.parallel, out.data());
+  expect(outside == place, "finds the index that is outside", about);
+}
+
+// --------------------------------------------------------------- 16-bit values
+
+bool same(float a, float b) { return bits_of(a) == bits_of(b) || (std::isnan(a) && std::isnan(b)); }
+
+// The value of a float16, from its definition.
+float float16_value(uint16_t half) {
+  const int exponent = half >> 10 & 31, fraction = half & 1023;
+  float value = exponent == 31 ? (fraction ? std::nanf("") : HUGE_VALF)
+                               : std::ldexp(static_cast<float>(exponent ? 1024 + fraction : fraction),
+                                            (exponent ? exponent : 1) - 25);
+  return half & 0x8000 ? -value : value;
+}
+
+void check_float16(const Passes& passes) {
+  for (uint32_t half = 0; half < 65536; ++half) {
+    // Nine at a time: eight go through the vector instructions, the last does not.
+    const std::vector<uint16_t> halves(9, static_cast<uint16_t>(half));
+    Floats values(9);
+    passes.sum_float16(halves.data(), 1, 9, 9, values.data());
+    for (float v : values) expect(same(v, float16_value(halves[0])), "float16 to float32", passes.name);
+    std::vector<uint16_t> back(9);
+    passes.to_float16(values.data(), 9, back.data());
+    if (!std::isnan(values[0])) expect(back == halves, "float32 to float16 and back", passes.name);
+  }
+  for (int i = 0; i < 200'000; ++i) {
+    const float x = float_of(static_cast<uint32_t>(generator()));
+    if (std::isnan(x)) continue;
+    const Floats many(9, i % 2 ? x : static_cast<float>(std::ldexp(normal(), static_cast<int>(below(50)) - 30)));
+    std::vector<uint16_t> out(9);
+    passes.to_float16(many.data(), 9, out.data());
+    for (uint16_t half : out) {
+      const double value = many[0], got = float16_value(half), magnitude = std::fabs(value);
+      if (magnitude >= 65520) {
+        expect(std::isinf(got), "float16 ends at 65504", passes.name);
+        continue;
+      }
+      const double up = float16_value(static_cast<uint16_t>((half & 0x7fff) + 1));
+      const double down = float16_value(static_cast<uint16_t>(std::max(0, (half & 0x7fff) - 1)));
+      const double error = std::fabs(value - got);
+      const bool nearest = error <= std::fabs(magnitude - up) && error <= std::fabs(magnitude - down);
+      const bool tie = error == std::fabs(magnitude - up) || error == std::fabs(magnitude - down);
+      expect(nearest && (!tie || error == 0 || half % 2 == 0), "rounds to nearest even", passes.name);
+    }
+  }
+}
+
+void check_bfloat16(const Passes& passes) {
+  for (int i = 0; i < 200'000; ++i) {
+    uint32_t bits = static_cast<uint32_t>(generator());
+    if (i % 8 == 0) bits &= 0x807fffff;  // denormals
+    if (i % 8 == 1) bits = (bits & 0xffff0000) | 0x8000;  // ties
+    if (i % 8 == 2) bits |= 0x7f800000;  // not finite
+    const Floats x(33, float_of(bits));
+    std::vector<uint16_t> out(33);
+    Floats back(33);
+    passes.to_bfloat16(x.data(), 33, out.data());
+    passes.sum_bfloat16(out.data(), 1, 33, 33, back.data());
+    for (float v : back) {
+      if (std::isnan(x[0])) {
+        expect(std::isnan(v), "NaN stays NaN", passes.name);
+        continue;
+      }
+      const int64_t error = static_cast<int64_t>(bits_of(v)) - static_cast<int64_t>(bits);
+      const bool tie = error == 0x8000 || error == -0x8000;
+      const bool right = std::llabs(error) < 0x8000 || (tie && (bits_of(v) >> 16) % 2 == 0);
+      expect(right, "bfloat16 rounds to nearest even", passes.name);
+    }
+  }
+}
+
+void check_sums(const Passes& passes) {
+  for (int i = 0; i < 50; ++i) {
+    const int64_t n = below(9000), rows = 1 + below(5), stride = n + below(3);
+    Floats x = draw(rows * stride, "normal"), sum(n), expected(n);
+    std::vector<uint16_t> halves(x.size());
+    for (const bool brain : {false, true}) {
+      (brain ? passes.to_bfloat16 : passes.to_float16)(x.data(), rows * stride, halves.data());
+      (brain ? passes.sum_bfloat16 : passes.sum_float16)(halves.data(), rows, stride, n, sum.data());
+      for (int64_t j = 0; j < n; ++j) {
+        expected[j] = 0;
+        for (int64_t r = 0; r < rows; ++r) {
+          const uint16_t half = halves[r * stride + j];
+          const float value = brain ? float_of(static_cast<uint32_t>(half) << 16) : float16_value(half);
+          expected[j] = r == 0 ? value : expected[j] + value;
+        }
+      }
+      expect(sum == expected, "sums rows in float32", passes.name);
+    }
+  }
+}
+
+void run(int cases) {
+  for (const Passes& passes : usable_passes()) {
+    check_float16(passes);
+    check_bfloat16(passes);
+    check_sums(passes);
+  }
+  const Serial serial;
+  const Threads threads(3);
+  const std::vector<const Parallel*> parallels = {&serial, &threads};
+  std::vector<Workspace> workspaces(2);
+  for (int number = 0; number < cases; ++number) {
+    const Case c = draw_case(number);
+    for (const Passes& passes : usable_passes()) {
+      for (size_t p = 0; p < parallels.size(); ++p) {
+        const Engine engine{passes, *parallels[p], workspaces[p]};
+        const std::string about = c.about + ", " + passes.name + ", " + std::to_string(parallels[p]->threads()) +
+                                  " thread(s), case " + std::to_string(number);
+        check_selection(c, engine, about);
+        check_error_feedback(c, engine, about);
+        check_scatter_add(c, engine, about);
+      }
+    }
+  }
+  std::printf("%d cases, instruction sets up to %s: all right\n", cases, best_passes().name);
+}
+
+}  // namespace
+}  // namespace tfposeidon
+
+int main(int argc, char** argv) {
+  tfposeidon::run(argc > 1 ? std::atoi(argv[1]) : 200);
+  return 0;
+}

@@ -1,0 +1,94 @@
+"""Error feedback: what a selection leaves behind is added to the next gradient, so that nothing is lost.
+
+It wraps the selection and not the scheme: in the hierarchical exchange the residual is that of the shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfposeidon import ops
+
+
+class Memory(NamedTuple):
+    """What lasts from step to step: `[n]` float32 each, `None` where it is not kept."""
+
+    residual: tf.Tensor | None
+    velocity: tf.Tensor | None
+
+    @property
+    def kept(self) -> tuple[tf.Tensor, ...]:
+        """Those that there are."""
+        return tuple(tensor for tensor in self if tensor is not None)
+
+
+class Sent(NamedTuple):
+    """The selected elements: `[k]` float32, rounded to the wire's type, and `[k]` int32, ascending."""
+
+    values: tf.Tensor
+    indices: tf.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feedback:
+    """How elements are selected, and what becomes of the others.
+
+    Args:
+      select: A method of `tfposeidon.ops.top_k`.
+      wire_dtype: What values are rounded to; the rounding error stays in the residual.
+      keep: Whether there is a residual. Without one, what is not sent is lost.
+      momentum: Of momentum correction, 0 for none: velocity is accumulated before selection, and masked where
+        something was sent (Lin et al. 2018, section 3).
+
+    Raises:
+      ValueError: If an argument makes no sense.
+    """
+
+    select: str
+    wire_dtype: str | None
+    keep: bool
+    momentum: float
+
+    def __post_init__(self) -> None:
+        ops.check_method(self.select)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"`momentum` must be in [0, 1). Received: momentum={self.momentum}")
+        if self.momentum and not self.keep:
+            raise ValueError(
+                f"Momentum correction needs error feedback. Received: momentum={self.momentum}, error_feedback=False."
+            )
+
+    def select_from(self, gradient: tf.Tensor, memory: Memory, k: int | tf.Tensor) -> tuple[Sent, Memory]:
+        """Selects `k` elements of what has been kept and `gradient`.
+
+        Args:
+          gradient: `[n]` float32.
+          memory: Of this rank.
+          k: 0 to n.
+
+        Returns:
+          What is sent and the new memory; `scatter(values) + new residual = residual + gradient`, with the
+          velocity in place of the gradient if there is one.
+        """
+        if memory.residual is None:
+            return Sent(*ops.top_k(gradient, k, self.select)), memory
+        options: dict[str, Any] = {"method": self.select, "wire_dtype": self.wire_dtype}
+        if memory.velocity is None:
+            values, indices, residual = ops.error_feedback_top_k(memory.residual, gradient, k, **options)
+            return Sent(values, indices), Memory(residual, None)
+        values, indices, residual, velocity = ops.momentum_correction_top_k(
+            memory.residual, gradient, memory.velocity, k, self.momentum, **options
+        )
+        return Sent(values, indices), Memory(residual, velocity)
+
+    def all_of(self, gradient: tf.Tensor, memory: Memory) -> tuple[tf.Tensor, Memory]:
+        """Everything there is, `[n]`, as when `k` is `n`; but velocity goes on: nothing was delayed."""
+        if memory.residual is None:
+            return gradient, memory
+        if memory.velocity is None:
+            return memory.residual + gradient, Memory(tf.zeros_like(gradient), None)
+        velocity = self.momentum * memory.velocity + gradient
+        return memory.residual + velocity, Memory(tf.zeros_like(gradient), velocity)

@@ -1,0 +1,32 @@
+"""The native library: `lib` is plain C++, `kernels` are thin, `ops` holds signatures and documentation."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+LIBRARY = Path(__file__).with_name("_ops.so")
+
+
+@functools.cache
+def library() -> Any:
+    """TensorFlow's module of the native ops, loaded at the first call.
+
+    Raises:
+      RuntimeError: If the library was not built, or for another TensorFlow than the one installed.
+    """
+    remedy = "Build it against the installed TensorFlow: `pip install .` in tfposeidon's folder, or `make setup`."
+    if not LIBRARY.exists():
+        raise RuntimeError(
+            f"Sparse schemes and tp.ops need tfposeidon's native library. Received: no {LIBRARY}. {remedy}"
+        )
+    try:
+        return tf.load_op_library(str(LIBRARY))
+    except tf.errors.NotFoundError as error:
+        raise RuntimeError(
+            f"tfposeidon's native library must be built for the TensorFlow that loads it. Received: TensorFlow "
+            f"{tf.__version__}, which says: {error.message}. {remedy}"
+        ) from error

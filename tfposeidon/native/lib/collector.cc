@@ -1,0 +1,178 @@
+#include "tfposeidon/native/lib/collector.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+
+#include "tfposeidon/native/lib/keys.h"
+
+namespace tfposeidon {
+namespace {
+
+constexpr int64_t kLine = 16;  // Elements of a cache line: reading one costs as much as reading all.
+constexpr int64_t kSmallest = 4096;
+
+// Enough to lie close above k; more is needed, relatively, the smaller k is.
+int64_t sample_size(int64_t n, int64_t k) {
+  const double kept = std::clamp(0.35 * std::pow(static_cast<double>(k), 0.6), 24.0, 400.0);
+  const double size = kept * static_cast<double>(n) / static_cast<double>(k);
+  return std::clamp<int64_t>(static_cast<int64_t>(size), kSmallest, n / 8);
+}
+
+// Cache lines at even distances, each moved by chance within its own: strided data must not fool it.
+int64_t line_at(int64_t i, double stride) {
+  const uint64_t random = (static_cast<uint64_t>(i) + 1) * 0x9e3779b97f4a7c15u >> 40;
+  const double place = (static_cast<double>(i) + static_cast<double>(random) * 0x1p-24) * stride;
+  return static_cast<int64_t>(place) / kLine * kLine;
+}
+
+uint32_t nth_of(uint32_t* keys, int64_t n, int64_t m) {
+  std::nth_element(keys, keys + (m - 1), keys + n, std::greater<uint32_t>());
+  return keys[m - 1];
+}
+
+// Keeps the k largest, ties by lowest place, in their order.
+void shrink(Candidates* c, int64_t k, Buffer<uint32_t>* scratch, const Passes& passes) {
+  uint32_t* keys = scratch->reserve(c->count);
+  for (int64_t i = 0; i < c->count; ++i) keys[i] = c->bits[i] & kKeyMask;
+  const uint32_t kth = nth_of(keys, c->count, k);
+  int64_t ties = k - passes.count(c->bits, c->count, static_cast<int32_t>(kth));
+  int64_t kept = 0;
+  for (int64_t i = 0; i < c->count; ++i) {
+    const uint32_t key = c->bits[i] & kKeyMask;
+    const bool tie = key == kth && ties > 0;
+    c->bits[kept] = c->bits[i];
+    c->indices[kept] = c->indices[i];
+    kept += key > kth || tie;
+    ties -= tie;
+  }
+  c->count = kept;
+  c->above = static_cast<int32_t>(kth);
+}
+
+// Keys in (low, high] of one part to `out`; returns how many.
+int64_t keys_between(const Candidates& c, int64_t low, int64_t high, uint32_t* out) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < c.count; ++i) {
+    const uint32_t key = c.bits[i] & kKeyMask;
+    out[count] = key;
+    count += (key > low) & (key <= high);
+  }
+  return count;
+}
+
+struct Bracket {
+  int64_t low;   // The key looked for is > low ...
+  int64_t high;  // ... and <= high, both with high probability.
+};
+
+Bracket bracket(const std::vector<Candidates>& parts, int64_t total, int64_t m) {
+  constexpr int64_t kSample = 1024;
+  uint32_t sample[kSample];
+  size_t part = 0;
+  int64_t before = 0;
+  for (int64_t s = 0; s < kSample; ++s) {
+    const int64_t place = total * s / kSample;
+    while (place - before >= parts[part].count) before += parts[part++].count;
+    sample[s] = parts[part].bits[place - before] & kKeyMask;
+  }
+  const double middle = static_cast<double>(m) / static_cast<double>(total) * kSample;
+  const double spread = 4 * std::sqrt(std::max(1.0, middle * (1 - middle / kSample))) + 4;
+  const int64_t first = static_cast<int64_t>(middle - spread);
+  const int64_t last = static_cast<int64_t>(middle + spread) + 1;
+  const int64_t high = first < 1 ? kKeyMask : nth_of(sample, kSample, first);
+  const int64_t low = last > kSample ? -1 : static_cast<int64_t>(nth_of(sample, kSample, last)) - 1;
+  return {low, high};
+}
+
+}  // namespace
+
+int32_t sampled_threshold(const Source& source, int64_t n, int64_t k, double margin, const Engine& engine) {
+  if (n < 8 * kSmallest) return kEverything;
+  const int64_t lines = sample_size(n, k) / kLine;
+  const int64_t size = lines * kLine;
+  const double stride = static_cast<double>(n - kLine) / static_cast<double>(lines);
+  uint32_t* sample = engine.workspace.sample.reserve(size);
+  const int parts = lines > 2048 ? parts_for(n, engine.parallel) : 1;
+  engine.parallel.run(parts, [&](int part) {
+    constexpr int64_t kInFlight = 16;
+    for (int64_t i = lines * part / parts; i < lines * (part + 1) / parts; ++i) {
+      source.prefetch(line_at(std::min(i + kInFlight, lines - 1), stride));
+      const int64_t begin = line_at(i, stride);
+      for (int64_t j = 0; j < kLine; ++j) sample[i * kLine + j] = key_of(source.at(begin + j));
+    }
+  });
+  const double expected = static_cast<double>(size) * static_cast<double>(k) / static_cast<double>(n);
+  const int64_t rank = static_cast<int64_t>(expected + margin * (std::sqrt(expected) + 2)) + 1;
+  if (rank > size) return kEverything;
+  return static_cast<int32_t>(nth_of(sample, size, rank)) - 1;
+}
+
+std::vector<Candidates> collect(const Source& source, int64_t n, int64_t k, int32_t above, Statistics* statistics,
+                                const Engine& engine) {
+  const int count = parts_for(n, engine.parallel);
+  const int64_t limit = 2 * k + 4 * kBlock;
+  std::vector<Candidates> parts(count);
+  std::vector<Statistics> partial(count);
+  if (engine.workspace.parts.size() < static_cast<size_t>(count)) engine.workspace.parts.resize(count);
+  engine.parallel.run(count, [&](int part) {
+    Workspace::PerPart& memory = engine.workspace.parts[part];
+    Candidates c;
+    c.range = part_of(n, count, part);
+    const int64_t room = std::min(limit + kBlock, c.range.size());
+    c.indices = memory.indices.reserve(room);
+    c.bits = memory.bits.reserve(room);
+    c.above = above;
+    Statistics own;
+    for (int64_t begin = c.range.begin; begin < c.range.end; begin += kBlock) {
+      const int64_t length = std::min(kBlock, c.range.end - begin);
+      const float* x = source.block(begin, length);
+      if (statistics != nullptr) engine.passes.statistics(x, length, &own);
+      const uint32_t base = static_cast<uint32_t>(begin - c.range.begin);
+      c.count += engine.passes.filter(x, length, c.above, base, c.indices + c.count, c.bits + c.count);
+      if (c.count > limit) shrink(&c, k, &memory.middle, engine.passes);
+    }
+    parts[part] = c;
+    partial[part] = own;
+  });
+  for (const Statistics& own : partial) {
+    if (statistics == nullptr) break;
+    statistics->sum += own.sum;
+    statistics->max = std::max(statistics->max, own.max);
+  }
+  return parts;
+}
+
+int64_t total_count(const std::vector<Candidates>& parts) {
+  int64_t total = 0;
+  for (const Candidates& c : parts) total += c.count;
+  return total;
+}
+
+uint32_t nth_key(const std::vector<Candidates>& parts, int64_t m, const Engine& engine) {
+  const int64_t total = total_count(parts);
+  Bracket keys{-1, kKeyMask};
+  if (total > kSmallest) keys = bracket(parts, total, m);
+  for (;;) {
+    std::vector<int64_t> higher(parts.size()), between(parts.size());
+    engine.parallel.run(static_cast<int>(parts.size()), [&](int part) {
+      const Candidates& c = parts[part];
+      uint32_t* middle = engine.workspace.parts[part].middle.reserve(c.count);
+      higher[part] = engine.passes.count(c.bits, c.count, static_cast<int32_t>(keys.high));
+      between[part] = keys_between(c, keys.low, keys.high, middle);
+    });
+    int64_t above = 0, inside = 0;
+    for (size_t part = 0; part < parts.size(); ++part) above += higher[part], inside += between[part];
+    if (above < m && m <= above + inside) {
+      uint32_t* all = engine.workspace.sample.reserve(inside);
+      int64_t filled = 0;
+      for (size_t part = 0; part < parts.size(); filled += between[part++]) {
+        std::copy_n(engine.workspace.parts[part].middle.data(), between[part], all + filled);
+      }
+      return nth_of(all, inside, m - above);
+    }
+    keys = {-1, kKeyMask};
+  }
+}
+
+}  // namespace tfposeidon

@@ -1,0 +1,66 @@
+#include "tfposeidon/native/lib/error_feedback.h"
+
+#include <algorithm>
+
+namespace tfposeidon {
+namespace {
+
+// Places lie far apart: each is fetched this many steps before it is needed.
+constexpr int64_t kInFlight = 24;
+
+// Calls work(i) for all i < k with places[i] on its way to the cache.
+template <class Index, class Work>
+void for_each_place(const Index* indices, int64_t k, const Parallel& parallel, const float* places, const Work& work) {
+  constexpr int64_t kPerThread = 8192;
+  const int parts = static_cast<int>(std::clamp<int64_t>(k / kPerThread, 1, parallel.threads()));
+  parallel.run(parts, [&](int part) {
+    const int64_t end = k * (part + 1) / parts;
+    for (int64_t i = k * part / parts; i < end; ++i) {
+      __builtin_prefetch(places + indices[std::min(i + kInFlight, end - 1)], 1);
+      work(i);
+    }
+  });
+}
+
+// Rounds a short run to the wire's type and back.
+void round_to(WireType wire, const float* values, int64_t n, const Passes& passes, float* rounded) {
+  uint16_t half[kBlock];
+  if (wire == WireType::kFloat16) {
+    passes.to_float16(values, n, half);
+    passes.sum_float16(half, 1, n, n, rounded);
+  } else {
+    passes.to_bfloat16(values, n, half);
+    passes.sum_bfloat16(half, 1, n, n, rounded);
+  }
+}
+
+}  // namespace
+
+template <class Index>
+void clear_sent(const Index* indices, float* values, int64_t k, WireType wire, const Engine& engine, float* residual) {
+  if (wire == WireType::kFloat32) {
+    for_each_place(indices, k, engine.parallel, residual, [&](int64_t i) { residual[indices[i]] = 0; });
+    return;
+  }
+  for (int64_t begin = 0; begin < k; begin += kBlock) {
+    const int64_t length = std::min(kBlock, k - begin);
+    float rounded[kBlock];
+    round_to(wire, values + begin, length, engine.passes, rounded);
+    for (int64_t i = 0; i < length; ++i) {
+      residual[indices[begin + i]] = values[begin + i] - rounded[i];
+      values[begin + i] = rounded[i];
+    }
+  }
+}
+
+template <class Index>
+void mask_sent(const Index* indices, int64_t k, const Engine& engine, float* velocity) {
+  for_each_place(indices, k, engine.parallel, velocity, [&](int64_t i) { velocity[indices[i]] = 0; });
+}
+
+template void clear_sent(const int32_t*, float*, int64_t, WireType, const Engine&, float*);
+template void clear_sent(const int64_t*, float*, int64_t, WireType, const Engine&, float*);
+template void mask_sent(const int32_t*, int64_t, const Engine&, float*);
+template void mask_sent(const int64_t*, int64_t, const Engine&, float*);
+
+}  // namespace tfposeidon

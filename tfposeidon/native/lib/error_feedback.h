@@ -1,0 +1,89 @@
+// Error feedback fused with selection: what is not sent stays in the residual and comes back.
+
+#ifndef TFPOSEIDON_NATIVE_LIB_ERROR_FEEDBACK_H_
+#define TFPOSEIDON_NATIVE_LIB_ERROR_FEEDBACK_H_
+
+#include <cstdint>
+
+#include "tfposeidon/native/lib/collector.h"
+
+namespace tfposeidon {
+
+// The sum residual + gradient, written to `out` block by block as it is read.
+class ErrorFeedback : public Source {
+ public:
+  ErrorFeedback(const float* residual, const float* gradient, float* out, const Passes& passes)
+      : residual_(residual), gradient_(gradient), out_(out), passes_(passes) {}
+
+  const float* block(int64_t begin, int64_t n) const override {
+    passes_.add(residual_ + begin, gradient_ + begin, n, out_ + begin);
+    return out_ + begin;
+  }
+
+  float at(int64_t i) const override { return residual_[i] + gradient_[i]; }
+
+  void prefetch(int64_t i) const override {
+    __builtin_prefetch(residual_ + i);
+    __builtin_prefetch(gradient_ + i);
+  }
+
+ private:
+  const float* residual_;
+  const float* gradient_;
+  float* out_;
+  const Passes& passes_;
+};
+
+// The same with momentum correction (Lin et al. 2018, section 3.2): velocity_out = momentum * velocity +
+// gradient, out = residual + velocity_out.
+class MomentumCorrection : public Source {
+ public:
+  MomentumCorrection(const float* residual, const float* velocity, const float* gradient, float momentum,
+                     float* velocity_out, float* out, const Passes& passes)
+      : residual_(residual),
+        velocity_(velocity),
+        gradient_(gradient),
+        momentum_(momentum),
+        velocity_out_(velocity_out),
+        out_(out),
+        passes_(passes) {}
+
+  const float* block(int64_t begin, int64_t n) const override {
+    passes_.add_with_momentum(residual_ + begin, velocity_ + begin, gradient_ + begin, momentum_, n,
+                              velocity_out_ + begin, out_ + begin);
+    return out_ + begin;
+  }
+
+  float at(int64_t i) const override { return residual_[i] + (velocity_[i] * momentum_ + gradient_[i]); }
+
+  void prefetch(int64_t i) const override {
+    __builtin_prefetch(residual_ + i);
+    __builtin_prefetch(velocity_ + i);
+    __builtin_prefetch(gradient_ + i);
+  }
+
+ private:
+  const float* residual_;
+  const float* velocity_;
+  const float* gradient_;
+  float momentum_;
+  float* velocity_out_;
+  float* out_;
+  const Passes& passes_;
+};
+
+// How values cross the wire.
+enum class WireType { kFloat32, kFloat16, kBfloat16 };
+
+// Takes what was sent out of the residual: values[i] becomes what crosses the wire, and the rounding
+// error, 0 in float32, is what stays at residual[indices[i]].
+template <class Index>
+void clear_sent(const Index* indices, float* values, int64_t k, WireType wire, const Engine& engine, float* residual);
+
+// Forgets the velocity of what was sent (Lin et al. 2018, momentum factor masking).
+template <class Index>
+void mask_sent(const Index* indices, int64_t k, const Engine& engine, float* velocity);
+
+}  // namespace tfposeidon
+
+#endif  // TFPOSEIDON_NATIVE_LIB_ERROR_FEEDBACK_H_

@@ -1,0 +1,33 @@
+// Magnitudes as whole numbers: the bits of |x| order like |x|, with infinity and NaN above everything.
+
+#ifndef TFPOSEIDON_NATIVE_LIB_KEYS_H_
+#define TFPOSEIDON_NATIVE_LIB_KEYS_H_
+
+#include <cstdint>
+#include <cstring>
+
+namespace tfposeidon {
+
+constexpr uint32_t kKeyMask = 0x7fffffffu;
+constexpr uint32_t kInfinityKey = 0x7f800000u;
+
+// Keys are compared with `key > above`; this lets every key pass.
+constexpr int32_t kEverything = -1;
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+inline float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+inline uint32_t key_of(float x) { return bits_of(x) & kKeyMask; }
+
+}  // namespace tfposeidon
+
+#endif  // TFPOSEIDON_NATIVE_LIB_KEYS_H_

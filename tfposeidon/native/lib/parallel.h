@@ -1,0 +1,58 @@
+// Threads that somebody else owns: TensorFlow's pool in the ops, plain threads in the tests.
+
+#ifndef TFPOSEIDON_NATIVE_LIB_PARALLEL_H_
+#define TFPOSEIDON_NATIVE_LIB_PARALLEL_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+
+namespace tfposeidon {
+
+class Parallel {
+ public:
+  virtual ~Parallel() = default;
+
+  virtual int threads() const = 0;
+
+  // Calls work(0) ... work(count - 1), at the same time where there are threads, and waits for all.
+  virtual void run(int count, const std::function<void(int)>& work) const = 0;
+};
+
+class Serial : public Parallel {
+ public:
+  int threads() const override { return 1; }
+  void run(int count, const std::function<void(int)>& work) const override {
+    for (int i = 0; i < count; ++i) work(i);
+  }
+};
+
+struct Range {
+  int64_t begin;
+  int64_t end;
+  int64_t size() const { return end - begin; }
+};
+
+// Below this many elements a second thread costs more than it brings.
+constexpr int64_t kElementsPerThread = 1 << 19;
+
+inline int parts_for(int64_t n, const Parallel& parallel) {
+  return static_cast<int>(std::clamp<int64_t>(n / kElementsPerThread, 1, parallel.threads()));
+}
+
+// Even shares that begin at whole cache lines.
+inline Range part_of(int64_t n, int parts, int part) {
+  auto begin_of = [&](int64_t i) { return i == parts ? n : n * i / parts / 64 * 64; };
+  return {begin_of(part), begin_of(part + 1)};
+}
+
+// Calls work(range) for every part of 0 .. n - 1.
+template <class Work>
+void for_each_part(int64_t n, const Parallel& parallel, const Work& work) {
+  const int parts = parts_for(n, parallel);
+  parallel.run(parts, [&](int part) { work(part_of(n, parts, part)); });
+}
+
+}  // namespace tfposeidon
+
+#endif  // TFPOSEIDON_NATIVE_LIB_PARALLEL_H_

@@ -1,0 +1,88 @@
+#include "tfposeidon/native/lib/passes.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace tfposeidon {
+namespace {
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Keys __attribute__((vector_size(64)));
+typedef double Doubles __attribute__((vector_size(64)));
+
+namespace plain {
+constexpr char kName[] = "plain";
+
+inline uint16_t lanes_to_bits(Keys lanes) {
+#if defined(__SSE2__)
+  __m128i quarters[4];
+  __builtin_memcpy(quarters, &lanes, sizeof quarters);
+  const __m128i low = _mm_packs_epi32(quarters[0], quarters[1]);
+  const __m128i high = _mm_packs_epi32(quarters[2], quarters[3]);
+  return (uint16_t)_mm_movemask_epi8(_mm_packs_epi16(low, high));
+#else
+  const Keys weights = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+  lanes &= weights;
+  int32_t sum = 0;
+  for (int j = 0; j < 16; ++j) sum += lanes[j];
+  return (uint16_t)sum;
+#endif
+}
+
+#include "tfposeidon/native/lib/passes.inc"
+}  // namespace plain
+
+#if defined(__x86_64__)
+
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#define TFPOSEIDON_HAS_F16C
+namespace avx2 {
+constexpr char kName[] = "avx2";
+
+inline uint16_t lanes_to_bits(Keys lanes) {
+  __m256 halves[2];
+  __builtin_memcpy(halves, &lanes, sizeof halves);
+  return (uint16_t)(_mm256_movemask_ps(halves[0]) | _mm256_movemask_ps(halves[1]) << 8);
+}
+
+#include "tfposeidon/native/lib/passes.inc"
+}  // namespace avx2
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,prefer-vector-width=512")
+namespace avx512 {
+constexpr char kName[] = "avx512";
+
+inline uint16_t lanes_to_bits(Keys lanes) { return _mm512_movepi32_mask((__m512i)lanes); }
+
+#include "tfposeidon/native/lib/passes.inc"
+}  // namespace avx512
+#pragma GCC pop_options
+
+#endif
+
+}  // namespace
+
+const std::vector<Passes>& usable_passes() {
+  static const std::vector<Passes>* usable = [] {
+    auto* found = new std::vector<Passes>{plain::kPasses};
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+      found->push_back(avx2::kPasses);
+      if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        found->push_back(avx512::kPasses);
+      }
+    }
+#endif
+    return found;
+  }();
+  return *usable;
+}
+
+const Passes& best_passes() { return usable_passes().back(); }
+
+}  // namespace tfposeidon

@@ -1,0 +1,58 @@
+// The inner loops, compiled for several instruction sets; the best one is chosen at run time.
+
+#ifndef TFPOSEIDON_NATIVE_LIB_PASSES_H_
+#define TFPOSEIDON_NATIVE_LIB_PASSES_H_
+
+#include <cstdint>
+#include <vector>
+
+namespace tfposeidon {
+
+// How many elements the callers hand over at a time: 8 KiB stay in the first-level cache, so that
+// several passes over one block read memory once.
+constexpr int64_t kBlock = 2048;
+
+struct Statistics {
+  double sum = 0;    // of |x|
+  uint32_t max = 0;  // the largest key
+};
+
+struct Passes {
+  const char* name;
+
+  // Appends those of x[0 .. n-1] whose key is > above, in order: indices (plus `base`) and bits.
+  // Returns how many. `n` is at most kBlock; `indices` and `bits` have room for n.
+  int64_t (*filter)(const float* x, int64_t n, int32_t above, uint32_t base, uint32_t* indices, uint32_t* bits);
+
+  void (*statistics)(const float* x, int64_t n, Statistics* total);
+
+  // The largest key: the fastest read there is, to compare with.
+  uint32_t (*maximum)(const float* x, int64_t n);
+
+  // How many of bits[0 .. n-1] have a key > above.
+  int64_t (*count)(const uint32_t* bits, int64_t n, int32_t above);
+
+  // out = a + b. `out` may be `a`.
+  void (*add)(const float* a, const float* b, int64_t n, float* out);
+
+  // velocity_out = momentum * velocity + gradient; out = residual + velocity_out.
+  void (*add_with_momentum)(const float* residual, const float* velocity, const float* gradient, float momentum,
+                            int64_t n, float* velocity_out, float* out);
+
+  void (*to_float16)(const float* x, int64_t n, uint16_t* out);
+  void (*to_bfloat16)(const float* x, int64_t n, uint16_t* out);
+
+  // out = sum of `count` rows of n values that lie `stride` apart, added in their order.
+  void (*sum_float16)(const uint16_t* rows, int64_t count, int64_t stride, int64_t n, float* out);
+  void (*sum_bfloat16)(const uint16_t* rows, int64_t count, int64_t stride, int64_t n, float* out);
+};
+
+// All that this processor can run, the plainest first.
+const std::vector<Passes>& usable_passes();
+
+// The last of `usable_passes`.
+const Passes& best_passes();
+
+}  // namespace tfposeidon
+
+#endif  // TFPOSEIDON_NATIVE_LIB_PASSES_H_

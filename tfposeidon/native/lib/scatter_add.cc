@@ -1,0 +1,80 @@
+#include "tfposeidon/native/lib/scatter_add.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+namespace tfposeidon {
+namespace {
+
+// Elements that stay in the second-level cache between being zeroed and being added to.
+constexpr int64_t kTile = 1 << 16;
+
+template <class Index>
+int64_t first_outside(const Index* indices, int64_t total, int64_t n) {
+  for (int64_t i = 0; i < total; ++i) {
+    if (indices[i] < 0 || indices[i] >= n) return i;
+  }
+  return -1;
+}
+
+// Adds what lies in [range.begin, range.end), tile by tile. Assumes ascending segments, but trusts nobody:
+// writes stay in the range, and the number of pairs used tells the caller whether all were.
+template <class Index>
+int64_t add_ascending(const Index* indices, const float* values, const std::vector<int64_t>& ends, Range range,
+                      float* out) {
+  using Unsigned = std::make_unsigned_t<Index>;
+  std::vector<int64_t> cursor(ends.size() - 1);
+  for (size_t s = 0; s + 1 < ends.size(); ++s) {
+    cursor[s] = std::lower_bound(indices + ends[s], indices + ends[s + 1], static_cast<Index>(range.begin)) - indices;
+  }
+  int64_t used = 0;
+  for (int64_t begin = range.begin; begin < range.end; begin += kTile) {
+    const int64_t length = std::min(kTile, range.end - begin);
+    float* tile = out + begin;
+    std::memset(tile, 0, sizeof(float) * length);
+    for (size_t s = 0; s < cursor.size(); ++s) {
+      int64_t i = cursor[s];
+      for (; i < ends[s + 1]; ++i) {
+        const Unsigned place = static_cast<Unsigned>(indices[i]) - static_cast<Unsigned>(begin);
+        if (place >= static_cast<Unsigned>(length)) break;
+        tile[place] += values[i];
+      }
+      used += i - cursor[s];
+      cursor[s] = i;
+    }
+  }
+  return used;
+}
+
+// In any order: every thread looks at all pairs for those of its range.
+template <class Index>
+void add_unordered(const Index* indices, const float* values, int64_t total, Range range, float* out) {
+  std::memset(out + range.begin, 0, sizeof(float) * range.size());
+  for (int64_t i = 0; i < total; ++i) {
+    if (indices[i] >= range.begin && indices[i] < range.end) out[indices[i]] += values[i];
+  }
+}
+
+}  // namespace
+
+template <class Index>
+int64_t scatter_add(const Index* indices, const float* values, const int64_t* counts, int64_t segments, int64_t n,
+                    const Parallel& parallel, float* out) {
+  std::vector<int64_t> ends(segments + 1, 0);
+  for (int64_t s = 0; s < segments; ++s) ends[s + 1] = ends[s] + counts[s];
+  const int64_t total = ends.back();
+  std::atomic<int64_t> used{0};
+  for_each_part(n, parallel, [&](Range range) { used += add_ascending(indices, values, ends, range, out); });
+  if (used == total) return -1;
+  const int64_t outside = first_outside(indices, total, n);
+  if (outside < 0) for_each_part(n, parallel, [&](Range range) { add_unordered(indices, values, total, range, out); });
+  return outside;
+}
+
+template int64_t scatter_add(const int32_t*, const float*, const int64_t*, int64_t, int64_t, const Parallel&, float*);
+template int64_t scatter_add(const int64_t*, const float*, const int64_t*, int64_t, int64_t, const Parallel&, float*);
+
+}  // namespace tfposeidon

@@ -1,0 +1,21 @@
+// Accumulates what several ranks selected.
+
+#ifndef TFPOSEIDON_NATIVE_LIB_SCATTER_ADD_H_
+#define TFPOSEIDON_NATIVE_LIB_SCATTER_ADD_H_
+
+#include <cstdint>
+
+#include "tfposeidon/native/lib/parallel.h"
+
+namespace tfposeidon {
+
+// out[0 .. n-1] = 0, then out[indices[i]] += values[i] with segments in their order: the same bits for any
+// number of threads. Segments, one a rank, are `counts[s]` pairs each; ascending ones are fastest.
+// Returns the place of the first index outside 0 .. n-1, or -1 if there is none; `out` is then complete.
+template <class Index>
+int64_t scatter_add(const Index* indices, const float* values, const int64_t* counts, int64_t segments, int64_t n,
+                    const Parallel& parallel, float* out);
+
+}  // namespace tfposeidon
+
+#endif  // TFPOSEIDON_NATIVE_LIB_SCATTER_ADD_H_

@@ -1,0 +1,212 @@
+#include "tfposeidon/native/lib/top_k.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "tfposeidon/native/lib/keys.h"
+
+namespace tfposeidon {
+namespace {
+
+// Four standard deviations: once in some 30,000 selections the pass is made again.
+constexpr double kSafe = 4.0;
+
+// All elements with a key > upper, and of those with a key in (lower, upper], the band, as many in a row
+// as are still wanted.
+struct Thresholds {
+  int32_t upper;
+  int32_t lower;
+};
+
+struct Counts {
+  int64_t higher = 0;
+  int64_t band = 0;
+};
+
+// Where the next element goes, and the number of the next one in the band.
+struct Place {
+  int64_t out = 0;
+  int64_t band = 0;
+};
+
+int64_t overlap(Range a, Range b) { return std::max<int64_t>(0, std::min(a.end, b.end) - std::max(a.begin, b.begin)); }
+
+// Writes the chosen ones of a run of elements while `place` is before `out_end`.
+template <class Index>
+void write_run(int64_t base, const uint32_t* run_indices, const uint32_t* bits, int64_t n, Thresholds thresholds,
+               Range window, int64_t out_end, Place* place, Index* indices, float* values) {
+  Place at = *place;  // A copy: for all the compiler knows, a store through `indices` could change *place.
+  for (int64_t i = 0; i < n && at.out < out_end; ++i) {
+    const int32_t key = static_cast<int32_t>(bits[i] & kKeyMask);
+    const bool higher = key > thresholds.upper;
+    const bool band = !higher && key > thresholds.lower;
+    // Written whether chosen or not, and overwritten if not: cheaper than a branch that goes either way.
+    indices[at.out] = static_cast<Index>(base + run_indices[i]);
+    values[at.out] = float_of(bits[i]);
+    at.out += higher || (band && at.band >= window.begin && at.band < window.end);
+    at.band += band;
+  }
+  *place = at;
+}
+
+// Writes k elements. `runs(part, work)` calls work(base, indices, bits, count) for runs of elements in
+// their order, among which are all with a key > lower. Where the band has `spare` elements too many,
+// those taken begin at first(spare).
+template <class Index, class Runs, class First>
+void write_chosen(const Runs& runs, int parts, int64_t k, Thresholds thresholds, const First& first,
+                  const Engine& engine, Index* indices, float* values) {
+  std::vector<Counts> counts(parts);
+  engine.parallel.run(parts, [&](int part) {
+    Counts own;
+    runs(part, [&](int64_t, const uint32_t*, const uint32_t* bits, int64_t n) {
+      const int64_t higher = engine.passes.count(bits, n, thresholds.upper);
+      own.higher += higher;
+      own.band += engine.passes.count(bits, n, thresholds.lower) - higher;
+    });
+    counts[part] = own;
+  });
+  Counts total;
+  for (const Counts& own : counts) total = {total.higher + own.higher, total.band + own.band};
+  const int64_t wanted = k - total.higher;
+  const int64_t begin = first(total.band - wanted);
+  const Range window{begin, begin + wanted};
+  std::vector<Place> places(parts + 1);
+  for (int part = 0; part < parts; ++part) {
+    const int64_t band_end = places[part].band + counts[part].band;
+    const int64_t taken = counts[part].higher + overlap(window, {places[part].band, band_end});
+    places[part + 1] = {places[part].out + taken, band_end};
+  }
+  engine.parallel.run(parts, [&](int part) {
+    Place at = places[part];
+    runs(part, [&](int64_t base, const uint32_t* run_indices, const uint32_t* bits, int64_t n) {
+      write_run(base, run_indices, bits, n, thresholds, window, places[part + 1].out, &at, indices, values);
+    });
+  });
+}
+
+auto runs_of_candidates(const std::vector<Candidates>& parts) {
+  return [&parts](int part, auto&& work) {
+    const Candidates& c = parts[part];
+    work(c.range.begin, c.indices, c.bits, c.count);
+  };
+}
+
+// From the data themselves, when candidates do not hold all of the band.
+auto runs_of_source(const Source& source, int64_t n, int parts, int32_t lower, const Passes& passes) {
+  return [&source, n, parts, lower, &passes](int part, auto&& work) {
+    const Range range = part_of(n, parts, part);
+    uint32_t indices[kBlock], bits[kBlock];
+    for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
+      const int64_t length = std::min(kBlock, range.end - begin);
+      const int64_t found = passes.filter(source.block(begin, length), length, lower, 0, indices, bits);
+      work(begin, indices, bits, found);
+    }
+  };
+}
+
+// Everything above the k-th key, and the first of those equal to it.
+template <class Index>
+void write_largest(const std::vector<Candidates>& parts, int64_t k, const Engine& engine, Index* indices, float* values) {
+  const int32_t kth = static_cast<int32_t>(nth_key(parts, k, engine));
+  write_chosen(
+      runs_of_candidates(parts), static_cast<int>(parts.size()), k, {kth, kth - 1}, [](int64_t) { return int64_t{0}; },
+      engine, indices, values);
+}
+
+struct Search {
+  float upper = 0;  // thres1
+  float lower = 0;  // thres2
+  bool found_upper = false;
+};
+
+// Lines 4 to 24 of Algorithm 1. count(a >= t) <= k exactly when the (k+1)-th largest is below t.
+Search search(float mean, float max, float next, int64_t k, int64_t n, int steps) {
+  Search result;
+  float left = 0, right = 1;
+  for (int i = 0; i < steps; ++i) {
+    const float ratio = left + (right - left) / 2;
+    const float threshold = mean + ratio * (max - mean);
+    if (k >= n || next < threshold) {
+      right = ratio;
+      // Above the largest nothing is counted, and line 13 never takes it.
+      if (threshold <= max) {
+        result.upper = threshold;
+        result.found_upper = true;
+      }
+    } else {
+      left = ratio;
+      result.lower = threshold;
+    }
+  }
+  return result;
+}
+
+}  // namespace
+
+uint64_t random_below(uint64_t bound, uint64_t seed) {
+  uint64_t z = seed + 0x9e3779b97f4a7c15u;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return (z ^ (z >> 31)) % bound;
+}
+
+template <class Index>
+void exact_top_k(const Source& source, int64_t n, int64_t k, const Engine& engine, Index* indices, float* values) {
+  if (k == 0) return;
+  const int32_t above = sampled_threshold(source, n, k, kSafe, engine);
+  std::vector<Candidates> parts = collect(source, n, k, above, nullptr, engine);
+  if (total_count(parts) < k) parts = collect(source, n, k, kEverything, nullptr, engine);
+  write_largest(parts, k, engine, indices, values);
+}
+
+template <class Index>
+void dgc_top_k(const Source& source, int64_t n, int64_t k, const Engine& engine, Index* indices, float* values) {
+  if (k == 0) return;
+  int32_t above = sampled_threshold(source, n, k, 0.0, engine);
+  std::vector<Candidates> parts = collect(source, n, k, above, nullptr, engine);
+  while (total_count(parts) < k) {
+    const float lower = above > 0 ? 0.8f * float_of(static_cast<uint32_t>(above)) : 0.0f;
+    above = lower > 0 ? static_cast<int32_t>(key_of(lower)) : kEverything;
+    parts = collect(source, n, k, above, nullptr, engine);
+  }
+  write_largest(parts, k, engine, indices, values);
+}
+
+template <class Index>
+void ms_top_k(const Source& source, int64_t n, int64_t k, int steps, uint64_t seed, const Engine& engine,
+              Index* indices, float* values) {
+  if (k == 0) return;
+  const int64_t wanted = std::min(k + 1, n);
+  const int32_t above = sampled_threshold(source, n, wanted, kSafe, engine);
+  Statistics statistics;
+  std::vector<Candidates> parts = collect(source, n, wanted, above, &statistics, engine);
+  if (total_count(parts) < wanted) parts = collect(source, n, wanted, kEverything, nullptr, engine);
+  if (statistics.max >= kInfinityKey) return write_largest(parts, k, engine, indices, values);
+
+  const float next = float_of(nth_key(parts, wanted, engine));
+  const float mean = static_cast<float>(statistics.sum / static_cast<double>(n));
+  const Search found = search(mean, float_of(statistics.max), next, k, n, steps);
+  // a >= t is key > key(t) - 1.
+  const int32_t lower = static_cast<int32_t>(key_of(found.lower)) - 1;
+  const int32_t upper = found.found_upper ? static_cast<int32_t>(key_of(found.upper)) - 1 : static_cast<int32_t>(kKeyMask);
+  const auto first = [&](int64_t spare) {
+    return static_cast<int64_t>(random_below(static_cast<uint64_t>(spare) + 1, seed));
+  };
+  const int part_count = static_cast<int>(parts.size());
+  const bool complete = std::all_of(parts.begin(), parts.end(), [&](const Candidates& c) { return lower >= c.above; });
+  if (complete) {
+    write_chosen(runs_of_candidates(parts), part_count, k, {upper, lower}, first, engine, indices, values);
+  } else {
+    const auto runs = runs_of_source(source, n, part_count, lower, engine.passes);
+    write_chosen(runs, part_count, k, {upper, lower}, first, engine, indices, values);
+  }
+}
+
+template void exact_top_k(const Source&, int64_t, int64_t, const Engine&, int32_t*, float*);
+template void exact_top_k(const Source&, int64_t, int64_t, const Engine&, int64_t*, float*);
+template void dgc_top_k(const Source&, int64_t, int64_t, const Engine&, int32_t*, float*);
+template void dgc_top_k(const Source&, int64_t, int64_t, const Engine&, int64_t*, float*);
+template void ms_top_k(const Source&, int64_t, int64_t, int, uint64_t, const Engine&, int32_t*, float*);
+template void ms_top_k(const Source&, int64_t, int64_t, int, uint64_t, const Engine&, int64_t*, float*);
+
+}  // namespace tfposeidon

@@ -1,0 +1,219 @@
+"""Native operations on gradients: selection with and without error feedback, sparse sums, 16-bit values.
+
+There are kernels for processors; on a GPU TensorFlow copies to the processor and back, with the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfposeidon.native import library
+
+METHODS = ("mstopk", "exact", "dgc")
+
+INT32_LENGTH = 2**31
+"""Up to this many elements have int32 indices."""
+
+
+def top_k(x: Any, k: Any, method: str = "mstopk", *, steps: int = 30, seed: Any = 0) -> tuple[tf.Tensor, tf.Tensor]:
+    """Selects the `k` elements of largest magnitude.
+
+    NaN and infinity count as larger than everything, so that they are never hidden.
+
+    Args:
+      x: `[n]` floating point. Magnitudes are compared in float32.
+      k: How many, 0 to n: a Python number or a scalar tensor.
+      method: `"exact"`: the very largest, ties to the lowest index, as `tf.math.top_k`. `"mstopk"`: Algorithm 1 of
+        Shi et al. 2021: all above one threshold and, of those between two, a random window. `"dgc"`: double
+        sampling of Lin et al. 2018, with the threshold lowered until there are `k`; the result is that of `"exact"`.
+      steps: Of MSTopK's search (its N).
+      seed: Of MSTopK's window: the same seed, the same output. A number or a scalar tensor.
+
+    Returns:
+      `values`, `[k]` in the dtype of `x`, and `indices`, `[k]`, ascending: int32, or int64 where the static length
+      is past 2^31.
+
+    Raises:
+      ValueError: If `x` is not floating point, `method` is unknown, or `steps` negative.
+      InvalidArgumentError: If `x` is not a vector, or `k` outside 0..n.
+
+    Cost: one pass over `x`, for each method.
+    Source: Shi et al. 2021 (CommLib), section 3.1. Differs: where ties leave no threshold with 1 to k elements above
+    it, the window runs over all not below the lower one; input that is not finite is selected exactly; elements come
+    in order of index.
+
+    >>> import tensorflow as tf, tfposeidon as tp
+    >>> values, indices = tp.ops.top_k(tf.constant([0.1, -3.0, 2.0, 0.5]), 2, method="exact")
+    >>> values.numpy().tolist(), indices.numpy().tolist()
+    ([-3.0, 2.0], [1, 2])
+    """
+    x = _floating("x", x)
+    options = _options(x, method, steps)
+    values, indices = library().tfposeidon_top_k(x=tf.cast(x, tf.float32), k=_scalar(k), seed=_scalar(seed), **options)
+    return tf.cast(values, x.dtype) if x.dtype.size <= 4 else tf.gather(x, indices), indices
+
+
+def error_feedback_top_k(
+    residual: Any,
+    gradient: Any,
+    k: Any,
+    method: str = "mstopk",
+    *,
+    wire_dtype: str | None = None,
+    steps: int = 30,
+    seed: Any = 0,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Selects from `residual + gradient`; what is not sent is the new residual.
+
+    `scatter(values) + new_residual = residual + gradient`, with values rounded to `wire_dtype`.
+
+    Args:
+      residual: `[n]` float32.
+      gradient: `[n]` float32.
+      k: As in `top_k`, as are `method`, `steps` and `seed`.
+      wire_dtype: `None`, `"float16"` or `"bfloat16"`: what values are rounded to; the error stays in the residual.
+
+    Returns:
+      `values` `[k]` float32, `indices` `[k]`, `new_residual` `[n]` float32.
+
+    Raises:
+      As `top_k`; also if shapes differ.
+
+    Cost: one pass over memory: `residual` and `gradient` are read, `new_residual` is written.
+    """
+    options = _options(_float32("gradient", gradient), method, steps, wire=wire_dtype or "float32")
+    return library().tfposeidon_error_feedback_top_k(
+        residual=_float32("residual", residual), gradient=gradient, k=_scalar(k), seed=_scalar(seed), **options
+    )
+
+
+def momentum_correction_top_k(
+    residual: Any,
+    gradient: Any,
+    velocity: Any,
+    k: Any,
+    momentum: float,
+    method: str = "mstopk",
+    *,
+    wire_dtype: str | None = None,
+    steps: int = 30,
+    seed: Any = 0,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+    """As `error_feedback_top_k`, with momentum before selection instead of after it.
+
+    Selects from `residual + (momentum * velocity + gradient)`; velocity is masked where something was sent.
+
+    Args:
+      residual: `[n]` float32.
+      gradient: `[n]` float32.
+      velocity: `[n]` float32.
+      k: As in `top_k`, as are `method`, `steps` and `seed`.
+      momentum: Factor on the velocity.
+      wire_dtype: As in `error_feedback_top_k`.
+
+    Returns:
+      `values` `[k]`, `indices` `[k]`, `new_residual` `[n]` and `new_velocity` `[n]`.
+
+    Source: Lin et al. 2018 (Deep Gradient Compression), section 3.
+    """
+    options = _options(_float32("gradient", gradient), method, steps, wire=wire_dtype or "float32")
+    return library().tfposeidon_momentum_correction_top_k(
+        residual=_float32("residual", residual),
+        gradient=gradient,
+        velocity=_float32("velocity", velocity),
+        k=_scalar(k),
+        seed=_scalar(seed),
+        momentum=momentum,
+        **options,
+    )
+
+
+def scatter_add(values: Any, indices: Any, size: Any, counts: Sequence[Any] | tf.Tensor | None = None) -> tf.Tensor:
+    """Sums sparse vectors, those of several ranks one after the other.
+
+    Segments are added in their order, so that the result has the same bits on every rank.
+
+    Args:
+      values: `[c]` float32.
+      indices: `[c]` int32 or int64; fastest where each segment ascends.
+      size: Length of the sum.
+      counts: How many pairs each rank gave; they add up to `c`. One rank if left out.
+
+    Returns:
+      `[size]` float32; 0 where nothing was added.
+
+    Raises:
+      InvalidArgumentError: If an index is outside 0..size-1, shapes differ, or `counts` do not add up.
+
+    Cost: one pass over the sum, one over the pairs.
+
+    >>> import tensorflow as tf, tfposeidon as tp
+    >>> tp.ops.scatter_add([1.0, 2.0, 3.0], [0, 2, 2], 4, counts=[2, 1]).numpy().tolist()
+    [1.0, 0.0, 5.0, 0.0]
+    """
+    values = _float32("values", values)
+    indices = tf.convert_to_tensor(indices)
+    if indices.dtype not in (tf.int32, tf.int64):
+        raise ValueError(f"`indices` must be int32 or int64. Received: dtype={indices.dtype.name}")
+    whole = tf.shape(values, tf.int64)[:1] if counts is None else tf.cast(counts, tf.int64)
+    return library().tfposeidon_scatter_add(values=values, indices=indices, counts=whole, size=_scalar(size))
+
+
+def encode(x: Any, wire_dtype: str) -> tf.Tensor:
+    """Rounds float32 to `"float16"` or `"bfloat16"`, to nearest even, denormals kept; any shape."""
+    return library().tfposeidon_encode(x=_float32("x", x), T=tf.as_dtype(wire_dtype))
+
+
+def sum_rows(rows: Any, count: int) -> tf.Tensor:
+    """Sums `count` vectors of 16-bit values that follow one another, in float32.
+
+    Args:
+      rows: `[count * n]` float16 or bfloat16.
+      count: How many.
+
+    Returns:
+      `[n]` float32, added in the vectors' order.
+
+    Cost: one pass over `rows`.
+    """
+    return library().tfposeidon_sum_rows(rows=rows, count=count)
+
+
+def _options(x: tf.Tensor, method: str, steps: int, **more: Any) -> dict[str, Any]:
+    check_method(method)
+    if steps < 0:
+        raise ValueError(f"`steps` must not be negative. Received: steps={steps}")
+    length = x.shape.num_elements() if x.shape.is_fully_defined() else 0
+    return {"method": method, "steps": steps, "index_type": tf.int64 if length > INT32_LENGTH else tf.int32, **more}
+
+
+def check_method(method: str) -> None:
+    """Refuses a method of selection that there is not.
+
+    Raises:
+      ValueError: If `method` is not one of `METHODS`.
+    """
+    if method not in METHODS:
+        names = ", ".join(f'"{name}"' for name in METHODS)
+        raise ValueError(f"The method of selection must be one of {names}. Received: {method!r}")
+
+
+def _floating(name: str, tensor: Any) -> tf.Tensor:
+    tensor = tf.convert_to_tensor(tensor)
+    if not tensor.dtype.is_floating:
+        raise ValueError(f"`{name}` must be floating point. Received: dtype={tensor.dtype.name}, shape={tensor.shape}")
+    return tensor
+
+
+def _float32(name: str, tensor: Any) -> tf.Tensor:
+    tensor = tf.convert_to_tensor(tensor)
+    if tensor.dtype != tf.float32:
+        raise ValueError(f"`{name}` must be float32. Received: dtype={tensor.dtype.name}, shape={tensor.shape}")
+    return tensor
+
+
+def _scalar(value: Any) -> tf.Tensor:
+    return tf.cast(value, tf.int64)

@@ -1,0 +1,96 @@
+"""Moves state that differs from rank to rank onto other ranks, keeping its sums.
+
+A residual is what a rank has not sent yet: what counts is the sum over all ranks, element by element. So
+pieces are put together by variable, and cut anew for the ranks and buckets that there are now.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one array of a rank's state is.
+
+    Attributes:
+      name: Of the quantity; the same on all ranks.
+      members: Variables of the bucket it is a piece of: path and elements, in order. Empty for an array that
+        every rank has whole, such as an accumulated gradient.
+      offset: Where in the bucket it begins.
+      holders: How many ranks hold each of its elements.
+    """
+
+    name: str
+    members: tuple[tuple[str, int], ...] = ()
+    offset: int = 0
+    holders: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Piece:
+        """The inverse, of what JSON made of it."""
+        members = tuple((path, length) for path, length in content["members"])
+        return cls(**content | {"members": members})
+
+    def overlaps(self, length: int) -> Iterator[tuple[tuple[str, str], int, slice, slice]]:
+        """For an array of `length` elements: quantity and variable, its elements, where in it, where in the array."""
+        start = 0
+        for path, elements in self.members:
+            begin, end = max(start, self.offset), min(start + elements, self.offset + length)
+            if begin < end:
+                inside = slice(begin - start, end - start)
+                yield (self.name, path), elements, inside, slice(begin - self.offset, end - self.offset)
+            start += elements
+
+
+State = Sequence[tuple[Piece, np.ndarray]]
+
+
+def redistributed(saved: Sequence[State], wanted: State) -> list[np.ndarray]:
+    """Arrays for one rank of a job on other ranks.
+
+    Args:
+      saved: The state of each rank that there was.
+      wanted: The pieces of one rank that there is now, with arrays of their shapes.
+
+    Returns:
+      One array for each piece: its part of the sum over all ranks, divided by its holders. Of arrays that
+      every rank has, an equal part of the sum; of whole numbers, the first rank's.
+
+    Raises:
+      ValueError: If something was saved that nobody wants.
+    """
+    totals: dict[tuple[str, str], np.ndarray] = {}
+    whole: dict[str, list[np.ndarray]] = defaultdict(list)
+    for state in saved:
+        for piece, array in state:
+            if not piece.members:
+                whole[piece.name].append(array)
+            for key, elements, inside, place in piece.overlaps(array.size):
+                total = totals.setdefault(key, np.zeros(elements, array.dtype))
+                total[inside] += array[place]
+    unwanted = set(totals) - {(piece.name, path) for piece, _ in wanted for path, _ in piece.members}
+    if unwanted:
+        name, path = min(unwanted)
+        raise ValueError(f"there is a {name} of {path}, which another scheme sends now")
+    return [_wanted(piece, shape, totals, whole) for piece, shape in wanted]
+
+
+def _wanted(piece: Piece, shaped: np.ndarray, totals: dict[Any, np.ndarray], whole: dict[str, Any]) -> np.ndarray:
+    if not piece.members:
+        arrays = whole.get(piece.name, [np.zeros_like(shaped)])
+        return (np.sum(arrays, axis=0) / len(arrays)).astype(shaped.dtype) if shaped.dtype.kind == "f" else arrays[0]
+    result = np.zeros_like(shaped)
+    for key, _, inside, place in piece.overlaps(shaped.size):
+        if key in totals:
+            result[place] = totals[key][inside] / piece.holders
+    return result

@@ -1,0 +1,70 @@
+"""Sparse vectors on the wire: indices and values in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfposeidon.schemes.wire_format import decode, encode
+
+
+def pair_bytes(wire_dtype: str | None) -> int:
+    """Bytes of one index and one value."""
+    return 8 if wire_dtype is None else 6
+
+
+def pack(values: tf.Tensor, indices: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
+    """Both in one vector, indices first: int32, or uint16 where values have 16 bits.
+
+    Args:
+      values: `[k]` float32.
+      indices: `[k]` int32.
+
+    Returns:
+      `[k * pair_bytes / itemsize]`.
+    """
+    if wire_dtype is None:
+        return tf.concat([indices, tf.bitcast(values, tf.int32)], 0)
+    encoded = encode(values, wire_dtype)
+    whole = encoded if encoded.dtype == tf.uint16 else tf.bitcast(encoded, tf.uint16)
+    return tf.concat([tf.reshape(tf.bitcast(indices, tf.uint16), [-1]), whole], 0)
+
+
+def unpack(
+    packed: tf.Tensor, groups: Sequence[tuple[int, Any]], wire_dtype: str | None
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """The inverse for many messages that follow one another.
+
+    Args:
+      packed: `[sum of all]`.
+      groups: Runs of messages of one length: how many, and of how many pairs each.
+
+    Returns:
+      `values` `[c]` float32, `indices` `[c]` int32, and `counts`, pairs in each message.
+    """
+    width = pair_bytes(wire_dtype) // packed.dtype.size
+    sizes = [count * width * k for count, k in groups]
+    runs = tf.split(packed, sizes) if len(groups) > 1 else [packed]
+    values, indices, counts = [], [], []
+    for run, (count, k) in zip(runs, groups, strict=True):
+        messages = tf.reshape(run, [count, width * k])
+        split = (width - 1) * k
+        indices.append(_indices(messages[:, :split]))
+        values.append(tf.reshape(_values(messages[:, split:], wire_dtype), [-1]))
+        counts.append(tf.fill([count], tf.cast(k, tf.int64)))
+    return tf.concat(values, 0), tf.concat(indices, 0), tf.concat(counts, 0)
+
+
+def _indices(messages: tf.Tensor) -> tf.Tensor:
+    if messages.dtype == tf.int32:
+        return tf.reshape(messages, [-1])
+    return tf.bitcast(tf.reshape(messages, [-1, 2]), tf.int32)
+
+
+def _values(messages: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
+    if wire_dtype is None:
+        return tf.bitcast(messages, tf.float32)
+    halves = tf.bitcast(messages, tf.float16) if wire_dtype == "float16" else messages
+    return decode(halves, wire_dtype, tf.float32)
