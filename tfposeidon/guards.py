@@ -65,8 +65,7 @@ def innermost(optimizer: Any) -> Any:
 
 def check_momentum(plan: Plan, inner: Any) -> None:
     """Refuses momentum both before selection and after it."""
-    schemes: list[Any] = [bucket.scheme for bucket in plan.buckets]
-    corrected = {scheme.name for scheme in schemes if getattr(scheme, "momentum", 0)}
+    corrected = {bucket.scheme.name for bucket in plan.buckets if getattr(bucket.scheme, "momentum", False)}
     if corrected and getattr(innermost(inner), "momentum", 0):
         raise ValueError(
             "Momentum correction takes the place of the optimizer's momentum. Received: momentum in "
@@ -82,12 +81,12 @@ def sparsity_advice(plan: Plan, inner: Any) -> str:
         return ""
     if not isinstance(optimizer, keras.optimizers.SGD):
         return (
-            f"{type(optimizer).__name__} is not linear in the gradient: what {sparse[0].name} has not sent yet, it takes "
-            "for zeros; SGD, or a dense scheme, fits better"
+            f"{type(optimizer).__name__} is not linear in the gradient: what {sparse[0].name} has not sent yet, it "
+            "takes for zeros; SGD, or a dense scheme, fits better"
         )
-    if optimizer.momentum and not any(getattr(scheme, "momentum", 0) for scheme in sparse):
+    if optimizer.momentum:
         return (
-            f"momentum after {sparse[0].name} acts on what is sent late; "
-            f"{type(sparse[0]).__name__}(momentum={optimizer.momentum}) with SGD(momentum=0.0) applies it before selection"
+            f"momentum after {sparse[0].name} acts on what is sent late: better SGD(momentum=0.0) with "
+            f"{type(sparse[0]).__name__}(momentum={optimizer.momentum}), which applies it before selection"
         )
     return ""

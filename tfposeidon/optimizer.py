@@ -279,7 +279,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def flush(self) -> None:
         """Makes the next steps send all that schemes have kept, so that nothing is lost when they change."""
-        for exchanger in self._agreed():
+        for exchanger in self._exchange.exchangers.values():
             exchanger.flush()
 
     def change_scheme(self, scheme: Any) -> None:
@@ -409,7 +409,11 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.built and not self._agreed():
             self._exchanger(self._trainable_variables)
         accumulated = self._exchange.accumulation.variables if self._exchange.accumulation else []
-        pairs = [(variable, Piece(name=f"accumulated_{i}")) for i, variable in enumerate(accumulated)]
+        parts = [runtime.size() if tf.as_dtype(variable.dtype).is_floating else 0 for variable in accumulated]
+        pairs = [
+            (variable, Piece(name=f"accumulated_{i}", holders=holders))
+            for i, (variable, holders) in enumerate(zip(accumulated, parts, strict=True))
+        ]
         kept: list[tuple[Any, Piece]] = []
         for exchanger in self._exchange.exchangers.values():
             kept += zip(itertools.chain(*exchanger.states), exchanger.pieces(), strict=True)

@@ -20,16 +20,16 @@ class Piece:
 
     Attributes:
       name: Of the quantity; the same on all ranks.
-      members: Variables of the bucket it is a piece of: path and elements, in order. Empty for an array that
-        every rank has whole, such as an accumulated gradient.
+      members: Variables of the bucket it is a piece of: path and elements, in order. Empty for what is no piece
+        of a bucket, such as an accumulated gradient.
       offset: Where in the bucket it begins.
-      holders: How many ranks hold each of its elements.
+      holders: How many ranks hold a part of each of its elements; 0 for what is equal on all ranks.
     """
 
     name: str
     members: tuple[tuple[str, int], ...] = ()
     offset: int = 0
-    holders: int = 1
+    holders: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -63,8 +63,8 @@ def redistributed(saved: Sequence[State], wanted: State) -> list[np.ndarray]:
       wanted: The pieces of one rank that there is now, with arrays of their shapes.
 
     Returns:
-      One array for each piece: its part of the sum over all ranks, divided by its holders. Of arrays that
-      every rank has, an equal part of the sum; of whole numbers, the first rank's.
+      One array for each piece: its part of the sum over all ranks, divided by its holders; what is equal on
+      all ranks stays as it is.
 
     Raises:
       ValueError: If something was saved that nobody wants.
@@ -88,7 +88,7 @@ def redistributed(saved: Sequence[State], wanted: State) -> list[np.ndarray]:
 def _wanted(piece: Piece, shaped: np.ndarray, totals: dict[Any, np.ndarray], whole: dict[str, Any]) -> np.ndarray:
     if not piece.members:
         arrays = whole.get(piece.name, [np.zeros_like(shaped)])
-        return (np.sum(arrays, axis=0) / len(arrays)).astype(shaped.dtype) if shaped.dtype.kind == "f" else arrays[0]
+        return np.asarray(np.sum(arrays, axis=0) / piece.holders, shaped.dtype) if piece.holders else arrays[0]
     result = np.zeros_like(shaped)
     for key, _, inside, place in piece.overlaps(shaped.size):
         if key in totals:

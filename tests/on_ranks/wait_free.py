@@ -37,9 +37,19 @@ def _ancestors(op):
     return seen
 
 
+def _bucket_of(op, graph):
+    """The bucket that an op exchanges: itself, or in a branch."""
+    if op.type.startswith("Horovod"):
+        return op.name.split(".")[1] if "bucket" in op.name else None
+    if op.type not in ("If", "StatelessIf"):
+        return None
+    branch = graph._get_function(op.get_attr("then_branch").name).graph
+    return next((name for inner in branch.get_operations() if (name := _bucket_of(inner, branch))), None)
+
+
 def check_independent(graph, buckets):
-    collectives = [op for op in graph.get_operations() if op.type.startswith("Horovod") and "bucket" in op.name]
-    bucket = {op: op.name.split(".")[1] for op in collectives}
+    bucket = {op: name for op in graph.get_operations() if (name := _bucket_of(op, graph))}
+    collectives = list(bucket)
     assert len(set(bucket.values())) == buckets > 1, sorted(set(bucket.values()))
     for op in collectives:
         above = {bucket[a] for a in _ancestors(op) if a in bucket}

@@ -1,0 +1,161 @@
+"""Sparse schemes in real steps: nothing is lost, whatever happens to rates, scales, scheme or process."""
+
+import itertools
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_callbacks
+import tfposeidon as tp
+from tests import contract
+from tests.on_ranks import models
+from tests.on_ranks.callbacks import check_resumes_everywhere
+from tests.on_ranks.checks import LogLines, Raises
+from tests.on_ranks.models import same_on_all_ranks
+from tests.on_ranks.training import sgd
+from tests.on_ranks.wait_free import check_independent, traced
+from tfposeidon.schemes import HierarchicalTopK, TopKAllGather
+
+KINDS = (HierarchicalTopK, TopKAllGather)
+LENGTH = 997
+
+
+def case_conservation(wire):
+    """In the graph, step after step, warm-up and flush included."""
+    options = ({"wire_dtype": "float16"}, {"momentum": 0.9, "select": "dgc"}, {"warmup_steps": 2})
+    for turn, (kind, more) in enumerate(itertools.product(KINDS, options)):
+        scheme = kind(density=0.02, **more)
+        compiled = lambda function, *args: tf.function(function)(*args)  # noqa: E731
+        mean, _ = contract.check_conservation(scheme, LENGTH, wire, 5, f"sparse.{turn}", compiled, flush_at=4)
+        same_on_all_ranks([mean], wire)
+
+
+class _Given:
+    """A weight, and gradients that do not depend on it: dense SGD's end is known."""
+
+    def __init__(self, wire, scheme, rate, inner=None):
+        self.wire = wire
+        self.weight = keras.Variable(np.zeros(LENGTH, "float32"), name="weight")
+        self.expected = np.zeros(LENGTH)
+        self.optimizer = tp.DistributedOptimizer(inner or keras.optimizers.SGD(rate), scheme)
+        self.step = tf.function(lambda gradient: self.optimizer.apply([gradient], [self.weight]))
+        self.turn = 0
+
+    def go(self, rate, steps, scale=1.0):
+        for _ in range(steps):
+            everybody = [self._gradient(rank) for rank in range(self.wire.topology.size)]
+            self.expected -= rate * np.mean(everybody, axis=0)
+            self.step(tf.constant(everybody[self.wire.topology.rank] * np.float32(scale)))
+            self.turn += 1
+
+    def check(self):
+        """After a flush the weights are those of dense training."""
+        self.optimizer.flush()
+        self.go(0.1, 1)
+        np.testing.assert_allclose(self.weight.numpy(), self.expected, atol=1e-5)
+        same_on_all_ranks([self.weight.numpy()], self.wire)
+
+    def _gradient(self, rank):
+        return np.random.default_rng([self.turn, rank]).normal(size=LENGTH).astype("float32")
+
+
+def case_a_changed_learning_rate_does_not_change_what_was_kept(wire):
+    for kind in KINDS:
+        given = _Given(wire, kind(density=0.02, min_elements=0), 0.1)
+        for rate, steps in ((0.1, 3), (0.02, 3), (0.0, 2), (0.3, 3), (0.1, 0)):
+            given.optimizer.inner_optimizer.learning_rate.assign(rate)
+            given.go(rate, steps)
+        assert np.abs(given.optimizer.rank_variables[1].numpy()).max() > 0
+        given.check()
+
+
+def case_a_changed_loss_scale_does_not_change_what_was_kept(wire):
+    inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
+    given = _Given(wire, HierarchicalTopK(density=0.02, min_elements=0), 0.1, inner)
+    given.go(0.1, 3, scale=64.0)
+    # One rank overflows: the step is skipped everywhere, and the scale falls.
+    given.step(tf.fill([LENGTH], np.float32(np.inf) if wire.topology.rank == 0 else np.float32(1.0)))
+    assert float(inner.dynamic_scale) == 32.0
+    given.go(0.1, 3, scale=32.0)
+    given.optimizer.flush()
+    given.go(0.1, 1, scale=32.0)
+    np.testing.assert_allclose(given.weight.numpy(), given.expected, atol=1e-5)
+
+
+def case_a_step_that_is_not_finite_leaves_the_state(wire):
+    for kind in KINDS:
+        given = _Given(wire, kind(density=0.02, min_elements=0, momentum=0.5), 0.1)
+        given.go(0.1, 2)
+        before = [v.numpy() for v in given.optimizer.rank_variables]
+        bad = np.ones(LENGTH, "float32")
+        bad[3] = np.nan if wire.topology.rank == 1 else 1.0
+        given.step(tf.constant(bad))
+        for variable, value in zip(given.optimizer.rank_variables, before, strict=True):
+            np.testing.assert_array_equal(variable.numpy(), value)
+        assert not np.isfinite(given.weight.numpy()).all(), "it must reach every rank"
+
+
+def case_resume_at_every_step(wire):
+    scheme = HierarchicalTopK(density=0.05, momentum=0.9, warmup_steps=3, min_elements=0)
+    check_resumes_everywhere(wire, models.mlp, lambda: keras.optimizers.SGD(0.05), scheme=scheme)
+
+
+def case_resume_under_a_schedule_of_schemes(wire):
+    schedule = keras_callbacks.SchemeSchedule({0: TopKAllGather(density=0.05, min_elements=0), 1: "2dtar"})
+    check_resumes_everywhere(wire, models.mlp, sgd, callbacks=[schedule])
+
+
+def case_no_collective_waits_for_another_bucket(wire):
+    for kind in KINDS:
+        optimizer = tp.DistributedOptimizer(sgd(), scheme=kind(min_elements=0), bucket_bytes=0)
+        check_independent(traced(models.mlp(), optimizer, models.mlp.data(4)), 6)
+
+
+def case_a_schedule_of_schemes_loses_nothing(wire):
+    """A loss that is linear in the weights: their end says which gradients were applied."""
+    x = np.random.default_rng(wire.topology.rank).normal(size=(24, 500)).astype("float32")
+    everybody = [np.random.default_rng(rank).normal(size=(24, 500)) for rank in range(wire.topology.size)]
+    for steps_per_execution in (1, 2):
+        model = keras.Sequential([keras.Input((500,)), keras.layers.Dense(1, use_bias=False)])
+        start = model.get_weights()[0]
+        model.compile(
+            optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+            loss=lambda _, predicted: tf.reduce_mean(predicted),
+            steps_per_execution=steps_per_execution,
+        )
+        schedule = {0: TopKAllGather(density=0.01, min_elements=0), 1: HierarchicalTopK(min_elements=0), 3: "2dtar"}
+        callbacks = [keras_callbacks.SchemeSchedule(schedule)]
+        with LogLines() as lines:
+            model.fit(x, np.zeros(24), batch_size=4, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
+        assert wire.topology.rank or any("epoch 3 goes by" in line for line in lines), lines
+        assert model.optimizer.plan.buckets[0].scheme == tp.schemes.Torus2D()
+        assert model.optimizer.rank_variables == []
+        expected = start - 0.1 * 4 * 6 * np.mean(everybody, axis=(0, 1))[:, None]
+        np.testing.assert_allclose(model.get_weights()[0], expected, atol=1e-4)
+
+
+def case_small_variables_go_densely(wire):
+    model = models.mlp()
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=HierarchicalTopK(min_elements=600))
+    optimizer.build(model.trainable_variables)
+    schemes = {d.path.split("/", 1)[-1]: b.scheme.name for b in optimizer.plan.buckets for d in b.descriptions}
+    assert set(schemes.values()) == {"allreduce", "hitopk"}, schemes
+    assert "fewer than 600 elements for hitopk" in str(optimizer.plan)
+
+
+def case_what_to_know_of_the_optimizer_is_said(wire):
+    scheme = HierarchicalTopK(density=0.02, min_elements=0)
+    for inner, advice in (
+        (keras.optimizers.Adam(), "Adam is not linear in the gradient"),
+        (keras.optimizers.SGD(0.1, momentum=0.9), r"HierarchicalTopK\(momentum=0.9\)"),
+    ):
+        given = _Given(wire, scheme, 0.1, inner)
+        with LogLines() as lines:
+            given.step(tf.ones(LENGTH))
+        assert wire.topology.rank or any(advice.replace("\\", "") in line for line in lines), lines
+        assert advice.replace("\\", "") in str(given.optimizer.plan)
+    corrected = HierarchicalTopK(momentum=0.9, min_elements=0)
+    given = _Given(wire, corrected, 0.1, keras.optimizers.SGD(0.1, momentum=0.9))
+    with Raises(ValueError, r"takes the place of the optimizer's momentum.*Use SGD\(momentum=0.0\)"):
+        given.step(tf.ones(LENGTH))

@@ -1,0 +1,88 @@
+"""State of sparse schemes moved onto other ranks: sums are kept."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.in_process import Cluster, InProcessWire
+from tfposeidon import coordinator, schemes
+from tfposeidon.exchanger import Exchanger
+from tfposeidon.gradient import Description
+from tfposeidon.policies import Uniform
+from tfposeidon.rank_state import Piece, redistributed
+from tfposeidon.topology import Topology
+
+LAYOUTS = {
+    "1x1": ((0,),),
+    "2x1": ((0,), (1,)),
+    "1x2": ((0, 1),),
+    "2x2": ((0, 1), (2, 3)),
+    "2+1": ((0, 1), (2,)),
+    "3x2": ((0, 1), (2, 3), (4, 5)),
+}
+SIZES = (300, 7, 64, 501)
+VARIABLES = [Description(path=f"layer_{i}/kernel", shape=(n,), dtype="float32") for i, n in enumerate(SIZES)]
+
+
+def _exchanger(scheme, nodes, rank, bucket_bytes):
+    plan = coordinator.plan(VARIABLES, Uniform(scheme), Topology(rank, nodes), bucket_bytes)
+    return Exchanger(plan, InProcessWire(Cluster(nodes), rank))
+
+
+def _states(scheme, nodes, bucket_bytes):
+    """Every rank's pieces and variables."""
+    ranks = range(Topology(0, nodes).size)
+    exchangers = [_exchanger(scheme, nodes, rank, bucket_bytes) for rank in ranks]
+    return [list(zip(e.pieces(), [v for bucket in e.states for v in bucket], strict=True)) for e in exchangers]
+
+
+def _totals(states):
+    """Quantity and variable -> its sum over all ranks."""
+    result = {}
+    for state in states:
+        for piece, array in state:
+            for key, elements, inside, place in piece.overlaps(array.size):
+                result.setdefault(key, np.zeros(elements))[inside] += array[place]
+    return result
+
+
+@pytest.mark.parametrize("scheme", [schemes.HierarchicalTopK, schemes.TopKAllGather])
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", LAYOUTS)
+def test_sums_survive_any_change_of_layout(scheme, before, after):
+    scheme = scheme(momentum=0.9, min_elements=0)
+    generator = np.random.default_rng(0)
+    saved = []
+    for state in _states(scheme, LAYOUTS[before], 1600):
+        arrays = [generator.integers(-999, 999, v.shape) if piece.members else 7 for piece, v in state]
+        saved.append([(p, np.asarray(a, "float32")) for (p, _), a in zip(state, arrays, strict=True)])
+    # Also with other buckets: what counts are the variables.
+    wanted = [[(p, v.numpy()) for p, v in state] for state in _states(scheme, LAYOUTS[after], 400)]
+    new = [list(zip([p for p, _ in w], redistributed(saved, w), strict=True)) for w in wanted]
+    before_totals, after_totals = _totals(saved), _totals(new)
+    assert len(before_totals) == 2 * len(VARIABLES)
+    for key, total in before_totals.items():
+        assert np.abs(total).max() > 0
+        np.testing.assert_allclose(after_totals[key], total, rtol=1e-5, atol=1e-3)
+    assert {float(a) for state in new for p, a in state if p.name == "bucket_0_steps"} == {7.0}
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 6), (4, 4)])
+def test_whole_arrays_are_shared_out(before, after):
+    gradient, counter = Piece(name="accumulated_0", holders=after), Piece(name="accumulated_1")
+    saved = [[(gradient, np.full(3, rank + 1.0)), (counter, np.int64(5))] for rank in range(before)]
+    parts = [redistributed(saved, [(gradient, np.zeros(3)), (counter, np.int64(0))]) for _ in range(after)]
+    np.testing.assert_allclose(np.sum([p[0] for p in parts], axis=0), sum(range(1, before + 1)))
+    assert all(p[1] == 5 for p in parts)
+
+
+def test_what_nobody_wants_is_an_error():
+    piece = Piece(name="residual", members=(("dense/kernel", 4),), holders=1)
+    with pytest.raises(ValueError, match="there is a residual of dense/kernel, which another scheme sends now"):
+        redistributed([[(piece, np.ones(4))]], [])
+
+
+def test_pieces_survive_json():
+    piece = Piece(name="residual", members=(("a", 4), ("b", 2)), offset=3, holders=2)
+    assert Piece.from_dict(json.loads(json.dumps(piece.to_dict()))) == piece
