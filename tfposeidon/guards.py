@@ -65,8 +65,9 @@ def innermost(optimizer: Any) -> Any:
 
 def check_momentum(plan: Plan, inner: Any) -> None:
     """Refuses momentum both before selection and after it."""
-    corrected = {bucket.scheme.name for bucket in plan.buckets if getattr(bucket.scheme, "momentum", False)}
-    if corrected and getattr(innermost(inner), "momentum", 0):
+    corrected = {bucket.scheme.name for bucket in plan.buckets if bucket.scheme.corrects_momentum}
+    afterwards = getattr(innermost(inner), "momentum", 0.0)
+    if corrected and afterwards:
         raise ValueError(
             "Momentum correction takes the place of the optimizer's momentum. Received: momentum in "
             f"{', '.join(sorted(corrected))} and in {type(innermost(inner)).__name__}. Use SGD(momentum=0.0)."
@@ -75,7 +76,7 @@ def check_momentum(plan: Plan, inner: Any) -> None:
 
 def sparsity_advice(plan: Plan, inner: Any) -> str:
     """What to know of an optimizer that is fed with sparse gradients; mostly nothing."""
-    sparse: list[Any] = [bucket.scheme for bucket in plan.buckets if bucket.slots(plan.topology)]
+    sparse = [bucket.scheme for bucket in plan.buckets if bucket.slots(plan.topology)]
     optimizer = innermost(inner)
     if not sparse:
         return ""

@@ -57,6 +57,11 @@ class Scheme(Configured, ABC):
         """Variables with fewer elements are better sent densely."""
         return 0
 
+    @property
+    def corrects_momentum(self) -> bool:
+        """True if it accumulates velocity itself, so that the optimizer must not."""
+        return False
+
     def note(self, length: int, topology: Topology) -> str:
         """What it does in another way than its name says for a bucket of `length` elements; mostly nothing."""
         return ""

@@ -83,6 +83,10 @@ class SparseScheme(Scheme):
         return False
 
     @property
+    def corrects_momentum(self) -> bool:
+        return self.momentum > 0
+
+    @property
     def min_length(self) -> int:
         return self.min_elements
 
@@ -94,7 +98,7 @@ class SparseScheme(Scheme):
 
     def slots(self, length: int, topology: Topology) -> tuple[Slot, ...]:
         layout = self._layout(length, topology)
-        names = ["residual"] * self.error_feedback + ["velocity"] * (self.momentum > 0)
+        names = ["residual"] * self.error_feedback + ["velocity"] * self.corrects_momentum
         shard = [Slot(name=name, shape=(layout.length,), offset=layout.offset) for name in names]
         return (Slot(name="steps", shape=()), *shard)
 
@@ -209,7 +213,7 @@ class SparseScheme(Scheme):
 
     def _checked(self, state: State, layout: _Layout) -> tuple[tf.Tensor, Memory]:
         steps, *kept = state
-        expected = [[], *[[layout.length]] * (self.error_feedback + (self.momentum > 0))]
+        expected = [[], *[[layout.length]] * (self.error_feedback + self.corrects_momentum)]
         received = [tensor.shape.as_list() for tensor in state]
         if received != expected:
             raise ValueError(

@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <numeric>
 
 #include "tfposeidon/native/lib/keys.h"
 
 namespace tfposeidon {
 namespace {
 
-constexpr int64_t kLine = 16;  // Elements of a cache line: reading one costs as much as reading all.
 constexpr int64_t kSmallest = 4096;
 
 // Enough to lie close above k; more is needed, relatively, the smaller k is.
@@ -50,39 +50,24 @@ void shrink(Candidates* c, int64_t k, Buffer<uint32_t>* scratch, const Passes& p
   c->above = static_cast<int32_t>(kth);
 }
 
-// Keys in (low, high] of one part to `out`; returns how many.
-int64_t keys_between(const Candidates& c, int64_t low, int64_t high, uint32_t* out) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < c.count; ++i) {
-    const uint32_t key = c.bits[i] & kKeyMask;
-    out[count] = key;
-    count += (key > low) & (key <= high);
-  }
-  return count;
-}
-
 struct Bracket {
-  int64_t low;   // The key looked for is > low ...
-  int64_t high;  // ... and <= high, both with high probability.
+  int32_t low;   // The key looked for is > low ...
+  int32_t high;  // ... and <= high, both with high probability.
 };
 
-Bracket bracket(const std::vector<Candidates>& parts, int64_t total, int64_t m) {
+// From a sample at even distances. `key_at` gives one of the `total` keys.
+template <class KeyAt>
+Bracket bracket(const KeyAt& key_at, int64_t total, int64_t m) {
   constexpr int64_t kSample = 1024;
   uint32_t sample[kSample];
-  size_t part = 0;
-  int64_t before = 0;
-  for (int64_t s = 0; s < kSample; ++s) {
-    const int64_t place = total * s / kSample;
-    while (place - before >= parts[part].count) before += parts[part++].count;
-    sample[s] = parts[part].bits[place - before] & kKeyMask;
-  }
+  for (int64_t s = 0; s < kSample; ++s) sample[s] = key_at(total * s / kSample);
   const double middle = static_cast<double>(m) / static_cast<double>(total) * kSample;
   const double spread = 4 * std::sqrt(std::max(1.0, middle * (1 - middle / kSample))) + 4;
   const int64_t first = static_cast<int64_t>(middle - spread);
   const int64_t last = static_cast<int64_t>(middle + spread) + 1;
   const int64_t high = first < 1 ? kKeyMask : nth_of(sample, kSample, first);
   const int64_t low = last > kSample ? -1 : static_cast<int64_t>(nth_of(sample, kSample, last)) - 1;
-  return {low, high};
+  return {static_cast<int32_t>(low), static_cast<int32_t>(high)};
 }
 
 }  // namespace
@@ -92,20 +77,24 @@ int32_t sampled_threshold(const Source& source, int64_t n, int64_t k, double mar
   const int64_t lines = sample_size(n, k) / kLine;
   const int64_t size = lines * kLine;
   const double stride = static_cast<double>(n - kLine) / static_cast<double>(lines);
-  uint32_t* sample = engine.workspace.sample.reserve(size);
+  float* sample = engine.workspace.sample.reserve(size);
   const int parts = lines > 2048 ? parts_for(n, engine.parallel) : 1;
   engine.parallel.run(parts, [&](int part) {
     constexpr int64_t kInFlight = 16;
-    for (int64_t i = lines * part / parts; i < lines * (part + 1) / parts; ++i) {
-      source.prefetch(line_at(std::min(i + kInFlight, lines - 1), stride));
-      const int64_t begin = line_at(i, stride);
-      for (int64_t j = 0; j < kLine; ++j) sample[i * kLine + j] = key_of(source.at(begin + j));
+    const int64_t end = lines * (part + 1) / parts;
+    for (int64_t i = lines * part / parts; i < end; ++i) {
+      source.prefetch(line_at(std::min(i + kInFlight, end - 1), stride));
+      source.line(line_at(i, stride), sample + i * kLine);
     }
   });
   const double expected = static_cast<double>(size) * static_cast<double>(k) / static_cast<double>(n);
   const int64_t rank = static_cast<int64_t>(expected + margin * (std::sqrt(expected) + 2)) + 1;
   if (rank > size) return kEverything;
-  return static_cast<int32_t>(nth_of(sample, size, rank)) - 1;
+  Candidates all;
+  all.bits = reinterpret_cast<uint32_t*>(sample);
+  all.count = size;
+  if (engine.workspace.parts.empty()) engine.workspace.parts.resize(1);
+  return static_cast<int32_t>(nth_key({all}, rank, engine)) - 1;
 }
 
 std::vector<Candidates> collect(const Source& source, int64_t n, int64_t k, int32_t above, Statistics* statistics,
@@ -119,7 +108,7 @@ std::vector<Candidates> collect(const Source& source, int64_t n, int64_t k, int3
     Workspace::PerPart& memory = engine.workspace.parts[part];
     Candidates c;
     c.range = part_of(n, count, part);
-    const int64_t room = std::min(limit + kBlock, c.range.size());
+    const int64_t room = std::min(limit + kBlock, c.range.size()) + kSlack;
     c.indices = memory.indices.reserve(room);
     c.bits = memory.bits.reserve(room);
     c.above = above;
@@ -151,27 +140,34 @@ int64_t total_count(const std::vector<Candidates>& parts) {
 
 uint32_t nth_key(const std::vector<Candidates>& parts, int64_t m, const Engine& engine) {
   const int64_t total = total_count(parts);
-  Bracket keys{-1, kKeyMask};
-  if (total > kSmallest) keys = bracket(parts, total, m);
+  Bracket keys{kEverything, static_cast<int32_t>(kKeyMask)};
+  size_t part_at = 0;
+  int64_t before = 0;
+  const auto key_at = [&](int64_t place) {  // Asked for in ascending order.
+    while (place - before >= parts[part_at].count) before += parts[part_at++].count;
+    return parts[part_at].bits[place - before] & kKeyMask;
+  };
+  if (total > kSmallest) keys = bracket(key_at, total, m);
   for (;;) {
-    std::vector<int64_t> higher(parts.size()), between(parts.size());
-    engine.parallel.run(static_cast<int>(parts.size()), [&](int part) {
+    std::vector<int64_t> higher(parts.size()), inside(parts.size());
+    const auto look = [&](int part) {
       const Candidates& c = parts[part];
-      uint32_t* middle = engine.workspace.parts[part].middle.reserve(c.count);
-      higher[part] = engine.passes.count(c.bits, c.count, static_cast<int32_t>(keys.high));
-      between[part] = keys_between(c, keys.low, keys.high, middle);
-    });
-    int64_t above = 0, inside = 0;
-    for (size_t part = 0; part < parts.size(); ++part) above += higher[part], inside += between[part];
-    if (above < m && m <= above + inside) {
-      uint32_t* all = engine.workspace.sample.reserve(inside);
+      uint32_t* middle = engine.workspace.parts[part].middle.reserve(c.count + kSlack);
+      higher[part] = engine.passes.count(c.bits, c.count, keys.high);
+      inside[part] = engine.passes.between(c.bits, c.count, keys.low, keys.high, middle);
+    };
+    engine.parallel.run(static_cast<int>(parts.size()), look);
+    const int64_t above = std::accumulate(higher.begin(), higher.end(), int64_t{0});
+    const int64_t left = std::accumulate(inside.begin(), inside.end(), int64_t{0});
+    if (above < m && m <= above + left) {
+      uint32_t* all = engine.workspace.keys.reserve(left);
       int64_t filled = 0;
-      for (size_t part = 0; part < parts.size(); filled += between[part++]) {
-        std::copy_n(engine.workspace.parts[part].middle.data(), between[part], all + filled);
+      for (size_t part = 0; part < parts.size(); filled += inside[part++]) {
+        std::copy_n(engine.workspace.parts[part].middle.data(), inside[part], all + filled);
       }
-      return nth_of(all, inside, m - above);
+      return nth_of(all, left, m - above);
     }
-    keys = {-1, kKeyMask};
+    keys = {kEverything, static_cast<int32_t>(kKeyMask)};
   }
 }
 

@@ -4,6 +4,7 @@
 #define TFPOSEIDON_NATIVE_LIB_COLLECTOR_H_
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "tfposeidon/native/lib/buffer.h"
@@ -11,6 +12,9 @@
 #include "tfposeidon/native/lib/passes.h"
 
 namespace tfposeidon {
+
+// Elements of a cache line: reading one costs as much as reading all.
+constexpr int64_t kLine = 16;
 
 // What is selected from. Each block is asked for at least once, by one thread at a time.
 class Source {
@@ -20,18 +24,18 @@ class Source {
   // Makes x[begin .. begin + n - 1], n <= kBlock; valid until the thread's next call.
   virtual const float* block(int64_t begin, int64_t n) const = 0;
 
-  // One element; changes nothing.
-  virtual float at(int64_t i) const = 0;
+  // A cache line of it, x[begin .. begin + kLine - 1], to `out`; changes nothing.
+  virtual void line(int64_t begin, float* out) const = 0;
 
-  // Asks the processor to fetch what `at` needs.
-  virtual void prefetch(int64_t i) const = 0;
+  // Asks the processor to fetch what `line` needs.
+  virtual void prefetch(int64_t begin) const = 0;
 };
 
 class Vector : public Source {
  public:
   explicit Vector(const float* x) : x_(x) {}
   const float* block(int64_t begin, int64_t) const override { return x_ + begin; }
-  float at(int64_t i) const override { return x_[i]; }
+  void line(int64_t begin, float* out) const override { std::memcpy(out, x_ + begin, sizeof(float) * kLine); }
   void prefetch(int64_t i) const override { __builtin_prefetch(x_ + i); }
 
  private:
@@ -57,7 +61,8 @@ struct Workspace {
     Buffer<uint32_t> middle;
   };
   std::vector<PerPart> parts;
-  Buffer<uint32_t> sample;
+  Buffer<float> sample;
+  Buffer<uint32_t> keys;
 };
 
 struct Engine {

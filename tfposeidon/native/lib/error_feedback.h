@@ -20,11 +20,13 @@ class ErrorFeedback : public Source {
     return out_ + begin;
   }
 
-  float at(int64_t i) const override { return residual_[i] + gradient_[i]; }
+  void line(int64_t begin, float* out) const override {
+    for (int64_t i = 0; i < kLine; ++i) out[i] = residual_[begin + i] + gradient_[begin + i];
+  }
 
-  void prefetch(int64_t i) const override {
-    __builtin_prefetch(residual_ + i);
-    __builtin_prefetch(gradient_ + i);
+  void prefetch(int64_t begin) const override {
+    __builtin_prefetch(residual_ + begin);
+    __builtin_prefetch(gradient_ + begin);
   }
 
  private:
@@ -54,12 +56,16 @@ class MomentumCorrection : public Source {
     return out_ + begin;
   }
 
-  float at(int64_t i) const override { return residual_[i] + (velocity_[i] * momentum_ + gradient_[i]); }
+  void line(int64_t begin, float* out) const override {
+    for (int64_t i = begin; i < begin + kLine; ++i) {
+      out[i - begin] = residual_[i] + (velocity_[i] * momentum_ + gradient_[i]);
+    }
+  }
 
-  void prefetch(int64_t i) const override {
-    __builtin_prefetch(residual_ + i);
-    __builtin_prefetch(velocity_ + i);
-    __builtin_prefetch(gradient_ + i);
+  void prefetch(int64_t begin) const override {
+    __builtin_prefetch(residual_ + begin);
+    __builtin_prefetch(velocity_ + begin);
+    __builtin_prefetch(gradient_ + begin);
   }
 
  private:

@@ -11,6 +11,25 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Keys __attribute__((vector_size(64)));
 typedef double Doubles __attribute__((vector_size(64)));
 
+constexpr int64_t kGroups = kBlock / 16;
+
+// Without a branch: most groups have none, and a mispredicted branch costs more than looking at all.
+inline int64_t list_one_by_one(const uint16_t* masks, uint16_t* hits) {
+  int64_t count = 0;
+  for (int64_t g = 0; g < kGroups; ++g) {
+    hits[count] = (uint16_t)g;
+    count += masks[g] != 0;
+  }
+  return count;
+}
+
+// Lane after lane; mostly there is one.
+inline void append_one_by_one(Keys values, uint32_t mask, uint32_t* out) {
+  uint32_t lanes[16];
+  __builtin_memcpy(lanes, &values, sizeof lanes);
+  for (; mask != 0; mask &= mask - 1) *out++ = lanes[__builtin_ctz(mask)];
+}
+
 namespace plain {
 constexpr char kName[] = "plain";
 
@@ -30,6 +49,10 @@ inline uint16_t lanes_to_bits(Keys lanes) {
 #endif
 }
 
+inline int64_t list_groups(const uint16_t* masks, uint16_t* hits) { return list_one_by_one(masks, hits); }
+
+inline void append(Keys values, uint16_t mask, uint32_t* out) { append_one_by_one(values, mask, out); }
+
 #include "tfposeidon/native/lib/passes.inc"
 }  // namespace plain
 
@@ -47,6 +70,10 @@ inline uint16_t lanes_to_bits(Keys lanes) {
   return (uint16_t)(_mm256_movemask_ps(halves[0]) | _mm256_movemask_ps(halves[1]) << 8);
 }
 
+inline int64_t list_groups(const uint16_t* masks, uint16_t* hits) { return list_one_by_one(masks, hits); }
+
+inline void append(Keys values, uint16_t mask, uint32_t* out) { append_one_by_one(values, mask, out); }
+
 #include "tfposeidon/native/lib/passes.inc"
 }  // namespace avx2
 #pragma GCC pop_options
@@ -57,6 +84,22 @@ namespace avx512 {
 constexpr char kName[] = "avx512";
 
 inline uint16_t lanes_to_bits(Keys lanes) { return _mm512_movepi32_mask((__m512i)lanes); }
+
+inline int64_t list_groups(const uint16_t* masks, uint16_t* hits) {
+  int64_t count = 0;
+  for (int64_t g = 0; g < kGroups; g += 32) {
+    const __m512i some = _mm512_load_si512(masks + g);
+    for (uint32_t any = _mm512_test_epi16_mask(some, some); any != 0; any &= any - 1) {
+      hits[count++] = (uint16_t)(g + __builtin_ctz(any));
+    }
+  }
+  return count;
+}
+
+// Compressed in a register and stored whole: storing only the lanes set is slow on some processors.
+inline void append(Keys values, uint16_t mask, uint32_t* out) {
+  _mm512_storeu_si512(out, _mm512_maskz_compress_epi32(mask, (__m512i)values));
+}
 
 #include "tfposeidon/native/lib/passes.inc"
 }  // namespace avx512

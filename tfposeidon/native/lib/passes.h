@@ -12,8 +12,11 @@ namespace tfposeidon {
 // several passes over one block read memory once.
 constexpr int64_t kBlock = 2048;
 
+// How far behind their output's end passes may write.
+constexpr int64_t kSlack = 16;
+
 struct Statistics {
-  double sum = 0;    // of |x|
+  double sum = 0;    // of |x|: four elements 16 apart are added in 32 bits, and these sums in 64
   uint32_t max = 0;  // the largest key
 };
 
@@ -21,8 +24,16 @@ struct Passes {
   const char* name;
 
   // Appends those of x[0 .. n-1] whose key is > above, in order: indices (plus `base`) and bits.
-  // Returns how many. `n` is at most kBlock; `indices` and `bits` have room for n.
+  // Returns how many. `n` is at most kBlock; `indices` and `bits` have room for n + kSlack.
   int64_t (*filter)(const float* x, int64_t n, int32_t above, uint32_t base, uint32_t* indices, uint32_t* bits);
+
+  // Appends the keys in (low, high] of bits[0 .. n-1]; returns how many. `keys` has room for n + kSlack.
+  int64_t (*between)(const uint32_t* bits, int64_t n, int32_t low, int32_t high, uint32_t* keys);
+
+  // Writes those of n candidates whose key is > above: indices (plus `base`) and values. Returns how many; there
+  // are at most `room`, and nothing is written behind them.
+  int64_t (*compact)(const uint32_t* indices, const uint32_t* bits, int64_t n, int32_t above, uint32_t base,
+                     int64_t room, int32_t* out_indices, float* out_values);
 
   void (*statistics)(const float* x, int64_t n, Statistics* total);
 
@@ -38,6 +49,9 @@ struct Passes {
   // velocity_out = momentum * velocity + gradient; out = residual + velocity_out.
   void (*add_with_momentum)(const float* residual, const float* velocity, const float* gradient, float momentum,
                             int64_t n, float* velocity_out, float* out);
+
+  // Copies past the caches, without reading what is overwritten, and leaves zeros.
+  void (*move_out)(float* from, int64_t n, float* to);
 
   void (*to_float16)(const float* x, int64_t n, uint16_t* out);
   void (*to_bfloat16)(const float* x, int64_t n, uint16_t* out);

@@ -6,11 +6,19 @@
 #include <type_traits>
 #include <vector>
 
+#include "tfposeidon/native/lib/passes.h"
+
 namespace tfposeidon {
 namespace {
 
-// Elements that stay in the second-level cache between being zeroed and being added to.
-constexpr int64_t kTile = 1 << 16;
+// Elements that are summed in the first-level cache before they are written once.
+constexpr int64_t kTile = 1 << 14;
+
+// From here on (16 MiB) the sum is written past the caches: its reader would not find it there anyhow.
+constexpr int64_t kLarge = 1 << 22;
+
+// Pairs: a few tiles of a segment.
+constexpr int64_t kAhead = 512;
 
 template <class Index>
 int64_t first_outside(const Index* indices, int64_t total, int64_t n) {
@@ -24,20 +32,24 @@ int64_t first_outside(const Index* indices, int64_t total, int64_t n) {
 // writes stay in the range, and the number of pairs used tells the caller whether all were.
 template <class Index>
 int64_t add_ascending(const Index* indices, const float* values, const std::vector<int64_t>& ends, Range range,
-                      float* out) {
+                      bool large, float* out) {
   using Unsigned = std::make_unsigned_t<Index>;
   std::vector<int64_t> cursor(ends.size() - 1);
   for (size_t s = 0; s + 1 < ends.size(); ++s) {
     cursor[s] = std::lower_bound(indices + ends[s], indices + ends[s + 1], static_cast<Index>(range.begin)) - indices;
   }
+  alignas(64) float own[kTile] = {};
   int64_t used = 0;
   for (int64_t begin = range.begin; begin < range.end; begin += kTile) {
     const int64_t length = std::min(kTile, range.end - begin);
-    float* tile = out + begin;
-    std::memset(tile, 0, sizeof(float) * length);
+    float* tile = large ? own : out + begin;
+    if (!large) std::memset(tile, 0, sizeof(float) * length);
     for (size_t s = 0; s < cursor.size(); ++s) {
       int64_t i = cursor[s];
       for (; i < ends[s + 1]; ++i) {
+        // There are more segments than the processor's prefetchers follow.
+        __builtin_prefetch(indices + i + kAhead);
+        __builtin_prefetch(values + i + kAhead);
         const Unsigned place = static_cast<Unsigned>(indices[i]) - static_cast<Unsigned>(begin);
         if (place >= static_cast<Unsigned>(length)) break;
         tile[place] += values[i];
@@ -45,6 +57,7 @@ int64_t add_ascending(const Index* indices, const float* values, const std::vect
       used += i - cursor[s];
       cursor[s] = i;
     }
+    if (large) best_passes().move_out(tile, length, out + begin);
   }
   return used;
 }
@@ -67,7 +80,9 @@ int64_t scatter_add(const Index* indices, const float* values, const int64_t* co
   for (int64_t s = 0; s < segments; ++s) ends[s + 1] = ends[s] + counts[s];
   const int64_t total = ends.back();
   std::atomic<int64_t> used{0};
-  for_each_part(n, parallel, [&](Range range) { used += add_ascending(indices, values, ends, range, out); });
+  for_each_part(n, parallel, [&](Range range) {
+    used += add_ascending(indices, values, ends, range, n >= kLarge, out);
+  });
   if (used == total) return -1;
   const int64_t outside = first_outside(indices, total, n);
   if (outside < 0) for_each_part(n, parallel, [&](Range range) { add_unordered(indices, values, total, range, out); });

@@ -49,6 +49,18 @@ void write_run(int64_t base, const uint32_t* run_indices, const uint32_t* bits, 
   *place = at;
 }
 
+// Writes all of a run with a key > above.
+template <class Index>
+void write_all_above(int64_t base, const uint32_t* run_indices, const uint32_t* bits, int64_t n, int32_t above,
+                     int64_t out_end, Place* place, const Passes& passes, Index* indices, float* values) {
+  if constexpr (sizeof(Index) == sizeof(int32_t)) {
+    place->out += passes.compact(run_indices, bits, n, above, static_cast<uint32_t>(base), out_end - place->out,
+                                 indices + place->out, values + place->out);
+  } else {
+    write_run(base, run_indices, bits, n, {above, above}, {}, out_end, place, indices, values);
+  }
+}
+
 // Writes k elements. `runs(part, work)` calls work(base, indices, bits, count) for runs of elements in
 // their order, among which are all with a key > lower. Where the band has `spare` elements too many,
 // those taken begin at first(spare).
@@ -79,7 +91,12 @@ void write_chosen(const Runs& runs, int parts, int64_t k, Thresholds thresholds,
   engine.parallel.run(parts, [&](int part) {
     Place at = places[part];
     runs(part, [&](int64_t base, const uint32_t* run_indices, const uint32_t* bits, int64_t n) {
-      write_run(base, run_indices, bits, n, thresholds, window, places[part + 1].out, &at, indices, values);
+      const int64_t end = places[part + 1].out;
+      if (wanted == total.band) {
+        write_all_above(base, run_indices, bits, n, thresholds.lower, end, &at, engine.passes, indices, values);
+      } else {
+        write_run(base, run_indices, bits, n, thresholds, window, end, &at, indices, values);
+      }
     });
   });
 }
@@ -95,7 +112,7 @@ auto runs_of_candidates(const std::vector<Candidates>& parts) {
 auto runs_of_source(const Source& source, int64_t n, int parts, int32_t lower, const Passes& passes) {
   return [&source, n, parts, lower, &passes](int part, auto&& work) {
     const Range range = part_of(n, parts, part);
-    uint32_t indices[kBlock], bits[kBlock];
+    uint32_t indices[kBlock + kSlack], bits[kBlock + kSlack];
     for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
       const int64_t length = std::min(kBlock, range.end - begin);
       const int64_t found = passes.filter(source.block(begin, length), length, lower, 0, indices, bits);
