@@ -7,8 +7,9 @@ import tensorflow as tf
 
 import tfposeidon as tp
 from benchmarks.workers.task import Task, payload_bytes
-from tfposeidon import runtime
+from tfposeidon import ops, runtime
 from tfposeidon.schemes import REGISTRY
+from tfposeidon.schemes.wire_format import WIRE_DTYPES
 from tfposeidon.wire import exchange_objects
 
 LEAST_REPEATS, MOST_REPEATS = 3, 50
@@ -28,9 +29,13 @@ def measured(task, name, length, vector):
     scheme, wire = scheme_named(name), runtime.wire()
     label = f"bench.{name}.{length}".replace(":", "_")
 
+    state = [tf.Variable(tf.zeros(slot.shape)) for slot in scheme.slots(length, wire.topology)]
+
     @tf.function
     def exchange():
-        mean, _ = scheme.exchange(vector.read_value(), (), wire, label)
+        mean, new = scheme.exchange(vector.read_value(), tuple(map(tf.convert_to_tensor, state)), wire, label)
+        for variable, value in zip(state, new, strict=True):
+            variable.assign(value)
         return mean
 
     slowest(wire, exchange)
@@ -48,10 +53,22 @@ def measured(task, name, length, vector):
 
 
 def scheme_named(name):
-    """The scheme of that name; "2dtar:float16" has that type on the wire."""
-    name, _, wire_dtype = name.partition(":")
+    """The scheme of that name, with options behind colons: "2dtar:float16", "hitopk:0.001:exact"."""
+    name, *options = name.split(":")
     scheme = REGISTRY[name]()
-    return dataclasses.replace(scheme, wire_dtype=wire_dtype) if wire_dtype else scheme
+    for option in options:
+        scheme = dataclasses.replace(scheme, **{_field(option): _value(option)})
+    return scheme
+
+
+def _field(option):
+    if option in ops.METHODS:
+        return "select"
+    return "wire_dtype" if option in WIRE_DTYPES else "density"
+
+
+def _value(option):
+    return option if option in (*ops.METHODS, *WIRE_DTYPES) else float(option)
 
 
 def slowest(wire, function):
