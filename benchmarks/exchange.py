@@ -3,6 +3,7 @@
     python -m benchmarks.exchange                # short: 2 x 2 ranks at 200 Mb/s, 2^14 to 2^22 values
     python -m benchmarks.exchange --full         # 2x1 to 4x4, 100 Mb/s to unshaped, 2^10 to 2^26; for hours
     python -m benchmarks.exchange --layouts 2x2 4x2 --rates 200mbit --lengths 24
+    python -m benchmarks.exchange --sparse       # ResNet-50's 25.6 M values by sparse schemes, dense ones and DDP
 
 The limit is payload / rate for the node that sends most. Over the lengths of each scheme and link a latency and a
 bandwidth are fitted (t = latency + payload / bandwidth, least squares of relative errors; without what the shaper
@@ -10,6 +11,7 @@ lets through at once). An interrupted run goes on.
 """
 
 import argparse
+import itertools
 import math
 import statistics
 
@@ -21,6 +23,15 @@ from tfposeidon.lab.cluster import burst_bytes
 from tfposeidon.text import readable
 
 SYSTEMS = ("allreduce", "allreduce:float16", "asa", "asa16", "2dtar", "2dtar:float16")
+SPARSE = {
+    "layouts": ["2x2", "4x2", "4x4"],
+    "rates": ["200mbit", "1gbit"],
+    "lengths": [25_557_032],
+    "systems": [
+        *("allreduce", "2dtar", "2dtar:float16", "topk:0.01", "topk:0.001", "hitopk:0.1", "hitopk:0.01"),
+        *("hitopk:0.01:float16", "hitopk:0.001", "ddp", "ddp-fp16", "ddp-powersgd"),
+    ],
+}
 SHORT = {"layouts": ["2x2"], "rates": ["200mbit"], "lengths": [14, 18, 22]}
 FULL = {
     "layouts": ["2x1", "4x1", "2x2", "4x2", "4x4"],
@@ -30,7 +41,9 @@ FULL = {
 # Of what an exchange sends; where the shaper's burst is more, it is not compared with the limit.
 LARGEST_BURST = 0.01
 # Beyond, sixteen ranks do not fit into memory.
-LONGEST_ABOVE_8_RANKS = 24
+LONGEST_ABOVE_8_RANKS = 2**24
+# What DDP exchanges: the gradients of a model, without computing anything.
+PEER = {"model": "resnet50", "shrink": 1, "dilation": 0, "warm_up": 3, "steps": 3}
 
 
 def parse_arguments():
@@ -38,31 +51,51 @@ def parse_arguments():
     harness.add_arguments(parser, "exchange")
     parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
     parser.add_argument("--rates", nargs="*", help="of the links between nodes, or unshaped")
-    parser.add_argument("--lengths", nargs="*", type=int, metavar="POWER", help="powers of two")
-    parser.add_argument(
-        "--systems", nargs="*", default=SYSTEMS, help="schemes; 2dtar:float16 has that type on the wire"
-    )
-    return harness.parse(parser, SHORT, FULL)
+    parser.add_argument("--lengths", nargs="*", type=int, metavar="POWER", help="powers of two, or numbers of values")
+    parser.add_argument("--systems", nargs="*", help="schemes with options, such as hitopk:0.01:float16; peers")
+    parser.add_argument("--sparse", action="store_true", help="the comparison of sparse and dense exchanges")
+    common = {"systems": SYSTEMS}
+    return harness.parse(parser, common | SHORT, common | FULL, {"sparse": SPARSE})
 
 
 def planned(options):
-    """One job for each layout and rate."""
+    """One job for each layout, rate and program that measures."""
     found = []
-    for layout in options.layouts:
-        nodes, per_node = map(int, layout.split("x"))
-        longest = LONGEST_ABOVE_8_RANKS if nodes * per_node > 8 else math.inf
-        lengths = [2**power for power in options.lengths if power <= longest]
-        for rate in options.rates:
-            found.append({"layout": layout, "rate": rate, "lengths": lengths, "systems": list(options.systems)})
+    for layout, rate in itertools.product(options.layouts, options.rates):
+        lengths = [2**length if length < 64 else length for length in options.lengths]
+        if ranks(layout) > 8 and not options.sparse:
+            lengths = [length for length in lengths if length <= LONGEST_ABOVE_8_RANKS]
+        for worker, systems in by_worker(options.systems).items():
+            found.append({"layout": layout, "rate": rate, "lengths": lengths, "systems": systems, "worker": worker})
     return harness.keyed(found)
 
 
-def run(layout, rate, lengths, systems):
+def ranks(layout):
+    nodes, per_node = map(int, layout.split("x"))
+    return nodes * per_node
+
+
+def by_worker(systems):
+    """The program that measures -> its systems."""
+    peers = [system for system in systems if system.startswith("ddp")]
+    ours = [system for system in systems if system not in peers]
+    return {worker: own for worker, own in (("exchange", ours), ("ddp", peers)) if own}
+
+
+def run(layout, rate, lengths, systems, worker):
     nodes, per_node = layout.split("x")
     inter = "" if rate == "unshaped" else f" --inter {rate}"
     options = f"--nodes {nodes} --per-node {per_node}{inter}"
-    answer = harness.in_lab(options, "exchange", {"lengths": lengths, "systems": systems})
+    task = {"lengths": lengths} if worker == "exchange" else PEER
+    answer = harness.in_lab(options, worker, task | {"systems": systems})
+    if worker == "ddp":
+        answer["systems"] = {f"{name} {lengths[0]}": peer_figures(of) for name, of in answer["systems"].items()}
     return answer | {"layout": layout, "rate": rate}
+
+
+def peer_figures(figures):
+    """As ours; what a peer should send is what it sends."""
+    return figures | {"predicted_bytes": figures["sent_bytes"], "busiest_bytes": figures["sent_bytes"]}
 
 
 def rows(cell):
@@ -112,7 +145,7 @@ def show(cells):
 def cells_of(row):
     return (
         row["system"],
-        f"2^{math.log2(row['length']):.0f}",
+        f"2^{math.log2(row['length']):.0f}" if row["length"].bit_count() == 1 else f"{row['length'] / 1e6:.1f} M",
         f"{1e3 * row['time_s']:.1f} ms",
         readable(row["bytes"]),
         f"{row['counted']:.3f}" if row["counted"] else "",

@@ -60,10 +60,11 @@ def keyed(arguments):
     return {" ".join(f"{name}={value}" for name, value in one.items()): one for one in arguments}
 
 
-def parse(parser, short, full):
-    """The options, with what was not named taken from the short or the full version."""
+def parse(parser, short, full, others=None):
+    """The options, with what was not named taken from the short or the full version, or another asked for by flag."""
     options = parser.parse_args()
-    for name, values in (full if options.full else short).items():
+    versions = [values for flag, values in ({"full": full} | (others or {})).items() if getattr(options, flag)]
+    for name, values in (versions[-1] if versions else short).items():
         setattr(options, name, getattr(options, name) or values)
     return options
 
