@@ -1,7 +1,8 @@
 """Time and steps to a fixed accuracy on real data: scikit-learn's digits on 2 x 2 ranks, with slow links.
 
     python -m benchmarks.accuracy                # short: two schemes, one seed
-    python -m benchmarks.accuracy --full         # all schemes, three seeds
+    python -m benchmarks.accuracy --full         # all dense schemes, three seeds
+    python -m benchmarks.accuracy --sparse       # sparse ones beside the all-reduce, always all epochs
 
 Every scheme trains the same CNN from the same seeds until validation accuracy is reached, or for so many epochs.
 """
@@ -15,6 +16,13 @@ FULL = {
     "systems": ["allreduce", "allreduce:float16", "asa", "asa16", "2dtar", "2dtar:bfloat16"],
     "seeds": [0, 1, 2],
 }
+SPARSE = {
+    "systems": [
+        "allreduce",
+        *(f"hitopk:{density}:{method}" for density in (0.01, 0.001) for method in ("exact", "mstopk")),
+    ],
+    "seeds": [0, 1, 2],
+}
 SHORT = {"systems": ["allreduce", "asa16"], "seeds": [0]}
 LAYOUT, RATE = "2x2", "100mbit"
 TARGET, EPOCHS = 0.98, 30
@@ -26,19 +34,20 @@ def parse_arguments():
     parser.add_argument("--systems", nargs="*", help="schemes")
     parser.add_argument("--seeds", nargs="*", type=int, help="of weights and batches")
     parser.add_argument("--target", type=float, default=TARGET, help=f"validation accuracy to reach ({TARGET})")
-    return harness.parse(parser, SHORT, FULL)
+    parser.add_argument("--sparse", action="store_true", help="convergence of sparse schemes")
+    return harness.parse(parser, SHORT, FULL, {"sparse": SPARSE})
 
 
 def planned(options):
     """One job for each seed, with all schemes in it."""
-    common = {"systems": options.systems, "target": options.target}
+    common = {"systems": options.systems, "target": options.target, "goes_on": options.sparse}
     return harness.keyed(common | {"seed": seed} for seed in options.seeds)
 
 
-def run(systems, target, seed):
+def run(systems, target, goes_on, seed):
     nodes, per_node = LAYOUT.split("x")
     options = f"--nodes {nodes} --per-node {per_node} --inter {RATE}"
-    task = {"systems": systems, "target": target, "seed": seed, "epochs": EPOCHS}
+    task = {"systems": systems, "target": target, "goes_on": goes_on, "seed": seed, "epochs": EPOCHS}
     return harness.in_lab(options, "accuracy", task) | {"seed": seed}
 
 
@@ -49,7 +58,7 @@ def show(cells):
         for system, figures in cell["systems"].items():
             found.setdefault(system, []).append(figures)
     print(f"\nscikit-learn's digits, {LAYOUT} ranks, {RATE} between nodes")
-    header = ("scheme", "seeds", "reached", "steps", "seconds", "best accuracy")
+    header = ("scheme", "seeds", "reached", "steps", "seconds", "best accuracy", "last accuracy")
     harness.show([header, *(cells_of(system, runs) for system, runs in found.items())])
 
 
@@ -62,6 +71,7 @@ def cells_of(system, runs):
         spread([run["reached_steps"] for run in reached], "{:.0f}"),
         spread([run["reached_s"] for run in reached], "{:.1f}"),
         spread([max(run["accuracies"]) for run in runs], "{:.2%}"),
+        spread([run["accuracies"][-1] for run in runs], "{:.2%}"),
     )
 
 

@@ -1,5 +1,6 @@
 """Trains a CNN on scikit-learn's digits by each scheme until an accuracy is reached."""
 
+import dataclasses
 import time
 
 import keras
@@ -10,17 +11,19 @@ import keras_callbacks
 import tfposeidon as tp
 from benchmarks.workers.exchange import scheme_named
 from benchmarks.workers.task import Task
+from tfposeidon.schemes.sparse import SparseScheme
 
 BATCH_PER_RANK = 16
 TRAINING_SAMPLES = 1437
+RATE, MOMENTUM = 0.05, 0.9
 
 
 class Reached(keras.callbacks.Callback):
-    """Notes accuracy and training time after each epoch, and stops at the target."""
+    """Notes accuracy and training time after each epoch, and stops at the target unless it is to go on."""
 
-    def __init__(self, target):
+    def __init__(self, target, goes_on):
         super().__init__()
-        self.target = target
+        self.target, self.goes_on = target, goes_on
         self.figures = {"accuracies": [], "seconds": [], "reached_steps": None, "reached_s": None}
         self.seconds = 0.0
 
@@ -39,9 +42,9 @@ class Reached(keras.callbacks.Callback):
         accuracy = logs["val_accuracy"]
         self.figures["accuracies"].append(float(accuracy))
         self.figures["seconds"].append(self.seconds)
-        if accuracy >= self.target:
+        if accuracy >= self.target and self.figures["reached_steps"] is None:
             self.figures |= {"reached_steps": int(self.model.optimizer.iterations), "reached_s": self.seconds}
-            self.model.stop_training = True
+            self.model.stop_training = not self.goes_on
 
 
 def data(rank, size):
@@ -60,6 +63,14 @@ def model():
     return keras.Sequential([keras.Input((8, 8, 1)), *stack, layers.Dense(64, activation="relu"), layers.Dense(10)])
 
 
+def optimizer_and_scheme(system):
+    """SGD with momentum: of the optimizer, or for sparse schemes before the selection."""
+    scheme = scheme_named(system)
+    if not isinstance(scheme, SparseScheme):
+        return {"inner_optimizer": keras.optimizers.SGD(RATE, momentum=MOMENTUM), "scheme": scheme}
+    return {"inner_optimizer": keras.optimizers.SGD(RATE), "scheme": dataclasses.replace(scheme, momentum=MOMENTUM)}
+
+
 def main():
     task = Task.from_argument()
     tp.init()
@@ -68,10 +79,10 @@ def main():
         keras.utils.clear_session()
         keras.utils.set_random_seed(task.seed)
         network = model()
-        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), scheme=scheme_named(system))
+        optimizer = tp.DistributedOptimizer(**optimizer_and_scheme(system))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         network.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
-        reached = Reached(task.target)
+        reached = Reached(task.target, task.goes_on)
         callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.MetricAverage(), reached]
         options = {"batch_size": BATCH_PER_RANK, "epochs": task.epochs, "verbose": 0, "callbacks": callbacks}
         network.fit(*train, validation_data=validation, **options)

@@ -1,0 +1,226 @@
+"""Selection, error feedback and scatter-add beside one read, one addition and one zero fill of the same data.
+
+    python -m benchmarks.selection               # short: 4 M and 25.6 M elements
+    python -m benchmarks.selection --full        # 256 K to 128 M, three distributions and a real gradient
+
+The C++ library is compiled and measured alone; the ops are measured inside TensorFlow, beside TensorFlow's own and
+NumPy's selection. Ratios are of one run, everything in turn. An interrupted run goes on.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from benchmarks import harness
+from tfposeidon import ops
+
+SHORT = {"elements": [2**22, 25_557_032], "distributions": ["laplace"]}
+FULL = {
+    "elements": [2**18, 2**20, 2**22, 2**24, 25_557_032, 2**27],
+    "distributions": ["laplace", "cauchy", "mixture", "gradient"],
+}
+DENSITIES = (0.001, 0.01)
+SOURCES = ("benchmarks/native/selection.cc", *sorted((harness.ROOT / "tfposeidon/native/lib").glob("*.cc")))
+FLAGS = ("-std=c++17", "-O3", "-Wno-psabi", "-ffp-contract=off", "-pthread", "-I.")
+# The others are too slow to be worth the wait.
+MOST_FOR_TENSORFLOW = 2**25
+ROUNDS = 15
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    harness.add_arguments(parser, "selection")
+    parser.add_argument("--elements", nargs="*", type=int, help="lengths of the vectors")
+    parser.add_argument("--distributions", nargs="*", choices=FULL["distributions"], help="of the values")
+    return harness.parse(parser, SHORT, FULL)
+
+
+def planned(options):
+    """The library and the ops for each distribution, length and density."""
+    cases = itertools.product(("library", "ops"), options.distributions, options.elements, DENSITIES)
+    return harness.keyed(
+        dict(zip(("kind", "distribution", "elements", "density"), case, strict=True)) for case in cases
+    )
+
+
+def run(kind, distribution, elements, density):
+    measured = {"library": library, "ops": in_tensorflow}[kind](distribution, elements, density)
+    read_s, add_s, zero_s = (measured[f"{name}_s"] for name in ("read", "add", "zero"))
+    print(
+        f"    exact {measured['exact_s'] / read_s:.2f} and mstopk {measured['mstopk_s'] / read_s:.2f} reads, "
+        f"feedback {measured['feedback_s'] / add_s:.2f} additions, scatter {measured['scatter_s'] / zero_s:.2f} fills"
+    )
+    return measured | {"kind": kind, "distribution": distribution, "elements": elements, "density": density}
+
+
+# ------------------------------------------------------------------- library
+
+
+def library(distribution, elements, density):
+    """What the compiled benchmark says."""
+    with tempfile.TemporaryDirectory() as folder:
+        program, values = Path(folder) / "selection", Path(folder) / "values"
+        subprocess.run(["g++", *FLAGS, *SOURCES, "-o", program], cwd=harness.ROOT, check=True)
+        command = [program, str(elements), str(density), distribution]
+        if distribution == "gradient":
+            drawn(distribution, elements).tofile(values)
+            command[-1:] = ["file", values]
+        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+# ----------------------------------------------------------------------- ops
+
+
+def in_tensorflow(distribution, elements, density):
+    """The ops, TensorFlow's own and NumPy's, on one vector; and how much of it each method keeps."""
+    k = max(1, round(density * elements))
+    x, residual = tf.constant(drawn(distribution, elements)), tf.constant(drawn(distribution, elements, seed=1))
+    ranks = 16
+    counts = [k] * ranks
+    places = tf.concat(
+        [ops.top_k(tf.random.stateless_normal([elements], [r, 0]), k, "exact")[1] for r in range(ranks)], 0
+    )
+    sent = tf.ones([ranks * k])
+    calls = {
+        "read": lambda: tf.reduce_max(x),
+        "exact": lambda: ops.top_k(x, k, "exact"),
+        "mstopk": lambda: ops.top_k(x, k, "mstopk"),
+        "dgc": lambda: ops.top_k(x, k, "dgc"),
+        "add": lambda: residual + x,
+        "feedback": lambda: ops.error_feedback_top_k(residual, x, k, "exact"),
+        "zero": lambda: tf.zeros_like(x),
+        "scatter": lambda: ops.scatter_add(sent, places, elements, counts),
+    }
+    if elements <= MOST_FOR_TENSORFLOW:
+        calls["tensorflow"] = lambda: tf.math.top_k(tf.abs(x), k)
+        calls["tensorflow_scatter"] = lambda: tf.math.unsorted_segment_sum(sent, places, elements)
+    compiled = {name: tf.function(call, autograph=False) for name, call in calls.items()}
+    times = {name: [] for name in compiled}
+    for turn in range(ROUNDS + 2):
+        for name, call in compiled.items():
+            if name.startswith("tensorflow") and turn > 5:
+                continue
+            begin = time.perf_counter()
+            call()
+            if turn >= 2:
+                times[name].append(time.perf_counter() - begin)
+    measured = {f"{name}_s": statistics.median(seconds) for name, seconds in times.items()}
+    return measured | kept(x, k)
+
+
+def kept(x, k):
+    """Recall and share of the norm of each method, beside the exact choice."""
+    largest = set(ops.top_k(x, k, "exact")[1].numpy().tolist())
+    norm = float(tf.norm(tf.cast(x, tf.float64)))
+    figures = {}
+    for method in ops.METHODS:
+        values, indices = ops.top_k(x, k, method)
+        share = float(tf.norm(tf.cast(values, tf.float64))) / norm
+        figures[method] = {"recall": len(largest & set(indices.numpy().tolist())) / k, "norm": share}
+    return {"kept": figures}
+
+
+# -------------------------------------------------------------------- values
+
+
+def drawn(distribution, elements, seed=0):
+    generator = np.random.default_rng([seed, elements])
+    if distribution == "laplace":
+        return generator.laplace(scale=1e-3, size=elements).astype("float32")
+    if distribution == "cauchy":
+        return (1e-3 * generator.standard_cauchy(elements)).astype("float32")
+    if distribution == "mixture":
+        scale = np.where(generator.random(elements) < 0.01, 1e-1, 1e-4)
+        return (scale * generator.normal(size=elements)).astype("float32")
+    return real_gradient(elements, seed)
+
+
+def real_gradient(elements, seed):
+    """Of a network on scikit-learn's digits after a few steps, wide enough for 26 M weights; repeated beyond."""
+    from sklearn.datasets import load_digits
+
+    keras.utils.set_random_seed(seed)
+    images, labels = load_digits(return_X_y=True)
+    layers = [keras.layers.Dense(3580, activation="relu") for _ in range(3)]
+    model = keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(10)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=keras.optimizers.SGD(0.01), loss=loss)
+    model.fit(images[:640] / 16, labels[:640], batch_size=64, verbose=0)
+    with tf.GradientTape() as tape:
+        value = loss(labels[640:704], model(images[640:704] / 16))
+    gradient = np.concatenate(
+        [g.numpy().ravel() for g in tape.gradient(value, [v.value for v in model.trainable_variables])]
+    )
+    # Pieces from all over the network.
+    return np.resize(np.roll(gradient, -len(gradient) // 3), elements)
+
+
+# -------------------------------------------------------------------- tables
+
+
+def show(cells):
+    for kind in ("library", "ops"):
+        own = [cell for cell in cells.values() if cell["kind"] == kind]
+        if own:
+            print(
+                f"\n{kind}: exact, mstopk, dgc, TensorFlow in reads; feedback in additions; scatter-add in zero fills"
+            )
+            header = ("values", "elements", "density", "read", "exact", "mstopk", "mstopk / exact", "dgc", "TensorFlow")
+            header += ("addition", "feedback", "zero fill", "scatter", "recall, norm of mstopk", "norm of exact")
+            harness.show([header, *map(cells_of, own)])
+
+
+def cells_of(cell):
+    milliseconds = lambda name: f"{1e3 * cell[f'{name}_s']:.2f} ms"  # noqa: E731
+    ratio = lambda name, to: f"{cell[f'{name}_s'] / cell[f'{to}_s']:.2f}" if f"{name}_s" in cell else ""  # noqa: E731
+    kept = cell.get("kept")
+    return (
+        cell["distribution"],
+        f"{cell['elements'] / 1e6:.2f} M",
+        f"{cell['density']:g}",
+        milliseconds("read"),
+        *(ratio(name, "read") for name in ("exact", "mstopk")),
+        ratio("mstopk", "exact"),
+        *(ratio(name, "read") for name in ("dgc", "tensorflow")),
+        milliseconds("add"),
+        ratio("feedback", "add"),
+        milliseconds("zero"),
+        ratio("scatter", "zero"),
+        f"{kept['mstopk']['recall']:.4f}, {kept['mstopk']['norm']:.4f}" if kept else "",
+        f"{kept['exact']['norm']:.4f}" if kept else "",
+    )
+
+
+def plot(cells, path):
+    """Ratios over length, one panel for the library and one for the ops."""
+
+    def draw(axes):
+        for axis, kind in zip(axes, ("library", "ops"), strict=True):
+            for name, to in (("exact", "read"), ("mstopk", "read"), ("feedback", "add"), ("scatter", "zero")):
+                for density, line in zip(DENSITIES, ("o--", "o-"), strict=True):
+                    own = [c for c in cells.values() if (c["kind"], c["density"]) == (kind, density)]
+                    points = sorted((c["elements"], c[f"{name}_s"] / c[f"{to}_s"]) for c in own)
+                    if points:
+                        axis.plot(*zip(*points, strict=True), line, label=f"{name} / {to}, {density:g}", markersize=3)
+            axis.set(title=kind, xlabel="elements", xscale="log", ylim=(0, 6))
+        axes[0].set_ylabel("ratio")
+
+    harness.plot(path, 2, draw)
+
+
+def main():
+    options = parse_arguments()
+    harness.carry_out(options, planned(options), run, show, plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Times the four steps of HiTopKComm, each by leaving out those behind it."""
+
+import statistics
+
+import tensorflow as tf
+
+import tfposeidon as tp
+from benchmarks.workers.exchange import scheme_named, slowest
+from benchmarks.workers.task import Task
+from tfposeidon import runtime
+from tfposeidon.feedback import Feedback, Memory
+from tfposeidon.schemes import pairs, stages
+
+REPEATS = 15
+STEPS = ("reduce-scatter in the node", "selection", "all-gather across nodes", "accumulation, all-gather in the node")
+
+
+def main():
+    task = Task.from_argument()
+    tp.init()
+    for system in task.systems:
+        task.note(system, measured(scheme_named(system), task.elements, runtime.wire()))
+
+
+class Prefixes:
+    """The exchange cut off behind each of its steps.
+
+    Args:
+      scheme: A `HierarchicalTopK`.
+      elements: Of the vector.
+      wire: The collectives.
+    """
+
+    def __init__(self, scheme, elements, wire):
+        self.scheme, self.wire = scheme, wire
+        topology = wire.topology
+        self.node = stages.Shards.even(elements, topology.node, owners=topology.positions)
+        self.count = round(scheme.density * self.node.own(topology.rank))
+        self.feedback = Feedback(select=scheme.select, wire_dtype=scheme.wire_dtype, keep=True, momentum=0.0)
+        self.vector = tf.Variable(tf.random.stateless_normal([elements], [topology.rank, 0]))
+        self.state = [tf.Variable(tf.zeros(slot.shape)) for slot in scheme.slots(elements, topology)]
+
+    def compiled(self):
+        """A function for each step, that makes it and those before it."""
+        functions = (self.scatter, self.select, self.gather, self.everything)
+        label = f"steps.{self.scheme.density}".replace("0.", "0_")
+        return [tf.function(f, autograph=False).get_concrete_function(f"{label}.{f.__name__}") for f in functions]
+
+    def scatter(self, name):
+        return stages.scatter_sum(self.vector.read_value(), self.node, self.wire, f"{name}.scatter", None)
+
+    def select(self, name):
+        memory = Memory(self.state[1].read_value(), None)
+        sent, memory = self.feedback.select_from(self.scatter(name), memory, self.count)
+        self.state[1].assign(memory.residual)
+        return sent
+
+    def gather(self, name):
+        sent = self.select(name)
+        packed = pairs.pack(sent.values, sent.indices, self.scheme.wire_dtype)
+        return self.wire.all_gather(packed, self.wire.topology.across, f"{name}.across")
+
+    def everything(self, name):
+        state = tuple(map(tf.convert_to_tensor, self.state))
+        mean, new = self.scheme.exchange(self.vector.read_value(), state, self.wire, name)
+        for variable, value in zip(self.state, new, strict=True):
+            variable.assign(value)
+        return mean
+
+
+def measured(scheme, elements, wire):
+    """Seconds of the slowest rank for each step: what it adds to those before it."""
+    compiled = Prefixes(scheme, elements, wire).compiled()
+    turns = [[slowest(wire, call) for call in compiled] for _ in range(REPEATS + 2)][2:]
+    until = [statistics.median(seconds) for seconds in zip(*turns, strict=True)]
+    steps = [b - a for a, b in zip([0.0, *until[:-1]], until, strict=True)]
+    return {"steps_s": steps, "step_s": [turn[-1] for turn in turns]}
+
+
+if __name__ == "__main__":
+    main()
