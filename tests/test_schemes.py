@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests import contract
-from tests.in_process import Cluster
+from tests.in_process import Cluster, InProcessWire
 from tfposeidon import schemes
 from tfposeidon.topology import Topology
 
+SPARSE = (schemes.HierarchicalTopK, schemes.TopKAllGather)
 LAYOUTS = {
     "1": ((0,),),
     "1x2": ((0, 1),),
@@ -72,7 +74,7 @@ def test_sixteen_bits_halve_the_bytes():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", [schemes.HierarchicalTopK, schemes.TopKAllGather])
+@pytest.mark.parametrize("kind", SPARSE)
 def test_conservation(kind, options, density, layout):
     scheme = kind(density=density, **options)
     cluster = Cluster(LAYOUTS[layout])
@@ -85,8 +87,6 @@ def test_conservation(kind, options, density, layout):
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_non_finite_input_reaches_every_rank(scheme, poison):
     def exchange(wire):
-        import tensorflow as tf
-
         vector = np.ones(9, np.float32)
         vector[4] = poison if wire.topology.rank == 1 else 1.0
         made = contract.SCHEMES[scheme][0]
@@ -96,6 +96,98 @@ def test_non_finite_input_reaches_every_rank(scheme, poison):
 
     for finite in Cluster(((0, 1), (2, 3))).run(exchange):
         np.testing.assert_array_equal(finite, np.arange(9) != 4)
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"density": 0}, r"`density` must be in \(0, 1\]. Received: density=0. Use AllReduce\(\)"),
+        ({"density": 1.5}, r"`density` must be in \(0, 1\]. Received: density=1.5"),
+        ({"density": float("nan")}, r"`density` must be in \(0, 1\]. Received: density=nan"),
+        ({"select": "sort"}, r"must be one of .*Received: 'sort'"),
+        ({"wire_dtype": "int8"}, r"`wire_dtype` must be None or .*Received: wire_dtype='int8'"),
+        ({"momentum": 1.0}, r"`momentum` must be in \[0, 1\). Received: momentum=1.0"),
+        ({"momentum": 0.9, "error_feedback": False}, r"Momentum correction needs error feedback"),
+        ({"warmup_steps": -1}, r"`warmup_steps` must not be negative. Received: warmup_steps=-1"),
+        ({"min_elements": -1}, r"`min_elements` must not be negative. Received: min_elements=-1"),
+    ],
+)
+def test_bad_input_to_sparse_schemes(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**options)
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_state_of_another_layout_is_refused(kind):
+    scheme = kind()
+    state = contract.fresh_state(scheme, 101, Topology(0, LAYOUTS["2x2"]))
+    wrong = (state[0], state[1][:-1])
+    wire = InProcessWire(Cluster(LAYOUTS["1"]), 0)
+    with pytest.raises(ValueError, match=r"must be that of this rank's shard, .*Received: shapes .*another layout"):
+        scheme.exchange(tf.zeros([101]), wrong, wire, "x")
+
+
+def test_more_elements_than_indices_are_refused():
+    with pytest.raises(ValueError, match=r"int32, for up to 2\^31 elements a bucket. Received: 2147483649"):
+        schemes.TopKAllGather().slots(2**31 + 1, Topology(0, LAYOUTS["2x2"]))
+
+
+def test_hierarchical_top_k_sends_what_its_docstring_says():
+    """Shi et al. 2021, Eq. 7, 9 and 10, with indices."""
+    m, n, d = 16, 8, 16 * 8 * 10_000
+    topology = Topology.regular(5, m * n, n)
+    cost = schemes.HierarchicalTopK(density=0.01).cost(d, 4, topology)
+    k = 0.01 * d / n
+    assert cost.cross_bytes == 8 * (m - 1) * k
+    assert cost.node_bytes == 4 * (n - 1) * d / n + 8 * (n - 1) * m * k
+    halves = schemes.HierarchicalTopK(density=0.01, wire_dtype="bfloat16").cost(d, 4, topology)
+    assert halves.cross_bytes == 6 * (m - 1) * k
+    # More pairs than values: the sums of the shards are gathered.
+    cost = schemes.HierarchicalTopK(density=0.04).cost(d, 4, topology)
+    assert cost.node_bytes == 2 * 4 * (n - 1) * d / n
+    flat = schemes.TopKAllGather(density=0.001).cost(d, 4, topology)
+    assert flat.bytes == 8 * (m * n - 1) * 0.001 * d
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_what_is_no_saving_goes_densely_and_the_plan_says_so(kind):
+    topology = Topology(0, LAYOUTS["2x2"])
+    dense = kind(density=0.6)
+    assert "more bytes in pairs than all values: sent densely" in dense.note(5000, topology)
+    assert kind(density=0.01).note(5000, topology) == ""
+    assert dense.cost(5000, 4, topology).cross_bytes <= 1.01 * kind(density=0.5).cost(5000, 4, topology).cross_bytes
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_without_error_feedback_the_rest_is_lost(kind):
+    scheme = kind(density=0.1, error_feedback=False, select="exact")
+
+    def exchange(wire):
+        gradient = tf.constant(np.arange(100, dtype="float32") * (wire.topology.rank + 1))
+        mean, state = scheme.exchange(gradient, contract.fresh_state(scheme, 100, wire.topology), wire, "x")
+        assert len(state) == 1
+        return mean.numpy()
+
+    for mean in Cluster(LAYOUTS["2x1"]).run(exchange):
+        np.testing.assert_allclose(mean, np.where(np.arange(100) < 90, 0, 1.5 * np.arange(100)))
+
+
+def test_warm_up_ends_at_the_density():
+    scheme = schemes.TopKAllGather(density=0.01, warmup_steps=4, select="exact")
+    state = contract.fresh_state(scheme, 1000, Topology(0, LAYOUTS["2x1"]))
+
+    def exchange(wire):
+        nonzero, own = [], state
+        for step in range(6):
+            gradient = np.random.default_rng([step, 0]).normal(size=1000).astype("float32")
+            mean, own = scheme.exchange(tf.constant(gradient), own, wire, f"x.{step}")
+            nonzero.append(np.count_nonzero(mean))
+        return nonzero
+
+    for nonzero in Cluster(LAYOUTS["2x1"]).run(exchange):
+        # Both ranks have the same gradients: at densities 1, 0.32, 0.1, 0.03, 0.01, 0.01.
+        assert nonzero == [1000, 316, 100, 32, 10, 10]
 
 
 @pytest.mark.parametrize("scheme", [schemes.AllReduce, schemes.AllToAll, schemes.Torus2D])
