@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling                 # short: one model on 2 x 2 ranks, one speed
     python -m benchmarks.scaling --full          # results page: two models, 4 and 8 ranks, three speeds
-    python -m benchmarks.scaling --models resnet152 --layouts 4x4 --gbits 25 --systems allreduce 2dtar
+    python -m benchmarks.scaling --models resnet152 --layouts 4x4 --gbits 25 --systems allreduce 2dtar hitopk:0.001
 
 Compute takes the papers' times, dilated (everything is D times slower, links too), and where a model would not
 fit into memory it is shrunk by f, and links by f squared. Bandwidths are named as they would be on the real cluster.
@@ -24,7 +24,7 @@ PEERS = ("horovod", "horovod-fp16", "ddp", "ddp-fp16", "ddp-powersgd", "mirrored
 # PowerSGD sends everything in its first two steps.
 WARM_UP = {"keras_fit": 2, "ddp": 3, "mirrored": 2}
 DILATION = 4.0
-SHRINK = {"resnet50": 2, "vgg19": 4, "vgg19_22k": 8, "transformer_110m": 4, "resnet152": 2}
+SHRINK = {"resnet50": 2, "resnet50_96": 2, "vgg19": 4, "vgg19_22k": 8, "transformer_110m": 4, "resnet152": 2}
 SHORT = {"models": ["resnet50"], "layouts": ["2x2"], "gbits": [10.0]}
 FULL = {"models": ["vgg19", "resnet50"], "layouts": ["2x2", "4x2"], "gbits": [25.0, 10.0, 4.0]}
 

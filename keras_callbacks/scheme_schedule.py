@@ -55,8 +55,7 @@ class SchemeSchedule(keras.callbacks.Callback):
         if wanted == self.model.optimizer.policy:
             return
         runtime.say("tfposeidon: epoch %d goes by %s.", epoch, wanted)
-        if self.model.optimizer.rank_variables and epoch > 0:
-            self.model.optimizer.flush()
+        if self.model.optimizer.flush():
             self._next = wanted
         else:
             self._change(wanted)

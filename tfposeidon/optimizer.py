@@ -277,10 +277,16 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         """What decides which variable goes by which scheme."""
         return self._policy
 
-    def flush(self) -> None:
-        """Makes the next steps send all that schemes have kept, so that nothing is lost when they change."""
-        for exchanger in self._exchange.exchangers.values():
+    def flush(self) -> bool:
+        """Makes the next steps send all that schemes have kept, so that nothing is lost when they change.
+
+        Returns:
+          Whether there are schemes that keep anything.
+        """
+        exchangers = self._exchange.exchangers.values()
+        for exchanger in exchangers:
             exchanger.flush()
+        return any(any(exchanger.states) for exchanger in exchangers)
 
     def change_scheme(self, scheme: Any) -> None:
         """Exchanges by another scheme from the next traced step on; what was kept for the old one is dropped.

@@ -240,6 +240,55 @@ void check_scatter_add(const Case& c, const Engine& engine, const std::string& a
   expect(outside == place, "finds the index that is outside", about);
 }
 
+// Zeros but for a few, without the memory that so many elements would take.
+class MostlyZero : public Source {
+ public:
+  explicit MostlyZero(std::vector<int64_t> places) : places_(std::move(places)) {}
+
+  const float* block(int64_t begin, int64_t n) const override {
+    thread_local Floats own(kBlock + 2 * kWide, 0.0f);
+    std::fill(own.begin(), own.end(), 0.0f);
+    fill(begin, n, own.data());
+    return own.data();
+  }
+
+  void line(int64_t begin, float* out) const override {
+    std::fill_n(out, kLine, 0.0f);
+    fill(begin, kLine, out);
+  }
+
+  void prefetch(int64_t) const override {}
+
+  static float value(int64_t place) { return static_cast<float>(1 + place % 7); }
+
+ private:
+  static constexpr int64_t kWide = 1024;
+
+  void fill(int64_t begin, int64_t n, float* out) const {
+    for (int64_t place : places_) {
+      if (begin <= place && place < begin + n) out[place - begin] = value(place);
+    }
+  }
+
+  std::vector<int64_t> places_;
+};
+
+void check_past_int32() {
+  const int64_t n = (int64_t{1} << 31) + 12'345;
+  const std::vector<int64_t> places = {0, 77, (int64_t{1} << 31) - 1, int64_t{1} << 31, n - 1};
+  const MostlyZero source(places);
+  const Threads threads(2);
+  Workspace workspace;
+  const Engine engine{best_passes(), threads, workspace};
+  std::vector<int64_t> indices(places.size());
+  Floats values(places.size());
+  exact_top_k(source, n, static_cast<int64_t>(places.size()), engine, indices.data(), values.data());
+  expect(indices == places, "indices past 2^31", "int64");
+  for (size_t i = 0; i < places.size(); ++i) {
+    expect(values[i] == MostlyZero::value(places[i]), "values past 2^31", "int64");
+  }
+}
+
 // --------------------------------------------------------------- 16-bit values
 
 bool same(float a, float b) { return bits_of(a) == bits_of(b) || (std::isnan(a) && std::isnan(b)); }
@@ -337,6 +386,7 @@ void run(int cases) {
     check_bfloat16(passes);
     check_sums(passes);
   }
+  check_past_int32();
   const Serial serial;
   const Threads threads(3);
   const std::vector<const Parallel*> parallels = {&serial, &threads};

@@ -302,7 +302,9 @@ def _models() -> Iterator[Model]:
     yield inception
     yield _model("vgg19", _vgg19(1000), 256, 560, f"{COMMLIB} (Poseidon: batch 32, 38.5/s)")
     yield _model("vgg19_22k", _vgg19(21_841), 32, 34.8, f"{POSEIDON}, TensorFlow unmodified (34.5 under Poseidon)")
-    yield _model("resnet50", _resnet(3, 4, 6, 3), 256, 1150, f"{COMMLIB}, 224 x 224")
+    resnet50 = _model("resnet50", _resnet(3, 4, 6, 3), 256, 1150, f"{COMMLIB}, 224 x 224")
+    yield resnet50
+    yield replace(resnet50, name="resnet50_96", throughput=4400, source=f"{COMMLIB}, Table 4, 96 x 96")
     source = "Not published: inception_v3's throughput scaled by FLOPs; batch of Poseidon, section 5.1"
     resnet152 = _model("resnet152", _resnet(3, 8, 36, 3), 32, inception.throughput, source)
     yield replace(resnet152, throughput=inception.throughput * inception.flops / resnet152.flops)

@@ -16,7 +16,8 @@ constexpr int64_t kSmallest = 4096;
 int64_t sample_size(int64_t n, int64_t k) {
   const double kept = std::clamp(0.35 * std::pow(static_cast<double>(k), 0.6), 24.0, 400.0);
   const double size = kept * static_cast<double>(n) / static_cast<double>(k);
-  return std::clamp<int64_t>(static_cast<int64_t>(size), kSmallest, n / 8);
+  // For very small k a part of this is enough: what passes the threshold is little anyhow.
+  return std::clamp<int64_t>(static_cast<int64_t>(size), kSmallest, std::max<int64_t>(n / 128, 1 << 12));
 }
 
 // Cache lines at even distances, each moved by chance within its own: strided data must not fool it.
