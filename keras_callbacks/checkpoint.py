@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_callbacks.model_state import replicated_variables
 from tfposeidon import replicas, runtime
 from tfposeidon.agreement import as_json, first_difference
-from tfposeidon.pass_over import PassOver, is_passing_over
+from tfposeidon.pass_over import PassOver, is_passing_over, retrace
 from tfposeidon.rank_state import Piece, redistributed
 from tfposeidon.snapshots import Snapshot, SnapshotError, Snapshots, listed, numbered
 
@@ -147,11 +147,11 @@ class Checkpoint(keras.callbacks.Callback):
         saved = keras.saving.deserialize_keras_object(snapshot.meta["scheme"])
         if saved != self.model.optimizer.policy:
             self.model.optimizer.change_scheme(saved)
-            self.model.make_train_function(force=True)
+            retrace(self.model)
 
     def _redistributed(self, snapshot: Snapshot) -> list[np.ndarray]:
         """State whose sum over ranks counts: this rank's own, or its part of the sum on another layout."""
-        if list(snapshot.own) == [runtime.rank()]:
+        if tuple(map(tuple, snapshot.meta["nodes"])) == runtime.wire().topology.nodes:
             return listed(snapshot.own[runtime.rank()], "sum")
         saved = [list(zip(_saved_pieces(own), listed(own, "sum"), strict=True)) for own in snapshot.own.values()]
         try:

@@ -9,22 +9,24 @@ import keras
 
 from tfposeidon import policies, runtime
 from tfposeidon.optimizer import DistributedOptimizer
-from tfposeidon.pass_over import is_passing_over
+from tfposeidon.pass_over import is_passing_over, retrace
 
 
 class SchemeSchedule(keras.callbacks.Callback):
     """Uses one scheme from one epoch on, another from another: sparse first, say, then the 2D torus.
 
-    Nothing is lost: the first batches of an epoch that begins with a change (as many as
-    `steps_per_execution`) still go by the old scheme, which sends densely all that it has kept. Then the
-    step is traced anew. Put it before `Checkpoint`: a resumed run goes on with the scheme it was in.
+    No residual is lost: the first batches of an epoch that begins with a change (until one of them has
+    counted; the whole epoch where ranks end it with the first that is out of data) still go by the old scheme, which
+    sends densely all that it has kept. Then the step is traced anew. Velocities of momentum correction
+    start anew. Put it before `Checkpoint`: a resumed run goes on with the scheme it was in.
 
     Args:
       schedule: Epoch -> scheme, as `DistributedOptimizer` takes it; it must begin at epoch 0.
 
     Raises:
-      ValueError: If the schedule is empty, does not begin at 0, or has an unknown scheme; in `fit`, if the
-        model's optimizer is no DistributedOptimizer.
+      ValueError: If the schedule is empty, does not begin at 0, has an unknown scheme, or some schemes with
+        momentum correction and some without; in `fit`, if the model's optimizer is no DistributedOptimizer, or
+        `Checkpoint` comes before this.
 
     Source: Shi et al. 2021 (CommLib), section 5.6: MSTopK at the lower resolutions, then 2D torus.
 
@@ -39,7 +41,14 @@ class SchemeSchedule(keras.callbacks.Callback):
             raise ValueError(
                 f"`schedule` must say by which scheme epoch 0 goes. Received: epochs {list(self.schedule)}"
             )
+        corrected = {isinstance(p, policies.Uniform) and p.scheme.corrects_momentum for p in self.schedule.values()}
+        if len(corrected) > 1:
+            raise ValueError(
+                "Momentum must be either the schemes' or the optimizer's, all the time. Received: a schedule in which "
+                "some schemes correct momentum and others do not. Leave momentum to the optimizer."
+            )
         self._next: policies.Policy | None = None
+        self._passing_over = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         optimizer = self.model.optimizer
@@ -48,23 +57,30 @@ class SchemeSchedule(keras.callbacks.Callback):
                 f"SchemeSchedule needs a DistributedOptimizer. Received: {type(optimizer).__name__}. "
                 "Compile the model with tp.DistributedOptimizer(...)."
             )
+        if getattr(self.model, "_initial_epoch", None) is not None:
+            raise ValueError("SchemeSchedule must come before Checkpoint in the list of callbacks. Received: after it.")
         optimizer.restores_scheme = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._change_if_flushed()
         wanted = self.schedule[max(start for start in self.schedule if start <= epoch)]
         if wanted == self.model.optimizer.policy:
             return
         runtime.say("tfposeidon: epoch %d goes by %s.", epoch, wanted)
-        if self.model.optimizer.flush():
-            self._next = wanted
-        else:
-            self._change(wanted)
+        self._next = wanted
+        if not self.model.optimizer.flush():
+            self._change_if_flushed()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._passing_over = is_passing_over(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._next is not None and not is_passing_over(self.model):
-            self._change(self._next)
-            self._next = None
+        # Ranks that end an epoch together need the exchange that they know until its end.
+        if not self._passing_over and not self.model.optimizer.ends_with_first_rank:
+            self._change_if_flushed()
 
-    def _change(self, policy: policies.Policy) -> None:
-        self.model.optimizer.change_scheme(policy)
-        self.model.make_train_function(force=True)
+    def _change_if_flushed(self) -> None:
+        if self._next is not None and self.model.optimizer.has_flushed:
+            self.model.optimizer.change_scheme(self._next)
+            retrace(self.model)
+            self._next = None

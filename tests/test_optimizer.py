@@ -37,6 +37,15 @@ def test_one_rank_trains_as_keras_does(options):
     assert "one rank: nothing is sent" in str(ours.optimizer.plan)
 
 
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}])
+def test_one_rank_keeps_the_momentum_of_sparse_schemes(options):
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.1, 0.03])
+    plain = _trained(SGD(schedule, momentum=0.9), **options)
+    ours = _trained(tp.DistributedOptimizer(SGD(schedule), schemes.HierarchicalTopK(momentum=0.9)), **options)
+    for a, b in zip(plain.get_weights(), ours.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
 def test_accumulation_equals_keras():
     plain = _trained(SGD(0.1, momentum=0.9, gradient_accumulation_steps=2))
     ours = _trained(tp.DistributedOptimizer(SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)))
@@ -240,6 +249,13 @@ def test_unknown_variables_are_refused():
         (lambda: keras_callbacks.Checkpoint("x", keep=0), "`keep` must be at least 1"),
         (lambda: keras_callbacks.LearningRateWarmup(0.1, warmup_epochs=0), "`warmup_epochs` must be above 0"),
         (lambda: keras_callbacks.LearningRateSchedule(-1, 1.0), "must not be negative"),
+        (lambda: keras_callbacks.SchemeSchedule({}), r"by which scheme epoch 0 goes. Received: epochs \[\]"),
+        (lambda: keras_callbacks.SchemeSchedule({1: "asa"}), r"by which scheme epoch 0 goes. Received: epochs \[1\]"),
+        (lambda: keras_callbacks.SchemeSchedule({0: "gossip"}), "`scheme` must be one of"),
+        (
+            lambda: keras_callbacks.SchemeSchedule({0: schemes.HierarchicalTopK(momentum=0.9), 9: "2dtar"}),
+            "Momentum must be either the schemes' or the optimizer's",
+        ),
     ],
 )
 def test_callbacks_refuse_bad_input(make, message):
@@ -253,6 +269,18 @@ def test_callbacks_refuse_a_rate_they_cannot_set():
     model.compile(optimizer=tp.DistributedOptimizer(SGD(schedule)), loss=models.LOSS)
     with pytest.raises(ValueError, match="can only set a plain learning rate"):
         model.fit(*models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.LearningRateWarmup(0.1)])
+
+
+def test_a_schedule_of_schemes_needs_our_optimizer_and_comes_first():
+    schedule = keras_callbacks.SchemeSchedule({0: "asa"})
+    model = models.mlp()
+    model.compile(optimizer=SGD(), loss=models.LOSS)
+    with pytest.raises(ValueError, match=r"needs a DistributedOptimizer. Received: SGD"):
+        model.fit(*models.mlp.data(8), verbose=0, callbacks=[schedule])
+    model.compile(optimizer=tp.DistributedOptimizer(SGD()), loss=models.LOSS)
+    restored = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: setattr(model, "_initial_epoch", 1))
+    with pytest.raises(ValueError, match=r"must come before Checkpoint"):
+        model.fit(*models.mlp.data(8), verbose=0, callbacks=[restored, schedule])
 
 
 def test_rules_choose_by_path():

@@ -154,4 +154,7 @@ def _choice(policy: Policy, description: Description, topology: Topology) -> Cho
     choice = policy.choose(description, topology)
     if description.length >= choice.scheme.min_length:
         return choice
-    return Choice(AllReduce(), f"fewer than {choice.scheme.min_length} elements for {choice.scheme.name}")
+    return Choice(
+        choice.scheme.for_small or AllReduce(),
+        f"fewer than {choice.scheme.min_length} elements for {choice.scheme.name}",
+    )

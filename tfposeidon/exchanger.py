@@ -130,8 +130,14 @@ class Exchanger:
             else:
                 yield Piece(name=f"bucket_{index}_{slot.name}")
 
+    @property
+    def has_flushed(self) -> bool:
+        """Whether all that schemes had kept was sent since `flush`."""
+        pairs = zip(self.plan.buckets, self.states, strict=True)
+        return all(bucket.scheme.has_flushed(tuple(map(tf.convert_to_tensor, state))) for bucket, state in pairs)
+
     def flush(self) -> None:
-        """Makes the next exchanges send all that schemes have kept."""
+        """Makes all exchanges from now on send everything, what schemes have kept included."""
         for bucket, variables in zip(self.plan.buckets, self.states, strict=True):
             state = bucket.scheme.flushing(tuple(tf.convert_to_tensor(variable) for variable in variables))
             for variable, value in zip(variables, state, strict=True):

@@ -26,7 +26,7 @@ class Memory(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The selected elements: `[k]` float32, rounded to the wire's type, and `[k]` int32, ascending."""
+    """The selected elements: `[k]` float32, with a residual rounded to the wire's type, and `[k]` int32, ascending."""
 
     values: tf.Tensor
     indices: tf.Tensor
@@ -61,21 +61,24 @@ class Feedback:
                 f"Momentum correction needs error feedback. Received: momentum={self.momentum}, error_feedback=False."
             )
 
-    def select_from(self, gradient: tf.Tensor, memory: Memory, k: int | tf.Tensor) -> tuple[Sent, Memory]:
+    def select_from(
+        self, gradient: tf.Tensor, memory: Memory, k: int | tf.Tensor, seed: tf.Tensor | int = 0
+    ) -> tuple[Sent, Memory]:
         """Selects `k` elements of what has been kept and `gradient`.
 
         Args:
           gradient: `[n]` float32.
           memory: Of this rank.
           k: 0 to n.
+          seed: Of MSTopK's window.
 
         Returns:
           What is sent and the new memory; `scatter(values) + new residual = residual + gradient`, with the
           velocity in place of the gradient if there is one.
         """
         if memory.residual is None:
-            return Sent(*ops.top_k(gradient, k, self.select)), memory
-        options: dict[str, Any] = {"method": self.select, "wire_dtype": self.wire_dtype}
+            return Sent(*ops.top_k(gradient, k, self.select, seed=seed)), memory
+        options: dict[str, Any] = {"method": self.select, "wire_dtype": self.wire_dtype, "seed": seed}
         if memory.velocity is None:
             values, indices, residual = ops.error_feedback_top_k(memory.residual, gradient, k, **options)
             return Sent(values, indices), Memory(residual, None)

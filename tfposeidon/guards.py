@@ -85,6 +85,8 @@ def sparsity_advice(plan: Plan, inner: Any) -> str:
             f"{type(optimizer).__name__} is not linear in the gradient: what {sparse[0].name} has not sent yet, it "
             "takes for zeros; SGD, or a dense scheme, fits better"
         )
+    if len({bucket.scheme.corrects_momentum for bucket in plan.buckets}) > 1:
+        return "momentum is corrected for some variables only; the others have none, as the optimizer's must be 0"
     if optimizer.momentum:
         return (
             f"momentum after {sparse[0].name} acts on what is sent late: better SGD(momentum=0.0) with "

@@ -216,4 +216,8 @@ def _float32(name: str, tensor: Any) -> tf.Tensor:
 
 
 def _scalar(value: Any) -> tf.Tensor:
+    value = tf.convert_to_tensor(value)
+    if not value.dtype.is_integer:
+        shown = value.numpy() if hasattr(value, "numpy") else value.dtype.name
+        raise ValueError(f"`k` and `seed` must be whole numbers. Received: {shown}")
     return tf.cast(value, tf.int64)

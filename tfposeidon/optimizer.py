@@ -31,7 +31,7 @@ class _Exchange:
         self.exchangers: dict[tuple[str, ...], Exchanger] = {}
         self.notes: list[str] = []
         self.accumulation: Accumulation | None = None
-        self.update_rate: UpdateRate | None = None
+        self.update_rates: dict[tuple[str, ...], UpdateRate] = {}
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
@@ -153,7 +153,8 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         if not plans:
             plans = [self._exchanger(self._trainable_variables).plan]
         buckets = tuple(itertools.chain(*(plan.buckets for plan in plans)))
-        return dataclasses.replace(plans[0], buckets=buckets, notes=(*plans[0].notes, *self._exchange.notes))
+        notes = dict.fromkeys([*itertools.chain(*(plan.notes for plan in plans)), *self._exchange.notes])
+        return dataclasses.replace(plans[0], buckets=buckets, notes=tuple(notes))
 
     def get_config(self) -> dict[str, Any]:
         """Everything that the constructor takes, for saving with the model."""
@@ -208,7 +209,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         count = self._sample_count if sample_count is None else sample_count
         if self.ends_with_first_rank:
             self._calls.assign_add(1)
-        if runtime.size() > 1:
+        if self._exchanges(variables):
             guards.check_graph()
             self._agree_once(grads, variables, count)
         if self._exchange.accumulation is None:
@@ -278,7 +279,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         return self._policy
 
     def flush(self) -> bool:
-        """Makes the next steps send all that schemes have kept, so that nothing is lost when they change.
+        """Makes all steps from now on send everything, what schemes have kept included: before they change.
 
         Returns:
           Whether there are schemes that keep anything.
@@ -287,6 +288,11 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         for exchanger in exchangers:
             exchanger.flush()
         return any(any(exchanger.states) for exchanger in exchangers)
+
+    @property
+    def has_flushed(self) -> bool:
+        """Whether a step that counted has sent everything since `flush`; the same on all ranks."""
+        return all(exchanger.has_flushed for exchanger in self._exchange.exchangers.values())
 
     def change_scheme(self, scheme: Any) -> None:
         """Exchanges by another scheme from the next traced step on; what was kept for the old one is dropped.
@@ -298,6 +304,8 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         self._policy = policies.parse(scheme)
         self._exchange.exchangers.clear()
+        self._exchange.update_rates.clear()
+        self._exchange.notes.clear()
 
     @property
     def exposed_s(self) -> float:
@@ -332,7 +340,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             self._exchange.accumulation.reset()
 
     def _update(self, grads: list[Any], variables: list[Any], count: Any) -> None:
-        if runtime.size() == 1:
+        if not self._exchanges(variables):
             rows = [gradient.merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
             self.inner_optimizer.apply(rows, variables)
             return
@@ -340,13 +348,14 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         presence = exchanger.presence(count) if count is not None else None
         ready = _time_after(grads)
         weight = presence.weight if presence else None
-        rate = self._update_rate.now(self.inner_optimizer) if any(exchanger.states) else None
-        rescale = None if rate is None else self._update_rate.rescale(rate)
+        update_rate = self._update_rate(variables)
+        rate = update_rate.now(self.inner_optimizer) if any(exchanger.states) else None
+        rescale = None if rate is None else update_rate.rescale(rate)
         means, states = exchanger.exchange(grads, weight, rescale)
         self._exposed_s.assign_add(_time_after(means) - ready)
         pairs = list(zip(itertools.chain(*exchanger.states), itertools.chain(*states), strict=True))
         if rate is not None:
-            pairs.append((self._update_rate.variable, rate))
+            pairs.append((update_rate.variable, rate))
         self._apply_means(means, variables, pairs, presence, rate)
 
     def _apply_means(
@@ -394,6 +403,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             plan = coordinator.plan(descriptions, self._policy, wire.topology, self._bucket_bytes, notes)
             guards.check_momentum(plan, self.inner_optimizer)
             exchangers[key] = Exchanger(plan, wire)
+            self._exchange.update_rates[key] = UpdateRate()
         return exchangers[key]
 
     def _take_notes(self, grads: list[Any], variables: list[Any], count: Any) -> None:
@@ -421,17 +431,18 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             for i, (variable, holders) in enumerate(zip(accumulated, parts, strict=True))
         ]
         kept: list[tuple[Any, Piece]] = []
-        for exchanger in self._exchange.exchangers.values():
-            kept += zip(itertools.chain(*exchanger.states), exchanger.pieces(), strict=True)
-        if kept:
-            kept.append((self._update_rate.variable, Piece(name="update_rate")))
+        for number, (key, exchanger) in enumerate(self._exchange.exchangers.items()):
+            if any(exchanger.states):
+                kept += zip(itertools.chain(*exchanger.states), exchanger.pieces(), strict=True)
+                kept.append((self._exchange.update_rates[key].variable, Piece(name=f"update_rate_{number}")))
         return pairs + kept
 
-    @property
-    def _update_rate(self) -> UpdateRate:
-        if self._exchange.update_rate is None:
-            self._exchange.update_rate = UpdateRate()
-        return self._exchange.update_rate
+    def _exchanges(self, variables: list[Any]) -> bool:
+        """On one rank nothing is sent, but schemes may keep something, such as velocity."""
+        return runtime.size() > 1 or any(self._exchanger(variables).states)
+
+    def _update_rate(self, variables: list[Any]) -> UpdateRate:
+        return self._exchange.update_rates[tuple(self._var_key(v) for v in variables)]
 
     def _note(self, text: str) -> None:
         if text not in self._exchange.notes:

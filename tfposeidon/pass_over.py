@@ -31,6 +31,14 @@ class PassOver:
         return {}
 
 
+def retrace(model: keras.Model) -> None:
+    """Makes the train function anew; batches that are to be passed over still are."""
+    passing = model.train_function if isinstance(model.train_function, PassOver) else None
+    model.make_train_function(force=True)
+    if passing is not None:
+        passing.train, model.train_function = model.train_function, passing
+
+
 def is_passing_over(model: keras.Model) -> bool:
     """True while batches of a resumed epoch are read without training on them."""
     return isinstance(model.train_function, PassOver) and model.train_function.left > 0

@@ -38,7 +38,7 @@ void expect(bool truth, const char* what, const std::string& about) {
 }
 
 constexpr const char* kKinds[] = {"normal", "mostly zero", "ties",  "zero",      "constant",
-                                  "rising", "falling",     "heavy", "non-finite"};
+                                  "rising", "falling",     "heavy", "huge",     "non-finite"};
 
 Floats draw(int64_t n, const std::string& kind) {
   Floats x(n);
@@ -51,6 +51,7 @@ Floats draw(int64_t n, const std::string& kind) {
     if (kind == "rising") v = static_cast<double>(i);
     if (kind == "falling") v = static_cast<double>(n - i);
     if (kind == "heavy") v *= std::exp(5 * normal());
+    if (kind == "huge") v = std::copysign(std::min(3.4e38, 1e38 * std::fabs(v)), v);
     x[i] = static_cast<float>(v);
   }
   if (kind == "non-finite" && n > 0) {
@@ -86,12 +87,10 @@ float mean_magnitude(const Floats& x) {
 // Algorithm 1, line by line, with the corrections that top_k.h names.
 Indices literal_ms_top_k(const Floats& x, int64_t k, int steps, uint64_t seed) {
   const int64_t n = static_cast<int64_t>(x.size());
-  float u = 0;
-  for (float v : x) {
-    if (!std::isfinite(v)) return exact(x, k);
-    u = std::max(u, std::fabs(v));
-  }
   const float mean = mean_magnitude(x);
+  if (!std::isfinite(mean)) return exact(x, k);
+  float u = 0;
+  for (float v : x) u = std::max(u, std::fabs(v));
   float l = 0, r = 1, thres1 = 0, thres2 = 0;
   int64_t k1 = 0, k2 = n;
   for (int i = 0; i < steps; ++i) {
@@ -277,9 +276,9 @@ void check_past_int32() {
   const int64_t n = (int64_t{1} << 31) + 12'345;
   const std::vector<int64_t> places = {0, 77, (int64_t{1} << 31) - 1, int64_t{1} << 31, n - 1};
   const MostlyZero source(places);
-  const Threads threads(2);
+  const Serial serial;  // Which has to make two parts.
   Workspace workspace;
-  const Engine engine{best_passes(), threads, workspace};
+  const Engine engine{best_passes(), serial, workspace};
   std::vector<int64_t> indices(places.size());
   Floats values(places.size());
   exact_top_k(source, n, static_cast<int64_t>(places.size()), engine, indices.data(), values.data());

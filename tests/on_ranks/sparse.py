@@ -13,7 +13,7 @@ from tests.on_ranks import models
 from tests.on_ranks.callbacks import check_resumes_everywhere
 from tests.on_ranks.checks import LogLines, Raises
 from tests.on_ranks.models import same_on_all_ranks
-from tests.on_ranks.training import sgd
+from tests.on_ranks.training import BATCH, STEPS, check_equal, sgd, train_alone, train_together
 from tests.on_ranks.wait_free import check_independent, traced
 from tfposeidon.schemes import HierarchicalTopK, TopKAllGather
 
@@ -116,11 +116,11 @@ def case_a_schedule_of_schemes_loses_nothing(wire):
     """A loss that is linear in the weights: their end says which gradients were applied."""
     x = np.random.default_rng(wire.topology.rank).normal(size=(24, 500)).astype("float32")
     everybody = [np.random.default_rng(rank).normal(size=(24, 500)) for rank in range(wire.topology.size)]
-    for steps_per_execution in (1, 2):
+    for steps_per_execution, accumulated in ((1, None), (2, None), (1, 3)):
         model = keras.Sequential([keras.Input((500,)), keras.layers.Dense(1, use_bias=False)])
         start = model.get_weights()[0]
         model.compile(
-            optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+            optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulated)),
             loss=lambda _, predicted: tf.reduce_mean(predicted),
             steps_per_execution=steps_per_execution,
         )
@@ -130,9 +130,21 @@ def case_a_schedule_of_schemes_loses_nothing(wire):
             model.fit(x, np.zeros(24), batch_size=4, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
         assert wire.topology.rank or any("epoch 3 goes by" in line for line in lines), lines
         assert model.optimizer.plan.buckets[0].scheme == tp.schemes.Torus2D()
-        assert model.optimizer.rank_variables == []
-        expected = start - 0.1 * 4 * 6 * np.mean(everybody, axis=(0, 1))[:, None]
+        assert len(model.optimizer.rank_variables) == (2 if accumulated else 0)
+        expected = start - 0.1 * 4 * 6 / (accumulated or 1) * np.mean(everybody, axis=(0, 1))[:, None]
         np.testing.assert_allclose(model.get_weights()[0], expected, atol=1e-4)
+
+
+def case_momentum_correction_at_density_1_is_momentum(wire):
+    """Also of small variables, and through a change of the rate."""
+    data = models.mlp.data(STEPS * BATCH)
+    start = models.mlp()
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([4], [0.05, 0.02])
+    reference = train_alone(models.copy(models.mlp, start), data, keras.optimizers.SGD(schedule, momentum=0.9))
+    for scheme in (HierarchicalTopK(momentum=0.9, density=1.0), HierarchicalTopK(momentum=0.9, min_elements=10**6)):
+        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(schedule), scheme=scheme)
+        weights = train_together(models.copy(models.mlp, start), data, optimizer, wire)
+        check_equal(weights, reference)
 
 
 def case_small_variables_go_densely(wire):

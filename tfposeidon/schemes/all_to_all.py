@@ -21,7 +21,7 @@ class AllToAll(Scheme):
 
     Args:
       wire_dtype: `None` for the gradient's own dtype, or `"float16"` or `"bfloat16"`: half the bytes,
-        still summed in the gradient's dtype. float16 ends at 65504; beyond it values become infinite.
+        summed in float32. float16 ends at 65504; beyond it values become infinite.
 
     Raises:
       ValueError: If `wire_dtype` is anything else.

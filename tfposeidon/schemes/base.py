@@ -58,6 +58,11 @@ class Scheme(Configured, ABC):
         return 0
 
     @property
+    def for_small(self) -> Scheme | None:
+        """What sends variables with fewer than `min_length` elements, if not `AllReduce`."""
+        return None
+
+    @property
     def corrects_momentum(self) -> bool:
         """True if it accumulates velocity itself, so that the optimizer must not."""
         return False
@@ -75,8 +80,12 @@ class Scheme(Configured, ABC):
         return state
 
     def flushing(self, state: State) -> State:
-        """State with which the next exchanges send all that there is, so that nothing is left."""
+        """State with which all exchanges from now on send all that there is, so that nothing is left."""
         return state
+
+    def has_flushed(self, state: State) -> bool:
+        """Whether an exchange that counted has sent everything since `flushing`."""
+        return True
 
     @abstractmethod
     def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:

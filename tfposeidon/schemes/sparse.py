@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,8 +19,8 @@ from tfposeidon.topology import Group, Topology
 from tfposeidon.wire import Wire
 
 MAX_LENGTH = 2**31
-FLUSHING = -1.0
-"""In place of the number of steps so far: everything is to be sent."""
+FLUSHING, FLUSHED = -1.0, -2.0
+"""In place of the number of steps so far: everything is to be sent, and everything was and is."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class SparseScheme(Scheme):
       density: Share of elements that each node sends, in (0, 1].
       select: `"mstopk"`, `"exact"` or `"dgc"`: see `tfposeidon.ops.top_k`.
       wire_dtype: Of values on the wire: `None`, `"float16"` or `"bfloat16"`. Rounding errors join the residual.
+        float16 ends at 65504, and what is sent are sums over a node, not means; bfloat16 has no such end.
       error_feedback: Whether there is a residual. Without one, what is not sent is lost.
       momentum: Of momentum correction (Lin et al. 2018, section 3); the optimizer's own must then be 0.
       warmup_steps: Over so many steps the density falls exponentially from 1 to `density`.
@@ -90,6 +91,11 @@ class SparseScheme(Scheme):
     def min_length(self) -> int:
         return self.min_elements
 
+    @property
+    def for_small(self) -> Scheme | None:
+        # The optimizer's momentum is 0, so it is kept here, too.
+        return replace(self, density=1.0, min_elements=0) if self.corrects_momentum else None
+
     @abstractmethod
     def _seen(self, topology: Topology) -> Topology:
         """The topology that the stages are laid out on."""
@@ -110,6 +116,9 @@ class SparseScheme(Scheme):
         steps, *memory = state
         return (tf.fill(tf.shape(steps), FLUSHING), *memory)
 
+    def has_flushed(self, state: State) -> bool:
+        return float(state[0]) == FLUSHED
+
     # --------------------------------------------------------------- exchange
 
     def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:
@@ -123,14 +132,16 @@ class SparseScheme(Scheme):
             return self._dense_mean(everything, layout, wire, name), new.kept
 
         def sparse() -> tuple[tf.Tensor, State]:
-            sent, new = self._feedback.select_from(shard, memory, self._count(layout.length, steps))
+            sent, new = self._feedback.select_from(
+                shard, memory, self._count(layout.length, steps), self._seed(steps, layout)
+            )
             return self._sparse_mean(sent, layout, steps, wire, name), new.kept
 
         if self._is_dense(layout):
             mean, kept = dense()
         else:
             mean, kept = tf.cond(self._wants_everything(layout, steps), dense, sparse)
-        steps = tf.where(steps < 0.0, steps, steps + 1.0)
+        steps = tf.where(steps < 0.0, FLUSHED, steps + 1.0)
         return tf.cast(mean, gradient.dtype), (steps, *kept)
 
     def _dense_mean(self, everything: tf.Tensor, layout: _Layout, wire: Wire, name: str) -> tf.Tensor:
@@ -227,12 +238,19 @@ class SparseScheme(Scheme):
         if steps is None or not self.warmup_steps:
             return min(length, max(1, round(self.density * length)))
         progress = tf.clip_by_value(steps / self.warmup_steps, 0.0, 1.0)
-        count = tf.cast(tf.round(self.density**progress * length), tf.int32)
+        # In 64 bits: what follows multiplies by nodes and bytes.
+        count = tf.cast(tf.round(self.density**progress * length), tf.int64)
         return tf.clip_by_value(count, min(1, length), length)
 
+    @staticmethod
+    def _seed(steps: tf.Tensor, layout: _Layout) -> tf.Tensor:
+        """Another window of equals at every step and on every rank."""
+        return tf.cast(steps, tf.int64) * 1_000_003 + layout.rank
+
     def _is_dense(self, layout: _Layout) -> bool:
-        """Whether pairs are more bytes than values, at the final density."""
-        return all(bool(self._outweigh(layout, self._count(n), n)) for n in layout.node.lengths)
+        """Whether pairs are more bytes than values, at the final density, or nothing is sent at all."""
+        alone = layout.nodes == 1 and layout.node.group.size == 1
+        return alone or all(bool(self._outweigh(layout, self._count(n), n)) for n in layout.node.lengths)
 
     def _outweigh(self, layout: _Layout, k: Any, length: int) -> Any:
         # Across nodes a dense sum moves each value twice; on one node what is saved is a gather.

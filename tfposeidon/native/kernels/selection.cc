@@ -52,7 +52,7 @@ class SelectionOp : public OpKernel {
                     absl::StrCat("`k` must be in 0 .. n. Received: k=", k, " for a vector of n=", n, " elements.")));
     OP_REQUIRES(context, n - 1 <= std::numeric_limits<Index>::max(),
                 absl::InvalidArgumentError(absl::StrCat(
-                    "int32 indices end at 2^31 - 1. Received: a vector of ", n, " elements. Use index_type int64.")));
+                    "int32 indices end at 2^31 - 1. Received: a vector of ", n, " elements. Their length must be known while tracing, or cut the vector.")));
     Tensor* values = nullptr;
     Tensor* indices = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({k}), &values));

@@ -36,8 +36,12 @@ struct Range {
 // Below this many elements a second thread costs more than it brings.
 constexpr int64_t kElementsPerThread = 1 << 19;
 
+// Places within a part have 32 bits.
+constexpr int64_t kLargestPart = int64_t{1} << 31;
+
 inline int parts_for(int64_t n, const Parallel& parallel) {
-  return static_cast<int>(std::clamp<int64_t>(n / kElementsPerThread, 1, parallel.threads()));
+  const int64_t busy = std::clamp<int64_t>(n / kElementsPerThread, 1, parallel.threads());
+  return static_cast<int>(std::max(busy, n / kLargestPart + 1));
 }
 
 // Even shares that begin at whole cache lines.

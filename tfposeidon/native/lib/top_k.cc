@@ -1,6 +1,7 @@
 #include "tfposeidon/native/lib/top_k.h"
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "tfposeidon/native/lib/keys.h"
@@ -10,6 +11,8 @@ namespace {
 
 // Four standard deviations: once in some 30,000 selections the pass is made again.
 constexpr double kSafe = 4.0;
+
+constexpr int kMostLowerings = 5;
 
 // All elements with a key > upper, and of those with a key in (lower, upper], the band, as many in a row
 // as are still wanted.
@@ -181,9 +184,10 @@ void dgc_top_k(const Source& source, int64_t n, int64_t k, const Engine& engine,
   if (k == 0) return;
   int32_t above = sampled_threshold(source, n, k, 0.0, engine);
   std::vector<Candidates> parts = collect(source, n, k, above, nullptr, engine);
-  while (total_count(parts) < k) {
-    const float lower = above > 0 ? 0.8f * float_of(static_cast<uint32_t>(above)) : 0.0f;
-    above = lower > 0 ? static_cast<int32_t>(key_of(lower)) : kEverything;
+  for (int lowerings = 0; total_count(parts) < k; ++lowerings) {
+    // Few non-zeros may lie far below: after some steps all are taken.
+    const bool goes_on = lowerings < kMostLowerings && above > 0;
+    above = goes_on ? static_cast<int32_t>(key_of(0.8f * float_of(static_cast<uint32_t>(above)))) : kEverything;
     parts = collect(source, n, k, above, nullptr, engine);
   }
   write_largest(parts, k, engine, indices, values);
@@ -198,7 +202,10 @@ void ms_top_k(const Source& source, int64_t n, int64_t k, int steps, uint64_t se
   Statistics statistics;
   std::vector<Candidates> parts = collect(source, n, wanted, above, &statistics, engine);
   if (total_count(parts) < wanted) parts = collect(source, n, wanted, kEverything, nullptr, engine);
-  if (statistics.max >= kInfinityKey) return write_largest(parts, k, engine, indices, values);
+  // Also where only the sum is infinite: the largest finite values can do that.
+  if (statistics.max >= kInfinityKey || !std::isfinite(statistics.sum)) {
+    return write_largest(parts, k, engine, indices, values);
+  }
 
   const float next = float_of(nth_key(parts, wanted, engine));
   const float mean = static_cast<float>(statistics.sum / static_cast<double>(n));

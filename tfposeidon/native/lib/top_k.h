@@ -22,7 +22,7 @@ void exact_top_k(const Source& source, int64_t n, int64_t k, const Engine& engin
 
 // Deep Gradient Compression's double sampling (Lin et al. 2018, section 3 and the authors' code): the
 // threshold is the sample's own k-th, without a margin; too many are selected among again, too few lower
-// it by a fifth until there are enough.
+// it by a fifth, at most five times, until there are enough.
 template <class Index>
 void dgc_top_k(const Source& source, int64_t n, int64_t k, const Engine& engine, Index* indices, float* values);
 
@@ -32,7 +32,7 @@ void dgc_top_k(const Source& source, int64_t n, int64_t k, const Engine& engine,
 // magnitude: knowing that one, all its decisions are replayed on scalars. The output is that of the
 // literal loop. Differs from the paper: where no threshold has between 1 and k elements above it (ties),
 // iota1 is empty and line 28's window runs over a >= thres2, so that there are exactly k; where the input
-// is not finite no threshold means anything, and the choice is exact; elements come in order of index.
+// or its sum in 32 bits is not finite no threshold means anything, and the choice is exact; elements come in order of index.
 template <class Index>
 void ms_top_k(const Source& source, int64_t n, int64_t k, int steps, uint64_t seed, const Engine& engine,
               Index* indices, float* values);
