@@ -13,16 +13,8 @@ from tfposeidon.topology import Topology
 class TopKAllGather(SparseScheme):
     """Selection on every rank, all-gather of pairs over all ranks, local sum.
 
-    Args:
-      density: Share of elements that each rank sends, in (0, 1].
-      select: `"exact"`, `"mstopk"` or `"dgc"`: see `tfposeidon.ops.top_k`.
-      wire_dtype: Of values on the wire: `None`, `"float16"` or `"bfloat16"`. Rounding errors join the residual.
-        float16 ends at 65504, and what is sent are sums over a node, not means; bfloat16 has no such end.
-      error_feedback: Whether there is a residual. Without one, what is not sent is lost.
-      momentum: Of momentum correction (Lin et al. 2018, section 3); the optimizer's own must then be 0.
-      warmup_steps: Over so many steps the density falls exponentially from 1 to `density`.
-      min_elements: Variables with fewer are sent densely, by `AllReduce`; with `momentum`, by this scheme at
-        density 1.
+    Args: `density`, `select`, `wire_dtype`, `error_feedback`, `momentum`, `warmup_steps` and `min_elements`: see
+      `tfposeidon.schemes.sparse.SparseScheme`; `select` is `"exact"` if not given.
 
     Raises:
       ValueError: If an argument makes no sense.
