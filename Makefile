@@ -54,7 +54,7 @@ check-native:
 	@set -e; for kind in $(SANITIZERS); do \
 	  program=build/native/lib_test-$${kind%%,*}; \
 	  $(CXX) $(NATIVE_FLAGS) -fsanitize=$$kind -fno-sanitize-recover=all $(NATIVE_TEST) -o $$program; \
-	  echo "$$kind: $$($$program 40)"; \
+	  echo "$$kind:"; $$program 40; \
 	done
 
 format: setup

@@ -1,11 +1,14 @@
 """The arithmetic of the benchmarks; `make bench` runs them."""
 
+import argparse
 import json
 
 import pytest
 
-from benchmarks import accuracy, exchange, harness, scaling
+from benchmarks import accuracy, exchange, harness, hitopk_steps, scaling, selection
+from benchmarks.workers.exchange import scheme_named
 from benchmarks.workers.task import summary
+from tfposeidon import schemes
 
 
 def test_an_interrupted_benchmark_goes_on(tmp_path):
@@ -80,6 +83,45 @@ def test_peers_run_in_programs_of_their_own():
         "ddp": ["ddp-fp16", "ddp"],
         "mirrored": ["mirrored-packs"],
     }
+
+
+def test_exchange_gives_peers_jobs_of_their_own():
+    options = argparse.Namespace(
+        layouts=["4x4"], rates=["1gbit"], lengths=[10, 25_557_032], systems=["hitopk:0.1", "ddp"], sparse=False
+    )
+    ours, ddp = exchange.planned(options).values()
+    assert (ours["worker"], ours["systems"], ours["lengths"]) == ("exchange", ["hitopk:0.1"], [1024])
+    assert (ddp["worker"], ddp["systems"]) == ("ddp", ["ddp"])
+
+
+def test_schemes_are_named_with_their_options():
+    assert scheme_named("2dtar") == schemes.Torus2D()
+    assert scheme_named("2dtar:float16") == schemes.Torus2D(wire_dtype="float16")
+    expected = schemes.HierarchicalTopK(density=0.001, select="exact", wire_dtype="bfloat16")
+    assert scheme_named("hitopk:0.001:exact:bfloat16") == expected
+
+
+@pytest.mark.parametrize("distribution", ["laplace", "cauchy", "mixture"])
+def test_selection_measures_ops(distribution, capsys):
+    figures = selection.run("ops", distribution, 5000, 0.01)
+    assert figures["kept"]["exact"]["recall"] == figures["kept"]["dgc"]["recall"] == 1.0
+    assert 0 < figures["kept"]["mstopk"]["norm"] <= figures["kept"]["exact"]["norm"] <= 1
+    selection.show({"one": figures})
+    assert "mstopk / exact" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(180)
+def test_selection_measures_the_library():
+    figures = selection.run("library", "laplace", 5000, 0.01)
+    assert figures["k"] == 50
+    assert all(figures[f"{name}_s"] > 0 for name in ("read", "exact", "mstopk", "add", "feedback", "zero", "scatter"))
+
+
+def test_steps_add_up(capsys):
+    systems = {"hitopk:0.01": {"steps_s": [0.1, 0.02, 0.03, 0.05]}}
+    hitopk_steps.show({"one": {"layout": "2x2", "rate": "1gbit", "systems": systems}})
+    assert "2x2 1gbit hitopk:0.01" in (line := capsys.readouterr().out.splitlines()[-1])
+    assert line.split()[-2:] == ["200", "ms"]
 
 
 def test_accuracy_row_counts_those_that_arrived():

@@ -54,7 +54,8 @@ class SparseScheme(Scheme):
       error_feedback: Whether there is a residual. Without one, what is not sent is lost.
       momentum: Of momentum correction (Lin et al. 2018, section 3); the optimizer's own must then be 0.
       warmup_steps: Over so many steps the density falls exponentially from 1 to `density`.
-      min_elements: Variables with fewer are sent densely, by `AllReduce`.
+      min_elements: Variables with fewer are sent densely, by `AllReduce`; with `momentum`, by this scheme at
+        density 1.
 
     Raises:
       ValueError: If an argument makes no sense.
