@@ -58,7 +58,7 @@ def check_independent(graph, buckets):
 
 def case_no_collective_waits_for_another_bucket(wire):
     for scheme, _ in contract.SCHEMES.values():
-        optimizer = tp.DistributedOptimizer(sgd(), scheme=scheme, bucket_bytes=0)
+        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=scheme, bucket_bytes=0)
         check_independent(traced(models.mlp(), optimizer, models.mlp.data(4)), 6)
 
 
@@ -112,7 +112,8 @@ def case_timeline_shows_the_overlap(wire):
         done = _completions(path.read_text()) if wire.topology.rank == 0 else {}
     if wire.topology.rank == 0:
         order = sorted(done, key=done.get)
-        assert order == sorted(order, key=lambda name: int(name.rpartition("_")[2])), order
+        # The last two are the first layer's kernel and, with its bias, all small variables: they come together.
+        assert order[:-2] == sorted(order, key=lambda name: int(name.rpartition("_")[2]))[:-2], order
         # The top bucket is through the wire while the layers below are still computing.
         ahead = done[order[-1]] - done[order[0]]
         assert ahead > (layers - 2) * pause_s * 1e6, f"{ahead / 1e6:.2f} s between first and last exchange: {done}"
