@@ -65,7 +65,7 @@ def planned(options):
         lengths = [2**length if length < 64 else length for length in options.lengths]
         if ranks(layout) > 8 and not options.sparse:
             lengths = [length for length in lengths if length <= LONGEST_ABOVE_8_RANKS]
-        for worker, systems in by_worker(options.systems).items():
+        for worker, systems in harness.by_worker(options.systems, "exchange").items():
             found.append({"layout": layout, "rate": rate, "lengths": lengths, "systems": systems, "worker": worker})
     return harness.keyed(found)
 
@@ -73,13 +73,6 @@ def planned(options):
 def ranks(layout):
     nodes, per_node = map(int, layout.split("x"))
     return nodes * per_node
-
-
-def by_worker(systems):
-    """The program that measures -> its systems."""
-    peers = [system for system in systems if system.startswith("ddp")]
-    ours = [system for system in systems if system not in peers]
-    return {worker: own for worker, own in (("exchange", ours), ("ddp", peers)) if own}
 
 
 def run(layout, rate, lengths, systems, worker):

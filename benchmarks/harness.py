@@ -19,6 +19,8 @@ PACKAGES = ("tensorflow-cpu", "tensorflow", "keras", "horovod", "torch", "numpy"
 
 
 TIME_LIMIT_S = 3600
+# Name up to the first dash -> worker.
+PEER_WORKERS = {"ddp": "ddp", "mirrored": "mirrored"}
 
 
 class JobError(Exception):
@@ -58,6 +60,14 @@ def add_arguments(parser, name):
 def keyed(arguments):
     """Jobs by a key that holds everything they depend on."""
     return {" ".join(f"{name}={value}" for name, value in one.items()): one for one in arguments}
+
+
+def by_worker(systems, ours):
+    """The program that measures -> its systems: peers have their own, all others go by `ours`."""
+    found = {}
+    for system in systems:
+        found.setdefault(PEER_WORKERS.get(system.partition("-")[0], ours), []).append(system)
+    return found
 
 
 def parse(parser, short, full, others=None):

@@ -18,7 +18,6 @@ import statistics
 from benchmarks import harness
 from tfposeidon.lab import models
 
-WORKERS = {"ddp": "ddp", "mirrored": "mirrored"}
 SYSTEMS = ("alone", "allreduce", "asa", "asa16", "2dtar", "2dtar:float16")
 PEERS = ("horovod", "horovod-fp16", "ddp", "ddp-fp16", "ddp-powersgd", "mirrored-packs")
 # PowerSGD sends everything in its first two steps.
@@ -48,20 +47,12 @@ def parse_arguments():
 def planned(options):
     """One job for each model, layout, bandwidth and program that measures."""
     common = {"dilation": options.dilation, "steps": options.steps}
-    programs = by_worker(options.systems).items()
+    programs = harness.by_worker(options.systems, "keras_fit").items()
     cases = itertools.product(options.models, options.layouts, options.gbits, programs)
     return harness.keyed(
         {"model": model, "layout": layout, "gbit": gbit, "worker": worker, "systems": systems} | common
         for model, layout, gbit, (worker, systems) in cases
     )
-
-
-def by_worker(systems):
-    """The program that measures -> its systems."""
-    found = {}
-    for system in systems:
-        found.setdefault(WORKERS.get(system.partition("-")[0], "keras_fit"), []).append(system)
-    return found
 
 
 def run(model, layout, gbit, worker, systems, dilation, steps):

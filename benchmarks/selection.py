@@ -3,8 +3,8 @@
     python -m benchmarks.selection               # short: 4 M and 25.6 M elements
     python -m benchmarks.selection --full        # 256 K to 128 M, three distributions and a real gradient
 
-The C++ library is compiled and measured alone; the ops are measured inside TensorFlow, beside TensorFlow's own and
-NumPy's selection. Ratios are of one run, everything in turn. An interrupted run goes on.
+The C++ library is compiled and measured alone; the ops are measured inside TensorFlow, beside TensorFlow's own
+selection. Ratios are of one run, everything in turn. An interrupted run goes on.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def library(distribution, elements, density):
 
 
 def in_tensorflow(distribution, elements, density):
-    """The ops, TensorFlow's own and NumPy's, on one vector; and how much of it each method keeps."""
+    """The ops and TensorFlow's own on one vector; and how much of it each method keeps."""
     k = max(1, round(density * elements))
     x, residual = tf.constant(drawn(distribution, elements)), tf.constant(drawn(distribution, elements, seed=1))
     ranks = 16

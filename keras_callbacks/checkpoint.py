@@ -151,7 +151,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _redistributed(self, snapshot: Snapshot) -> list[np.ndarray]:
         """State whose sum over ranks counts: this rank's own, or its part of the sum on another layout."""
-        if tuple(map(tuple, snapshot.meta["nodes"])) == runtime.wire().topology.nodes:
+        if snapshot.same_layout:
             return listed(snapshot.own[runtime.rank()], "sum")
         saved = [list(zip(_saved_pieces(own), listed(own, "sum"), strict=True)) for own in snapshot.own.values()]
         try:

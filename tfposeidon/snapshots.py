@@ -38,12 +38,14 @@ class Snapshot:
     Attributes:
       meta: Small things that JSON holds; equal on all ranks.
       shared: Arrays equal on all ranks.
-      own: Rank -> its arrays; of all ranks only where the job has another number or layout of them now.
+      own: Rank -> its arrays: of this rank alone, or of all ranks where the job is laid out otherwise now.
+      same_layout: Whether the job has the same ranks on the same nodes as then.
     """
 
     meta: dict[str, Any]
     shared: Arrays
     own: dict[int, Arrays]
+    same_layout: bool
 
 
 class Snapshots:
@@ -99,10 +101,11 @@ class Snapshots:
 
     def _read_files(self, folder: Path) -> Snapshot:
         meta = json.loads((folder / "meta.json").read_text())
-        nodes = tuple(map(tuple, meta["nodes"]))
-        topology = self.wire.topology
-        ranks = [topology.rank] if nodes == topology.nodes else range(Topology(0, nodes).size)
-        return Snapshot(meta, _load(folder / "model.npz"), {rank: _load(folder / f"rank-{rank}.npz") for rank in ranks})
+        then, now = Topology(0, tuple(map(tuple, meta["nodes"]))), self.wire.topology
+        same_layout = then.nodes == now.nodes
+        ranks = [now.rank] if same_layout else range(then.size)
+        own = {rank: _load(folder / f"rank-{rank}.npz") for rank in ranks}
+        return Snapshot(meta, _load(folder / "model.npz"), own, same_layout)
 
     def _names(self) -> list[str]:
         return sorted(p.name for p in self.folder.glob("snapshot-*")) if self.folder.exists() else []

@@ -29,14 +29,11 @@ def measured(task, name, length, vector):
     scheme, wire = scheme_named(name), runtime.wire()
     label = f"bench.{name}.{length}".replace(":", "_")
 
-    state = [tf.Variable(tf.zeros(slot.shape)) for slot in scheme.slots(length, wire.topology)]
+    state = fresh_state(scheme, length, wire)
 
     @tf.function
     def exchange():
-        mean, new = scheme.exchange(vector.read_value(), tuple(map(tf.convert_to_tensor, state)), wire, label)
-        for variable, value in zip(state, new, strict=True):
-            variable.assign(value)
-        return mean
+        return exchanged(scheme, vector, state, wire, label)
 
     slowest(wire, exchange)
     repeats = max(LEAST_REPEATS, min(MOST_REPEATS, round(LEAST_S / max(slowest(wire, exchange), 1e-4))))
@@ -69,6 +66,19 @@ def _field(option):
 
 def _value(option):
     return option if option in (*ops.METHODS, *WIRE_DTYPES) else float(option)
+
+
+def fresh_state(scheme, length, wire):
+    """Variables for what the scheme keeps."""
+    return [tf.Variable(tf.zeros(slot.shape)) for slot in scheme.slots(length, wire.topology)]
+
+
+def exchanged(scheme, vector, state, wire, name):
+    """The mean of a variable; `state` becomes the new one, as in the optimizer."""
+    mean, new = scheme.exchange(vector.read_value(), tuple(map(tf.convert_to_tensor, state)), wire, name)
+    for variable, value in zip(state, new, strict=True):
+        variable.assign(value)
+    return mean
 
 
 def slowest(wire, function):

@@ -5,7 +5,7 @@ import statistics
 import tensorflow as tf
 
 import tfposeidon as tp
-from benchmarks.workers.exchange import scheme_named, slowest
+from benchmarks.workers.exchange import exchanged, fresh_state, scheme_named, slowest
 from benchmarks.workers.task import Task
 from tfposeidon import runtime
 from tfposeidon.feedback import Feedback, Memory
@@ -38,7 +38,7 @@ class Prefixes:
         self.count = round(scheme.density * self.node.own(topology.rank))
         self.feedback = Feedback(select=scheme.select, wire_dtype=scheme.wire_dtype, keep=True, momentum=0.0)
         self.vector = tf.Variable(tf.random.stateless_normal([elements], [topology.rank, 0]))
-        self.state = [tf.Variable(tf.zeros(slot.shape)) for slot in scheme.slots(elements, topology)]
+        self.state = fresh_state(scheme, elements, wire)
 
     def compiled(self):
         """A function for each step, that makes it and those before it."""
@@ -61,11 +61,7 @@ class Prefixes:
         return self.wire.all_gather(packed, self.wire.topology.across, f"{name}.across")
 
     def everything(self, name):
-        state = tuple(map(tf.convert_to_tensor, self.state))
-        mean, new = self.scheme.exchange(self.vector.read_value(), state, self.wire, name)
-        for variable, value in zip(self.state, new, strict=True):
-            variable.assign(value)
-        return mean
+        return exchanged(self.scheme, self.vector, self.state, self.wire, name)
 
 
 def measured(scheme, elements, wire):
