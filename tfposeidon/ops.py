@@ -216,8 +216,7 @@ def _float32(name: str, tensor: Any) -> tf.Tensor:
 
 
 def _scalar(value: Any) -> tf.Tensor:
-    value = tf.convert_to_tensor(value)
-    if not value.dtype.is_integer:
-        shown = value.numpy() if hasattr(value, "numpy") else value.dtype.name
-        raise ValueError(f"`k` and `seed` must be whole numbers. Received: {shown}")
-    return tf.cast(value, tf.int64)
+    whole = tf.convert_to_tensor(value)
+    if not whole.dtype.is_integer:
+        raise ValueError(f"`k` and `seed` must be whole numbers. Received: {value}")
+    return tf.cast(whole, tf.int64)
