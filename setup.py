@@ -4,6 +4,7 @@ import importlib.machinery
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -13,9 +14,13 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("tfposeidon/native")
+CUDA_SOURCE = NATIVE / "lib/gpu/gpu.cu"
 # No fused multiply-add, which not every processor has: all must round alike. Instruction sets beyond the
 # baseline are chosen at run time (native/lib/passes.cc).
 FLAGS = ["-O3", "-g0", "-Wall", "-Wextra", "-Wno-psabi", "-ffp-contract=off", "-fvisibility=hidden"]
+# From the A100 on; the last also as PTX, for what comes after it.
+GPUS = (80, 90, 100)
+CUDA_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "--extended-lambda", "--threads=0", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 
 
 def require(module: str, remedy: str) -> None:
@@ -26,7 +31,15 @@ def require(module: str, remedy: str) -> None:
 
 
 class BuildNative(build_ext):
-    """Compiles the native ops with the flags of the installed TensorFlow."""
+    """Compiles the native ops with the flags of the installed TensorFlow, GPU kernels too where it has GPUs."""
+
+    user_options = [*build_ext.user_options, ("cuda", None, "compile GPU kernels for a TensorFlow without GPUs too")]
+    boolean_options = [*build_ext.boolean_options, "cuda"]
+
+    def initialize_options(self) -> None:
+        """Without the option TensorFlow decides."""
+        super().initialize_options()
+        self.cuda = False
 
     def get_ext_filename(self, fullname: str) -> str:
         """TensorFlow loads it, not Python: the name has no tag of an interpreter."""
@@ -38,31 +51,61 @@ class BuildNative(build_ext):
 
     def build_extensions(self) -> None:
         """Asks TensorFlow, then compiles."""
-        flags, links = tensorflow_flags()
+        flags, links, has_gpus = tensorflow_flags()
         for extension in self.extensions:
             # As system headers: what they warn of is not ours.
             extension.extra_compile_args = [re.sub("^-I", "-isystem", flag) for flag in flags] + FLAGS
             extension.extra_link_args = links
+            if self.cuda or has_gpus:
+                self.add_cuda(extension)
         super().build_extensions()
 
+    def add_cuda(self, extension: Extension) -> None:
+        """Compiles the GPU's library with nvcc, and adds it and its kernels."""
+        nvcc = shutil.which("nvcc", path=os.pathsep.join([f"{cuda_home()}/bin", os.environ.get("PATH", "")]))
+        if nvcc is None:
+            print("tfposeidon: no nvcc, so native ops on GPU tensors run on the processor. Set CUDA_HOME and repeat.")
+            return
+        library = Path(self.build_temp) / "gpu.o"
+        library.parent.mkdir(parents=True, exist_ok=True)
+        codes = [f"-gencode=arch=compute_{gpu},code=sm_{gpu}" for gpu in GPUS]
+        codes += [f"-gencode=arch=compute_{GPUS[-1]},code=compute_{GPUS[-1]}"]
+        command = [nvcc, *CUDA_FLAGS, *codes, "-I.", "-c", str(CUDA_SOURCE), "-o", str(library)]
+        print(" ".join(command), flush=True)
+        subprocess.run(command, check=True)
+        toolkit = Path(nvcc).resolve().parents[1]
+        extension.sources = extension.sources + [name for name in native_files(".cc") if name.endswith("_gpu.cc")]
+        extension.extra_objects = [str(library)]
+        extension.extra_link_args += [f"-L{toolkit}/lib64", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
 
-def tensorflow_flags() -> tuple[list[str], list[str]]:
-    """How to compile for, and link with, the TensorFlow that is installed."""
+
+def cuda_home() -> str:
+    """Where the toolkit is said to be."""
+    return os.environ.get("CUDA_HOME", "/usr/local/cuda")
+
+
+def tensorflow_flags() -> tuple[list[str], list[str], bool]:
+    """How to compile for, and link with, the TensorFlow that is installed, and whether it was built for GPUs."""
     code = (
         "import json, tensorflow as tf;"
-        "print(json.dumps([tf.sysconfig.get_compile_flags(), tf.sysconfig.get_link_flags()]))"
+        "print(json.dumps([tf.sysconfig.get_compile_flags(), tf.sysconfig.get_link_flags(), tf.test.is_built_with_cuda()]))"
     )
     # Without pip's isolated environment, which has no TensorFlow.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     output = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-    compile_flags, link_flags = json.loads(output.stdout.splitlines()[-1])
-    return compile_flags, link_flags
+    compile_flags, link_flags, has_gpus = json.loads(output.stdout.splitlines()[-1])
+    return compile_flags, link_flags, has_gpus
+
+
+def native_files(*suffixes: str) -> list[str]:
+    """Those of the native library that end so."""
+    return sorted(str(path) for path in NATIVE.rglob("*") if path.suffix in suffixes)
 
 
 def native() -> Extension:
     """The library of native ops; made anew when any of its files is newer."""
-    files = sorted(str(path) for path in NATIVE.rglob("*") if path.suffix in (".cc", ".h", ".inc"))
-    sources = [name for name in files if name.endswith(".cc")]
+    files = native_files(".cc", ".cu", ".h", ".inc")
+    sources = [name for name in native_files(".cc") if not name.endswith("_gpu.cc")]
     return Extension("tfposeidon.native._ops", sources, include_dirs=["."], depends=files, language="c++")
 
 

@@ -90,6 +90,7 @@ def in_tensorflow(distribution, elements, density):
         [ops.top_k(tf.random.stateless_normal([elements], [r, 0]), k, "exact")[1] for r in range(ranks)], 0
     )
     sent = tf.ones([ranks * k])
+    level = tf.Variable(0.0)  # Not a constant: TensorFlow would fill once, while tracing.
     calls = {
         "read": lambda: tf.reduce_max(x),
         "exact": lambda: ops.top_k(x, k, "exact"),
@@ -97,7 +98,7 @@ def in_tensorflow(distribution, elements, density):
         "dgc": lambda: ops.top_k(x, k, "dgc"),
         "add": lambda: residual + x,
         "feedback": lambda: ops.error_feedback_top_k(residual, x, k, "exact"),
-        "zero": lambda: tf.zeros_like(x),
+        "zero": lambda: tf.fill([elements], level),
         "scatter": lambda: ops.scatter_add(sent, places, elements, counts),
     }
     if elements <= MOST_FOR_TENSORFLOW:

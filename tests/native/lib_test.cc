@@ -3,173 +3,28 @@
 //
 //   lib_test [cases]
 
-#include <algorithm>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <limits>
-#include <numeric>
-#include <random>
-#include <string>
-#include <vector>
-
+#include "tests/native/cases.h"
 #include "tests/native/threads.h"
 #include "tfposeidon/native/lib/error_feedback.h"
-#include "tfposeidon/native/lib/keys.h"
 #include "tfposeidon/native/lib/scatter_add.h"
 #include "tfposeidon/native/lib/top_k.h"
 
 namespace tfposeidon {
 namespace {
 
-using Floats = std::vector<float>;
-using Indices = std::vector<int32_t>;
-
-std::mt19937_64 generator(7);
-
-int64_t below(int64_t bound) { return static_cast<int64_t>(generator() % static_cast<uint64_t>(bound)); }
-double uniform() { return std::uniform_real_distribution<double>()(generator); }
-double normal() { return std::normal_distribution<double>()(generator); }
-
-void expect(bool truth, const char* what, const std::string& about) {
-  if (truth) return;
-  std::fprintf(stderr, "FAILED: %s (%s)\n", what, about.c_str());
-  std::exit(1);
-}
-
-constexpr const char* kKinds[] = {"normal", "mostly zero", "ties",  "zero",      "constant",
-                                  "rising", "falling",     "heavy", "huge",     "non-finite"};
-
-Floats draw(int64_t n, const std::string& kind) {
-  Floats x(n);
-  for (int64_t i = 0; i < n; ++i) {
-    double v = normal();
-    if (kind == "mostly zero" && uniform() > 0.01) v = 0;
-    if (kind == "ties") v = std::trunc(3 * v);
-    if (kind == "zero") v = 0;
-    if (kind == "constant") v = -0.5;
-    if (kind == "rising") v = static_cast<double>(i);
-    if (kind == "falling") v = static_cast<double>(n - i);
-    if (kind == "heavy") v *= std::exp(5 * normal());
-    if (kind == "huge") v = std::copysign(std::min(3.4e38, 1e38 * std::fabs(v)), v);
-    x[i] = static_cast<float>(v);
-  }
-  if (kind == "non-finite" && n > 0) {
-    for (float v : {std::nanf(""), HUGE_VALF, -HUGE_VALF, -0.0f, 1e-42f}) x[below(n)] = v;
-  }
-  return x;
-}
-
-// ------------------------------------------------------------------ references
-
-Indices exact(const Floats& x, int64_t k) {
-  Indices order(x.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return key_of(x[a]) > key_of(x[b]); });
-  order.resize(k);
-  std::sort(order.begin(), order.end());
-  return order;
-}
-
-// The mean of |x| as `Statistics` defines it; the search is too fine for any other.
-float mean_magnitude(const Floats& x) {
-  const size_t whole = x.size() / 64 * 64;
-  double sum = 0;
-  for (size_t i = 0; i < whole; i += 64) {
-    for (size_t j = i; j < i + 16; ++j) {
-      sum += (std::fabs(x[j]) + std::fabs(x[j + 16])) + (std::fabs(x[j + 32]) + std::fabs(x[j + 48]));
-    }
-  }
-  for (size_t i = whole; i < x.size(); ++i) sum += std::fabs(x[i]);
-  return static_cast<float>(sum / static_cast<double>(x.size()));
-}
-
-// Algorithm 1, line by line, with the corrections that top_k.h names.
-Indices literal_ms_top_k(const Floats& x, int64_t k, int steps, uint64_t seed) {
-  const int64_t n = static_cast<int64_t>(x.size());
-  const float mean = mean_magnitude(x);
-  if (!std::isfinite(mean)) return exact(x, k);
-  float u = 0;
-  for (float v : x) u = std::max(u, std::fabs(v));
-  float l = 0, r = 1, thres1 = 0, thres2 = 0;
-  int64_t k1 = 0, k2 = n;
-  for (int i = 0; i < steps; ++i) {
-    const float ratio = l + (r - l) / 2;
-    const float thres = mean + ratio * (u - mean);
-    const int64_t nnz = std::count_if(x.begin(), x.end(), [&](float v) { return std::fabs(v) >= thres; });
-    if (nnz <= k) {
-      r = ratio;
-      if (nnz > k1) k1 = nnz, thres1 = thres;
-    } else {
-      l = ratio;
-      if (nnz < k2) k2 = nnz, thres2 = thres;
-    }
-  }
-  Indices first, second;
-  for (int64_t i = 0; i < n; ++i) {
-    const float a = std::fabs(x[i]);
-    const bool in_first = k1 > 0 && a >= thres1;
-    if (in_first) first.push_back(static_cast<int32_t>(i));
-    if (!in_first && a >= thres2) second.push_back(static_cast<int32_t>(i));
-  }
-  const int64_t start = static_cast<int64_t>(random_below(second.size() - (k - k1) + 1, seed));
-  first.insert(first.end(), second.begin() + start, second.begin() + start + (k - k1));
-  std::sort(first.begin(), first.end());
-  return first;
-}
-
-// ----------------------------------------------------------------------- cases
-
-struct Case {
-  Floats x;
-  int64_t k;
-  std::string about;
-};
-
-Case draw_case(int number) {
-  const int64_t sizes[] = {300, 40'000, 40'000, 200'000, 1'500'000};
-  const int64_t size = number % 50 == 0 ? sizes[4] : sizes[number % 4];
-  const int64_t n = 1 + below(size);
-  const std::string kind = kKinds[below(std::size(kKinds))];
-  const int64_t k = number % 2 ? 1 + below(n) : std::clamp<int64_t>(n / (1 + below(2000)), 1, n);
-  return {draw(n, kind), k, kind + ", n = " + std::to_string(n) + ", k = " + std::to_string(k)};
-}
-
-struct Selected {
-  Indices indices;
-  Floats values;
-};
-
-template <class Select>
-Selected select(int64_t k, const Select& call) {
-  // Canaries behind the end: exactly k are written.
-  Selected s{Indices(k + 1, -7), Floats(k + 1, -7)};
-  call(s.indices.data(), s.values.data());
-  expect(s.indices[k] == -7 && s.values[k] == -7, "writes k elements", "");
-  s.indices.pop_back();
-  s.values.pop_back();
-  return s;
-}
-
-void check_values(const Selected& s, const Floats& x, const std::string& about) {
-  for (size_t i = 0; i < s.indices.size(); ++i) {
-    expect(bits_of(s.values[i]) == bits_of(x[s.indices[i]]), "values are those at the indices", about);
-  }
-}
-
 void check_selection(const Case& c, const Engine& engine, const std::string& about) {
   const int64_t n = static_cast<int64_t>(c.x.size());
   const Vector source(c.x.data());
   const Indices expected = exact(c.x, c.k);
-  Selected s = select(c.k, [&](int32_t* i, float* v) { exact_top_k(source, n, c.k, engine, i, v); });
+  Selected s = selected(c.k, [&](int32_t* i, float* v) { exact_top_k(source, n, c.k, engine, i, v); });
   expect(s.indices == expected, "exact_top_k takes the k largest", about);
   check_values(s, c.x, about);
-  s = select(c.k, [&](int32_t* i, float* v) { dgc_top_k(source, n, c.k, engine, i, v); });
+  s = selected(c.k, [&](int32_t* i, float* v) { dgc_top_k(source, n, c.k, engine, i, v); });
   expect(s.indices == expected, "dgc_top_k takes the k largest", about);
   const uint64_t seed = generator();
   for (int steps : {0, 1, 5, 30}) {
-    s = select(c.k, [&](int32_t* i, float* v) { ms_top_k(source, n, c.k, steps, seed, engine, i, v); });
-    expect(s.indices == literal_ms_top_k(c.x, c.k, steps, seed), "ms_top_k is Algorithm 1", about);
+    s = selected(c.k, [&](int32_t* i, float* v) { ms_top_k(source, n, c.k, steps, seed, engine, i, v); });
+    expect(s.indices == literal_ms_top_k(c.x, c.k, steps, seed, mean_magnitude(c.x)), "ms_top_k is Algorithm 1", about);
     check_values(s, c.x, about);
   }
 }
@@ -182,7 +37,7 @@ void check_error_feedback(const Case& c, const Engine& engine, const std::string
     faster[i] = velocity[i] * 0.9f + c.x[i];
   }
   const ErrorFeedback feedback(residual.data(), c.x.data(), out.data(), engine.passes);
-  Selected s = select(c.k, [&](int32_t* i, float* v) {
+  Selected s = selected(c.k, [&](int32_t* i, float* v) {
     exact_top_k(feedback, n, c.k, engine, i, v);
     clear_sent(i, v, c.k, WireType::kFloat32, engine, out.data());
   });
@@ -194,7 +49,7 @@ void check_error_feedback(const Case& c, const Engine& engine, const std::string
   for (int64_t i = 0; i < n; ++i) sum[i] = residual[i] + faster[i];
   const MomentumCorrection correction(residual.data(), velocity.data(), c.x.data(), 0.9f, velocity_out.data(),
                                       out.data(), engine.passes);
-  s = select(c.k, [&](int32_t* i, float* v) {
+  s = selected(c.k, [&](int32_t* i, float* v) {
     exact_top_k(correction, n, c.k, engine, i, v);
     clear_sent(i, v, c.k, WireType::kBfloat16, engine, out.data());
     mask_sent(i, c.k, engine, velocity_out.data());
@@ -202,41 +57,25 @@ void check_error_feedback(const Case& c, const Engine& engine, const std::string
   expect(s.indices == exact(sum, c.k), "selects from residual + velocity", about);
   for (int64_t i = 0; i < c.k; ++i) {
     const int32_t place = s.indices[i];
-    expect((bits_of(s.values[i]) & 0xffff) == 0, "values fit the wire's type", about);
-    const bool finite = std::isfinite(sum[place]) && std::isfinite(s.values[i]);
-    expect(!finite || s.values[i] + out[place] == sum[place], "sent + residual = sum", about);
+    check_sent(s.values[i], out[place], sum[place], about);
     expect(velocity_out[place] == 0, "velocity of what was sent is masked", about);
   }
 }
 
 void check_scatter_add(const Case& c, const Engine& engine, const std::string& about) {
   const int64_t n = static_cast<int64_t>(c.x.size());
-  const int64_t segments = 1 + below(4);
-  Indices indices;
-  Floats values, expected(n, 0), out(n, -7);
-  std::vector<int64_t> counts;
-  const bool ascending = below(4) > 0;
-  for (int64_t s = 0; s < segments; ++s) {
-    counts.push_back(below(std::min<int64_t>(n, 5000) + 1));
-    Indices own(counts.back());
-    for (int32_t& i : own) i = static_cast<int32_t>(below(n));
-    if (ascending) std::sort(own.begin(), own.end());
-    indices.insert(indices.end(), own.begin(), own.end());
-  }
-  for (int32_t i : indices) values.push_back(c.x[i]), expected[i] += c.x[i];
-  int64_t outside =
-      scatter_add(indices.data(), values.data(), counts.data(), segments, n, engine.parallel, out.data());
-  expect(outside == -1, "all indices are inside", about);
-  for (int64_t i = 0; i < n; ++i) {
-    expect(bits_of(out[i]) == bits_of(expected[i]) || std::isnan(expected[i]), "adds in rank order", about);
-  }
-  if (indices.empty()) return;
-  const int64_t place = below(static_cast<int64_t>(indices.size()));
-  const int32_t wrong[] = {static_cast<int32_t>(n), -1, std::numeric_limits<int32_t>::max(),
-                           std::numeric_limits<int32_t>::min()};
-  indices[place] = wrong[below(4)];
-  outside = scatter_add(indices.data(), values.data(), counts.data(), segments, n, engine.parallel, out.data());
-  expect(outside == place, "finds the index that is outside", about);
+  Sparse s = draw_sparse(c.x);
+  Floats out(n, -7);
+  const auto add = [&] {
+    return scatter_add(s.indices.data(), s.values.data(), s.counts.data(), static_cast<int64_t>(s.counts.size()), n,
+                       engine.parallel, out.data());
+  };
+  expect(add().place == -1, "all indices are inside", about);
+  check_sum(out, s.sum, about);
+  if (s.indices.empty()) return;
+  const int64_t place = spoil(&s);
+  const Outside outside = add();
+  expect(outside.place == place && outside.index == s.indices[place], "finds the index that is outside", about);
 }
 
 // Zeros but for a few, without the memory that so many elements would take.

@@ -10,23 +10,6 @@
 namespace tfposeidon {
 namespace {
 
-constexpr int64_t kSmallest = 4096;
-
-// Enough to lie close above k; more is needed, relatively, the smaller k is.
-int64_t sample_size(int64_t n, int64_t k) {
-  const double kept = std::clamp(0.35 * std::pow(static_cast<double>(k), 0.6), 24.0, 400.0);
-  const double size = kept * static_cast<double>(n) / static_cast<double>(k);
-  // For very small k a part of this is enough: what passes the threshold is little anyhow.
-  return std::clamp<int64_t>(static_cast<int64_t>(size), kSmallest, std::max<int64_t>(n / 128, 1 << 12));
-}
-
-// Cache lines at even distances, each moved by chance within its own: strided data must not fool it.
-int64_t line_at(int64_t i, double stride) {
-  const uint64_t random = (static_cast<uint64_t>(i) + 1) * 0x9e3779b97f4a7c15u >> 40;
-  const double place = (static_cast<double>(i) + static_cast<double>(random) * 0x1p-24) * stride;
-  return static_cast<int64_t>(place) / kLine * kLine;
-}
-
 uint32_t nth_of(uint32_t* keys, int64_t n, int64_t m) {
   std::nth_element(keys, keys + (m - 1), keys + n, std::greater<uint32_t>());
   return keys[m - 1];
@@ -74,28 +57,24 @@ Bracket bracket(const KeyAt& key_at, int64_t total, int64_t m) {
 }  // namespace
 
 int32_t sampled_threshold(const Source& source, int64_t n, int64_t k, double margin, const Engine& engine) {
-  if (n < 8 * kSmallest) return kEverything;
-  const int64_t lines = sample_size(n, k) / kLine;
-  const int64_t size = lines * kLine;
-  const double stride = static_cast<double>(n - kLine) / static_cast<double>(lines);
-  float* sample = engine.workspace.sample.reserve(size);
-  const int parts = lines > 2048 ? parts_for(n, engine.parallel) : 1;
+  if (n < kSmallestSampled) return kEverything;
+  const Sampling plan = sampling(n, k, margin);
+  if (plan.rank > plan.size()) return kEverything;
+  float* sample = engine.workspace.sample.reserve(plan.size());
+  const int parts = plan.lines > 2048 ? parts_for(n, engine.parallel) : 1;
   engine.parallel.run(parts, [&](int part) {
     constexpr int64_t kInFlight = 16;
-    const int64_t end = lines * (part + 1) / parts;
-    for (int64_t i = lines * part / parts; i < end; ++i) {
-      source.prefetch(line_at(std::min(i + kInFlight, end - 1), stride));
-      source.line(line_at(i, stride), sample + i * kLine);
+    const int64_t end = plan.lines * (part + 1) / parts;
+    for (int64_t i = plan.lines * part / parts; i < end; ++i) {
+      source.prefetch(line_at(std::min(i + kInFlight, end - 1), plan.stride));
+      source.line(line_at(i, plan.stride), sample + i * kLine);
     }
   });
-  const double expected = static_cast<double>(size) * static_cast<double>(k) / static_cast<double>(n);
-  const int64_t rank = static_cast<int64_t>(expected + margin * (std::sqrt(expected) + 2)) + 1;
-  if (rank > size) return kEverything;
   Candidates all;
   all.bits = reinterpret_cast<uint32_t*>(sample);
-  all.count = size;
+  all.count = plan.size();
   if (engine.workspace.parts.empty()) engine.workspace.parts.resize(1);
-  return static_cast<int32_t>(nth_key({all}, rank, engine)) - 1;
+  return static_cast<int32_t>(nth_key({all}, plan.rank, engine)) - 1;
 }
 
 std::vector<Candidates> collect(const Source& source, int64_t n, int64_t k, int32_t above, Statistics* statistics,
@@ -148,7 +127,7 @@ uint32_t nth_key(const std::vector<Candidates>& parts, int64_t m, const Engine& 
     while (place - before >= parts[part_at].count) before += parts[part_at++].count;
     return parts[part_at].bits[place - before] & kKeyMask;
   };
-  if (total > kSmallest) keys = bracket(key_at, total, m);
+  if (total > kSmallestSample) keys = bracket(key_at, total, m);
   for (;;) {
     std::vector<int64_t> higher(parts.size()), inside(parts.size());
     const auto look = [&](int part) {

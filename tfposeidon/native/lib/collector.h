@@ -10,11 +10,9 @@
 #include "tfposeidon/native/lib/buffer.h"
 #include "tfposeidon/native/lib/parallel.h"
 #include "tfposeidon/native/lib/passes.h"
+#include "tfposeidon/native/lib/sample.h"
 
 namespace tfposeidon {
-
-// Elements of a cache line: reading one costs as much as reading all.
-constexpr int64_t kLine = 16;
 
 // What is selected from. Each block is asked for at least once, by one thread at a time.
 class Source {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "tfposeidon/native/lib/collector.h"
+#include "tfposeidon/native/lib/half.h"
 
 namespace tfposeidon {
 
@@ -77,9 +78,6 @@ class MomentumCorrection : public Source {
   float* out_;
   const Passes& passes_;
 };
-
-// How values cross the wire.
-enum class WireType { kFloat32, kFloat16, kBfloat16 };
 
 // Takes what was sent out of the residual: values[i] becomes what crosses the wire, and the rounding
 // error, 0 in float32, is what stays at residual[indices[i]].

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "tfposeidon/native/lib/host_device.h"
+
 namespace tfposeidon {
 
 constexpr uint32_t kKeyMask = 0x7fffffffu;
@@ -14,19 +16,19 @@ constexpr uint32_t kInfinityKey = 0x7f800000u;
 // Keys are compared with `key > above`; this lets every key pass.
 constexpr int32_t kEverything = -1;
 
-inline uint32_t bits_of(float x) {
+TFPOSEIDON_HOST_DEVICE inline uint32_t bits_of(float x) {
   uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
+  memcpy(&bits, &x, sizeof bits);
   return bits;
 }
 
-inline float float_of(uint32_t bits) {
+TFPOSEIDON_HOST_DEVICE inline float float_of(uint32_t bits) {
   float x;
-  std::memcpy(&x, &bits, sizeof x);
+  memcpy(&x, &bits, sizeof x);
   return x;
 }
 
-inline uint32_t key_of(float x) { return bits_of(x) & kKeyMask; }
+TFPOSEIDON_HOST_DEVICE inline uint32_t key_of(float x) { return bits_of(x) & kKeyMask; }
 
 }  // namespace tfposeidon
 

@@ -1,5 +1,7 @@
 #include "tfposeidon/native/lib/passes.h"
 
+#include "tfposeidon/native/lib/half.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif

@@ -21,11 +21,11 @@ constexpr int64_t kLarge = 1 << 22;
 constexpr int64_t kAhead = 512;
 
 template <class Index>
-int64_t first_outside(const Index* indices, int64_t total, int64_t n) {
+Outside first_outside(const Index* indices, int64_t total, int64_t n) {
   for (int64_t i = 0; i < total; ++i) {
-    if (indices[i] < 0 || indices[i] >= n) return i;
+    if (indices[i] < 0 || indices[i] >= n) return {i, indices[i]};
   }
-  return -1;
+  return {};
 }
 
 // Adds what lies in [range.begin, range.end), tile by tile. Assumes ascending segments, but trusts nobody:
@@ -74,7 +74,7 @@ void add_unordered(const Index* indices, const float* values, int64_t total, Ran
 }  // namespace
 
 template <class Index>
-int64_t scatter_add(const Index* indices, const float* values, const int64_t* counts, int64_t segments, int64_t n,
+Outside scatter_add(const Index* indices, const float* values, const int64_t* counts, int64_t segments, int64_t n,
                     const Parallel& parallel, float* out) {
   std::vector<int64_t> ends(segments + 1, 0);
   for (int64_t s = 0; s < segments; ++s) ends[s + 1] = ends[s] + counts[s];
@@ -83,13 +83,13 @@ int64_t scatter_add(const Index* indices, const float* values, const int64_t* co
   for_each_part(n, parallel, [&](Range range) {
     used += add_ascending(indices, values, ends, range, n >= kLarge, out);
   });
-  if (used == total) return -1;
-  const int64_t outside = first_outside(indices, total, n);
-  if (outside < 0) for_each_part(n, parallel, [&](Range range) { add_unordered(indices, values, total, range, out); });
+  if (used == total) return {};
+  const Outside outside = first_outside(indices, total, n);
+  if (outside.place < 0) for_each_part(n, parallel, [&](Range range) { add_unordered(indices, values, total, range, out); });
   return outside;
 }
 
-template int64_t scatter_add(const int32_t*, const float*, const int64_t*, int64_t, int64_t, const Parallel&, float*);
-template int64_t scatter_add(const int64_t*, const float*, const int64_t*, int64_t, int64_t, const Parallel&, float*);
+template Outside scatter_add(const int32_t*, const float*, const int64_t*, int64_t, int64_t, const Parallel&, float*);
+template Outside scatter_add(const int64_t*, const float*, const int64_t*, int64_t, int64_t, const Parallel&, float*);
 
 }  // namespace tfposeidon

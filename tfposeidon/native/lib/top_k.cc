@@ -5,21 +5,13 @@
 #include <vector>
 
 #include "tfposeidon/native/lib/keys.h"
+#include "tfposeidon/native/lib/sample.h"
+#include "tfposeidon/native/lib/thresholds.h"
 
 namespace tfposeidon {
 namespace {
 
-// Four standard deviations: once in some 30,000 selections the pass is made again.
-constexpr double kSafe = 4.0;
-
 constexpr int kMostLowerings = 5;
-
-// All elements with a key > upper, and of those with a key in (lower, upper], the band, as many in a row
-// as are still wanted.
-struct Thresholds {
-  int32_t upper;
-  int32_t lower;
-};
 
 struct Counts {
   int64_t higher = 0;
@@ -127,48 +119,43 @@ auto runs_of_source(const Source& source, int64_t n, int parts, int32_t lower, c
 // Everything above the k-th key, and the first of those equal to it.
 template <class Index>
 void write_largest(const std::vector<Candidates>& parts, int64_t k, const Engine& engine, Index* indices, float* values) {
-  const int32_t kth = static_cast<int32_t>(nth_key(parts, k, engine));
   write_chosen(
-      runs_of_candidates(parts), static_cast<int>(parts.size()), k, {kth, kth - 1}, [](int64_t) { return int64_t{0}; },
-      engine, indices, values);
+      runs_of_candidates(parts), static_cast<int>(parts.size()), k, largest(nth_key(parts, k, engine)),
+      [](int64_t) { return int64_t{0}; }, engine, indices, values);
 }
 
-struct Search {
-  float upper = 0;  // thres1
-  float lower = 0;  // thres2
-  bool found_upper = false;
-};
-
-// Lines 4 to 24 of Algorithm 1. count(a >= t) <= k exactly when the (k+1)-th largest is below t.
-Search search(float mean, float max, float next, int64_t k, int64_t n, int steps) {
-  Search result;
-  float left = 0, right = 1;
-  for (int i = 0; i < steps; ++i) {
-    const float ratio = left + (right - left) / 2;
-    const float threshold = mean + ratio * (max - mean);
-    if (k >= n || next < threshold) {
-      right = ratio;
-      // Above the largest nothing is counted, and line 13 never takes it.
-      if (threshold <= max) {
-        result.upper = threshold;
-        result.found_upper = true;
-      }
-    } else {
-      left = ratio;
-      result.lower = threshold;
+// Where the band is everything that is not higher: the places of the higher ones, all candidates, tell where its
+// window lies, and nothing else is looked at.
+template <class Index, class First>
+void write_around(const Source& source, const std::vector<Candidates>& parts, int64_t n, int64_t k, int32_t upper,
+                  const First& first, const Passes& passes, Index* indices, float* values) {
+  int64_t wanted = k, out = 0;
+  for (const Candidates& c : parts) wanted -= passes.count(c.bits, c.count, upper);
+  int64_t place = first(n - k);  // Of the window's next element, but for the higher ones before it.
+  const auto put = [&](int64_t index, float value) {
+    indices[out] = static_cast<Index>(index);
+    values[out++] = value;
+  };
+  const auto take_until = [&](int64_t end) {
+    for (int64_t length; wanted > 0 && place < end; place += length, wanted -= length) {
+      length = std::min({wanted, end - place, kBlock});
+      const float* x = source.block(place, length);
+      for (int64_t i = 0; i < length; ++i) put(place + i, x[i]);
+    }
+  };
+  for (const Candidates& c : parts) {
+    for (int64_t i = 0; i < c.count; ++i) {
+      if (static_cast<int32_t>(c.bits[i] & kKeyMask) <= upper) continue;
+      const int64_t higher = c.range.begin + c.indices[i];
+      take_until(higher);
+      put(higher, float_of(c.bits[i]));
+      place += wanted > 0;
     }
   }
-  return result;
+  take_until(n);
 }
 
 }  // namespace
-
-uint64_t random_below(uint64_t bound, uint64_t seed) {
-  uint64_t z = seed + 0x9e3779b97f4a7c15u;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return (z ^ (z >> 31)) % bound;
-}
 
 template <class Index>
 void exact_top_k(const Source& source, int64_t n, int64_t k, const Engine& engine, Index* indices, float* values) {
@@ -209,20 +196,19 @@ void ms_top_k(const Source& source, int64_t n, int64_t k, int steps, uint64_t se
 
   const float next = float_of(nth_key(parts, wanted, engine));
   const float mean = static_cast<float>(statistics.sum / static_cast<double>(n));
-  const Search found = search(mean, float_of(statistics.max), next, k, n, steps);
-  // a >= t is key > key(t) - 1.
-  const int32_t lower = static_cast<int32_t>(key_of(found.lower)) - 1;
-  const int32_t upper = found.found_upper ? static_cast<int32_t>(key_of(found.upper)) - 1 : static_cast<int32_t>(kKeyMask);
+  const Thresholds found = ms_thresholds(mean, float_of(statistics.max), next, k, n, steps);
   const auto first = [&](int64_t spare) {
     return static_cast<int64_t>(random_below(static_cast<uint64_t>(spare) + 1, seed));
   };
   const int part_count = static_cast<int>(parts.size());
-  const bool complete = std::all_of(parts.begin(), parts.end(), [&](const Candidates& c) { return lower >= c.above; });
+  const bool complete = std::all_of(parts.begin(), parts.end(), [&](const Candidates& c) { return found.lower >= c.above; });
   if (complete) {
-    write_chosen(runs_of_candidates(parts), part_count, k, {upper, lower}, first, engine, indices, values);
+    write_chosen(runs_of_candidates(parts), part_count, k, found, first, engine, indices, values);
+  } else if (found.lower == kEverything) {
+    write_around(source, parts, n, k, found.upper, first, engine.passes, indices, values);
   } else {
-    const auto runs = runs_of_source(source, n, part_count, lower, engine.passes);
-    write_chosen(runs, part_count, k, {upper, lower}, first, engine, indices, values);
+    const auto runs = runs_of_source(source, n, part_count, found.lower, engine.passes);
+    write_chosen(runs, part_count, k, found, first, engine, indices, values);
   }
 }
 

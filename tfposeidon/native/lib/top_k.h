@@ -37,9 +37,6 @@ template <class Index>
 void ms_top_k(const Source& source, int64_t n, int64_t k, int steps, uint64_t seed, const Engine& engine,
               Index* indices, float* values);
 
-// Line 27's random number in 0 .. bound - 1, from the seed alone: splitmix64 modulo the bound.
-uint64_t random_below(uint64_t bound, uint64_t seed);
-
 }  // namespace tfposeidon
 
 #endif  // TFPOSEIDON_NATIVE_LIB_TOP_K_H_
