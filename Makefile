@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 NP ?= 2
-NATIVE := $(shell find tfposeidon/native -name '*.cc' -o -name '*.h' -o -name '*.inc')
+NATIVE := $(shell find tfposeidon/native -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.inc')
 LIBRARY := tfposeidon/native/_ops.so
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
@@ -49,6 +49,9 @@ check: setup
 SANITIZERS := address,undefined thread
 NATIVE_TEST := tests/native/lib_test.cc $(wildcard tfposeidon/native/lib/*.cc)
 NATIVE_FLAGS := -std=c++17 -O2 -g -Wall -Wextra -Werror -Wno-psabi -ffp-contract=off -I. -pthread
+# The passes for GPUs run on the processor in their test; Thrust comes with the CUDA toolkit.
+CCCL := $(firstword $(wildcard $(or $(HOROVOD_CUDA_HOME),/usr/local/cuda)/include/cccl))
+THRUST_FLAGS := -DTHRUST_DEVICE_SYSTEM=THRUST_DEVICE_SYSTEM_CPP -isystem $(CCCL)
 check-native:
 	@mkdir -p build/native
 	@set -e; for kind in $(SANITIZERS); do \
@@ -56,6 +59,11 @@ check-native:
 	  $(CXX) $(NATIVE_FLAGS) -fsanitize=$$kind -fno-sanitize-recover=all $(NATIVE_TEST) -o $$program; \
 	  echo "$$kind:"; $$program 40; \
 	done
+ifneq ($(CCCL),)
+	$(CXX) $(NATIVE_FLAGS) -fsanitize=address,undefined -fno-sanitize-recover=all $(THRUST_FLAGS) tests/native/gpu_test.cc \
+	  tfposeidon/native/lib/thresholds.cc -o build/native/gpu_test
+	build/native/gpu_test 60
+endif
 
 format: setup
 	$(BIN)/ruff check --fix .

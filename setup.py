@@ -18,9 +18,15 @@ CUDA_SOURCE = NATIVE / "lib/gpu/gpu.cu"
 # No fused multiply-add, which not every processor has: all must round alike. Instruction sets beyond the
 # baseline are chosen at run time (native/lib/passes.cc).
 FLAGS = ["-O3", "-g0", "-Wall", "-Wextra", "-Wno-psabi", "-ffp-contract=off", "-fvisibility=hidden"]
-# From the A100 on; the last also as PTX, for what comes after it.
+# From the A100 on, as far as nvcc knows them; the last also as PTX, for what comes after it.
 GPUS = (80, 90, 100)
-CUDA_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "--extended-lambda", "--threads=0", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+CUDA_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "--fmad=false",
+    "--threads=0",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+]
 
 
 def require(module: str, remedy: str) -> None:
@@ -62,33 +68,30 @@ class BuildNative(build_ext):
 
     def add_cuda(self, extension: Extension) -> None:
         """Compiles the GPU's library with nvcc, and adds it and its kernels."""
-        nvcc = shutil.which("nvcc", path=os.pathsep.join([f"{cuda_home()}/bin", os.environ.get("PATH", "")]))
+        home = os.environ.get("HOROVOD_CUDA_HOME", "/usr/local/cuda")
+        nvcc = shutil.which("nvcc", path=os.pathsep.join([f"{home}/bin", os.environ.get("PATH", "")]))
         if nvcc is None:
-            print("tfposeidon: no nvcc, so native ops on GPU tensors run on the processor. Set CUDA_HOME and repeat.")
+            self.warn("no nvcc, so native ops on GPU tensors run on the processor; set HOROVOD_CUDA_HOME")
             return
+        known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout.split()
+        gpus = [gpu for gpu in GPUS if f"compute_{gpu}" in known]
         library = Path(self.build_temp) / "gpu.o"
         library.parent.mkdir(parents=True, exist_ok=True)
-        codes = [f"-gencode=arch=compute_{gpu},code=sm_{gpu}" for gpu in GPUS]
-        codes += [f"-gencode=arch=compute_{GPUS[-1]},code=compute_{GPUS[-1]}"]
-        command = [nvcc, *CUDA_FLAGS, *codes, "-I.", "-c", str(CUDA_SOURCE), "-o", str(library)]
-        print(" ".join(command), flush=True)
-        subprocess.run(command, check=True)
+        codes = [f"-gencode=arch=compute_{gpu},code=sm_{gpu}" for gpu in gpus]
+        codes += [f"-gencode=arch=compute_{gpus[-1]},code=compute_{gpus[-1]}"]
+        self.spawn([nvcc, *CUDA_FLAGS, *codes, "-I.", "-c", str(CUDA_SOURCE), "-o", str(library)])
         toolkit = Path(nvcc).resolve().parents[1]
         extension.sources = extension.sources + [name for name in native_files(".cc") if name.endswith("_gpu.cc")]
         extension.extra_objects = [str(library)]
         extension.extra_link_args += [f"-L{toolkit}/lib64", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
 
 
-def cuda_home() -> str:
-    """Where the toolkit is said to be."""
-    return os.environ.get("CUDA_HOME", "/usr/local/cuda")
-
-
 def tensorflow_flags() -> tuple[list[str], list[str], bool]:
     """How to compile for, and link with, the TensorFlow that is installed, and whether it was built for GPUs."""
     code = (
         "import json, tensorflow as tf;"
-        "print(json.dumps([tf.sysconfig.get_compile_flags(), tf.sysconfig.get_link_flags(), tf.test.is_built_with_cuda()]))"
+        "config = [tf.sysconfig.get_compile_flags(), tf.sysconfig.get_link_flags(), tf.test.is_built_with_cuda()];"
+        "print(json.dumps(config))"
     )
     # Without pip's isolated environment, which has no TensorFlow.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

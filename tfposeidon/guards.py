@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
+from tfposeidon import native
 from tfposeidon.coordinator import Plan
 
 
@@ -72,6 +73,19 @@ def check_momentum(plan: Plan, inner: Any) -> None:
             "Momentum correction takes the place of the optimizer's momentum. Received: momentum in "
             f"{', '.join(sorted(corrected))} and in {type(innermost(inner)).__name__}. Use SGD(momentum=0.0)."
         )
+
+
+def processor_advice(plan: Plan) -> str:
+    """Says so where native ops copy what lies on a GPU to the processor and back."""
+    if native.has_gpu_kernels() or not tf.config.list_physical_devices("GPU"):
+        return ""
+    names = sorted({bucket.scheme.name for bucket in plan.buckets if bucket.slots(plan.topology)})
+    if not names:
+        return ""
+    return (
+        f"{', '.join(names)}: selection runs on the processor, as tfposeidon was built without nvcc; install a CUDA "
+        "toolkit and build again"
+    )
 
 
 def sparsity_advice(plan: Plan, inner: Any) -> str:

@@ -1,6 +1,8 @@
 """Native operations on gradients: selection with and without error feedback, sparse sums, 16-bit values.
 
-There are kernels for processors; on a GPU TensorFlow copies to the processor and back, with the same results.
+There are kernels for processors, and for CUDA GPUs where tfposeidon is built with nvcc for a TensorFlow with GPUs.
+Without those TensorFlow copies from the GPU to the processor and back. Results are the same, but for MSTopK's mean,
+which a GPU adds up in another order: a threshold in its last bits may differ.
 """
 
 from __future__ import annotations

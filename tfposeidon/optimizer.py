@@ -416,10 +416,11 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
                 self._note(f"{describe(variable).path}: rows are summed and sent as a dense matrix")
             if grad is None:
                 self._note(f"{describe(variable).path}: no gradient on rank {runtime.rank()}, zeros are sent")
-        advice = guards.sparsity_advice(self._exchanger(variables).plan, self.inner_optimizer)
-        if advice:
-            self._note(advice)
-            runtime.say("tfposeidon: %s.", advice)
+        plan = self._exchanger(variables).plan
+        for advice in (guards.sparsity_advice(plan, self.inner_optimizer), guards.processor_advice(plan)):
+            if advice:
+                self._note(advice)
+                runtime.say("tfposeidon: %s.", advice)
 
     def _rank_state(self) -> list[tuple[Any, Piece]]:
         if self.built and not self._agreed():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from pathlib import Path
 from typing import Any
@@ -30,3 +31,9 @@ def library() -> Any:
             f"tfposeidon's native library must be built for the TensorFlow that loads it. Received: TensorFlow "
             f"{tf.__version__}, which says: {error.message}. {remedy}"
         ) from error
+
+
+@functools.cache
+def has_gpu_kernels() -> bool:
+    """Whether the library was compiled for CUDA too: with nvcc, for a TensorFlow with GPUs."""
+    return LIBRARY.exists() and hasattr(ctypes.CDLL(str(LIBRARY)), "tfposeidon_gpu_kernels")

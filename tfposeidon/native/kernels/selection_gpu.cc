@@ -105,3 +105,6 @@ REGISTER("TfposeidonMomentumCorrectionTopK", MomentumCorrectionTopKOp);
 
 }  // namespace
 }  // namespace tfposeidon
+
+// Says that GPU kernels are in this library.
+extern "C" __attribute__((visibility("default"))) int tfposeidon_gpu_kernels() { return 1; }
