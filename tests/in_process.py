@@ -75,6 +75,7 @@ class InProcessWire:
         return tf.constant(np.concatenate(parts))
 
     def all_to_all(self, tensor, splits, group, name):
+        splits = [int(part) for part in splits]
         assert sum(splits) == tensor.shape[0]
         mine = np.split(tensor.numpy(), np.cumsum(splits)[:-1])
         everybody = self.cluster.meet(self.topology.rank, group, name, mine)
@@ -82,6 +83,15 @@ class InProcessWire:
             if receiver != self.topology.rank:
                 self.cluster.count(self.topology.rank, receiver, part)
         return tf.constant(np.concatenate([parts[group.index(self.topology.rank)] for parts in everybody]))
+
+    def broadcast(self, tensor, root_rank, name):
+        value = self._meet(tensor, self.topology.world, name)[root_rank]
+        p = self.topology.size
+        place = (self.topology.rank - root_rank) % p
+        for distance in (2**i for i in range(p.bit_length())):
+            if place < distance and place + distance < p:
+                self.cluster.count(self.topology.rank, (root_rank + place + distance) % p, value)
+        return tf.constant(value)
 
     def _meet(self, tensor, group, name):
         return self.cluster.meet(self.topology.rank, group, name, tensor.numpy())

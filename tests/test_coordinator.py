@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from tfposeidon import coordinator, policies
+from tfposeidon import coordinator, policies, schemes
 from tfposeidon.gradient import Description
+from tfposeidon.sufficient_factors import FactorShape
 from tfposeidon.topology import Topology
 
 LAYERS = [
@@ -77,3 +78,54 @@ def test_plan_as_json():
 
 def test_auto_says_what_it_means():
     assert "auto means all-reduce" in str(_plan(0, "auto"))
+
+
+def test_pairs_lie_evenly_on_the_servers():
+    """Over layers of every size, to within one pair."""
+    sizes = [3, 700, 65_000, 1_000_001, 40, 9_999, 300_000, 12]
+    layers = [Description(f"layer_{i}", (n,), "float32") for i, n in enumerate(sizes)]
+    for nodes in (1, 2, 3, 5, 16):
+        made = coordinator.plan(
+            layers, policies.parse(schemes.ShardedServer(pair_bytes=65_536)), Topology.regular(0, nodes, 1), 2**18
+        )
+        held = [0.0] * nodes
+        for bucket in made.buckets:
+            pairs = sum(bucket.scheme.placement)
+            assert bucket.bytes / pairs <= 65_536
+            for node, count in enumerate(bucket.scheme.placement):
+                held[node] += count * bucket.bytes / pairs
+        assert max(held) - min(held) <= 65_536
+        assert sum(held) == pytest.approx(4 * sum(sizes))
+
+
+def _hybcomm(m, n, rows, nodes, ranks_per_node=1):
+    topology = Topology.regular(0, nodes * ranks_per_node, ranks_per_node)
+    description = Description("fc/kernel", (m, n), "float32", FactorShape(rows, m, n, "float32"))
+    return policies.HybComm().choose(description, topology)
+
+
+def test_best_scheme_is_the_papers():
+    """Table 1 and section 3.2: a layer of 4096 x 4096, batch 32, 8 nodes that work and serve: 58.7 M against 3.7 M."""
+    choice = _hybcomm(4096, 4096, 32, 8)
+    assert choice.scheme.name == "sfb"
+    millions = {name: size / 4e6 for name, size in choice.candidates}
+    assert millions == {"sfb": pytest.approx(3.67, abs=0.01), "ps": pytest.approx(58.7, abs=0.1)}
+    assert choice.reason == "sfb 14.68 MB <= ps 234.88 MB with K=32, P=8"
+    # GoogLeNet's thin classifier with its batch of 128 on 16 nodes goes to the store (section 5.2).
+    assert _hybcomm(1024, 1000, 128, 16).scheme.name == "ps"
+    # Ranks of a node share its link: their rows count together.
+    assert "K=128, P=2" in _hybcomm(4096, 4096, 32, 2, ranks_per_node=4).reason
+
+
+def test_hybcomm_without_rows_or_factors():
+    topology = Topology.regular(0, 4, 1)
+    unknown = Description("fc/kernel", (512, 512), "float32", FactorShape(None, 512, 512, "float32"))
+    assert policies.HybComm().choose(unknown, topology).reason == (
+        "its number of rows is not known: give HybComm(batch_size=...)"
+    )
+    plain = Description("conv/kernel", (3, 3, 8, 8), "float32", why_no_factors="it comes from Conv2DBackpropFilter")
+    choice = policies.HybComm().choose(plain, topology)
+    assert (choice.scheme.name, choice.reason) == ("ps", "it comes from Conv2DBackpropFilter")
+    for options in ({"batch_size": 0}, {"pair_bytes": -1}):
+        with pytest.raises(ValueError, match="must be positive"):
+            policies.HybComm(**options)

@@ -7,6 +7,7 @@ import tensorflow as tf
 from tests import contract
 from tests.in_process import Cluster, InProcessWire
 from tfposeidon import schemes
+from tfposeidon.sufficient_factors import Factors, FactorShape
 from tfposeidon.topology import Topology
 
 SPARSE = (schemes.HierarchicalTopK, schemes.TopKAllGather)
@@ -204,3 +205,62 @@ def test_all_reduce_points_elsewhere_for_bfloat16():
 def test_schemes_print_what_differs_from_their_defaults():
     assert str(schemes.Torus2D()) == "2dtar"
     assert str(schemes.AllToAll(wire_dtype="float16")) == "asa(wire_dtype=float16)"
+
+
+@pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2", "interleaved 2x2", "3+1+2", "3x2"])
+def test_placed_pairs_sum_as_even_ones(layout):
+    """Some servers without a pair, some with several."""
+    nodes = LAYOUTS[layout]
+    for placement in ([2, 0, 1], [0, 1, 0], [1, 3, 2]):
+        scheme = schemes.ShardedServer(pair_bytes=64, placement=tuple(placement[: len(nodes)]))
+        if sum(scheme.placement) == 0:
+            continue
+        cluster = Cluster(nodes)
+        means = cluster.run(lambda wire, s=scheme: s.exchange(_vector(wire.topology.rank), (), wire, "ps")[0].numpy())
+        expected = np.mean([_vector(rank) for rank in range(len(means))], axis=0)
+        for rank, mean in enumerate(means):
+            np.testing.assert_allclose(mean, expected, atol=1e-4)
+            np.testing.assert_array_equal(mean, means[0])
+            cost = scheme.cost(101, 4, Topology(rank, nodes))
+            assert cluster.bytes_of(rank) == (cost.node_bytes, cost.cross_bytes)
+
+
+def _vector(rank):
+    return tf.constant(contract.gradient(101, rank))
+
+
+FACTOR_SCHEMES = (schemes.FactorBroadcast(), schemes.FactorServer(), schemes.FactorServer(server=1))
+
+
+@pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2", "interleaved 2x2", "3x2"])
+@pytest.mark.parametrize("scheme", FACTOR_SCHEMES, ids=repr)
+def test_factors_of_any_number_of_rows(scheme, layout):
+    """Every rank with another number of rows, one with none."""
+    nodes = LAYOUTS[layout]
+    size = sum(map(len, nodes))
+    draw = [np.random.default_rng(rank) for rank in range(size)]
+    rows = [(draw[r].normal(size=(r, 7)), draw[r].normal(size=(r, 5))) for r in range(size)]
+    factors = [Factors(*(tf.constant(part, tf.float32) for part in pair), None) for pair in rows]
+    means = Cluster(nodes).run(lambda wire: scheme.exchange_factors(factors[wire.topology.rank], wire, "x").numpy())
+    expected = sum(left.T @ right for left, right in rows) / size
+    for mean in means:
+        np.testing.assert_allclose(mean.reshape(7, 5), expected, atol=1e-5)
+        np.testing.assert_array_equal(mean, means[0])
+
+
+@pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2", "3x2"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("scheme", FACTOR_SCHEMES, ids=repr)
+def test_factors_send_what_is_predicted(scheme, layout, dtype):
+    nodes = LAYOUTS[layout]
+    cluster = Cluster(nodes)
+    factors = Factors(tf.ones([3, 7], dtype), tf.ones([3, 5], dtype), None)
+    cluster.run(lambda wire: scheme.exchange_factors(factors, wire, "x"))
+    for rank in range(cluster.topology.size):
+        cost = scheme.factor_cost(FactorShape(3, 7, 5, dtype), Topology(rank, nodes))
+        assert cluster.bytes_of(rank) == (cost.node_bytes, cost.cross_bytes)
+
+
+def test_a_pair_size_must_be_positive():
+    with pytest.raises(ValueError, match=r"`pair_bytes` must be positive. Received: pair_bytes=0"):
+        schemes.ShardedServer(pair_bytes=0)

@@ -7,6 +7,7 @@ The exit status is 1, with the remedy on the screen, if something is off.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import platform
 import sys
@@ -100,15 +101,25 @@ def _collective() -> list[str]:
     expected = (topology.size - 1) / 2
     problems = []
     for name, make in REGISTRY.items():
-        scheme = make()
-        state = scheme.flushing(tuple(tf.zeros(slot.shape) for slot in scheme.slots(5, topology)))
-        exchange = tf.function(
-            lambda x, state, scheme=scheme, name=name: scheme.exchange(x, state, wire, f"check.{name}")[0]
-        )
-        mean = exchange(tf.constant([float(topology.rank)] * 5), state).numpy()
+        exchange = tf.function(functools.partial(_exchanged, make(), wire, name))
+        mean = exchange(tf.constant([float(topology.rank)] * 5)).numpy()
         if abs(mean - expected).max() > 1e-3:
             problems.append(
                 f"PROBLEM: scheme {name!r} gave {mean} instead of {expected}; reinstall Horovod with "
                 "python -m tfposeidon install --horovod-only"
             )
     return problems
+
+
+def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
+    import tensorflow as tf
+
+    from tfposeidon.schemes import FactorScheme
+    from tfposeidon.sufficient_factors import Factors
+
+    if isinstance(scheme, FactorScheme):
+        return scheme.exchange_factors(
+            Factors(vector[:1, None], tf.ones_like(vector)[None], None), wire, f"check.{name}"
+        )
+    state = scheme.flushing(tuple(tf.zeros(slot.shape) for slot in scheme.slots(vector.shape[0], wire.topology)))
+    return scheme.exchange(vector, state, wire, f"check.{name}")[0]

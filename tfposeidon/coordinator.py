@@ -12,7 +12,7 @@ from typing import Any
 from tfposeidon.cost import Cost
 from tfposeidon.gradient import Description
 from tfposeidon.policies import Choice, Policy
-from tfposeidon.schemes import AllReduce, Scheme
+from tfposeidon.schemes import AllReduce, FactorScheme, FactorServer, Scheme, ShardedServer, VectorScheme
 from tfposeidon.schemes.base import Slot
 from tfposeidon.text import readable, table
 from tfposeidon.topology import Topology
@@ -29,12 +29,14 @@ class Bucket:
       descriptions: Their descriptions, in the same order; all of one dtype.
       scheme: How the bucket is exchanged.
       reason: Why.
+      candidates: Bytes that a node sends and receives by each scheme that was weighed, by name.
     """
 
     members: tuple[int, ...]
     descriptions: tuple[Description, ...]
     scheme: Scheme
     reason: str
+    candidates: tuple[tuple[str, float], ...] = ()
 
     @property
     def length(self) -> int:
@@ -47,17 +49,26 @@ class Bucket:
     def joined(self, other: Bucket) -> Bucket:
         """Both in one, this one's variables first."""
         members, descriptions = self.members + other.members, self.descriptions + other.descriptions
-        return dataclasses.replace(self, members=members, descriptions=descriptions)
+        return dataclasses.replace(self, members=members, descriptions=descriptions, candidates=())
 
     @property
     def dtype(self) -> str:
         return self.descriptions[0].dtype
+
+    @property
+    def goes_alone(self) -> bool:
+        """Whether no other variable may share it."""
+        return isinstance(self.scheme, FactorScheme)
 
     def slots(self, topology: Topology) -> tuple[Slot, ...]:
         """What the scheme keeps for it from step to step, on `topology.rank`."""
         return self.scheme.slots(self.length, topology)
 
     def cost(self, topology: Topology) -> Cost:
+        if isinstance(self.scheme, FactorScheme):
+            factors = self.descriptions[0].factors
+            return self.scheme.factor_cost(factors, topology) if factors else Cost()
+        assert isinstance(self.scheme, VectorScheme)
         return self.scheme.cost(self.length, self.descriptions[0].itemsize, topology)
 
 
@@ -91,6 +102,7 @@ class Plan:
             "scheme": bucket.scheme.name,
             "options": bucket.scheme.get_config(),
             "reason": bucket.reason,
+            "candidates": dict(bucket.candidates),
             "dtype": bucket.dtype,
             "variables": [{"path": d.path, "shape": d.shape} for d in bucket.descriptions],
             "cost": dataclasses.asdict(bucket.cost(self.topology)),
@@ -132,9 +144,11 @@ def plan(
     filling: dict[tuple[Scheme, str], Bucket] = {}
     for member in reversed(range(len(descriptions))):
         description = descriptions[member]
-        scheme, reason = _choice(policy, description, topology)
-        new = Bucket(members=(member,), descriptions=(description,), scheme=scheme, reason=reason)
-        if 4 * description.bytes >= bucket_bytes:
+        scheme, reason, candidates = _choice(policy, description, topology)
+        new = Bucket(
+            members=(member,), descriptions=(description,), scheme=scheme, reason=reason, candidates=candidates
+        )
+        if 4 * description.bytes >= bucket_bytes or new.goes_alone:
             buckets.append(new)
             continue
         key = (scheme, description.dtype)
@@ -144,14 +158,28 @@ def plan(
             buckets += [open_bucket] if open_bucket else []
         else:
             filling[key] = open_bucket.joined(new)
-    last_first = sorted([*buckets, *filling.values()], key=lambda bucket: -bucket.members[-1])
+    last_first = _placed(sorted([*buckets, *filling.values()], key=lambda bucket: -bucket.members[-1]), topology)
     remarks = [f"bucket {i}: {note}" for i, b in enumerate(last_first) if (note := b.scheme.note(b.length, topology))]
     return Plan(buckets=tuple(last_first), topology=topology, notes=(*notes, *remarks))
 
 
+def _placed(buckets: list[Bucket], topology: Topology) -> list[Bucket]:
+    """Spreads what goes to servers evenly over them: pairs over nodes, whole matrices over ranks."""
+    loads = {ShardedServer: [0.0] * len(topology.nodes), FactorServer: [0.0] * topology.size}
+    placed = []
+    for bucket in buckets:
+        scheme = bucket.scheme
+        if isinstance(scheme, ShardedServer | FactorServer):
+            scheme = scheme.placed(bucket.length, bucket.descriptions[0].itemsize, loads[type(scheme)])
+        placed.append(dataclasses.replace(bucket, scheme=scheme))
+    return placed
+
+
 def _choice(policy: Policy, description: Description, topology: Topology) -> Choice:
-    """The policy's, except for variables that are too small for the scheme."""
+    """The policy's, except for variables that are too small for the scheme, or no matrices."""
     choice = policy.choose(description, topology)
+    if isinstance(choice.scheme, FactorScheme) and len(description.shape) < 2:
+        return Choice(AllReduce(), f"no matrix for {choice.scheme.name}")
     if description.length >= choice.scheme.min_length:
         return choice
     return Choice(

@@ -76,3 +76,15 @@ def ring_all_gather(topology: Topology, group: Group, parts_bytes: list[float]) 
     successor = (group.index(topology.rank) + 1) % p
     passed_on = sum(parts_bytes) - parts_bytes[successor]
     return sent(topology, {group.ranks[successor]: passed_on}, steps=p - 1)
+
+
+def tree_broadcast(topology: Topology, root: int, size_bytes: float) -> Cost:
+    """Gloo's binomial tree: in each round, every rank that has the values passes them on to one that has not.
+
+    Cost: log2 P steps; the root sends log2 P times, half of the ranks not at all.
+    """
+    p = topology.size
+    place = (topology.rank - root) % p
+    rounds = (p - 1).bit_length()
+    receivers = [place + 2**i for i in range(rounds) if place < 2**i and place + 2**i < p]
+    return sent(topology, {(root + receiver) % p: size_bytes for receiver in receivers}, steps=rounds)

@@ -15,7 +15,8 @@ from tfposeidon.agreement import REMEDY, as_json, check_same_variables
 from tfposeidon.coordinator import Bucket, Plan
 from tfposeidon.gradient import Description, dense
 from tfposeidon.rank_state import Piece
-from tfposeidon.schemes.base import Slot, State
+from tfposeidon.schemes.base import FactorScheme, Slot, State, VectorScheme
+from tfposeidon.sufficient_factors import Factors
 from tfposeidon.wire import Wire, exchange_objects, opaque, zeros
 
 
@@ -45,10 +46,19 @@ class Exchanger:
         self.prefix: str | None = None
         self.active: list[bool] = []
         dtypes = {"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}
+        dtypes |= {d.factors.dtype for bucket in plan.buckets for d in bucket.descriptions if d.factors}
         self._zeros = {dtype: _zero(dtype) for dtype in sorted(dtypes)}
         self.states: list[list[tf.Variable]] = [
             [_variable(slot, index) for slot in bucket.slots(plan.topology)]
             for index, bucket in enumerate(plan.buckets)
+        ]
+
+    def keep_states(self, other: Exchanger) -> None:
+        """Takes over what another exchanger keeps for buckets of the same variables and scheme."""
+        kept = {(b.members, b.scheme): state for b, state in zip(other.plan.buckets, other.states, strict=True)}
+        self.states = [
+            kept.get((bucket.members, bucket.scheme), state)
+            for bucket, state in zip(self.plan.buckets, self.states, strict=True)
         ]
 
     def agree(self, prefix: str, gradients: Sequence[Any], settings: dict[str, Any]) -> None:
@@ -105,15 +115,41 @@ class Exchanger:
         states: list[State] = []
         self._check_active(gradients)
         for index, bucket in enumerate(self.plan.buckets):
-            vector = self._flatten(bucket, gradients)
-            if weight is not None:
-                vector = _weighted(vector, weight)
-            state = self._state(index, rescale)
-            mean, state = bucket.scheme.exchange(vector, state, self.wire, f"{self.prefix}.bucket_{index}")
+            mean, state = self._exchange_bucket(index, bucket, gradients, weight, rescale)
             states.append(state)
             for member, tensor in zip(bucket.members, _split(mean, bucket.descriptions), strict=True):
                 means[member] = tensor if self.active[member] else None
         return means, states
+
+    def _exchange_bucket(
+        self, index: int, bucket: Bucket, gradients: Sequence[Any], weight: tf.Tensor | None, rescale: tf.Tensor | None
+    ) -> tuple[tf.Tensor, State]:
+        name = f"{self.prefix}.bucket_{index}"
+        if isinstance(bucket.scheme, FactorScheme):
+            return self._exchange_factors(bucket, bucket.scheme, gradients[bucket.members[0]], weight, name), ()
+        vector = self._flatten(bucket, gradients)
+        if weight is not None:
+            vector = _weighted(vector, weight)
+        assert isinstance(bucket.scheme, VectorScheme)
+        return bucket.scheme.exchange(vector, self._state(index, rescale), self.wire, name)
+
+    def _exchange_factors(
+        self, bucket: Bucket, scheme: FactorScheme, gradient: Any, weight: tf.Tensor | None, name: str
+    ) -> tf.Tensor:
+        description = bucket.descriptions[0]
+        factors = self._no_rows(description) if gradient is None else gradient
+        if weight is not None:
+            factors = factors.weighted(weight)
+        left, right = (opaque(matrix, self._zeros["int32"]) for matrix in (factors.left, factors.right))
+        mean = scheme.exchange_factors(Factors(left, right, None), self.wire, name)
+        mean = tf.ensure_shape(tf.cast(mean, description.dtype), [description.length])
+        return mean if factors.local is None else mean + tf.reshape(factors.local, [-1])
+
+    def _no_rows(self, description: Description) -> Factors:
+        shape = description.factors
+        assert shape is not None
+        zero = self._zeros[shape.dtype]
+        return Factors(zeros([0, shape.left], zero), zeros([0, shape.right], zero), None)
 
     def pieces(self) -> list[Piece]:
         """What each variable of `states` is, in their order."""

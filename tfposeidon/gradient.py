@@ -9,15 +9,26 @@ from typing import Any
 import tensorflow as tf
 
 from tfposeidon import wire
+from tfposeidon.sufficient_factors import FactorShape
 
 
 @dataclass(frozen=True)
 class Description:
-    """One variable's gradient: the same on every rank, known before any step runs."""
+    """One variable's gradient: the same on every rank, known before any step runs.
+
+    Attributes:
+      path: Of the variable.
+      shape: Of it.
+      dtype: Of the gradient when it is exchanged.
+      factors: Set from the first traced step on, where the gradient is a product of two thin matrices.
+      why_no_factors: Set with it where it is none.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
+    factors: FactorShape | None = None
+    why_no_factors: str = ""
 
     @property
     def length(self) -> int:

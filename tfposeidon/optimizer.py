@@ -12,12 +12,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfposeidon import coordinator, gradient, guards, policies, runtime, trainer
+from tfposeidon import coordinator, factor_agreement, gradient, guards, policies, runtime, trainer
 from tfposeidon.accumulation import Accumulation
 from tfposeidon.exchanger import Exchanger
-from tfposeidon.gradient import describe
+from tfposeidon.gradient import Description, describe
 from tfposeidon.rank_state import Piece
+from tfposeidon.sufficient_factors import Factors
 from tfposeidon.update_rate import UpdateRate
+from tfposeidon.wire import exchange_objects
 
 # Collectives are matched by name. Optimizers take their number at their first step, which all ranks
 # reach together, and not when they are made: a rank may make or load more of them than others.
@@ -45,8 +47,8 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     Args:
       inner_optimizer: A Keras optimizer. If it has `gradient_accumulation_steps`, accumulation moves
         to the wrapper: one exchange per update.
-      scheme: A name ("auto", "allreduce", "asa", "asa16", "2dtar", "hitopk", "topk"), an object of
-        `tfposeidon.schemes` or `tfposeidon.policies`, or rules `[(pattern, scheme), ...]`.
+      scheme: A name ("auto", "allreduce", "asa", "asa16", "2dtar", "ps", "sfb", "adam", "hybcomm", "hitopk",
+        "topk"), an object of `tfposeidon.schemes` or `tfposeidon.policies`, or rules `[(pattern, scheme), ...]`.
       bucket_bytes: Small gradients are fused into buckets of up to this many bytes; larger than a
         quarter of it, they go by themselves. Smaller buckets start earlier, larger ones cost fewer
         messages, which "asa" and "2dtar" feel more than "allreduce"; 0 sends each variable by itself.
@@ -91,6 +93,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self._bucket_bytes = bucket_bytes
         self._exchange = _Exchange()
         self._sample_count: Any = None
+        self._fit_batch_size: int | None = None
         self.ends_with_first_rank = False
         self.restores_scheme = False
         trainer.teach_keras()
@@ -256,6 +259,19 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         finally:
             self._sample_count = previous
 
+    def takes_batches_of(self, samples: int | None) -> bool:
+        """What `fit` says of the samples per step and rank, where shapes do not tell; `None` if it does not know.
+
+        Returns:
+          Whether that makes another plan, so that the step has to be traced anew.
+        """
+        another = self._policy.reads_factors and self._fit_batch_size not in (None, samples)
+        self._fit_batch_size = samples
+        stale = self._agreed() if another and self.built else []
+        for exchanger in stale:
+            exchanger.prefix = None
+        return bool(stale)
+
     def scale_losses(self) -> None:
         """Puts Keras's `LossScaleOptimizer` inside, unless something scales already.
 
@@ -346,12 +362,13 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             return
         exchanger = self._exchanger(variables)
         presence = exchanger.presence(count) if count is not None else None
-        ready = _time_after(grads)
+        sent = factor_agreement.taken(grads, exchanger.plan, self._replicated(variables))
+        ready = _time_after(sent)
         weight = presence.weight if presence else None
         update_rate = self._update_rate(variables)
         rate = update_rate.now(self.inner_optimizer) if any(exchanger.states) else None
         rescale = None if rate is None else update_rate.rescale(rate)
-        means, states = exchanger.exchange(grads, weight, rescale)
+        means, states = exchanger.exchange(sent, weight, rescale)
         self._exposed_s.assign_add(_time_after(means) - ready)
         pairs = list(zip(itertools.chain(*exchanger.states), itertools.chain(*states), strict=True))
         if rate is not None:
@@ -376,8 +393,31 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     def _agree_once(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         exchanger = self._exchanger(variables)
         if exchanger.prefix is None:
+            if self._policy.reads_factors:
+                exchanger = self._plan_with_factors(grads, variables, exchanger)
             exchanger.agree(f"tp{next(_numbers)}", grads, self._settings(count))
             self._take_notes(grads, variables, count)
+
+    def _plan_with_factors(self, grads: list[Any], variables: list[Any], exchanger: Exchanger) -> Exchanger:
+        """Plans again, now that the ops are there that make the gradients."""
+        descriptions = [describe(v) for v in variables]
+        accumulated = self._exchange.accumulation is not None
+        replicated = self._replicated(variables)
+        found = factor_agreement.find(grads, descriptions, replicated, self._batch_size(), accumulated)
+        with tf.init_scope():
+            everybody = exchange_objects(found, exchanger.wire, f"tp{next(_numbers)}.factors")
+        plan = self._plan(factor_agreement.agreed(descriptions, everybody))
+        factor_agreement.check(plan)
+        new = Exchanger(plan, exchanger.wire)
+        new.keep_states(exchanger)
+        self._exchange.exchangers[tuple(self._var_key(v) for v in variables)] = new
+        return new
+
+    def _batch_size(self) -> int | None:
+        return getattr(self._policy, "batch_size", None) or self._fit_batch_size
+
+    def _replicated(self, variables: list[Any]) -> list[Any]:
+        return [*variables, *self.inner_optimizer.variables]
 
     def _settings(self, count: Any) -> dict[str, Any]:
         """What has to be the same on all ranks, besides the variables."""
@@ -397,14 +437,16 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         key = tuple(self._var_key(v) for v in variables)
         exchangers = self._exchange.exchangers
         if key not in exchangers:
-            wire = runtime.wire()
-            descriptions = [describe(v) for v in variables]
-            notes = [] if wire.topology.size > 1 else ["one rank: nothing is sent"]
-            plan = coordinator.plan(descriptions, self._policy, wire.topology, self._bucket_bytes, notes)
+            plan = self._plan([describe(v) for v in variables])
             guards.check_momentum(plan, self.inner_optimizer)
-            exchangers[key] = Exchanger(plan, wire)
+            exchangers[key] = Exchanger(plan, runtime.wire())
             self._exchange.update_rates[key] = UpdateRate()
         return exchangers[key]
+
+    def _plan(self, descriptions: list[Description]) -> coordinator.Plan:
+        topology = runtime.wire().topology
+        notes = [] if topology.size > 1 else ["one rank: nothing is sent"]
+        return coordinator.plan(descriptions, self._policy, topology, self._bucket_bytes, notes)
 
     def _take_notes(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         if count is None:
@@ -450,10 +492,15 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             self._exchange.notes.append(text)
 
 
-def _time_after(tensors: list[Any]) -> tf.Tensor:
-    values = [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors if t is not None]
-    with tf.control_dependencies(values):
+def _time_after(gradients: list[Any]) -> tf.Tensor:
+    with tf.control_dependencies([tensor for g in gradients if g is not None for tensor in _made_of(g)]):
         return tf.timestamp()
+
+
+def _made_of(gradient: Any) -> list[tf.Tensor]:
+    if isinstance(gradient, Factors):
+        return [gradient.left, gradient.right]
+    return [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient]
 
 
 def _assign_if(wanted: Any, means: list[Any], pairs: list[Any]) -> None:

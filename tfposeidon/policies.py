@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 
 from tfposeidon.config import Configured
 from tfposeidon.gradient import Description
-from tfposeidon.schemes import REGISTRY, AllReduce, Scheme
+from tfposeidon.schemes import REGISTRY, AllReduce, FactorBroadcast, FactorScheme, Scheme, ShardedServer
+from tfposeidon.schemes.sharded_server import PAIR_BYTES
+from tfposeidon.text import readable
 from tfposeidon.topology import Topology
 
 
 class Choice(NamedTuple):
-    """A scheme, and the reason for it in a few words."""
+    """A scheme, the reason for it in a few words, and bytes a node by each scheme that was weighed."""
 
     scheme: Scheme
     reason: str
+    candidates: tuple[tuple[str, float], ...] = ()
 
 
 class Policy(Configured, ABC):
@@ -29,6 +33,11 @@ class Policy(Configured, ABC):
     @abstractmethod
     def choose(self, description: Description, topology: Topology) -> Choice:
         """The scheme for one variable."""
+
+    @property
+    def reads_factors(self) -> bool:
+        """Whether it chooses, or may choose, by the factors of gradients, which only the first step tells."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,10 @@ class Uniform(Policy):
 
     def choose(self, description: Description, topology: Topology) -> Choice:
         return Choice(self.scheme, "asked for")
+
+    @property
+    def reads_factors(self) -> bool:
+        return isinstance(self.scheme, FactorScheme)
 
     def get_config(self) -> dict[str, Any]:
         return {"scheme": keras.saving.serialize_keras_object(self.scheme)}
@@ -54,6 +67,68 @@ class Auto(Policy):
 
     def choose(self, description: Description, topology: Topology) -> Choice:
         return Choice(AllReduce(), "auto means all-reduce in this version")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybComm(Policy):
+    """Sufficient factors where they are fewer values than the matrix, the sharded store for everything else.
+
+    With P nodes, each worker and server, and K rows a node of an M x N kernel: factors if 2 K (P - 1) (M + N) is at
+    most 2 M N (P + P - 2) / P (BestScheme). Ranks of one node alone count as nodes.
+
+    Args:
+      batch_size: Samples that a rank has per step, where neither shapes nor `fit` tell.
+      pair_bytes: Of the store's pairs, as in `ShardedServer`.
+
+    Raises:
+      ValueError: If `batch_size` or `pair_bytes` is not positive.
+
+    Source: Zhang et al. 2017 (Poseidon), Algorithm 1 and Table 1. Differs: whatever is a product of two matrices
+    counts as fully connected, and K are the rows that are sent.
+    """
+
+    batch_size: int | None = None
+    pair_bytes: int = PAIR_BYTES
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None and self.batch_size <= 0:
+            raise ValueError(f"`batch_size` must be positive. Received: batch_size={self.batch_size}")
+        _ = self._store
+
+    @property
+    def _store(self) -> ShardedServer:
+        return ShardedServer(pair_bytes=self.pair_bytes)
+
+    def choose(self, description: Description, topology: Topology) -> Choice:
+        factors = description.factors
+        if factors is None:
+            return Choice(self._store, description.why_no_factors or "no product of two matrices")
+        if factors.rows is None:
+            return Choice(self._store, "its number of rows is not known: give HybComm(batch_size=...)")
+        ranks = max(len(node) for node in topology.nodes)
+        p, k = (len(topology.nodes), ranks * factors.rows) if len(topology.nodes) > 1 else (ranks, factors.rows)
+        sfb, ps = best_scheme_values(factors.left, factors.right, k, p)
+        itemsize = tf.as_dtype(factors.dtype).size
+        candidates = (("sfb", sfb * itemsize), ("ps", ps * description.itemsize))
+        sign, scheme = ("<=", FactorBroadcast()) if sfb <= ps else (">", self._store)
+        values = [readable(size) for _, size in candidates]
+        return Choice(scheme, f"sfb {values[0]} {sign} ps {values[1]} with K={k}, P={p}", candidates)
+
+    @property
+    def reads_factors(self) -> bool:
+        return True
+
+
+def best_scheme_values(m: int, n: int, k: int, p: int) -> tuple[float, float]:
+    """Values that a node sends and receives for an m x n kernel: by factors, and by the store.
+
+    Args:
+      k: Rows of a node.
+      p: Nodes, each worker and server.
+
+    Source: Zhang et al. 2017 (Poseidon), Table 1.
+    """
+    return 2.0 * k * (p - 1) * (m + n), 2.0 * m * n * (p + p - 2) / p
 
 
 @dataclass(frozen=True, init=False)
@@ -78,9 +153,14 @@ class Rules(Policy):
     def choose(self, description: Description, topology: Topology) -> Choice:
         for pattern, policy in self.rules:
             if re.search(pattern, description.path):
-                scheme = policy.choose(description, topology).scheme
-                return Choice(scheme, f"rule {pattern!r}")
+                choice = policy.choose(description, topology)
+                reason = choice.reason if choice.candidates else f"rule {pattern!r}"
+                return choice._replace(reason=reason)
         return Choice(Auto().choose(description, topology).scheme, "no rule matches")
+
+    @property
+    def reads_factors(self) -> bool:
+        return any(policy.reads_factors for _, policy in self.rules)
 
     def get_config(self) -> dict[str, Any]:
         return {"rules": [[p, keras.saving.serialize_keras_object(policy)] for p, policy in self.rules]}
@@ -88,6 +168,10 @@ class Rules(Policy):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Rules:
         return cls([(p, keras.saving.deserialize_keras_object(policy)) for p, policy in config["rules"]])
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {"auto": Auto, "hybcomm": HybComm}
+"""What `scheme=` finds besides the schemes."""
 
 
 def parse(scheme: Any) -> Policy:
@@ -103,13 +187,13 @@ def parse(scheme: Any) -> Policy:
         return scheme
     if isinstance(scheme, Scheme):
         return Uniform(scheme)
-    if scheme == "auto":
-        return Auto()
+    if isinstance(scheme, str) and scheme in POLICIES:
+        return POLICIES[scheme]()
     if isinstance(scheme, str) and scheme in REGISTRY:
         return Uniform(REGISTRY[scheme]())
     if isinstance(scheme, Mapping | list | tuple):
         return _parse_rules(scheme)
-    names = ", ".join(f'"{name}"' for name in ("auto", *REGISTRY))
+    names = ", ".join(f'"{name}"' for name in (*POLICIES, *REGISTRY))
     raise ValueError(
         f"`scheme` must be one of {names}, an object of tfposeidon.schemes or tfposeidon.policies, or rules "
         f"[(pattern, scheme), ...]. Received: scheme={scheme!r}"

@@ -109,6 +109,8 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     if not _is_ours(getattr(model, "optimizer", None)):
         return original(*call.args, **call.kwargs)
     call.apply_defaults()
+    if model.optimizer.takes_batches_of(_size_of_batches(call.arguments["x"], call.arguments["batch_size"])):
+        model.train_function = None
     _build(model, *(call.arguments[name] for name in ("x", "y", "sample_weight")))
     if runtime.size() == 1:
         return original(*call.args, **call.kwargs)
@@ -121,6 +123,14 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         # Keras's advice for epochs that end early is wrong where another rank has fewer batches; we log that.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         return original(*call.args, **call.kwargs)
+
+
+def _size_of_batches(x: Any, batch_size: Any) -> int | None:
+    """What `fit` cuts arrays into; datasets and generators say it in their shapes, or not at all."""
+    if isinstance(x, tf.data.Dataset | keras.utils.PyDataset):
+        return None
+    are_arrays = all(hasattr(leaf, "shape") for leaf in keras.tree.flatten(x))
+    return int(batch_size or 32) if are_arrays else None
 
 
 def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:

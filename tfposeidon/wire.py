@@ -31,8 +31,8 @@ class Wire(Protocol):
         """Concatenation along the first axis in the group's order; parts may differ in length."""
         ...
 
-    def all_to_all(self, tensor: tf.Tensor, splits: Sequence[int], group: Group, name: str) -> tf.Tensor:
-        """Sends `splits[i]` elements to the group's rank `i`; returns what came, in the group's order."""
+    def all_to_all(self, tensor: tf.Tensor, splits: Sequence[int | tf.Tensor], group: Group, name: str) -> tf.Tensor:
+        """Sends `splits[i]` of the first axis to the group's rank `i`; returns what came, in the group's order."""
         ...
 
     def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
@@ -70,7 +70,7 @@ class HorovodWire:
             return tensor
         return _horovod_ops().allgather(tensor, name=name, ignore_name_scope=True, process_set=self._process_set(group))
 
-    def all_to_all(self, tensor: tf.Tensor, splits: Sequence[int], group: Group, name: str) -> tf.Tensor:
+    def all_to_all(self, tensor: tf.Tensor, splits: Sequence[int | tf.Tensor], group: Group, name: str) -> tf.Tensor:
         if group.size == 1:
             return tensor
         received, _ = _horovod_ops().alltoall(
@@ -99,14 +99,14 @@ def zeros(shape: Sequence[int], zero: tf.Variable) -> tf.Tensor:
     return tf.broadcast_to(zero.read_value(), shape)
 
 
-def opaque(vector: tf.Tensor, zero: tf.Variable) -> tf.Tensor:
-    """The same `[n]` vector, which TensorFlow can no longer see to be a constant; costs no copy.
+def opaque(tensor: tf.Tensor, zero: tf.Variable) -> tf.Tensor:
+    """The same `[n, ...]` tensor, which TensorFlow can no longer see to be a constant; costs no copy.
 
     Args:
-      zero: A scalar whole-number variable that holds 0.
+      zero: A scalar int32 variable that holds 0.
     """
-    length = vector.shape[0]
-    return tf.ensure_shape(tf.reshape(vector, [length + zero.read_value()]), [length])
+    length = tf.shape(tensor)[0] if tensor.shape[0] is None else tensor.shape[0]
+    return tf.ensure_shape(tf.reshape(tensor, [length + zero.read_value(), *tensor.shape[1:]]), tensor.shape)
 
 
 def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:

@@ -4,8 +4,11 @@ from collections.abc import Callable
 
 from tfposeidon.schemes.all_reduce import AllReduce
 from tfposeidon.schemes.all_to_all import AllToAll
-from tfposeidon.schemes.base import Scheme
+from tfposeidon.schemes.base import FactorScheme, Scheme, VectorScheme
+from tfposeidon.schemes.factor_broadcast import FactorBroadcast
+from tfposeidon.schemes.factor_server import FactorServer
 from tfposeidon.schemes.hierarchical_top_k import HierarchicalTopK
+from tfposeidon.schemes.sharded_server import ShardedServer
 from tfposeidon.schemes.top_k_all_gather import TopKAllGather
 from tfposeidon.schemes.torus_2d import Torus2D
 
@@ -14,8 +17,24 @@ REGISTRY: dict[str, Callable[[], Scheme]] = {
     "asa": AllToAll,
     "asa16": lambda: AllToAll(wire_dtype="float16"),
     "2dtar": Torus2D,
+    "ps": ShardedServer,
+    "sfb": FactorBroadcast,
+    "adam": FactorServer,
     "hitopk": HierarchicalTopK,
     "topk": TopKAllGather,
 }
 
-__all__ = ["REGISTRY", "AllReduce", "AllToAll", "HierarchicalTopK", "Scheme", "TopKAllGather", "Torus2D"]
+__all__ = [
+    "REGISTRY",
+    "AllReduce",
+    "AllToAll",
+    "FactorBroadcast",
+    "FactorScheme",
+    "FactorServer",
+    "HierarchicalTopK",
+    "Scheme",
+    "ShardedServer",
+    "TopKAllGather",
+    "Torus2D",
+    "VectorScheme",
+]

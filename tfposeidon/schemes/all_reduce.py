@@ -9,14 +9,14 @@ import tensorflow as tf
 
 from tfposeidon import cost
 from tfposeidon.cost import Cost
-from tfposeidon.schemes.base import Scheme, State
+from tfposeidon.schemes.base import State, VectorScheme
 from tfposeidon.schemes.wire_format import check_wire_dtype, decode, encode, wire_itemsize
 from tfposeidon.topology import Topology
 from tfposeidon.wire import Wire
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduce(Scheme):
+class AllReduce(VectorScheme):
     """Averages gradients by Horovod's all-reduce (a ring over Gloo, NCCL's choice on GPUs).
 
     Args:

@@ -9,14 +9,14 @@ import tensorflow as tf
 
 from tfposeidon.cost import Cost
 from tfposeidon.schemes import stages
-from tfposeidon.schemes.base import Scheme, State
+from tfposeidon.schemes.base import State, VectorScheme
 from tfposeidon.schemes.wire_format import check_wire_dtype, decode, encode
 from tfposeidon.topology import Topology
 from tfposeidon.wire import Wire
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllToAll(Scheme):
+class AllToAll(VectorScheme):
     """Averages gradients by all-to-all, local sum and all-gather.
 
     Args:

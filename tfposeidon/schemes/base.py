@@ -1,4 +1,7 @@
-"""The one abstraction: a scheme maps gradients and its own state to the mean gradient and new state."""
+"""The one abstraction: a scheme maps gradients and its own state to the mean gradient and new state.
+
+`VectorScheme`s take gradients as they are, `FactorScheme`s as the product of two thin matrices.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import tensorflow as tf
 
 from tfposeidon.config import Configured
 from tfposeidon.cost import Cost
+from tfposeidon.sufficient_factors import Factors, FactorShape
 from tfposeidon.topology import Topology
 from tfposeidon.wire import Wire
 
@@ -33,7 +37,7 @@ class Slot:
 
 
 class Scheme(Configured, ABC):
-    """How one bucket of gradients becomes the mean over all ranks.
+    """How one bucket of gradients becomes the mean over all ranks: a `VectorScheme` or a `FactorScheme`.
 
     Subclasses are frozen, keyword-only dataclasses. They see neither variables nor learning rates,
     and keep nothing between calls: what has to last is `state`, which the optimizer stores.
@@ -87,6 +91,10 @@ class Scheme(Configured, ABC):
         """Whether an exchange that counted has sent everything since `flushing`."""
         return True
 
+
+class VectorScheme(Scheme):
+    """A scheme for gradients as one vector, of one variable or of several."""
+
     @abstractmethod
     def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:
         """Exchanges one bucket.
@@ -105,3 +113,24 @@ class Scheme(Configured, ABC):
     @abstractmethod
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
         """What `topology.rank` spends on `length` elements of `itemsize` bytes."""
+
+
+class FactorScheme(Scheme):
+    """A scheme for one variable whose gradient is a product of two thin matrices; it keeps nothing."""
+
+    @abstractmethod
+    def exchange_factors(self, factors: Factors, wire: Wire, name: str) -> tf.Tensor:
+        """Exchanges the factors of one variable.
+
+        Args:
+          factors: Of this rank, on the wire's terms (`Factors.packed`); ranks may have different numbers of rows.
+          wire: The collectives to use.
+          name: Prefix for their names: unique per bucket, the same on every rank.
+
+        Returns:
+          The mean product over all ranks, `[M * N]` float32 with the same bits on every rank.
+        """
+
+    @abstractmethod
+    def factor_cost(self, factors: FactorShape, topology: Topology) -> Cost:
+        """What `topology.rank` spends where every rank has factors of this shape."""

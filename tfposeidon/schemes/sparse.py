@@ -13,7 +13,7 @@ from tfposeidon import cost, ops
 from tfposeidon.cost import Cost
 from tfposeidon.feedback import Feedback, Memory, Sent
 from tfposeidon.schemes import pairs, stages
-from tfposeidon.schemes.base import Scheme, Slot, State
+from tfposeidon.schemes.base import Scheme, Slot, State, VectorScheme
 from tfposeidon.schemes.wire_format import check_wire_dtype
 from tfposeidon.topology import Group, Topology
 from tfposeidon.wire import Wire
@@ -43,7 +43,7 @@ class _Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseScheme(Scheme):
+class SparseScheme(VectorScheme):
     """Sends the elements of largest magnitude; what is not sent is added to the next gradient.
 
     Args:

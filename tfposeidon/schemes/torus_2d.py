@@ -9,14 +9,14 @@ import tensorflow as tf
 
 from tfposeidon.cost import Cost
 from tfposeidon.schemes import stages
-from tfposeidon.schemes.base import Scheme, State
+from tfposeidon.schemes.base import State, VectorScheme
 from tfposeidon.schemes.wire_format import check_wire_dtype, decode, encode
 from tfposeidon.topology import Topology
 from tfposeidon.wire import Wire
 
 
 @dataclass(frozen=True, kw_only=True)
-class Torus2D(Scheme):
+class Torus2D(VectorScheme):
     """Reduce-scatter in the node, all-reduce across nodes, all-gather in the node.
 
     With m nodes of n ranks, the ranks at one position of every node all-reduce their shard across

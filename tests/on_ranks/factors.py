@@ -1,0 +1,133 @@
+"""Sufficient factors on the wire: the same training as with matrices, and nothing left of the local product."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+import tfposeidon as tp
+from tests.on_ranks import models
+from tests.on_ranks.models import same_on_all_ranks
+from tests.on_ranks.training import BATCH, STEPS, check_equal, sgd, train_alone, train_together
+from tests.on_ranks.wait_free import _ancestors, check_independent, traced
+
+KERNELS = [("kernel", "sfb"), (".*", "allreduce")]
+SERVED = [("kernel", "adam"), (".*", "ps")]
+
+
+def case_factors_train_like_matrices(wire):
+    data = models.mlp.data(STEPS * BATCH)
+    start = models.mlp()
+    reference = train_alone(models.copy(models.mlp, start), data, sgd())
+    for rules in (KERNELS, SERVED):
+        optimizer = tp.DistributedOptimizer(sgd(), scheme=rules)
+        weights = train_together(models.copy(models.mlp, start), data, optimizer, wire)
+        check_equal(weights, reference)
+        same_on_all_ranks(weights, wire)
+        schemes = [bucket.scheme.name for bucket in optimizer.plan.buckets for _ in bucket.members]
+        assert sorted(schemes) == sorted([rules[0][1], rules[1][1]] * 3)
+
+
+def case_factors_of_unequal_batches(wire):
+    """Every rank another number of rows, and another weight."""
+    x, y = models.mlp.data(40)
+    start = models.mlp()
+    reference = train_alone(models.copy(models.mlp, start), (x, y), sgd(), batch_size=40)
+    model = models.copy(models.mlp, start)
+    model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme=KERNELS), loss=models.LOSS)
+    bounds = np.linspace(0, 1, wire.topology.size + 1) ** 2 * 40
+    mine = slice(int(bounds[wire.topology.rank]), int(bounds[wire.topology.rank + 1]))
+    model.train_on_batch(x[mine], y[mine])
+    check_equal(model.get_weights(), reference)
+    same_on_all_ranks(model.get_weights(), wire)
+
+
+def case_factors_in_half_precision(wire):
+    """Rebuilt in 32 bits from what the layers computed in 16; the loss scale inside."""
+    keras.config.set_dtype_policy("mixed_float16")
+    data = models.mlp.data(STEPS * BATCH)
+    start = models.mlp()
+    reference = train_together(
+        models.copy(models.mlp, start), data, tp.DistributedOptimizer(sgd(), scheme="allreduce"), wire
+    )
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=KERNELS)
+    weights = train_together(models.copy(models.mlp, start), data, optimizer, wire)
+    same_on_all_ranks(weights, wire)
+    sent = [d.factors.dtype for b in optimizer.plan.buckets for d in b.descriptions if b.scheme.name == "sfb"]
+    assert sent == ["float16"] * 3, sent
+    for weight, expected in zip(weights, reference, strict=True):
+        np.testing.assert_allclose(weight, expected, atol=5e-3)
+
+
+def case_the_local_product_is_gone_and_nothing_waits(wire):
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=KERNELS, bucket_bytes=0)
+    graph = traced(models.mlp(), optimizer, models.mlp.data(4))
+    check_independent(graph, 6)
+    kept = set().union(*(_ancestors(op) | {op} for op in graph.get_operations() if op.op_def.is_stateful))
+    products = [op for op in graph.get_operations() if op.type == "MatMul" and op.get_attr("transpose_a")]
+    local = [op for op in products if "gradient_tape" in op.name]
+    assert len(local) == 3, [op.name for op in products]
+    assert not kept & set(local), "the local product is still computed"
+    assert len(kept & set(products)) == 3
+
+
+def case_hybcomm_says_what_it_weighed(wire):
+    model = models.mlp()
+    optimizer = tp.DistributedOptimizer(sgd(), scheme="hybcomm")
+    train_together(model, models.mlp.data(STEPS * BATCH), optimizer, wire)
+    nodes, k = len(wire.topology.nodes), BATCH // wire.topology.size
+    p, k = (nodes, k * len(wire.topology.nodes[0])) if nodes > 1 else (wire.topology.size, k)
+    plan = json.loads(optimizer.plan.to_json())
+    chosen = {
+        v["path"].split("/")[-2] + "/" + v["path"].split("/")[-1]: b for b in plan["buckets"] for v in b["variables"]
+    }
+    for layer in model.layers:
+        m, n = layer.kernel.shape
+        bucket = chosen[f"{layer.name}/kernel"]
+        sfb, ps = 2 * k * (p - 1) * (m + n), 2 * m * n * (p + p - 2) / p
+        assert bucket["scheme"] == ("sfb" if sfb <= ps else "ps")
+        if bucket["scheme"] == "sfb":
+            assert bucket["candidates"] == {"sfb": 4 * sfb, "ps": 4 * ps}
+        assert chosen[f"{layer.name}/bias"]["scheme"] == "ps"
+    assert f"K={k}, P={p}" in str(optimizer.plan)
+
+
+def case_accumulated_gradients_have_no_factors(wire):
+    optimizer = tp.DistributedOptimizer(sgd(), scheme="hybcomm", gradient_accumulation_steps=2)
+    train_together(models.mlp(), models.mlp.data(4 * BATCH), optimizer, wire)
+    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"ps"}
+    optimizer = tp.DistributedOptimizer(sgd(), scheme="sfb", gradient_accumulation_steps=2)
+    with pytest.raises(
+        ValueError,
+        match=r"'sfb' needs gradients.*Received: '.*kernel': gradients are accumulated over steps \(rank 0\)",
+    ):
+        train_together(models.mlp(), models.mlp.data(4 * BATCH), optimizer, wire)
+
+
+def case_factors_where_there_are_none(wire):
+    model = models.cnn()
+    with pytest.raises(ValueError, match=r"'sfb' needs gradients.*conv2d.*Conv2DBackpropFilter.*Use \"hybcomm\""):
+        train_together(model, models.cnn.data(BATCH), tp.DistributedOptimizer(sgd(), scheme="sfb"), wire)
+
+
+def case_non_finite_factors_reach_all(wire):
+    """Also where one rank alone has them."""
+    model = models.mlp()
+    model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme=KERNELS), loss=models.LOSS)
+    x, y = models.mlp.data(4)
+    if wire.topology.rank == wire.topology.size - 1:
+        x[0, 0] = np.nan
+    model.train_on_batch(x, y)
+    assert all(np.isnan(layer.kernel.numpy()).any() for layer in model.layers)
+
+
+def case_another_batch_size_is_weighed_anew(wire):
+    model = models.mlp()
+    x, y = models.mlp.data(240)
+    model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme="hybcomm"), loss=models.LOSS)
+    names = lambda: [bucket.scheme.name for bucket in model.optimizer.plan.buckets]  # noqa: E731
+    for batch_size, has_factors in ((2, True), (120, False), (2, True)):
+        model.fit(x, y, batch_size=batch_size, epochs=1, shuffle=False, verbose=0)
+        assert ("sfb" in names()) == has_factors, (batch_size, str(model.optimizer.plan))
+        same_on_all_ranks(model.get_weights(), wire)

@@ -1,0 +1,57 @@
+"""Project Adam's way: factors are pushed to one server, the whole matrix is pulled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import tensorflow as tf
+
+from tfposeidon import cost
+from tfposeidon.cost import Cost
+from tfposeidon.schemes.base import FactorScheme
+from tfposeidon.sufficient_factors import Factors, FactorShape
+from tfposeidon.topology import Topology
+from tfposeidon.wire import Wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorServer(FactorScheme):
+    """Sends every rank's factors to the server of the variable, which multiplies them and sends the matrix to all.
+
+    What Poseidon is compared with: the server's link carries far more than the others'.
+
+    Args:
+      server: The rank that serves; `None` is rank 0. The coordinator gives each variable the rank that has least.
+
+    Cost: K (M + N) values pushed by each of P - 1 ranks; M N values pulled, P - 1 times in all, down a binomial tree.
+    Source: Chilimbi et al. 2014 (Project Adam), as compared in Zhang et al. 2017 (Poseidon), sections 3.2 and 5.3.
+    Differs: the matrix comes down Horovod's tree, so that the server sends it log2 P times and not P - 1 times.
+    """
+
+    name: ClassVar[str] = "adam"
+    server: int | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def placed(self, length: int, itemsize: int, load: list[float]) -> FactorServer:
+        """On the server that has least; adds its bytes to `load`, one entry a server."""
+        server = min(range(len(load)), key=load.__getitem__)
+        load[server] += length * itemsize
+        return replace(self, server=server)
+
+    def exchange_factors(self, factors: Factors, wire: Wire, name: str) -> tf.Tensor:
+        world, root = wire.topology.world, self.server or 0
+        rows = factors.packed
+        splits = [tf.shape(rows)[0] if rank == root else 0 for rank in world.ranks]
+        # The others multiply nothing, and get zeros of the right size to receive into.
+        total = factors.product(wire.all_to_all(rows, splits, world, f"{name}.push"))
+        return wire.broadcast(total / tf.cast(world.size, total.dtype), root, f"{name}.pull")
+
+    def factor_cost(self, factors: FactorShape, topology: Topology) -> Cost:
+        world, root = topology.world, self.server or 0
+        pushed = [float(factors.bytes) if rank == root else 0.0 for rank in world.ranks]
+        flops = 2.0 * world.size * (factors.rows or 0) * factors.left * factors.right if topology.rank == root else 0.0
+        matrix = factors.left * factors.right * (8.0 if factors.dtype == "float64" else 4.0)
+        return cost.all_to_all(topology, world, pushed, flops) + cost.tree_broadcast(topology, root, matrix)

@@ -1,0 +1,101 @@
+"""Poseidon's key-value store: pairs of 2 MB, spread evenly over servers that are the nodes themselves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from tfposeidon import cost
+from tfposeidon.cost import Cost
+from tfposeidon.schemes import stages
+from tfposeidon.schemes.base import State, VectorScheme
+from tfposeidon.topology import Topology
+from tfposeidon.wire import Wire
+
+PAIR_BYTES = 2 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedServer(VectorScheme):
+    """Pushes gradients to the servers of their pairs and pulls the means from there.
+
+    Every node is worker and server. A bucket is cut into as few equal pairs as stay within `pair_bytes`; the
+    coordinator gives each pair of the model to the server that has least, so that all servers hold the same bytes,
+    to one pair. Nodes of several ranks sum inside first, and each rank serves its shard of the node's pairs.
+
+    Args:
+      pair_bytes: Of a pair, at most.
+      placement: Pairs on each server, in the order of nodes; `None` spreads values evenly. For the coordinator.
+
+    Raises:
+      ValueError: If `pair_bytes` is not positive.
+
+    Cost: 2 (P - 1) steps; over all buckets 2 d (P - 1) / P elements sent per node and as many received, for P nodes
+    and d elements.
+    Source: Zhang et al. 2017 (Poseidon), sections 4.1 and 5.1; pushing is an all-to-all with a local sum, pulling an
+    all-gather. Differs: a bucket's pairs on one server follow one another and travel as one message.
+    """
+
+    name: ClassVar[str] = "ps"
+    pair_bytes: int = PAIR_BYTES
+    placement: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.pair_bytes <= 0:
+            raise ValueError(
+                f"`pair_bytes` must be positive. Received: pair_bytes={self.pair_bytes}. Leave it out for 2 MB."
+            )
+
+    def __str__(self) -> str:
+        return self.name if self.pair_bytes == PAIR_BYTES else f"{self.name}(pair_bytes={self.pair_bytes})"
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ShardedServer:
+        placement = config.get("placement")
+        return cls(**config | {"placement": None if placement is None else tuple(placement)})
+
+    def placed(self, length: int, itemsize: int, load: list[float]) -> ShardedServer:
+        """With every pair of a bucket on the server that has least; adds its bytes to `load`, one entry a node."""
+        pairs = max(1, math.ceil(length * itemsize / self.pair_bytes))
+        placement = [0] * len(load)
+        for _ in range(pairs):
+            server = min(range(len(load)), key=load.__getitem__)
+            placement[server] += 1
+            load[server] += length * itemsize / pairs
+        return replace(self, placement=tuple(placement))
+
+    def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:
+        topology = wire.topology
+        node, across = self._shards(gradient.shape[0], topology)
+        shard = stages.scatter_sum(gradient, node, wire, f"{name}.node_scatter", None)
+        if across is not None:
+            own = stages.scatter_sum(shard, across, wire, f"{name}.push", None)
+            shard = stages.gather(own / tf.cast(topology.size, gradient.dtype), across, wire, f"{name}.pull")
+        return stages.gather(shard, node, wire, f"{name}.node_gather"), state
+
+    def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
+        return sum(
+            (
+                stages.scatter_sum_cost(shards, itemsize, topology, None)
+                + stages.gather_cost(shards, itemsize, topology, None)
+                for shards in self._shards(length, topology)
+                if shards is not None
+            ),
+            Cost(),
+        )
+
+    def _shards(self, length: int, topology: Topology) -> tuple[stages.Shards, stages.Shards | None]:
+        node = stages.Shards.even(length, topology.node, owners=topology.positions)
+        if topology.across is None:
+            return node, None
+        own = node.own(topology.rank)
+        if self.placement is None:
+            return node, stages.Shards.even(own, topology.across)
+        sizes = iter(cost.shares(own, sum(self.placement)))
+        # The group is in the order of ranks, the placement in that of nodes.
+        servers = sorted(range(len(self.placement)), key=lambda node: topology.nodes[node][topology.position])
+        lengths = [sum(next(sizes) for _ in range(self.placement[server])) for server in servers]
+        return node, stages.Shards(topology.across, tuple(lengths))
