@@ -14,6 +14,7 @@ SCHEMES = {
     "2dtar": (schemes.Torus2D(), 0.0),
     "2dtar bfloat16": (schemes.Torus2D(wire_dtype="bfloat16"), 1.2e-2),
     "ps": (schemes.ShardedServer(), 0.0),
+    "onebit": (schemes.OneBit(min_elements=0), None),
     "hitopk": (schemes.HierarchicalTopK(density=0.02, min_elements=0), None),
     "hitopk bfloat16": (
         schemes.HierarchicalTopK(density=0.1, wire_dtype="bfloat16", select="dgc", momentum=0.5, min_elements=0),

@@ -5,10 +5,11 @@ import json
 
 import pytest
 
-from benchmarks import accuracy, exchange, harness, hitopk_steps, scaling, selection
+from benchmarks import accuracy, best_scheme, exchange, harness, hitopk_steps, scaling, selection
 from benchmarks.workers.exchange import scheme_named
 from benchmarks.workers.task import summary
 from tfposeidon import schemes
+from tfposeidon.lab import models
 
 
 def test_an_interrupted_benchmark_goes_on(tmp_path):
@@ -139,3 +140,12 @@ def test_accuracy_row_counts_those_that_arrived():
 )
 def test_summary(answer, text):
     assert summary(answer).strip() == text
+
+
+def test_best_scheme_says_what_poseidon_says():
+    """GoogLeNet's classifier goes to the store on 16 nodes (section 5.2); all of VGG19-22K goes by factors."""
+    (googlenet,) = best_scheme.rows_of(models.model("googlenet"), 128, [2, 16])
+    assert googlenet[:4] == ("googlenet", "128", "dense1", "1024 x 1000")
+    assert [text.split()[0] for text in googlenet[4:]] == ["sfb", "ps"]
+    layers = list(best_scheme.rows_of(models.model("vgg19_22k"), 32, [32]))
+    assert [row[4].split()[0] for row in layers] == ["sfb"] * 3

@@ -232,3 +232,33 @@ def test_a_missing_library_is_named(monkeypatch, tmp_path):
     (tmp_path / "missing.so").write_bytes(b"not a library")
     with pytest.raises(RuntimeError, match=r"for the TensorFlow that loads it. Received: TensorFlow 2"):
         native.library.__wrapped__()
+
+
+@pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 4096, 4097, 10_000])
+def test_one_bit(n):
+    draw = np.random.default_rng(n)
+    residual, gradient = (draw.normal(size=n).astype("float32") for _ in range(2))
+    code, kept = ops.one_bit_encode(residual, gradient)
+    assert code.shape == (ops.one_bit_size(n),)
+    total = residual + gradient
+    said = np.zeros(n, "float32")
+    for begin in range(0, n, 4096):
+        block = total[begin : begin + 4096]
+        for sign in (False, True):
+            chosen = np.signbit(block) == sign
+            said[begin : begin + 4096][chosen] = block[chosen].mean() if chosen.any() else 0
+    np.testing.assert_allclose(ops.one_bit_sum(code, n), said, atol=1e-6)
+    np.testing.assert_allclose(ops.one_bit_sum(code, n) + kept, total, atol=1e-6)
+    twice = tf.concat([code, code], 0)
+    np.testing.assert_array_equal(ops.one_bit_sum(twice, n), 2 * ops.one_bit_sum(code, n))
+
+
+def test_bad_input_to_one_bit():
+    with pytest.raises(ValueError, match=r"`gradient` must be float32. Received: dtype=float64"):
+        ops.one_bit_encode(tf.zeros([3]), tf.zeros([3], tf.float64))
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"must be vectors of one length. Received: \[3\] and \[4\]"
+    ):
+        ops.one_bit_encode(tf.zeros([3]), tf.zeros([4]))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"whole codes, 3 words for size=5. Received: shape \[4\]"):
+        ops.one_bit_sum(tf.zeros([4], tf.int32), 5)

@@ -184,6 +184,50 @@ def sum_rows(rows: Any, count: int) -> tf.Tensor:
     return library().tfposeidon_sum_rows(rows=rows, count=count)
 
 
+def one_bit_encode(residual: Any, gradient: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """Codes `residual + gradient` as one bit a value, and two means for each 4096 values.
+
+    Args:
+      residual: `[n]` float32.
+      gradient: `[n]` float32.
+
+    Returns:
+      The code, `[one_bit_size(n)]` int32, and `[n]` float32, what it does not say:
+      `one_bit_sum(code, n) + new_residual = residual + gradient`, to rounding.
+
+    Raises:
+      ValueError: If a dtype is another.
+      InvalidArgumentError: If they are not vectors of one length.
+
+    Cost: one pass over memory.
+    Source: Seide et al. 2014 (1-bit SGD). Differs: blocks of 4096 values where it has columns.
+    """
+    return library().tfposeidon_one_bit_encode(
+        residual=_float32("residual", residual), gradient=_float32("gradient", gradient)
+    )
+
+
+def one_bit_sum(codes: Any, size: int) -> tf.Tensor:
+    """Sums what codes of `one_bit_encode` say, in their order.
+
+    Args:
+      codes: `[count * one_bit_size(size)]` int32, one after the other.
+      size: Values of each.
+
+    Returns:
+      `[size]` float32.
+
+    Raises:
+      InvalidArgumentError: If they are not whole codes.
+    """
+    return library().tfposeidon_one_bit_sum(codes=codes, size=size)
+
+
+def one_bit_size(n: int) -> int:
+    """int32 words that `n` values are coded in."""
+    return -(-n // 32) + 2 * -(-n // 4096)
+
+
 def _options(x: tf.Tensor, method: str, steps: int, **more: Any) -> dict[str, Any]:
     check_method(method)
     if steps < 0:

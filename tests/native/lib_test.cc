@@ -6,6 +6,7 @@
 #include "tests/native/cases.h"
 #include "tests/native/threads.h"
 #include "tfposeidon/native/lib/error_feedback.h"
+#include "tfposeidon/native/lib/one_bit.h"
 #include "tfposeidon/native/lib/scatter_add.h"
 #include "tfposeidon/native/lib/top_k.h"
 
@@ -76,6 +77,43 @@ void check_scatter_add(const Case& c, const Engine& engine, const std::string& a
   const int64_t place = spoil(&s);
   const Outside outside = add();
   expect(outside.place == place && outside.index == s.indices[place], "finds the index that is outside", about);
+}
+
+void check_one_bit(const Case& c, const Engine& engine, const std::string& about) {
+  const int64_t n = static_cast<int64_t>(c.x.size()), count = 1 + below(3);
+  std::vector<uint32_t> codes(count * one_bit_size(n), 7);
+  Floats expected(n, 0), sum(n, -7);
+  for (int64_t rank = 0; rank < count; ++rank) {
+    const Floats residual = draw(n, "normal");
+    Floats kept(n, -7);
+    uint32_t* code = codes.data() + rank * one_bit_size(n);
+    one_bit_encode(residual.data(), c.x.data(), n, engine.parallel, code, kept.data());
+    for (int64_t begin = 0; begin < n; begin += kOneBitBlock) {
+      const int64_t end = std::min(n, begin + kOneBitBlock);
+      double sums[2] = {}, largest = 0;
+      int64_t counts[2] = {};
+      for (int64_t i = begin; i < end; ++i) {
+        const float value = residual[i] + c.x[i];
+        sums[std::signbit(value)] += value;
+        ++counts[std::signbit(value)];
+        largest = std::max<double>(largest, std::fabs(value));
+      }
+      const uint32_t* means = code + one_bit_words(n) + 2 * (begin / kOneBitBlock);
+      for (int64_t i = begin; i < end; ++i) {
+        const float value = residual[i] + c.x[i];
+        const bool sign = std::signbit(value);
+        expect((code[i / 32] >> (i % 32) & 1) == sign, "a bit is the sign", about);
+        const float said = float_of(means[sign]);
+        expected[i] += said;
+        if (!std::isfinite(sums[0]) || !std::isfinite(sums[1]) || largest > 1e30) continue;
+        expect(std::fabs(said - sums[sign] / counts[sign]) <= 1e-4 * largest, "two means of a block", about);
+        expect(kept[i] == value - said, "said + residual = sum", about);
+      }
+    }
+    if (n % 32 != 0) expect(code[n / 32] >> (n % 32) == 0, "nothing is said of what is not there", about);
+  }
+  one_bit_sum(codes.data(), count, n, engine.parallel, sum.data());
+  check_sum(sum, expected, about);
 }
 
 // Zeros but for a few, without the memory that so many elements would take.
@@ -239,6 +277,7 @@ void run(int cases) {
         check_selection(c, engine, about);
         check_error_feedback(c, engine, about);
         check_scatter_add(c, engine, about);
+        check_one_bit(c, engine, about);
       }
     }
   }

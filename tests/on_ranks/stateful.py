@@ -12,13 +12,13 @@ from tests.on_ranks import models
 from tests.on_ranks.callbacks import check_resumes_everywhere
 from tests.on_ranks.training import sgd
 from tests.on_ranks.wait_free import check_independent, traced
-from tfposeidon.schemes import Scheme
+from tfposeidon.schemes import VectorScheme
 from tfposeidon.schemes.base import Slot
 from tfposeidon.wire import exchange_objects
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rounded(Scheme):
+class Rounded(VectorScheme):
     """All-reduce of what survives rounding to bfloat16; the rounding error waits for the next step."""
 
     name: ClassVar[str] = "rounded"

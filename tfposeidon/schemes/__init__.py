@@ -8,6 +8,7 @@ from tfposeidon.schemes.base import FactorScheme, Scheme, VectorScheme
 from tfposeidon.schemes.factor_broadcast import FactorBroadcast
 from tfposeidon.schemes.factor_server import FactorServer
 from tfposeidon.schemes.hierarchical_top_k import HierarchicalTopK
+from tfposeidon.schemes.one_bit import OneBit
 from tfposeidon.schemes.sharded_server import ShardedServer
 from tfposeidon.schemes.top_k_all_gather import TopKAllGather
 from tfposeidon.schemes.torus_2d import Torus2D
@@ -20,6 +21,7 @@ REGISTRY: dict[str, Callable[[], Scheme]] = {
     "ps": ShardedServer,
     "sfb": FactorBroadcast,
     "adam": FactorServer,
+    "onebit": OneBit,
     "hitopk": HierarchicalTopK,
     "topk": TopKAllGather,
 }
@@ -32,6 +34,7 @@ __all__ = [
     "FactorScheme",
     "FactorServer",
     "HierarchicalTopK",
+    "OneBit",
     "Scheme",
     "ShardedServer",
     "TopKAllGather",

@@ -1,0 +1,58 @@
+"""What BestScheme (Poseidon, Algorithm 1) chooses for the papers' models, by number of workers; nothing is run.
+
+python -m benchmarks.best_scheme
+python -m benchmarks.best_scheme --models vgg19 --workers 8 --batch 32 64 128
+"""
+
+import argparse
+
+from benchmarks import harness
+from tfposeidon.gradient import Description
+from tfposeidon.lab import models
+from tfposeidon.policies import HybComm
+from tfposeidon.sufficient_factors import FactorShape
+from tfposeidon.topology import Topology
+
+# With the batches of Poseidon, section 1 and Table 3.
+BATCHES = {"alexnet": 256, "googlenet": 128, "inception_v3": 32, "vgg19": 32, "vgg19_22k": 32}
+WORKERS = (2, 4, 8, 16, 32)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(BATCHES), help="names of tfposeidon.lab.models")
+    parser.add_argument("--workers", nargs="*", type=int, default=WORKERS, help="nodes, each worker and server")
+    parser.add_argument("--batch", nargs="*", type=int, help="samples of a worker; by default Poseidon's")
+    return parser.parse_args()
+
+
+def rows_of(model, batch, workers):
+    """For each fully connected layer: the choice at each number of workers, and by how much."""
+    for layer in model.layers:
+        if layer.kind != "dense":
+            continue
+        m, n = layer.kernel
+        factors = FactorShape(batch * layer.rows, m, n, "float32")
+        description = Description(f"{layer.name}/kernel", layer.kernel, "float32", factors)
+        choices = [HybComm().choose(description, Topology.regular(0, p, 1)) for p in workers]
+        yield (model.name, str(batch), layer.name, f"{m} x {n}", *map(cell, choices))
+
+
+def cell(choice):
+    sizes = dict(choice.candidates)
+    return f"{choice.scheme.name} ({sizes['ps'] / sizes['sfb']:.2g})"
+
+
+def main():
+    options = parse_arguments()
+    print("in brackets: bytes of the store / bytes of the factors, a node and step")
+    table = [("model", "batch", "layer", "kernel", *(f"{p} workers" for p in options.workers))]
+    for name in options.models:
+        model = models.model(name)
+        for batch in options.batch or [BATCHES.get(name, model.batch)]:
+            table += rows_of(model, batch, options.workers)
+    harness.show(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+// Signatures, shapes and documentation of the ops that make one bit of a value.
+
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "tfposeidon/native/lib/one_bit.h"
+
+namespace tfposeidon {
+namespace {
+
+using tensorflow::shape_inference::DimensionHandle;
+using tensorflow::shape_inference::InferenceContext;
+using tensorflow::shape_inference::ShapeHandle;
+
+REGISTER_OP("TfposeidonOneBitEncode")
+    .Input("residual: float")
+    .Input("gradient: float")
+    .Output("code: int32")
+    .Output("new_residual: float")
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle vector;
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &vector));
+      TF_RETURN_IF_ERROR(c->Merge(vector, c->input(1), &vector));
+      const DimensionHandle n = c->Dim(vector, 0);
+      c->set_output(0, c->Vector(c->ValueKnown(n) ? c->MakeDim(one_bit_size(c->Value(n))) : c->UnknownDim()));
+      c->set_output(1, vector);
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Codes residual + gradient as one bit a value, its sign, and two means for each block of 4096 values.
+
+residual: [n].
+gradient: [n].
+code: [ceil(n / 32) + 2 ceil(n / 4096)]: signs, 32 to a word, then the means of what is not negative and of what is.
+new_residual: [n]: what the code does not say.
+)doc");
+
+REGISTER_OP("TfposeidonOneBitSum")
+    .Input("codes: int32")
+    .Output("sum: float")
+    .Attr("size: int >= 0")
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle codes;
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &codes));
+      int64_t size;
+      TF_RETURN_IF_ERROR(c->GetAttr("size", &size));
+      c->set_output(0, c->Vector(size));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Sums what codes of OneBitEncode say, in their order.
+
+codes: [count * code length].
+sum: [size].
+)doc");
+
+}  // namespace
+}  // namespace tfposeidon
