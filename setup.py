@@ -18,8 +18,8 @@ CUDA_SOURCE = NATIVE / "lib/gpu/gpu.cu"
 # No fused multiply-add, which not every processor has: all must round alike. Instruction sets beyond the
 # baseline are chosen at run time (native/lib/passes.cc).
 FLAGS = ["-O3", "-g0", "-Wall", "-Wextra", "-Wno-psabi", "-ffp-contract=off", "-fvisibility=hidden"]
-# From the A100 on, as far as nvcc knows them; the last also as PTX, for what comes after it.
-GPUS = (80, 90, 100)
+# From the V100 on, as far as nvcc knows them; the last also as PTX, for what comes after it.
+GPUS = (70, 75, 80, 90, 100)
 CUDA_FLAGS = [
     "-std=c++17",
     "-O3",
@@ -75,6 +75,9 @@ class BuildNative(build_ext):
             return
         known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout.split()
         gpus = [gpu for gpu in GPUS if f"compute_{gpu}" in known]
+        if not gpus:
+            self.warn(f"nvcc knows none of {GPUS}, so native ops on GPU tensors run on the processor")
+            return
         library = Path(self.build_temp) / "gpu.o"
         library.parent.mkdir(parents=True, exist_ok=True)
         codes = [f"-gencode=arch=compute_{gpu},code=sm_{gpu}" for gpu in gpus]

@@ -129,3 +129,22 @@ def test_hybcomm_without_rows_or_factors():
     for options in ({"batch_size": 0}, {"pair_bytes": -1}):
         with pytest.raises(ValueError, match="must be positive"):
             policies.HybComm(**options)
+
+
+def test_rules_hand_on_what_hybcomm_weighed():
+    rules = policies.parse([("fc", policies.HybComm(batch_size=32)), (".*", "allreduce")])
+    assert rules.batch_size == 32
+    factors = FactorShape(32, 512, 512, "float32")
+    choice = rules.choose(Description("fc/kernel", (512, 512), "float32", factors), Topology.regular(0, 4, 1))
+    assert choice.reason.startswith("rule 'fc': sfb ")
+    assert dict(choice.candidates).keys() == {"sfb", "ps"}
+
+
+def test_hybcomm_compares_bytes():
+    """Factors of 16 bits are half the bytes; the store keeps 32."""
+    wide, narrow = (FactorShape(150, 512, 512, dtype) for dtype in ("float32", "float16"))
+    chosen = [
+        policies.HybComm().choose(Description("fc", (512, 512), "float32", f), Topology.regular(0, 4, 1)).scheme.name
+        for f in (wide, narrow)
+    ]
+    assert chosen == ["ps", "sfb"]

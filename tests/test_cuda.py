@@ -45,10 +45,21 @@ def test_gpu_kernels_are_there_where_tensorflow_has_gpus():
     assert native.has_gpu_kernels() == (NVCC is not None and tf.test.is_built_with_cuda())
 
 
+def test_asking_for_gpu_kernels_first_loses_no_op():
+    code = "from tfposeidon import native, ops; native.has_gpu_kernels(); print(ops.top_k([1.0, 2.0], 1)[1].numpy())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.strip().endswith("[1]")
+
+
 def test_the_plan_says_that_selection_leaves_the_gpu(monkeypatch):
     """Here with a GPU that only seems to be there."""
     variables = [Description(path="kernel", shape=(100, 100), dtype="float32")]
-    for scheme, words in (("hitopk", "hitopk: selection runs on the processor"), ("allreduce", "")):
+    for scheme, words in (
+        ("hitopk", "hitopk: what is sent is made on the processor, as tfposeidon was built without nvcc"),
+        ("allreduce", ""),
+    ):
         plan = coordinator.plan(variables, policies.parse(scheme), Topology.regular(0, 4, 2), 1 << 20)
         assert guards.processor_advice(plan) == ""
         with monkeypatch.context() as patch:

@@ -113,7 +113,9 @@ def test_non_finite_input_reaches_every_rank(scheme, poison):
         return np.isfinite(mean.numpy())
 
     for finite in Cluster(((0, 1), (2, 3))).run(exchange):
-        np.testing.assert_array_equal(finite, np.arange(9) != 4)
+        assert not finite[4]
+        # A bit says no more than that something of its sign was not finite.
+        assert finite.sum() == 8 or scheme == "onebit"
 
 
 @pytest.mark.parametrize("kind", SPARSE)
@@ -257,7 +259,7 @@ def test_factors_of_any_number_of_rows(scheme, layout):
     size = sum(map(len, nodes))
     draw = [np.random.default_rng(rank) for rank in range(size)]
     rows = [(draw[r].normal(size=(r, 7)), draw[r].normal(size=(r, 5))) for r in range(size)]
-    factors = [Factors(*(tf.constant(part, tf.float32) for part in pair), None) for pair in rows]
+    factors = [Factors(*(tf.constant(part, tf.float32) for part in pair)) for pair in rows]
     means = Cluster(nodes).run(lambda wire: scheme.exchange_factors(factors[wire.topology.rank], wire, "x").numpy())
     expected = sum(left.T @ right for left, right in rows) / size
     for mean in means:
@@ -271,7 +273,7 @@ def test_factors_of_any_number_of_rows(scheme, layout):
 def test_factors_send_what_is_predicted(scheme, layout, dtype):
     nodes = LAYOUTS[layout]
     cluster = Cluster(nodes)
-    factors = Factors(tf.ones([3, 7], dtype), tf.ones([3, 5], dtype), None)
+    factors = Factors(tf.ones([3, 7], dtype), tf.ones([3, 5], dtype))
     cluster.run(lambda wire: scheme.exchange_factors(factors, wire, "x"))
     for rank in range(cluster.topology.size):
         cost = scheme.factor_cost(FactorShape(3, 7, 5, dtype), Topology(rank, nodes))

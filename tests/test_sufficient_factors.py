@@ -33,6 +33,14 @@ class Tied(L.Layer):
         return keras.ops.matmul(pooled, keras.ops.transpose(self.embeddings))
 
 
+class Transposed(L.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(5, shape[-1]))
+
+    def call(self, x):
+        return keras.ops.matmul(x, keras.ops.transpose(self.kernel))
+
+
 REGULARISED = {"kernel_regularizer": keras.regularizers.L1L2(0.01, 0.02)}
 # Input shape, layers, and the shapes of variables that have factors.
 MODELS = {
@@ -55,6 +63,7 @@ MODELS = {
     "gru": ((7, 6), lambda x: L.GRU(4)(x), []),
     "spectral": ((6,), lambda x: L.SpectralNormalization(L.Dense(5))(x), [(6, 5)]),
     "embedding": ((7,), lambda x: L.Dense(5)(L.Flatten()(L.Embedding(11, 3)(x))), [(21, 5)]),
+    "transposed": ((6,), lambda x: Transposed()(x), [(5, 6)]),
     "tied embedding": ((7,), lambda x: Tied()(x), []),
 }
 
@@ -119,3 +128,77 @@ def test_half_precision_and_a_loss_scale():
     assert [tuple(gradient.shape) for gradient, _ in found] == expected, why
     for gradient, product in found:
         np.testing.assert_allclose(product, gradient, rtol=2e-3, atol=1e-3)
+
+
+def _why_not(step, variables, *inputs):
+    """Of a step's gradients, why the first has no factors."""
+    found = []
+
+    @tf.function(autograph=False)
+    def traced(*inputs):
+        with tf.GradientTape() as tape:
+            loss = step(*inputs)
+        (gradient, *_) = tape.gradient(loss, variables)
+        try:
+            found.append(sufficient_factors.read(gradient, variables[0].shape, "float32", variables))
+        except NoFactorsError as error:
+            found.append(str(error))
+        return gradient
+
+    traced.get_concrete_function(*inputs)
+    return found[0]
+
+
+def test_sums_over_other_dimensions_are_no_product():
+    """A vector for each head, spread over batch and positions, as many of these as heads: all sizes agree."""
+    batch, heads, size = 3, 4, 5
+    vector = tf.Variable(tf.ones([heads, 1, size]))
+    shape = [batch, heads, heads, size]
+
+    def step(q, k):
+        return tf.reduce_sum(tf.matmul(q + tf.broadcast_to(vector, shape), k, transpose_b=True) ** 2)
+
+    assert "no product" in _why_not(step, [vector], tf.zeros(shape), tf.zeros(shape))
+
+
+def test_a_transposed_reshape_is_no_transposed_product():
+    @tf.custom_gradient
+    def reordered(kernel):
+        return tf.identity(kernel), lambda dy: tf.transpose(tf.reshape(tf.reshape(dy, [6, 4]), [3, 8]))
+
+    kernel = tf.Variable(tf.ones([8, 3]))
+    step = lambda x: tf.reduce_sum(tf.matmul(x, tf.reshape(reordered(kernel), [6, 4])) ** 2)  # noqa: E731
+    assert "no product" in _why_not(step, [kernel], tf.zeros([2, 6]))
+
+
+def test_terms_that_may_differ_between_ranks():
+    kernel, other = tf.Variable(tf.ones([6, 4])), tf.Variable(2.0)
+    product = lambda x: tf.reduce_sum(tf.matmul(x, kernel) ** 2)  # noqa: E731
+    x = tf.zeros([2, 6])
+    for extra in (
+        lambda x: other * tf.reduce_sum(kernel),  # a variable that nobody keeps equal
+        lambda x: x[0, 0] * tf.reduce_sum(kernel),  # data
+        lambda x: tf.reduce_sum(kernel * tf.random.normal([6, 4])),
+    ):
+        assert "may differ between ranks" in _why_not(lambda x, extra=extra: product(x) + extra(x), [kernel], x)
+    decay = lambda rate: _why_not(lambda x: product(x) + rate * tf.reduce_sum(kernel**2), [kernel], x)  # noqa: E731
+    assert decay(0.1).local is not None
+    assert decay(0.1).constants == decay(0.1).constants != decay(0.2).constants
+
+
+def test_any_gradient_is_a_product_with_the_unit_matrix():
+    gradient = np.random.default_rng(0).normal(size=(2, 3, 5)).astype("float32")
+    factors = sufficient_factors.as_factors(gradient, sufficient_factors.FactorShape(None, 6, 5, "float32"))
+    np.testing.assert_array_equal(factors.product(factors.packed), gradient.ravel())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_weights_are_not_rounded(dtype):
+    draw = np.random.default_rng(0)
+    left, right = (tf.cast(draw.normal(size=(4, n)), dtype) for n in (3, 5))
+    for weight in (0.0, 1.0, 1.0234375001, 3.14159):
+        factors = sufficient_factors.Factors(left, right).weighted(tf.constant(weight))
+        expected = weight * tf.matmul(tf.cast(left, "float64"), tf.cast(right, "float64"), transpose_a=True)
+        np.testing.assert_allclose(tf.reshape(factors.product(factors.packed), [3, 5]), expected, atol=2e-4)
+    nothing = sufficient_factors.Factors(left / 0, right / 0).weighted(tf.constant(0.0))
+    assert not nothing.product(nothing.packed).numpy().any()

@@ -118,8 +118,6 @@ def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
     from tfposeidon.sufficient_factors import Factors
 
     if isinstance(scheme, FactorScheme):
-        return scheme.exchange_factors(
-            Factors(vector[:1, None], tf.ones_like(vector)[None], None), wire, f"check.{name}"
-        )
+        return scheme.exchange_factors(Factors(vector[:1, None], tf.ones_like(vector)[None]), wire, f"check.{name}")
     state = scheme.flushing(tuple(tf.zeros(slot.shape) for slot in scheme.slots(vector.shape[0], wire.topology)))
     return scheme.exchange(vector, state, wire, f"check.{name}")[0]

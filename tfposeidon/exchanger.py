@@ -6,6 +6,7 @@ which backpropagation makes the gradients (wait-free backpropagation, Poseidon s
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -53,8 +54,9 @@ class Exchanger:
             for index, bucket in enumerate(plan.buckets)
         ]
 
-    def keep_states(self, other: Exchanger) -> None:
-        """Takes over what another exchanger keeps for buckets of the same variables and scheme."""
+    def take_over(self, other: Exchanger) -> None:
+        """Goes on for another exchanger of the same variables, with what it keeps for buckets of the same scheme."""
+        self.prefix, self.active = other.prefix, other.active
         kept = {(b.members, b.scheme): state for b, state in zip(other.plan.buckets, other.states, strict=True)}
         self.states = [
             kept.get((bucket.members, bucket.scheme), state)
@@ -141,7 +143,8 @@ class Exchanger:
         if weight is not None:
             factors = factors.weighted(weight)
         left, right = (opaque(matrix, self._zeros["int32"]) for matrix in (factors.left, factors.right))
-        mean = scheme.exchange_factors(Factors(left, right, None), self.wire, name)
+        sent = dataclasses.replace(factors, left=left, right=right)
+        mean = scheme.exchange_factors(sent, self.wire, name)
         mean = tf.ensure_shape(tf.cast(mean, description.dtype), [description.length])
         return mean if factors.local is None else mean + tf.reshape(factors.local, [-1])
 
@@ -149,7 +152,7 @@ class Exchanger:
         shape = description.factors
         assert shape is not None
         zero = self._zeros[shape.dtype]
-        return Factors(zeros([0, shape.left], zero), zeros([0, shape.right], zero), None)
+        return Factors(zeros([0, shape.left], zero), zeros([0, shape.right], zero))
 
     def pieces(self) -> list[Piece]:
         """What each variable of `states` is, in their order."""

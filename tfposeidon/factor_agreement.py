@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -12,8 +13,10 @@ from tfposeidon.gradient import Description
 from tfposeidon.schemes import FactorScheme
 from tfposeidon.sufficient_factors import Factors, FactorShape, NoFactorsError
 
+log = logging.getLogger("tfposeidon")
+
 Found = dict[str, Any]
-"""A `FactorShape` as it travels between ranks, or `{"why_not": text}`."""
+"""A `FactorShape` as it travels between ranks, with a digest of constants, or `{"why_not": text}`."""
 
 
 def find(
@@ -41,7 +44,8 @@ def _found(gradient: Any, description: Description, replicated: Collection[Any],
         factors = sufficient_factors.read(gradient, description.shape, description.dtype, replicated)
     except NoFactorsError as error:
         return {"why_not": str(error)}
-    return dataclasses.asdict(FactorShape(_rows(factors, batch_size), *factors.widths, dtype=factors.left.dtype.name))
+    found = dataclasses.replace(factors.shape, rows=_rows(factors, batch_size))
+    return {**dataclasses.asdict(found), "constants": factors.constants}
 
 
 def _rows(factors: Factors, batch_size: int | None) -> int | None:
@@ -62,11 +66,12 @@ def agreed(descriptions: Sequence[Description], everybody: Sequence[Sequence[Fou
 def _merged(found: Sequence[Found]) -> dict[str, Any]:
     why = next((f"{one['why_not']} (rank {rank})" for rank, one in enumerate(found) if "why_not" in one), "")
     if not why and any({**one, "rows": 0} != {**found[0], "rows": 0} for one in found):
-        why = "its factors have different shapes on different ranks"
+        why = "its factors have other shapes, or its local term other constants, on different ranks"
     if why:
         return {"factors": None, "why_no_factors": why}
     rows = [one["rows"] for one in found]
-    return {"factors": FactorShape(**found[0] | {"rows": None if None in rows else max(rows)})}
+    shape = {name: value for name, value in found[0].items() if name != "constants"}
+    return {"factors": FactorShape(**shape | {"rows": None if None in rows else max(rows)})}
 
 
 def check(plan: Plan) -> None:
@@ -86,13 +91,32 @@ def check(plan: Plan) -> None:
 
 
 def taken(gradients: Sequence[Any], plan: Plan, replicated: Collection[Any]) -> list[Any]:
-    """Gradients with `Factors` in the place of those that go by a `FactorScheme`."""
+    """Gradients with `Factors` in the place of those that go by a `FactorScheme`.
+
+    Where this trace shows other factors than the plan has, or none, the matrix goes as a product with the unit matrix:
+    peers cannot know, and need not.
+
+    Raises:
+      ValueError: If peers add a regulariser's part by themselves, which cannot be told from the rest of that matrix.
+    """
     taken = list(gradients)
     for bucket in plan.buckets:
-        if isinstance(bucket.scheme, FactorScheme) and taken[bucket.members[0]] is not None:
-            description = bucket.descriptions[0]
-            gradient = taken[bucket.members[0]]
-            taken[bucket.members[0]] = sufficient_factors.read(
-                gradient, description.shape, description.dtype, replicated
+        (member, *_), description = bucket.members, bucket.descriptions[0]
+        if not isinstance(bucket.scheme, FactorScheme) or taken[member] is None or description.factors is None:
+            continue
+        agreed = dataclasses.replace(description.factors, rows=None)
+        try:
+            factors = sufficient_factors.read(taken[member], description.shape, description.dtype, replicated)
+            reason = "" if factors.shape == agreed else f"its factors are {factors.shape}, not {agreed}"
+        except NoFactorsError as error:
+            reason = str(error)
+        if reason and agreed.has_local:
+            raise ValueError(
+                f"A variable that is regularised must have factors in all traces of the step, or in none. Received: "
+                f"{description.path!r}, which had them in the first: {reason}. Give it another scheme by a rule."
             )
+        if reason:
+            log.warning("tfposeidon: %s goes as a whole matrix in this trace: %s.", description.path, reason)
+            factors = sufficient_factors.as_factors(taken[member], agreed)
+        taken[member] = factors
     return taken

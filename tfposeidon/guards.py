@@ -77,15 +77,15 @@ def check_momentum(plan: Plan, inner: Any) -> None:
 
 def processor_advice(plan: Plan) -> str:
     """Says so where native ops copy what lies on a GPU to the processor and back."""
-    if native.has_gpu_kernels() or not tf.config.list_physical_devices("GPU"):
+    schemes = {bucket.scheme.name: bucket.scheme for bucket in plan.buckets if bucket.slots(plan.topology)}
+    if not schemes or not tf.config.list_physical_devices("GPU"):
         return ""
-    names = sorted({bucket.scheme.name for bucket in plan.buckets if bucket.slots(plan.topology)})
+    built = native.has_gpu_kernels()
+    names = ", ".join(sorted(name for name, scheme in schemes.items() if not (built and scheme.has_gpu_kernels)))
     if not names:
         return ""
-    return (
-        f"{', '.join(names)}: selection runs on the processor, as tfposeidon was built without nvcc; install a CUDA "
-        "toolkit and build again"
-    )
+    why = "there is no GPU kernel" if built else "tfposeidon was built without nvcc: install CUDA and build again"
+    return f"{names}: what is sent is made on the processor, as {why}"
 
 
 def sparsity_advice(plan: Plan, inner: Any) -> str:
@@ -101,6 +101,8 @@ def sparsity_advice(plan: Plan, inner: Any) -> str:
         )
     if len({bucket.scheme.corrects_momentum for bucket in plan.buckets}) > 1:
         return "momentum is corrected for some variables only; the others have none, as the optimizer's must be 0"
+    if optimizer.momentum and not hasattr(sparse[0], "momentum"):
+        return f"momentum after {sparse[0].name} acts on what is sent late"
     if optimizer.momentum:
         return (
             f"momentum after {sparse[0].name} acts on what is sent late: better SGD(momentum=0.0) with "

@@ -265,12 +265,15 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
           Whether that makes another plan, so that the step has to be traced anew.
         """
-        another = self._policy.reads_factors and self._fit_batch_size not in (None, samples)
-        self._fit_batch_size = samples
-        stale = self._agreed() if another and self.built else []
-        for exchanger in stale:
+        before, self._fit_batch_size = self._fit_batch_size, samples
+        agreed = self._agreed() if self._policy.reads_factors and self.built else []
+        if not agreed:
+            return False
+        # If it is another on any rank, all have to plan anew.
+        another = any(exchange_objects(before not in (None, samples), agreed[0].wire, "batch_size"))
+        for exchanger in agreed if another else []:
             exchanger.prefix = None
-        return bool(stale)
+        return another
 
     def scale_losses(self) -> None:
         """Puts Keras's `LossScaleOptimizer` inside, unless something scales already.
@@ -393,25 +396,24 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     def _agree_once(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         exchanger = self._exchanger(variables)
         if exchanger.prefix is None:
-            if self._policy.reads_factors:
-                exchanger = self._plan_with_factors(grads, variables, exchanger)
             exchanger.agree(f"tp{next(_numbers)}", grads, self._settings(count))
+            if self._policy.reads_factors:
+                self._plan_with_factors(grads, variables, exchanger)
             self._take_notes(grads, variables, count)
 
-    def _plan_with_factors(self, grads: list[Any], variables: list[Any], exchanger: Exchanger) -> Exchanger:
+    def _plan_with_factors(self, grads: list[Any], variables: list[Any], exchanger: Exchanger) -> None:
         """Plans again, now that the ops are there that make the gradients."""
         descriptions = [describe(v) for v in variables]
         accumulated = self._exchange.accumulation is not None
         replicated = self._replicated(variables)
         found = factor_agreement.find(grads, descriptions, replicated, self._batch_size(), accumulated)
         with tf.init_scope():
-            everybody = exchange_objects(found, exchanger.wire, f"tp{next(_numbers)}.factors")
+            everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
         plan = self._plan(factor_agreement.agreed(descriptions, everybody))
         factor_agreement.check(plan)
         new = Exchanger(plan, exchanger.wire)
-        new.keep_states(exchanger)
+        new.take_over(exchanger)
         self._exchange.exchangers[tuple(self._var_key(v) for v in variables)] = new
-        return new
 
     def _batch_size(self) -> int | None:
         return getattr(self._policy, "batch_size", None) or self._fit_batch_size

@@ -84,7 +84,7 @@ class HybComm(Policy):
       ValueError: If `batch_size` or `pair_bytes` is not positive.
 
     Source: Zhang et al. 2017 (Poseidon), Algorithm 1 and Table 1. Differs: whatever is a product of two matrices
-    counts as fully connected, and K are the rows that are sent.
+    counts as fully connected, K are the rows that are sent, and bytes are compared, where factors may have 16 bits.
     """
 
     batch_size: int | None = None
@@ -108,9 +108,9 @@ class HybComm(Policy):
         ranks = max(len(node) for node in topology.nodes)
         p, k = (len(topology.nodes), ranks * factors.rows) if len(topology.nodes) > 1 else (ranks, factors.rows)
         sfb, ps = best_scheme_values(factors.left, factors.right, k, p)
-        itemsize = tf.as_dtype(factors.dtype).size
-        candidates = (("sfb", sfb * itemsize), ("ps", ps * description.itemsize))
-        sign, scheme = ("<=", FactorBroadcast()) if sfb <= ps else (">", self._store)
+        candidates = (("sfb", sfb * tf.as_dtype(factors.dtype).size), ("ps", ps * description.itemsize))
+        (_, sfb_bytes), (_, ps_bytes) = candidates
+        sign, scheme = ("<=", FactorBroadcast()) if sfb_bytes <= ps_bytes else (">", self._store)
         values = [readable(size) for _, size in candidates]
         return Choice(scheme, f"sfb {values[0]} {sign} ps {values[1]} with K={k}, P={p}", candidates)
 
@@ -154,13 +154,19 @@ class Rules(Policy):
         for pattern, policy in self.rules:
             if re.search(pattern, description.path):
                 choice = policy.choose(description, topology)
-                reason = choice.reason if choice.candidates else f"rule {pattern!r}"
-                return choice._replace(reason=reason)
+                asked_for = isinstance(policy, Uniform | Rules)
+                return choice._replace(reason=f"rule {pattern!r}" + ("" if asked_for else f": {choice.reason}"))
         return Choice(Auto().choose(description, topology).scheme, "no rule matches")
 
     @property
     def reads_factors(self) -> bool:
         return any(policy.reads_factors for _, policy in self.rules)
+
+    @property
+    def batch_size(self) -> int | None:
+        """The first that a policy was given."""
+        sizes = [getattr(policy, "batch_size", None) for _, policy in self.rules]
+        return next(filter(None, sizes), None)
 
     def get_config(self) -> dict[str, Any]:
         return {"rules": [[p, keras.saving.serialize_keras_object(policy)] for p, policy in self.rules]}

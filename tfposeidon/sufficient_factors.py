@@ -7,6 +7,7 @@ recognised for certain is no product.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,10 @@ import tensorflow as tf
 
 LAYERS = "Dense, EinsumDense and MultiHeadAttention, used outside loops and without gradient accumulation"
 """Whose kernels have factors."""
+
+
+WEIGHT_COLUMNS = 2
+"""Beside factors of 16 bits travels their rank's weight, as a high and a low part: rounding it would bias the mean."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +33,20 @@ class FactorShape:
       left: M.
       right: N.
       dtype: Of the values that are sent.
+      has_local: Whether every rank adds a term of its own afterwards.
     """
 
     rows: int | None
     left: int
     right: int
     dtype: str
+    has_local: bool = False
 
     @property
     def bytes(self) -> int:
         """What one rank has to send to each other; 0 if there is no telling."""
-        return (self.rows or 0) * (self.left + self.right) * tf.as_dtype(self.dtype).size
+        itemsize = tf.as_dtype(self.dtype).size
+        return (self.rows or 0) * (self.left + self.right + (WEIGHT_COLUMNS if itemsize == 2 else 0)) * itemsize
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,15 @@ class Factors:
       right: `[K, N]` in the same dtype.
       local: What the loss adds that follows from variables alone (a regulariser's part), so that it is the same on
         all ranks; in the variable's shape and dtype, or `None`.
+      constants: A digest of the numbers in `local` that are in the graph, which ranks have to compare.
+      weight: Of the product in 16 bits, where it is not 1: scalar float32.
     """
 
     left: tf.Tensor
     right: tf.Tensor
-    local: tf.Tensor | None
+    local: tf.Tensor | None = None
+    constants: str = ""
+    weight: tf.Tensor | None = None
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -62,21 +74,43 @@ class Factors:
         return self.left.shape[1], self.right.shape[1]
 
     @property
+    def shape(self) -> FactorShape:
+        """Without rows, which are not always known."""
+        return FactorShape(None, *self.widths, dtype=self.left.dtype.name, has_local=self.local is not None)
+
+    @property
     def packed(self) -> tf.Tensor:
-        """Both as they are sent, `[K, M + N]`: one message; bfloat16 as uint16, for Horovod does not know it."""
-        both = tf.concat([self.left, self.right], 1)
-        return tf.bitcast(both, tf.uint16) if both.dtype == tf.bfloat16 else both
+        """All that is sent, `[K, M + N]` or two columns more: one message; bfloat16 as uint16, unknown to Horovod."""
+        both = [self.left, self.right]
+        if self.left.dtype.size == 2:
+            both += self._weight_columns()
+        rows = tf.concat(both, 1)
+        return tf.bitcast(rows, tf.uint16) if rows.dtype == tf.bfloat16 else rows
+
+    def _weight_columns(self) -> list[tf.Tensor]:
+        weight = tf.constant(1.0) if self.weight is None else self.weight
+        high = tf.cast(weight, self.left.dtype)
+        low = tf.cast(weight - tf.cast(high, tf.float32), self.left.dtype)
+        return [tf.fill([tf.shape(self.left)[0], 1], part) for part in (high, low)]
 
     def product(self, packed: tf.Tensor) -> tf.Tensor:
         """`[M * N]`, float32 unless they are float64: of rows of any number of ranks, packed as this one's."""
-        rows = tf.bitcast(packed, tf.bfloat16) if self.left.dtype == tf.bfloat16 else packed
-        wide = tf.float64 if self.left.dtype == tf.float64 else tf.float32
-        left, right = tf.split(tf.cast(rows, wide), self.widths, axis=1)
+        dtype = self.left.dtype
+        rows = tf.bitcast(packed, tf.bfloat16) if dtype == tf.bfloat16 else packed
+        if dtype.size == 2:
+            left, right, weight = tf.split(tf.cast(rows, tf.float32), [*self.widths, WEIGHT_COLUMNS], axis=1)
+            right *= tf.reduce_sum(weight, axis=1, keepdims=True)
+        else:
+            left, right = tf.split(rows, self.widths, axis=1)
         return tf.reshape(tf.linalg.matmul(left, right, transpose_a=True), [-1])
 
     def weighted(self, weight: tf.Tensor) -> Factors:
         """With the product times `weight`; the local term is every rank's alike, and stays."""
-        return replace(self, right=self.right * tf.cast(weight, self.right.dtype))
+        # No samples, no say: what comes from an empty batch need not be a number.
+        left, right = (tf.math.multiply_no_nan(t, tf.cast(tf.sign(weight), t.dtype)) for t in (self.left, self.right))
+        if left.dtype.size == 2:
+            return replace(self, left=left, right=right, weight=weight)
+        return replace(self, left=left, right=right * tf.cast(weight, right.dtype))
 
 
 class NoFactorsError(Exception):
@@ -123,17 +157,19 @@ def read(gradient: Any, shape: Sequence[int], dtype: str, replicated: Collection
     (m, n), *others = widths
     if others or m is None or n is None or m * n != tf.TensorShape(shape).num_elements():
         raise NoFactorsError("its products do not have the variable's size")
-    known = _handles(replicated)
-    for term in locals_:
-        culprit = _first_not_replicated(term, known)
-        if culprit:
-            raise NoFactorsError(f"a term that is no product depends on {culprit}, which differs between ranks")
+    constants = _constants_of_replicated(locals_, _handles(replicated))
     narrow = {p.left.dtype for p in products} | {p.right.dtype for p in products}
     if len(narrow) > 1:
         products = [p.cast(tf.float32) for p in products]
     parts = [tf.reshape(tf.cast(term, dtype), shape) for term in locals_]
     left, right = _stacked([p.left for p in products]), _stacked([p.right for p in products])
-    return Factors(left, right, tf.add_n(parts) if parts else None)
+    return Factors(left, right, tf.add_n(parts) if parts else None, constants)
+
+
+def as_factors(gradient: Any, like: FactorShape) -> Factors:
+    """Any gradient as a product, with the unit matrix: for a rank whose peers expect factors and which has none."""
+    matrix = tf.reshape(tf.cast(tf.convert_to_tensor(gradient), like.dtype), [like.left, like.right])
+    return Factors(tf.eye(like.left, dtype=like.dtype), matrix)
 
 
 def rows_per_sample(matrix: tf.Tensor) -> int | None:
@@ -141,6 +177,9 @@ def rows_per_sample(matrix: tf.Tensor) -> int | None:
     tensor = matrix
     while tensor.op.type in ("Identity", "Cast"):
         tensor = tensor.op.inputs[0]
+    if tensor.op.type == "ConcatV2":
+        parts = [rows_per_sample(part) for part in tensor.op.inputs[:-1]]
+        return None if None in parts else sum(parts)  # type: ignore[arg-type]
     before = tensor.op.inputs[0].shape if tensor.op.type == "Reshape" else tensor.shape
     if before.rank is None or before[0] is not None or any(size is None for size in before[1:]):
         return None
@@ -183,17 +222,26 @@ def _product(op: tf.Operation) -> _Product | None:
             left if op.get_attr("transpose_a") else tf.transpose(left),
             tf.transpose(right) if op.get_attr("transpose_b") else right,
         )
-    if op.type == "Transpose" and _value(op.inputs[1]) == [1, 0]:
-        inner = _product(_source(op.inputs[0])) if op.inputs[0].shape.rank == 2 else None
-        return replace(inner, left=inner.right, right=inner.left) if inner else None
+    if op.type == "Transpose" and _permutation(op.inputs[1]) == [1, 0]:
+        inner = _product(_source(op.inputs[0]))
+        # Only of the product itself: elsewhere a reshape may stand between.
+        known = inner and [inner.left.shape[1], inner.right.shape[1]] == op.inputs[0].shape
+        return replace(inner, left=inner.right, right=inner.left) if inner and known else None
     if op.type == "Sum":
         return _batched_product(op.inputs[0], op.inputs[1])
     return None
 
 
+def _permutation(tensor: tf.Tensor) -> Any:
+    # A permutation of two is its own inverse.
+    return _value(tensor.op.inputs[0] if tensor.op.type == "InvertPermutation" else tensor)
+
+
 def _batched_product(tensor: tf.Tensor, axes: tf.Tensor) -> _Product | None:
     """A product for each element of a batch, summed over all of it: rows of all elements, one after the other."""
-    op = _source(tensor)
+    op = tensor.op
+    while op.type in ("Identity", "Cast"):
+        op = op.inputs[0].op
     if not op.type.startswith("BatchMatMul") or not _is_over_batch(axes, op.outputs[0].shape.rank):
         return None
     left, right = op.inputs
@@ -207,11 +255,13 @@ def _batched_product(tensor: tf.Tensor, axes: tf.Tensor) -> _Product | None:
 def _is_over_batch(axes: tf.Tensor, rank: int | None) -> bool:
     """Whether a sum is over all dimensions of a batch of matrices.
 
-    The gradient of a matrix that met a batch is summed over what `BroadcastGradientArgs` says: over the dimensions of
-    the batch that the matrix has not, which are all, if the sum has no more elements than one product (`read` checks).
+    The gradient of a matrix that met a batch is summed over what `BroadcastGradientArgs` says of the shapes of batches,
+    without those of matrices: over the dimensions that the matrix has not, which are all, if the sum has no more
+    elements than one product (`read` checks).
     """
     if axes.op.type == "BroadcastGradientArgs":
-        return True
+        sizes = [shape.shape[0] for shape in axes.op.inputs]
+        return rank is not None and None not in sizes and max(sizes) == rank - 2
     value = _value(axes)
     return rank is not None and value is not None and sorted(axis % rank for axis in value) == list(range(rank - 2))
 
@@ -225,25 +275,28 @@ def _value(tensor: tf.Tensor) -> Any:
 
 
 def _handles(variables: Collection[Any]) -> set[int]:
-    return {id(getattr(v, "value", v).handle) for v in variables}
+    return {id((v if hasattr(v, "handle") else v.value).handle) for v in variables}
 
 
-def _first_not_replicated(tensor: tf.Tensor, known: set[int]) -> str:
-    """What it is made from that could differ between ranks; empty if there is nothing."""
-    seen: set[str] = set()
-    ahead = [tensor.op]
+def _constants_of_replicated(tensors: Sequence[tf.Tensor], known: set[int]) -> str:
+    """A digest of the constants from which tensors follow that otherwise follow from known variables.
+
+    Raises:
+      NoFactorsError: If they depend on anything else, which could differ between ranks.
+    """
+    seen: dict[str, tf.Operation] = {}
+    ahead = [tensor.op for tensor in tensors]
     while ahead:
         op = ahead.pop()
         if op.name in seen:
             continue
-        seen.add(op.name)
-        if op.type == "Placeholder":
-            if id(_captured(op.outputs[0])) not in known:
-                return f"{op.name!r}"
-        elif op.op_def.is_stateful and op.type != "ReadVariableOp":
-            return f"{op.name!r} ({op.type})"
+        seen[op.name] = op
+        unknown = op.type == "Placeholder" and id(_captured(op.outputs[0])) not in known
+        if unknown or (op.op_def.is_stateful and op.type != "ReadVariableOp"):
+            raise NoFactorsError(f"a term that is no product depends on {op.name!r}, which may differ between ranks")
         ahead.extend(t.op for t in op.inputs)
-    return ""
+    constants = sorted(op.get_attr("value").SerializeToString() for op in seen.values() if op.type == "Const")
+    return hashlib.sha256(b"".join(constants)).hexdigest() if tensors else ""
 
 
 def _captured(placeholder: tf.Tensor) -> Any:

@@ -5,6 +5,7 @@ import json
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfposeidon as tp
 from tests.on_ranks import models
@@ -131,3 +132,48 @@ def case_another_batch_size_is_weighed_anew(wire):
         model.fit(x, y, batch_size=batch_size, epochs=1, shuffle=False, verbose=0)
         assert ("sfb" in names()) == has_factors, (batch_size, str(model.optimizer.plan))
         same_on_all_ranks(model.get_weights(), wire)
+
+
+def case_a_trace_without_factors_sends_the_matrix(wire):
+    """The plan says factors; the last rank then clips before it applies, and its peers need not know."""
+    start = np.random.default_rng(0).normal(size=(6, 4)).astype("float32")
+    x = np.random.default_rng(1).normal(size=(wire.topology.size, 3, 6)).astype("float32")
+
+    def train(regularised):
+        weight = tf.Variable(start)
+        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme="sfb")
+
+        def step(change):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.matmul(x[wire.topology.rank], weight) ** 2)
+                loss += tf.reduce_sum(weight**2) if regularised else 0.0
+            optimizer.apply([change(g) for g in tape.gradient(loss, [weight])], [weight])
+
+        tf.function(lambda: step(lambda g: g))()
+        is_last = wire.topology.rank == wire.topology.size - 1
+        tf.function(lambda: step(lambda g: tf.clip_by_value(g, -1e9, 1e9) if is_last or regularised else g))()
+        return weight.numpy()
+
+    expected = start.astype("float64")
+    for _ in range(2):
+        expected -= 0.1 * np.mean([2 * part.T @ (part @ expected) for part in x], axis=0)
+    weight = train(regularised=False)
+    np.testing.assert_allclose(weight, expected, atol=1e-4 * np.abs(expected).max())
+    same_on_all_ranks([weight], wire)
+    with pytest.raises(ValueError, match=r"regularised must have factors in all traces.*ClipByValue|Minimum|Maximum"):
+        train(regularised=True)
+
+
+def case_plain_variables(wire):
+    weight = tf.Variable(np.ones((6, 4), "float32"))
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1.0), scheme="hybcomm")
+    x = tf.constant(np.full((2, 6), 1.0 + wire.topology.rank, "float32"))
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.matmul(x, weight))
+        optimizer.apply(tape.gradient(loss, [weight]), [weight])
+
+    step(x)
+    np.testing.assert_allclose(weight, np.full((6, 4), 1 - 2 * (1 + (wire.topology.size - 1) / 2)))

@@ -36,4 +36,5 @@ def library() -> Any:
 @functools.cache
 def has_gpu_kernels() -> bool:
     """Whether the library was compiled for CUDA too: with nvcc, for a TensorFlow with GPUs."""
-    return LIBRARY.exists() and hasattr(ctypes.CDLL(str(LIBRARY)), "tfposeidon_gpu_kernels")
+    library()  # First: ops that come with a plain CDLL are lost to TensorFlow.
+    return hasattr(ctypes.CDLL(str(LIBRARY)), "tfposeidon_gpu_kernels")

@@ -46,6 +46,9 @@ class Scheme(Configured, ABC):
     name: ClassVar[str]
     """What users pass as `scheme=`, and what the plan prints."""
 
+    has_gpu_kernels: ClassVar[bool] = True
+    """Whether its native ops, if it has any, run on GPUs too."""
+
     def __str__(self) -> str:
         """The name, and the options that differ from their defaults."""
         options = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]

@@ -39,6 +39,7 @@ class OneBit(VectorScheme):
     """
 
     name: ClassVar[str] = "onebit"
+    has_gpu_kernels: ClassVar[bool] = False
     min_elements: int = 4096
 
     def __post_init__(self) -> None:

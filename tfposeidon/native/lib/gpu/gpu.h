@@ -1,7 +1,7 @@
 // The library on a CUDA GPU: what top_k.h, error_feedback.h, scatter_add.h and passes.h do on the processor.
 //
-// Selection gives the processor's output, but for MSTopK's mean, which is summed in 64 bits throughout, and for
-// dgc, which finds a new threshold by bisection where the sample's was too high. Pointers are to the GPU's memory.
+// Selection gives the processor's output, but for MSTopK's mean, which is summed in 64 bits throughout; dgc goes the way
+// of exact, which has the same output. Pointers are to the GPU's memory.
 // Throws what Thrust throws when a launch fails, and what `Memory` throws.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_GPU_GPU_H_

@@ -241,8 +241,8 @@ void select(Machine& machine, const Source& source, const Selection& s, Index* i
   } else if (s.method == Method::kMsTopK) {
     ms_top_k(machine, source, s, indices, values);
   } else {
-    const double margin = s.method == Method::kExact ? kSafe : 0;
-    write_largest(machine, collect<Index>(machine, source, s.n, s.k, margin), s.k, indices, values);
+    // Also for dgc, whose output is the same: a sample without a margin would often mislead.
+    write_largest(machine, collect<Index>(machine, source, s.n, s.k, kSafe), s.k, indices, values);
   }
 }
 
