@@ -49,7 +49,7 @@ check: setup
 SANITIZERS := address,undefined thread
 NATIVE_TEST := tests/native/lib_test.cc $(wildcard tfposeidon/native/lib/*.cc)
 NATIVE_FLAGS := -std=c++17 -O2 -g -Wall -Wextra -Werror -Wno-psabi -ffp-contract=off -I. -pthread
-# The passes for GPUs run on the processor in their test; Thrust comes with the CUDA toolkit.
+# The passes for GPUs run on the processor in their test; Thrust comes with the CUDA toolkit, and itself binds null.
 CCCL := $(firstword $(wildcard $(or $(HOROVOD_CUDA_HOME),/usr/local/cuda)/include/cccl))
 THRUST_FLAGS := -DTHRUST_DEVICE_SYSTEM=THRUST_DEVICE_SYSTEM_CPP -isystem $(CCCL)
 check-native:
@@ -60,7 +60,7 @@ check-native:
 	  echo "$$kind:"; $$program 40; \
 	done
 ifneq ($(CCCL),)
-	$(CXX) $(NATIVE_FLAGS) -fsanitize=address,undefined -fno-sanitize-recover=all $(THRUST_FLAGS) tests/native/gpu_test.cc \
+	$(CXX) $(NATIVE_FLAGS) -fsanitize=address,undefined -fno-sanitize=null -fno-sanitize-recover=all $(THRUST_FLAGS) tests/native/gpu_test.cc \
 	  tfposeidon/native/lib/thresholds.cc -o build/native/gpu_test
 	build/native/gpu_test 60
 endif
