@@ -183,7 +183,10 @@ def test_exclusions_from_weight_decay_reach_the_inner_optimizer():
             lambda: tp.DistributedOptimizer(tp.DistributedOptimizer(SGD())),
             "must be wrapped in DistributedOptimizer once",
         ),
-        (lambda: tp.DistributedOptimizer(SGD(), scheme="ring"), r'one of "auto", "allreduce", "asa", "asa16", "2dtar"'),
+        (
+            lambda: tp.DistributedOptimizer(SGD(), scheme="ring"),
+            r'one of "auto", "hybcomm", "allreduce", "asa", "asa16", "2dtar"',
+        ),
         (lambda: tp.DistributedOptimizer(SGD(), scheme=7), "Received: scheme=7"),
         (lambda: tp.DistributedOptimizer(SGD(), scheme=[("kernel",)]), "pairs of a pattern and a scheme"),
         (lambda: tp.DistributedOptimizer(SGD(), scheme={"(": "asa"}), "must be a regular expression"),
