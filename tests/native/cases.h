@@ -196,6 +196,19 @@ inline void check_sum(const Floats& sum, const Floats& expected, const std::stri
   }
 }
 
+// `add(sparse, out)` sums into `out` and returns what index is outside.
+template <class Add>
+void check_scatter_add(const Case& c, const std::string& about, const Add& add) {
+  Sparse s = draw_sparse(c.x);
+  Floats out(c.x.size(), -7);
+  expect(add(s, out.data()).place == -1, "all indices are inside", about);
+  check_sum(out, s.sum, about);
+  if (s.indices.empty()) return;
+  const int64_t place = spoil(&s);
+  const auto outside = add(s, out.data());
+  expect(outside.place == place && outside.index == s.indices[place], "finds the index that is outside", about);
+}
+
 }  // namespace tfposeidon
 
 #endif  // TESTS_NATIVE_CASES_H_

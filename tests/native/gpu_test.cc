@@ -95,19 +95,11 @@ void check_error_feedback(const Case& c, const std::string& about) {
 }
 
 void check_scatter_add(const Case& c, const std::string& about) {
-  const int64_t n = static_cast<int64_t>(c.x.size());
-  Sparse s = draw_sparse(c.x);
-  Floats out(n, -7);
-  Processor machine;
-  const auto add = [&] {
-    return scatter_add(machine, s.indices.data(), s.values.data(), static_cast<int64_t>(s.indices.size()), n, out.data());
-  };
-  expect(add().place == -1, "all indices are inside", about);
-  check_sum(out, s.sum, about);
-  if (s.indices.empty()) return;
-  const int64_t place = spoil(&s);
-  const Outside outside = add();
-  expect(outside.place == place && outside.index == s.indices[place], "finds the index that is outside", about);
+  tfposeidon::check_scatter_add(c, about, [&](const Sparse& s, float* out) {
+    Processor machine;
+    return scatter_add(machine, s.indices.data(), s.values.data(), static_cast<int64_t>(s.indices.size()),
+                       static_cast<int64_t>(c.x.size()), out);
+  });
 }
 
 // Conversions themselves are those of half.h, which lib_test compares with their definition.

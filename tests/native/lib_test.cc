@@ -64,19 +64,10 @@ void check_error_feedback(const Case& c, const Engine& engine, const std::string
 }
 
 void check_scatter_add(const Case& c, const Engine& engine, const std::string& about) {
-  const int64_t n = static_cast<int64_t>(c.x.size());
-  Sparse s = draw_sparse(c.x);
-  Floats out(n, -7);
-  const auto add = [&] {
-    return scatter_add(s.indices.data(), s.values.data(), s.counts.data(), static_cast<int64_t>(s.counts.size()), n,
-                       engine.parallel, out.data());
-  };
-  expect(add().place == -1, "all indices are inside", about);
-  check_sum(out, s.sum, about);
-  if (s.indices.empty()) return;
-  const int64_t place = spoil(&s);
-  const Outside outside = add();
-  expect(outside.place == place && outside.index == s.indices[place], "finds the index that is outside", about);
+  tfposeidon::check_scatter_add(c, about, [&](const Sparse& s, float* out) {
+    return scatter_add(s.indices.data(), s.values.data(), s.counts.data(), static_cast<int64_t>(s.counts.size()),
+                       static_cast<int64_t>(c.x.size()), engine.parallel, out);
+  });
 }
 
 void check_one_bit(const Case& c, const Engine& engine, const std::string& about) {

@@ -68,34 +68,18 @@ class ShardedServer(VectorScheme):
         return replace(self, placement=tuple(placement))
 
     def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:
-        topology = wire.topology
-        node, across = self._shards(gradient.shape[0], topology)
-        shard = stages.scatter_sum(gradient, node, wire, f"{name}.node_scatter", None)
-        if across is not None:
-            own = stages.scatter_sum(shard, across, wire, f"{name}.push", None)
-            shard = stages.gather(own / tf.cast(topology.size, gradient.dtype), across, wire, f"{name}.pull")
-        return stages.gather(shard, node, wire, f"{name}.node_gather"), state
+        node, across = self._levels(gradient.shape[0], wire.topology)
+        return stages.mean_by_levels(gradient, node, across, wire, name, None), state
 
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
-        return sum(
-            (
-                stages.scatter_sum_cost(shards, itemsize, topology, None)
-                + stages.gather_cost(shards, itemsize, topology, None)
-                for shards in self._shards(length, topology)
-                if shards is not None
-            ),
-            Cost(),
-        )
+        return stages.cost_by_levels(*self._levels(length, topology), itemsize, topology, None)
 
-    def _shards(self, length: int, topology: Topology) -> tuple[stages.Shards, stages.Shards | None]:
-        node = stages.Shards.even(length, topology.node, owners=topology.positions)
-        if topology.across is None:
-            return node, None
-        own = node.own(topology.rank)
-        if self.placement is None:
-            return node, stages.Shards.even(own, topology.across)
-        sizes = iter(cost.shares(own, sum(self.placement)))
+    def _levels(self, length: int, topology: Topology) -> tuple[stages.Shards, stages.Shards | None]:
+        node, across = stages.levels(length, topology)
+        if across is None or self.placement is None:
+            return node, across
+        sizes = iter(cost.shares(node.own(topology.rank), sum(self.placement)))
         # The group is in the order of ranks, the placement in that of nodes.
         servers = sorted(range(len(self.placement)), key=lambda node: topology.nodes[node][topology.position])
         lengths = [sum(next(sizes) for _ in range(self.placement[server])) for server in servers]
-        return node, stages.Shards(topology.across, tuple(lengths))
+        return node, stages.Shards(across.group, tuple(lengths))

@@ -86,3 +86,41 @@ def gather_cost(shards: Shards, itemsize: int, topology: Topology, wire_dtype: s
     """P - 1 messages of a shard each."""
     width = wire_itemsize(wire_dtype, itemsize)
     return cost.ring_all_gather(topology, shards.group, [n * width for n in shards.lengths])
+
+
+def levels(length: int, topology: Topology) -> tuple[Shards, Shards | None]:
+    """How `length` elements are cut in the node, and the rank's shard of these again across nodes.
+
+    Where nodes differ in size, shards go to the positions that every node has: other ranks have none across nodes.
+    """
+    node = Shards.even(length, topology.node, owners=topology.positions)
+    if topology.across is None:
+        return node, None
+    return node, Shards.even(node.own(topology.rank), topology.across)
+
+
+def mean_by_levels(
+    vector: tf.Tensor, node: Shards, across: Shards | None, wire: Wire, name: str, wire_dtype: str | None
+) -> tf.Tensor:
+    """The mean over all ranks: summed in the node, then across nodes, and gathered the same way back."""
+    shard = scatter_sum(vector, node, wire, f"{name}.node_scatter", wire_dtype)
+    if across is not None:
+        part = scatter_sum(shard, across, wire, f"{name}.across_scatter", wire_dtype)
+        mean = encode(part / tf.cast(wire.topology.size, vector.dtype), wire_dtype)
+        encoded = gather(mean, across, wire, f"{name}.across_gather")
+    else:
+        # Nothing of its own, and so nothing to divide.
+        encoded = encode(shard, wire_dtype)
+    return decode(gather(encoded, node, wire, f"{name}.node_gather"), wire_dtype, vector.dtype)
+
+
+def cost_by_levels(
+    node: Shards, across: Shards | None, itemsize: int, topology: Topology, wire_dtype: str | None
+) -> Cost:
+    """Both stages of both levels."""
+    total = Cost()
+    for shards in (node, across):
+        if shards is not None:
+            total += scatter_sum_cost(shards, itemsize, topology, wire_dtype)
+            total += gather_cost(shards, itemsize, topology, wire_dtype)
+    return total

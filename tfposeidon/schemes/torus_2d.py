@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfposeidon.cost import Cost
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import State, VectorScheme
-from tfposeidon.schemes.wire_format import check_wire_dtype, decode, encode
+from tfposeidon.schemes.wire_format import check_wire_dtype
 from tfposeidon.topology import Topology
 from tfposeidon.wire import Wire
 
@@ -46,31 +46,8 @@ class Torus2D(VectorScheme):
         return self.wire_dtype is None
 
     def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:
-        topology = wire.topology
-        node, across = self._shards(gradient.shape[0], topology)
-        shard = stages.scatter_sum(gradient, node, wire, f"{name}.node_scatter", self.wire_dtype)
-        if across is not None:
-            part = stages.scatter_sum(shard, across, wire, f"{name}.across_scatter", self.wire_dtype)
-            mean = encode(part / tf.cast(topology.size, gradient.dtype), self.wire_dtype)
-            encoded = stages.gather(mean, across, wire, f"{name}.across_gather")
-        else:
-            # Nothing of its own, and so nothing to divide.
-            encoded = encode(shard, self.wire_dtype)
-        gathered = stages.gather(encoded, node, wire, f"{name}.node_gather")
-        return decode(gathered, self.wire_dtype, gradient.dtype), state
+        node, across = stages.levels(gradient.shape[0], wire.topology)
+        return stages.mean_by_levels(gradient, node, across, wire, name, self.wire_dtype), state
 
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
-        node, across = self._shards(length, topology)
-        total = Cost()
-        for shards in (node, across):
-            if shards is not None:
-                total += stages.scatter_sum_cost(shards, itemsize, topology, self.wire_dtype)
-                total += stages.gather_cost(shards, itemsize, topology, self.wire_dtype)
-        return total
-
-    @staticmethod
-    def _shards(length: int, topology: Topology) -> tuple[stages.Shards, stages.Shards | None]:
-        node = stages.Shards.even(length, topology.node, owners=topology.positions)
-        if topology.across is None:
-            return node, None
-        return node, stages.Shards.even(node.own(topology.rank), topology.across)
+        return stages.cost_by_levels(*stages.levels(length, topology), itemsize, topology, self.wire_dtype)
