@@ -25,13 +25,19 @@ def check(wire, interface, expect):
         exchange = tf.function(lambda x, *state, scheme=scheme, label=label: scheme.exchange(x, state, wire, label)[0])
         exchange = functools.partial(exchange, vector, *state)
         exchange()
-        exchange_objects(None, wire, "ready")
-        before = payload_bytes(interface)
-        for _ in range(REPEATS):
-            exchange()
-        exchange_objects(None, wire, "done")
-        carried = (payload_bytes(interface) - before) / REPEATS
+        # The least of some: what TCP sends again, where a rank had to wait for its processor, comes on top.
+        carried = min(_carried(exchange, interface, wire) for _ in range(REPEATS))
         expected = expect(functools.partial(scheme.cost, LENGTH, 4))
         assert abs(carried - expected) <= 0.03 * expected + 20_000, (
             f"{name} on {interface}: {carried:.0f} B, expected {expected:.0f} B"
         )
+
+
+def _carried(exchange, interface, wire):
+    """Bytes of one exchange, counted between two points that all ranks have reached."""
+    exchange_objects(None, wire, "ready")
+    before = payload_bytes(interface)
+    exchange_objects(None, wire, "counting")
+    exchange()
+    exchange_objects(None, wire, "done")
+    return payload_bytes(interface) - before

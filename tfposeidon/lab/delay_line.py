@@ -96,7 +96,7 @@ def start(node_devices: Sequence[str], switch_devices: Sequence[str], line: Dela
     options = {"delay_s": line.delay_s, "jitter_s": line.jitter_s, "loss": line.loss, "seed": line.seed}
     argument = json.dumps({"nodes": node_devices, "switch": switch_devices, "line": options})
     command = [sys.executable, "-m", "tfposeidon.lab.delay_line", argument]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     answer = process.stdout.readline().strip()
     if answer != "ready":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from tfposeidon.lab import command, report
 from tfposeidon.lab.cluster import Cluster
 from tfposeidon.lab.network import INTERFACE, SWITCH_ADDRESS, host_name, network
 from tfposeidon.lab.ranks import Job, say
-from tfposeidon.lab.sandbox import UnavailableError
+from tfposeidon.lab.sandbox import ENDED, UnavailableError
 
 
 def main(arguments: list[str]) -> int:
@@ -28,10 +27,7 @@ def main(arguments: list[str]) -> int:
 
 
 async def _run(request: command.Request) -> int:
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    _end_with(sys.stdin.fileno())
     try:
         with network(request.cluster) as built, rendezvous(request.cluster) as environments:
             job = Job(built, request.faults, request.show)
@@ -39,11 +35,8 @@ async def _run(request: command.Request) -> int:
                 await job.run(request.command, environments)
             except asyncio.CancelledError:
                 say("interrupted; all ranks are ended")
-                return 128 + signal.SIGTERM
+                return ENDED
             found = report.Report.of(request.cluster, request.command, job, built.traffic())
-    except asyncio.CancelledError:
-        say("interrupted before the job had begun")
-        return 128 + signal.SIGTERM
     except subprocess.CalledProcessError as error:
         say(f"the kernel refused: {' '.join(error.cmd)}\n  {error.stderr}")
         return 2
@@ -54,6 +47,19 @@ async def _run(request: command.Request) -> int:
         found.write(request.report)
     print(found, file=sys.stderr)
     return job.status
+
+
+def _end_with(descriptor: int) -> None:
+    """Cancels the current task when nothing more can come from `descriptor`: so the sandbox asks for the end."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+
+    def end() -> None:
+        loop.remove_reader(descriptor)
+        task.cancel()
+
+    loop.add_reader(descriptor, end)
 
 
 @contextmanager

@@ -147,7 +147,7 @@ def network(cluster: Cluster) -> Iterator[Network]:
 
 def _hold(name: str) -> subprocess.Popen[str]:
     command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", HOLD, name]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stderr is not None
     if holder.stdout.readline() != "ready\n":
@@ -191,8 +191,7 @@ def _queues(*tc: str) -> dict[str, dict[str, int]]:
 
 
 def _call(*command: str, text: str | None = None) -> str:
-    # Out of reach of the signal that ends a job: that is for us to see, between two commands.
-    done = subprocess.run(command, input=text, capture_output=True, text=True, process_group=0)
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
     return done.stdout

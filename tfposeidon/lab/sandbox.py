@@ -30,7 +30,8 @@ PROBE = """ip link add name switch type bridge && ip link add name a type veth p
 tc qdisc add dev a root tbf rate 1mbit burst 3200 limit 100000"""
 
 
-INTERRUPTED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
+# The status of an inside that was asked to end, and did.
+ENDED = 128 + signal.SIGTERM
 
 
 class UnavailableError(Exception):
@@ -40,29 +41,32 @@ class UnavailableError(Exception):
 def run(module: str, arguments: list[str]) -> int:
     """Runs `python -m module` with `arguments` in namespaces of its own; returns its exit status.
 
-    Signals that end a job (Ctrl-C, SIGTERM, SIGHUP) are passed on, and ending takes as long as it takes
-    inside; at a second one everything is killed.
+    At a signal that ends a job (Ctrl-C, SIGTERM, SIGHUP) the inside's standard input ends, and ending takes as
+    long as it takes; at a second one everything is killed. A signal passed on would also reach what the inside
+    has just started, which is for the inside to end.
 
     Raises:
       UnavailableError: If tools or rights are missing.
     """
     # setpriv: should this process be killed, the kernel kills what is inside with it.
     command = ["setpriv", "--pdeathsig", "KILL", *_namespaces(), sys.executable, "-m", module, *arguments]
-    # Blocked until the inside is ready for it: there it is the first process, which loses what it does not handle.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    inside = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
+    heard, asking = os.pipe()
     asked: list[int] = []
+    inside: subprocess.Popen[bytes] | None = None
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        os.killpg(inside.pid, signal.SIGKILL if asked else signal.SIGTERM)
+    def end(number: int, frame: FrameType | None) -> None:
+        if not asked:
+            os.close(asking)
+        elif inside is not None:
+            os.killpg(inside.pid, signal.SIGKILL)
         asked.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, pass_on)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        signal.signal(number, end)
+    inside = subprocess.Popen(command, start_new_session=True, stdin=heard)
     status = inside.wait()
     status = status if status >= 0 else 128 - status
-    return 128 + asked[0] if asked and status in INTERRUPTED else status
+    return 128 + asked[0] if asked and status in (ENDED, 128 + signal.SIGKILL) else status
 
 
 def _namespaces() -> tuple[str, ...]:
