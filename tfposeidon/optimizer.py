@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,25 +14,10 @@ import tensorflow as tf
 from tfposeidon import coordinator, factor_agreement, gradient, guards, policies, runtime, trainer
 from tfposeidon.accumulation import Accumulation
 from tfposeidon.exchanger import Exchanger
-from tfposeidon.gradient import Description, describe
+from tfposeidon.gradient import describe
+from tfposeidon.planner import Planner
 from tfposeidon.rank_state import Piece
 from tfposeidon.sufficient_factors import Factors
-from tfposeidon.update_rate import UpdateRate
-from tfposeidon.wire import exchange_objects
-
-# Collectives are matched by name. Optimizers take their number at their first step, which all ranks
-# reach together, and not when they are made: a rank may make or load more of them than others.
-_numbers = itertools.count()
-
-
-class _Exchange:
-    """What `DistributedOptimizer` keeps out of sight of Keras's and TensorFlow's tracking of attributes."""
-
-    def __init__(self) -> None:
-        self.exchangers: dict[tuple[str, ...], Exchanger] = {}
-        self.notes: list[str] = []
-        self.accumulation: Accumulation | None = None
-        self.update_rates: dict[tuple[str, ...], UpdateRate] = {}
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
@@ -89,11 +73,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         )
         innermost.gradient_accumulation_steps = None
         self.inner_optimizer = inner_optimizer
-        self._policy = policy
-        self._bucket_bytes = bucket_bytes
-        self._exchange = _Exchange()
+        self._planner = Planner(policy, bucket_bytes)
+        self._accumulation: Accumulation | None = None
         self._sample_count: Any = None
-        self._fit_batch_size: int | None = None
         self.ends_with_first_rank = False
         self.restores_scheme = False
         trainer.teach_keras()
@@ -111,7 +93,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self._trainable_variables = list(variables)
         self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
         if self.gradient_accumulation_steps:
-            self._exchange.accumulation = Accumulation(self, variables, self.gradient_accumulation_steps)
+            self._accumulation = Accumulation(self, variables, self.gradient_accumulation_steps)
         with tf.init_scope():
             self._absent = tf.Variable(0.0, trainable=False, name="absent")
             self._calls = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="calls")
@@ -152,20 +134,15 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
                 "There is a plan once the optimizer knows its variables. Received: an optimizer that is not built. "
                 "Call fit, or optimizer.build(model.trainable_variables), first."
             )
-        plans = [exchanger.plan for exchanger in self._agreed()]
-        if not plans:
-            plans = [self._exchanger(self._trainable_variables).plan]
-        buckets = tuple(itertools.chain(*(plan.buckets for plan in plans)))
-        notes = dict.fromkeys([*itertools.chain(*(plan.notes for plan in plans)), *self._exchange.notes])
-        return dataclasses.replace(plans[0], buckets=buckets, notes=tuple(notes))
+        return self._planner.plan(self._trainable_variables, self.inner_optimizer)
 
     def get_config(self) -> dict[str, Any]:
         """Everything that the constructor takes, for saving with the model."""
         return {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            "scheme": keras.saving.serialize_keras_object(self._policy),
-            "bucket_bytes": self._bucket_bytes,
+            "scheme": keras.saving.serialize_keras_object(self.policy),
+            "bucket_bytes": self._planner.bucket_bytes,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
         }
 
@@ -214,13 +191,13 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             self._calls.assign_add(1)
         if self._exchanges(variables):
             guards.check_graph()
-            self._agree_once(grads, variables, count)
-        if self._exchange.accumulation is None:
+            self._planner.agree_once(grads, variables, self.inner_optimizer, self._settings(count))
+        if self._accumulation is None:
             self._update(grads, variables, count)
         else:
             places = [self._get_variable_index(v) for v in variables]
             update = functools.partial(self._update, variables=variables)
-            self._exchange.accumulation.add(places, grads, count, lambda means, total: update(means, count=total))
+            self._accumulation.add(places, grads, count, lambda means, total: update(means, count=total))
 
     def apply_gradients(self, grads_and_vars: Iterable[Any], sample_count: Any = None) -> Any:
         """As `apply`, for pairs. Returns the number of updates so far."""
@@ -240,7 +217,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: Any) -> None:
         # The one thing that Keras's LossScaleOptimizer does to an optimizer that it is put around.
-        if hasattr(self, "_exchange"):
+        if hasattr(self, "_planner"):
             raise ValueError(
                 "DistributedOptimizer must be the outermost optimizer. Received: a loss scale, or a "
                 "LossScaleOptimizer, around it. Write DistributedOptimizer(LossScaleOptimizer(optimizer))."
@@ -265,15 +242,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
           Whether that makes another plan, so that the step has to be traced anew.
         """
-        before, self._fit_batch_size = self._fit_batch_size, samples
-        agreed = self._agreed() if self._policy.reads_factors and self.built else []
-        if not agreed:
-            return False
-        # If it is another on any rank, all have to plan anew.
-        another = any(exchange_objects(before not in (None, samples), agreed[0].wire, "batch_size"))
-        for exchanger in agreed if another else []:
-            exchanger.prefix = None
-        return another
+        return self._planner.takes_batches_of(samples)
 
     def scale_losses(self) -> None:
         """Puts Keras's `LossScaleOptimizer` inside, unless something scales already.
@@ -295,7 +264,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def policy(self) -> policies.Policy:
         """What decides which variable goes by which scheme."""
-        return self._policy
+        return self._planner.policy
 
     def flush(self) -> bool:
         """Makes all steps from now on send everything, what schemes have kept included: before they change.
@@ -303,15 +272,14 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
           Whether there are schemes that keep anything.
         """
-        exchangers = self._exchange.exchangers.values()
-        for exchanger in exchangers:
+        for exchanger in self._planner.exchangers:
             exchanger.flush()
-        return any(any(exchanger.states) for exchanger in exchangers)
+        return any(any(exchanger.states) for exchanger in self._planner.exchangers)
 
     @property
     def has_flushed(self) -> bool:
         """Whether a step that counted has sent everything since `flush`; the same on all ranks."""
-        return all(exchanger.has_flushed for exchanger in self._exchange.exchangers.values())
+        return all(exchanger.has_flushed for exchanger in self._planner.exchangers)
 
     def change_scheme(self, scheme: Any) -> None:
         """Exchanges by another scheme from the next traced step on; what was kept for the old one is dropped.
@@ -321,10 +289,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         Args:
           scheme: As in the constructor; the same on all ranks, at the same step.
         """
-        self._policy = policies.parse(scheme)
-        self._exchange.exchangers.clear()
-        self._exchange.update_rates.clear()
-        self._exchange.notes.clear()
+        self._planner.change_policy(policies.parse(scheme))
 
     @property
     def exposed_s(self) -> float:
@@ -350,13 +315,13 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Gradients accumulated for an update that no longer comes are dropped on every rank.
         """
-        if not self._agreed():
+        if not self._planner.agreed:
             raise RuntimeError("A rank without a single batch cannot end an epoch. Give every rank data.")
-        while min([int(exchanger.contribute_nothing()[0]) for exchanger in self._agreed()]) < runtime.size():
+        while min([int(exchanger.contribute_nothing()[0]) for exchanger in self._planner.agreed]) < runtime.size():
             pass
         self._absent.assign(0.0)
-        if self._exchange.accumulation is not None:
-            self._exchange.accumulation.reset()
+        if self._accumulation is not None:
+            self._accumulation.reset()
 
     def _update(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         if not self._exchanges(variables):
@@ -365,10 +330,10 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             return
         exchanger = self._exchanger(variables)
         presence = exchanger.presence(count) if count is not None else None
-        sent = factor_agreement.taken(grads, exchanger.plan, self._replicated(variables))
+        sent = factor_agreement.taken(grads, exchanger.plan, [*variables, *self.inner_optimizer.variables])
         ready = _time_after(sent)
         weight = presence.weight if presence else None
-        update_rate = self._update_rate(variables)
+        update_rate = self._planner.update_rate(variables)
         rate = update_rate.now(self.inner_optimizer) if any(exchanger.states) else None
         rescale = None if rate is None else update_rate.rescale(rate)
         means, states = exchanger.exchange(sent, weight, rescale)
@@ -393,105 +358,31 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_optimizer.apply(means, variables)
         _assign_if(counts, means, pairs)
 
-    def _agree_once(self, grads: list[Any], variables: list[Any], count: Any) -> None:
-        exchanger = self._exchanger(variables)
-        if exchanger.prefix is None:
-            exchanger.agree(f"tp{next(_numbers)}", grads, self._settings(count))
-            if self._policy.reads_factors:
-                self._plan_with_factors(grads, variables, exchanger)
-            self._take_notes(grads, variables, count)
-
-    def _plan_with_factors(self, grads: list[Any], variables: list[Any], exchanger: Exchanger) -> None:
-        """Plans again, now that the ops are there that make the gradients."""
-        descriptions = [describe(v) for v in variables]
-        accumulated = self._exchange.accumulation is not None
-        replicated = self._replicated(variables)
-        found = factor_agreement.find(grads, descriptions, replicated, self._batch_size(), accumulated)
-        with tf.init_scope():
-            everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
-        plan = self._plan(factor_agreement.agreed(descriptions, everybody))
-        factor_agreement.check(plan)
-        new = Exchanger(plan, exchanger.wire)
-        new.take_over(exchanger)
-        self._exchange.exchangers[tuple(self._var_key(v) for v in variables)] = new
-
-    def _batch_size(self) -> int | None:
-        return getattr(self._policy, "batch_size", None) or self._fit_batch_size
-
-    def _replicated(self, variables: list[Any]) -> list[Any]:
-        return [*variables, *self.inner_optimizer.variables]
-
     def _settings(self, count: Any) -> dict[str, Any]:
-        """What has to be the same on all ranks, besides the variables."""
+        """What has to be the same on all ranks, besides the variables and what the planner knows."""
         return {
-            "scheme": repr(self._policy),
-            "bucket_bytes": self._bucket_bytes,
             "counted": count is not None,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "optimizer": [type(self.inner_optimizer).__name__, type(guards.innermost(self)).__name__],
         }
 
-    def _agreed(self) -> list[Exchanger]:
-        """The exchangers that have been in a step, in the order of their first."""
-        return [exchanger for exchanger in self._exchange.exchangers.values() if exchanger.prefix]
-
     def _exchanger(self, variables: list[Any]) -> Exchanger:
-        key = tuple(self._var_key(v) for v in variables)
-        exchangers = self._exchange.exchangers
-        if key not in exchangers:
-            plan = self._plan([describe(v) for v in variables])
-            guards.check_momentum(plan, self.inner_optimizer)
-            exchangers[key] = Exchanger(plan, runtime.wire())
-            self._exchange.update_rates[key] = UpdateRate()
-        return exchangers[key]
-
-    def _plan(self, descriptions: list[Description]) -> coordinator.Plan:
-        topology = runtime.wire().topology
-        notes = [] if topology.size > 1 else ["one rank: nothing is sent"]
-        return coordinator.plan(descriptions, self._policy, topology, self._bucket_bytes, notes)
-
-    def _take_notes(self, grads: list[Any], variables: list[Any], count: Any) -> None:
-        if count is None:
-            self._note("no sample_count was given: ranks weigh the same, unequal batches give a mean of means")
-        else:
-            self._note("ranks weigh by their number of samples: exact for losses that are means over samples")
-        for grad, variable in zip(grads, variables, strict=True):
-            if isinstance(grad, tf.IndexedSlices):
-                self._note(f"{describe(variable).path}: rows are summed and sent as a dense matrix")
-            if grad is None:
-                self._note(f"{describe(variable).path}: no gradient on rank {runtime.rank()}, zeros are sent")
-        plan = self._exchanger(variables).plan
-        for advice in (guards.sparsity_advice(plan, self.inner_optimizer), guards.processor_advice(plan)):
-            if advice:
-                self._note(advice)
-                runtime.say("tfposeidon: %s.", advice)
+        return self._planner.exchanger(variables, self.inner_optimizer)
 
     def _rank_state(self) -> list[tuple[Any, Piece]]:
-        if self.built and not self._agreed():
+        if self.built and not self._planner.agreed:
             self._exchanger(self._trainable_variables)
-        accumulated = self._exchange.accumulation.variables if self._exchange.accumulation else []
+        accumulated = self._accumulation.variables if self._accumulation else []
         parts = [runtime.size() if tf.as_dtype(variable.dtype).is_floating else 0 for variable in accumulated]
         pairs = [
             (variable, Piece(name=f"accumulated_{i}", holders=holders))
             for i, (variable, holders) in enumerate(zip(accumulated, parts, strict=True))
         ]
-        kept: list[tuple[Any, Piece]] = []
-        for number, (key, exchanger) in enumerate(self._exchange.exchangers.items()):
-            if any(exchanger.states):
-                kept += zip(itertools.chain(*exchanger.states), exchanger.pieces(), strict=True)
-                kept.append((self._exchange.update_rates[key].variable, Piece(name=f"update_rate_{number}")))
-        return pairs + kept
+        return pairs + list(self._planner.rank_state())
 
     def _exchanges(self, variables: list[Any]) -> bool:
         """On one rank nothing is sent, but schemes may keep something, such as velocity."""
         return runtime.size() > 1 or any(self._exchanger(variables).states)
-
-    def _update_rate(self, variables: list[Any]) -> UpdateRate:
-        return self._exchange.update_rates[tuple(self._var_key(v) for v in variables)]
-
-    def _note(self, text: str) -> None:
-        if text not in self._exchange.notes:
-            self._exchange.notes.append(text)
 
 
 def _time_after(gradients: list[Any]) -> tf.Tensor:

@@ -1,0 +1,162 @@
+"""The plans of one optimizer, made and agreed on as its steps are traced, and what carries them out."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfposeidon import coordinator, factor_agreement, guards, runtime
+from tfposeidon.exchanger import Exchanger
+from tfposeidon.gradient import Description, describe
+from tfposeidon.policies import Policy
+from tfposeidon.rank_state import Piece
+from tfposeidon.update_rate import UpdateRate
+from tfposeidon.wire import exchange_objects
+
+# Collectives are matched by name. Planners take their number at their first step, which all ranks
+# reach together, and not when they are made: a rank may make or load more of them than others.
+_numbers = itertools.count()
+
+
+class Planner:
+    """A plan and an `Exchanger` for each list of variables that the optimizer is called with.
+
+    Args:
+      policy: Decides which variable goes by which scheme.
+      bucket_bytes: See `DistributedOptimizer`.
+    """
+
+    def __init__(self, policy: Policy, bucket_bytes: int) -> None:
+        self.policy = policy
+        self.bucket_bytes = bucket_bytes
+        self._batch_size: int | None = None
+        self._exchangers: dict[Any, Exchanger] = {}
+        self._update_rates: dict[Any, UpdateRate] = {}
+        self._notes: dict[str, None] = {}
+
+    def exchanger(self, variables: list[Any], inner_optimizer: Any) -> Exchanger:
+        """What exchanges the gradients of `variables`; made at the first call."""
+        key = _key(variables)
+        if key not in self._exchangers:
+            plan = self._plan([describe(v) for v in variables])
+            guards.check_momentum(plan, inner_optimizer)
+            self._exchangers[key] = Exchanger(plan, runtime.wire())
+            self._update_rates[key] = UpdateRate()
+        return self._exchangers[key]
+
+    def update_rate(self, variables: list[Any]) -> UpdateRate:
+        """How far the weights moved for a gradient of 1, for the exchanger of `variables`."""
+        return self._update_rates[_key(variables)]
+
+    @property
+    def exchangers(self) -> list[Exchanger]:
+        """All of them, in the order in which they were made."""
+        return list(self._exchangers.values())
+
+    @property
+    def agreed(self) -> list[Exchanger]:
+        """Those that have been in a step, in the order of their first."""
+        return [exchanger for exchanger in self.exchangers if exchanger.prefix]
+
+    def plan(self, variables: list[Any], inner_optimizer: Any) -> coordinator.Plan:
+        """All plans that steps follow as one; before the first step, that for `variables`."""
+        plans = [exchanger.plan for exchanger in self.agreed]
+        if not plans:
+            plans = [self.exchanger(variables, inner_optimizer).plan]
+        buckets = tuple(itertools.chain(*(plan.buckets for plan in plans)))
+        notes = dict.fromkeys([*itertools.chain(*(plan.notes for plan in plans)), *self._notes])
+        return dataclasses.replace(plans[0], buckets=buckets, notes=tuple(notes))
+
+    def agree_once(
+        self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]
+    ) -> None:
+        """At the first trace of a step: makes sure that all ranks are about to do the same, and plans with factors.
+
+        Args:
+          settings: What has to be the same on all ranks, besides the variables and this planner's own.
+        """
+        exchanger = self.exchanger(variables, inner_optimizer)
+        if exchanger.prefix is not None:
+            return
+        own = {"scheme": repr(self.policy), "bucket_bytes": self.bucket_bytes}
+        exchanger.agree(f"tp{next(_numbers)}", grads, own | settings)
+        if self.policy.reads_factors:
+            accumulated = settings["gradient_accumulation_steps"] is not None
+            self._plan_with_factors(grads, variables, [*variables, *inner_optimizer.variables], accumulated)
+        self._take_notes(grads, variables, inner_optimizer, settings["counted"])
+
+    def takes_batches_of(self, samples: int | None) -> bool:
+        """See `DistributedOptimizer.takes_batches_of`."""
+        before, self._batch_size = self._batch_size, samples
+        agreed = self.agreed if self.policy.reads_factors else []
+        if not agreed:
+            return False
+        # If it is another on any rank, all have to plan anew.
+        another = any(exchange_objects(before not in (None, samples), agreed[0].wire, "batch_size"))
+        for exchanger in agreed if another else []:
+            exchanger.prefix = None
+        return another
+
+    def change_policy(self, policy: Policy) -> None:
+        """Drops all plans; those of the next traced step follow `policy`."""
+        self.policy = policy
+        self._exchangers.clear()
+        self._update_rates.clear()
+        self._notes.clear()
+
+    def rank_state(self) -> Iterator[tuple[Any, Piece]]:
+        """Variables that schemes keep on this rank, and what each of them is."""
+        for number, (key, exchanger) in enumerate(self._exchangers.items()):
+            if any(exchanger.states):
+                yield from zip(itertools.chain(*exchanger.states), exchanger.pieces(), strict=True)
+                yield self._update_rates[key].variable, Piece(name=f"update_rate_{number}")
+
+    def _plan(self, descriptions: list[Description]) -> coordinator.Plan:
+        topology = runtime.wire().topology
+        notes = [] if topology.size > 1 else ["one rank: nothing is sent"]
+        return coordinator.plan(descriptions, self.policy, topology, self.bucket_bytes, notes)
+
+    def _plan_with_factors(
+        self, grads: list[Any], variables: list[Any], replicated: list[Any], accumulated: bool
+    ) -> None:
+        """Plans again, now that the ops are there that make the gradients."""
+        exchanger = self._exchangers[_key(variables)]
+        descriptions = [describe(v) for v in variables]
+        batch_size = getattr(self.policy, "batch_size", None) or self._batch_size
+        found = factor_agreement.find(grads, descriptions, replicated, batch_size, accumulated)
+        with tf.init_scope():
+            everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
+        plan = self._plan(factor_agreement.agreed(descriptions, everybody))
+        factor_agreement.check(plan)
+        new = Exchanger(plan, exchanger.wire)
+        new.take_over(exchanger)
+        self._exchangers[_key(variables)] = new
+
+    def _take_notes(self, grads: list[Any], variables: list[Any], inner_optimizer: Any, counted: bool) -> None:
+        if counted:
+            self._note("ranks weigh by their number of samples: exact for losses that are means over samples")
+        else:
+            self._note("no sample_count was given: ranks weigh the same, unequal batches give a mean of means")
+        for grad, variable in zip(grads, variables, strict=True):
+            if isinstance(grad, tf.IndexedSlices):
+                self._note(f"{describe(variable).path}: rows are summed and sent as a dense matrix")
+            if grad is None:
+                self._note(f"{describe(variable).path}: no gradient on rank {runtime.rank()}, zeros are sent")
+        plan = self._exchangers[_key(variables)].plan
+        for advice in (guards.sparsity_advice(plan, inner_optimizer), guards.processor_advice(plan)):
+            if advice:
+                self._note(advice)
+                runtime.say("tfposeidon: %s.", advice)
+
+    def _note(self, text: str) -> None:
+        self._notes[text] = None
+
+
+def _key(variables: list[Any]) -> Any:
+    # Keras's optimizers, too, take a variable of Keras and TensorFlow's in it for the same.
+    return tuple((v.value if isinstance(v, keras.Variable) else v).ref() for v in variables)
