@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,6 +60,22 @@ class Bucket:
     def goes_alone(self) -> bool:
         """Whether no other variable may share it."""
         return isinstance(self.scheme, FactorScheme)
+
+    @property
+    def server(self) -> ShardedServer | None:
+        """The scheme, if it is servers that update the variables, and not every rank."""
+        return self.scheme if isinstance(self.scheme, ShardedServer) and self.scheme.update == "server" else None
+
+    def served_parts(self, topology: Topology) -> tuple[tuple[int, int], ...]:
+        """Begin and end of what `topology.rank` serves of each member, in elements; (0, 0) for nothing."""
+        assert self.server is not None
+        begin, end = self.server.own_range(self.length, topology)
+        starts = itertools.accumulate((d.length for d in self.descriptions), initial=0)
+        parts = [
+            (max(begin - start, 0), min(end - start, d.length))
+            for start, d in zip(starts, self.descriptions, strict=False)
+        ]
+        return tuple((first, last) if first < last else (0, 0) for first, last in parts)
 
     def slots(self, topology: Topology) -> tuple[Slot, ...]:
         """What the scheme keeps for it from step to step, on `topology.rank`."""

@@ -108,7 +108,8 @@ class Exchanger:
           rescale: Factor for what schemes have kept of earlier gradients, or `None` for 1.
 
         Returns:
-          The mean gradient of each variable (`None` where no rank has any), and the new states.
+          The mean gradient of each variable (`None` where no rank has any; of what servers update, this rank's part
+          as a vector, a zero where it has none), and the new states.
 
         Raises:
           ValueError: At trace time, if a variable has a gradient that none had at the first step.
@@ -119,7 +120,8 @@ class Exchanger:
         for index, bucket in enumerate(self.plan.buckets):
             mean, state = self._exchange_bucket(index, bucket, gradients, weight, rescale)
             states.append(state)
-            for member, tensor in zip(bucket.members, _split(mean, bucket.descriptions), strict=True):
+            tensors = self._own_parts(mean, bucket) if bucket.server else _split(mean, bucket.descriptions)
+            for member, tensor in zip(bucket.members, tensors, strict=True):
                 means[member] = tensor if self.active[member] else None
         return means, states
 
@@ -132,8 +134,31 @@ class Exchanger:
         vector = self._flatten(bucket, gradients)
         if weight is not None:
             vector = _weighted(vector, weight)
+        if bucket.server:
+            return bucket.server.push(vector, self.wire, name), ()
         assert isinstance(bucket.scheme, VectorScheme)
         return bucket.scheme.exchange(vector, self._state(index, rescale), self.wire, name)
+
+    def _own_parts(self, own: tf.Tensor, bucket: Bucket) -> list[tf.Tensor]:
+        lengths = [end - begin for begin, end in bucket.served_parts(self.wire.topology)]
+        pairs = zip(tf.split(own, lengths), lengths, strict=True)
+        return [part if length else zeros([1], self._zeros[bucket.dtype]) for part, length in pairs]
+
+    def pull(self, bucket: Bucket, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Whole variables of a bucket that servers update.
+
+        Args:
+          parts: What this rank serves, in the order of members; as `exchange` returns them.
+        """
+        shown = [
+            part
+            for part, (begin, end) in zip(parts, bucket.served_parts(self.wire.topology), strict=True)
+            if begin < end
+        ]
+        own = tf.cast(tf.concat(shown, 0), bucket.dtype) if shown else zeros([0], self._zeros[bucket.dtype])
+        name = f"{self.prefix}.bucket_{self.plan.buckets.index(bucket)}"
+        assert bucket.server is not None
+        return _split(bucket.server.pull(own, bucket.length, self.wire, name), bucket.descriptions)
 
     def _exchange_factors(
         self, bucket: Bucket, scheme: FactorScheme, gradient: Any, weight: tf.Tensor | None, name: str

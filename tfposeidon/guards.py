@@ -10,6 +10,20 @@ from tensorflow.python.ops import control_flow_util
 
 from tfposeidon import native
 from tfposeidon.coordinator import Plan
+from tfposeidon.policies import Policy
+
+# Rules that update each element by itself.
+ELEMENTWISE = (
+    keras.optimizers.SGD,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adam,
+    keras.optimizers.Adamax,
+    keras.optimizers.Nadam,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Lion,
+)
 
 
 def check_inner(inner: Any, wrapper: type) -> None:
@@ -30,6 +44,50 @@ def check_bucket_bytes(bucket_bytes: Any) -> None:
     """Refuses sizes that are not whole numbers from 0."""
     if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 0:
         raise ValueError(f"`bucket_bytes` must be a whole number from 0. Received: bucket_bytes={bucket_bytes!r}")
+
+
+def check_server_update(policy: Policy, inner: Any) -> None:
+    """Refuses to let servers update by a rule that needs whole variables, or may need them."""
+    if not policy.updates_at_servers:
+        return
+    optimizer = innermost(inner)
+    rule = next(cls for cls in type(optimizer).__mro__ if "update_step" in vars(cls))
+    if rule not in ELEMENTWISE and not getattr(optimizer, "updates_elementwise", False):
+        names = ", ".join(cls.__name__ for cls in ELEMENTWISE)
+        raise ValueError(
+            f'update="server" gives the optimizer parts of variables, which {names} can work on. Received: '
+            f"{type(optimizer).__name__}, whose rule needs whole variables, or is not known not to. Use "
+            'ShardedServer(update="worker"), or, if each element is updated by itself, set updates_elementwise = True '
+            "on the optimizer."
+        )
+
+
+def check_not_built(inner: Any) -> None:
+    """Refuses an optimizer that has state already, which servers would have to cut."""
+    if inner.built:
+        raise ValueError(
+            'With update="server" the optimizer\'s state is made by DistributedOptimizer. Received: '
+            f"{type(innermost(inner)).__name__}, built already. Pass a new one."
+        )
+
+
+def check_all_variables(given: list[Any], built: list[Any], served: bool) -> None:
+    """Refuses updates of some variables only where each server's part was cut for all."""
+    if served and [id(v) for v in given] != [id(v) for v in built]:
+        raise ValueError(
+            'With update="server" all variables are updated together. Received: gradients for '
+            f"{len(given)} of {len(built)} variables, or in another order. Use an optimizer for each list, or "
+            'update="worker".'
+        )
+
+
+def check_change(old: Policy, new: Policy) -> None:
+    """Refuses a change of schemes to or from servers that update."""
+    if old != new and (old.updates_at_servers or new.updates_at_servers):
+        raise ValueError(
+            f'Schemes with update="server" stay for the whole training: the optimizer\'s state lies with the servers. '
+            f'Received: a change from {old} to {new}. Use update="worker".'
+        )
 
 
 def check_surroundings() -> None:

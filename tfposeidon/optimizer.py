@@ -11,12 +11,23 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfposeidon import coordinator, factor_agreement, gradient, guards, policies, runtime, trainer
+from tfposeidon import (
+    coordinator,
+    environment,
+    factor_agreement,
+    gradient,
+    guards,
+    policies,
+    runtime,
+    server_shards,
+    trainer,
+)
 from tfposeidon.accumulation import Accumulation
 from tfposeidon.exchanger import Exchanger
 from tfposeidon.gradient import describe
 from tfposeidon.planner import Planner
 from tfposeidon.rank_state import Piece
+from tfposeidon.server_shards import ServerShards
 from tfposeidon.sufficient_factors import Factors
 
 
@@ -65,6 +76,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         guards.check_inner(inner_optimizer, DistributedOptimizer)
         guards.check_bucket_bytes(bucket_bytes)
         policy = policies.parse(scheme)
+        guards.check_server_update(policy, inner_optimizer)
         innermost = guards.innermost(inner_optimizer)
         steps = innermost.gradient_accumulation_steps or gradient_accumulation_steps
         # Not LossScaleOptimizer's own: that would make state for a loss scale of this wrapper.
@@ -75,6 +87,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_optimizer = inner_optimizer
         self._planner = Planner(policy, bucket_bytes)
         self._accumulation: Accumulation | None = None
+        self._shards: ServerShards | None = None
         self._sample_count: Any = None
         self.ends_with_first_rank = False
         self.restores_scheme = False
@@ -88,7 +101,10 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             return
         for variable in variables:
             describe(variable)
-        if not self.inner_optimizer.built:
+        self._shards = self._server_shards(variables)
+        if self._shards is not None:
+            self._shards.build(self.inner_optimizer)
+        elif not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
         self._trainable_variables = list(variables)
         self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
@@ -102,12 +118,13 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def variables(self) -> list[Any]:
-        """The inner optimizer's: equal on all ranks, and saved with the model."""
-        return self.inner_optimizer.variables
+        """The inner optimizer's that are equal on all ranks: all but state that servers keep."""
+        variables = self.inner_optimizer.variables
+        return variables if self._shards is None else self._shards.without_slots(variables)
 
     @property
     def rank_variables(self) -> list[Any]:
-        """State that differs from rank to rank: accumulated gradients and the schemes' own.
+        """State that differs from rank to rank: accumulated gradients, the schemes' own, and the servers' part.
 
         `keras_callbacks.Checkpoint` saves it per rank; `.keras` files do not hold it.
         """
@@ -187,6 +204,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         if len(grads) != len(variables):
             raise ValueError(f"There must be a gradient per variable. Received: {len(grads)} and {len(variables)}.")
         count = self._sample_count if sample_count is None else sample_count
+        guards.check_all_variables(variables, self._trainable_variables, self._shards is not None)
         if self.ends_with_first_rank:
             self._calls.assign_add(1)
         if self._exchanges(variables):
@@ -226,6 +244,23 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """As for the inner optimizer, which does the decay."""
         guards.innermost(self).exclude_from_weight_decay(var_list, var_names)
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """As the inner optimizer does at the end of `fit`: with `use_ema`, variables become their averages."""
+        if self._shards is None or not guards.innermost(self).use_ema:
+            self.inner_optimizer.finalize_variable_values(var_list)
+            return
+        self.inner_optimizer.finalize_variable_values(self._shards.targets)
+        self._shards.pull()
+
+    def gather_state(self, rank: int = 0) -> None:
+        """Brings the optimizer's whole state to `rank`, which can save the model until the next step.
+
+        All ranks call it together. Only `ShardedServer(update="server")` needs it; with others it does nothing.
+        Memory: of the whole state, on `rank`'s host.
+        """
+        if self._shards is not None:
+            self._shards.gather_state(rank)
 
     @contextlib.contextmanager
     def counting(self, sample_count: Any) -> Iterator[None]:
@@ -289,7 +324,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         Args:
           scheme: As in the constructor; the same on all ranks, at the same step.
         """
-        self._planner.change_policy(policies.parse(scheme))
+        policy = policies.parse(scheme)
+        guards.check_change(self._planner.policy, policy)
+        self._planner.change_policy(policy)
 
     @property
     def exposed_s(self) -> float:
@@ -317,11 +354,17 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         if not self._planner.agreed:
             raise RuntimeError("A rank without a single batch cannot end an epoch. Give every rank data.")
-        while min([int(exchanger.contribute_nothing()[0]) for exchanger in self._planner.agreed]) < runtime.size():
+        while min([self._contribute_nothing(exchanger) for exchanger in self._planner.agreed]) < runtime.size():
             pass
         self._absent.assign(0.0)
         if self._accumulation is not None:
             self._accumulation.reset()
+
+    def _contribute_nothing(self, exchanger: Exchanger) -> int:
+        absent = int(exchanger.contribute_nothing()[0])
+        if self._shards is not None:
+            self._shards.contribute_nothing()
+        return absent
 
     def _update(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         if not self._exchanges(variables):
@@ -337,6 +380,8 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         rate = update_rate.now(self.inner_optimizer) if any(exchanger.states) else None
         rescale = None if rate is None else update_rate.rescale(rate)
         means, states = exchanger.exchange(sent, weight, rescale)
+        if self._shards is not None:
+            means = self._shards.completed(means, self.inner_optimizer)
         self._exposed_s.assign_add(_time_after(means) - ready)
         pairs = list(zip(itertools.chain(*exchanger.states), itertools.chain(*states), strict=True))
         if rate is not None:
@@ -352,11 +397,20 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             self._absent.assign(presence.absent)
             everybody = presence.absent == 0.0
             # Some ranks are out of data: the others' gradients are dropped, so that all end alike.
-            tf.cond(everybody, lambda: self.inner_optimizer.apply(means, variables), lambda: None)
+            tf.cond(everybody, lambda: self._apply_inner(means, variables), lambda: None)
             _assign_if(tf.logical_and(everybody, counts), means, pairs)
-            return
-        self.inner_optimizer.apply(means, variables)
-        _assign_if(counts, means, pairs)
+        else:
+            self._apply_inner(means, variables)
+            _assign_if(counts, means, pairs)
+        if self._shards is not None:
+            self._shards.pull()
+
+    def _apply_inner(self, means: list[Any], variables: list[Any]) -> None:
+        if self._shards is None:
+            self.inner_optimizer.apply(means, variables)
+        else:
+            self._shards.refresh()
+            self.inner_optimizer.apply(means, self._shards.targets)
 
     def _settings(self, count: Any) -> dict[str, Any]:
         """What has to be the same on all ranks, besides the variables and what the planner knows."""
@@ -378,7 +432,15 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             (variable, Piece(name=f"accumulated_{i}", holders=holders))
             for i, (variable, holders) in enumerate(zip(accumulated, parts, strict=True))
         ]
-        return pairs + list(self._planner.rank_state())
+        served = self._shards.rank_state if self._shards else ()
+        return [*pairs, *self._planner.rank_state(), *served]
+
+    def _server_shards(self, variables: Sequence[Any]) -> ServerShards | None:
+        # Alone, a process loads models without Horovod.
+        if not self.policy.updates_at_servers or environment.place().size == 1:
+            return None
+        guards.check_not_built(self.inner_optimizer)
+        return server_shards.for_plan(self._exchanger(list(variables)), variables)
 
     def _exchanges(self, variables: list[Any]) -> bool:
         """On one rank nothing is sent, but schemes may keep something, such as velocity."""

@@ -39,6 +39,11 @@ class Policy(Configured, ABC):
         """Whether it chooses, or may choose, by the factors of gradients, which only the first step tells."""
         return False
 
+    @property
+    def updates_at_servers(self) -> bool:
+        """Whether it lets servers update variables, for which the optimizer's state has to be built."""
+        return False
+
 
 @dataclass(frozen=True)
 class Uniform(Policy):
@@ -52,6 +57,10 @@ class Uniform(Policy):
     @property
     def reads_factors(self) -> bool:
         return isinstance(self.scheme, FactorScheme)
+
+    @property
+    def updates_at_servers(self) -> bool:
+        return isinstance(self.scheme, ShardedServer) and self.scheme.update == "server"
 
     def get_config(self) -> dict[str, Any]:
         return {"scheme": keras.saving.serialize_keras_object(self.scheme)}
@@ -139,7 +148,8 @@ class Rules(Policy):
       rules: Pairs of a regular expression and a scheme (a name or an object), or a dict of them.
 
     Raises:
-      ValueError: If a pattern is not a regular expression, or a scheme is unknown.
+      ValueError: If a pattern is not a regular expression, a scheme is unknown, or some are to be updated at servers
+        while others depend on factors.
 
     >>> policy = Rules([("embedding", "asa16"), (".*", "2dtar")])
     """
@@ -149,6 +159,12 @@ class Rules(Policy):
     def __init__(self, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         pairs = rules.items() if isinstance(rules, Mapping) else rules
         object.__setattr__(self, "rules", tuple((_checked(pattern), parse(scheme)) for pattern, scheme in pairs))
+        if self.updates_at_servers and self.reads_factors:
+            raise ValueError(
+                "What servers update has to be known before the first step, and factors are known only then. "
+                f'Received: rules with both: {self.rules}. Use update="worker", or other schemes than "hybcomm", '
+                '"sfb" and "adam".'
+            )
 
     def choose(self, description: Description, topology: Topology) -> Choice:
         for pattern, policy in self.rules:
@@ -161,6 +177,10 @@ class Rules(Policy):
     @property
     def reads_factors(self) -> bool:
         return any(policy.reads_factors for _, policy in self.rules)
+
+    @property
+    def updates_at_servers(self) -> bool:
+        return any(policy.updates_at_servers for _, policy in self.rules)
 
     @property
     def batch_size(self) -> int | None:

@@ -51,7 +51,8 @@ class Scheme(Configured, ABC):
 
     def __str__(self) -> str:
         """The name, and the options that differ from their defaults."""
-        options = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
+        shown = [f for f in fields(self) if f.repr]  # type: ignore[arg-type]
+        options = [f"{f.name}={getattr(self, f.name)}" for f in shown if getattr(self, f.name) != f.default]
         return f"{self.name}({', '.join(options)})" if options else self.name
 
     @property

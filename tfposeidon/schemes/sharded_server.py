@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -26,12 +26,17 @@ class ShardedServer(VectorScheme):
     coordinator gives each pair of the model to the server that has least, so that all servers hold the same bytes,
     to one pair. Nodes of several ranks sum inside first, and each rank serves its shard of the node's pairs.
 
+    With `update="server"` each rank keeps the optimizer's state for its own values only, applies the optimizer there,
+    and pulls parameters in place of gradients: as many bytes, and a P-th of the memory and of the update's work.
+    `DistributedOptimizer` sees to it, for optimizers whose rule works element by element.
+
     Args:
       pair_bytes: Of a pair, at most.
+      update: Where the optimizer is applied: "worker", on every rank, or "server".
       placement: Pairs on each server, in the order of nodes; `None` spreads values evenly. For the coordinator.
 
     Raises:
-      ValueError: If `pair_bytes` is not positive.
+      ValueError: If `pair_bytes` is not positive, or `update` is neither "worker" nor "server".
 
     Cost: 2 (P - 1) steps; over all buckets 2 d (P - 1) / P elements sent per node and as many received, for P nodes
     and d elements.
@@ -41,16 +46,16 @@ class ShardedServer(VectorScheme):
 
     name: ClassVar[str] = "ps"
     pair_bytes: int = PAIR_BYTES
-    placement: tuple[int, ...] | None = None
+    update: str = "worker"
+    placement: tuple[int, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.pair_bytes <= 0:
             raise ValueError(
                 f"`pair_bytes` must be positive. Received: pair_bytes={self.pair_bytes}. Leave it out for 2 MB."
             )
-
-    def __str__(self) -> str:
-        return self.name if self.pair_bytes == PAIR_BYTES else f"{self.name}(pair_bytes={self.pair_bytes})"
+        if self.update not in ("worker", "server"):
+            raise ValueError(f'`update` must be "worker" or "server". Received: update={self.update!r}')
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ShardedServer:
@@ -70,6 +75,24 @@ class ShardedServer(VectorScheme):
     def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:
         node, across = self._levels(gradient.shape[0], wire.topology)
         return stages.mean_by_levels(gradient, node, across, wire, name, None), state
+
+    def push(self, gradient: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:
+        """The first half of `exchange`: the mean of what this rank serves, `[n]` -> `[end - begin]` of `own_range`."""
+        node, across = self._levels(gradient.shape[0], wire.topology)
+        return stages.own_mean_by_levels(gradient, node, across, wire, name, None)
+
+    def pull(self, own: tf.Tensor, length: int, wire: Wire, name: str) -> tf.Tensor:
+        """The second half: from what every rank serves to all `[length]` values, the same bits on every rank."""
+        node, across = self._levels(length, wire.topology)
+        return stages.gather_by_levels(own, node, across, wire, name, None)
+
+    def own_range(self, length: int, topology: Topology) -> tuple[int, int]:
+        """Begin and end of what `topology.rank` serves of a bucket of `length` elements."""
+        node, across = self._levels(length, topology)
+        if across is None:
+            return 0, 0
+        begin = node.offset(topology.rank) + across.offset(topology.rank)
+        return begin, begin + across.own(topology.rank)
 
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
         return stages.cost_by_levels(*self._levels(length, topology), itemsize, topology, None)

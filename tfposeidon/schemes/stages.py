@@ -103,15 +103,30 @@ def mean_by_levels(
     vector: tf.Tensor, node: Shards, across: Shards | None, wire: Wire, name: str, wire_dtype: str | None
 ) -> tf.Tensor:
     """The mean over all ranks: summed in the node, then across nodes, and gathered the same way back."""
+    own = own_mean_by_levels(vector, node, across, wire, name, wire_dtype)
+    return gather_by_levels(own, node, across, wire, name, wire_dtype)
+
+
+def own_mean_by_levels(
+    vector: tf.Tensor, node: Shards, across: Shards | None, wire: Wire, name: str, wire_dtype: str | None
+) -> tf.Tensor:
+    """The mean of what this rank owns: summed in the node, then across nodes."""
     shard = scatter_sum(vector, node, wire, f"{name}.node_scatter", wire_dtype)
-    if across is not None:
-        part = scatter_sum(shard, across, wire, f"{name}.across_scatter", wire_dtype)
-        mean = encode(part / tf.cast(wire.topology.size, vector.dtype), wire_dtype)
-        encoded = gather(mean, across, wire, f"{name}.across_gather")
-    else:
+    if across is None:
         # Nothing of its own, and so nothing to divide.
-        encoded = encode(shard, wire_dtype)
-    return decode(gather(encoded, node, wire, f"{name}.node_gather"), wire_dtype, vector.dtype)
+        return shard
+    part = scatter_sum(shard, across, wire, f"{name}.across_scatter", wire_dtype)
+    return part / tf.cast(wire.topology.size, vector.dtype)
+
+
+def gather_by_levels(
+    own: tf.Tensor, node: Shards, across: Shards | None, wire: Wire, name: str, wire_dtype: str | None
+) -> tf.Tensor:
+    """The inverse: every rank gets what all ranks own."""
+    encoded = encode(own, wire_dtype)
+    if across is not None:
+        encoded = gather(encoded, across, wire, f"{name}.across_gather")
+    return decode(gather(encoded, node, wire, f"{name}.node_gather"), wire_dtype, own.dtype)
 
 
 def cost_by_levels(
