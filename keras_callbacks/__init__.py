@@ -2,12 +2,13 @@
 
 In a list of callbacks the order matters: first what starts (`BroadcastVariables`), then what averages
 (`AverageBatchNorm`, `MetricAverage`), then Keras's own that decide by metrics (`EarlyStopping`,
-`ReduceLROnPlateau`), then `Checkpoint`.
+`ReduceLROnPlateau`), then `GatherState` and what saves, `Checkpoint` last.
 """
 
 from keras_callbacks.average_batch_norm import AverageBatchNorm
 from keras_callbacks.broadcast_variables import BroadcastVariables
 from keras_callbacks.checkpoint import Checkpoint
+from keras_callbacks.gather_state import GatherState
 from keras_callbacks.learning_rate_schedule import LearningRateSchedule
 from keras_callbacks.learning_rate_warmup import LearningRateWarmup
 from keras_callbacks.metric_average import MetricAverage
@@ -19,6 +20,7 @@ __all__ = [
     "AverageBatchNorm",
     "BroadcastVariables",
     "Checkpoint",
+    "GatherState",
     "LearningRateSchedule",
     "LearningRateWarmup",
     "MetricAverage",

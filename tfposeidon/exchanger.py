@@ -49,6 +49,7 @@ class Exchanger:
         dtypes = {"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}
         dtypes |= {d.factors.dtype for bucket in plan.buckets for d in bucket.descriptions if d.factors}
         self._zeros = {dtype: _zero(dtype) for dtype in sorted(dtypes)}
+        self._used = {bucket.dtype: _zero(bucket.dtype) for bucket in plan.buckets if bucket.server}
         self.states: list[list[tf.Variable]] = [
             [_variable(slot, index) for slot in bucket.slots(plan.topology)]
             for index, bucket in enumerate(plan.buckets)
@@ -135,7 +136,10 @@ class Exchanger:
         if weight is not None:
             vector = _weighted(vector, weight)
         if bucket.server:
-            return bucket.server.push(vector, self.wire, name), ()
+            own = bucket.server.push(vector, self.wire, name)
+            # TensorFlow leaves out a push whose result nobody uses: that of a rank that serves nothing of it.
+            self._used[bucket.dtype].assign(tf.reduce_sum(own[:1]))
+            return own, ()
         assert isinstance(bucket.scheme, VectorScheme)
         return bucket.scheme.exchange(vector, self._state(index, rescale), self.wire, name)
 

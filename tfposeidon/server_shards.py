@@ -73,6 +73,8 @@ class ServerShards:
         self._load_whole = self._inner.load_own_variables
         self._inner.save_own_variables = self._save
         self._inner.load_own_variables = self._load
+        # For replicas of tf.distribute, which is refused; it would have the first pull wait for the last push.
+        self._inner._all_reduce_sum_gradients = list
 
     @property
     def rank_state(self) -> Iterator[tuple[Any, Piece]]:

@@ -105,8 +105,10 @@ def opaque(tensor: tf.Tensor, zero: tf.Variable) -> tf.Tensor:
     Args:
       zero: A scalar int32 variable that holds 0.
     """
-    length = tf.shape(tensor)[0] if tensor.shape[0] is None else tensor.shape[0]
-    return tf.ensure_shape(tf.reshape(tensor, [length + zero.read_value(), *tensor.shape[1:]]), tensor.shape)
+    # All of it, from a place that only the variable knows. A reshape would not do: where all but one of its
+    # dimensions are given, TensorFlow finds the last by itself.
+    begin = tf.stack([zero.read_value(), *([0] * (tensor.shape.rank - 1))])
+    return tf.ensure_shape(tf.slice(tensor, begin, [-1] * tensor.shape.rank), tensor.shape)
 
 
 def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:

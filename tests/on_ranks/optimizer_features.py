@@ -80,8 +80,17 @@ def _eager_step(model, optimizer, x, y):
 
 def case_mixed_precision_overflow_on_one_rank(wire):
     keras.config.set_dtype_policy("mixed_float16")
+    _check_overflow(wire, "asa")
+
+
+def case_mixed_precision_overflow_of_what_servers_update(wire):
+    keras.config.set_dtype_policy("mixed_float16")
+    _check_overflow(wire, SERVED)
+
+
+def _check_overflow(wire, scheme):
     model = models.mlp()
-    optimizer = tp.DistributedOptimizer(sgd(), scheme="asa")
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=scheme)
     model.compile(optimizer=optimizer, loss=models.LOSS)
     x, y = models.mlp.data(8)
     model.fit(x, y, batch_size=8, verbose=0)

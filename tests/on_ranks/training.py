@@ -10,7 +10,7 @@ from tests.on_ranks.models import same_on_all_ranks
 
 STEPS = 10
 BATCH = 12
-EXACT = ("allreduce", "asa", "2dtar", "ps", "hybcomm")
+EXACT = ("allreduce", "asa", "2dtar", "ps", tp.schemes.ShardedServer(update="server", pair_bytes=256), "hybcomm")
 
 
 def train_alone(model, data, optimizer, **fit):

@@ -9,13 +9,14 @@ import tfposeidon as tp
 from tests.on_ranks import models
 from tests.on_ranks.checks import LogLines, Raises
 from tests.on_ranks.models import same_on_all_ranks
+from tests.on_ranks.optimizer_features import SERVED
 from tests.on_ranks.training import sgd
 from tfposeidon.wire import exchange_objects
 
 
-def _compiled(**options):
+def _compiled(scheme="asa", **options):
     model = models.mlp()
-    optimizer = tp.DistributedOptimizer(sgd(), scheme="asa")
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=scheme)
     model.compile(optimizer=optimizer, loss=models.LOSS, **options)
     return model, optimizer
 
@@ -76,6 +77,13 @@ def case_steps_per_execution_and_callbacks_that_communicate(wire):
     x, y = models.mlp.data(4 * (3 + 2 * wire.topology.rank))
     model.fit(x, y, batch_size=4, verbose=0, callbacks=[keras_callbacks.ReplicaCheck(every_n_steps=1)])
     _check_together(model, optimizer, wire, 3)
+
+
+def case_servers_that_update(wire):
+    """Ranks without data push nothing, and pull all the same."""
+    model, optimizer = _compiled(SERVED)
+    model.fit(_of_unknown_length(3 + wire.topology.rank), epochs=2, verbose=0)
+    _check_together(model, optimizer, wire, 6)
 
 
 def case_accumulation(wire):
