@@ -28,6 +28,9 @@ class Checkpoint(keras.callbacks.Callback):
     come in the same order: batches of a half-done epoch are read and passed over. Callbacks that keep
     memories of their own (EarlyStopping) start theirs anew.
 
+    Training goes on while files are written: what is saved counts as soon as all ranks have found it whole, some
+    steps later, and at the latest when the next is due or training ends.
+
     Put it last, so that it sees what other callbacks did at the end of the epoch. For a file to hand
     on, use `model.save`.
 
@@ -56,6 +59,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._steps = 0
         self._epoch = 0
         self._pending_metrics: list[np.ndarray] = []
+        self._waited = self._look_at = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.model._initial_epoch = None
@@ -78,6 +82,7 @@ class Checkpoint(keras.callbacks.Callback):
         if self._passing_over:
             return
         before, self._steps = self._steps, self._steps + self.model.steps_per_execution
+        self._look_after_it()
         if self.every_n_steps and self._steps // self.every_n_steps > before // self.every_n_steps:
             self._write(self._epoch, batch + 1)
 
@@ -85,6 +90,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._write(epoch + 1, 0)
 
     def on_train_end(self, logs: Any = None) -> None:
+        self._files.finish()
         # Keras would begin the next fit there, too.
         self.model._initial_epoch = None
 
@@ -102,7 +108,14 @@ class Checkpoint(keras.callbacks.Callback):
         own = numbered(_values(self._own()), "own") | numbered(_values(metrics), "metric")
         own |= numbered(_values(self._summed()), "sum") | {"pieces": _text([p.to_dict() for p in self._pieces()])}
         shared = numbered(_values(self._shared()), "shared") if runtime.rank() == 0 else {}
-        self._files.write(meta, shared, own)
+        self._files.start(meta, shared, own)
+        self._waited, self._look_at = 0, 1
+
+    def _look_after_it(self) -> None:
+        """Looks whether the files are whole after 1, 2, 4, ... steps: on all ranks alike, and rarely."""
+        self._waited += 1
+        if self._waited == self._look_at:
+            self._look_at = 0 if self._files.poll() else 2 * self._look_at
 
     def _shared(self) -> list[Any]:
         return replicated_variables(self.model)

@@ -13,13 +13,11 @@ import tensorflow as tf
 
 from tfposeidon import (
     coordinator,
-    environment,
     factor_agreement,
     gradient,
     guards,
     policies,
     runtime,
-    server_shards,
     trainer,
 )
 from tfposeidon.accumulation import Accumulation
@@ -369,7 +367,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     def _update(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         if not self._exchanges(variables):
             rows = [gradient.merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
-            self.inner_optimizer.apply(rows, variables)
+            self._apply_inner(rows if self._shards is None else self._shards.own_parts(rows), variables)
             return
         exchanger = self._exchanger(variables)
         presence = exchanger.presence(count) if count is not None else None
@@ -397,20 +395,22 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             self._absent.assign(presence.absent)
             everybody = presence.absent == 0.0
             # Some ranks are out of data: the others' gradients are dropped, so that all end alike.
-            tf.cond(everybody, lambda: self._apply_inner(means, variables), lambda: None)
+            self._apply_inner(means, variables, everybody)
             _assign_if(tf.logical_and(everybody, counts), means, pairs)
         else:
             self._apply_inner(means, variables)
             _assign_if(counts, means, pairs)
+
+    def _apply_inner(self, means: list[Any], variables: list[Any], wanted: tf.Tensor | None = None) -> None:
+        if self._shards is not None:
+            self._shards.refresh()
+        targets = variables if self._shards is None else self._shards.targets
+        if wanted is None:
+            self.inner_optimizer.apply(means, targets)
+        else:
+            tf.cond(wanted, lambda: self.inner_optimizer.apply(means, targets), lambda: None)
         if self._shards is not None:
             self._shards.pull()
-
-    def _apply_inner(self, means: list[Any], variables: list[Any]) -> None:
-        if self._shards is None:
-            self.inner_optimizer.apply(means, variables)
-        else:
-            self._shards.refresh()
-            self.inner_optimizer.apply(means, self._shards.targets)
 
     def _settings(self, count: Any) -> dict[str, Any]:
         """What has to be the same on all ranks, besides the variables and what the planner knows."""
@@ -436,11 +436,10 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         return [*pairs, *self._planner.rank_state(), *served]
 
     def _server_shards(self, variables: Sequence[Any]) -> ServerShards | None:
-        # Alone, a process loads models without Horovod.
-        if not self.policy.updates_at_servers or environment.place().size == 1:
+        if not self.policy.updates_at_servers:
             return None
         guards.check_not_built(self.inner_optimizer)
-        return server_shards.for_plan(self._exchanger(list(variables)), variables)
+        return ServerShards(self._exchanger(list(variables)), variables)
 
     def _exchanges(self, variables: list[Any]) -> bool:
         """On one rank nothing is sent, but schemes may keep something, such as velocity."""

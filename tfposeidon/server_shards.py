@@ -81,10 +81,11 @@ class ServerShards:
         """State of this rank's shards, and what each variable of it is."""
         for slot in self._slots:
             begin, end = self._parts[slot.member]
-            if begin < end:
-                whole = self._variables[slot.member]
-                members = ((whole.path, int(np.prod(whole.shape))),)
-                yield slot.variable, Piece(name=slot.name, members=members, offset=begin, holders=1)
+            whole = self._variables[slot.member]
+            length = int(np.prod(whole.shape))
+            # What stands for nothing lies behind the end.
+            offset = begin if begin < end else length
+            yield slot.variable, Piece(name=slot.name, members=((whole.path, length),), offset=offset, holders=1)
 
     def without_slots(self, variables: Sequence[Any]) -> list[Any]:
         """Those of the inner optimizer's variables that are equal on all ranks."""
@@ -101,6 +102,14 @@ class ServerShards:
         return whole_gradients.completed(
             means, served, inner_optimizer, self._exchanger.wire, f"{self._exchanger.prefix}.norms"
         )
+
+    def own_parts(self, gradients: Sequence[Any]) -> list[Any]:
+        """Gradients as `Exchanger.exchange` returns them, where there is but one rank and nothing to exchange."""
+        parts = list(gradients)
+        for place in self._parts:
+            if parts[place] is not None:
+                parts[place] = tf.reshape(tf.convert_to_tensor(parts[place]), [-1])
+        return parts
 
     def refresh(self) -> None:
         """Takes values from the variables: what callbacks, constraints or loading did to them counts."""
@@ -128,11 +137,12 @@ class ServerShards:
         """Brings whole state to `rank`, where it can be saved until the next step."""
         places = {id(variable): place for place, variable in enumerate(self._inner.variables)}
         whole = {}
+        saves = self._exchanger.wire.topology.rank == rank
         for number, slot in enumerate(self._slots):
             value = self._gather(slot, f"tp.gather_state_{number}")
-            if self._exchanger.wire.topology.rank == rank:
+            if saves:
                 whole[places[id(slot.variable)]] = value
-        self._gathered = (self._step(), whole) if whole else None
+        self._gathered = (self._step(), whole) if saves else None
 
     def _gather(self, slot: _Slot, name: str) -> np.ndarray:
         topology = self._exchanger.wire.topology
@@ -147,6 +157,8 @@ class ServerShards:
         return whole.reshape(self._variables[slot.member].shape)
 
     def _save(self, store: Any) -> None:
+        if self._exchanger.wire.topology.size == 1:
+            self.gather_state(0)
         if self._gathered is None or self._gathered[0] != self._step():
             raise RuntimeError(
                 "The optimizer's state lies on all ranks, because servers update, and has to be gathered before it is "
@@ -204,9 +216,3 @@ class ServerShards:
             yield
         finally:
             self._inner.add_variable_from_reference = make
-
-
-def for_plan(exchanger: Exchanger, variables: Sequence[Any]) -> ServerShards | None:
-    """Shards if servers update anything and there are several of them."""
-    serves = exchanger.wire.topology.size > 1 and any(bucket.server for bucket in exchanger.plan.buckets)
-    return ServerShards(exchanger, variables) if serves else None

@@ -15,6 +15,7 @@ import os
 import shutil
 import zipfile
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,20 +64,56 @@ class Snapshots:
         self.folder = Path(folder)
         self.wire = wire
         self.keep = keep
+        self._writing: tuple[Path, Future[tuple[Any, str | None]]] | None = None
 
     def write(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
-        """Writes one snapshot; all ranks call it together.
+        """Writes one snapshot; all ranks call it together, as all methods here.
 
         Raises:
           SnapshotError: On all ranks, if any of them could not write; earlier snapshots are left.
         """
+        self.start(meta, shared, own)
+        self.finish()
+
+    def start(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
+        """Begins to write one in the background; it counts once `poll` or `finish` has seen it whole.
+
+        One that is still being written is finished before. The arrays must not change meanwhile.
+
+        Raises:
+          SnapshotError: As `write`.
+        """
+        self.finish()
         rank = self.wire.topology.rank
         name = exchange_objects(self._next_name(), self.wire, "tp.snapshot.name")[0]
-        final, part = self.folder / name, self.folder / f".{name}.part"
+        part = self.folder / f".{name}.part"
         self._together("prepare", lambda: _fresh(part) if rank == 0 else None)
         meta = meta | {"nodes": self.wire.topology.nodes}
-        self._together("write", lambda: _write_files(part, rank, meta, shared, own))
-        self._together("finish", lambda: self._finish(part, final) if rank == 0 else None)
+        thread = ThreadPoolExecutor(1, "snapshot")
+        self._writing = part, thread.submit(_attempt, lambda: _write_files(part, rank, meta, shared, own))
+        thread.shutdown(wait=False)
+
+    def poll(self) -> bool:
+        """Whether nothing is being written any more; costs one small exchange if something was.
+
+        Raises:
+          SnapshotError: As `write`.
+        """
+        if self._writing is not None and all(exchange_objects(self._writing[1].done(), self.wire, "tp.snapshot.poll")):
+            self.finish()
+        return self._writing is None
+
+    def finish(self) -> None:
+        """Waits for what `start` began.
+
+        Raises:
+          SnapshotError: As `write`.
+        """
+        if self._writing is None:
+            return
+        (part, written), self._writing = self._writing, None
+        self._raise_together("write", written.result()[1])
+        self._together("finish", lambda: self._rename(part) if self.wire.topology.rank == 0 else None)
 
     def read_latest(self) -> Snapshot | None:
         """The newest snapshot that every rank can read, or `None` if there are none at all.
@@ -114,8 +151,8 @@ class Snapshots:
         names = self._names()
         return f"snapshot-{int(names[-1].rpartition('-')[2]) + 1 if names else 1:06d}"
 
-    def _finish(self, part: Path, final: Path) -> None:
-        os.replace(part, final)
+    def _rename(self, part: Path) -> None:
+        os.replace(part, self.folder / part.stem.removeprefix("."))
         _sync(self.folder)
         for name in self._names()[: -self.keep]:
             shutil.rmtree(self.folder / name)
@@ -124,7 +161,9 @@ class Snapshots:
 
     def _together(self, stage: str, action: Any) -> None:
         """Runs a stage on all ranks; if one fails, all raise."""
-        _, problem = _attempt(action)
+        self._raise_together(stage, _attempt(action)[1])
+
+    def _raise_together(self, stage: str, problem: str | None) -> None:
         everybody = exchange_objects(problem, self.wire, f"tp.snapshot.{stage}")
         failed = [f"rank {rank}: {p}" for rank, p in enumerate(everybody) if p]
         if failed:
