@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfposeidon.agreement import REMEDY, as_json, check_same_variables
 from tfposeidon.coordinator import Bucket, Plan
+from tfposeidon.embedding_rows import Rows
 from tfposeidon.gradient import Description, dense
 from tfposeidon.rank_state import Piece
 from tfposeidon.schemes.base import FactorScheme, Slot, State, VectorScheme
@@ -181,6 +182,8 @@ class Exchanger:
         shape = description.factors
         assert shape is not None
         zero = self._zeros[shape.dtype]
+        if shape.indexed:
+            return Rows(zeros([0], self._zeros["int32"]), zeros([0, shape.right], zero), table=shape.left)
         return Factors(zeros([0, shape.left], zero), zeros([0, shape.right], zero))
 
     def pieces(self) -> list[Piece]:

@@ -7,7 +7,9 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from tfposeidon import sufficient_factors
+import tensorflow as tf
+
+from tfposeidon import embedding_rows, sufficient_factors
 from tfposeidon.coordinator import Plan
 from tfposeidon.gradient import Description
 from tfposeidon.schemes import FactorScheme
@@ -41,11 +43,17 @@ def find(
 
 def _found(gradient: Any, description: Description, replicated: Collection[Any], batch_size: int | None) -> Found:
     try:
-        factors = sufficient_factors.read(gradient, description.shape, description.dtype, replicated)
+        factors = _read(gradient, description, replicated)
     except NoFactorsError as error:
         return {"why_not": str(error)}
     found = dataclasses.replace(factors.shape, rows=_rows(factors, batch_size))
     return {**dataclasses.asdict(found), "constants": factors.constants}
+
+
+def _read(gradient: Any, description: Description, replicated: Collection[Any]) -> Factors:
+    if isinstance(gradient, tf.IndexedSlices):
+        return embedding_rows.read(gradient, description.shape)
+    return sufficient_factors.read(gradient, description.shape, description.dtype, replicated)
 
 
 def _rows(factors: Factors, batch_size: int | None) -> int | None:
@@ -106,7 +114,7 @@ def taken(gradients: Sequence[Any], plan: Plan, replicated: Collection[Any]) -> 
             continue
         agreed = dataclasses.replace(description.factors, rows=None)
         try:
-            factors = sufficient_factors.read(taken[member], description.shape, description.dtype, replicated)
+            factors = _read(taken[member], description, replicated)
             reason = "" if factors.shape == agreed else f"its factors are {factors.shape}, not {agreed}"
         except NoFactorsError as error:
             reason = str(error)
@@ -117,6 +125,7 @@ def taken(gradients: Sequence[Any], plan: Plan, replicated: Collection[Any]) -> 
             )
         if reason:
             log.warning("tfposeidon: %s goes as a whole matrix in this trace: %s.", description.path, reason)
-            factors = sufficient_factors.as_factors(taken[member], agreed)
+            as_factors = embedding_rows.as_rows if agreed.indexed else sufficient_factors.as_factors
+            factors = as_factors(taken[member], agreed)
         taken[member] = factors
     return taken

@@ -143,12 +143,13 @@ class Planner:
             self._note("ranks weigh by their number of samples: exact for losses that are means over samples")
         else:
             self._note("no sample_count was given: ranks weigh the same, unequal batches give a mean of means")
+        plan = self._exchangers[_key(variables)].plan
+        by_rows = {b.descriptions[0].path for b in plan.buckets if b.goes_alone}
         for grad, variable in zip(grads, variables, strict=True):
-            if isinstance(grad, tf.IndexedSlices):
+            if isinstance(grad, tf.IndexedSlices) and describe(variable).path not in by_rows:
                 self._note(f"{describe(variable).path}: rows are summed and sent as a dense matrix")
             if grad is None:
                 self._note(f"{describe(variable).path}: no gradient on rank {runtime.rank()}, zeros are sent")
-        plan = self._exchangers[_key(variables)].plan
         for advice in (guards.sparsity_advice(plan, inner_optimizer), guards.processor_advice(plan)):
             if advice:
                 self._note(advice)

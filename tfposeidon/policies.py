@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
-import tensorflow as tf
 
 from tfposeidon.config import Configured
 from tfposeidon.gradient import Description
@@ -93,7 +92,8 @@ class HybComm(Policy):
       ValueError: If `batch_size` or `pair_bytes` is not positive.
 
     Source: Zhang et al. 2017 (Poseidon), Algorithm 1 and Table 1. Differs: whatever is a product of two matrices
-    counts as fully connected, K are the rows that are sent, and bytes are compared, where factors may have 16 bits.
+    counts as fully connected, K are the rows that are sent, and bytes are compared, where factors may have 16 bits and
+    the rows of an embedding travel with an index in place of M values.
     """
 
     batch_size: int | None = None
@@ -116,8 +116,9 @@ class HybComm(Policy):
             return Choice(self._store, "its number of rows is not known: give HybComm(batch_size=...)")
         ranks = max(len(node) for node in topology.nodes)
         p, k = (len(topology.nodes), ranks * factors.rows) if len(topology.nodes) > 1 else (ranks, factors.rows)
-        sfb, ps = best_scheme_values(factors.left, factors.right, k, p)
-        candidates = (("sfb", sfb * tf.as_dtype(factors.dtype).size), ("ps", ps * description.itemsize))
+        sfb, _ = best_scheme_values(factors.left_columns, factors.right, k, p)
+        _, ps = best_scheme_values(factors.left, factors.right, k, p)
+        candidates = (("sfb", sfb * factors.itemsize), ("ps", ps * description.itemsize))
         (_, sfb_bytes), (_, ps_bytes) = candidates
         sign, scheme = ("<=", FactorBroadcast()) if sfb_bytes <= ps_bytes else (">", self._store)
         values = [readable(size) for _, size in candidates]

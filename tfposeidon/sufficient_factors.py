@@ -15,8 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
-LAYERS = "Dense, EinsumDense and MultiHeadAttention, used outside loops and without gradient accumulation"
-"""Whose kernels have factors."""
+LAYERS = "Dense, EinsumDense, MultiHeadAttention and Embedding, used outside loops and without gradient accumulation"
+"""Whose weights have factors."""
 
 
 WEIGHT_COLUMNS = 2
@@ -34,6 +34,7 @@ class FactorShape:
       right: N.
       dtype: Of the values that are sent.
       has_local: Whether every rank adds a term of its own afterwards.
+      indexed: Whether the left rows are one-hot, and travel as their indices.
     """
 
     rows: int | None
@@ -41,12 +42,22 @@ class FactorShape:
     right: int
     dtype: str
     has_local: bool = False
+    indexed: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        return tf.as_dtype(self.dtype).size
+
+    @property
+    def left_columns(self) -> int:
+        """Values in which a left row travels: M, or as many as hold an index of 32 bits."""
+        return max(1, 4 // self.itemsize) if self.indexed else self.left
 
     @property
     def bytes(self) -> int:
         """What one rank has to send to each other; 0 if there is no telling."""
-        itemsize = tf.as_dtype(self.dtype).size
-        return (self.rows or 0) * (self.left + self.right + (WEIGHT_COLUMNS if itemsize == 2 else 0)) * itemsize
+        columns = self.left_columns + self.right + (WEIGHT_COLUMNS if self.itemsize == 2 else 0)
+        return (self.rows or 0) * columns * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -95,14 +106,18 @@ class Factors:
 
     def product(self, packed: tf.Tensor) -> tf.Tensor:
         """`[M * N]`, float32 unless they are float64: of rows of any number of ranks, packed as this one's."""
-        dtype = self.left.dtype
+        dtype = self.right.dtype
         rows = tf.bitcast(packed, tf.bfloat16) if dtype == tf.bfloat16 else packed
+        columns = [self.shape.left_columns, self.right.shape[1]]
         if dtype.size == 2:
-            left, right, weight = tf.split(tf.cast(rows, tf.float32), [*self.widths, WEIGHT_COLUMNS], axis=1)
-            right *= tf.reduce_sum(weight, axis=1, keepdims=True)
+            left, right, weight = tf.split(rows, [*columns, WEIGHT_COLUMNS], axis=1)
+            right = tf.cast(right, tf.float32) * tf.reduce_sum(tf.cast(weight, tf.float32), axis=1, keepdims=True)
         else:
-            left, right = tf.split(rows, self.widths, axis=1)
-        return tf.reshape(tf.linalg.matmul(left, right, transpose_a=True), [-1])
+            left, right = tf.split(rows, columns, axis=1)
+        return tf.reshape(self._multiplied(left, right), [-1])
+
+    def _multiplied(self, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+        return tf.linalg.matmul(tf.cast(left, right.dtype), right, transpose_a=True)
 
     def weighted(self, weight: tf.Tensor) -> Factors:
         """With the product times `weight`; the local term is every rank's alike, and stays."""
@@ -183,7 +198,7 @@ def rows_per_sample(matrix: tf.Tensor) -> int | None:
     before = tensor.op.inputs[0].shape if tensor.op.type == "Reshape" else tensor.shape
     if before.rank is None or before[0] is not None or any(size is None for size in before[1:]):
         return None
-    per_sample, left_over = divmod(math.prod(before[1:]), matrix.shape[1])
+    per_sample, left_over = divmod(math.prod(before[1:]), 1 if matrix.shape.rank == 1 else matrix.shape[1])
     return None if left_over else per_sample
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 import tfposeidon as tp
 from tests.on_ranks import models
 from tests.on_ranks.models import same_on_all_ranks
-from tests.on_ranks.training import BATCH, STEPS, check_equal, sgd, train_alone, train_together
+from tests.on_ranks.training import BATCH, STEPS, adam, check_equal, sgd, train_alone, train_together
 from tests.on_ranks.wait_free import _ancestors, check_independent, traced
 
 KERNELS = [("kernel", "sfb"), (".*", "allreduce")]
@@ -28,6 +28,34 @@ def case_factors_train_like_matrices(wire):
         same_on_all_ranks(weights, wire)
         schemes = [bucket.scheme.name for bucket in optimizer.plan.buckets for _ in bucket.members]
         assert sorted(schemes) == sorted([rules[0][1], rules[1][1]] * 3)
+
+
+def _large_table():
+    """An embedding of which a batch meets few rows, and twice some of them."""
+    tokens, table = keras.Input((4,), dtype="int32"), keras.layers.Embedding(500, 8)
+    return keras.Model(tokens, keras.layers.Dense(models.CLASSES)(keras.layers.Flatten()(table(tokens))))
+
+
+def _tokens(count):
+    return np.random.default_rng(0).integers(0, 40, (count, 4)), models.mlp.data(count)[1]
+
+
+_large_table.data = _tokens
+
+
+def case_embeddings_send_rows(wire):
+    start, data = _large_table(), _tokens(STEPS * BATCH)
+    for make_optimizer in (sgd, adam):
+        reference = train_alone(models.copy(_large_table, start), data, make_optimizer())
+        for scheme in ("hybcomm", [("embeddings", "adam"), (".*", "ps")]):
+            optimizer = tp.DistributedOptimizer(make_optimizer(), scheme=scheme)
+            weights = train_together(models.copy(_large_table, start), data, optimizer, wire)
+            check_equal(weights, reference)
+            same_on_all_ranks(weights, wire)
+            (bucket,) = [b for b in optimizer.plan.buckets if "embeddings" in b.descriptions[0].path]
+            assert bucket.scheme.name == ("sfb" if scheme == "hybcomm" else "adam")
+            assert bucket.descriptions[0].factors.rows == 4 * BATCH // wire.topology.size
+            assert "sent as a dense matrix" not in str(optimizer.plan)
 
 
 def case_factors_of_unequal_batches(wire):

@@ -38,7 +38,7 @@ class FactorBroadcast(FactorScheme):
         return total / tf.cast(topology.size, total.dtype)
 
     def factor_cost(self, factors: FactorShape, topology: Topology) -> Cost:
-        total = Cost(flops=2.0 * topology.size * (factors.rows or 0) * factors.left * factors.right)
+        total = Cost(flops=2.0 * topology.size * (factors.rows or 0) * factors.left_columns * factors.right)
         held = float(factors.bytes)
         for group in self._stages(topology).values():
             total += cost.ring_all_gather(topology, group, [held] * group.size)

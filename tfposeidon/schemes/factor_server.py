@@ -52,6 +52,10 @@ class FactorServer(FactorScheme):
     def factor_cost(self, factors: FactorShape, topology: Topology) -> Cost:
         world, root = topology.world, self.server or 0
         pushed = [float(factors.bytes) if rank == root else 0.0 for rank in world.ranks]
-        flops = 2.0 * world.size * (factors.rows or 0) * factors.left * factors.right if topology.rank == root else 0.0
+        flops = (
+            2.0 * world.size * (factors.rows or 0) * factors.left_columns * factors.right
+            if topology.rank == root
+            else 0.0
+        )
         matrix = factors.left * factors.right * (8.0 if factors.dtype == "float64" else 4.0)
         return cost.all_to_all(topology, world, pushed, flops) + cost.tree_broadcast(topology, root, matrix)
