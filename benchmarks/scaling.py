@@ -23,7 +23,16 @@ PEERS = ("horovod", "horovod-fp16", "ddp", "ddp-fp16", "ddp-powersgd", "mirrored
 # PowerSGD sends everything in its first two steps.
 WARM_UP = {"keras_fit": 2, "ddp": 3, "mirrored": 2}
 DILATION = 4.0
-SHRINK = {"resnet50": 2, "resnet50_96": 2, "vgg19": 4, "vgg19_22k": 8, "transformer_110m": 4, "resnet152": 2}
+SHRINK = {
+    "googlenet": 4,
+    "resnet50": 2,
+    "resnet50_96": 2,
+    "vgg19": 4,
+    "vgg19_32": 8,
+    "vgg19_22k": 8,
+    "transformer_110m": 4,
+    "resnet152": 2,
+}
 SHORT = {"models": ["resnet50"], "layouts": ["2x2"], "gbits": [10.0]}
 FULL = {"models": ["vgg19", "resnet50"], "layouts": ["2x2", "4x2"], "gbits": [25.0, 10.0, 4.0]}
 

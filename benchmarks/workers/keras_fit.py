@@ -1,7 +1,8 @@
 """Our schemes under `fit`, and Horovod's all-reduce called directly, on the emulated Keras model.
 
-Systems: a scheme's name ("2dtar:float16" has that type on the wire), "horovod" and "horovod-fp16" (one named
-all-reduce per gradient, fused by Horovod), and "alone" (nothing is exchanged).
+Systems: a scheme's name ("2dtar:float16" has that type on the wire), "ps-late" (the store, after the whole backward
+pass), "ps-adam" (the store, with factors of dense layers sent to one server each), "horovod" and "horovod-fp16" (one
+named all-reduce per gradient, fused by Horovod), and "alone" (nothing is exchanged).
 """
 
 import time
@@ -15,10 +16,13 @@ import tfposeidon as tp
 from benchmarks.workers.exchange import scheme_named
 from benchmarks.workers.task import Task, payload_bytes
 from tfposeidon import runtime
+from tfposeidon.coordinator import DEFAULT_BUCKET_BYTES
 from tfposeidon.lab.accelerator import emulated_model
 from tfposeidon.wire import exchange_objects
 
 COMPRESSION = {"horovod": "none", "horovod-fp16": "fp16"}
+# Layers of the emulated models that are dense, and those that are not.
+SCHEMES = {"hybcomm": "hybcomm", "ps-late": "ps", "ps-adam": [("dense[0-9]+/kernel", "adam"), (".*", "ps")]}
 
 
 class StepTimer(keras.callbacks.Callback):
@@ -31,7 +35,7 @@ class StepTimer(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         exchange_objects(None, self.wire, "bench.begin")
         if batch == self.warm_up:
-            self.sent = payload_bytes()
+            self.before = self._node_bytes()
         self.begin = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
@@ -41,12 +45,28 @@ class StepTimer(keras.callbacks.Callback):
             self.times.append(everybody)
 
     def on_train_end(self, logs=None):
-        self.sent = payload_bytes() - self.sent
+        # Of every rank's node: sent and received.
+        self.node_bytes = exchange_objects((self._node_bytes() - self.before).tolist(), self.wire, "bench.bytes")
+
+    @staticmethod
+    def _node_bytes():
+        return np.array([payload_bytes(direction=direction) for direction in ("tx", "rx")])
+
+
+class Late(tp.DistributedOptimizer):
+    """Exchanges nothing before the last gradient is there."""
+
+    def apply(self, grads, trainable_variables=None, sample_count=None):
+        super().apply(tf.tuple(list(grads)), trainable_variables, sample_count)
 
 
 def ours(task, system, model, wire):
     """Steps of `fit`, as users run them."""
-    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme=scheme_named(system))
+    wrapper = Late if system.endswith("-late") else tp.DistributedOptimizer
+    # A bucket of a model that was shrunk is the same part of it.
+    bucket_bytes = round(DEFAULT_BUCKET_BYTES / task.shrink**2)
+    scheme = SCHEMES.get(system) or scheme_named(system)
+    optimizer = wrapper(keras.optimizers.SGD(0.01), scheme=scheme, bucket_bytes=bucket_bytes)
     model.compile(optimizer=optimizer, loss="mse")
     fit(task, system, model, wire)
 
@@ -62,7 +82,8 @@ def fit(task, system, model, wire):
     batch = model.inputs[0].shape[0]
     data = np.ones((batch * (task.warm_up + task.steps), 1), "float32")
     model.fit(data, data, batch_size=batch, verbose=0, callbacks=[timer])
-    task.note_times(system, timer.times, timer.sent)
+    steps = [[part / task.steps for part in node] for node in timer.node_bytes]
+    task.note_times(system, timer.times, timer.node_bytes[wire.topology.rank][0], node_bytes=steps)
 
 
 def horovod(task, system, model, wire):

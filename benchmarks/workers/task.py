@@ -66,10 +66,10 @@ class Task:
             times.append(everybody(time.perf_counter() - begin))
         self.note_times(system, times, payload_bytes() - sent)
 
-    def note_times(self, system, times, sent_bytes):
+    def note_times(self, system, times, sent_bytes, **more):
         """Notes each step's seconds on each rank, the slowest rank's apart, and what the node sent in all of them."""
         slowest = [max(step) for step in times]
-        self.note(system, {"step_s": slowest, "ranks_s": times, "sent_bytes": sent_bytes / len(times)})
+        self.note(system, {"step_s": slowest, "ranks_s": times, "sent_bytes": sent_bytes / len(times)} | more)
 
     def note(self, system, answer):
         """Adds to the answer, and writes it beside and renames it."""
@@ -91,10 +91,10 @@ def summary(answer):
     return ", ".join(f"{name} {value}" for name, value in answer.items() if not isinstance(value, list))
 
 
-def payload_bytes(interface="eth0"):
-    """What this node has sent over its link so far, without headers; 0 where there is no such link."""
+def payload_bytes(interface="eth0", direction="tx"):
+    """What this node has sent ("tx") or received ("rx") over its link so far, without headers; 0 without a link."""
     folder = Path("/sys/class/net") / interface / "statistics"
     if not folder.exists():
         return 0
-    sent, packets = (int((folder / name).read_text()) for name in ("tx_bytes", "tx_packets"))
-    return sent - HEADER_BYTES * packets
+    carried, packets = (int((folder / f"{direction}_{what}").read_text()) for what in ("bytes", "packets"))
+    return carried - HEADER_BYTES * packets

@@ -1,0 +1,44 @@
+"""Models of `keras.applications` with random weights train under HybComm.
+
+Those that take minutes to trace (Inception, Xception, DenseNet) were tried by hand.
+"""
+
+import keras
+import numpy as np
+
+import tfposeidon as tp
+from tests.on_ranks.models import same_on_all_ranks
+
+# The smallest images that they take.
+SIDES = {
+    "VGG16": 32,
+    "ResNet50V2": 32,
+    "MobileNetV2": 32,
+    "EfficientNetV2B0": 32,
+    "ConvNeXtTiny": 32,
+}
+
+
+def _trained(name, wire):
+    side = SIDES[name]
+    model = getattr(keras.applications, name)(weights=None, input_shape=(side, side, 3), classes=5)
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1e-3), scheme="hybcomm")
+    model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy")
+    generator = np.random.default_rng(wire.topology.rank)
+    x, y = generator.normal(size=(2, side, side, 3)).astype("float32"), generator.integers(0, 5, 2)
+    before = model.trainable_variables[-2].numpy()
+    model.fit(x, y, batch_size=2, verbose=0)
+    same_on_all_ranks([v.numpy() for v in model.trainable_variables], wire)
+    assert np.abs(model.trainable_variables[-2].numpy() - before).max() > 0
+    return optimizer.plan
+
+
+def case_they_train(wire):
+    for name in SIDES:
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(1)
+        plan = _trained(name, wire)
+        schemes = {d.path: bucket.scheme.name for bucket in plan.buckets for d in bucket.descriptions}
+        # Two samples a rank: the classifier's factors are fewer.
+        assert schemes["predictions/kernel"] == "sfb", (name, schemes)
+        assert "ps" in schemes.values()
