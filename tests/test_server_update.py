@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_callbacks
 import tfposeidon as tp
@@ -119,6 +120,15 @@ def test_one_rank_alone_trains_as_keras_does(tmp_path):
         loaded = keras.saving.load_model(tmp_path / "model.keras")
         loaded.fit(*data, batch_size=12, shuffle=False, verbose=0)
         check_equal(loaded.get_weights(), reference)
+
+
+def test_variables_of_tensorflow():
+    weight, inner = tf.Variable(tf.ones([4, 5]), name="weight"), keras.optimizers.Adam(0.1)
+    optimizer = tp.DistributedOptimizer(inner, scheme=SERVED)
+    tf.function(lambda: optimizer.apply([tf.ones([4, 5])], [weight]))()
+    np.testing.assert_allclose(weight.numpy(), 0.9, atol=1e-5)
+    assert [piece.members for piece in optimizer.rank_pieces] == [(("weight:0", 20),)] * 2
+    assert "weight_0_momentum" in inner.variables[2].path
 
 
 def test_a_checkpoint_of_the_workers_is_refused(tmp_path):

@@ -176,7 +176,8 @@ def plan(
         else:
             filling[key] = open_bucket.joined(new)
     last_first = _placed(sorted([*buckets, *filling.values()], key=lambda bucket: -bucket.members[-1]), topology)
-    remarks = [f"bucket {i}: {note}" for i, b in enumerate(last_first) if (note := b.scheme.note(b.length, topology))]
+    remarks = [b.scheme.note(b.length, topology) for b in last_first]
+    remarks = [f"bucket {i}: {remark}" for i, remark in enumerate(remarks) if remark]
     return Plan(buckets=tuple(last_first), topology=topology, notes=(*notes, *remarks))
 
 

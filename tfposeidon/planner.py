@@ -10,14 +10,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfposeidon import coordinator, environment, factor_agreement, guards, runtime
+from tfposeidon import coordinator, factor_agreement, guards, runtime
 from tfposeidon.exchanger import Exchanger
 from tfposeidon.gradient import Description, describe
 from tfposeidon.policies import Policy
 from tfposeidon.rank_state import Piece
-from tfposeidon.topology import Topology
 from tfposeidon.update_rate import UpdateRate
-from tfposeidon.wire import HorovodWire, Wire, exchange_objects
+from tfposeidon.wire import exchange_objects
 
 # Collectives are matched by name. Planners take their number at their first step, which all ranks
 # reach together, and not when they are made: a rank may make or load more of them than others.
@@ -46,7 +45,7 @@ class Planner:
         if key not in self._exchangers:
             plan = self._plan([describe(v) for v in variables])
             guards.check_momentum(plan, inner_optimizer)
-            self._exchangers[key] = Exchanger(plan, _wire())
+            self._exchangers[key] = Exchanger(plan, runtime.wire())
             self._update_rates[key] = UpdateRate()
         return self._exchangers[key]
 
@@ -118,7 +117,7 @@ class Planner:
                 yield self._update_rates[key].variable, Piece(name=f"update_rate_{number}")
 
     def _plan(self, descriptions: list[Description]) -> coordinator.Plan:
-        topology = _wire().topology
+        topology = runtime.wire().topology
         notes = [] if topology.size > 1 else ["one rank: nothing is sent"]
         return coordinator.plan(descriptions, self.policy, topology, self.bucket_bytes, notes)
 
@@ -157,11 +156,6 @@ class Planner:
 
     def _note(self, text: str) -> None:
         self._notes[text] = None
-
-
-def _wire() -> Wire:
-    """This process's; one that is alone may load a model without Horovod."""
-    return runtime.wire() if environment.place().size > 1 else HorovodWire(Topology(0, ((0,),)), {})
 
 
 def _key(variables: list[Any]) -> Any:

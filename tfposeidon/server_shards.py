@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfposeidon import whole_gradients
 from tfposeidon.exchanger import Exchanger
+from tfposeidon.gradient import describe
 from tfposeidon.guards import innermost
 from tfposeidon.rank_state import Piece
 
@@ -31,9 +32,11 @@ class _Slot(NamedTuple):
 class Shard(keras.Variable):
     """A part of a variable, under the variable's name, by which optimizers call their state and exclude from decay."""
 
-    def __init__(self, whole: keras.Variable, length: int) -> None:
-        self._whole_path = whole.path
-        super().__init__(tf.zeros([length], whole.dtype), dtype=whole.dtype, trainable=True, name=whole.name)
+    def __init__(self, whole: Any, length: int) -> None:
+        # As Keras sanitises names of TensorFlow's variables.
+        self._whole_path = describe(whole).path.replace(":", "_")
+        dtype = keras.backend.standardize_dtype(whole.dtype)
+        super().__init__(tf.zeros([length], dtype), dtype=dtype, trainable=True, name=whole.name.partition(":")[0])
 
     @property
     def path(self) -> str:
@@ -51,7 +54,7 @@ class ServerShards:
       targets: What the inner optimizer is to be built on and applied to: shards, and variables that stay whole.
     """
 
-    def __init__(self, exchanger: Exchanger, variables: Sequence[keras.Variable]) -> None:
+    def __init__(self, exchanger: Exchanger, variables: Sequence[Any]) -> None:
         self._exchanger = exchanger
         self._variables = variables
         self._buckets = [bucket for bucket in exchanger.plan.buckets if bucket.server]
@@ -82,10 +85,11 @@ class ServerShards:
         for slot in self._slots:
             begin, end = self._parts[slot.member]
             whole = self._variables[slot.member]
-            length = int(np.prod(whole.shape))
+            description = describe(whole)
             # What stands for nothing lies behind the end.
-            offset = begin if begin < end else length
-            yield slot.variable, Piece(name=slot.name, members=((whole.path, length),), offset=offset, holders=1)
+            offset = begin if begin < end else description.length
+            members = ((description.path, description.length),)
+            yield slot.variable, Piece(name=slot.name, members=members, offset=offset, holders=1)
 
     def without_slots(self, variables: Sequence[Any]) -> list[Any]:
         """Those of the inner optimizer's variables that are equal on all ranks."""
