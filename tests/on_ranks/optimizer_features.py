@@ -23,7 +23,7 @@ def _compare(wire, make_optimizer, build=models.mlp, batches=8, compile=None, re
     data = build.data(batches * BATCH)
     start = build()
     reference = train_alone(models.copy(build, start), data, make_optimizer(), **(reference_fit or {}))
-    for scheme in ("asa", SERVED):
+    for scheme in ("asa", SERVED, "hybcomm"):
         optimizer = tp.DistributedOptimizer(make_optimizer(), scheme=scheme)
         weights = train_together(models.copy(build, start), data, optimizer, wire, compile, **fit)
         check_equal(weights, reference)
@@ -240,10 +240,11 @@ def case_unequal_batches_in_fit(wire):
     start = models.mlp()
     reference = train_alone(models.copy(models.mlp, start), (x, y), sgd())
     mine = [0, 1, 2, 3, 4, 5, 12, 13, 14, 15, 16, 17] if wire.topology.rank == 0 else [6, 7, 8, 9, 10, 11, 18, 19]
-    model = models.copy(models.mlp, start)
-    model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
-    model.fit(x[mine], y[mine], batch_size=6, shuffle=False, verbose=0)
-    check_equal(model.get_weights(), reference)
+    for scheme in ("allreduce", SERVED, "hybcomm"):
+        model = models.copy(models.mlp, start)
+        model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme=scheme), loss=models.LOSS)
+        model.fit(x[mine], y[mine], batch_size=6, shuffle=False, verbose=0)
+        check_equal(model.get_weights(), reference)
 
 
 def case_no_samples_no_say(wire):
