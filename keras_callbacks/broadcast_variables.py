@@ -29,3 +29,6 @@ class BroadcastVariables(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         variables = [*replicated_variables(self.model), *self.model.non_trainable_variables]
         replicas.broadcast(variables, runtime.wire(), self.root_rank)
+        scatter = getattr(self.model.optimizer, "scatter_state", None)
+        if scatter is not None:
+            scatter(self.root_rank)

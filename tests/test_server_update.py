@@ -123,12 +123,22 @@ def test_one_rank_alone_trains_as_keras_does(tmp_path):
 
 
 def test_variables_of_tensorflow():
-    weight, inner = tf.Variable(tf.ones([4, 5]), name="weight"), keras.optimizers.Adam(0.1)
+    with tf.name_scope("layer"):
+        weight, inner = tf.Variable(tf.ones([4, 5]), name="weight"), keras.optimizers.Adam(0.1)
     optimizer = tp.DistributedOptimizer(inner, scheme=SERVED)
     tf.function(lambda: optimizer.apply([tf.ones([4, 5])], [weight]))()
     np.testing.assert_allclose(weight.numpy(), 0.9, atol=1e-5)
-    assert [piece.members for piece in optimizer.rank_pieces] == [(("weight:0", 20),)] * 2
-    assert "weight_0_momentum" in inner.variables[2].path
+    assert [piece.members for piece in optimizer.rank_pieces] == [(("layer/weight:0", 20),)] * 2
+    assert "layer_weight_0_momentum" in inner.variables[2].path
+
+
+def test_state_is_saved_in_its_own_type():
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), scheme=SERVED)
+    weight = keras.Variable(np.zeros(3), dtype="float64", name="weight")
+    optimizer.apply([tf.constant([1 / 3, 1e-30, 2.0], tf.float64)], [weight])
+    store = {}
+    optimizer.inner_optimizer.save_own_variables(store)
+    np.testing.assert_array_equal(store["2"], weight.numpy())
 
 
 def test_a_checkpoint_of_the_workers_is_refused(tmp_path):

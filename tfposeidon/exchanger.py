@@ -7,7 +7,7 @@ which backpropagation makes the gradients (wait-free backpropagation, Poseidon s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -40,6 +40,7 @@ class Exchanger:
 
     Attributes:
       states: What the schemes keep from step to step, variables for each bucket; zeros at first.
+      afterwards: What else all ranks do together in a step, from means to means; mostly nothing.
     """
 
     def __init__(self, plan: Plan, wire: Wire) -> None:
@@ -47,6 +48,7 @@ class Exchanger:
         self.wire = wire
         self.prefix: str | None = None
         self.active: list[bool] = []
+        self.afterwards: Callable[[list[Any]], list[Any]] | None = None
         dtypes = {"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}
         dtypes |= {d.factors.dtype for bucket in plan.buckets for d in bucket.descriptions if d.factors}
         self._zeros = {dtype: _zero(dtype) for dtype in sorted(dtypes)}
@@ -232,6 +234,8 @@ class Exchanger:
         """
         absent = self.presence(zeros([], self._zeros["float32"])).absent
         means, _ = self.exchange([None] * len(self.active), None)
+        if self.afterwards is not None:
+            means = self.afterwards(means)
         return absent, [tf.reduce_sum(mean) for mean in means if mean is not None]
 
     def _flatten(self, bucket: Bucket, gradients: Sequence[Any]) -> tf.Tensor:

@@ -81,6 +81,15 @@ def check_all_variables(given: list[Any], built: list[Any], served: bool) -> Non
         )
 
 
+def check_callbacks(policy: Policy, callbacks: list[Any]) -> None:
+    """Refuses callbacks that reach for variables of the inner optimizer, where these are parts."""
+    if policy.updates_at_servers and any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks):
+        raise ValueError(
+            'With update="server" averages of weights lie with the servers. Received: SwapEMAWeights. Leave it out (at '
+            'the end of fit the weights become their averages), or use update="worker".'
+        )
+
+
 def check_change(old: Policy, new: Policy) -> None:
     """Refuses a change of schemes to or from servers that update."""
     if old != new and (old.updates_at_servers or new.updates_at_servers):

@@ -248,8 +248,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         if self._shards is None or not guards.innermost(self).use_ema:
             self.inner_optimizer.finalize_variable_values(var_list)
             return
-        self.inner_optimizer.finalize_variable_values(self._shards.targets)
-        self._shards.pull()
+        self._shards.finalize()
 
     def gather_state(self, rank: int = 0) -> None:
         """Brings the optimizer's whole state to `rank`, which can save the model until the next step.
@@ -259,6 +258,14 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         if self._shards is not None:
             self._shards.gather_state(rank)
+
+    def scatter_state(self, rank: int = 0) -> None:
+        """The inverse, after a model was loaded on `rank` alone: gives every server its part of the state.
+
+        All ranks call it together; `keras_callbacks.BroadcastVariables` does.
+        """
+        if self._shards is not None:
+            self._shards.scatter_state(rank)
 
     @contextlib.contextmanager
     def counting(self, sample_count: Any) -> Iterator[None]:
@@ -352,22 +359,18 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         if not self._planner.agreed:
             raise RuntimeError("A rank without a single batch cannot end an epoch. Give every rank data.")
-        while min([self._contribute_nothing(exchanger) for exchanger in self._planner.agreed]) < runtime.size():
+        while min([int(exchanger.contribute_nothing()[0]) for exchanger in self._planner.agreed]) < runtime.size():
             pass
         self._absent.assign(0.0)
         if self._accumulation is not None:
             self._accumulation.reset()
 
-    def _contribute_nothing(self, exchanger: Exchanger) -> int:
-        absent = int(exchanger.contribute_nothing()[0])
-        if self._shards is not None:
-            self._shards.contribute_nothing()
-        return absent
-
     def _update(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         if not self._exchanges(variables):
             rows = [gradient.merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
-            self._apply_inner(rows if self._shards is None else self._shards.own_parts(rows), variables)
+            if self._shards is not None:
+                rows = self._shards.completed(self._shards.own_parts(rows))
+            self._apply_inner(rows, variables)
             return
         exchanger = self._exchanger(variables)
         presence = exchanger.presence(count) if count is not None else None
@@ -379,7 +382,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         rescale = None if rate is None else update_rate.rescale(rate)
         means, states = exchanger.exchange(sent, weight, rescale)
         if self._shards is not None:
-            means = self._shards.completed(means, self.inner_optimizer)
+            means = self._shards.completed(means)
         self._exposed_s.assign_add(_time_after(means) - ready)
         pairs = list(zip(itertools.chain(*exchanger.states), itertools.chain(*states), strict=True))
         if rate is not None:
@@ -403,14 +406,11 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _apply_inner(self, means: list[Any], variables: list[Any], wanted: tf.Tensor | None = None) -> None:
         if self._shards is not None:
-            self._shards.refresh()
-        targets = variables if self._shards is None else self._shards.targets
-        if wanted is None:
-            self.inner_optimizer.apply(means, targets)
+            self._shards.apply(means, wanted)
+        elif wanted is None:
+            self.inner_optimizer.apply(means, variables)
         else:
-            tf.cond(wanted, lambda: self.inner_optimizer.apply(means, targets), lambda: None)
-        if self._shards is not None:
-            self._shards.pull()
+            tf.cond(wanted, lambda: self.inner_optimizer.apply(means, variables), lambda: None)
 
     def _settings(self, count: Any) -> dict[str, Any]:
         """What has to be the same on all ranks, besides the variables and what the planner knows."""

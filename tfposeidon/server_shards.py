@@ -19,6 +19,7 @@ from tfposeidon.exchanger import Exchanger
 from tfposeidon.gradient import describe
 from tfposeidon.guards import innermost
 from tfposeidon.rank_state import Piece
+from tfposeidon.wire import exchange_objects
 
 
 class _Slot(NamedTuple):
@@ -36,7 +37,9 @@ class Shard(keras.Variable):
         # As Keras sanitises names of TensorFlow's variables.
         self._whole_path = describe(whole).path.replace(":", "_")
         dtype = keras.backend.standardize_dtype(whole.dtype)
-        super().__init__(tf.zeros([length], dtype), dtype=dtype, trainable=True, name=whole.name.partition(":")[0])
+        super().__init__(
+            tf.zeros([length], dtype), dtype=dtype, trainable=True, name=whole.name.partition(":")[0].rpartition("/")[2]
+        )
 
     @property
     def path(self) -> str:
@@ -58,17 +61,21 @@ class ServerShards:
         self._exchanger = exchanger
         self._variables = variables
         self._buckets = [bucket for bucket in exchanger.plan.buckets if bucket.server]
+        exchanger.afterwards = self._contribute_nothing
         self._parts = self._parts_of(exchanger.wire.topology.rank)
+        for member in self._parts:
+            _check_trained_by_gradient(variables[member])
         # Where a rank serves nothing of a variable it has one zero: it can be clipped, decayed, and shown a NaN.
         with tf.init_scope():
             shards = {m: Shard(variables[m], max(1, end - begin)) for m, (begin, end) in self._parts.items()}
         self.targets = [shards.get(member, variable) for member, variable in enumerate(variables)]
         self._slots: list[_Slot] = []
         self._gathered: tuple[int, dict[int, np.ndarray]] | None = None
+        self._loaded: dict[int, np.ndarray] = {}
 
     def build(self, inner_optimizer: Any) -> None:
         """Builds the inner optimizer on shards, and has its state saved and loaded whole."""
-        self._inner = innermost(inner_optimizer)
+        self._optimizer, self._inner = inner_optimizer, innermost(inner_optimizer)
         self._exclude_from_weight_decay()
         with self._noting_slots():
             inner_optimizer.build(self.targets)
@@ -96,46 +103,66 @@ class ServerShards:
         own = {id(slot.variable) for slot in self._slots}
         return [variable for variable in variables if id(variable) not in own]
 
-    def completed(self, means: list[Any], inner_optimizer: Any) -> list[Any]:
+    def completed(self, means: list[Any]) -> list[Any]:
         """Gradients as the inner optimizer may see them, which knows only a part of some.
 
         Args:
           means: As `Exchanger.exchange` returns them.
         """
         served = [member for member in self._parts if means[member] is not None]
-        return whole_gradients.completed(
-            means, served, inner_optimizer, self._exchanger.wire, f"{self._exchanger.prefix}.norms"
-        )
+        name = f"{self._exchanger.prefix}.norms"
+        return whole_gradients.completed(means, served, self._optimizer, self._exchanger.wire, name)
+
+    def apply(self, means: list[Any], wanted: tf.Tensor | None = None) -> None:
+        """Applies the inner optimizer to what this rank serves and to what stays whole, and pulls.
+
+        Args:
+          means: From `completed`.
+          wanted: Whether to apply it, where the step decides.
+        """
+        self._loaded = {}
+        self._refresh()
+        # What was clipped by whole norms would be clipped once more by those of this rank's parts, to rounding.
+        with _set_to_none(self._inner, "clipnorm", "global_clipnorm"):
+            if wanted is None:
+                self._optimizer.apply(means, self.targets)
+            else:
+                tf.cond(wanted, lambda: self._optimizer.apply(means, self.targets), lambda: None)
+        self._pull({member for member, mean in enumerate(means) if mean is not None})
+
+    def finalize(self) -> None:
+        """What the inner optimizer does at the end of `fit`: with `use_ema`, variables become their averages."""
+        self._optimizer.finalize_variable_values(self.targets)
+        self._pull(constrained=set())
 
     def own_parts(self, gradients: Sequence[Any]) -> list[Any]:
         """Gradients as `Exchanger.exchange` returns them, where there is but one rank and nothing to exchange."""
-        parts = list(gradients)
-        for place in self._parts:
-            if parts[place] is not None:
-                parts[place] = tf.reshape(tf.convert_to_tensor(parts[place]), [-1])
-        return parts
+        dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+        return [g if g is None or m not in self._parts else tf.reshape(g, [-1]) for m, g in enumerate(dense)]
 
-    def refresh(self) -> None:
+    def _refresh(self) -> None:
         """Takes values from the variables: what callbacks, constraints or loading did to them counts."""
         for member, (begin, end) in self._parts.items():
             if begin < end:
                 flat = tf.reshape(tf.convert_to_tensor(self._variables[member]), [-1])
                 self.targets[member].assign(flat[begin:end])
 
-    def pull(self) -> None:
+    def _pull(self, constrained: set[int]) -> None:
         """Gives the variables the values that all servers have for them now."""
         for bucket in self._buckets:
             shards = [tf.convert_to_tensor(self.targets[member]) for member in bucket.members]
             for member, value in zip(bucket.members, self._exchanger.pull(bucket, shards), strict=True):
                 variable = self._variables[member]
                 value = tf.cast(value, variable.dtype)
-                variable.assign(value if variable.constraint is None else variable.constraint(value))
+                constraint = variable.constraint if member in constrained else None
+                variable.assign(value if constraint is None else constraint(value))
 
-    @tf.function
-    def contribute_nothing(self) -> None:
-        """Takes part in one pull with values as they are."""
-        self.refresh()
-        self.pull()
+    def _contribute_nothing(self, means: list[Any]) -> list[Any]:
+        """Takes part in what follows others' exchange, with values as they are."""
+        means = self.completed(means)
+        self._refresh()
+        self._pull(constrained=set())
+        return means
 
     def gather_state(self, rank: int) -> None:
         """Brings whole state to `rank`, where it can be saved until the next step."""
@@ -148,10 +175,29 @@ class ServerShards:
                 whole[places[id(slot.variable)]] = value
         self._gathered = (self._step(), whole) if saves else None
 
+    def scatter_state(self, rank: int) -> None:
+        """Gives every server its part of the state that `rank` has loaded; nothing, if that has loaded none."""
+        wire = self._exchanger.wire
+        if not exchange_objects(bool(self._loaded), wire, "tp.scatter_state")[rank]:
+            return
+        places = {id(variable): place for place, variable in enumerate(self._inner.variables)}
+        for number, slot in enumerate(self._slots):
+            whole = self._loaded.get(places[id(slot.variable)])
+            if whole is None:
+                whole = np.zeros(self._variables[slot.member].shape)
+            dtype = tf.float32 if slot.variable.dtype == "bfloat16" else slot.variable.dtype
+            flat = wire.broadcast(tf.reshape(tf.cast(whole, dtype), [-1]), rank, f"tp.scatter_state_{number}")
+            begin, end = self._parts[slot.member]
+            if begin < end:
+                slot.variable.assign(flat[begin:end])
+        self._loaded = {}
+
     def _gather(self, slot: _Slot, name: str) -> np.ndarray:
         topology = self._exchanger.wire.topology
         begin, end = self._parts[slot.member]
-        own = tf.cast(tf.convert_to_tensor(slot.variable)[: end - begin], tf.float32)
+        own = tf.convert_to_tensor(slot.variable)[: end - begin]
+        # Horovod does not carry bfloat16; float32 holds all of it.
+        own = tf.cast(own, tf.float32) if own.dtype == tf.bfloat16 else own
         joined = self._exchanger.wire.all_gather(own, topology.world, name).numpy()
         parts = [self._parts_of(rank)[slot.member] for rank in range(topology.size)]
         ends = np.cumsum([end - begin for begin, end in parts])
@@ -181,7 +227,9 @@ class ServerShards:
         for place, variable in enumerate(self._inner.variables):
             if id(variable) in members and str(place) in arrays:
                 begin, end = self._parts[members[id(variable)]]
-                flat = np.asarray(arrays[str(place)]).reshape(-1)
+                # For `scatter_state`, until the first step.
+                self._loaded[place] = np.asarray(arrays[str(place)])
+                flat = self._loaded[place].reshape(-1)
                 arrays[str(place)] = flat[begin:end] if begin < end else variable.numpy()
         self._load_whole(arrays)
 
@@ -197,11 +245,11 @@ class ServerShards:
         }
 
     def _exclude_from_weight_decay(self) -> None:
-        """Shards of excluded variables are excluded too; names say so by themselves."""
-        excluded: set[Any] = getattr(self._inner, "_exclude_from_weight_decay", set())
-        key = self._inner._var_key
-        pairs = zip(self._variables, self.targets, strict=True)
-        excluded |= {key(target) for variable, target in pairs if key(variable) in excluded}
+        """Shards of variables that are excluded, by themselves or by name, are excluded too."""
+        members = [m for m in self._parts if not self._inner._use_weight_decay(_of_tensorflow(self._variables[m]))]
+        if members:
+            excluded = {self._inner._var_key(self.targets[member]) for member in members}
+            self._inner._exclude_from_weight_decay |= excluded
 
     @contextmanager
     def _noting_slots(self) -> Iterator[None]:
@@ -220,3 +268,28 @@ class ServerShards:
             yield
         finally:
             self._inner.add_variable_from_reference = make
+
+
+def _of_tensorflow(variable: Any) -> tf.Variable:
+    """As Keras's optimizers take it; its name, unlike Keras's own, says in which layer it is."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def _check_trained_by_gradient(variable: Any) -> None:
+    if getattr(variable, "overwrite_with_gradient", False):
+        raise ValueError(
+            f'With update="server" variables follow gradients. Received: {describe(variable).path!r}, which is '
+            'overwritten with its gradient, as scales for float8 are. Use update="worker".'
+        )
+
+
+@contextmanager
+def _set_to_none(target: Any, *names: str) -> Iterator[None]:
+    before = {name: getattr(target, name) for name in names}
+    try:
+        for name in names:
+            setattr(target, name, None)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import zipfile
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ class Snapshots:
         self.folder = Path(folder)
         self.wire = wire
         self.keep = keep
-        self._writing: tuple[Path, Future[tuple[Any, str | None]]] | None = None
+        self._writing: tuple[Path, Path, Future[tuple[Any, str | None]]] | None = None
 
     def write(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
         """Writes one snapshot; all ranks call it together, as all methods here.
@@ -85,12 +86,18 @@ class Snapshots:
         """
         self.finish()
         rank = self.wire.topology.rank
-        name = exchange_objects(self._next_name(), self.wire, "tp.snapshot.name")[0]
-        part = self.folder / f".{name}.part"
+        # A thread that an interrupted fit has left behind must not write into a folder of ours.
+        mine = [self._next_name(), secrets.token_hex(4)]
+        name, token = exchange_objects(mine, self.wire, "tp.snapshot.name")[0]
+        part = self.folder / f".{name}-{token}.part"
         self._together("prepare", lambda: _fresh(part) if rank == 0 else None)
         meta = meta | {"nodes": self.wire.topology.nodes}
         thread = ThreadPoolExecutor(1, "snapshot")
-        self._writing = part, thread.submit(_attempt, lambda: _write_files(part, rank, meta, shared, own))
+        self._writing = (
+            part,
+            self.folder / name,
+            thread.submit(_attempt, lambda: _write_files(part, rank, meta, shared, own)),
+        )
         thread.shutdown(wait=False)
 
     def poll(self) -> bool:
@@ -99,7 +106,7 @@ class Snapshots:
         Raises:
           SnapshotError: As `write`.
         """
-        if self._writing is not None and all(exchange_objects(self._writing[1].done(), self.wire, "tp.snapshot.poll")):
+        if self._writing is not None and all(exchange_objects(self._writing[2].done(), self.wire, "tp.snapshot.poll")):
             self.finish()
         return self._writing is None
 
@@ -111,9 +118,9 @@ class Snapshots:
         """
         if self._writing is None:
             return
-        (part, written), self._writing = self._writing, None
+        (part, final, written), self._writing = self._writing, None
         self._raise_together("write", written.result()[1])
-        self._together("finish", lambda: self._rename(part) if self.wire.topology.rank == 0 else None)
+        self._together("finish", lambda: self._rename(part, final) if self.wire.topology.rank == 0 else None)
 
     def read_latest(self) -> Snapshot | None:
         """The newest snapshot that every rank can read, or `None` if there are none at all.
@@ -151,8 +158,8 @@ class Snapshots:
         names = self._names()
         return f"snapshot-{int(names[-1].rpartition('-')[2]) + 1 if names else 1:06d}"
 
-    def _rename(self, part: Path) -> None:
-        os.replace(part, self.folder / part.stem.removeprefix("."))
+    def _rename(self, part: Path, final: Path) -> None:
+        os.replace(part, final)
         _sync(self.folder)
         for name in self._names()[: -self.keep]:
             shutil.rmtree(self.folder / name)

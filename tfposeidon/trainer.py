@@ -22,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfposeidon import equal_steps, runtime
+from tfposeidon import equal_steps, guards, runtime
 
 
 def teach_keras() -> None:
@@ -112,6 +112,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     if model.optimizer.takes_batches_of(_size_of_batches(call.arguments["x"], call.arguments["batch_size"])):
         model.train_function = None
     _build(model, *(call.arguments[name] for name in ("x", "y", "sample_weight")))
+    guards.check_callbacks(model.optimizer.policy, _listed(call.arguments["callbacks"]))
     if runtime.size() == 1:
         return original(*call.args, **call.kwargs)
     if call.arguments["verbose"] == "auto" and runtime.rank() != 0:
@@ -123,6 +124,14 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         # Keras's advice for epochs that end early is wrong where another rank has fewer batches; we log that.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         return original(*call.args, **call.kwargs)
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    return (
+        callbacks.callbacks
+        if isinstance(callbacks, keras.callbacks.CallbackList)
+        else keras.tree.flatten(callbacks or [])
+    )
 
 
 def _size_of_batches(x: Any, batch_size: Any) -> int | None:

@@ -15,7 +15,7 @@ from tfposeidon.wire import Wire
 def completed(gradients: list[Any], served: Sequence[int], optimizer: Any, wire: Wire, name: str) -> list[Any]:
     """Clips by norms of whole gradients, and shows values that are not finite to all ranks.
 
-    The optimizer then clips once more, by norms of parts, which are no larger.
+    The optimizer must not clip once more: norms of parts differ between ranks.
 
     Args:
       gradients: Parts of those of `served`, the others whole; `None` where there is none.
@@ -25,10 +25,10 @@ def completed(gradients: list[Any], served: Sequence[int], optimizer: Any, wire:
     """
     inner = innermost(optimizer)
     by_norm = bool(inner.clipnorm or inner.global_clipnorm)
-    if not served or not (by_norm or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)):
+    if not (by_norm or (served and isinstance(optimizer, keras.optimizers.LossScaleOptimizer))):
         return gradients
-    squares, finite = _reduced([gradients[place] for place in served], wire, name)
     result = list(gradients)
+    squares, finite = _reduced([gradients[place] for place in served], wire, name)
     for place in served:
         # One that is not finite counts for all: so it does on one rank alone.
         result[place] = tf.where(finite, gradients[place], float("nan"))
@@ -36,28 +36,30 @@ def completed(gradients: list[Any], served: Sequence[int], optimizer: Any, wire:
         return result
     # Clipped before the loss scale is taken off, so the limit is scaled.
     scale = tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
-    if inner.clipnorm:
-        return _clipped_each(result, dict(zip(served, squares, strict=True)), inner.clipnorm * scale)
-    whole = [g for place, g in enumerate(result) if g is not None and place not in served]
-    total = tf.sqrt(tf.add_n([*squares, *map(_square, whole)]))
-    factor = inner.global_clipnorm * scale / tf.maximum(total, inner.global_clipnorm * scale)
-    return [None if g is None else g * tf.cast(factor, g.dtype) for g in result]
+    known = dict(zip(served, squares, strict=True))
+    norms = {place: known.get(place, _square(g)) for place, g in enumerate(result) if g is not None}
+    if inner.global_clipnorm:
+        norms = dict.fromkeys(norms, tf.add_n(list(norms.values())))
+    limit = (inner.clipnorm or inner.global_clipnorm) * scale
+    for place, square in norms.items():
+        result[place] = _clipped(result[place], tf.sqrt(square), limit)
+    return result
 
 
 def _reduced(parts: Sequence[tf.Tensor], wire: Wire, name: str) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Squared norm of each gradient, and whether all of them are finite, over all ranks."""
+    if not parts:
+        return [], tf.constant(True)
     unbounded = tf.add_n([tf.reduce_sum(tf.cast(~tf.math.is_finite(part), tf.float32)) for part in parts])
     total = wire.all_reduce(tf.stack([*map(_square, parts), unbounded]), wire.topology.world, name)
     *squares, unbounded = tf.unstack(total)
     return squares, unbounded == 0.0
 
 
-def _clipped_each(gradients: list[Any], squares: dict[int, tf.Tensor], limit: tf.Tensor) -> list[Any]:
-    clipped = list(gradients)
-    for place, square in squares.items():
-        factor = limit / tf.maximum(tf.sqrt(square), limit)
-        clipped[place] *= tf.cast(factor, clipped[place].dtype)
-    return clipped
+def _clipped(gradient: tf.Tensor, norm: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
+    # As Keras: with a norm that is not finite nothing is.
+    factor = limit / tf.maximum(norm, limit) + (norm - norm)
+    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def _square(gradient: Any) -> tf.Tensor:

@@ -23,6 +23,7 @@ SGD = keras.optimizers.SGD
 
 def _trained(wire, make_optimizer=sgd, build=models.mlp, batches=4):
     """A model after a few steps, its optimizer, and what one process comes to."""
+    keras.utils.clear_session()
     data = build.data(batches * BATCH)
     start = build()
     reference_optimizer = make_optimizer()
@@ -124,12 +125,18 @@ def case_constraints_see_whole_variables(wire):
 
 
 def case_weight_decay_spares_what_is_excluded(wire):
+    def by_layer():
+        optimizer = keras.optimizers.AdamW(1e-3, weight_decay=5.0, epsilon=1e-3)
+        optimizer.exclude_from_weight_decay(var_names=["dense_1"])
+        return optimizer
+
     def by_name():
         optimizer = keras.optimizers.AdamW(1e-3, weight_decay=5.0, epsilon=1e-3)
         optimizer.exclude_from_weight_decay(var_names=["bias"])
         return optimizer
 
     _trained(wire, by_name)
+    _trained(wire, by_layer)
     weights = [keras.Variable(np.ones(40, "float32"), name=name) for name in "ab"]
     inner = SGD(0.1, weight_decay=1.0)
     inner.exclude_from_weight_decay(var_list=[weights[1]])
@@ -172,6 +179,44 @@ def case_clipped_under_a_loss_scale(wire):
     check_equal(weights, reference)
 
 
+def case_one_server_has_nearly_all(wire):
+    """Of one pair: the others have other parts of the norm, and must not clip whole variables by them."""
+    scheme = [("kernel", tp.schemes.ShardedServer(update="server")), (".*", "allreduce")]
+    model = models.mlp()
+    optimizer = tp.DistributedOptimizer(SGD(0.5, momentum=0.9, global_clipnorm=1e-3), scheme=scheme)
+    model.compile(optimizer=optimizer, loss=models.LOSS)
+    model.fit(*models.mlp.data(40 * BATCH), batch_size=BATCH, verbose=0)
+    same_on_all_ranks([*model.get_weights(), *(v.numpy() for v in optimizer.variables)], wire)
+
+
+def case_state_loaded_on_one_rank_is_spread(wire):
+    model, optimizer, _ = _trained(wire, adam)
+    optimizer.gather_state()
+    keras.utils.clear_session()
+    loaded = models.mlp()
+    loaded.compile(optimizer=tp.DistributedOptimizer(adam(), scheme=SERVED), loss=models.LOSS)
+    loaded.optimizer.build(loaded.trainable_variables)
+    if wire.topology.rank == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "model.keras")
+            model.save(path)
+            loaded.load_weights(path)
+    x, y = models.mlp.data(BATCH)
+    loaded.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    for a, b in zip(model.optimizer.rank_variables, loaded.optimizer.rank_variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def case_averages_are_not_constrained(wire):
+    def build():
+        constrained = keras.layers.Dense(8, kernel_constraint=keras.constraints.UnitNorm())
+        return keras.Sequential([keras.Input((20,)), constrained, keras.layers.Dense(models.CLASSES)])
+
+    build.data = models.mlp.data
+    _trained(wire, lambda: SGD(0.5, use_ema=True, ema_momentum=0.5), build)
+
+
 def case_changes_from_outside_count(wire):
     weight = keras.Variable(np.zeros(40, "float32"), name="weight")
     optimizer = tp.DistributedOptimizer(SGD(1.0), scheme=SERVED)
@@ -205,5 +250,13 @@ def case_refused(wire):
         optimizer.change_scheme("allreduce")
     inner = SGD(0.1)
     inner.build(weights)
+    with Raises(ValueError, "SwapEMAWeights"):
+        model = models.mlp()
+        served = tp.DistributedOptimizer(SGD(0.1, use_ema=True), scheme=SERVED)
+        model.compile(optimizer=served, loss=models.LOSS)
+        model.fit(*models.mlp.data(8), callbacks=[keras.callbacks.SwapEMAWeights()])
+    weights[0].overwrite_with_gradient = True
+    with Raises(ValueError, "overwritten with its gradient"):
+        tp.DistributedOptimizer(SGD(0.1), scheme=SERVED).build(weights)
     with Raises(ValueError, "built already"):
         tp.DistributedOptimizer(inner, scheme=SERVED).build(weights)

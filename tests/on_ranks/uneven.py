@@ -14,9 +14,9 @@ from tests.on_ranks.training import sgd
 from tfposeidon.wire import exchange_objects
 
 
-def _compiled(scheme="asa", **options):
+def _compiled(scheme="asa", inner=None, **options):
     model = models.mlp()
-    optimizer = tp.DistributedOptimizer(sgd(), scheme=scheme)
+    optimizer = tp.DistributedOptimizer(inner or sgd(), scheme=scheme)
     model.compile(optimizer=optimizer, loss=models.LOSS, **options)
     return model, optimizer
 
@@ -80,10 +80,12 @@ def case_steps_per_execution_and_callbacks_that_communicate(wire):
 
 
 def case_servers_that_update(wire):
-    """Ranks without data push nothing, and pull all the same."""
-    model, optimizer = _compiled(SERVED)
-    model.fit(_of_unknown_length(3 + wire.topology.rank), epochs=2, verbose=0)
-    _check_together(model, optimizer, wire, 6)
+    """Ranks without data push nothing, and take part in norms and pulls all the same."""
+    scaled = keras.optimizers.LossScaleOptimizer
+    for inner in (sgd(), keras.optimizers.SGD(0.1, global_clipnorm=0.1), scaled(sgd(), initial_scale=8.0)):
+        model, optimizer = _compiled(SERVED, inner)
+        model.fit(_of_unknown_length(3 + wire.topology.rank), epochs=2, verbose=0)
+        _check_together(model, optimizer, wire, 6)
 
 
 def case_accumulation(wire):
