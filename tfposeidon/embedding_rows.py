@@ -40,12 +40,6 @@ class Rows(Factors):
         columns = tf.reshape(bits, [-1, self.shape.left_columns])
         return super(Rows, replace(self, left=columns, right=values)).packed
 
-    def weighted(self, weight: tf.Tensor) -> Rows:
-        right = tf.math.multiply_no_nan(self.right, tf.cast(tf.sign(weight), self.right.dtype))
-        if right.dtype.size == 2:
-            return replace(self, right=right, weight=weight)
-        return replace(self, right=right * tf.cast(weight, right.dtype))
-
     def _multiplied(self, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
         index_dtype = _index_dtype(left.dtype)
         bits = left if left.dtype.size < index_dtype.size else left[:, 0]

@@ -29,6 +29,10 @@ class _Slot(NamedTuple):
     variable: keras.Variable
     member: int
 
+    def place(self, optimizer: Any) -> int:
+        """Where it is among the optimizer's variables, by which Keras saves it."""
+        return next(place for place, variable in enumerate(optimizer.variables) if variable is self.variable)
+
 
 class Shard(keras.Variable):
     """A part of a variable, under the variable's name, by which optimizers call their state and exclude from decay."""
@@ -166,13 +170,12 @@ class ServerShards:
 
     def gather_state(self, rank: int) -> None:
         """Brings whole state to `rank`, where it can be saved until the next step."""
-        places = {id(variable): place for place, variable in enumerate(self._inner.variables)}
         whole = {}
         saves = self._exchanger.wire.topology.rank == rank
         for number, slot in enumerate(self._slots):
             value = self._gather(slot, f"tp.gather_state_{number}")
             if saves:
-                whole[places[id(slot.variable)]] = value
+                whole[slot.place(self._inner)] = value
         self._gathered = (self._step(), whole) if saves else None
 
     def scatter_state(self, rank: int) -> None:
@@ -180,9 +183,8 @@ class ServerShards:
         wire = self._exchanger.wire
         if not exchange_objects(bool(self._loaded), wire, "tp.scatter_state")[rank]:
             return
-        places = {id(variable): place for place, variable in enumerate(self._inner.variables)}
         for number, slot in enumerate(self._slots):
-            whole = self._loaded.get(places[id(slot.variable)])
+            whole = self._loaded.get(slot.place(self._inner))
             if whole is None:
                 whole = np.zeros(self._variables[slot.member].shape)
             dtype = tf.float32 if slot.variable.dtype == "bfloat16" else slot.variable.dtype
@@ -222,15 +224,15 @@ class ServerShards:
             store[str(place)] = whole[place] if place in whole else variable.numpy()
 
     def _load(self, store: Any) -> None:
-        members = {id(slot.variable): slot.member for slot in self._slots}
         arrays = {key: store[key] for key in store.keys()}  # noqa: SIM118 - h5py's groups are no mappings of Keras's
-        for place, variable in enumerate(self._inner.variables):
-            if id(variable) in members and str(place) in arrays:
-                begin, end = self._parts[members[id(variable)]]
+        for slot in self._slots:
+            place = slot.place(self._inner)
+            if str(place) in arrays:
+                begin, end = self._parts[slot.member]
                 # For `scatter_state`, until the first step.
                 self._loaded[place] = np.asarray(arrays[str(place)])
                 flat = self._loaded[place].reshape(-1)
-                arrays[str(place)] = flat[begin:end] if begin < end else variable.numpy()
+                arrays[str(place)] = flat[begin:end] if begin < end else slot.variable.numpy()
         self._load_whole(arrays)
 
     def _step(self) -> int:

@@ -122,10 +122,17 @@ class Factors:
     def weighted(self, weight: tf.Tensor) -> Factors:
         """With the product times `weight`; the local term is every rank's alike, and stays."""
         # No samples, no say: what comes from an empty batch need not be a number.
-        left, right = (tf.math.multiply_no_nan(t, tf.cast(tf.sign(weight), t.dtype)) for t in (self.left, self.right))
-        if left.dtype.size == 2:
+        left, right = (_unless_empty(tensor, weight) for tensor in (self.left, self.right))
+        if right.dtype.size == 2:
             return replace(self, left=left, right=right, weight=weight)
         return replace(self, left=left, right=right * tf.cast(weight, right.dtype))
+
+
+def _unless_empty(tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+    """Zeros where `weight` is 0; indices stay, as their values are zeros then."""
+    return (
+        tf.math.multiply_no_nan(tensor, tf.cast(tf.sign(weight), tensor.dtype)) if tensor.dtype.is_floating else tensor
+    )
 
 
 class NoFactorsError(Exception):

@@ -37,7 +37,7 @@ def completed(gradients: list[Any], served: Sequence[int], optimizer: Any, wire:
     # Clipped before the loss scale is taken off, so the limit is scaled.
     scale = tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
     known = dict(zip(served, squares, strict=True))
-    norms = {place: known.get(place, _square(g)) for place, g in enumerate(result) if g is not None}
+    norms = {m: known[m] if m in known else _square(g) for m, g in enumerate(result) if g is not None}
     if inner.global_clipnorm:
         norms = dict.fromkeys(norms, tf.add_n(list(norms.values())))
     limit = (inner.clipnorm or inner.global_clipnorm) * scale
