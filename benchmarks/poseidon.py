@@ -29,7 +29,7 @@ PAPER = {
 FAST = 40.0
 SLOWER = {"googlenet": (2.0, 5.0, 10.0), "vgg19_32": (10.0, 20.0, 30.0), "vgg19_22k": (10.0, 20.0, 30.0)}
 TRAFFIC = {"model": "vgg19_32", "layout": "8x1", "gbit": FAST, "systems": ["ps", "ps-adam", "hybcomm"]}
-DILATION = 4.0
+DILATION = 8.0
 STEPS = 3
 
 

@@ -226,28 +226,6 @@ def test_schemes_print_what_differs_from_their_defaults():
     assert str(schemes.AllToAll(wire_dtype="float16")) == "asa(wire_dtype=float16)"
 
 
-@pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2", "interleaved 2x2", "3+1+2", "3x2"])
-def test_placed_pairs_sum_as_even_ones(layout):
-    """Some servers without a pair, some with several."""
-    nodes = LAYOUTS[layout]
-    for placement in ([2, 0, 1], [0, 1, 0], [1, 3, 2]):
-        scheme = schemes.ShardedServer(pair_bytes=64, placement=tuple(placement[: len(nodes)]))
-        if sum(scheme.placement) == 0:
-            continue
-        cluster = Cluster(nodes)
-        means = cluster.run(lambda wire, s=scheme: s.exchange(_vector(wire.topology.rank), (), wire, "ps")[0].numpy())
-        expected = np.mean([_vector(rank) for rank in range(len(means))], axis=0)
-        for rank, mean in enumerate(means):
-            np.testing.assert_allclose(mean, expected, atol=1e-4)
-            np.testing.assert_array_equal(mean, means[0])
-            cost = scheme.cost(101, 4, Topology(rank, nodes))
-            assert cluster.bytes_of(rank) == (cost.node_bytes, cost.cross_bytes)
-
-
-def _vector(rank):
-    return tf.constant(contract.gradient(101, rank))
-
-
 FACTOR_SCHEMES = (schemes.FactorBroadcast(), schemes.FactorServer(), schemes.FactorServer(server=1))
 
 

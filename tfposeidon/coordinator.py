@@ -182,13 +182,13 @@ def plan(
 
 
 def _placed(buckets: list[Bucket], topology: Topology) -> list[Bucket]:
-    """Spreads what goes to servers evenly over them: pairs over nodes, whole matrices over ranks."""
-    loads = {ShardedServer: [0.0] * len(topology.nodes), FactorServer: [0.0] * topology.size}
+    """Spreads whole matrices that go to one server each evenly over the ranks."""
+    load = [0.0] * topology.size
     placed = []
     for bucket in buckets:
         scheme = bucket.scheme
-        if isinstance(scheme, ShardedServer | FactorServer):
-            scheme = scheme.placed(bucket.length, bucket.descriptions[0].itemsize, loads[type(scheme)])
+        if isinstance(scheme, FactorServer):
+            scheme = scheme.placed(bucket.length, bucket.descriptions[0].itemsize, load)
         placed.append(dataclasses.replace(bucket, scheme=scheme))
     return placed
 
