@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -200,10 +201,16 @@ def _values(variables: Sequence[Any]) -> list[np.ndarray]:
 
 
 def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
-    if [tuple(v.shape) for v in variables] != [value.shape for value in values]:
+    pairs = itertools.zip_longest(variables, values)
+    if any(v is None or value is None or not _fits(v, value) for v, value in pairs):
         raise SnapshotError(
             f"A checkpoint must be of the same model and optimizer. Received: {len(values)} arrays for "
             f"{len(variables)} variables, or other shapes. Use another folder, or Checkpoint(..., resume=False)."
         )
     for variable, value in zip(variables, values, strict=True):
         variable.assign(tf.cast(value, variable.dtype))
+
+
+def _fits(variable: Any, value: np.ndarray) -> bool:
+    # Some state grows from step to step.
+    return tf.TensorShape(variable.shape).is_compatible_with(value.shape)

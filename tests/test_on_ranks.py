@@ -16,11 +16,11 @@ WORLDS = {
     "1": (1, 0, ["contract_table"]),
     "2": (2, 0, ["contract_table", "training", "optimizer_features", "refusals", "memory", "wait_free"]),
     "2 for callbacks": (2, 0, ["callbacks", "stateful", "sparse", "factors"]),
-    "2 for models": (2, 0, ["server_update", "applications"]),
+    "2 for models": (2, 0, ["server_update", "applications", "factor_accumulation"]),
     "3": (3, 0, ["contract_table", "uneven"]),
     "2+1": (3, 2, ["contract_table"]),
     "2x2": (4, 2, ["contract_table", "training", "layout", "sparse"]),
-    "2x2 for servers": (4, 2, ["factors", "server_update"]),
+    "2x2 for servers": (4, 2, ["factors", "factor_accumulation", "server_update"]),
     "3x2": (6, 2, ["contract_table"]),
     "2x2 in the lab": ("--nodes 2 --per-node 2 --inter 200mbit", 0, ["links"]),
 }

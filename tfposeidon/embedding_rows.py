@@ -34,11 +34,17 @@ class Rows(Factors):
     @property
     def packed(self) -> tf.Tensor:
         """Indices, as numbers of the values' type with the same bits, and values: summed where tokens repeat."""
-        indices, places = tf.unique(self.left)
-        values = tf.math.unsorted_segment_sum(self.right, places, tf.size(indices))
+        indices, values = self._summed()
         bits = tf.bitcast(tf.cast(indices, _index_dtype(self.right.dtype)), self.right.dtype)
         columns = tf.reshape(bits, [-1, self.shape.left_columns])
         return super(Rows, replace(self, left=columns, right=values)).packed
+
+    def _summed(self) -> tuple[tf.Tensor, tf.Tensor]:
+        # Rows of 16 bits with weights of their own are for the receivers to add up.
+        if self.right.dtype.size == 2 and self.weight is not None and self.weight.shape.rank:
+            return self.left, self.right
+        indices, places = tf.unique(self.left)
+        return indices, tf.math.unsorted_segment_sum(self.right, places, tf.size(indices))
 
     def _multiplied(self, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
         index_dtype = _index_dtype(left.dtype)

@@ -26,7 +26,7 @@ def find(
     descriptions: Sequence[Description],
     replicated: Collection[Any],
     batch_size: int | None,
-    accumulated: bool,
+    steps: int = 1,
 ) -> list[Found]:
     """Which gradients of this rank are products of two thin matrices.
 
@@ -34,19 +34,20 @@ def find(
       gradients: As they come from the tape.
       replicated: Variables with the same values on all ranks.
       batch_size: Samples of a step, where shapes do not tell; `None` if nobody knows.
-      accumulated: Whether what is exchanged are sums over several steps.
+      steps: How many of them each exchange serves.
     """
-    if accumulated:
-        return [{"why_not": "gradients are accumulated over steps"}] * len(descriptions)
-    return [_found(g, d, replicated, batch_size) for g, d in zip(gradients, descriptions, strict=True)]
+    return [_found(g, d, replicated, batch_size, steps) for g, d in zip(gradients, descriptions, strict=True)]
 
 
-def _found(gradient: Any, description: Description, replicated: Collection[Any], batch_size: int | None) -> Found:
+def _found(
+    gradient: Any, description: Description, replicated: Collection[Any], batch_size: int | None, steps: int
+) -> Found:
     try:
         factors = _read(gradient, description, replicated)
     except NoFactorsError as error:
         return {"why_not": str(error)}
-    found = dataclasses.replace(factors.shape, rows=_rows(factors, batch_size))
+    rows = _rows(factors, batch_size)
+    found = dataclasses.replace(factors.shape, rows=rows and rows * steps)
     return {**dataclasses.asdict(found), "constants": factors.constants}
 
 

@@ -108,6 +108,8 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
         if self.gradient_accumulation_steps:
             self._accumulation = Accumulation(self, variables, self.gradient_accumulation_steps)
+            if self.policy.reads_factors:
+                self._accumulation.take_factors()
         with tf.init_scope():
             self._absent = tf.Variable(0.0, trainable=False, name="absent")
             self._calls = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="calls")
@@ -205,13 +207,12 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         guards.check_all_variables(variables, self._trainable_variables, self._shards is not None)
         if self.ends_with_first_rank:
             self._calls.assign_add(1)
+        places = [self._get_variable_index(v) for v in variables]
         if self._exchanges(variables):
-            guards.check_graph()
-            self._planner.agree_once(grads, variables, self.inner_optimizer, self._settings(count))
+            grads = self._agreed_on(grads, variables, places, count)
         if self._accumulation is None:
             self._update(grads, variables, count)
         else:
-            places = [self._get_variable_index(v) for v in variables]
             update = functools.partial(self._update, variables=variables)
             self._accumulation.add(places, grads, count, lambda means, total: update(means, count=total))
 
@@ -332,6 +333,8 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         policy = policies.parse(scheme)
         guards.check_change(self._planner.policy, policy)
         self._planner.change_policy(policy)
+        if policy.reads_factors and self._accumulation is not None:
+            self._accumulation.take_factors()
 
     @property
     def exposed_s(self) -> float:
@@ -365,6 +368,14 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         if self._accumulation is not None:
             self._accumulation.reset()
 
+    def _agreed_on(self, grads: list[Any], variables: list[Any], places: list[int], count: Any) -> list[Any]:
+        """Makes sure that all ranks are about to do the same; gradients, with factors where these are sent."""
+        guards.check_graph()
+        matrices = functools.partial(self._accumulation.hold_matrices, places) if self._accumulation else None
+        self._planner.agree_once(grads, variables, self.inner_optimizer, self._settings(count), matrices)
+        plan = self._exchanger(variables).plan
+        return factor_agreement.taken(grads, plan, [*variables, *self.inner_optimizer.variables])
+
     def _update(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         if not self._exchanges(variables):
             rows = [gradient.merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
@@ -374,13 +385,12 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             return
         exchanger = self._exchanger(variables)
         presence = exchanger.presence(count) if count is not None else None
-        sent = factor_agreement.taken(grads, exchanger.plan, [*variables, *self.inner_optimizer.variables])
-        ready = _time_after(sent)
+        ready = _time_after(grads)
         weight = presence.weight if presence else None
         update_rate = self._planner.update_rate(variables)
         rate = update_rate.now(self.inner_optimizer) if any(exchanger.states) else None
         rescale = None if rate is None else update_rate.rescale(rate)
-        means, states = exchanger.exchange(sent, weight, rescale)
+        means, states = exchanger.exchange(grads, weight, rescale)
         if self._shards is not None:
             means = self._shards.completed(means)
         self._exposed_s.assign_add(_time_after(means) - ready)
@@ -426,14 +436,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     def _rank_state(self) -> list[tuple[Any, Piece]]:
         if self.built and not self._planner.agreed:
             self._exchanger(self._trainable_variables)
-        accumulated = self._accumulation.variables if self._accumulation else []
-        parts = [runtime.size() if tf.as_dtype(variable.dtype).is_floating else 0 for variable in accumulated]
-        pairs = [
-            (variable, Piece(name=f"accumulated_{i}", holders=holders))
-            for i, (variable, holders) in enumerate(zip(accumulated, parts, strict=True))
-        ]
+        accumulated = self._accumulation.rank_state(runtime.rank(), runtime.size()) if self._accumulation else []
         served = self._shards.rank_state if self._shards else ()
-        return [*pairs, *self._planner.rank_state(), *served]
+        return [*accumulated, *self._planner.rank_state(), *served]
 
     def _server_shards(self, variables: Sequence[Any]) -> ServerShards | None:
         if not self.policy.updates_at_servers:

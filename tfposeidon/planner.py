@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -73,11 +73,17 @@ class Planner:
         return dataclasses.replace(plans[0], buckets=buckets, notes=tuple(notes))
 
     def agree_once(
-        self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]
+        self,
+        grads: list[Any],
+        variables: list[Any],
+        inner_optimizer: Any,
+        settings: dict[str, Any],
+        matrices: Callable[[], list[bool]] | None,
     ) -> None:
         """At the first trace of a step: makes sure that all ranks are about to do the same, and plans with factors.
 
         Args:
+          matrices: If gradients are accumulated, tells which were as matrices since the last update.
           settings: What has to be the same on all ranks, besides the variables and this planner's own.
         """
         exchanger = self.exchanger(variables, inner_optimizer)
@@ -86,9 +92,10 @@ class Planner:
         own = {"scheme": repr(self.policy), "bucket_bytes": self.bucket_bytes}
         exchanger.agree(f"tp{next(_numbers)}", grads, own | settings)
         if self.policy.reads_factors:
-            accumulated = settings["gradient_accumulation_steps"] is not None
-            self._plan_with_factors(grads, variables, [*variables, *inner_optimizer.variables], accumulated)
-        self._take_notes(grads, variables, inner_optimizer, settings["counted"])
+            replicated = [*variables, *inner_optimizer.variables]
+            steps = settings["gradient_accumulation_steps"] or 1
+            self._plan_with_factors(grads, variables, replicated, steps, matrices)
+        self._take_notes(grads, variables, inner_optimizer, settings)
 
     def takes_batches_of(self, samples: int | None) -> bool:
         """See `DistributedOptimizer.takes_batches_of`."""
@@ -122,14 +129,21 @@ class Planner:
         return coordinator.plan(descriptions, self.policy, topology, self.bucket_bytes, notes)
 
     def _plan_with_factors(
-        self, grads: list[Any], variables: list[Any], replicated: list[Any], accumulated: bool
+        self,
+        grads: list[Any],
+        variables: list[Any],
+        replicated: list[Any],
+        steps: int,
+        matrices: Callable[[], list[bool]] | None,
     ) -> None:
         """Plans again, now that the ops are there that make the gradients."""
         exchanger = self._exchangers[_key(variables)]
         descriptions = [describe(v) for v in variables]
         batch_size = getattr(self.policy, "batch_size", None) or self._batch_size
-        found = factor_agreement.find(grads, descriptions, replicated, batch_size, accumulated)
+        found = factor_agreement.find(grads, descriptions, replicated, batch_size, steps)
         with tf.init_scope():
+            for place, is_matrix in enumerate(matrices() if matrices else ()):
+                found[place] = {"why_not": "a part of it is a matrix already"} if is_matrix else found[place]
             everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
         plan = self._plan(factor_agreement.agreed(descriptions, everybody))
         factor_agreement.check(plan)
@@ -137,13 +151,18 @@ class Planner:
         new.take_over(exchanger)
         self._exchangers[_key(variables)] = new
 
-    def _take_notes(self, grads: list[Any], variables: list[Any], inner_optimizer: Any, counted: bool) -> None:
-        if counted:
+    def _take_notes(
+        self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]
+    ) -> None:
+        if settings["counted"]:
             self._note("ranks weigh by their number of samples: exact for losses that are means over samples")
         else:
             self._note("no sample_count was given: ranks weigh the same, unequal batches give a mean of means")
         plan = self._exchangers[_key(variables)].plan
         by_rows = {b.descriptions[0].path for b in plan.buckets if b.goes_alone}
+        steps = settings["gradient_accumulation_steps"]
+        if steps and by_rows:
+            self._note(f"rows of factors are kept over {steps} steps, other gradients are added up")
         for grad, variable in zip(grads, variables, strict=True):
             if isinstance(grad, tf.IndexedSlices) and describe(variable).path not in by_rows:
                 self._note(f"{describe(variable).path}: rows are summed and sent as a dense matrix")

@@ -24,12 +24,15 @@ class Piece:
         of a bucket, such as an accumulated gradient.
       offset: Where in the bucket it begins.
       holders: How many ranks hold a part of each of its elements; 0 for what is equal on all ranks.
+      joined: Whether what ranks hold does not add up, but stands one below the other, as the rows of factors. Then
+        `holders` is how many ranks share it out, and `offset` which one this is.
     """
 
     name: str
     members: tuple[tuple[str, int], ...] = ()
     offset: int = 0
     holders: int = 0
+    joined: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -88,9 +91,17 @@ def redistributed(saved: Sequence[State], wanted: State) -> list[np.ndarray]:
 def _wanted(piece: Piece, shaped: np.ndarray, totals: dict[Any, np.ndarray], whole: dict[str, Any]) -> np.ndarray:
     if not piece.members:
         arrays = whole.get(piece.name, [np.zeros_like(shaped)])
+        if piece.joined:
+            return _below_one_another(arrays[piece.offset :: piece.holders], shaped)
         return np.asarray(np.sum(arrays, axis=0) / piece.holders, shaped.dtype) if piece.holders else arrays[0]
     result = np.zeros_like(shaped)
     for key, _, inside, place in piece.overlaps(shaped.size):
         if key in totals:
             result[place] = totals[key][inside] / piece.holders
     return result
+
+
+def _below_one_another(arrays: Sequence[np.ndarray], shaped: np.ndarray) -> np.ndarray:
+    # Empty arrays may have other widths.
+    filled = [array for array in arrays if array.size]
+    return np.concatenate(filled) if filled else shaped[:0]

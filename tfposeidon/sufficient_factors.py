@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-LAYERS = "Dense, EinsumDense, MultiHeadAttention and Embedding, used outside loops and without gradient accumulation"
+LAYERS = "Dense, EinsumDense, MultiHeadAttention and Embedding, used outside loops"
 """Whose weights have factors."""
 
 
@@ -70,7 +70,7 @@ class Factors:
       local: What the loss adds that follows from variables alone (a regulariser's part), so that it is the same on
         all ranks; in the variable's shape and dtype, or `None`.
       constants: A digest of the numbers in `local` that are in the graph, which ranks have to compare.
-      weight: Of the product in 16 bits, where it is not 1: scalar float32.
+      weight: Of factors in 16 bits, where it is not 1: float32, a scalar or `[K]`.
     """
 
     left: tf.Tensor
@@ -102,7 +102,7 @@ class Factors:
         weight = tf.constant(1.0) if self.weight is None else self.weight
         high = tf.cast(weight, self.left.dtype)
         low = tf.cast(weight - tf.cast(high, tf.float32), self.left.dtype)
-        return [tf.fill([tf.shape(self.left)[0], 1], part) for part in (high, low)]
+        return [tf.broadcast_to(_column(part), [tf.shape(self.left)[0], 1]) for part in (high, low)]
 
     def product(self, packed: tf.Tensor) -> tf.Tensor:
         """`[M * N]`, float32 unless they are float64: of rows of any number of ranks, packed as this one's."""
@@ -120,19 +120,23 @@ class Factors:
         return tf.linalg.matmul(tf.cast(left, right.dtype), right, transpose_a=True)
 
     def weighted(self, weight: tf.Tensor) -> Factors:
-        """With the product times `weight`; the local term is every rank's alike, and stays."""
+        """With the product, or each of its K terms, times `weight`; the local term is all ranks' alike, and stays."""
         # No samples, no say: what comes from an empty batch need not be a number.
         left, right = (_unless_empty(tensor, weight) for tensor in (self.left, self.right))
         if right.dtype.size == 2:
-            return replace(self, left=left, right=right, weight=weight)
-        return replace(self, left=left, right=right * tf.cast(weight, right.dtype))
+            return replace(self, left=left, right=right, weight=weight if self.weight is None else self.weight * weight)
+        return replace(self, left=left, right=right * _column(tf.cast(weight, right.dtype)))
 
 
 def _unless_empty(tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
     """Zeros where `weight` is 0; indices stay, as their values are zeros then."""
-    return (
-        tf.math.multiply_no_nan(tensor, tf.cast(tf.sign(weight), tensor.dtype)) if tensor.dtype.is_floating else tensor
-    )
+    if not tensor.dtype.is_floating:
+        return tensor
+    return tf.math.multiply_no_nan(tensor, _column(tf.cast(tf.sign(weight), tensor.dtype)))
+
+
+def _column(weight: tf.Tensor) -> tf.Tensor:
+    return weight[:, tf.newaxis] if weight.shape.rank else weight
 
 
 class NoFactorsError(Exception):

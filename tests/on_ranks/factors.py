@@ -122,18 +122,6 @@ def case_hybcomm_says_what_it_weighed(wire):
     assert f"K={k}, P={p}" in str(optimizer.plan)
 
 
-def case_accumulated_gradients_have_no_factors(wire):
-    optimizer = tp.DistributedOptimizer(sgd(), scheme="hybcomm", gradient_accumulation_steps=2)
-    train_together(models.mlp(), models.mlp.data(4 * BATCH), optimizer, wire)
-    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"ps"}
-    optimizer = tp.DistributedOptimizer(sgd(), scheme="sfb", gradient_accumulation_steps=2)
-    with pytest.raises(
-        ValueError,
-        match=r"'sfb' needs gradients.*Received: '.*kernel': gradients are accumulated over steps \(rank 0\)",
-    ):
-        train_together(models.mlp(), models.mlp.data(4 * BATCH), optimizer, wire)
-
-
 def case_factors_where_there_are_none(wire):
     model = models.cnn()
     with pytest.raises(ValueError, match=r"'sfb' needs gradients.*conv2d.*Conv2DBackpropFilter.*Use \"hybcomm\""):

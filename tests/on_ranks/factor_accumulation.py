@@ -1,0 +1,109 @@
+"""Factors under gradient accumulation: kept as rows from step to step, and exchanged once per update."""
+
+import keras
+import numpy as np
+
+import tfposeidon as tp
+from tests.on_ranks import models
+from tests.on_ranks.callbacks import check_resumes_everywhere
+from tests.on_ranks.factors import KERNELS, _large_table, _tokens
+from tests.on_ranks.models import same_on_all_ranks
+from tests.on_ranks.training import BATCH, STEPS, check_equal, train_alone, train_together
+
+ACCUMULATED = 2
+
+
+def accumulating():
+    return keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=ACCUMULATED)
+
+
+def _by_variable(plan):
+    return {d.path.rpartition("/")[2]: (b, d) for b in plan.buckets for d in b.descriptions}
+
+
+def case_equal_to_one_process(wire):
+    for build, data, variable in (
+        (models.mlp, models.mlp.data(STEPS * BATCH), "kernel"),
+        (_large_table, _tokens(STEPS * BATCH), "embeddings"),
+    ):
+        start = build()
+        reference = train_alone(models.copy(build, start), data, accumulating())
+        for scheme in ([(variable, "sfb"), (".*", "allreduce")], [(variable, "adam"), (".*", "ps")]):
+            optimizer = tp.DistributedOptimizer(accumulating(), scheme=scheme)
+            weights = train_together(models.copy(build, start), data, optimizer, wire)
+            check_equal(weights, reference)
+            same_on_all_ranks(weights, wire)
+            bucket, description = _by_variable(optimizer.plan)[variable]
+            assert bucket.scheme.name == scheme[0][1]
+            positions = 4 if variable == "embeddings" else 1
+            assert description.factors.rows == ACCUMULATED * positions * BATCH // wire.topology.size
+            assert "rows of factors are kept over 2 steps" in str(optimizer.plan)
+
+
+def case_the_cheaper_of_both(wire):
+    """More steps make more rows, until the matrix is less."""
+    schemes = []
+    for steps in (1, 2, 64):
+        optimizer = tp.DistributedOptimizer(
+            keras.optimizers.SGD(0.1),
+            scheme="hybcomm",
+            bucket_bytes=0,
+            gradient_accumulation_steps=steps if steps > 1 else None,
+        )
+        # 4 rows a step of a kernel of 500 x 40.
+        model = keras.Sequential([keras.Input((500,)), keras.layers.Dense(40)])
+        model.compile(optimizer=optimizer, loss="mse")
+        model.fit(np.ones((8, 500)), np.ones((8, 40)), batch_size=4, verbose=0)
+        bucket, description = _by_variable(optimizer.plan)["kernel"]
+        schemes.append(bucket.scheme.name)
+        assert description.factors.rows == 4 * steps
+    assert schemes == ["sfb", "sfb", "ps"]
+    assert "K=" in bucket.reason
+
+
+def case_batches_that_weigh_differently(wire):
+    """The mean is one over samples, in 32 and in 16 bits."""
+    for policy, tolerance in (("float32", 1e-5), ("mixed_float16", 5e-3)):
+        keras.config.set_dtype_policy(policy)
+        # One sample, then two, and so on, over the ranks.
+        bounds = np.cumsum(range(2 * wire.topology.size + 1))
+        x, y = models.mlp.data(bounds[-1])
+        start = models.mlp()
+        inner = keras.optimizers.SGD(0.1)
+        reference = models.copy(models.mlp, start)
+        reference.compile(optimizer=inner, loss=models.LOSS)
+        reference.train_on_batch(x, y)
+        model = models.copy(models.mlp, start)
+        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=KERNELS, gradient_accumulation_steps=2)
+        model.compile(optimizer=optimizer, loss=models.LOSS)
+        for step in range(2):
+            part = 2 * wire.topology.rank + step
+            mine = slice(*bounds[part : part + 2])
+            model.train_on_batch(x[mine], y[mine])
+        same_on_all_ranks(model.get_weights(), wire)
+        for weight, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
+            np.testing.assert_allclose(weight, expected, atol=tolerance * max(1, np.abs(expected).max()))
+        assert not any(np.any(v.numpy()) for v in optimizer.rank_variables)
+
+
+def case_between_two_plans(wire):
+    """Rows that wait for their update when the next batches are too large for factors, and matrices the other way."""
+    x, y = models.mlp.data(64 * wire.topology.size)
+    mine = slice(wire.topology.rank, None, wire.topology.size)
+    for sizes in ((1, 32), (32, 1)):
+        results = []
+        for scheme in ("hybcomm", "allreduce"):
+            keras.utils.set_random_seed(3)
+            model = models.mlp()
+            optimizer = tp.DistributedOptimizer(accumulating(), scheme=scheme)
+            model.compile(optimizer=optimizer, loss=models.LOSS)
+            for size in sizes:
+                rows = slice(0, size)
+                model.fit(x[mine][rows], y[mine][rows], batch_size=size, verbose=0)
+            assert int(optimizer.iterations) == 1
+            results.append(model.get_weights())
+        check_equal(*results)
+
+
+def case_resume_at_every_step(wire):
+    check_resumes_everywhere(wire, models.mlp, accumulating, scheme=KERNELS)
