@@ -1,8 +1,9 @@
-"""Time and steps to a fixed accuracy on real data: scikit-learn's digits on 2 x 2 ranks, with slow links.
+"""Time and steps to a fixed accuracy on real data: scikit-learn's digits on 4 ranks, with slow links.
 
     python -m benchmarks.accuracy                # short: two schemes, one seed
     python -m benchmarks.accuracy --full         # all dense schemes, three seeds
     python -m benchmarks.accuracy --sparse       # sparse ones beside the all-reduce, always all epochs
+    python -m benchmarks.accuracy --one-bit      # one bit for each gradient beside exact schemes (Poseidon, Fig. 11)
 
 Every scheme trains the same CNN from the same seeds until validation accuracy is reached, or for so many epochs.
 """
@@ -23,8 +24,9 @@ SPARSE = {
     ],
     "seeds": [0, 1, 2],
 }
+ONE_BIT = {"systems": ["allreduce", "hybcomm", "onebit"], "seeds": [0, 1, 2]}
 SHORT = {"systems": ["allreduce", "asa16"], "seeds": [0]}
-LAYOUT, RATE = "2x2", "100mbit"
+RATE = "100mbit"
 TARGET, EPOCHS = 0.98, 30
 
 
@@ -35,17 +37,20 @@ def parse_arguments():
     parser.add_argument("--seeds", nargs="*", type=int, help="of weights and batches")
     parser.add_argument("--target", type=float, default=TARGET, help=f"validation accuracy to reach ({TARGET})")
     parser.add_argument("--sparse", action="store_true", help="convergence of sparse schemes")
-    return harness.parse(parser, SHORT, FULL, {"sparse": SPARSE})
+    parser.add_argument("--one-bit", action="store_true", help="convergence with one bit for each gradient")
+    return harness.parse(parser, SHORT, FULL, {"sparse": SPARSE, "one_bit": ONE_BIT})
 
 
 def planned(options):
     """One job for each seed, with all schemes in it."""
-    common = {"systems": options.systems, "target": options.target, "goes_on": options.sparse}
+    # Ranks of one node would sum before they send bits.
+    common = {"systems": options.systems, "target": options.target, "layout": "4x1" if options.one_bit else "2x2"}
+    common["goes_on"] = options.sparse or options.one_bit
     return harness.keyed(common | {"seed": seed} for seed in options.seeds)
 
 
-def run(systems, target, goes_on, seed):
-    nodes, per_node = LAYOUT.split("x")
+def run(systems, target, layout, goes_on, seed):
+    nodes, per_node = layout.split("x")
     options = f"--nodes {nodes} --per-node {per_node} --inter {RATE}"
     task = {"systems": systems, "target": target, "goes_on": goes_on, "seed": seed, "epochs": EPOCHS}
     return harness.in_lab(options, "accuracy", task) | {"seed": seed}
@@ -57,7 +62,7 @@ def show(cells):
     for cell in cells.values():
         for system, figures in cell["systems"].items():
             found.setdefault(system, []).append(figures)
-    print(f"\nscikit-learn's digits, {LAYOUT} ranks, {RATE} between nodes")
+    print(f"\nscikit-learn's digits on 4 ranks, {RATE} between nodes")
     header = ("scheme", "seeds", "reached", "steps", "seconds", "best accuracy", "last accuracy")
     harness.show([header, *(cells_of(system, runs) for system, runs in found.items())])
 
@@ -82,19 +87,29 @@ def spread(values, form):
 
 
 def plot(cells, path):
-    """Validation accuracy over training time, one line for each run."""
-    systems = list(dict.fromkeys(system for cell in cells.values() for system in cell["systems"]))
+    """Validation accuracy over training time, and loss and error over iterations; one line for each run."""
+    # Results from before losses were noted have one panel.
+    everything = all("losses" in run for cell in cells.values() for run in cell["systems"].values())
 
     def draw(axes):
-        for place, cell in enumerate(cells.values()):
-            for system, figures in cell["systems"].items():
-                percent = [100 * accuracy for accuracy in figures["accuracies"]]
-                label = system if place == 0 else None
-                colour = f"C{systems.index(system)}"
-                axes[0].plot(figures["seconds"], percent, color=colour, label=label, linewidth=1)
+        _draw(axes[0], cells, lambda run: (run["seconds"], [100 * accuracy for accuracy in run["accuracies"]]))
         axes[0].set(xlabel="seconds of training", ylabel="validation accuracy, %", ylim=(80, 100))
+        if not everything:
+            return
+        _draw(axes[1], cells, lambda run: (run["iterations"], run["losses"]))
+        _draw(axes[2], cells, lambda run: (run["iterations"], [1 - accuracy for accuracy in run["accuracies"]]))
+        axes[1].set(xlabel="iterations", ylabel="training loss, mean of an epoch", yscale="log")
+        axes[2].set(xlabel="iterations", ylabel="validation error", yscale="log")
 
-    harness.plot(path, 1, draw)
+    harness.plot(path, 3 if everything else 1, draw)
+
+
+def _draw(axis, cells, points):
+    systems = list(dict.fromkeys(system for cell in cells.values() for system in cell["systems"]))
+    for place, cell in enumerate(cells.values()):
+        for system, run in cell["systems"].items():
+            style = {"label": system if place == 0 else None, "color": f"C{systems.index(system)}", "linewidth": 1}
+            axis.plot(*points(run), **style)
 
 
 def main():

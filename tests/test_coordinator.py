@@ -1,5 +1,6 @@
 """Plans: order, buckets, bytes, and what they print."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -116,6 +117,19 @@ def test_best_scheme_is_the_papers():
     assert _hybcomm(1024, 1000, 128, 16).scheme.name == "ps"
     # Ranks of a node share its link: their rows count together.
     assert "K=128, P=2" in _hybcomm(4096, 4096, 32, 2, ranks_per_node=4).reason
+
+
+@pytest.mark.parametrize(("rows", "sums"), [(4, False), (400, True)])
+def test_factors_are_gathered_or_their_products_summed_in_the_node(rows, sums):
+    """Whichever is fewer bytes there: 2 nodes gather 2 K (M + N) values a rank, or sum M N."""
+    description = Description("fc/kernel", (100, 60), "float32", FactorShape(rows, 100, 60, "float32"))
+    made = coordinator.plan([description], policies.parse("sfb"), Topology.regular(0, 8, 4))
+    assert made.buckets[0].scheme == schemes.FactorBroadcast(sums_in_node=sums)
+    other = dataclasses.replace(made.buckets[0], scheme=schemes.FactorBroadcast(sums_in_node=not sums))
+    assert made.cost.node_bytes < other.cost(made.topology).node_bytes
+    # Uneven nodes have no positions to gather over.
+    uneven = coordinator.plan([description], policies.parse("sfb"), Topology(0, ((0, 1), (2,))))
+    assert uneven.buckets[0].scheme == schemes.FactorBroadcast()
 
 
 def test_hybcomm_without_rows_or_factors():

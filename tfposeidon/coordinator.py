@@ -13,7 +13,7 @@ from typing import Any
 from tfposeidon.cost import Cost
 from tfposeidon.gradient import Description
 from tfposeidon.policies import Choice, Policy
-from tfposeidon.schemes import AllReduce, FactorScheme, FactorServer, Scheme, ShardedServer, VectorScheme
+from tfposeidon.schemes import AllReduce, FactorScheme, Scheme, ShardedServer, VectorScheme
 from tfposeidon.schemes.base import Slot
 from tfposeidon.text import readable, table
 from tfposeidon.topology import Topology
@@ -175,22 +175,22 @@ def plan(
             buckets += [open_bucket] if open_bucket else []
         else:
             filling[key] = open_bucket.joined(new)
-    last_first = _placed(sorted([*buckets, *filling.values()], key=lambda bucket: -bucket.members[-1]), topology)
+    last_first = _fitted(sorted([*buckets, *filling.values()], key=lambda bucket: -bucket.members[-1]), topology)
     remarks = [b.scheme.note(b.length, topology) for b in last_first]
     remarks = [f"bucket {i}: {remark}" for i, remark in enumerate(remarks) if remark]
     return Plan(buckets=tuple(last_first), topology=topology, notes=(*notes, *remarks))
 
 
-def _placed(buckets: list[Bucket], topology: Topology) -> list[Bucket]:
-    """Spreads whole matrices that go to one server each evenly over the ranks."""
+def _fitted(buckets: list[Bucket], topology: Topology) -> list[Bucket]:
+    """Schemes for factors as they suit their variables."""
     load = [0.0] * topology.size
-    placed = []
+    fitted = []
     for bucket in buckets:
-        scheme = bucket.scheme
-        if isinstance(scheme, FactorServer):
-            scheme = scheme.placed(bucket.length, bucket.descriptions[0].itemsize, load)
-        placed.append(dataclasses.replace(bucket, scheme=scheme))
-    return placed
+        scheme, factors = bucket.scheme, bucket.descriptions[0].factors
+        if isinstance(scheme, FactorScheme) and factors is not None:
+            scheme = scheme.fitted(factors, topology, load)
+        fitted.append(dataclasses.replace(bucket, scheme=scheme))
+    return fitted
 
 
 def _choice(policy: Policy, description: Description, topology: Topology) -> Choice:

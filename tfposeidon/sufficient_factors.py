@@ -59,6 +59,11 @@ class FactorShape:
         columns = self.left_columns + self.right + (WEIGHT_COLUMNS if self.itemsize == 2 else 0)
         return (self.rows or 0) * columns * self.itemsize
 
+    @property
+    def matrix_bytes(self) -> int:
+        """Of the product, which has 32 bits unless they have 64."""
+        return self.left * self.right * max(4, self.itemsize)
+
 
 @dataclass(frozen=True)
 class Factors:

@@ -19,12 +19,13 @@ RATE, MOMENTUM = 0.05, 0.9
 
 
 class Reached(keras.callbacks.Callback):
-    """Notes accuracy and training time after each epoch, and stops at the target unless it is to go on."""
+    """Notes accuracy, loss and training time after each epoch, and stops at the target unless it is to go on."""
 
     def __init__(self, target, goes_on):
         super().__init__()
         self.target, self.goes_on = target, goes_on
-        self.figures = {"accuracies": [], "seconds": [], "reached_steps": None, "reached_s": None}
+        self.figures = {name: [] for name in ("accuracies", "losses", "iterations", "seconds")}
+        self.figures |= {"reached_steps": None, "reached_s": None}
         self.seconds = 0.0
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -41,6 +42,8 @@ class Reached(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         accuracy = logs["val_accuracy"]
         self.figures["accuracies"].append(float(accuracy))
+        self.figures["losses"].append(float(logs["loss"]))
+        self.figures["iterations"].append(int(self.model.optimizer.iterations))
         self.figures["seconds"].append(self.seconds)
         if accuracy >= self.target and self.figures["reached_steps"] is None:
             self.figures |= {"reached_steps": int(self.model.optimizer.iterations), "reached_s": self.seconds}
@@ -65,7 +68,7 @@ def model():
 
 def optimizer_and_scheme(system):
     """SGD with momentum: of the optimizer, or for sparse schemes before the selection."""
-    scheme = scheme_named(system)
+    scheme = system if system == "hybcomm" else scheme_named(system)
     if not isinstance(scheme, SparseScheme):
         return {"inner_optimizer": keras.optimizers.SGD(RATE, momentum=MOMENTUM), "scheme": scheme}
     return {"inner_optimizer": keras.optimizers.SGD(RATE), "scheme": dataclasses.replace(scheme, momentum=MOMENTUM)}

@@ -72,6 +72,21 @@ def case_factors_of_unequal_batches(wire):
     same_on_all_ranks(model.get_weights(), wire)
 
 
+def case_products_summed_in_the_node(wire):
+    """Where factors of that many rows are more than the matrix."""
+    x, y = models.mlp.data(64 * wire.topology.size)
+    start = models.mlp()
+    reference = train_alone(models.copy(models.mlp, start), (x, y), sgd(), batch_size=len(x))
+    model = models.copy(models.mlp, start)
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=KERNELS)
+    model.compile(optimizer=optimizer, loss=models.LOSS)
+    mine = slice(64 * wire.topology.rank, 64 * (wire.topology.rank + 1))
+    model.fit(x[mine], y[mine], batch_size=64, verbose=0)
+    check_equal(model.get_weights(), reference)
+    same_on_all_ranks(model.get_weights(), wire)
+    assert "sfb(sums_in_node=True)" in str(optimizer.plan)
+
+
 def case_factors_in_half_precision(wire):
     """Rebuilt in 32 bits from what the layers computed in 16; the loss scale inside."""
     keras.config.set_dtype_policy("mixed_float16")

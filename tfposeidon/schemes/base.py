@@ -122,6 +122,16 @@ class VectorScheme(Scheme):
 class FactorScheme(Scheme):
     """A scheme for one variable whose gradient is a product of two thin matrices; it keeps nothing."""
 
+    def fitted(self, factors: FactorShape, topology: Topology, load: list[float]) -> FactorScheme:
+        """As it suits one variable.
+
+        Args:
+          factors: Of the variable.
+          topology: The ranks of the job; what is decided is the same on each.
+          load: Bytes that each rank serves already, to which are added those of this variable.
+        """
+        return self
+
     @abstractmethod
     def exchange_factors(self, factors: Factors, wire: Wire, name: str) -> tf.Tensor:
         """Exchanges the factors of one variable.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import tensorflow as tf
@@ -20,34 +20,59 @@ class FactorBroadcast(FactorScheme):
     """Gathers every rank's factors and multiplies them once.
 
     First across nodes, among the ranks of one position, then in the node; ranks may have different numbers of rows.
+    In the node the ranks' products are summed instead where that is fewer bytes, as the plan says.
+
+    Args:
+      sums_in_node: Whether products are summed in the node. The coordinator decides it for each variable.
 
     Cost: (m - 1) + (n - 1) steps; a rank with K rows sends K (m - 1) (M + N) values across nodes and
-    m K (n - 1) (M + N) in its node, m nodes of n ranks; the product takes 2 m n K M N operations.
+    m K (n - 1) (M + N) in its node, m nodes of n ranks; the product takes 2 m n K M N operations. With sums in the
+    node 2 (n - 1) steps there, 2 M N (n - 1) / n values and 2 m K M N operations.
     Source: Zhang et al. 2017 (Poseidon), sections 2.1 and 3.2; Xie et al. 2016. Differs: factors go round in a ring
     and not to each peer, which is as many values; the product is formed once, not for each peer; uneven nodes gather
     over all ranks at once.
     """
 
     name: ClassVar[str] = "sfb"
+    sums_in_node: bool = False
+
+    def fitted(self, factors: FactorShape, topology: Topology, load: list[float]) -> FactorBroadcast:
+        """With sums in the node where they are fewer bytes there."""
+        if factors.rows is None or _uneven(topology):
+            return self
+        ways = [replace(self, sums_in_node=sums) for sums in (False, True)]
+        # Every rank of an even layout sends as much.
+        return min(ways, key=lambda way: way.factor_cost(factors, topology).node_bytes)
 
     def exchange_factors(self, factors: Factors, wire: Wire, name: str) -> tf.Tensor:
         topology, rows = wire.topology, factors.packed
         for stage, group in self._stages(topology).items():
             rows = wire.all_gather(rows, group, f"{name}.{stage}")
         total = factors.product(rows)
+        if self._sums(topology):
+            total = wire.all_reduce(total, topology.node, f"{name}.node_sum")
         return total / tf.cast(topology.size, total.dtype)
 
     def factor_cost(self, factors: FactorShape, topology: Topology) -> Cost:
-        total = Cost(flops=2.0 * topology.size * (factors.rows or 0) * factors.left_columns * factors.right)
-        held = float(factors.bytes)
+        total, held = Cost(), float(factors.bytes)
+        ranks = 1
         for group in self._stages(topology).values():
             total += cost.ring_all_gather(topology, group, [held] * group.size)
             held *= group.size
-        return total
+            ranks *= group.size
+        if self._sums(topology):
+            total += cost.ring_all_reduce(topology, topology.node, factors.matrix_bytes)
+        return total + Cost(flops=2.0 * ranks * (factors.rows or 0) * factors.left_columns * factors.right)
 
-    @staticmethod
-    def _stages(topology: Topology) -> dict[str, Group]:
-        even = len({len(node) for node in topology.nodes}) == 1
-        if not even or topology.across is None:
+    def _stages(self, topology: Topology) -> dict[str, Group]:
+        if topology.across is None or _uneven(topology):
             return {"gather": topology.world}
-        return {"across_gather": topology.across, "node_gather": topology.node}
+        across = {"across_gather": topology.across}
+        return across if self.sums_in_node else across | {"node_gather": topology.node}
+
+    def _sums(self, topology: Topology) -> bool:
+        return self.sums_in_node and not _uneven(topology)
+
+
+def _uneven(topology: Topology) -> bool:
+    return len({len(node) for node in topology.nodes}) > 1

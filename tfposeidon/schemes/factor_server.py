@@ -35,10 +35,10 @@ class FactorServer(FactorScheme):
     def __str__(self) -> str:
         return self.name
 
-    def placed(self, length: int, itemsize: int, load: list[float]) -> FactorServer:
-        """On the server that has least; adds its bytes to `load`, one entry a server."""
+    def fitted(self, factors: FactorShape, topology: Topology, load: list[float]) -> FactorServer:
+        """On the server that has least."""
         server = min(range(len(load)), key=load.__getitem__)
-        load[server] += length * itemsize
+        load[server] += factors.left * factors.right
         return replace(self, server=server)
 
     def exchange_factors(self, factors: Factors, wire: Wire, name: str) -> tf.Tensor:
@@ -57,5 +57,6 @@ class FactorServer(FactorScheme):
             if topology.rank == root
             else 0.0
         )
-        matrix = factors.left * factors.right * (8.0 if factors.dtype == "float64" else 4.0)
-        return cost.all_to_all(topology, world, pushed, flops) + cost.tree_broadcast(topology, root, matrix)
+        return cost.all_to_all(topology, world, pushed, flops) + cost.tree_broadcast(
+            topology, root, factors.matrix_bytes
+        )
