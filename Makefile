@@ -69,7 +69,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Short versions, some ten minutes; --full in place of --results ... gives those of docs/results.md.
+# Short versions, half an hour; --full in place of --results ... gives those of docs/results.md.
 BENCH := build/bench
 bench: setup
 	$(BIN)/python -m pip --disable-pip-version-check install -q -e '.[dev,plots]'
@@ -78,6 +78,9 @@ bench: setup
 	$(BIN)/python -m benchmarks.exchange --results $(BENCH)/exchange.json
 	$(BIN)/python -m benchmarks.scaling --results $(BENCH)/scaling.json
 	$(BIN)/python -m benchmarks.accuracy --results $(BENCH)/accuracy.json
+	$(BIN)/python -m benchmarks.selection --results $(BENCH)/selection.json
+	$(BIN)/python -m benchmarks.poseidon --results $(BENCH)/poseidon.json
+	$(BIN)/python -m benchmarks.memory --layouts 2x1 --results $(BENCH)/memory.json
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks import accuracy, best_scheme, exchange, harness, hitopk_steps, poseidon, scaling, selection
+from benchmarks import accuracy, best_scheme, exchange, harness, hitopk_steps, memory, poseidon, scaling, selection
 from benchmarks.workers.exchange import scheme_named
 from benchmarks.workers.task import summary
 from tfposeidon import schemes
@@ -132,6 +132,31 @@ def test_accuracy_row_counts_those_that_arrived():
         {"reached_steps": None, "reached_s": None, "accuracies": [0.9]},
     ]
     assert accuracy.cells_of("asa", runs)[:4] == ("asa", "2", "1", "40 (40 to 40)")
+
+
+def test_accuracy_plots_runs_from_before_losses_were_noted(tmp_path):
+    old = {"accuracies": [0.9, 0.98], "seconds": [1, 2], "reached_steps": None, "reached_s": None}
+    for run in (old, old | {"losses": [1.0, 0.5], "iterations": [23, 46]}):
+        accuracy.plot({"one": {"systems": {"onebit": run}}}, tmp_path / "accuracy.png")
+
+
+def test_one_bit_goes_over_nodes_of_one_rank():
+    options = argparse.Namespace(systems=["onebit"], target=0.98, seeds=[0], sparse=False, one_bit=True)
+    ((_, job),) = accuracy.planned(options).items()
+    assert job["layout"] == "4x1"
+    assert job["goes_on"]
+
+
+def test_memory_is_that_beyond_an_optimizer_without_slots(tmp_path, capsys):
+    def cell(optimizer, slots, resident):
+        systems = {optimizer: {"slots": slots, "resident": resident}}
+        return {"layout": "2x1", "optimizer": optimizer, "update": "server", "systems": systems}
+
+    cells = {"a": cell("sgd", [0, 0], [1000, 1200]), "b": cell("adam", [100, 200], [2000, 2200])}
+    assert list(memory.rows(cells)) == [(("2x1", "adam", "server"), 150, 1000)]
+    memory.show(cells)
+    assert "2x1    adam       server  0.0 MB" in capsys.readouterr().out
+    memory.plot(cells, tmp_path / "memory.png")
 
 
 @pytest.mark.parametrize(
