@@ -1,0 +1,221 @@
+"""Samples in shared memory: what is ready is right, whatever was killed, torn or full."""
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from datacache.layout import Component, Layout
+from datacache.pool import CacheError, Pool
+
+LAYOUT = Layout.of(sample := [np.zeros((5, 3), "uint8"), np.float32(0), np.zeros(2, "int64"), np.array(True)])
+SAMPLES = 40
+
+
+def f(index):
+    """The sample of that number."""
+    draw = np.random.default_rng(index)
+    pixels = draw.integers(0, 256, (5, 3)).astype("uint8")
+    return [pixels, np.float32(draw.normal()), np.array([index, -index]), np.array(index % 2 == 0)]
+
+
+def _pool(folder, slots=SAMPLES, **changed):
+    return Pool(folder, **{"layout": LAYOUT, "samples": SAMPLES, "slots": slots, **changed})
+
+
+def _check(pool, samples):
+    for arrays, place in zip(zip(*pool.gather(samples), strict=True), samples, strict=True):
+        for array, expected in zip(arrays, f(place), strict=True):
+            np.testing.assert_array_equal(array, expected)
+
+
+def test_what_one_writes_another_reads(tmp_path):
+    one, other = _pool(tmp_path), _pool(tmp_path)
+    order = np.random.default_rng(0).permutation(SAMPLES)
+    assert not other.ready(order).any()
+    for index in order[:30]:
+        one.put(index, f(index))
+    np.testing.assert_array_equal(other.ready(order), [True] * 30 + [False] * 10)
+    assert other.filled == 30
+    assert other.torn(order[:30]).size == 0
+    _check(other, order[:30])
+    targets = [np.empty((30, *c.shape), c.dtype) for c in LAYOUT.components]
+    assert all(got is target for got, target in zip(other.gather(order[:30], targets), targets, strict=True))
+    np.testing.assert_array_equal(targets[2][:, 0], order[:30])
+
+
+@pytest.mark.parametrize("slots", [1, 13, 39])
+def test_a_choice_that_fits_is_kept(tmp_path, slots):
+    everything = np.arange(SAMPLES)
+    pool, again, other = (_pool(tmp_path / name, slots, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    assert pool.has_room(everything).sum() == slots
+    np.testing.assert_array_equal(pool.has_room(everything), again.has_room(everything))
+    assert (pool.has_room(everything) != other.has_room(everything)).any() or slots == 39
+    kept = everything[pool.has_room(everything)]
+    for index in kept:
+        pool.put(index, f(index))
+    np.testing.assert_array_equal(pool.ready(everything), pool.has_room(everything))
+    _check(pool, kept)
+
+
+@pytest.mark.parametrize("damage", ["flip", "swap", "word", "zero"])
+def test_torn_samples_are_found_once_and_heal(tmp_path, damage):
+    pool = _pool(tmp_path)
+    for index in range(SAMPLES):
+        pool.put(index, f(index))
+    path = tmp_path / ("words" if damage == "word" else "samples")
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[15 * 7 + 4] ^= 16
+    elif damage == "swap":
+        content[15 * 7 : 15 * 9] = content[15 * 8 : 15 * 9] + content[15 * 7 : 15 * 8]
+    elif damage == "word":
+        content[8 * 7] ^= 1
+    else:
+        content[15 * 7 : 15 * 8] = bytes(15)
+    path.write_bytes(content)
+    reader = _pool(tmp_path)
+    everything = np.arange(SAMPLES)
+    torn = reader.torn(everything)
+    assert torn.tolist() == ([7, 8] if damage == "swap" else [7])
+    np.testing.assert_array_equal(reader.ready(everything), ~np.isin(everything, torn))
+    for index in torn:
+        reader.put(index, f(index))
+    assert reader.torn(everything).size == 0
+    _check(reader, everything)
+
+
+def _fill(folder, die_at):
+    """Writes samples, and is killed at that one of all its steps."""
+    steps = iter(range(10**6))
+
+    class Mortal(np.ndarray):
+        def __setitem__(self, key, value):
+            if next(steps) == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            super().__setitem__(key, value)
+
+    pool = _pool(folder)
+    pool._words = pool._words.view(Mortal)
+    pool._columns = [column.view(Mortal) for column in pool._columns]
+    for index in range(4):
+        with pool.claim(index) as mine:
+            assert mine
+            pool.put(index, f(index))
+
+
+def test_a_kill_at_every_step_leaves_only_whole_samples(tmp_path):
+    context = multiprocessing.get_context("fork")
+    steps = 4 * (2 + len(LAYOUT.components))
+    for die_at in range(steps):
+        folder = tmp_path / str(die_at)
+        filler = context.Process(target=_fill, args=(folder, die_at))
+        filler.start()
+        filler.join()
+        assert filler.exitcode == -signal.SIGKILL
+        pool = _pool(folder)
+        ready = np.flatnonzero(pool.ready(np.arange(SAMPLES)))
+        assert ready.tolist() == list(range(die_at // (steps // 4)))
+        assert pool.torn(ready).size == 0
+        _check(pool, ready)
+        with pool.claim(len(ready)) as mine:
+            assert mine, "the kernel has released what the killed process had claimed"
+
+
+def test_claims_are_for_one(tmp_path):
+    pool, other = _pool(tmp_path), _pool(tmp_path)
+    with pool.claim(3) as mine, other.claim(3) as theirs, other.claim(4) as another:
+        assert (mine, theirs, another) == (True, False, True)
+    with other.claim(3) as mine:
+        assert mine
+        found = []
+        thread = threading.Thread(target=lambda: found.append(_claimed(other, 3)))
+        thread.start()
+        thread.join()
+        assert found == [False]
+
+
+def _claimed(pool, sample):
+    with pool.claim(sample) as mine:
+        return mine
+
+
+def _open(folder, found):
+    try:
+        found.put(_pool(folder).filled)
+    except CacheError as error:
+        found.put(str(error))
+
+
+def test_many_begin_at_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    found = context.Queue()
+    processes = [context.Process(target=_open, args=(tmp_path, found)) for _ in range(8)]
+    for process in processes:
+        process.start()
+    assert [found.get(timeout=30) for _ in processes] == [0] * 8
+    for process in processes:
+        process.join()
+
+
+def test_a_kill_while_it_is_made(tmp_path):
+    _pool(tmp_path)
+    (tmp_path / "header.json").unlink()
+    (tmp_path / "samples").write_bytes(b"half")
+    (tmp_path / "header.part").write_text("{")
+    pool = _pool(tmp_path)
+    pool.put(1, f(1))
+    _check(pool, np.array([1]))
+
+
+def test_folders_that_are_no_cache(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(CacheError, match=r"A cache must have a folder of its own. Received: .*holds 'thesis.tex'"):
+        _pool(tmp_path)
+    folder = tmp_path / "pool"
+    _pool(folder)
+    header = json.loads((folder / "header.json").read_text())
+    with pytest.raises(CacheError, match=r"A pool is opened as it was made. Received: slots=7, and 40 in"):
+        _pool(folder, slots=7)
+    (folder / "header.json").write_text(json.dumps(header | {"format": 99}))
+    with pytest.raises(CacheError, match=r"A cache must be of a format up to 1. Received: format 99 in .*newer"):
+        _pool(folder)
+    (folder / "header.json").write_text("{")
+    with pytest.raises(CacheError, match=r"which is no JSON. Remove the folder"):
+        _pool(folder)
+
+
+def test_no_room(tmp_path):
+    huge = Layout(components=(Component(dtype="uint8", shape=(2**40,)),))
+    with pytest.raises(CacheError, match=r"A pool needs room before it begins.*Give it a smaller budget"):
+        Pool(tmp_path, huge, samples=2**10, slots=2**10)
+    assert sum(path.stat().st_blocks for path in tmp_path.iterdir()) < 100
+    _pool(tmp_path).put(0, f(0))
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({0: np.zeros((5, 4), "uint8")}, r"uint8\[5, 4\] for component 0 of sample 3.*has uint8\[5, 3\]"),
+        ({1: np.float64(0)}, r"float64\[\] for component 1 of sample 3.*has float32\[\]"),
+    ],
+)
+def test_samples_of_another_layout(tmp_path, changed, text):
+    arrays = [changed.get(place, array) for place, array in enumerate(f(3))]
+    with pytest.raises(ValueError, match=rf"All samples must have the same shapes and types. Received: {text}"):
+        _pool(tmp_path).put(3, arrays)
+    with pytest.raises(ValueError, match=r"Received: 1 components for component 0 of sample 3, where .* has 4"):
+        _pool(tmp_path).put(3, f(3)[:1])
+
+
+def test_texts_are_not_for_pools():
+    with pytest.raises(ValueError, match=r"Pools hold numbers. Received: <U4 for component 0"):
+        Layout.of(["text"])
+
+
+def test_layouts_survive_json():
+    assert Layout.from_dict(json.loads(json.dumps(LAYOUT.to_dict()))) == LAYOUT
