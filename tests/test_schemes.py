@@ -260,9 +260,7 @@ def test_factors_send_what_is_predicted(scheme, layout, dtype):
     cluster.run(lambda wire: scheme.exchange_factors(factors, wire, "x"))
     for rank in range(cluster.topology.size):
         cost = scheme.factor_cost(FactorShape(3, 7, 5, dtype), Topology(rank, nodes))
-        # A ring cuts matrices into parts of whole elements.
-        slack = 8 if scheme.get_config().get("sums_in_node") else 0
-        assert cluster.bytes_of(rank) == pytest.approx((cost.node_bytes, cost.cross_bytes), abs=slack)
+        assert cluster.bytes_of(rank) == (cost.node_bytes, cost.cross_bytes)
 
 
 def test_a_pair_size_must_be_positive():

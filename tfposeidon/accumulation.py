@@ -27,29 +27,15 @@ class Accumulation:
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], steps: int) -> None:
         self.steps = steps
-        self._matrices = [
-            _Matrix(optimizer.add_variable_from_reference(v, name="accumulator"), f"accumulated_{i}")
-            for i, v in enumerate(variables)
-        ]
-        self._stacks: list[_Stack] = []
+        self._sums = [_Sum(optimizer, variable, f"accumulated_{i}") for i, variable in enumerate(variables)]
         self._weight = optimizer.add_variable((), dtype="float32", name="accumulated_weight")
         self._calls = optimizer.add_variable((), dtype="int", name="accumulated_calls")
 
-    def take_factors(self) -> None:
-        """Makes room for factors, which begins empty."""
-        if not self._stacks:
-            self._stacks = [_Stack(m.variable.dtype, m.name) for m in self._matrices]
-
     def rank_state(self, rank: int, size: int) -> list[tuple[Any, Piece]]:
         """All variables, and what each of them is."""
-        sums = [(m.variable, Piece(name=m.name, holders=size)) for m in self._matrices]
-        stacked = [pair for stack in self._stacks for pair in stack.rank_state(rank, size)]
+        sums = [pair for one in self._sums for pair in one.rank_state(rank, size)]
         weight = self._weight, Piece(name="accumulated_weight", holders=size)
-        return [*sums, *stacked, weight, (self._calls, Piece(name="accumulated_calls"))]
-
-    def hold_matrices(self, places: Sequence[int]) -> list[bool]:
-        """Which of these variables have more than factors since the last update; eager."""
-        return [bool(tf.reduce_any(tf.not_equal(self._matrices[place].variable, 0)).numpy()) for place in places]
+        return [*sums, weight, (self._calls, Piece(name="accumulated_calls"))]
 
     def add(
         self, places: Sequence[int], gradients: Sequence[Any], count: Any, update: Callable[[list[Any], Any], None]
@@ -60,131 +46,200 @@ class Accumulation:
           places: Of the gradients' variables among those of the constructor.
           gradients: Tensors, `IndexedSlices`, `Factors` or `None`.
           count: Samples behind them, or `None` for equal weights.
-          update: Called with the means and, unless `count` is `None`, the number of samples behind them.
+          update: Called with the means, of the same kinds, and, unless `count` is `None`, the number of samples behind
+            them.
         """
         weight = tf.cast(1.0 if count is None else count, tf.float32)
-        held = [self._holder(place, gradient) for place, gradient in zip(places, gradients, strict=True)]
-        sums = [None if g is None else holder.plus(g, weight) for holder, g in zip(held, gradients, strict=True)]
+        given = [(self._sums[place], g) for place, g in zip(places, gradients, strict=True)]
+        values = [None if g is None else one.plus(g, weight) for one, g in given]
         total, calls = self._weight + weight, self._calls + 1
         due = calls >= self.steps
 
         def step() -> None:
-            means = [None if s is None else holder.mean(s, total) for holder, s in zip(held, sums, strict=True)]
+            pairs = zip(given, values, strict=True)
+            means = [None if value is None else one.mean(value, total) for (one, _), value in pairs]
             update(means, None if count is None else total)
 
         tf.cond(due, step, lambda: None)
         # Assigned last, from plain tensors: a bucket must not wait for another's accumulator.
-        for holder, value in zip(held, sums, strict=True):
+        for (one, _), value in zip(given, values, strict=True):
             if value is not None:
-                holder.keep(value, due)
+                one.keep(value, due)
         for variable, value in ((self._weight, total), (self._calls, calls)):
             variable.assign(tf.where(due, tf.zeros_like(value), value))
 
-    def _holder(self, place: int, gradient: Any) -> _Matrix | _Stack:
-        if isinstance(gradient, Factors):
-            return self._stacks[place]
-        matrix = self._matrices[place]
-        if self._stacks:
-            # What was stacked before the plan changed.
-            with tf.init_scope():
-                self._stacks[place].move_to(matrix, self._weight)
-        return matrix
-
     def reset(self) -> None:
         """Drops what was added since the last update."""
-        for variable in (*(m.variable for m in self._matrices), self._weight, self._calls):
+        for variable in (self._weight, self._calls):
             variable.assign(tf.zeros_like(variable))
-        for stack in self._stacks:
-            stack.clear()
+        for one in self._sums:
+            one.reset()
 
 
-class _Matrix:
-    """A sum of gradients as one matrix."""
+class _Sum:
+    """Of one variable's gradients: those that came as matrices in one, those that came as factors on one stack.
 
-    def __init__(self, variable: Any, name: str) -> None:
-        self.variable, self.name = variable, name
+    Mostly one of them is empty. If not, as the plan changed since the last update, each can stand for the other.
+    """
 
-    def plus(self, gradient: Any, weight: tf.Tensor) -> tf.Tensor:
-        total = self.variable
-        dense = tf.cast(tf.convert_to_tensor(gradient), total.dtype)
+    def __init__(self, optimizer: Any, variable: Any, name: str) -> None:
+        self.name = name
+        self.matrix = optimizer.add_variable_from_reference(variable, name="accumulator")
+        self.stack = _Stack(self.matrix) if len(variable.shape) > 1 else None
+
+    def rank_state(self, rank: int, size: int) -> list[tuple[Any, Piece]]:
+        stacked = [] if self.stack is None else self.stack.rank_state(self.name, rank, size)
+        return [(self.matrix, Piece(name=self.name, holders=size)), *stacked]
+
+    def plus(self, gradient: Any, weight: tf.Tensor) -> Any:
+        if isinstance(gradient, Factors):
+            assert self.stack is not None
+            return self.stack.plus(gradient, weight)
+        dense = tf.cast(tf.convert_to_tensor(gradient), self.matrix.dtype)
         # No samples, no say: a mean over an empty batch is not a number.
-        return total + tf.where(weight > 0.0, dense * tf.cast(weight, dense.dtype), tf.zeros_like(dense))
+        return self.matrix + tf.where(weight > 0.0, dense * tf.cast(weight, dense.dtype), tf.zeros_like(dense))
 
-    def mean(self, value: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+    def mean(self, value: Any, total: tf.Tensor) -> Any:
+        if isinstance(value, _Stacked):
+            return value.mean(tf.convert_to_tensor(self.matrix), total)
+        if self.stack is not None:
+            value += self.stack.as_matrix()
         return tf.math.divide_no_nan(value, tf.cast(total, value.dtype))
 
-    def keep(self, value: tf.Tensor, due: tf.Tensor) -> None:
-        self.variable.assign(tf.where(due, tf.zeros_like(value), value))
+    def keep(self, value: Any, due: tf.Tensor) -> None:
+        if isinstance(value, _Stacked):
+            assert self.stack is not None
+            self.stack.keep(value, due)
+            tf.cond(due, lambda: _clear(self.matrix), lambda: None)
+            return
+        self.matrix.assign(tf.where(due, tf.zeros_like(value), value))
+        if self.stack is not None:
+            tf.cond(due, self.stack.clear, lambda: None)
+
+    def reset(self) -> None:
+        _clear(self.matrix)
+        if self.stack is not None:
+            self.stack.clear()
 
 
 class _Stack:
-    """Factors of several calls, on top of one another, with what each row counts, and the local term.
+    """Factors of several calls on top of one another, what each row counts, and the local term.
 
-    Their widths are not known before a step is traced, and they are state before that.
+    Widths and types are known when a step is traced, but this is state before that: all parts begin empty, and floats
+    have at least 32 bits.
+
+    Args:
+      matrix: What the factors are a part of.
     """
 
-    def __init__(self, dtype: str, name: str) -> None:
-        self.name = name
-        # Wide enough for factors of any type; indices have a tensor of their own.
-        wide = "float64" if dtype == "float64" else "float32"
+    def __init__(self, matrix: Any) -> None:
+        self.shape, self.dtype = tuple(matrix.shape), matrix.dtype
+        wide = "float64" if matrix.dtype == "float64" else "float32"
         with tf.init_scope():
             self.left, self.right = (_growing([0, 0], wide, part) for part in ("left", "right"))
             self.indices, self.weights = _growing([0], "int32", "indices"), _growing([0], "float32", "weights")
             self.local = _growing([0], wide, "local")
+            self.weight = tf.Variable(0.0, trainable=False, name="weight")
 
-    def rank_state(self, rank: int, size: int) -> list[tuple[Any, Piece]]:
+    def rank_state(self, name: str, rank: int, size: int) -> list[tuple[Any, Piece]]:
         parts = {"left": self.left, "right": self.right, "indices": self.indices, "weights": self.weights}
         rows = [
-            (variable, Piece(name=f"{self.name}_{part}", offset=rank, holders=size, joined=True))
+            (variable, Piece(name=f"{name}_{part}", offset=rank, holders=size, joined=True))
             for part, variable in parts.items()
         ]
-        return [*rows, (self.local, Piece(name=f"{self.name}_local"))]
+        local = self.local, Piece(name=f"{name}_local")
+        return [*rows, local, (self.weight, Piece(name=f"{name}_weight", holders=size))]
 
-    def plus(self, factors: Factors, weight: tf.Tensor) -> tuple[Factors, tf.Tensor]:
+    def plus(self, factors: Factors, weight: tf.Tensor) -> _Stacked:
         rows = tf.shape(factors.right)[0]
         if isinstance(factors, Rows):
             left = tf.concat([self.indices, factors.left], 0)
         else:
             left = _below(self.left, factors.left)
         joined = replace(factors, left=left, right=_below(self.right, factors.right))
-        return joined, tf.concat([self.weights, tf.fill([rows], weight)], 0)
+        weights = tf.concat([self.weights, tf.fill([rows], weight)], 0)
+        return _Stacked(joined, weights, self.weight + weight)
 
-    def mean(self, value: tuple[Factors, tf.Tensor], total: tf.Tensor) -> Factors:
-        factors, weights = value
-        # The local term is the same in all calls: variables change with updates only.
-        return factors.weighted(tf.math.divide_no_nan(weights, total))
-
-    def keep(self, value: tuple[Factors, tf.Tensor], due: tf.Tensor) -> None:
-        factors, weights = value
-        rows = tf.where(due, 0, tf.size(weights))
+    def keep(self, value: _Stacked, due: tf.Tensor) -> None:
+        factors = value.factors
+        rows = tf.where(due, 0, tf.size(value.weights))
         left = self.indices if isinstance(factors, Rows) else self.left
-        for variable, tensor in ((left, factors.left), (self.right, factors.right), (self.weights, weights)):
+        for variable, tensor in ((left, factors.left), (self.right, factors.right), (self.weights, value.weights)):
             variable.assign(tf.cast(tensor[:rows], variable.dtype))
+        self.weight.assign(tf.where(due, 0.0, value.weight))
         if factors.local is not None:
             local = tf.reshape(tf.cast(factors.local, self.local.dtype), [-1])
             self.local.assign(local[: tf.where(due, 0, tf.size(local))])
 
-    def move_to(self, matrix: _Matrix, weight: Any) -> None:
-        """Adds what it stands for to `matrix`, and begins anew.
+    def as_matrix(self) -> tf.Tensor:
+        """What it stands for, in the variable's shape: zeros if it is empty."""
+        return tf.cond(tf.size(self.weights) > 0, self._product, lambda: tf.zeros(self.shape, self.dtype))
 
-        Args:
-          weight: All that was added since the last update.
-        """
-        if not tf.size(self.weights):
-            return
-        left, indices, right = (v.numpy() for v in (self.left, self.indices, self.right))
-        factors = Rows(indices, right, table=matrix.variable.shape[0]) if indices.size else Factors(left, right)
-        factors = replace(factors, left=tf.constant(factors.left), right=tf.constant(factors.right))
-        weighted = factors.weighted(self.weights)
-        for part in (weighted.product(weighted.packed), self.local * tf.cast(weight, self.local.dtype)):
-            if tf.size(part):
-                more = tf.reshape(tf.cast(part, matrix.variable.dtype), matrix.variable.shape)
-                matrix.variable.assign(matrix.variable + more)
-        self.clear()
+    def _product(self) -> tf.Tensor:
+        right = self.right * tf.cast(self.weights, self.right.dtype)[:, tf.newaxis]
+        product = tf.cond(
+            tf.size(self.indices) > 0,
+            lambda: tf.math.unsorted_segment_sum(right, tf.convert_to_tensor(self.indices), self.shape[0]),
+            lambda: tf.linalg.matmul(self.left, right, transpose_a=True),
+        )
+        total = tf.reshape(product, [-1])
+        # Without a condition, of which TensorFlow 2.21 took the wrong branch behind the one above.
+        local = tf.concat([self.local, tf.zeros_like(total)], 0)[: tf.size(total)]
+        return tf.cast(tf.reshape(total + local * tf.cast(self.weight, local.dtype), self.shape), self.dtype)
 
     def clear(self) -> None:
         for variable in (self.left, self.right, self.indices, self.weights, self.local):
             variable.assign(variable[:0])
+        self.weight.assign(0.0)
+
+
+class _Stacked:
+    """Factors of all calls so far.
+
+    Attributes:
+      factors: All rows, without weights. The local term is the same in all calls: variables change with updates only.
+      weights: Of each row, `[K]` float32.
+      weight: Of all these calls, scalar float32.
+    """
+
+    def __init__(self, factors: Factors, weights: tf.Tensor, weight: tf.Tensor) -> None:
+        self.factors, self.weights, self.weight = factors, weights, weight
+
+    def mean(self, matrix: tf.Tensor, total: tf.Tensor) -> Factors:
+        """Of these and of what is in the matrix."""
+        right = self.factors.right
+        wide = tf.float64 if right.dtype == tf.float64 else tf.float32
+        weights = tf.math.divide_no_nan(tf.cast(self.weights, wide), tf.cast(total, wide))
+        mean = self.factors.weighted(weights)
+        left, right, weights = tf.cond(
+            tf.reduce_any(tf.not_equal(matrix, 0)),
+            lambda: self._with_matrix(mean, weights, matrix, total),
+            lambda: (mean.left, mean.right, weights),
+        )
+        # A 16-bit product is multiplied by its weights where it arrives.
+        weight = weights if right.dtype.size == 2 else None
+        left, right = (tf.ensure_shape(t, [None, *s.shape[1:]]) for t, s in ((left, mean.left), (right, mean.right)))
+        return replace(mean, left=left, right=right, weight=weight)
+
+    def _with_matrix(
+        self, mean: Factors, weights: tf.Tensor, matrix: tf.Tensor, total: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """The matrix as a product with the unit matrix, of a high and a low part where rows have 16 bits."""
+        wide = tf.cast(matrix, weights.dtype)
+        if mean.local is not None:
+            # Which is added to the whole mean afterwards.
+            wide -= tf.cast(mean.local, wide.dtype) * tf.cast(total - self.weight, wide.dtype)
+        m, n = mean.widths
+        rest = tf.reshape(tf.math.divide_no_nan(wide, tf.cast(total, wide.dtype)), [m, n])
+        lefts, rights = [mean.left], [mean.right]
+        for _ in range(2 if mean.right.dtype.size == 2 else 1):
+            rows = tf.cast(rest, mean.right.dtype)
+            rest -= tf.cast(rows, rest.dtype)
+            lefts.append(tf.range(m) if isinstance(mean, Rows) else tf.eye(m, dtype=mean.left.dtype))
+            rights.append(rows)
+        left, right = tf.concat(lefts, 0), tf.concat(rights, 0)
+        more = tf.shape(right)[0] - tf.size(weights)
+        return left, right, tf.concat([weights, tf.ones([more], weights.dtype)], 0)
 
 
 def _growing(shape: list[int], dtype: str, name: str) -> tf.Variable:
@@ -194,3 +249,7 @@ def _growing(shape: list[int], dtype: str, name: str) -> tf.Variable:
 def _below(above: tf.Variable, tensor: tf.Tensor) -> tf.Tensor:
     held = tf.reshape(above, [-1, tensor.shape[1]])
     return tf.concat([tf.cast(held, tensor.dtype), tensor], 0)
+
+
+def _clear(variable: Any) -> None:
+    variable.assign(tf.zeros_like(variable))

@@ -100,10 +100,7 @@ def check(plan: Plan) -> None:
 
 
 def taken(gradients: Sequence[Any], plan: Plan, replicated: Collection[Any]) -> list[Any]:
-    """Gradients with `Factors` in the place of those that go by a `FactorScheme`.
-
-    Where this trace shows other factors than the plan has, or none, the matrix goes as a product with the unit matrix:
-    peers cannot know, and need not.
+    """Gradients with `Factors` in the place of those that go by a `FactorScheme`, if this trace shows them.
 
     Raises:
       ValueError: If peers add a regulariser's part by themselves, which cannot be told from the rest of that matrix.
@@ -126,7 +123,22 @@ def taken(gradients: Sequence[Any], plan: Plan, replicated: Collection[Any]) -> 
             )
         if reason:
             log.warning("tfposeidon: %s goes as a whole matrix in this trace: %s.", description.path, reason)
-            as_factors = embedding_rows.as_rows if agreed.indexed else sufficient_factors.as_factors
-            factors = as_factors(taken[member], agreed)
-        taken[member] = factors
+        else:
+            taken[member] = factors
     return taken
+
+
+def as_planned(gradients: Sequence[Any], plan: Plan) -> list[Any]:
+    """Gradients with matrices as `Factors`, too, where they go by a `FactorScheme`: times the unit matrix.
+
+    Peers cannot know of another trace, and need not.
+    """
+    planned = list(gradients)
+    for bucket in plan.buckets:
+        (member, *_), factors = bucket.members, bucket.descriptions[0].factors
+        if not isinstance(bucket.scheme, FactorScheme) or factors is None:
+            continue
+        if planned[member] is not None and not isinstance(planned[member], Factors):
+            as_factors = embedding_rows.as_rows if factors.indexed else sufficient_factors.as_factors
+            planned[member] = as_factors(planned[member], factors)
+    return planned

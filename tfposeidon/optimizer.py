@@ -108,8 +108,6 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
         if self.gradient_accumulation_steps:
             self._accumulation = Accumulation(self, variables, self.gradient_accumulation_steps)
-            if self.policy.reads_factors:
-                self._accumulation.take_factors()
         with tf.init_scope():
             self._absent = tf.Variable(0.0, trainable=False, name="absent")
             self._calls = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="calls")
@@ -180,6 +178,8 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     # ------------------------------------------------------------------ steps
 
+    # Nothing in here is for AutoGraph, which would convert all that a hand-written step calls.
+    @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Iterable[Any], trainable_variables: Any = None, sample_count: Any = None) -> None:
         """Averages gradients over all ranks and applies them.
 
@@ -207,12 +207,12 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         guards.check_all_variables(variables, self._trainable_variables, self._shards is not None)
         if self.ends_with_first_rank:
             self._calls.assign_add(1)
-        places = [self._get_variable_index(v) for v in variables]
         if self._exchanges(variables):
-            grads = self._agreed_on(grads, variables, places, count)
+            grads = self._agreed_on(grads, variables, count)
         if self._accumulation is None:
             self._update(grads, variables, count)
         else:
+            places = [self._get_variable_index(v) for v in variables]
             update = functools.partial(self._update, variables=variables)
             self._accumulation.add(places, grads, count, lambda means, total: update(means, count=total))
 
@@ -333,8 +333,6 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         policy = policies.parse(scheme)
         guards.check_change(self._planner.policy, policy)
         self._planner.change_policy(policy)
-        if policy.reads_factors and self._accumulation is not None:
-            self._accumulation.take_factors()
 
     @property
     def exposed_s(self) -> float:
@@ -368,11 +366,10 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         if self._accumulation is not None:
             self._accumulation.reset()
 
-    def _agreed_on(self, grads: list[Any], variables: list[Any], places: list[int], count: Any) -> list[Any]:
+    def _agreed_on(self, grads: list[Any], variables: list[Any], count: Any) -> list[Any]:
         """Makes sure that all ranks are about to do the same; gradients, with factors where these are sent."""
         guards.check_graph()
-        matrices = functools.partial(self._accumulation.hold_matrices, places) if self._accumulation else None
-        self._planner.agree_once(grads, variables, self.inner_optimizer, self._settings(count), matrices)
+        self._planner.agree_once(grads, variables, self.inner_optimizer, self._settings(count))
         plan = self._exchanger(variables).plan
         return factor_agreement.taken(grads, plan, [*variables, *self.inner_optimizer.variables])
 
@@ -385,12 +382,13 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             return
         exchanger = self._exchanger(variables)
         presence = exchanger.presence(count) if count is not None else None
-        ready = _time_after(grads)
+        sent = factor_agreement.as_planned(grads, exchanger.plan)
+        ready = _time_after(sent)
         weight = presence.weight if presence else None
         update_rate = self._planner.update_rate(variables)
         rate = update_rate.now(self.inner_optimizer) if any(exchanger.states) else None
         rescale = None if rate is None else update_rate.rescale(rate)
-        means, states = exchanger.exchange(grads, weight, rescale)
+        means, states = exchanger.exchange(sent, weight, rescale)
         if self._shards is not None:
             means = self._shards.completed(means)
         self._exposed_s.assign_add(_time_after(means) - ready)

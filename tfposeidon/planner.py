@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -78,12 +78,10 @@ class Planner:
         variables: list[Any],
         inner_optimizer: Any,
         settings: dict[str, Any],
-        matrices: Callable[[], list[bool]] | None,
     ) -> None:
         """At the first trace of a step: makes sure that all ranks are about to do the same, and plans with factors.
 
         Args:
-          matrices: If gradients are accumulated, tells which were as matrices since the last update.
           settings: What has to be the same on all ranks, besides the variables and this planner's own.
         """
         exchanger = self.exchanger(variables, inner_optimizer)
@@ -94,7 +92,7 @@ class Planner:
         if self.policy.reads_factors:
             replicated = [*variables, *inner_optimizer.variables]
             steps = settings["gradient_accumulation_steps"] or 1
-            self._plan_with_factors(grads, variables, replicated, steps, matrices)
+            self._plan_with_factors(grads, variables, replicated, steps)
         self._take_notes(grads, variables, inner_optimizer, settings)
 
     def takes_batches_of(self, samples: int | None) -> bool:
@@ -134,7 +132,6 @@ class Planner:
         variables: list[Any],
         replicated: list[Any],
         steps: int,
-        matrices: Callable[[], list[bool]] | None,
     ) -> None:
         """Plans again, now that the ops are there that make the gradients."""
         exchanger = self._exchangers[_key(variables)]
@@ -142,8 +139,6 @@ class Planner:
         batch_size = getattr(self.policy, "batch_size", None) or self._batch_size
         found = factor_agreement.find(grads, descriptions, replicated, batch_size, steps)
         with tf.init_scope():
-            for place, is_matrix in enumerate(matrices() if matrices else ()):
-                found[place] = {"why_not": "a part of it is a matrix already"} if is_matrix else found[place]
             everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
         plan = self._plan(factor_agreement.agreed(descriptions, everybody))
         factor_agreement.check(plan)

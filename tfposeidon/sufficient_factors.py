@@ -28,8 +28,8 @@ class FactorShape:
     """What the exchange has to know of factors before any step runs; the same on every rank.
 
     Attributes:
-      rows: K of one rank and step: the samples of a batch, times the positions at which the kernel is used; `None`
-        if there is no telling.
+      rows: K of one rank and exchange: the samples of a batch, times the positions at which the kernel is used, times
+        the steps whose gradients are accumulated; `None` if there is no telling.
       left: M.
       right: N.
       dtype: Of the values that are sent.

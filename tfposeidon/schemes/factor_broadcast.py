@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfposeidon import cost
 from tfposeidon.cost import Cost
+from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import FactorScheme
 from tfposeidon.sufficient_factors import Factors, FactorShape
 from tfposeidon.topology import Group, Topology
@@ -50,7 +51,10 @@ class FactorBroadcast(FactorScheme):
             rows = wire.all_gather(rows, group, f"{name}.{stage}")
         total = factors.product(rows)
         if self._sums(topology):
-            total = wire.all_reduce(total, topology.node, f"{name}.node_sum")
+            # An all-reduce of each node by itself might add in another order in each.
+            shards = stages.Shards.even(total.shape[0], topology.node)
+            own = stages.scatter_sum(total, shards, wire, f"{name}.node_scatter", None)
+            total = stages.gather(own, shards, wire, f"{name}.node_gather")
         return total / tf.cast(topology.size, total.dtype)
 
     def factor_cost(self, factors: FactorShape, topology: Topology) -> Cost:
@@ -61,7 +65,10 @@ class FactorBroadcast(FactorScheme):
             held *= group.size
             ranks *= group.size
         if self._sums(topology):
-            total += cost.ring_all_reduce(topology, topology.node, factors.matrix_bytes)
+            shards = stages.Shards.even(factors.left * factors.right, topology.node)
+            itemsize = factors.matrix_bytes // (factors.left * factors.right)
+            total += stages.scatter_sum_cost(shards, itemsize, topology, None)
+            total += stages.gather_cost(shards, itemsize, topology, None)
         return total + Cost(flops=2.0 * ranks * (factors.rows or 0) * factors.left_columns * factors.right)
 
     def _stages(self, topology: Topology) -> dict[str, Group]:

@@ -38,7 +38,7 @@ class FactorServer(FactorScheme):
     def fitted(self, factors: FactorShape, topology: Topology, load: list[float]) -> FactorServer:
         """On the server that has least."""
         server = min(range(len(load)), key=load.__getitem__)
-        load[server] += factors.left * factors.right
+        load[server] += factors.matrix_bytes
         return replace(self, server=server)
 
     def exchange_factors(self, factors: Factors, wire: Wire, name: str) -> tf.Tensor:

@@ -20,16 +20,16 @@ PAIR_BYTES = 2 * 2**20
 class ShardedServer(VectorScheme):
     """Pushes gradients to the servers of their pairs and pulls the means from there.
 
-    Every node is worker and server. A bucket is cut into equal pairs, as many for each server as it takes to stay
-    within `pair_bytes`; those on one server travel as one message. Nodes of several ranks sum inside first, and each
-    rank serves its shard of the node's pairs.
+    Every node is worker and server. A bucket is cut into equal parts, one for each server. Nodes of several ranks sum
+    inside first, and each rank serves its shard of the node's part.
 
     With `update="server"` each rank keeps the optimizer's state for its own values only, applies the optimizer there,
     and pulls parameters in place of gradients: as many bytes, and a P-th of the memory and of the update's work.
     `DistributedOptimizer` sees to it, for optimizers whose rule works element by element.
 
     Args:
-      pair_bytes: Of a pair, at most. What servers' shares are counted in; it changes no message.
+      pair_bytes: How much more than another a server may hold, over all buckets. Parts that differ by one element keep
+        within it without being told, so that it changes nothing.
       update: Where the optimizer is applied: "worker", on every rank, or "server".
 
     Raises:
@@ -38,8 +38,8 @@ class ShardedServer(VectorScheme):
     Cost: 2 (P - 1) steps; over all buckets 2 d (P - 1) / P elements sent per node and as many received, for P nodes
     and d elements.
     Source: Zhang et al. 2017 (Poseidon), sections 4.1 and 5.1; pushing is an all-to-all with a local sum, pulling an
-    all-gather. Differs: every bucket has pairs on all servers, however small they become. Horovod carries out one
-    exchange after another: of a bucket on one server that server's link would be the only one at work.
+    all-gather. Differs: every bucket is spread over all servers, where Poseidon's pairs of 2 MB have one each. Horovod
+    carries out one exchange after another: with a bucket on one server, that server's link alone would be at work.
     """
 
     name: ClassVar[str] = "ps"
