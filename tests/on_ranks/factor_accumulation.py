@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfposeidon as tp
 from tests.on_ranks import models
@@ -107,3 +108,64 @@ def case_between_two_plans(wire):
 
 def case_resume_at_every_step(wire):
     check_resumes_everywhere(wire, models.mlp, accumulating, scheme=KERNELS)
+
+
+def _loop(optimizer, model, data, variables, losses):
+    """A hand-written step, that AutoGraph sees."""
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = sum(part(model, x, y) for part in losses)
+        gradients = tape.gradient(loss, variables)
+        optimizer.apply(gradients, variables, sample_count=tf.shape(x)[0])
+
+    step(*data)
+
+
+def _fit_loss(model, x, y):
+    return models.LOSS(y, model(x))
+
+
+def _bias_loss(model, x, y):
+    return tf.reduce_sum(model.layers[0].bias ** 2)
+
+
+def _looped(wire, scheme, calls, changes=()):
+    """Weights after hand-written calls with these losses, and changes of scheme before some of them."""
+    keras.utils.set_random_seed(3)
+    model = models.mlp()
+    variables = [v.value for v in model.trainable_variables]
+    optimizer = tp.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), scheme=scheme, gradient_accumulation_steps=len(calls) // 2
+    )
+    x, y = models.mlp.data(8 * wire.topology.size)
+    mine = [tf.constant(part[wire.topology.rank :: wire.topology.size]) for part in (x, y)]
+    for number, losses in enumerate(calls):
+        if number in dict(changes):
+            optimizer.change_scheme(dict(changes)[number])
+        _loop(optimizer, model, mine, variables, losses)
+    same_on_all_ranks(model.get_weights(), wire)
+    left = [v.numpy() for v in optimizer.rank_variables]
+    assert not any(np.any(array) for array in left)
+    return model.get_weights()
+
+
+def case_hand_written_loops(wire):
+    """All variables, only some of them, and all again; twice."""
+    calls = [(_fit_loss,), (_fit_loss, _bias_loss), (_bias_loss, _fit_loss)] * 2
+    reference = _looped(wire, "allreduce", calls)
+    for scheme in ("hybcomm", KERNELS, [("kernel", "adam"), (".*", "ps")]):
+        check_equal(_looped(wire, scheme, calls), reference)
+
+
+def case_variables_without_gradients_in_some_calls(wire):
+    calls = [(_fit_loss,), (_bias_loss,), (_fit_loss,)] * 2
+    check_equal(_looped(wire, KERNELS, calls), _looped(wire, "allreduce", calls))
+
+
+def case_changes_of_scheme_between_two_updates(wire):
+    calls = [(_fit_loss,)] * 8
+    reference = _looped(wire, "allreduce", calls)
+    changes = [(1, KERNELS), (3, "allreduce"), (5, "hybcomm"), (6, KERNELS)]
+    check_equal(_looped(wire, "allreduce", calls, changes), reference)
