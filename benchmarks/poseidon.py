@@ -128,6 +128,7 @@ def _draw_nodes(axis, model, found):
         axis.plot(*zip((1, 1), *sorted(points), strict=True), marker="o", markersize=4, label=system)
     axis.plot((1, 16), (1, 16), color="grey", linestyle=":", label="linear")
     axis.set(title=f"{model}, {FAST:g} Gb/s", xlabel="nodes", ylabel="speed-up")
+    axis.legend(fontsize=7)
 
 
 def _draw_bandwidth(axis, model, found):
