@@ -8,6 +8,7 @@ import fcntl
 import json
 import mmap
 import os
+import shutil
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -181,6 +182,9 @@ def _allocate(handle: int, size: int, folder: Path) -> None:
     if not size:
         return
     try:
+        # Where a file system cannot allocate, the C library would write until it is full.
+        if size > shutil.disk_usage(folder).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
         # A file with holes would end the process that writes into one when memory is full.
         os.posix_fallocate(handle, 0, size)
     except OSError as error:

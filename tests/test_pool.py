@@ -109,7 +109,7 @@ def _fill(folder, die_at):
 
 
 def test_a_kill_at_every_step_leaves_only_whole_samples(tmp_path):
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     steps = 4 * (2 + len(LAYOUT.components))
     for die_at in range(steps):
         folder = tmp_path / str(die_at)
@@ -152,7 +152,7 @@ def _open(folder, found):
 
 
 def test_many_begin_at_once(tmp_path):
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     found = context.Queue()
     processes = [context.Process(target=_open, args=(tmp_path, found)) for _ in range(8)]
     for process in processes:
