@@ -50,10 +50,8 @@ def planned(options):
 
 
 def run(systems, target, layout, goes_on, seed):
-    nodes, per_node = layout.split("x")
-    options = f"--nodes {nodes} --per-node {per_node} --inter {RATE}"
     task = {"systems": systems, "target": target, "goes_on": goes_on, "seed": seed, "epochs": EPOCHS}
-    return harness.in_lab(options, "accuracy", task) | {"seed": seed}
+    return harness.in_lab(harness.cluster(layout, RATE), "accuracy", task) | {"seed": seed}
 
 
 def show(cells):

@@ -76,11 +76,8 @@ def ranks(layout):
 
 
 def run(layout, rate, lengths, systems, worker):
-    nodes, per_node = layout.split("x")
-    inter = "" if rate == "unshaped" else f" --inter {rate}"
-    options = f"--nodes {nodes} --per-node {per_node}{inter}"
     task = {"lengths": lengths} if worker == "exchange" else PEER
-    answer = harness.in_lab(options, worker, task | {"systems": systems})
+    answer = harness.in_lab(harness.cluster(layout, rate), worker, task | {"systems": systems})
     if worker == "ddp":
         answer["systems"] = {f"{name} {lengths[0]}": peer_figures(of) for name, of in answer["systems"].items()}
     return answer | {"layout": layout, "rate": rate}

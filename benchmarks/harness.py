@@ -101,6 +101,12 @@ def jobs(results, planned, run):
         print(f"    {time.monotonic() - begin:.0f} s", flush=True)
 
 
+def cluster(layout, rate):
+    """Options of the lab for "MxN", nodes x ranks on each, with links of that rate between nodes."""
+    nodes, per_node = layout.split("x")
+    return f"--nodes {nodes} --per-node {per_node}" + ("" if rate == "unshaped" else f" --inter {rate}")
+
+
 def in_lab(options, worker, task):
     """Runs `benchmarks.workers.<worker>` in the lab.
 

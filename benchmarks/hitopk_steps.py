@@ -22,9 +22,7 @@ def parse_arguments():
 
 
 def run(layout, rate):
-    nodes, per_node = layout.split("x")
-    options = f"--nodes {nodes} --per-node {per_node} --inter {rate}"
-    answer = harness.in_lab(options, "hitopk_steps", {"elements": ELEMENTS, "systems": SYSTEMS})
+    answer = harness.in_lab(harness.cluster(layout, rate), "hitopk_steps", {"elements": ELEMENTS, "systems": SYSTEMS})
     return answer | {"layout": layout, "rate": rate}
 
 

@@ -29,9 +29,8 @@ def planned(options):
 
 
 def run(layout, optimizer, update):
-    nodes, per_node = layout.split("x")
     task = {"elements": ELEMENTS, "update": update, "systems": [optimizer]}
-    answer = harness.in_lab(f"--nodes {nodes} --per-node {per_node} --inter 10gbit", "memory", task)
+    answer = harness.in_lab(harness.cluster(layout, "10gbit"), "memory", task)
     return answer | {"layout": layout, "optimizer": optimizer, "update": update}
 
 

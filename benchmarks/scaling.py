@@ -65,12 +65,11 @@ def planned(options):
 
 
 def run(model, layout, gbit, worker, systems, dilation, steps):
-    nodes, per_node = map(int, layout.split("x"))
     shrink = SHRINK.get(model, 1)
     rate = gbit * 1e9 / dilation / shrink**2
     task = {"model": model, "shrink": shrink, "dilation": dilation, "systems": systems, "steps": steps}
     task["warm_up"] = WARM_UP[worker]
-    options = f"--nodes {nodes} --per-node {per_node} --inter {rate / 1e3:.0f}kbit"
+    options = harness.cluster(layout, f"{rate / 1e3:.0f}kbit")
     about = {"model": model, "layout": layout, "gbit": gbit, "rate_bits_per_s": rate}
     return harness.in_lab(options, worker, task) | about
 

@@ -10,6 +10,13 @@ from typing import Any
 import numpy as np
 
 
+def permutation(length: int, seed: int, number: int) -> np.ndarray:
+    """One of `0..length-1`, int64, that depends on seed and number alone; takes O(n log n) operations."""
+    # NumPy promises the raw bits of a bit generator for good, but not what it makes of them.
+    bits = np.random.Philox(key=[seed, number]).random_raw(length)
+    return np.argsort(bits, kind="stable")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Position:
     """How far a job has come: all that it takes to go on, on any number of ranks.
@@ -62,9 +69,7 @@ class Order:
         """All samples in the order of an epoch, `[samples]` int64; takes O(n log n) operations."""
         if not self.shuffle:
             return np.arange(self.samples)
-        # NumPy promises the raw bits of a bit generator for good, but not what it makes of them.
-        bits = np.random.Philox(key=[self.seed, epoch]).random_raw(self.samples)
-        return np.argsort(bits, kind="stable")
+        return permutation(self.samples, self.seed, epoch)
 
     def shares(self, position: Position, rank: int, ranks: int) -> Iterator[tuple[np.ndarray, Position]]:
         """What one rank gets in the rest of an epoch.

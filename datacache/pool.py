@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from datacache.layout import Layout
+from datacache.order import permutation
 
 FORMAT = 1
 READY = 1 << 32
@@ -173,8 +174,7 @@ def _chosen(samples: int, slots: int, seed: int) -> np.ndarray:
     if slots == samples:
         return np.arange(samples)
     places = np.full(samples, -1)
-    bits = np.random.Philox(key=[seed, samples]).random_raw(samples)
-    places[np.sort(np.argsort(bits, kind="stable")[:slots])] = np.arange(slots)
+    places[np.sort(permutation(samples, seed, samples)[:slots])] = np.arange(slots)
     return places
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon.embedding_rows import Rows
+from tfposeidon.embedding_rows import Rows, as_product
 from tfposeidon.rank_state import Piece
 from tfposeidon.sufficient_factors import Factors
 
@@ -71,7 +71,7 @@ class Accumulation:
     def reset(self) -> None:
         """Drops what was added since the last update."""
         for variable in (self._weight, self._calls):
-            variable.assign(tf.zeros_like(variable))
+            _clear(variable)
         for one in self._sums:
             one.reset()
 
@@ -103,7 +103,7 @@ class _Sum:
         if isinstance(value, _Stacked):
             return value.mean(tf.convert_to_tensor(self.matrix), total)
         if self.stack is not None:
-            value += self.stack.as_matrix()
+            value = self.stack.added_to(value)
         return tf.math.divide_no_nan(value, tf.cast(total, value.dtype))
 
     def keep(self, value: Any, due: tf.Tensor) -> None:
@@ -171,9 +171,9 @@ class _Stack:
             local = tf.reshape(tf.cast(factors.local, self.local.dtype), [-1])
             self.local.assign(local[: tf.where(due, 0, tf.size(local))])
 
-    def as_matrix(self) -> tf.Tensor:
-        """What it stands for, in the variable's shape: zeros if it is empty."""
-        return tf.cond(tf.size(self.weights) > 0, self._product, lambda: tf.zeros(self.shape, self.dtype))
+    def added_to(self, matrix: tf.Tensor) -> tf.Tensor:
+        """What it stands for and a matrix, in the variable's shape; the matrix itself if it is empty."""
+        return tf.cond(tf.size(self.weights) > 0, lambda: matrix + self._product(), lambda: matrix)
 
     def _product(self) -> tf.Tensor:
         right = self.right * tf.cast(self.weights, self.right.dtype)[:, tf.newaxis]
@@ -229,15 +229,12 @@ class _Stacked:
         if mean.local is not None:
             # Which is added to the whole mean afterwards.
             wide -= tf.cast(mean.local, wide.dtype) * tf.cast(total - self.weight, wide.dtype)
-        m, n = mean.widths
-        rest = tf.reshape(tf.math.divide_no_nan(wide, tf.cast(total, wide.dtype)), [m, n])
-        lefts, rights = [mean.left], [mean.right]
+        rest = tf.reshape(tf.math.divide_no_nan(wide, tf.cast(total, wide.dtype)), mean.widths)
+        terms = [mean]
         for _ in range(2 if mean.right.dtype.size == 2 else 1):
-            rows = tf.cast(rest, mean.right.dtype)
-            rest -= tf.cast(rows, rest.dtype)
-            lefts.append(tf.range(m) if isinstance(mean, Rows) else tf.eye(m, dtype=mean.left.dtype))
-            rights.append(rows)
-        left, right = tf.concat(lefts, 0), tf.concat(rights, 0)
+            terms.append(as_product(rest, mean.shape))
+            rest -= tf.cast(terms[-1].right, rest.dtype)
+        left, right = (tf.concat(parts, 0) for parts in zip(*((t.left, t.right) for t in terms), strict=True))
         more = tf.shape(right)[0] - tf.size(weights)
         return left, right, tf.concat([weights, tf.ones([more], weights.dtype)], 0)
 

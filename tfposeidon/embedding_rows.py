@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon.sufficient_factors import Factors, FactorShape, NoFactorsError
+from tfposeidon.sufficient_factors import Factors, FactorShape, NoFactorsError, as_factors
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,11 @@ def as_rows(gradient: Any, like: FactorShape) -> Rows:
     """Any gradient as rows, all of them: for a rank whose peers expect rows and which has a matrix."""
     matrix = tf.reshape(tf.cast(tf.convert_to_tensor(gradient), like.dtype), [like.left, like.right])
     return Rows(tf.range(like.left), matrix, table=like.left)
+
+
+def as_product(gradient: Any, like: FactorShape) -> Factors:
+    """Any gradient as factors of that shape, with the unit matrix: for a rank whose peers expect them."""
+    return as_rows(gradient, like) if like.indexed else as_factors(gradient, like)
 
 
 def _index_dtype(values: tf.DType) -> tf.DType:

@@ -139,6 +139,5 @@ def as_planned(gradients: Sequence[Any], plan: Plan) -> list[Any]:
         if not isinstance(bucket.scheme, FactorScheme) or factors is None:
             continue
         if planned[member] is not None and not isinstance(planned[member], Factors):
-            as_factors = embedding_rows.as_rows if factors.indexed else sufficient_factors.as_factors
-            planned[member] = as_factors(planned[member], factors)
+            planned[member] = embedding_rows.as_product(planned[member], factors)
     return planned

@@ -19,10 +19,10 @@ OPTIMIZERS = {
 }
 
 
-def resident_bytes():
-    """Of this process, as the kernel counts them."""
+def resident_bytes(peak=False):
+    """Of this process, as the kernel counts them: now, or at most so far."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines["VmRSS"].split()[0]) * 1024
+    return int(lines["VmHWM" if peak else "VmRSS"].split()[0]) * 1024
 
 
 def main():

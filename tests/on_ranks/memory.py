@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfposeidon as tp
+from benchmarks.workers.memory import resident_bytes
 from tests.on_ranks import models
 from tests.on_ranks.training import sgd
 
@@ -17,9 +18,9 @@ def case_memory_does_not_grow(wire):
     model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
     data = tf.data.Dataset.from_tensor_slices(models.mlp.data(8)).batch(8).repeat()
     model.fit(data, steps_per_epoch=100, verbose=0)
-    before = _resident_bytes()
+    before = resident_bytes()
     model.fit(data, steps_per_epoch=500, verbose=0)
-    assert _resident_bytes() - before < 20e6
+    assert resident_bytes() - before < 20e6
 
 
 def case_one_extra_copy_of_the_gradients(wire):
@@ -41,15 +42,9 @@ def _peak_of_a_step(optimizer, length):
 
     step(tf.constant(1.0))
     _reset_peak()
-    before = _resident_bytes()
+    before = resident_bytes()
     step(tf.constant(1.0))
-    return _resident_bytes(peak=True) - before
-
-
-def _resident_bytes(peak=False):
-    with open("/proc/self/status") as stream:
-        lines = dict(line.split(":", 1) for line in stream)
-    return int(lines["VmHWM" if peak else "VmRSS"].split()[0]) * 1024
+    return resident_bytes(peak=True) - before
 
 
 def _reset_peak():

@@ -67,8 +67,7 @@ class FactorBroadcast(FactorScheme):
         if self._sums(topology):
             shards = stages.Shards.even(factors.left * factors.right, topology.node)
             itemsize = factors.matrix_bytes // (factors.left * factors.right)
-            total += stages.scatter_sum_cost(shards, itemsize, topology, None)
-            total += stages.gather_cost(shards, itemsize, topology, None)
+            total += stages.cost_by_levels(shards, None, itemsize, topology, None)
         return total + Cost(flops=2.0 * ranks * (factors.rows or 0) * factors.left_columns * factors.right)
 
     def _stages(self, topology: Topology) -> dict[str, Group]:
