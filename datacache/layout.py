@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 ALIGNMENT = 64
-"""Bytes at multiples of which columns begin: whole cache lines, and what DLPack asks for."""
+"""Bytes at multiples of which columns begin: whole cache lines, and what TensorFlow takes without a copy."""
+TEXT = "string"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,19 +19,59 @@ class Component:
     """One array of a sample.
 
     Attributes:
-      dtype: NumPy's name; numbers and booleans only.
-      shape: The same for all samples.
+      dtype: NumPy's name of numbers or booleans, or "string" for bytes.
+      shape: The same for all samples, but where it says `None`.
     """
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]
 
     @property
-    def bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=int)) * np.dtype(self.dtype).itemsize
+    def varies(self) -> bool:
+        """Whether samples differ in size."""
+        return self.dtype == TEXT or None in self.shape
+
+    @property
+    def column(self) -> tuple[str, tuple[int, ...]]:
+        """Type and shape of what its column holds: itself, or where its bytes are, how many, and its dimensions."""
+        if self.varies:
+            return "int64", (2 + len(self.shape),)
+        return self.dtype, tuple(size for size in self.shape if size is not None)
+
+    @property
+    def column_bytes(self) -> int:
+        """Of one sample in its column."""
+        dtype, shape = self.column
+        return int(np.prod(shape, dtype=int)) * np.dtype(dtype).itemsize
+
+    def agrees(self, array: np.ndarray) -> bool:
+        """Whether an array is such a component."""
+        dtype = TEXT if array.dtype.kind in "SO" else array.dtype.name
+        same = len(array.shape) == len(self.shape) and all(
+            wanted in (None, size) for size, wanted in zip(array.shape, self.shape, strict=True)
+        )
+        return same and dtype == self.dtype
+
+    def encoded(self, array: np.ndarray) -> bytes:
+        """The contents of one that varies."""
+        if self.dtype != TEXT:
+            return array.tobytes()
+        texts = [bytes(text) for text in array.reshape(-1)]
+        return np.array([len(text) for text in texts], np.int64).tobytes() + b"".join(texts)
+
+    def decoded(self, content: Any, shape: Sequence[int]) -> np.ndarray:
+        """The inverse; numbers are a view of the content."""
+        if self.dtype != TEXT:
+            return np.frombuffer(content, self.dtype).reshape(shape)
+        count = int(np.prod(shape, dtype=int))
+        ends = 8 * count + np.cumsum(np.frombuffer(content, np.int64, count))
+        texts = np.empty(count, object)
+        for place, (begin, end) in enumerate(itertools.pairwise([8 * count, *ends.tolist()])):
+            texts[place] = bytes(content[begin:end])
+        return texts.reshape(shape)
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+        return f"{self.dtype}[{', '.join('?' if size is None else str(size) for size in self.shape)}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,32 +85,48 @@ class Layout:
     components: tuple[Component, ...]
 
     @classmethod
-    def of(cls, sample: Sequence[Any]) -> Layout:
+    def of(cls, sample: Sequence[Any], varying: Sequence[Sequence[int]] | None = None) -> Layout:
         """That of a sample's arrays.
 
+        Args:
+          sample: Arrays, or what NumPy makes arrays of.
+          varying: For each array the dimensions in which other samples may differ; none by default.
+
         Raises:
-          ValueError: If one of them does not hold numbers.
+          ValueError: If one of them holds neither numbers nor bytes.
         """
         arrays = [np.asarray(array) for array in sample]
-        for place, array in enumerate(arrays):
-            if array.dtype.kind not in "biufc":
-                raise ValueError(f"Pools hold numbers. Received: {array.dtype} for component {place}.")
-        return cls(components=tuple(Component(dtype=a.dtype.name, shape=a.shape) for a in arrays))
+        components = []
+        for place, (array, free) in enumerate(zip(arrays, varying or [()] * len(arrays), strict=True)):
+            if array.dtype.kind not in "biufcSO":
+                raise ValueError(f"Samples are numbers or bytes. Received: {array.dtype} for component {place}.")
+            shape = tuple(None if axis in free else size for axis, size in enumerate(array.shape))
+            dtype = TEXT if array.dtype.kind in "SO" else array.dtype.name
+            components.append(Component(dtype=dtype, shape=shape))
+        return cls(components=tuple(components))
+
+    @property
+    def varies(self) -> bool:
+        """Whether samples differ in size."""
+        return any(component.varies for component in self.components)
 
     @property
     def bytes(self) -> int:
-        """Of one sample."""
-        return sum(component.bytes for component in self.components)
+        """Of one sample in its columns."""
+        return sum(component.column_bytes for component in self.components)
 
     def offsets(self, samples: int) -> list[int]:
         """Where the column of each component begins, and where the last one ends, with room for so many samples."""
-        sizes = [-(-samples * component.bytes // ALIGNMENT) * ALIGNMENT for component in self.components]
+        sizes = [-(-samples * component.column_bytes // ALIGNMENT) * ALIGNMENT for component in self.components]
         return list(itertools.accumulate(sizes, initial=0))
 
     def columns(self, buffer: Any, samples: int) -> list[np.ndarray]:
-        """The column of each component: arrays `[samples, *shape]` into the buffer."""
-        pairs = zip(self.components, self.offsets(samples), strict=False)
-        return [np.ndarray((samples, *c.shape), c.dtype, buffer, offset) for c, offset in pairs]
+        """The column of each component: arrays `[samples, ...]` into the buffer."""
+        arrays = []
+        for component, offset in zip(self.components, self.offsets(samples), strict=False):
+            dtype, shape = component.column
+            arrays.append(np.ndarray((samples, *shape), dtype, buffer, offset))
+        return arrays
 
     def check(self, sample: Sequence[Any], name: str) -> list[np.ndarray]:
         """The sample's arrays, if they are of this layout.
@@ -78,18 +135,20 @@ class Layout:
           ValueError: If they are not; it names the sample and the first difference.
         """
         arrays = [np.asarray(array) for array in sample]
-        found = Layout.of(arrays)
-        if found == self:
-            return arrays
-        pairs = zip(found.components, self.components, strict=False)
-        place, (received, wanted) = next(
-            ((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]),
-            (0, (f"{len(arrays)} components", f"{len(self.components)}")),
-        )
-        raise ValueError(
-            f"All samples must have the same shapes and types. Received: {received} for component {place} of {name}, "
-            f"where the first sample has {wanted}. Make `preprocess` resize or pad to one shape."
-        )
+        if len(arrays) != len(self.components):
+            raise ValueError(
+                f"All samples must have as many components. Received: {len(arrays)} for {name}, where the first "
+                f"sample has {len(self.components)}."
+            )
+        for place, (array, wanted) in enumerate(zip(arrays, self.components, strict=True)):
+            if not wanted.agrees(array):
+                received = Layout.of([array]).components[0]
+                raise ValueError(
+                    f"All samples must have the same shapes and types. Received: {received} for component {place} of "
+                    f"{name}, where the first sample has {wanted}. Make `preprocess` resize or pad to one shape, or "
+                    "say variable_shapes=True."
+                )
+        return arrays
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -100,3 +159,21 @@ class Layout:
         """The inverse, of what JSON made of it."""
         parts = [Component(dtype=part["dtype"], shape=tuple(part["shape"])) for part in content["components"]]
         return cls(components=tuple(parts))
+
+
+def batch(samples: Sequence[Sequence[Any]], layout: Layout) -> list[np.ndarray]:
+    """Samples in one array per component, `[n, ...]`; what varies is padded at its end, with zeros or empty texts."""
+    return [_padded(list(arrays), of) for arrays, of in zip(zip(*samples, strict=True), layout.components, strict=True)]
+
+
+def _padded(arrays: list[Any], component: Component) -> np.ndarray:
+    if not component.varies:
+        return np.stack(arrays)
+    arrays = [np.asarray(array, object if component.dtype == TEXT else component.dtype) for array in arrays]
+    largest = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
+    fill = b"" if component.dtype == TEXT else 0
+    joined = np.full((len(arrays), *largest), fill, arrays[0].dtype)
+    for place, array in enumerate(arrays):
+        inside: tuple[Any, ...] = (place, *(slice(size) for size in array.shape))
+        joined[inside] = array
+    return joined

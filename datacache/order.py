@@ -92,6 +92,16 @@ class Order:
             after = Position(epoch=position.epoch, samples=end)
             yield order[mine], after if end < self.samples else Position(epoch=position.epoch + 1)
 
+    def after(self, position: Position, steps: int, ranks: int) -> Position:
+        """The position that many steps later, over as many epochs as that takes."""
+        while steps > 0:
+            ends = [end for _, end in self._batches(position.samples, ranks)]
+            if steps < len(ends):
+                return Position(epoch=position.epoch, samples=ends[steps - 1])
+            steps -= len(ends)
+            position = Position(epoch=position.epoch + 1)
+        return position
+
     def steps(self, position: Position, ranks: int) -> int:
         """How many there are in the rest of an epoch; the same on every rank."""
         return len(self._batches(position.samples, ranks))

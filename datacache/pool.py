@@ -1,69 +1,85 @@
-"""A pool of samples in memory that all processes of a node map: written once, read by everybody."""
+"""A pool of samples that all processes of a node map: written once, read by everybody."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import json
 import mmap
-import os
-import shutil
-import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from datacache.layout import Layout
-from datacache.order import permutation
+from datacache.folder import Folder, allocate, read_header
+from datacache.heap import Heap
+from datacache.layout import Layout, batch
+from datacache.part import Part
 
-FORMAT = 1
 READY = 1 << 32
 """Set in a sample's word beside the checksum in the lower half: what is 0 was never finished."""
 
 
-class CacheError(RuntimeError):
-    """A folder that is no cache, or that cannot hold one."""
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a pool is made with.
+
+    Attributes:
+      layout: Of the samples.
+      part: The samples that have room.
+      heap_bytes: At most so many for components that differ in size.
+      source: What a user would call its samples.
+    """
+
+    layout: Layout
+    part: Part
+    heap_bytes: int = 0
+    source: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"layout": self.layout.to_dict(), "part": asdict(self.part), "source": self.source}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Plan:
+        """The inverse, of what JSON made of it."""
+        return cls(
+            layout=Layout.from_dict(content["layout"]), part=Part(**content["part"]), source=content.get("source", "")
+        )
 
 
 class Pool:
-    """Samples in a folder, usually of `/dev/shm`.
+    """Samples in a folder, of `/dev/shm` or of a disk.
 
     A sample is written, then its word: a checksum and a mark that it is ready. A process that is killed in between
-    leaves a sample that is not ready, and locks that the kernel has released. There is room for `slots` samples; with
-    fewer than there are, a choice that depends on the seed is kept and the others have none.
+    leaves a sample that is not ready, and locks that the kernel has released.
 
     Args:
-      folder: Made if it does not exist.
-      layout: Of the samples.
-      samples: How many there are.
-      slots: How many there is room for.
-      seed: Of the choice.
+      folder: Made if it does not exist; otherwise it is taken as it is.
+      plan: Says what to make, if there is none; called by one process of the node.
 
     Raises:
-      CacheError: If the folder holds something else, or another pool, or there is no room for this one.
+      CacheError: If the folder holds something else, or there is no room.
     """
 
-    def __init__(self, folder: Path, layout: Layout, samples: int, slots: int, seed: int = 0) -> None:
-        self.folder, self.layout, self.samples = Path(folder), layout, samples
-        self.slots = min(slots, samples)
-        self._about = {
-            "format": FORMAT,
-            "layout": layout.to_dict(),
-            "samples": samples,
-            "slots": self.slots,
-            "seed": seed,
-        }
-        self._places = _chosen(samples, self.slots, seed)
-        self._make_once()
-        self._map()
+    def __init__(self, folder: Path, plan: Callable[[], Plan]) -> None:
+        self._folder = Folder(folder, lambda path: _make(path, plan()))
+        self.plan = Plan.from_dict(self._folder.about)
+        self.layout = self.plan.layout
+        self._places = self.plan.part.places()
+        self.slots = int(self._places.max()) + 1
+        self._columns = self.layout.columns(self._mapping("samples"), self.slots)
+        self._words = np.ndarray((self.slots,), np.uint64, self._mapping("words"))
+        self._heap = Heap(self.folder) if self.layout.varies else None
         self._verified = np.zeros(self.slots, bool)
 
+    @property
+    def folder(self) -> Path:
+        return self._folder.path
+
     def has_room(self, samples: np.ndarray) -> np.ndarray:
-        """Which of these samples the pool can hold, `[n]` bool."""
+        """Which of these samples the pool keeps, `[n]` bool."""
         return self._places[samples] >= 0
 
     def ready(self, samples: np.ndarray) -> np.ndarray:
@@ -71,157 +87,136 @@ class Pool:
         places = self._places[samples]
         return (places >= 0) & (self._words[np.maximum(places, 0)] >= READY)
 
-    def put(self, sample: int, arrays: Sequence[Any]) -> None:
-        """Writes a sample that has room, and then that it is ready.
+    def put(self, sample: int, arrays: Sequence[Any]) -> bool:
+        """Writes a sample that has room, and then that it is ready; `False` if it was too large for what is left.
 
         Raises:
           ValueError: If it has other shapes or types than the layout.
         """
         place = self._places[sample]
         self._words[place] = 0
-        for column, array in zip(self._columns, self.layout.check(arrays, f"sample {sample}"), strict=True):
+        pairs = zip(self._columns, self.layout.components, self.layout.check(arrays, f"sample {sample}"), strict=True)
+        for column, component, array in pairs:
+            if component.varies:
+                assert self._heap is not None
+                content = component.encoded(array)
+                offset = self._heap.add(content)
+                if offset is None:
+                    return False
+                array = np.array([offset, len(content), *array.shape])
             column[place] = array
-        self._words[place] = READY | self._checksum(place)
+        self._words[place] = READY | (self._checksum(place) or 0)
+        self._verified[place] = True
+        return True
 
     def gather(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> list[np.ndarray]:
-        """Copies samples that are ready: one array `[n, *shape]` for each component.
+        """Copies samples that are ready: one array `[n, *shape]` for each component, padded where samples differ.
 
         Args:
           samples: Their numbers, `[n]`.
-          into: Arrays to copy to, in place of new ones.
+          into: Arrays to copy to, in place of new ones, if no component varies.
         """
+        if self._heap is not None:
+            return batch([self.sample(sample) for sample in samples], self.layout)
         places = self._places[samples]
         targets = [None] * len(self._columns) if into is None else into
         # They are in range, as the table of places has them, and "clip" spares a copy of the result.
         pairs = zip(self._columns, targets, strict=True)
         return [np.take(column, places, axis=0, out=target, mode="clip") for column, target in pairs]
 
-    def torn(self, samples: np.ndarray) -> np.ndarray:
-        """Those of these ready samples whose bytes are not those that were written; each is looked at once.
+    def sample(self, sample: int) -> list[np.ndarray]:
+        """One sample that is ready: views of the pool, one for each component."""
+        place = self._places[sample]
+        arrays = []
+        for column, component in zip(self._columns, self.layout.components, strict=True):
+            array = column[place]
+            if component.varies:
+                assert self._heap is not None
+                array = component.decoded(self._heap.content(*map(int, array[:2])), array[2:])
+            arrays.append(array)
+        return arrays
 
-        They are not ready any more.
+    def torn(self, samples: np.ndarray, again: bool = False) -> np.ndarray:
+        """Those of these ready samples whose bytes are not those that were written.
+
+        They are not ready any more. Each sample is looked at once by this object, or at every call with `again`.
         """
         places = self._places[samples]
-        unseen = np.flatnonzero(~self._verified[places])
-        torn = [i for i in unseen if int(self._words[places[i]]) != READY | self._checksum(places[i])]
+        unseen = np.arange(len(samples)) if again else np.flatnonzero(~self._verified[places])
+        torn = [i for i in unseen if not self._whole(places[i])]
         self._verified[places[unseen]] = True
         for i in torn:
             self._words[places[i]] = 0
             self._verified[places[i]] = False
         return samples[torn]
 
-    @contextlib.contextmanager
-    def claim(self, sample: int) -> Iterator[bool]:
+    def claim(self, sample: int) -> contextlib.AbstractContextManager[bool]:
         """Within it nobody else fills this sample; `False` if somebody does already. The kernel ends all claims."""
-        # A description of its own: locks are per description, and so between threads, too.
-        handle = os.open(self.folder / "claims", os.O_RDWR)
-        try:
-            yield _lock(handle, int(self._places[sample]))
-        finally:
-            os.close(handle)
+        return self._folder.claim(int(self._places[sample]))
+
+    def clear(self) -> None:
+        """No sample is ready any more; what took room in the heap has gone for good."""
+        self._words[:] = 0
+        self._verified[:] = False
+
+    def claim_all(self) -> contextlib.AbstractContextManager[bool]:
+        """Within it nobody else fills the whole pool; `False` if somebody does already."""
+        return self._folder.claim(self.slots)
 
     @property
     def filled(self) -> int:
         """How many samples are ready."""
         return int((self._words >= READY).sum())
 
+    @property
+    def bytes(self) -> int:
+        """Of the samples that have room."""
+        return self.layout.offsets(self.slots)[-1] + (self._heap.used if self._heap else 0)
+
     def close(self) -> None:
         """Ends the mappings; arrays of `gather` remain."""
         self._columns.clear()
         self._words = np.zeros(0, np.uint64)
+        if self._heap is not None:
+            self._heap.close()
+        self._folder.close()
 
-    def _checksum(self, place: int) -> int:
+    def _whole(self, place: int) -> bool:
+        word, checksum = int(self._words[place]), self._checksum(place)
+        return checksum is not None and word == READY | checksum
+
+    def _checksum(self, place: int) -> int | None:
+        """Of a sample's bytes; `None` if it points outside."""
         checksum = 0
-        for column in self._columns:
+        for column, component in zip(self._columns, self.layout.components, strict=True):
             checksum = zlib.crc32(column[place : place + 1].view(np.uint8).data, checksum)
+            if component.varies:
+                assert self._heap is not None
+                content = self._heap.content(*map(int, column[place, :2]))
+                if content is None:
+                    return None
+                checksum = zlib.crc32(content, checksum)
         return checksum
-
-    def _make_once(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            header = self.folder / "header.json"
-            if not header.exists():
-                self._make()
-                beside = header.with_suffix(".part")
-                beside.write_text(json.dumps(self._about))
-                beside.replace(header)
-            _check_header(header, self._about)
-
-    def _make(self) -> None:
-        ours = {"lock", "samples", "words", "claims", "header.part"}
-        strangers = {path.name for path in self.folder.iterdir()} - ours
-        if strangers:
-            raise CacheError(
-                f"A cache must have a folder of its own. Received: {self.folder}, which holds {min(strangers)!r}. Name "
-                "another, or empty it."
-            )
-        for name, size in (("samples", self.layout.offsets(self.slots)[-1]), ("words", 8 * self.slots), ("claims", 0)):
-            with (self.folder / name).open("wb") as stream:
-                _allocate(stream.fileno(), size, self.folder)
-
-    def _map(self) -> None:
-        self._columns = self.layout.columns(self._mapping("samples"), self.slots)
-        self._words = np.ndarray((self.slots,), np.uint64, self._mapping("words"))
 
     def _mapping(self, name: str) -> mmap.mmap:
         with (self.folder / name).open("r+b") as stream:
             return mmap.mmap(stream.fileno(), 0)
 
 
-def _chosen(samples: int, slots: int, seed: int) -> np.ndarray:
-    """The place of each sample, `[samples]` int64, or -1."""
-    if slots == samples:
-        return np.arange(samples)
-    places = np.full(samples, -1)
-    places[np.sort(permutation(samples, seed, samples)[:slots])] = np.arange(slots)
-    return places
+def existing(folder: Path) -> Pool:
+    """A pool that was made before.
+
+    Raises:
+      CacheError: If there is none.
+    """
+    plan = Plan.from_dict(read_header(folder))
+    return Pool(folder, lambda: plan)
 
 
-def _allocate(handle: int, size: int, folder: Path) -> None:
-    if not size:
-        return
-    try:
-        # Where a file system cannot allocate, the C library would write until it is full.
-        if size > shutil.disk_usage(folder).free:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-        # A file with holes would end the process that writes into one when memory is full.
-        os.posix_fallocate(handle, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EFBIG):
-            raise
-        os.ftruncate(handle, 0)
-        raise CacheError(
-            f"A pool needs room before it begins. Received: {folder}, without {size} bytes. Give it a smaller budget."
-        ) from error
-
-
-def _check_header(path: Path, about: dict[str, Any]) -> None:
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise CacheError(f"A cache must be whole. Received: {path}, which is no JSON. Remove the folder.") from error
-    if found.get("format", 0) > FORMAT:
-        raise CacheError(
-            f"A cache must be of a format up to {FORMAT}. Received: format {found['format']} in {path.parent}. Use a "
-            "newer tfposeidon, or another folder."
-        )
-    wanted = json.loads(json.dumps(about))
-    if found != wanted:
-        name = next(name for name in wanted if found.get(name) != wanted[name])
-        raise CacheError(
-            f"A pool is opened as it was made. Received: {name}={wanted[name]}, and {found.get(name)} in "
-            f"{path.parent}. Use another folder."
-        )
-
-
-def _lock(handle: int, place: int) -> bool:
-    """Locks one byte of an open file description."""
-    request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
-    try:
-        fcntl.fcntl(handle, fcntl.F_OFD_SETLK, request)
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
+def _make(path: Path, plan: Plan) -> dict[str, Any]:
+    slots = min(plan.part.slots, plan.part.wanted)
+    allocate(path / "samples", plan.layout.offsets(slots)[-1])
+    allocate(path / "words", 8 * slots)
+    if plan.layout.varies:
+        Heap.make(path, plan.heap_bytes)
+    return plan.to_dict()

@@ -9,8 +9,10 @@ import threading
 import numpy as np
 import pytest
 
+from datacache.folder import CacheError, NoRoomError, remove
 from datacache.layout import Component, Layout
-from datacache.pool import CacheError, Pool
+from datacache.part import Part, homes
+from datacache.pool import Plan, Pool, existing
 
 LAYOUT = Layout.of(sample := [np.zeros((5, 3), "uint8"), np.float32(0), np.zeros(2, "int64"), np.array(True)])
 SAMPLES = 40
@@ -23,8 +25,8 @@ def f(index):
     return [pixels, np.float32(draw.normal()), np.array([index, -index]), np.array(index % 2 == 0)]
 
 
-def _pool(folder, slots=SAMPLES, **changed):
-    return Pool(folder, **{"layout": LAYOUT, "samples": SAMPLES, "slots": slots, **changed})
+def _pool(folder, slots=SAMPLES, **of_part):
+    return Pool(folder, lambda: Plan(layout=LAYOUT, part=Part(samples=SAMPLES, slots=slots, **of_part)))
 
 
 def _check(pool, samples):
@@ -179,22 +181,122 @@ def test_folders_that_are_no_cache(tmp_path):
     folder = tmp_path / "pool"
     _pool(folder)
     header = json.loads((folder / "header.json").read_text())
-    with pytest.raises(CacheError, match=r"A pool is opened as it was made. Received: slots=7, and 40 in"):
-        _pool(folder, slots=7)
+    assert _pool(folder, slots=7).slots == SAMPLES, "a pool is taken as it was made"
+    with pytest.raises(CacheError, match=r"A cache must have a header.json. Received: .*without one"):
+        existing(tmp_path)
     (folder / "header.json").write_text(json.dumps(header | {"format": 99}))
     with pytest.raises(CacheError, match=r"A cache must be of a format up to 1. Received: format 99 in .*newer"):
         _pool(folder)
     (folder / "header.json").write_text("{")
-    with pytest.raises(CacheError, match=r"which is no JSON. Remove the folder"):
+    with pytest.raises(CacheError, match=r"which is no JSON. Remove"):
         _pool(folder)
 
 
 def test_no_room(tmp_path):
     huge = Layout(components=(Component(dtype="uint8", shape=(2**40,)),))
-    with pytest.raises(CacheError, match=r"A pool needs room before it begins.*Give it a smaller budget"):
-        Pool(tmp_path, huge, samples=2**10, slots=2**10)
+    with pytest.raises(NoRoomError, match=r"A pool needs room before it begins.*Give it a smaller budget"):
+        Pool(tmp_path, lambda: Plan(layout=huge, part=Part(samples=2**10, slots=2**10)))
     assert sum(path.stat().st_blocks for path in tmp_path.iterdir()) < 100
     _pool(tmp_path).put(0, f(0))
+
+
+def test_it_is_removed_once_nobody_has_it_open(tmp_path):
+    folder = tmp_path / "pool"
+    one, other = _pool(folder), _pool(folder)
+    one.close()
+    with pytest.raises(CacheError, match=r"A cache must not be in use to be removed. Received: .*Wait, or end it"):
+        remove(folder)
+    other.put(1, f(1))
+    _check(other, np.array([1]))
+    other.close()
+    remove(folder)
+    assert not folder.exists()
+    with pytest.raises(CacheError, match="without one"):
+        remove(tmp_path)
+    (tmp_path / "thesis.tex").write_text("x")
+    assert _pool(folder).filled == 0
+
+
+@pytest.mark.parametrize(("samples", "nodes"), [(1, 1), (40, 1), (40, 2), (41, 3), (2, 4)])
+def test_each_sample_is_at_home_on_one_node(samples, nodes):
+    home = homes(samples, nodes, seed=3)
+    parts = [Part(samples=samples, slots=samples, seed=3, node=node, nodes=nodes) for node in range(nodes)]
+    for node, part in enumerate(parts):
+        np.testing.assert_array_equal(part.places() >= 0, home == node)
+        assert part.wanted == (home == node).sum()
+        kept = part.places()[home == node]
+        assert sorted(kept) == list(range(len(kept)))
+        few = Part(samples=samples, slots=2, seed=3, node=node, nodes=nodes).places()
+        assert (few >= 0).sum() == min(2, part.wanted)
+        assert (home[few >= 0] == node).all()
+    counts = np.bincount(home, minlength=nodes)
+    assert max(counts) - min(counts) <= 1
+
+
+VARYING = [np.zeros((2, 3), "int32"), np.array(b"text", object), np.float32(0), np.array([[b"a", b"bc"]], object)]
+
+
+def _varying(index):
+    draw = np.random.default_rng(index)
+    texts = np.array([[b"x" * int(draw.integers(9)), b""]] * int(draw.integers(4)), object).reshape(-1, 2)
+    numbers = draw.integers(0, 99, (int(draw.integers(5)), 3)).astype("int32")
+    return [numbers, np.array(bytes(draw.bytes(int(draw.integers(30)))), object), np.float32(index), texts]
+
+
+def _varying_pool(folder, heap_bytes=10**5):
+    layout = Layout.of(VARYING, [[0], [], [], [0]])
+    return Pool(folder, lambda: Plan(layout=layout, part=Part(samples=SAMPLES, slots=SAMPLES), heap_bytes=heap_bytes))
+
+
+def test_samples_of_many_sizes(tmp_path):
+    pool, other = _varying_pool(tmp_path), _varying_pool(tmp_path)
+    order = np.random.default_rng(0).permutation(SAMPLES)
+    for index in order:
+        assert pool.put(index, _varying(index))
+    assert other.torn(order).size == 0
+    for index in order:
+        for array, expected in zip(other.sample(index), _varying(index), strict=True):
+            np.testing.assert_array_equal(array, expected)
+    numbers, texts, floats, many = other.gather(order[:9])
+    longest = max(len(_varying(index)[0]) for index in order[:9])
+    assert numbers.shape == (9, longest, 3)
+    assert numbers.dtype == np.int32
+    for place, index in enumerate(order[:9]):
+        expected = _varying(index)
+        np.testing.assert_array_equal(numbers[place, : len(expected[0])], expected[0])
+        assert not numbers[place, len(expected[0]) :].any()
+        assert texts[place] == expected[1]
+        assert floats[place] == index
+        assert all(text == b"" for text in many[place, len(expected[3]) :].reshape(-1))
+    assert other.layout == Layout.from_dict(json.loads(json.dumps(other.layout.to_dict())))
+
+
+@pytest.mark.parametrize("damage", ["content", "offset", "length"])
+def test_torn_samples_of_many_sizes(tmp_path, damage):
+    pool = _varying_pool(tmp_path)
+    for index in range(SAMPLES):
+        pool.put(index, _varying(index))
+    where = {"offset": 0, "length": 1}
+    if damage == "content":
+        offset, length = map(int, pool._columns[1][7][:2])
+        assert length
+        pool._heap.content(offset, length)[0] ^= 1
+    else:
+        pool._columns[1][7][where[damage]] += 2**40
+    reader = _varying_pool(tmp_path)
+    assert reader.torn(np.arange(SAMPLES)).tolist() == [7]
+    reader.put(7, _varying(7))
+    assert reader.torn(np.array([7])).size == 0
+    assert reader.sample(7)[1] == _varying(7)[1]
+
+
+def test_a_full_heap_takes_no_more(tmp_path):
+    pool = _varying_pool(tmp_path, heap_bytes=600)
+    kept = [index for index in range(SAMPLES) if pool.put(index, _varying(index))]
+    assert 0 < len(kept) < SAMPLES
+    np.testing.assert_array_equal(np.flatnonzero(pool.ready(np.arange(SAMPLES))), kept)
+    for index in kept:
+        assert pool.sample(index)[1] == _varying(index)[1]
 
 
 @pytest.mark.parametrize(
@@ -208,13 +310,13 @@ def test_samples_of_another_layout(tmp_path, changed, text):
     arrays = [changed.get(place, array) for place, array in enumerate(f(3))]
     with pytest.raises(ValueError, match=rf"All samples must have the same shapes and types. Received: {text}"):
         _pool(tmp_path).put(3, arrays)
-    with pytest.raises(ValueError, match=r"Received: 1 components for component 0 of sample 3, where .* has 4"):
+    with pytest.raises(ValueError, match=r"as many components. Received: 1 for sample 3, where .* has 4"):
         _pool(tmp_path).put(3, f(3)[:1])
 
 
-def test_texts_are_not_for_pools():
-    with pytest.raises(ValueError, match=r"Pools hold numbers. Received: <U4 for component 0"):
-        Layout.of(["text"])
+def test_dates_are_not_for_pools():
+    with pytest.raises(ValueError, match=r"Samples are numbers or bytes. Received: datetime64.* for component 0"):
+        Layout.of([np.datetime64("2026-11-22")])
 
 
 def test_layouts_survive_json():

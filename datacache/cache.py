@@ -1,0 +1,227 @@
+"""Samples that are decoded once: levels, the order of epochs, and batches for Keras."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, get_args
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from datacache.budget import budget_bytes
+from datacache.filling import Filling, Verify
+from datacache.fingerprint import fingerprint, traced
+from datacache.opening import open_levels
+from datacache.order import Order
+from datacache.pipeline import Passes, batches
+from datacache.sources.source import Source, SourceError
+from datacache.statistics import Counts, Statistics
+from tfposeidon import environment
+
+log = logging.getLogger("tfposeidon")
+WINDOW = 256
+"""Samples that `warm` asks for at a time."""
+
+
+def default_memory() -> str:
+    """Shared memory of this user: `/dev/shm/datacache-<user id>`."""
+    return f"/dev/shm/datacache-{os.getuid()}"
+
+
+class Cache:
+    """Samples read and pre-processed once per node, and once per epoch handed out in an exact order.
+
+    The first epoch reads the source; later ones read memory that all ranks of a node, and other jobs on it, map. What
+    has no room in memory is read through the levels below. Nothing stale is served: another source, `preprocess`
+    or `version` has another folder.
+
+    Args:
+      source: From `from_folder`, `from_tfds` or `from_dataset`, or any object like `datacache.Source`.
+      preprocess: From a stored sample to the one to keep, in TensorFlow ops: decode, resize. Keep the decoder's type
+        (uint8): normalised float32 samples would take four times the room, and augmentation comes after the cache.
+      memory: Folder of the pool in memory; `None` goes without.
+      disk: Folder on a local disk for the source's bytes as read: other runs, resolutions or functions then open no
+        file of the source again.
+      decoded: Folder on a local disk for pre-processed samples: a restart of the machine decodes nothing again.
+      budget: Of memory per node: bytes, "20GB", or a share of what is free, "80%".
+      verify: Look at checksums of samples at the first touch of each process, "always", or "never".
+      version: Another number or text is another cache; for what the graph of `preprocess` does not show.
+      variable_shapes: Whether dimensions that the graph does not know may differ between samples; batches of such are
+        padded at the end. Texts may always differ.
+
+    Raises:
+      ValueError: If an argument makes no sense.
+      CacheError: If a folder is no cache, or of a newer format.
+      SourceError: If the first sample cannot be read.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        preprocess: Callable[..., Any] | None = None,
+        *,
+        memory: str | os.PathLike[str] | None = "auto",
+        disk: str | os.PathLike[str] | None = None,
+        decoded: str | os.PathLike[str] | None = None,
+        budget: int | str = "80%",
+        verify: Verify = "first",
+        version: Any = 1,
+        variable_shapes: bool = False,
+    ) -> None:
+        if verify not in get_args(Verify):
+            raise ValueError(f'`verify` must be "first", "always" or "never". Received: verify={verify!r}')
+        budget_bytes(budget, 1)
+        if len(source) == 0:
+            raise SourceError("A source must have samples. Received: none.")
+        self._source, self._traced = source, traced(source, preprocess)
+        self.fingerprint = fingerprint(source, self._traced, [version, variable_shapes])
+        self._counts = Counts()
+        self._passes: Passes | None = None
+        self._levels = open_levels(
+            source,
+            self._traced,
+            self.fingerprint,
+            memory=default_memory() if memory == "auto" else memory,
+            disk=disk,
+            decoded=decoded,
+            budget=budget,
+            variable_shapes=variable_shapes,
+            filling=Filling(verify, self._counts),
+        )
+        log.info("%s", self)
+
+    def dataset(self, global_batch: int, seed: int = 0, shuffle: bool = True) -> tf.data.Dataset:
+        """Batches of this rank: its share of each global batch.
+
+        An epoch is a permutation of all samples, another one each time, the same for the same seed on any number of
+        ranks; each iteration over the dataset is the next epoch, and every rank has as many steps.
+
+        Args:
+          global_batch: Samples of one step over all ranks.
+          seed: Of the permutations.
+          shuffle: Without it, samples come in the source's order.
+
+        Raises:
+          ValueError: If a batch has fewer samples than there are ranks.
+        """
+        self._passes = self._new_passes(global_batch, seed, shuffle)
+        return batches(self._passes, self._levels.layout, self._traced.structure, self._levels.batch)
+
+    def pydataset(
+        self, global_batch: int, seed: int = 0, shuffle: bool = True, **arguments: Any
+    ) -> keras.utils.PyDataset:
+        """The same batches as a Keras `PyDataset` of NumPy arrays; `arguments` are those of `keras.utils.PyDataset`."""
+        self._passes = self._new_passes(global_batch, seed, shuffle)
+        return _PyDataset(self._passes, self._packed, arguments)
+
+    def random_access(self) -> RandomAccess:
+        """The samples by number: what Grain's `MapDataset.source` and PyTorch's data loaders take."""
+        return RandomAccess(self)
+
+    def counted(self, data: Iterable[Any]) -> Iterator[Any]:
+        """Iterates over batches of this cache and counts each as trained once the next one is asked for.
+
+        For hand-written loops; in `fit` it is `keras_callbacks.CachePosition` that counts.
+        """
+        self.count(0)
+        for batch in data:
+            yield batch
+            self.count(1)
+
+    def count(self, steps: int) -> None:
+        """Says that so many steps more were trained on the dataset that was made last."""
+        self._of_dataset().count(steps)
+
+    def warm(self, progress: bool = True) -> Statistics:
+        """Fills memory with all samples that have room, each rank a share of them."""
+        memory = self._levels.memory
+        samples = np.arange(len(self._source))
+        if memory is not None:
+            samples = samples[memory.has_room(samples)]
+        bar = keras.utils.Progbar(len(samples), unit_name="sample") if progress and len(samples) else None
+        for window in np.array_split(samples, max(1, len(samples) // WINDOW)):
+            self._levels.fill(self._levels.missing(window))
+            if bar:
+                bar.add(len(window))
+        return self.stats()
+
+    def stats(self) -> Statistics:
+        """What this process has counted."""
+        return self._counts.now()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training has come to, in about a hundred bytes of JSON; loads on any number of ranks.
+
+        Raises:
+          RuntimeError: If no dataset was made, or its steps were not counted.
+        """
+        return self._of_dataset().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Makes the dataset that was made last go on from there.
+
+        Raises:
+          ValueError: If the state is of other samples or another seed.
+        """
+        self._of_dataset().load_state_dict(state)
+
+    def clear(self) -> None:
+        """Forgets all pre-processed samples in memory and on disk; what the disk keeps of the source stays."""
+        for pool in (self._levels.memory, self._levels.decoded):
+            if pool is not None:
+                pool.clear()
+
+    def close(self) -> None:
+        """Ends threads and mappings; what is cached stays."""
+        self._levels.close()
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __str__(self) -> str:
+        memory = self._levels.memory
+        kept = f"{memory.slots} of {len(self)} samples in {memory.folder}" if memory else "nothing in memory"
+        return f"datacache: {kept}, {memory.filled if memory else 0} ready"
+
+    def _new_passes(self, global_batch: int, seed: int, shuffle: bool) -> Passes:
+        order = Order(samples=len(self), global_batch=global_batch, seed=seed, shuffle=shuffle)
+        return Passes(order, environment.place().rank, environment.place().size)
+
+    def _of_dataset(self) -> Passes:
+        if self._passes is None:
+            raise RuntimeError("Positions are those of a dataset. Received: a cache without one. Call dataset() first.")
+        return self._passes
+
+    def _packed(self, samples: np.ndarray) -> Any:
+        return tf.nest.pack_sequence_as(self._traced.structure, self._levels.batch(samples))
+
+
+class RandomAccess:
+    """Samples of a cache by number, as nested NumPy arrays."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    def __getitem__(self, sample: int) -> Any:
+        return tf.nest.map_structure(lambda array: array[0], self._cache._packed(np.array([sample])))
+
+
+class _PyDataset(keras.utils.PyDataset):
+    def __init__(self, passes: Passes, packed: Callable[[np.ndarray], Any], arguments: dict[str, Any]) -> None:
+        super().__init__(**arguments)
+        self._passes, self._read = passes, packed
+
+    def __len__(self) -> int:
+        return self._passes.steps
+
+    def __getitem__(self, step: int) -> Any:
+        return self._read(self._passes.share(step))
+
+    def on_epoch_end(self) -> None:
+        self._passes.end_pass()

@@ -1,0 +1,131 @@
+"""The levels of one node: memory, decoded samples on a disk, and stored samples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from datacache.filling import POLL_S, Arrays, Filling
+from datacache.layout import Layout, batch
+from datacache.pool import Pool
+from datacache.sources.source import StreamSource
+from datacache.stored import Stored
+
+READERS = 32
+"""Threads that read a cold source: a network file system answers many at once."""
+
+
+class Levels:
+    """Samples from the highest level that has them; what was lower is put above on the way.
+
+    Args:
+      stored: Of all samples.
+      make: From the components of a stored sample to those of a cached one.
+      layout: Of cached samples.
+      memory: Pool of cached samples, if there is room for one.
+      decoded: The same on a disk, if asked for.
+      filling: How pools are filled.
+    """
+
+    def __init__(
+        self,
+        stored: Stored,
+        make: Callable[[Sequence[Any]], Arrays],
+        layout: Layout,
+        memory: Pool | None,
+        decoded: Pool | None,
+        filling: Filling,
+    ) -> None:
+        self._stored, self._make, self.layout = stored, make, layout
+        self.memory, self.decoded = memory, decoded
+        self._filling, self._counts = filling, filling.counts
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="datacache")
+
+    def batch(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
+        """One array per component, `[n, *shape]`.
+
+        Args:
+          samples: Their numbers, `[n]` int64.
+          into: Arrays to use for a batch that memory holds.
+
+        Raises:
+          SourceError: If a sample cannot be read; it names the sample.
+        """
+        missing = self.missing(samples)
+        self._counts.add(memory_hits=len(samples) - len(missing))
+        return self.joined(samples, self.fill(missing), into)
+
+    def joined(self, samples: np.ndarray, made: dict[int, Arrays], into: Sequence[np.ndarray] | None = None) -> Arrays:
+        """A batch of samples that memory holds, but for those given."""
+        if self.memory is not None and not made:
+            return self.memory.gather(samples, into)
+        memory = self.memory
+        found = (made[i] if i in made or memory is None else memory.sample(i) for i in samples.tolist())
+        return batch(list(found), self.layout)
+
+    def missing(self, samples: np.ndarray) -> np.ndarray:
+        """Those that memory does not hold whole."""
+        return self._filling.lacking(self.memory, samples)
+
+    def fill(self, samples: Iterable[int]) -> dict[int, Arrays]:
+        """Makes samples; those that memory did not take are returned."""
+        numbers = [int(sample) for sample in samples]
+        if not numbers:
+            return {}
+        begin = time.perf_counter()
+        if isinstance(self._stored.source, StreamSource):
+            self._pour(np.array(numbers))
+        made = dict(zip(numbers, self._readers.map(self._into_memory, numbers), strict=True))
+        self._counts.add(wait_s=time.perf_counter() - begin)
+        return {sample: arrays for sample, arrays in made.items() if arrays is not None}
+
+    def put(self, sample: int, arrays: Arrays) -> bool:
+        """Puts a sample that came from elsewhere into memory; `False` without room."""
+        return self._filling.through(self.memory, sample, lambda _: arrays)[1]
+
+    def close(self) -> None:
+        """Ends threads and mappings."""
+        self._readers.shutdown(cancel_futures=True)
+        for pool in (self.memory, self.decoded, self._stored.pool):
+            if pool is not None:
+                pool.close()
+
+    def _into_memory(self, sample: int) -> Arrays | None:
+        arrays, kept = self._filling.through(self.memory, sample, self._decoded)
+        self._counts.add(unkept=int(not kept))
+        return None if kept else arrays
+
+    def _decoded(self, sample: int) -> Arrays:
+        if self.decoded is None:
+            return self._made(sample)
+        arrays, _ = self._filling.through(self.decoded, sample, self._made)
+        if arrays is None:
+            self._counts.add(decoded_hits=1)
+            return self.decoded.sample(sample)
+        return arrays
+
+    def _made(self, sample: int) -> Arrays:
+        return self.layout.check(self._make(self._stored.sample(sample)), self._stored.source.name(sample))
+
+    def _pour(self, samples: np.ndarray) -> None:
+        """Reads a stream from its beginning into the lowest pool, one process of the node for all."""
+        pool = self._stored.pool or self.decoded or self.memory
+        while pool is not None and self._filling.lacking(pool, samples[pool.has_room(samples)]).size:
+            with pool.claim_all() as mine:
+                if mine:
+                    self._pour_into(pool)
+                    return
+            time.sleep(POLL_S)
+
+    def _pour_into(self, pool: Pool) -> None:
+        lacking = set(
+            self._filling.lacking(pool, np.flatnonzero(pool.has_room(np.arange(len(self._stored.source))))).tolist()
+        )
+        for sample, arrays in enumerate(self._stored.all()):
+            if sample in lacking:
+                name = self._stored.source.name(sample)
+                pool.put(sample, arrays if pool is self._stored.pool else self.layout.check(self._make(arrays), name))

@@ -1,0 +1,99 @@
+"""Opens or makes the pools of a cache, with what room there is."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from datacache.budget import budget_bytes
+from datacache.filling import Arrays, Filling
+from datacache.fingerprint import Traced
+from datacache.folder import NoRoomError, free_bytes
+from datacache.layout import Layout
+from datacache.levels import Levels
+from datacache.part import Part
+from datacache.pool import Plan, Pool
+from datacache.sources.source import Source, StreamSource, digest
+from datacache.stored import Stored
+
+log = logging.getLogger("tfposeidon")
+OF_A_DISK = "95%"
+NAME = 20
+"""Hexadecimal digits of a fingerprint that name a folder: 80 bits."""
+Root = str | os.PathLike[str] | None
+
+
+def open_levels(
+    source: Source,
+    traced: Traced,
+    fingerprint: str,
+    *,
+    memory: Root,
+    disk: Root,
+    decoded: Root,
+    budget: int | str,
+    variable_shapes: bool,
+    filling: Filling,
+) -> Levels:
+    """The levels of a cache; without room for a pool there is a log line, and one level less.
+
+    Raises:
+      CacheError: If a folder is no cache.
+      SourceError: If there are no pools yet, and the first sample cannot be read.
+    """
+    stored = Stored(source, _stored_pool(source, disk), filling)
+
+    def make(components: Sequence[Any]) -> Arrays:
+        return [part.numpy() for part in traced.function(*components)]
+
+    def layout() -> Layout:
+        first = next(iter(stored.all())) if isinstance(source, StreamSource) else stored.sample(0)
+        return _layout(make(first), traced, variable_shapes)
+
+    def pool(root: Root, budget: int | str) -> Pool | None:
+        if root is None:
+            return None
+        folder = Path(root) / fingerprint[:NAME]
+        return _or_less(lambda: Pool(folder, lambda: _plan(layout(), source, budget_bytes(budget, free_bytes(folder)))))
+
+    in_memory, on_disk = pool(memory, budget), pool(decoded, OF_A_DISK)
+    found = next((pool.layout for pool in (in_memory, on_disk) if pool is not None), None) or layout()
+    return Levels(stored, make, found, in_memory, on_disk, filling)
+
+
+def _stored_pool(source: Source, root: Root) -> Pool | None:
+    """What is stored may differ in size in all its dimensions."""
+    if root is None:
+        return None
+    samples = [np.zeros([size or 0 for size in spec.shape], spec.dtype.as_numpy_dtype) for spec in source.signature]
+    layout = Layout.of(samples, [range(spec.shape.rank) for spec in source.signature])
+    folder = Path(root) / f"stored-{digest(source.identity)[:NAME]}"
+    return _or_less(lambda: Pool(folder, lambda: _plan(layout, source, budget_bytes(OF_A_DISK, free_bytes(folder)))))
+
+
+def _plan(layout: Layout, source: Source, room: int) -> Plan:
+    of_one = layout.bytes + np.uint64().nbytes
+    slots = min(len(source), room // of_one)
+    if slots == 0:
+        raise NoRoomError(f"A pool needs room before it begins. Received: {room} bytes, for samples of {of_one}.")
+    part = Part(samples=len(source), slots=slots)
+    return Plan(layout=layout, part=part, heap_bytes=room - slots * of_one, source=str(source))
+
+
+def _layout(sample: Arrays, traced: Traced, variable_shapes: bool) -> Layout:
+    if not variable_shapes:
+        return Layout.of(sample)
+    return Layout.of(sample, [[axis for axis, size in enumerate(shape) if size is None] for shape in traced.shapes])
+
+
+def _or_less(open_pool: Callable[[], Pool]) -> Pool | None:
+    try:
+        return open_pool()
+    except NoRoomError as error:
+        log.warning("datacache: one level less. %s", error)
+        return None

@@ -1,0 +1,64 @@
+"""Any `tf.data.Dataset`: read from its beginning once, then by number from the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from datacache.sources.source import SourceError
+
+
+class DatasetSource:
+    """See `from_dataset`."""
+
+    def __init__(self, dataset: tf.data.Dataset, key: str) -> None:
+        self._dataset, self._spec = dataset, dataset.element_spec
+        self._samples = int(dataset.cardinality())
+        if self._samples <= 0:
+            what = {tf.data.INFINITE_CARDINALITY: "infinitely many", 0: "no"}.get(self._samples, "unknown many")
+            raise SourceError(
+                f"A dataset must have a known number of samples. Received: one with {what}. Use take(n), or "
+                "apply(tf.data.experimental.assert_cardinality(n))."
+            )
+        self.signature = tf.nest.flatten(self._spec)
+        self.identity = {"kind": "dataset", "key": key, "samples": self._samples, "spec": repr(self._spec)}
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __str__(self) -> str:
+        return f"dataset {self.identity['key']!r}"
+
+    def name(self, sample: int) -> str:
+        return f"element {sample} of the dataset"
+
+    def stream(self) -> Iterator[list[np.ndarray]]:
+        count = 0
+        for element in self._dataset.as_numpy_iterator():
+            yield [np.asarray(array) for array in tf.nest.flatten(element)]
+            count += 1
+        if count != self._samples:
+            raise SourceError(
+                f"A dataset must have as many samples as it says. Received: {count}, not {self._samples}."
+            )
+
+    def decode(self, *stored: Any) -> Any:
+        return tf.nest.pack_sequence_as(self._spec, stored)
+
+
+def from_dataset(dataset: tf.data.Dataset, *, key: str) -> DatasetSource:
+    """The elements of a dataset, in place of `dataset.cache()`: not batched, not repeated, not shuffled.
+
+    One process of each node reads it from its beginning before the first batch. `preprocess` receives an element.
+
+    Args:
+      dataset: The same elements in the same order each time.
+      key: What the elements depend on, in your words: data and its version. Another key is another cache.
+
+    Raises:
+      SourceError: If the number of elements is unknown.
+    """
+    return DatasetSource(dataset, key)
