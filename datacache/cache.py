@@ -80,6 +80,7 @@ class Cache:
         self.fingerprint = fingerprint(source, self._traced, [version, variable_shapes])
         self._counts = Counts()
         self._passes: Passes | None = None
+        self._state: dict[str, Any] | None = None
         self._levels = open_levels(
             source,
             self._traced,
@@ -122,11 +123,14 @@ class Cache:
         return RandomAccess(self)
 
     def counted(self, data: Iterable[Any]) -> Iterator[Any]:
-        """Iterates over batches of this cache and counts each as trained once the next one is asked for.
+        """Iterates over the rest of an epoch, and counts each batch as trained once the next one is asked for.
 
         For hand-written loops; in `fit` it is `keras_callbacks.CachePosition` that counts.
+
+        Args:
+          data: The dataset that was made last, with whatever `map` made of it.
         """
-        self.count(0)
+        self._of_dataset().go_on()
         for batch in data:
             yield batch
             self.count(1)
@@ -134,6 +138,14 @@ class Cache:
     def count(self, steps: int) -> None:
         """Says that so many steps more were trained on the dataset that was made last."""
         self._of_dataset().count(steps)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The next pass over the dataset is that epoch: what `keras_callbacks.CachePosition` says.
+
+        Raises:
+          RuntimeError: If a position within an epoch was loaded.
+        """
+        self._of_dataset().begin_epoch(epoch)
 
     def warm(self, progress: bool = True) -> Statistics:
         """Fills memory with all samples that have room, each rank a share of them."""
@@ -161,12 +173,14 @@ class Cache:
         return self._of_dataset().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the dataset that was made last go on from there.
+        """Makes the next dataset go on from there; its first pass is the rest of that epoch.
 
-        Raises:
-          ValueError: If the state is of other samples or another seed.
+        A dataset that was made before is of no use any more.
         """
-        self._of_dataset().load_state_dict(state)
+        if self._passes is not None:
+            self._passes.retired = True
+            self._passes = None
+        self._state = state
 
     def clear(self) -> None:
         """Forgets all pre-processed samples in memory and on disk; what the disk keeps of the source stays."""
@@ -188,7 +202,8 @@ class Cache:
 
     def _new_passes(self, global_batch: int, seed: int, shuffle: bool) -> Passes:
         order = Order(samples=len(self), global_batch=global_batch, seed=seed, shuffle=shuffle)
-        return Passes(order, environment.place().rank, environment.place().size)
+        place = environment.place()
+        return Passes(order, place.rank, place.size, self._state)
 
     def _of_dataset(self) -> Passes:
         if self._passes is None:
@@ -216,12 +231,13 @@ class _PyDataset(keras.utils.PyDataset):
     def __init__(self, passes: Passes, packed: Callable[[np.ndarray], Any], arguments: dict[str, Any]) -> None:
         super().__init__(**arguments)
         self._passes, self._read = passes, packed
+        self.on_epoch_end()
 
     def __len__(self) -> int:
-        return self._passes.steps
+        return len(self._shares)
 
     def __getitem__(self, step: int) -> Any:
-        return self._read(self._passes.share(step))
+        return self._read(self._shares[step])
 
     def on_epoch_end(self) -> None:
-        self._passes.end_pass()
+        self._shares = list(self._passes.shares())

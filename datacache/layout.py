@@ -175,5 +175,6 @@ def _padded(arrays: list[Any], component: Component) -> np.ndarray:
     joined = np.full((len(arrays), *largest), fill, arrays[0].dtype)
     for place, array in enumerate(arrays):
         inside: tuple[Any, ...] = (place, *(slice(size) for size in array.shape))
-        joined[inside] = array
+        # A text by itself would go in as an array that holds it.
+        joined[inside] = array[()]
     return joined

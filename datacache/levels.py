@@ -56,7 +56,7 @@ class Levels:
           SourceError: If a sample cannot be read; it names the sample.
         """
         missing = self.missing(samples)
-        self._counts.add(memory_hits=len(samples) - len(missing))
+        self._counts.add(memory_hits=len(samples) - len(missing), memory_misses=len(missing))
         return self.joined(samples, self.fill(missing), into)
 
     def joined(self, samples: np.ndarray, made: dict[int, Arrays], into: Sequence[np.ndarray] | None = None) -> Arrays:
@@ -84,7 +84,9 @@ class Levels:
         return {sample: arrays for sample, arrays in made.items() if arrays is not None}
 
     def put(self, sample: int, arrays: Arrays) -> bool:
-        """Puts a sample that came from elsewhere into memory; `False` without room."""
+        """Puts a sample that came from elsewhere where there is room; `False` if memory has none."""
+        if self.decoded is not None:
+            self._filling.through(self.decoded, sample, lambda _: arrays)
         return self._filling.through(self.memory, sample, lambda _: arrays)[1]
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -51,9 +52,12 @@ def open_levels(
     def make(components: Sequence[Any]) -> Arrays:
         return [part.numpy() for part in traced.function(*components)]
 
+    @functools.cache
+    def first() -> Arrays:
+        return make(next(iter(stored.all())) if isinstance(source, StreamSource) else stored.sample(0))
+
     def layout() -> Layout:
-        first = next(iter(stored.all())) if isinstance(source, StreamSource) else stored.sample(0)
-        return _layout(make(first), traced, variable_shapes)
+        return on_disk.layout if on_disk else _layout(first(), traced, variable_shapes)
 
     def pool(root: Root, budget: int | str) -> Pool | None:
         if root is None:
@@ -61,9 +65,13 @@ def open_levels(
         folder = Path(root) / fingerprint[:NAME]
         return _or_less(lambda: Pool(folder, lambda: _plan(layout(), source, budget_bytes(budget, free_bytes(folder)))))
 
-    in_memory, on_disk = pool(memory, budget), pool(decoded, OF_A_DISK)
-    found = next((pool.layout for pool in (in_memory, on_disk) if pool is not None), None) or layout()
-    return Levels(stored, make, found, in_memory, on_disk, filling)
+    on_disk = None
+    on_disk = pool(decoded, OF_A_DISK)
+    in_memory = pool(memory, budget)
+    levels = Levels(stored, make, in_memory.layout if in_memory else layout(), in_memory, on_disk, filling)
+    if first.cache_info().currsize:
+        levels.put(0, first())
+    return levels
 
 
 def _stored_pool(source: Source, root: Root) -> Pool | None:

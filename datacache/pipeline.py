@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,48 +17,92 @@ IN_FLIGHT = 4
 """Batches that are read at a time, so that a cold source is never idle while a batch ends."""
 
 
+REMEDY = "Give fit the callback keras_callbacks.CachePosition(cache), or iterate over cache.counted(data)."
+
+
 class Passes:
     """Passes of one rank over the samples: one epoch each, and how far training has come.
 
-    A pass that is left before its end begins again the next time: Keras looks at a first batch to build a model.
+    Batches are read ahead, and Keras looks at one to build a model, so what was read does not tell what was trained:
+    whoever trains says which pass begins (`begin_epoch` in `fit`, `go_on` in a loop) and counts steps. If nobody
+    does, the pass that follows a whole one is the next epoch, which ranks might see differently.
 
     Args:
       order: Of the samples.
       rank: Of this process.
       ranks: How many there are.
+      state: Where to begin, from `state_dict`.
+
+    Raises:
+      ValueError: If a batch, or the rest of the epoch, has fewer samples than there are ranks.
     """
 
-    def __init__(self, order: Order, rank: int, ranks: int) -> None:
+    def __init__(self, order: Order, rank: int, ranks: int, state: dict[str, Any] | None = None) -> None:
         self.order, self._rank, self._ranks = order, rank, ranks
-        self._begin = self._next = Position()
-        self._trained: int | None = None
-        self._handed_out = False
-        order.steps(Position(), ranks)
+        self._next = Position() if state is None else order.load_state_dict(state)
+        self._begin, self._trained = self._next, 0
+        self._told = self._handed_out = self.retired = False
+        order.steps(self._next, ranks)
 
-    @property
-    def steps(self) -> int:
-        """Of the next pass."""
+    def __len__(self) -> int:
+        """Steps of the next pass."""
         return self.order.steps(self._next, self._ranks)
 
+    @property
+    def begins_within_an_epoch(self) -> bool:
+        """Whether the next pass is shorter than those after it."""
+        return self._next.samples > 0
+
     def shares(self) -> Iterator[np.ndarray]:
-        """The numbers of this rank's samples at each step of the next pass."""
+        """The numbers of this rank's samples at each step of the next pass.
+
+        Raises:
+          RuntimeError: If nobody said which pass it is, and ranks could see that differently.
+        """
         begin = self._next
+        if self.retired:
+            raise RuntimeError("A position was loaded after this dataset was made. Make it again: cache.dataset(...)")
+        ambiguous = self.begins_within_an_epoch or (self._ranks > 1 and self._handed_out)
+        if ambiguous and self.order.shuffle and not self._told:
+            raise RuntimeError(f"On several ranks, or within an epoch, it must be said which pass begins. {REMEDY}")
+        self._handed_out = True
         for share, _ in self.order.shares(begin, self._rank, self._ranks):
-            self._handed_out = True
             yield share
         self._next = Position(epoch=begin.epoch + 1)
 
-    def share(self, step: int) -> np.ndarray:
-        """The same for one step, by number."""
-        return self._current()[step]
+    def begin_epoch(self, epoch: int) -> None:
+        """The next pass is that whole epoch, and steps will be counted.
 
-    def end_pass(self) -> None:
-        """The next pass is the one after this."""
-        self._next = Position(epoch=self._next.epoch + 1)
+        Raises:
+          RuntimeError: If a position within an epoch was loaded.
+        """
+        if self.begins_within_an_epoch:
+            raise RuntimeError(
+                f"In fit, epochs are whole. Received: {self._next.samples} samples done of epoch {self._next.epoch}. "
+                "Let keras_callbacks.Checkpoint resume the job: it passes over those; or iterate over "
+                "cache.counted(data)."
+            )
+        self._begin = self._next = Position(epoch=epoch)
+        self._trained, self._told = 0, True
 
-    def count(self, steps: int = 1) -> None:
-        """Says that so many steps more were trained, or with 0 that steps will be counted."""
-        self._trained = (self._trained or 0) + steps
+    def go_on(self) -> None:
+        """The next pass begins where training is, and steps will be counted.
+
+        Raises:
+          RuntimeError: If that is within an epoch, and the dataset has told TensorFlow that its passes are whole.
+        """
+        whole, position = not self._begin.samples, self._position()
+        if whole and position.samples:
+            raise RuntimeError(
+                "A loop that was left within an epoch goes on with a new dataset. Received: the old one. Call "
+                "cache.load_state_dict(cache.state_dict()), then dataset() again."
+            )
+        self._begin = self._next = position
+        self._trained, self._told = 0, True
+
+    def count(self, steps: int) -> None:
+        """Says that so many steps more were trained."""
+        self._trained += steps
 
     def state_dict(self) -> dict[str, Any]:
         """Where training has come to, for JSON.
@@ -65,24 +110,12 @@ class Passes:
         Raises:
           RuntimeError: If batches were handed out and nobody counted the steps.
         """
-        if self._handed_out and self._trained is None:
-            raise RuntimeError(
-                "Batches are read ahead, so steps must be counted where they are trained. Received: state_dict() "
-                "without a count. Give fit the callback keras_callbacks.CachePosition(cache), or iterate over "
-                "cache.counted(data)."
-            )
-        return self.order.state_dict(self.order.after(self._begin, self._trained or 0, self._ranks))
+        if self._handed_out and not self._told:
+            raise RuntimeError(f"Batches are read ahead, so steps must be counted where they are trained. {REMEDY}")
+        return self.order.state_dict(self._position())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there with the next pass."""
-        self._begin = self._next = self.order.load_state_dict(state)
-        self._trained, self._handed_out = None if self._trained is None else 0, False
-
-    def _current(self) -> list[np.ndarray]:
-        if getattr(self, "_of", None) != self._next:
-            self._of: Position = self._next
-            self._shares = [share for share, _ in self.order.shares(self._next, self._rank, self._ranks)]
-        return self._shares
+    def _position(self) -> Position:
+        return self.order.after(self._begin, self._trained, self._ranks)
 
 
 class Buffers:
@@ -93,19 +126,27 @@ class Buffers:
     """
 
     def __init__(self, layout: Layout) -> None:
-        self._layout, self._free = layout, list[list[np.ndarray]]()
+        self._layout, self._lock = layout, threading.Lock()
+        self._memory: list[np.ndarray] = []
+        self._bytes, self._idle = 0, sys.getrefcount((probe := [np.zeros(1)])[0])
+        del probe
 
     def take(self, samples: int) -> list[np.ndarray]:
-        """An array `[samples, *shape]` for each component, at an address that TensorFlow takes without a copy."""
-        for arrays in self._free:
-            # This list, the loop of `all` and getrefcount itself hold each of them.
-            if len(arrays[0]) >= samples and all(sys.getrefcount(array) <= 3 for array in arrays):
-                return [array[:samples] for array in arrays]
-        arrays = [
-            _aligned((samples, *component.column[1]), component.column[0]) for component in self._layout.components
-        ]
-        self._free = [*self._free[-2 * IN_FLIGHT :], arrays]
-        return [array[:samples] for array in arrays]
+        """An array `[samples, *shape]` for each component, at addresses that TensorFlow takes without a copy."""
+        with self._lock:
+            size = self._layout.offsets(samples)[-1] + ALIGNMENT
+            if size > self._bytes:
+                self._memory, self._bytes = [], size
+            # Whatever views an array, an array of NumPy's or a tensor, refers to the one that owns the memory.
+            for place in range(len(self._memory)):
+                if sys.getrefcount(self._memory[place]) <= self._idle:
+                    return self._views(self._memory[place], samples)
+            self._memory.append(np.zeros(self._bytes, np.uint8))
+            return self._views(self._memory[-1], samples)
+
+    def _views(self, memory: np.ndarray, samples: int) -> list[np.ndarray]:
+        begin = -memory.ctypes.data % ALIGNMENT
+        return self._layout.columns(memory[begin:], samples)
 
 
 def batches(
@@ -133,17 +174,10 @@ def batches(
 
     numbers = tf.data.Dataset.from_generator(passes.shares, output_signature=tf.TensorSpec([None], tf.int64))
     data = numbers.map(fetch, num_parallel_calls=IN_FLIGHT, deterministic=True).prefetch(1)
-    if passes.order.steps(Position(), passes._ranks) == passes.steps:
-        data = data.apply(tf.data.experimental.assert_cardinality(passes.steps))
+    if not passes.begins_within_an_epoch:
+        data = data.apply(tf.data.experimental.assert_cardinality(len(passes)))
     options = tf.data.Options()
     # Tuning stalls the ends of epochs for seconds.
     options.autotune.enabled = False
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return data.with_options(options)
-
-
-def _aligned(shape: Sequence[int], dtype: str) -> np.ndarray:
-    size = int(np.prod(shape, dtype=int)) * np.dtype(dtype).itemsize
-    raw = np.zeros(size + ALIGNMENT, np.uint8)
-    begin = -raw.ctypes.data % ALIGNMENT
-    return raw[begin : begin + size].view(dtype).reshape(shape)

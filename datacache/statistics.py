@@ -13,6 +13,7 @@ class Statistics:
 
     Attributes:
       memory_hits: Samples that were ready in memory.
+      memory_misses: Samples that were not.
       decoded_hits: Samples found ready on disk.
       disk_hits: Samples whose stored bytes were on the local disk.
       source_reads: Samples read from the source.
@@ -26,6 +27,7 @@ class Statistics:
     """
 
     memory_hits: int = 0
+    memory_misses: int = 0
     decoded_hits: int = 0
     disk_hits: int = 0
     source_reads: int = 0

@@ -7,6 +7,8 @@ In a list of callbacks the order matters: first what starts (`BroadcastVariables
 
 from keras_callbacks.average_batch_norm import AverageBatchNorm
 from keras_callbacks.broadcast_variables import BroadcastVariables
+from keras_callbacks.cache_position import CachePosition
+from keras_callbacks.cache_statistics import CacheStatistics
 from keras_callbacks.checkpoint import Checkpoint
 from keras_callbacks.gather_state import GatherState
 from keras_callbacks.learning_rate_schedule import LearningRateSchedule
@@ -19,6 +21,8 @@ from keras_callbacks.throughput import Throughput
 __all__ = [
     "AverageBatchNorm",
     "BroadcastVariables",
+    "CachePosition",
+    "CacheStatistics",
     "Checkpoint",
     "GatherState",
     "LearningRateSchedule",

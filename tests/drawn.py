@@ -1,0 +1,25 @@
+"""Images that tests draw: any of them can be drawn again from its number."""
+
+import numpy as np
+import tensorflow as tf
+
+CLASSES = 3
+
+
+def image(number, size=8):
+    """`[size, size, 3]` uint8."""
+    return np.random.default_rng(number).integers(0, 256, (size, size, 3)).astype("uint8")
+
+
+def folder(path, samples, size=8):
+    """PNG files, in the order of their numbers, in a folder per class; returns the path."""
+    for number in range(samples):
+        file = path / f"class{number * CLASSES // samples}" / f"{number:05}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(tf.io.encode_png(image(number, size)).numpy())
+    return path
+
+
+def decode(contents, label):
+    """What caches keep of a file: its pixels and its label."""
+    return tf.ensure_shape(tf.io.decode_png(contents, 3), [8, 8, 3]), label
