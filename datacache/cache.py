@@ -11,9 +11,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from datacache import nodes
 from datacache.budget import budget_bytes
 from datacache.filling import Filling, Verify
 from datacache.fingerprint import fingerprint, traced
+from datacache.nodes import Partitioning
 from datacache.opening import open_levels
 from datacache.order import Order
 from datacache.pipeline import Passes, batches
@@ -47,6 +49,8 @@ class Cache:
         file of the source again.
       decoded: Folder on a local disk for pre-processed samples: a restart of the machine decodes nothing again.
       budget: Of memory per node: bytes, "20GB", or a share of what is free, "80%".
+      partition: "replicate" keeps all samples on each node, "split" a part on each, and they send each other what is
+        needed; "auto" replicates what fits in every node's budget. Ranks must open the same caches in the same order.
       verify: Look at checksums of samples at the first touch of each process, "always", or "never".
       version: Another number or text is another cache; for what the graph of `preprocess` does not show.
       variable_shapes: Whether dimensions that the graph does not know may differ between samples; batches of such are
@@ -67,12 +71,15 @@ class Cache:
         disk: str | os.PathLike[str] | None = None,
         decoded: str | os.PathLike[str] | None = None,
         budget: int | str = "80%",
+        partition: Partitioning = "auto",
         verify: Verify = "first",
         version: Any = 1,
         variable_shapes: bool = False,
     ) -> None:
         if verify not in get_args(Verify):
             raise ValueError(f'`verify` must be "first", "always" or "never". Received: verify={verify!r}')
+        if partition not in get_args(Partitioning):
+            raise ValueError(f'`partition` must be "auto", "replicate" or "split". Received: partition={partition!r}')
         budget_bytes(budget, 1)
         if len(source) == 0:
             raise SourceError("A source must have samples. Received: none.")
@@ -91,7 +98,9 @@ class Cache:
             budget=budget,
             variable_shapes=variable_shapes,
             filling=Filling(verify, self._counts),
+            shared_by=lambda fits: nodes.shared_by(self.fingerprint, fits, partition),
         )
+        self._reader = nodes.reader(self._levels, len(source))
         log.info("%s", self)
 
     def dataset(self, global_batch: int, seed: int = 0, shuffle: bool = True) -> tf.data.Dataset:
@@ -109,7 +118,7 @@ class Cache:
           ValueError: If a batch has fewer samples than there are ranks.
         """
         self._passes = self._new_passes(global_batch, seed, shuffle)
-        return batches(self._passes, self._levels.layout, self._traced.structure, self._levels.batch)
+        return batches(self._passes, self._levels.layout, self._traced.structure, self._reader)
 
     def pydataset(
         self, global_batch: int, seed: int = 0, shuffle: bool = True, **arguments: Any
@@ -155,7 +164,7 @@ class Cache:
             samples = samples[memory.has_room(samples)]
         bar = keras.utils.Progbar(len(samples), unit_name="sample") if progress and len(samples) else None
         for window in np.array_split(samples, max(1, len(samples) // WINDOW)):
-            self._levels.fill(self._levels.missing(window))
+            self._reader.fill(self._levels.missing(window))
             if bar:
                 bar.add(len(window))
         return self.stats()
@@ -189,8 +198,8 @@ class Cache:
                 pool.clear()
 
     def close(self) -> None:
-        """Ends threads and mappings; what is cached stays."""
-        self._levels.close()
+        """Ends threads and mappings; what is cached stays. On several nodes, once all ranks have closed."""
+        self._reader.close()
 
     def __len__(self) -> int:
         return len(self._source)
@@ -211,7 +220,7 @@ class Cache:
         return self._passes
 
     def _packed(self, samples: np.ndarray) -> Any:
-        return tf.nest.pack_sequence_as(self._traced.structure, self._levels.batch(samples))
+        return tf.nest.pack_sequence_as(self._traced.structure, self._reader.batch(samples))
 
 
 class RandomAccess:

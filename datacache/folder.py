@@ -65,6 +65,11 @@ class Folder:
         os.close(self._user)
 
 
+def is_pool(path: Path) -> bool:
+    """Whether there is a pool."""
+    return (path / HEADER).exists()
+
+
 def read_header(path: Path) -> dict[str, Any]:
     """What a pool's folder says of it.
 

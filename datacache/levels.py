@@ -42,30 +42,43 @@ class Levels:
     ) -> None:
         self._stored, self._make, self.layout = stored, make, layout
         self.memory, self.decoded = memory, decoded
-        self._filling, self._counts = filling, filling.counts
+        self._filling, self.counts = filling, filling.counts
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="datacache")
 
-    def batch(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
+    def shares(self, shares: Iterable[np.ndarray]) -> Iterable[np.ndarray]:
+        """The same: batches are read ahead anyway."""
+        return shares
+
+    def batch(
+        self,
+        samples: np.ndarray,
+        into: Sequence[np.ndarray] | None = None,
+        fill: Callable[[np.ndarray], dict[int, Arrays]] | None = None,
+    ) -> Arrays:
         """One array per component, `[n, *shape]`.
 
         Args:
           samples: Their numbers, `[n]` int64.
           into: Arrays to use for a batch that memory holds.
+          fill: Makes what memory lacks, in place of `fill`.
 
         Raises:
           SourceError: If a sample cannot be read; it names the sample.
         """
         missing = self.missing(samples)
-        self._counts.add(memory_hits=len(samples) - len(missing), memory_misses=len(missing))
-        return self.joined(samples, self.fill(missing), into)
-
-    def joined(self, samples: np.ndarray, made: dict[int, Arrays], into: Sequence[np.ndarray] | None = None) -> Arrays:
-        """A batch of samples that memory holds, but for those given."""
+        self.counts.add(memory_hits=len(samples) - len(missing), memory_misses=len(missing))
+        begin = time.perf_counter()
+        made = (fill or self.fill)(missing)
+        if missing.size:
+            self.counts.add(wait_s=time.perf_counter() - begin)
         if self.memory is not None and not made:
             return self.memory.gather(samples, into)
+        return batch(self.samples(samples, made), self.layout)
+
+    def samples(self, samples: np.ndarray, made: dict[int, Arrays]) -> list[Arrays]:
+        """Samples that memory holds, but for those that were made."""
         memory = self.memory
-        found = (made[i] if i in made or memory is None else memory.sample(i) for i in samples.tolist())
-        return batch(list(found), self.layout)
+        return [made[i] if i in made or memory is None else memory.sample(i) for i in samples.tolist()]
 
     def missing(self, samples: np.ndarray) -> np.ndarray:
         """Those that memory does not hold whole."""
@@ -76,11 +89,9 @@ class Levels:
         numbers = [int(sample) for sample in samples]
         if not numbers:
             return {}
-        begin = time.perf_counter()
         if isinstance(self._stored.source, StreamSource):
             self._pour(np.array(numbers))
         made = dict(zip(numbers, self._readers.map(self._into_memory, numbers), strict=True))
-        self._counts.add(wait_s=time.perf_counter() - begin)
         return {sample: arrays for sample, arrays in made.items() if arrays is not None}
 
     def put(self, sample: int, arrays: Arrays) -> bool:
@@ -88,6 +99,11 @@ class Levels:
         if self.decoded is not None:
             self._filling.through(self.decoded, sample, lambda _: arrays)
         return self._filling.through(self.memory, sample, lambda _: arrays)[1]
+
+    @property
+    def complete(self) -> bool:
+        """Whether memory holds all samples there are."""
+        return self.memory is not None and self.memory.filled == len(self._stored.source)
 
     def close(self) -> None:
         """Ends threads and mappings."""
@@ -98,7 +114,7 @@ class Levels:
 
     def _into_memory(self, sample: int) -> Arrays | None:
         arrays, kept = self._filling.through(self.memory, sample, self._decoded)
-        self._counts.add(unkept=int(not kept))
+        self.counts.add(unkept=int(not kept))
         return None if kept else arrays
 
     def _decoded(self, sample: int) -> Arrays:
@@ -106,7 +122,7 @@ class Levels:
             return self._made(sample)
         arrays, _ = self._filling.through(self.decoded, sample, self._made)
         if arrays is None:
-            self._counts.add(decoded_hits=1)
+            self.counts.add(decoded_hits=1)
             return self.decoded.sample(sample)
         return arrays
 

@@ -14,16 +14,19 @@ import numpy as np
 from datacache.budget import budget_bytes
 from datacache.filling import Arrays, Filling
 from datacache.fingerprint import Traced
-from datacache.folder import NoRoomError, free_bytes
+from datacache.folder import NoRoomError, free_bytes, is_pool
 from datacache.layout import Layout
 from datacache.levels import Levels
 from datacache.part import Part
 from datacache.pool import Plan, Pool
+from datacache.records import packed
 from datacache.sources.source import Source, StreamSource, digest
 from datacache.stored import Stored
 
 log = logging.getLogger("tfposeidon")
 OF_A_DISK = "95%"
+WORD = 8
+"""Bytes that a pool has for a sample beside its columns."""
 NAME = 20
 """Hexadecimal digits of a fingerprint that name a folder: 80 bits."""
 Root = str | os.PathLike[str] | None
@@ -40,8 +43,13 @@ def open_levels(
     budget: int | str,
     variable_shapes: bool,
     filling: Filling,
+    shared_by: Callable[[Callable[[], bool]], tuple[int, int]],
 ) -> Levels:
     """The levels of a cache; without room for a pool there is a log line, and one level less.
+
+    Args:
+      shared_by: Given what says whether all samples fit in memory here: which of how many nodes keeps its part;
+        node 0 of 1 keeps all.
 
     Raises:
       CacheError: If a folder is no cache.
@@ -59,15 +67,22 @@ def open_levels(
     def layout() -> Layout:
         return on_disk.layout if on_disk else _layout(first(), traced, variable_shapes)
 
-    def pool(root: Root, budget: int | str) -> Pool | None:
-        if root is None:
-            return None
-        folder = Path(root) / fingerprint[:NAME]
-        return _or_less(lambda: Pool(folder, lambda: _plan(layout(), source, budget_bytes(budget, free_bytes(folder)))))
+    def pool(folder: Path, budget: int | str, node: int = 0, nodes: int = 1) -> Pool | None:
+        room = free_bytes(folder)
+        return _or_less(lambda: Pool(folder, lambda: _plan(layout(), source, budget_bytes(budget, room), node, nodes)))
 
-    on_disk = None
-    on_disk = pool(decoded, OF_A_DISK)
-    in_memory = pool(memory, budget)
+    on_disk: Pool | None = None
+    on_disk = pool(Path(decoded) / fingerprint[:NAME], OF_A_DISK) if decoded is not None else None
+    in_memory = None
+    if memory is not None:
+        whole = Path(memory) / fingerprint[:NAME]
+
+        def fits() -> bool:
+            return is_pool(whole) or _bytes(first(), layout(), source) <= budget_bytes(budget, free_bytes(whole))
+
+        node, nodes = shared_by(fits)
+        folder = whole if nodes == 1 else whole.with_name(f"{whole.name}.{node}of{nodes}")
+        in_memory = pool(folder, budget, node, nodes)
     levels = Levels(stored, make, in_memory.layout if in_memory else layout(), in_memory, on_disk, filling)
     if first.cache_info().currsize:
         levels.put(0, first())
@@ -84,12 +99,18 @@ def _stored_pool(source: Source, root: Root) -> Pool | None:
     return _or_less(lambda: Pool(folder, lambda: _plan(layout, source, budget_bytes(OF_A_DISK, free_bytes(folder)))))
 
 
-def _plan(layout: Layout, source: Source, room: int) -> Plan:
-    of_one = layout.bytes + np.uint64().nbytes
+def _bytes(first: Arrays, layout: Layout, source: Source) -> int:
+    """Of all samples, if they are like the first."""
+    return len(source) * (len(packed([first], layout)[0]) + WORD)
+
+
+def _plan(layout: Layout, source: Source, room: int, node: int = 0, nodes: int = 1) -> Plan:
+    of_one = layout.bytes + WORD
     slots = min(len(source), room // of_one)
     if slots == 0:
         raise NoRoomError(f"A pool needs room before it begins. Received: {room} bytes, for samples of {of_one}.")
-    part = Part(samples=len(source), slots=slots)
+    part = Part(samples=len(source), slots=slots, node=node, nodes=nodes)
+    slots = min(slots, part.wanted)
     return Plan(layout=layout, part=part, heap_bytes=room - slots * of_one, source=str(source))
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from datacache.layout import ALIGNMENT, Layout
+from datacache.nodes import Reader
 from datacache.order import Order, Position
 
 IN_FLIGHT = 4
@@ -149,22 +150,20 @@ class Buffers:
         return self._layout.columns(memory[begin:], samples)
 
 
-def batches(
-    passes: Passes, layout: Layout, structure: Any, read: Callable[..., Sequence[np.ndarray]]
-) -> tf.data.Dataset:
+def batches(passes: Passes, layout: Layout, structure: Any, reader: Reader) -> tf.data.Dataset:
     """A dataset of this rank's part of each global batch; each iteration is the next pass.
 
     Args:
       passes: What to read.
       layout: Of the samples.
       structure: Nested `tf.TensorSpec`s of a sample.
-      read: Gives the arrays of samples, given their numbers and arrays that it may use.
+      reader: Where samples come from.
     """
     buffers = None if layout.varies else Buffers(layout)
     types = [tf.as_dtype(component.dtype) for component in layout.components]
 
     def read_into(samples: np.ndarray) -> Sequence[np.ndarray]:
-        return read(samples, buffers.take(len(samples)) if buffers else None)
+        return reader.batch(samples, buffers.take(len(samples)) if buffers else None)
 
     def fetch(samples: tf.Tensor) -> Any:
         arrays = tf.numpy_function(read_into, [samples], types)
@@ -172,7 +171,9 @@ def batches(
             array.set_shape([None, *component.shape])
         return tf.nest.pack_sequence_as(structure, arrays)
 
-    numbers = tf.data.Dataset.from_generator(passes.shares, output_signature=tf.TensorSpec([None], tf.int64))
+    numbers = tf.data.Dataset.from_generator(
+        lambda: reader.shares(passes.shares()), output_signature=tf.TensorSpec([None], tf.int64)
+    )
     data = numbers.map(fetch, num_parallel_calls=IN_FLIGHT, deterministic=True).prefetch(1)
     if not passes.begins_within_an_epoch:
         data = data.apply(tf.data.experimental.assert_cardinality(len(passes)))

@@ -23,3 +23,14 @@ def folder(path, samples, size=8):
 def decode(contents, label):
     """What caches keep of a file: its pixels and its label."""
     return tf.ensure_shape(tf.io.decode_png(contents, 3), [8, 8, 3]), label
+
+
+def numbers(batches, samples):
+    """Of the images in batches, each of which must be one of those in the folder, with its label."""
+    known = {image(number).tobytes(): number for number in range(samples)}
+    found = []
+    for pixels, labels in batches:
+        for image_, label in zip(np.asarray(pixels), np.asarray(labels), strict=True):
+            found.append(known[image_.tobytes()])
+            assert label == found[-1] * CLASSES // samples
+    return found

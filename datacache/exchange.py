@@ -1,0 +1,118 @@
+"""Samples that other ranks have: asked for and sent by all-to-all, on a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import tensorflow as tf
+
+from datacache.layout import Layout
+from datacache.records import Arrays, packed, unpacked
+from tfposeidon.wire import Wire
+
+IDLE_S = 0.05
+"""How long a rank that needs nothing may keep others waiting."""
+
+
+class Exchange:
+    """Rounds in which all ranks take part: each says what it needs, and sends what others need.
+
+    Ranks need not be at the same place: a rank that needs nothing takes part all the same, until all have closed.
+
+    Args:
+      wire: Of the job.
+      name: The same on all ranks, another for each exchange.
+      layout: Of the samples.
+      answer: The samples of these numbers, `[n]` int64.
+      complete: Whether this rank will need nothing any more; once all say so, rounds end.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        name: str,
+        layout: Layout,
+        answer: Callable[[np.ndarray], list[Arrays]],
+        complete: Callable[[], bool],
+    ) -> None:
+        self._wire, self._name, self._layout = wire, name, layout
+        self._answer, self._complete = answer, complete
+        self._asked: list[tuple[int, int, Future[Arrays]]] = []
+        self._wake = threading.Condition()
+        self._closing = self._over = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"datacache {name}", daemon=True)
+        self._thread.start()
+
+    def ask(self, samples: Sequence[int], owners: Sequence[int]) -> list[Future[Arrays]]:
+        """Asks ranks for samples, in the next round; no samples are coming if rounds are over.
+
+        Raises:
+          Exception: Whatever ended the rounds before all ranks had closed.
+        """
+        futures: list[Future[Arrays]] = [Future() for _ in samples]
+        with self._wake:
+            if self._error is not None:
+                raise self._error
+            if self._over:
+                return []
+            self._asked += zip(samples, owners, futures, strict=True)
+            self._wake.notify()
+        return futures
+
+    def close(self) -> None:
+        """Ends it once all ranks have closed."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        asked: list[tuple[int, int, Future[Arrays]]] = []
+        try:
+            while True:
+                asked = self._next()
+                state = self._gather([len(asked), self._closing, self._complete()], "state")
+                if state[:, 0].any():
+                    self._round(asked)
+                elif (state[:, 1] | state[:, 2]).all():
+                    break
+        except BaseException as error:  # noqa: BLE001 - whoever waits for a sample raises it
+            self._error = error
+        with self._wake:
+            self._over = True
+            for _, _, future in [*asked, *self._asked]:
+                if not future.done():
+                    future.set_exception(self._error or RuntimeError("All ranks had closed the cache."))
+
+    def _next(self) -> list[tuple[int, int, Future[Arrays]]]:
+        with self._wake:
+            if not self._asked and not self._closing:
+                self._wake.wait(IDLE_S)
+            asked, self._asked = self._asked, []
+            return sorted(asked, key=lambda one: one[1])
+
+    def _round(self, asked: list[tuple[int, int, Future[Arrays]]]) -> None:
+        size, rank = self._wire.topology.size, self._wire.topology.rank
+        wanted = np.bincount([owner for _, owner, _ in asked], minlength=size)
+        counts = self._gather(wanted, "counts")
+        given = counts[:, rank]
+        numbers = self._swap(np.array([sample for sample, _, _ in asked], np.int64), wanted, "numbers")
+        content, lengths = packed(self._answer(numbers) if len(numbers) else [], self._layout)
+        received = self._swap(lengths, given, "lengths")
+        of_ranks = [sum(part) for part in np.split(lengths, np.cumsum(given)[:-1])]
+        samples = unpacked(self._swap(content, of_ranks, "samples"), received, self._layout)
+        for (_, _, future), arrays in zip(asked, samples, strict=True):
+            future.set_result(arrays)
+
+    def _gather(self, values: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
+        tensor = tf.constant([list(map(int, values))], tf.int64)
+        return self._wire.all_gather(tensor, self._wire.topology.world, f"{self._name}.{name}").numpy()
+
+    def _swap(self, values: np.ndarray, splits: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
+        return self._wire.all_to_all(
+            tf.constant(values), list(map(int, splits)), self._wire.topology.world, f"{self._name}.{name}"
+        ).numpy()

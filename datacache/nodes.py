@@ -1,0 +1,85 @@
+"""How the nodes of a job share the samples of a cache."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+
+from datacache.levels import Levels
+from datacache.part import homes
+from datacache.partition import Partition
+from datacache.records import Arrays
+from tfposeidon import environment, runtime
+from tfposeidon.wire import Wire, exchange_objects
+
+Partitioning = Literal["auto", "replicate", "split"]
+_numbers = itertools.count()
+
+
+class Reader(Protocol):
+    """Where batches come from: the levels of this node, or those of all."""
+
+    def shares(self, shares: Iterable[np.ndarray]) -> Iterable[np.ndarray]:
+        """The same, while what they name is made ready."""
+        ...
+
+    def batch(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
+        """One array per component, `[n, *shape]`."""
+        ...
+
+    def fill(self, samples: np.ndarray) -> dict[int, Arrays]:
+        """Makes samples; those that memory did not take are returned."""
+        ...
+
+    def close(self) -> None:
+        """Ends it."""
+        ...
+
+
+def shared_by(fingerprint: str, fits: Callable[[], bool], partition: Partitioning) -> tuple[int, int]:
+    """Which of how many nodes keeps its part of the samples; node 0 of 1 where each keeps all.
+
+    Raises:
+      ValueError: If ranks open different caches.
+    """
+    wire = _wire()
+    if wire is None:
+        return 0, 1
+    found = exchange_objects([fingerprint, fits()], wire, "tp.datacache")
+    for rank, (theirs, _) in enumerate(found):
+        if theirs != found[0][0]:
+            raise ValueError(
+                f"All ranks must open the same cache. Received: another source, `preprocess` or `version` on rank "
+                f"{rank} than on rank 0. See that nodes see the same files, with the same times, and run one script."
+            )
+    replicated = partition == "replicate" or (partition == "auto" and all(theirs for _, theirs in found))
+    nodes = len(wire.topology.nodes)
+    return (0, 1) if replicated or nodes == 1 else (wire.topology.node_index, nodes)
+
+
+def reader(levels: Levels, samples: int) -> Reader:
+    """That of this rank: over nodes if there are several."""
+    wire = _wire()
+    if wire is None or len(wire.topology.nodes) == 1:
+        return levels
+    keep = levels.memory is not None and levels.memory.plan.part.nodes == 1
+    home = homes(samples, len(wire.topology.nodes), seed=0)
+    partition = Partition(levels, wire, f"tp.datacache{next(_numbers)}", home, keep)
+    # Before Horovod ends, which would take its thread along.
+    atexit.register(_close, weakref.ref(partition))
+    return partition
+
+
+def _close(partition: weakref.ref[Partition]) -> None:
+    if (alive := partition()) is not None:
+        alive.close()
+
+
+def _wire() -> Wire | None:
+    """None without a launcher: one process needs no Horovod."""
+    return None if environment.place().size == 1 else runtime.wire()

@@ -1,0 +1,99 @@
+"""Samples that are at home on other nodes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from datacache.exchange import Exchange
+from datacache.levels import Levels
+from datacache.records import Arrays
+from tfposeidon.wire import Wire
+
+WINDOW = 64
+"""Samples to ask of each other rank at a time: with fewer, the number of messages counts and not their bytes."""
+
+
+class Partition:
+    """The levels of this node, and over an exchange those of others: each sample is read on its home node only.
+
+    Args:
+      levels: Of this node.
+      wire: Of the job.
+      name: The same on all ranks, another for each cache.
+      homes: The node of each sample.
+      keep: Whether this node keeps the samples of others, too.
+    """
+
+    def __init__(self, levels: Levels, wire: Wire, name: str, homes: np.ndarray, keep: bool) -> None:
+        self._levels, self._topology, self._homes, self._keep = levels, wire.topology, homes, keep
+        self._counts = levels.counts
+        self._lock, self._closed = threading.Lock(), False
+        self._coming: dict[int, Future[Arrays]] = {}
+        self._exchange = Exchange(wire, name, levels.layout, self._answer, self._complete)
+
+    def shares(self, shares: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """The same shares; while those of one window are read, the next window's samples are on their way."""
+        window: list[np.ndarray] = []
+        for following in self._windows(shares):
+            self._ask(np.concatenate(following))
+            yield from window
+            window = following
+        yield from window
+
+    def batch(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
+        """See `Levels.batch`."""
+        return self._levels.batch(samples, into, self.fill)
+
+    def fill(self, samples: np.ndarray) -> dict[int, Arrays]:
+        """See `Levels.fill`."""
+        self._ask(samples)
+        with self._lock:
+            coming = {sample: self._coming.pop(sample) for sample in samples.tolist() if sample in self._coming}
+        made = self._levels.fill(sample for sample in samples.tolist() if sample not in coming)
+        for sample, future in coming.items():
+            arrays = future.result()
+            self._counts.add(received=1)
+            if not (self._keep and self._levels.put(sample, arrays)):
+                made[sample] = arrays
+        return made
+
+    def close(self) -> None:
+        """Ends it once all ranks have closed."""
+        if not self._closed:
+            self._closed = True
+            self._exchange.close()
+            self._levels.close()
+
+    def _windows(self, shares: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
+        enough = WINDOW * self._topology.size
+        window: list[np.ndarray] = []
+        for share in shares:
+            window.append(share)
+            if sum(map(len, window)) >= enough:
+                yield window
+                window = []
+        if window:
+            yield window
+
+    def _ask(self, samples: np.ndarray) -> None:
+        away = samples[self._homes[samples] != self._topology.node_index]
+        away = self._levels.missing(away)
+        with self._lock:
+            new = [sample for sample in away.tolist() if sample not in self._coming]
+            self._coming |= dict(zip(new, self._exchange.ask(new, list(map(self._owner, new))), strict=False))
+
+    def _owner(self, sample: int) -> int:
+        """The rank to ask: ranks of a node ask different ranks of another."""
+        node = self._topology.nodes[self._homes[sample]]
+        return node[self._topology.position % len(node)]
+
+    def _answer(self, samples: np.ndarray) -> list[Arrays]:
+        self._counts.add(sent=len(samples))
+        return self._levels.samples(samples, self._levels.fill(self._levels.missing(samples)))
+
+    def _complete(self) -> bool:
+        return self._keep and self._levels.complete

@@ -1,0 +1,212 @@
+"""A cache on ranks: one copy per node, every sample once per epoch over all ranks, and the source read once."""
+
+import contextlib
+import itertools
+import shutil
+import tempfile
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import datacache
+import keras_callbacks
+import tfposeidon as tp
+from datacache.exchange import Exchange
+from datacache.layout import Layout
+from tests import drawn
+from tests.on_ranks.checks import Raises
+from tfposeidon.wire import exchange_objects
+
+SAMPLES, BATCH = 41, 12
+
+
+@contextlib.contextmanager
+def _folder(wire):
+    """A folder that all ranks see, with images; removed when all have left."""
+    path = Path(tempfile.mkdtemp() if wire.topology.rank == 0 else "")
+    path = Path(exchange_objects(str(path), wire, "folder")[0])
+    if wire.topology.rank == 0:
+        drawn.folder(path / "images", SAMPLES)
+    exchange_objects(None, wire, "drawn")
+    try:
+        yield path
+    finally:
+        exchange_objects(None, wire, "left")
+        if wire.topology.rank == 0:
+            shutil.rmtree(path)
+
+
+def _open(wire, folder, preprocess=drawn.decode, **arguments):
+    memory = folder / f"memory{wire.topology.node_index}"
+    return datacache.Cache(datacache.from_folder(folder / "images"), preprocess, memory=memory, **arguments)
+
+
+def _over_ranks(wire, value):
+    return exchange_objects(value, wire, "value")
+
+
+def _check_epochs(wire, cache, seed=3):
+    data = cache.dataset(BATCH, seed=seed)
+    order = datacache.Order(samples=SAMPLES, global_batch=BATCH, seed=seed)
+    for epoch in range(3):
+        mine = drawn.numbers(cache.counted(data), SAMPLES)
+        shares = order.shares(datacache.Position(epoch=epoch), wire.topology.rank, wire.topology.size)
+        assert mine == [number for share, _ in shares for number in share]
+        assert sorted(itertools.chain(*_over_ranks(wire, mine))) == list(range(SAMPLES))
+    positions = _over_ranks(wire, cache.state_dict())
+    assert positions == [{"epoch": 3, "samples": 0, "of": SAMPLES, "seed": seed}] * wire.topology.size
+
+
+def case_epochs_are_exact_and_the_source_is_read_once(wire):
+    with _folder(wire) as folder:
+        cache = _open(wire, folder)
+        _check_epochs(wire, cache)
+        reads = sum(_over_ranks(wire, cache.stats().source_reads))
+        # Each rank reads the first sample to see its shape, but for those that find a pool.
+        assert SAMPLES <= reads < SAMPLES + wire.topology.size
+        assert cache._levels.memory.slots == SAMPLES
+        cache.close()
+        again = _open(wire, folder)
+        again.warm(progress=False)
+        assert _over_ranks(wire, len(again._levels.missing(np.arange(SAMPLES)))) == [0] * wire.topology.size
+        _check_epochs(wire, again)
+        assert sum(_over_ranks(wire, again.stats().source_reads)) <= wire.topology.size
+        again.close()
+
+
+def case_each_node_keeps_its_part(wire):
+    if len(wire.topology.nodes) == 1:
+        return
+    with _folder(wire) as folder:
+        cache = _open(wire, folder, partition="split")
+        memory = cache._levels.memory
+        assert memory.slots == memory.plan.part.wanted <= -(-SAMPLES // len(wire.topology.nodes))
+        _check_epochs(wire, cache)
+        assert memory.filled == memory.slots
+        stats = _over_ranks(wire, cache.stats().to_dict())
+        assert sum(s["source_reads"] for s in stats) < SAMPLES + wire.topology.size
+        assert sum(s["sent"] for s in stats) == sum(s["received"] for s in stats)
+        # Of three epochs, each rank got from elsewhere what is not at home here.
+        home = memory.has_room(np.arange(SAMPLES))
+        order = datacache.Order(samples=SAMPLES, global_batch=BATCH, seed=3)
+        positions = [datacache.Position(epoch=epoch) for epoch in range(3)]
+        shares = [s for p in positions for s, _ in order.shares(p, wire.topology.rank, wire.topology.size)]
+        assert cache.stats().received == sum(int((~home[share]).sum()) for share in shares)
+        cache.close()
+        assert not (folder / f"memory{wire.topology.node_index}" / cache.fingerprint[:20]).exists()
+
+
+def case_parts_that_do_not_fit_are_read_through(wire):
+    with _folder(wire) as folder:
+        cache = _open(
+            wire, folder, budget=5 * (8 * 8 * 3 + 8 + 8) + 100, disk=folder / f"disk{wire.topology.node_index}"
+        )
+        _check_epochs(wire, cache)
+        reads = sum(_over_ranks(wire, cache.stats().source_reads))
+        assert reads <= SAMPLES + wire.topology.size
+        cache.close()
+
+
+def case_texts_and_many_sizes_travel(wire):
+    def preprocess(contents, label):
+        return {"pixels": drawn.decode(contents, label)[0][: label + 1], "text": contents, "label": label}
+
+    with _folder(wire) as folder:
+        cache = _open(wire, folder, preprocess, partition="split", variable_shapes=True)
+        for _ in range(2):
+            for batch in cache.counted(cache.dataset(BATCH)):
+                for pixels, text, label in zip(batch["pixels"], batch["text"], batch["label"], strict=True):
+                    expected = tf.io.decode_png(text)[: label + 1]
+                    np.testing.assert_array_equal(pixels[: label + 1], expected)
+                    assert not np.any(pixels[label + 1 :])
+            cache.load_state_dict({"epoch": 1, "samples": 0, "of": SAMPLES, "seed": 0})
+        cache.close()
+
+
+def case_training_with_it(wire):
+    with _folder(wire) as folder:
+        cache = _open(wire, folder, partition="split")
+        data = cache.dataset(BATCH).map(lambda pixels, label: (tf.cast(pixels, "float32") / 255, label))
+        model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(drawn.CLASSES)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss)
+        callbacks = [
+            keras_callbacks.BroadcastVariables(),
+            keras_callbacks.CachePosition(cache),
+            keras_callbacks.CacheStatistics(cache),
+        ]
+        history = model.fit(data, epochs=3, verbose=0, shuffle=False, callbacks=callbacks).history
+        assert len(set(map(str, _over_ranks(wire, history["cache_source_megabytes"])))) == 1
+        assert cache.state_dict()["epoch"] == 3
+        cache.close()
+
+
+def case_ranks_that_stop_in_between(wire):
+    """A rank that leaves an epoch early neither waits for the others nor lets them wait."""
+    with _folder(wire) as folder:
+        cache = _open(wire, folder, partition="split")
+        data = cache.counted(cache.dataset(BATCH))
+        for _ in range(1 + wire.topology.rank % 2):
+            next(data)
+        data.close()
+        cache.close()
+
+
+def case_ranks_with_other_functions(wire):
+    with (
+        _folder(wire) as folder,
+        Raises(ValueError, "All ranks must open the same cache. Received: another source, `pre"),
+    ):
+        factor = tf.constant(wire.topology.rank, tf.int64)
+        _open(wire, folder, lambda contents, label: (drawn.decode(contents, label)[0], label * factor))
+
+
+def case_passes_must_be_told_apart(wire):
+    with _folder(wire) as folder:
+        cache = _open(wire, folder)
+        data = cache.dataset(BATCH)
+        assert len(list(data))
+        with Raises(Exception, "On several ranks, or within an epoch, it must be said which pass begins"):
+            list(data)
+        plain = cache.dataset(BATCH, shuffle=False)
+        assert drawn.numbers(plain, SAMPLES) == drawn.numbers(plain, SAMPLES)
+        cache.close()
+
+
+class _Counting:
+    """A wire that counts what a rank sends to others."""
+
+    def __init__(self, wire):
+        self.topology, self._wire, self.sent = wire.topology, wire, {}
+
+    def all_gather(self, tensor, group, name):
+        return self._wire.all_gather(tensor, group, name)
+
+    def all_to_all(self, tensor, splits, group, name):
+        row = tensor.numpy()[:1].nbytes
+        away = sum(n for rank, n in enumerate(splits) if rank != self.topology.rank)
+        self.sent[name] = self.sent.get(name, 0) + row * away
+        return self._wire.all_to_all(tensor, splits, group, name)
+
+
+def case_bytes_of_rounds(wire):
+    """A rank sends samples with their lengths, and the numbers of those that it wants."""
+    counting, size, rank = _Counting(wire), wire.topology.size, wire.topology.rank
+    samples = [
+        drawn.decode(tf.io.encode_png(drawn.image(number)), tf.constant(1, tf.int64)) for number in range(SAMPLES)
+    ]
+    samples = [[part.numpy() for part in sample] for sample in samples]
+    layout = Layout.of(samples[0])
+    exchange = Exchange(counting, "test.exchange", layout, lambda numbers: [samples[n] for n in numbers], lambda: False)
+    asked = list(range(rank, SAMPLES, size))
+    for number, future in zip(asked, exchange.ask(asked, [(rank + 1) % size] * len(asked)), strict=True):
+        np.testing.assert_array_equal(future.result()[0], samples[number][0])
+    exchange.close()
+    given = len(range((rank - 1) % size, SAMPLES, size))
+    assert counting.sent == {
+        "test.exchange.numbers": 8 * len(asked),
+        "test.exchange.lengths": 8 * given,
+        "test.exchange.samples": (8 * 8 * 3 + 8) * given,
+    }
