@@ -15,6 +15,7 @@ from datacache import nodes
 from datacache.budget import budget_bytes
 from datacache.filling import Filling, Verify
 from datacache.fingerprint import fingerprint, traced
+from datacache.folder import default_memory
 from datacache.nodes import Partitioning
 from datacache.opening import open_levels
 from datacache.order import Order
@@ -26,11 +27,6 @@ from tfposeidon import environment
 log = logging.getLogger("tfposeidon")
 WINDOW = 256
 """Samples that `warm` asks for at a time."""
-
-
-def default_memory() -> str:
-    """Shared memory of this user: `/dev/shm/datacache-<user id>`."""
-    return f"/dev/shm/datacache-{os.getuid()}"
 
 
 class Cache:
@@ -249,4 +245,4 @@ class _PyDataset(keras.utils.PyDataset):
         return self._read(self._shares[step])
 
     def on_epoch_end(self) -> None:
-        self._shares = list(self._passes.shares())
+        (self._shares,) = self._passes.shares()

@@ -45,9 +45,9 @@ class Levels:
         self._filling, self.counts = filling, filling.counts
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="datacache")
 
-    def shares(self, shares: Iterable[np.ndarray]) -> Iterable[np.ndarray]:
-        """The same: batches are read ahead anyway."""
-        return shares
+    def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
+        """Nothing to do: batches are read ahead anyway."""
+        return lambda step: None
 
     def batch(
         self,

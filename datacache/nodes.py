@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -24,8 +24,8 @@ _numbers = itertools.count()
 class Reader(Protocol):
     """Where batches come from: the levels of this node, or those of all."""
 
-    def shares(self, shares: Iterable[np.ndarray]) -> Iterable[np.ndarray]:
-        """The same, while what they name is made ready."""
+    def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
+        """Given the samples of each step of a pass: what to call with a step's number before it is read."""
         ...
 
     def batch(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:

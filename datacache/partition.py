@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -35,14 +37,22 @@ class Partition:
         self._coming: dict[int, Future[Arrays]] = {}
         self._exchange = Exchange(wire, name, levels.layout, self._answer, self._complete)
 
-    def shares(self, shares: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """The same shares; while those of one window are read, the next window's samples are on their way."""
-        window: list[np.ndarray] = []
-        for following in self._windows(shares):
-            self._ask(np.concatenate(following))
-            yield from window
-            window = following
-        yield from window
+    def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
+        """While steps of one window are read, the next window's samples are on their way."""
+        begins = _windows(shares, WINDOW * self._topology.size)
+        windows = [np.concatenate(shares[begin:end]) for begin, end in itertools.pairwise([*begins, len(shares)])]
+        waiting, lock = iter(windows), threading.Lock()
+        asked = 0
+
+        def reach(step: int) -> None:
+            nonlocal asked
+            with lock:
+                wanted = bisect.bisect_right(begins, step) + 1
+                for samples in itertools.islice(waiting, max(0, wanted - asked)):
+                    self._ask(samples)
+                asked = max(asked, wanted)
+
+        return reach
 
     def batch(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
         """See `Levels.batch`."""
@@ -68,17 +78,6 @@ class Partition:
             self._exchange.close()
             self._levels.close()
 
-    def _windows(self, shares: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
-        enough = WINDOW * self._topology.size
-        window: list[np.ndarray] = []
-        for share in shares:
-            window.append(share)
-            if sum(map(len, window)) >= enough:
-                yield window
-                window = []
-        if window:
-            yield window
-
     def _ask(self, samples: np.ndarray) -> None:
         away = samples[self._homes[samples] != self._topology.node_index]
         away = self._levels.missing(away)
@@ -97,3 +96,15 @@ class Partition:
 
     def _complete(self) -> bool:
         return self._keep and self._levels.complete
+
+
+def _windows(shares: Sequence[np.ndarray], samples: int) -> list[int]:
+    """The step at which each window begins; windows have at least so many samples, but for the last."""
+    begins, count = [], 0
+    for step, share in enumerate(shares):
+        if count == 0:
+            begins.append(step)
+        count += len(share)
+        if count >= samples:
+            count = 0
+    return begins

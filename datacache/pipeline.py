@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,8 +55,8 @@ class Passes:
         """Whether the next pass is shorter than those after it."""
         return self._next.samples > 0
 
-    def shares(self) -> Iterator[np.ndarray]:
-        """The numbers of this rank's samples at each step of the next pass.
+    def shares(self) -> Iterator[list[np.ndarray]]:
+        """The numbers of this rank's samples at each step of the next pass, all at once; then the pass is over.
 
         Raises:
           RuntimeError: If nobody said which pass it is, and ranks could see that differently.
@@ -67,8 +68,7 @@ class Passes:
         if ambiguous and self.order.shuffle and not self._told:
             raise RuntimeError(f"On several ranks, or within an epoch, it must be said which pass begins. {REMEDY}")
         self._handed_out = True
-        for share, _ in self.order.shares(begin, self._rank, self._ranks):
-            yield share
+        yield [share for share, _ in self.order.shares(begin, self._rank, self._ranks)]
         self._next = Position(epoch=begin.epoch + 1)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -161,20 +161,24 @@ def batches(passes: Passes, layout: Layout, structure: Any, reader: Reader) -> t
     """
     buffers = None if layout.varies else Buffers(layout)
     types = [tf.as_dtype(component.dtype) for component in layout.components]
+    under_way = _UnderWay(passes, reader)
 
-    def read_into(samples: np.ndarray) -> Sequence[np.ndarray]:
+    def read(number: np.ndarray, step: np.ndarray) -> Sequence[np.ndarray]:
+        samples = under_way.samples(int(number), int(step))
         return reader.batch(samples, buffers.take(len(samples)) if buffers else None)
 
-    def fetch(samples: tf.Tensor) -> Any:
-        arrays = tf.numpy_function(read_into, [samples], types)
+    def fetch(number: tf.Tensor, step: tf.Tensor) -> Any:
+        arrays = tf.numpy_function(read, [number, step], types)
         for array, component in zip(arrays, layout.components, strict=True):
             array.set_shape([None, *component.shape])
         return tf.nest.pack_sequence_as(structure, arrays)
 
-    numbers = tf.data.Dataset.from_generator(
-        lambda: reader.shares(passes.shares()), output_signature=tf.TensorSpec([None], tf.int64)
-    )
-    data = numbers.map(fetch, num_parallel_calls=IN_FLIGHT, deterministic=True).prefetch(1)
+    def steps(number: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
+        return tf.data.Dataset.range(count).map(lambda step: (number, step))
+
+    # Python is asked once for a pass and once for a batch: it can do one thing at a time.
+    begun = tf.data.Dataset.from_generator(under_way.begin, output_signature=(tf.TensorSpec([], tf.int64),) * 2)
+    data = begun.flat_map(steps).map(fetch, num_parallel_calls=IN_FLIGHT, deterministic=True).prefetch(1)
     if not passes.begins_within_an_epoch:
         data = data.apply(tf.data.experimental.assert_cardinality(len(passes)))
     options = tf.data.Options()
@@ -182,3 +186,27 @@ def batches(passes: Passes, layout: Layout, structure: Any, reader: Reader) -> t
     options.autotune.enabled = False
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return data.with_options(options)
+
+
+class _UnderWay:
+    """Passes that iterators have begun, by number."""
+
+    def __init__(self, passes: Passes, reader: Reader) -> None:
+        self._passes, self._reader = passes, reader
+        self._numbers = itertools.count()
+        self._shares: dict[int, tuple[list[np.ndarray], Callable[[int], None]]] = {}
+
+    def begin(self) -> Iterator[tuple[int, int]]:
+        """The number of the next pass, and how many steps it has; afterwards the pass is over."""
+        number = next(self._numbers)
+        for shares in self._passes.shares():
+            # Those before the last one may still be read: iterators are dropped one by one.
+            self._shares = {n: of for n, of in self._shares.items() if n >= number - 1}
+            self._shares[number] = shares, self._reader.look_ahead(shares)
+            yield number, len(shares)
+
+    def samples(self, number: int, step: int) -> np.ndarray:
+        """The samples of a step of a pass."""
+        shares, look_ahead = self._shares[number]
+        look_ahead(step)
+        return shares[step]

@@ -1,0 +1,217 @@
+"""Reading samples: from memory, from a slow source, in how much memory, and while training (CommLib, Fig. 9).
+
+    python -m benchmarks.reading            # short
+    python -m benchmarks.reading --full     # the records and sizes of docs/results.md
+
+The slow source is a folder that a preloaded library makes slow (`native/slow_source.c`): every open takes 4 ms, and all
+processes share 30 MB/s. The limit of reading from memory is one thread that copies the same records of the same file in
+random order into one buffer (`native/random_records.c`). Ratios are of one run, everything in turn.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import harness
+
+SHORT = {"sizes": [96], "parts": ["warm", "cold", "training"], "rounds": 3, "images": 600, "data_mb": 400}
+FULL = {
+    "sizes": [96, 224],
+    "parts": ["warm", "cold", "memory", "training"],
+    "rounds": 9,
+    "images": 3000,
+    "data_mb": 1500,
+}
+BATCH = {96: 256, 224: 128}
+OPEN_MS, MB_S = 4, 30
+POOL = "datacache-benchmark"
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    harness.add_arguments(parser, "reading")
+    parser.add_argument("--parts", nargs="*", choices=FULL["parts"], help="what to measure")
+    parser.add_argument("--sizes", nargs="*", type=int, choices=[96, 224], help="of the square images, in pixels")
+    parser.add_argument("--rounds", type=int, help="how often each system has its turn")
+    parser.add_argument("--images", type=int, help="files of the slow source")
+    parser.add_argument("--data-mb", type=int, help="megabytes of records in memory")
+    return harness.parse(parser, SHORT, FULL)
+
+
+def planned(options):
+    cells = []
+    for size in options.sizes:
+        samples = options.data_mb * 10**6 // (size * size * 3)
+        of_size = {"size": size, "samples": samples}
+        if "warm" in options.parts:
+            cells.append({"kind": "warm", **of_size, "batch": BATCH[size], "rounds": options.rounds})
+        if "memory" in options.parts and size == 96:
+            cells += [
+                {"kind": "memory", **of_size, "what": what, "ranks": ranks}
+                for what in ("datacache", "tf.data cache")
+                for ranks in (1, 2, 4)
+            ]
+    if "cold" in options.parts:
+        cells += [{"kind": kind, "images": options.images, "batch": 64} for kind in ("decoding", "cold")]
+    if "training" in options.parts:
+        cells.append({"kind": "training", "images": options.images, "batch": 64, "step_s": 0.1, "epochs": 3})
+    return harness.keyed(cells)
+
+
+def run(kind, **task):
+    """One worker in a process of its own, with a slow source where it reads files."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"PYTHONPATH": str(harness.ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        about = dict(task)
+        if "images" in task:
+            about["bytes"] = draw(Path(folder) / "source", task["images"])
+            task["images"] = str(Path(folder) / "source")
+            if kind != "decoding":
+                environment |= slow_source(folder)
+        if kind == "warm":
+            task["copier"] = compiled(folder, "random_records.c", "-O2")
+        if kind != "decoding":
+            task["folder"] = POOL
+        command = [sys.executable, "-m", "benchmarks.workers.reading", json.dumps(task | {"kind": kind})]
+        try:
+            done = subprocess.run(command, cwd=harness.ROOT, env=environment, capture_output=True, text=True)
+        finally:
+            shutil.rmtree(Path("/dev/shm") / POOL, ignore_errors=True)
+        if done.returncode:
+            raise harness.JobError(done.stderr[-4000:])
+        return {"kind": kind, **about, "systems": json.loads(done.stdout.splitlines()[-1])}
+
+
+def slow_source(folder):
+    """The environment in which the folder's source is slow."""
+    library = compiled(folder, "slow_source.c", "-O2", "-shared", "-fPIC", "-ldl")
+    return {
+        "LD_PRELOAD": library,
+        "SLOW_SOURCE_FOLDER": f"{folder}/source",
+        "SLOW_SOURCE_STATE": f"{folder}/state",
+        "SLOW_SOURCE_OPEN_MS": str(OPEN_MS),
+        "SLOW_SOURCE_MB_S": str(MB_S),
+    }
+
+
+def compiled(folder, source, *flags):
+    """A native program or library of the benchmarks."""
+    program = f"{folder}/{Path(source).stem}"
+    subprocess.run(["cc", harness.ROOT / "benchmarks/native" / source, *flags, "-o", program], check=True)
+    return program
+
+
+def draw(path, images):
+    """JPEG files of some 100 kB in ten folders; returns their bytes."""
+    import tensorflow as tf
+
+    total = 0
+    for number in range(images):
+        pixels = np.random.default_rng(number).integers(0, 256, (224, 224, 3)).astype("uint8")
+        contents = tf.io.encode_jpeg(pixels, quality=90).numpy()
+        file = path / f"class{number % 10}" / f"{number}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(contents)
+        total += len(contents)
+    return total
+
+
+def show(cells):
+    cells = list(cells.values())
+    show_warm([cell for cell in cells if cell["kind"] == "warm"])
+    show_cold(cells)
+    show_memory([cell for cell in cells if cell["kind"] == "memory"])
+    show_training([cell for cell in cells if cell["kind"] == "training"])
+
+
+def rates(cell):
+    return {name: statistics.median(of["samples_per_second"]) for name, of in cell["systems"].items()}
+
+
+def show_warm(cells):
+    rows = [("pixels", "one thread copies", "datacache", "tf.data cache + shuffle", "of copies", "of tf.data")]
+    for cell in cells:
+        of = rates(cell)
+        ratios = [ratio(cell, "datacache", "copies"), ratio(cell, "datacache", "tf.data cache")]
+        absolute = [f"{of[name]:,.0f}/s" for name in ("copies", "datacache", "tf.data cache")]
+        rows.append((str(cell["size"]), *absolute, *(f"{value:.2f}" for value in ratios)))
+    if cells:
+        print("\nread from memory in random order; medians, and medians of the rounds' ratios")
+        harness.show(rows)
+
+
+def ratio(cell, one, other):
+    """Median over rounds: the machine's speed changes between them."""
+    values = [cell["systems"][name]["samples_per_second"] for name in (one, other)]
+    return statistics.median(a / b for a, b in zip(*values, strict=True))
+
+
+def show_cold(cells):
+    rows = [("", "samples/s", "of the limit")]
+    for cell in (cell for cell in cells if cell["kind"] == "cold"):
+        limit = MB_S * 1e6 / (cell["bytes"] / cell["images"])
+        rows.append(("limit: 30 MB/s", f"{limit:,.0f}", ""))
+        for name, value in rates(cell).items():
+            rows.append((name, f"{value:,.0f}", f"{value / limit:.2f}"))
+    for cell in (cell for cell in cells if cell["kind"] == "decoding"):
+        rows.append(("decoding alone", f"{rates(cell)['decoding']:,.0f}", ""))
+    if len(rows) > 1:
+        print("\nJPEG files of a source of 30 MB/s and 4 ms per open")
+        harness.show(rows)
+
+
+def show_memory(cells):
+    rows = [("ranks", "data", "datacache", "tf.data cache")]
+    for ranks in sorted({cell["ranks"] for cell in cells}):
+        of = {cell["what"]: cell["systems"][cell["what"]] for cell in cells if cell["ranks"] == ranks}
+        data = next(iter(of.values()))["data"]
+        rows.append((str(ranks), f"{data / 1e9:.2f} GB", *(f"{of[name]['held'] / 1e9:.2f} GB" for name in rows[0][2:])))
+    if cells:
+        print("\nmemory that ranks of one node hold together, each page counted once")
+        harness.show(rows)
+
+
+def show_training(cells):
+    rows = [("", "first epoch", "later epochs", "samples/s later", "I/O time of a later step")]
+    for cell in cells:
+        systems = cell["systems"]
+        alone = later(systems["no reading"])
+        for name, of in systems.items():
+            first, steps = of["epochs"][0]["seconds"], of["epochs"][0]["steps"]
+            waiting = max(0.0, later(of) - alone) / steps
+            speed = of["samples"] / later(of)
+            rows.append((name, f"{first:.1f} s", f"{later(of):.1f} s", f"{speed:,.0f}", f"{waiting * 1e3:.1f} ms"))
+    if cells:
+        print("\ntraining with steps of 100 ms on the slow source (Fig. 9 of CommLib)")
+        harness.show(rows)
+
+
+def later(of):
+    return statistics.median(epoch["seconds"] for epoch in of["epochs"][1:])
+
+
+def plot(cells, path):
+    """Samples per second in training, epoch by epoch."""
+    of_training = [cell for cell in cells.values() if cell["kind"] == "training"]
+
+    def draw(axes):
+        for name, of in of_training[0]["systems"].items():
+            speeds = [of["samples"] / epoch["seconds"] for epoch in of["epochs"]]
+            axes[0].plot(range(1, len(speeds) + 1), speeds, marker="o", label=name)
+        axes[0].set(xlabel="epoch", ylabel="samples per second", title="Training on a slow source", ylim=(0, None))
+
+    if of_training:
+        harness.plot(path, 1, draw)
+
+
+if __name__ == "__main__":
+    arguments = parse_arguments()
+    harness.carry_out(arguments, planned(arguments), run, show, plot)

@@ -1,0 +1,206 @@
+"""Reads samples through the cache and through what users have otherwise; the answer is JSON on the last line."""
+
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import datacache
+
+POOL = "datacache-benchmark"
+
+
+class Drawn:
+    """Records that cost next to nothing to make."""
+
+    def __init__(self, size, samples):
+        self.identity = {"kind": "drawn", "size": size, "samples": samples}
+        self.signature = [tf.TensorSpec([size, size, 3], tf.uint8)]
+        self._samples = samples
+        self._first = np.random.default_rng(0).integers(0, 256, (size, size, 3)).astype("uint8")
+
+    def __len__(self):
+        return self._samples
+
+    def name(self, sample):
+        return f"record {sample}"
+
+    def read(self, sample):
+        return [self._first + np.uint8(sample % 256)]
+
+    def decode(self, *stored):
+        return stored[0]
+
+
+def rate(data):
+    """Samples per second of one epoch."""
+    begin, samples = time.perf_counter(), 0
+    for batch in data:
+        samples += int(tf.nest.flatten(batch)[0].shape[0])
+    return samples / (time.perf_counter() - begin)
+
+
+# ---------------------------------------------------------------------- warm
+
+
+def warm(size, samples, batch, rounds, folder, copier):
+    """The cache, `.cache()` with a full shuffle, and one thread that only copies: in turn, each once a round."""
+    source = Drawn(size, samples)
+    cache = datacache.Cache(source, memory=Path("/dev/shm") / folder)
+    cache.warm(progress=False)
+    record = size * size * 3
+    plain = tf.data.Dataset.range(samples).map(lambda i: tf.numpy_function(lambda i: source.read(i)[0], [i], tf.uint8))
+    plain = plain.map(lambda x: tf.ensure_shape(x, [size, size, 3]))
+    systems = {
+        "datacache": cache.dataset(batch),
+        "tf.data cache": plain.cache().shuffle(samples).batch(batch).prefetch(tf.data.AUTOTUNE),
+    }
+    pool = cache._levels.memory.folder / "samples"
+    copies = [copier, pool, str(record), str(samples), str(batch), "2"]
+    rates = {name: [] for name in ("copies", *systems)}
+    for turn in range(rounds + 1):
+        # The first pass of each brings its pages in.
+        copied = subprocess.run(copies, check=True, capture_output=True, text=True).stdout.split()
+        found = {"copies": float(copied[1])} | {name: rate(data) for name, data in systems.items()}
+        if turn:
+            for name, value in found.items():
+                rates[name].append(value)
+    cache.close()
+    return {name: {"samples_per_second": values} for name, values in rates.items()}
+
+
+# ---------------------------------------------------------------------- cold
+
+
+def decoded(contents, label):
+    return tf.cast(tf.image.resize(tf.io.decode_jpeg(contents, 3), [96, 96]), tf.uint8), label
+
+
+def uncached(images, batch, **options):
+    """What the tutorials say."""
+    source = datacache.from_folder(images)
+    names = tf.data.Dataset.from_tensor_slices(([source.name(i) for i in range(len(source))], source._classes))
+    data = names.shuffle(len(source)).map(lambda name, label: decoded(tf.io.read_file(name), label), **options)
+    return data.batch(batch).prefetch(tf.data.AUTOTUNE)
+
+
+def cold(images, batch, folder):
+    """Epochs from a slow source: without a cache, the first one with it, and the second."""
+    cache = datacache.Cache(datacache.from_folder(images), decoded, memory=Path("/dev/shm") / folder)
+    data = cache.dataset(batch)
+    first = rate(data)
+    later = statistics.median(rate(data) for _ in range(5))
+    cache.close()
+    plain = rate(uncached(images, batch, num_parallel_calls=tf.data.AUTOTUNE))
+    return {
+        "datacache, first epoch": {"samples_per_second": [first]},
+        "datacache, later": {"samples_per_second": [later]},
+        "tf.data": {"samples_per_second": [plain]},
+    }
+
+
+def decoding(images, batch):
+    """What the decoder reaches on a source that is not slow."""
+    return {"decoding": {"samples_per_second": [rate(uncached(images, batch, num_parallel_calls=2)) for _ in range(3)]}}
+
+
+# -------------------------------------------------------------------- memory
+
+
+def _hold(what, size, samples, folder, ready, leave, found):
+    """One rank: reads two epochs, and says what it holds while all ranks hold theirs."""
+    source = Drawn(size, samples)
+    if what == "datacache":
+        cache = datacache.Cache(source, memory=Path("/dev/shm") / folder)
+        data = cache.dataset(256)
+    else:
+        plain = tf.data.Dataset.range(samples).map(
+            lambda i: tf.numpy_function(lambda i: source.read(i)[0], [i], tf.uint8)
+        )
+        data = plain.cache().batch(256).prefetch(tf.data.AUTOTUNE)
+    for _ in range(2):
+        rate(data)
+    ready.wait()
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    found.put(int(lines["Pss"].split()[0]) * 1024)
+    leave.wait()
+
+
+def memory(what, ranks, size, samples, folder):
+    """Bytes that ranks hold together, each page counted once (PSS)."""
+    spawn = multiprocessing.get_context("spawn")
+    ready, leave, found = spawn.Barrier(ranks), spawn.Barrier(ranks + 1), spawn.Queue()
+    arguments = (what, size, samples, folder, ready, leave, found)
+    processes = [spawn.Process(target=_hold, args=arguments) for _ in range(ranks)]
+    for process in processes:
+        process.start()
+    held = [found.get() for _ in processes]
+    leave.wait()
+    for process in processes:
+        process.join()
+    return {what: {"held": sum(held), "data": size * size * 3 * samples}}
+
+
+# ------------------------------------------------------------------ training
+
+
+class Timer(keras.callbacks.Callback):
+    """Times epochs of `fit`, and what the accelerator waits for data."""
+
+    def __init__(self, step_s):
+        super().__init__()
+        self.step_s, self.epochs = step_s, []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.begin, self.steps = time.perf_counter(), 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        # The accelerator's part of the step.
+        time.sleep(self.step_s)
+        self.steps += 1
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs.append({"seconds": time.perf_counter() - self.begin, "steps": self.steps})
+
+
+def training(images, batch, step_s, epochs, folder):
+    """Epochs of `fit` on a model whose step takes `step_s` on an accelerator."""
+    cache = datacache.Cache(datacache.from_folder(images), decoded, memory=Path("/dev/shm") / folder)
+    data = {"tf.data": uncached(images, batch, num_parallel_calls=tf.data.AUTOTUNE), "datacache": cache.dataset(batch)}
+    local = tf.data.Dataset.from_tensors((np.zeros((batch, 96, 96, 3), "uint8"), np.zeros(batch, "int64")))
+    data["no reading"] = local.repeat(-(-len(cache) // batch))
+    answer = {}
+    for name, batches in data.items():
+        layers = [keras.Input((96, 96, 3)), keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)]
+        model = keras.Sequential(layers)
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        timer = Timer(step_s)
+        model.fit(
+            batches.map(lambda x, y: (tf.cast(x, "float32") / 255, y)),
+            epochs=epochs,
+            verbose=0,
+            shuffle=False,
+            callbacks=[timer],
+        )
+        answer[name] = {"epochs": timer.epochs, "samples": len(cache)}
+    cache.close()
+    return answer
+
+
+def main():
+    task = json.loads(sys.argv[1])
+    answer = globals()[task.pop("kind")](**task)
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    main()
