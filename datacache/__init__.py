@@ -9,10 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from datacache.cache import Cache, RandomAccess, default_memory
-    from datacache.folder import CacheError
+    from datacache.cache import Cache, RandomAccess
+    from datacache.folder import CacheError, default_memory
     from datacache.order import Order, Position
-    from datacache.sources import SourceError, from_dataset, from_folder, from_tfds
+    from datacache.sources.image_folder import from_folder
+    from datacache.sources.source import SourceError
+    from datacache.sources.tf_dataset import from_dataset
+    from datacache.sources.tfds_builder import from_tfds
     from datacache.statistics import Statistics
 
 __all__ = [
@@ -30,10 +33,13 @@ __all__ = [
 ]
 
 _HOME = {
-    "cache": ("Cache", "RandomAccess", "default_memory"),
-    "folder": ("CacheError",),
+    "cache": ("Cache", "RandomAccess"),
+    "folder": ("CacheError", "default_memory"),
     "order": ("Order", "Position"),
-    "sources": ("SourceError", "from_dataset", "from_folder", "from_tfds"),
+    "sources.image_folder": ("from_folder",),
+    "sources.source": ("SourceError",),
+    "sources.tf_dataset": ("from_dataset",),
+    "sources.tfds_builder": ("from_tfds",),
     "statistics": ("Statistics",),
 }
 

@@ -77,8 +77,7 @@ class Cache:
         if partition not in get_args(Partitioning):
             raise ValueError(f'`partition` must be "auto", "replicate" or "split". Received: partition={partition!r}')
         budget_bytes(budget, 1)
-        if len(source) == 0:
-            raise SourceError("A source must have samples. Received: none.")
+        _check_source(source)
         self._source, self._traced = source, traced(source, preprocess)
         self.fingerprint = fingerprint(source, self._traced, [version, variable_shapes])
         self._counts = Counts()
@@ -217,6 +216,19 @@ class Cache:
 
     def _packed(self, samples: np.ndarray) -> Any:
         return tf.nest.pack_sequence_as(self._traced.structure, self._reader.batch(samples))
+
+
+def _check_source(source: Any) -> None:
+    missing = [name for name in ("identity", "signature", "name", "decode", "__len__") if not hasattr(source, name)]
+    if not hasattr(source, "read") and not hasattr(source, "stream"):
+        missing.append("read")
+    if missing:
+        raise SourceError(
+            f"A source must have what datacache.sources.source.Source says. Received: {type(source).__name__} without "
+            f"{', '.join(missing)}. Use from_folder, from_tfds or from_dataset, or add it."
+        )
+    if len(source) == 0:
+        raise SourceError(f"A source must have samples. Received: {source}, with none.")
 
 
 class RandomAccess:

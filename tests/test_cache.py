@@ -386,6 +386,10 @@ def test_bad_caches(images, tmp_path, opened):
     with pytest.raises(datacache.SourceError, match=r"one folder per class. Received: '00000.png' directly"):
         datacache.from_folder(images / "class0")
     assert len(datacache.from_folder(images / "class0", labels=False)) == SAMPLES // drawn.CLASSES
+    with pytest.raises(
+        datacache.SourceError, match=r"Received: list without identity, signature, name, decode, read. Use"
+    ):
+        datacache.Cache([1, 2])
     with pytest.raises(ValueError, match=r"`budget` must be a size.* Received: budget='lots'"):
         opened(images, budget="lots")
     with pytest.raises(ValueError, match=r'`verify` must be "first", "always" or "never". Received: verify=True'):
