@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -109,10 +111,22 @@ class Exchange:
             future.set_result(arrays)
 
     def _gather(self, values: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
-        tensor = tf.constant([list(map(int, values))], tf.int64)
-        return self._wire.all_gather(tensor, self._wire.topology.world, f"{self._name}.{name}").numpy()
+        return self._collective("gather", name, "int64")(np.array([values], np.int64)).numpy()
 
     def _swap(self, values: np.ndarray, splits: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
-        return self._wire.all_to_all(
-            tf.constant(values), list(map(int, splits)), self._wire.topology.world, f"{self._name}.{name}"
-        ).numpy()
+        return self._collective("swap", name, values.dtype.name)(values, np.array(splits, np.int32)).numpy()
+
+    @functools.cache  # noqa: B019 - as long as the thread runs
+    def _collective(self, kind: str, name: str, dtype: str) -> Any:
+        """One collective in a graph of its own: eager ones have no names, and others run beside these."""
+        world, name = self._wire.topology.world, f"{self._name}.{name}"
+
+        def gather(values: tf.Tensor) -> tf.Tensor:
+            return self._wire.all_gather(values, world, name)
+
+        def swap(values: tf.Tensor, splits: tf.Tensor) -> tf.Tensor:
+            return self._wire.all_to_all(values, tf.unstack(splits, world.size), world, name)
+
+        if kind == "gather":
+            return tf.function(gather, [tf.TensorSpec([1, None], tf.int64)], autograph=False)
+        return tf.function(swap, [tf.TensorSpec([None], dtype), tf.TensorSpec([None], tf.int32)], autograph=False)

@@ -185,10 +185,13 @@ class _Counting:
         return self._wire.all_gather(tensor, group, name)
 
     def all_to_all(self, tensor, splits, group, name):
-        row = tensor.numpy()[:1].nbytes
-        away = sum(n for rank, n in enumerate(splits) if rank != self.topology.rank)
-        self.sent[name] = self.sent.get(name, 0) + row * away
-        return self._wire.all_to_all(tensor, splits, group, name)
+        def count(splits):
+            away = sum(n for rank, n in enumerate(splits) if rank != self.topology.rank)
+            self.sent[name] = self.sent.get(name, 0) + int(away) * tensor.dtype.size
+            return splits
+
+        counted = tf.ensure_shape(tf.numpy_function(count, [tf.stack(splits)], tf.int32), [group.size])
+        return self._wire.all_to_all(tensor, tf.unstack(counted), group, name)
 
 
 def case_bytes_of_rounds(wire):

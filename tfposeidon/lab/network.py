@@ -1,8 +1,9 @@
 """Nodes and links: namespaces joined by a bridge, shaped by `tc` in both directions.
 
-A node is a process that holds a network, a host-name and a mount namespace. Its link is a pair of
-interfaces: `eth0` in the node, `portN` on the bridge, which lies in the lab's own namespace, where the
-rendezvous server listens. What a node sends queues at `eth0`, what it receives at its port.
+A node is a process that holds a network, a host-name and a mount namespace, with a `/dev/shm` of its
+own. Its link is a pair of interfaces: `eth0` in the node, `portN` on the bridge, which lies in the lab's
+own namespace, where the rendezvous server listens. What a node sends queues at `eth0`, what it receives
+at its port.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ INTERFACE = "eth0"
 # Reno is the one congestion control that every kernel allows in a namespace; what a kernel has as its default
 # differs, and BBR, for one, leaves up to half of a link idle when both directions are full.
 HOLD = """
-hostname "$0" && ip link set dev lo up && mount -t sysfs none /sys &&
+hostname "$0" && ip link set dev lo up && mount -t sysfs none /sys && mount -t tmpfs none /dev/shm &&
 echo reno > /proc/sys/net/ipv4/tcp_congestion_control && echo ready && exec sleep infinity
 """
 # A tmpfs over /mnt, in a mount namespace of our own: the file needs no place outside.

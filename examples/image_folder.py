@@ -1,0 +1,159 @@
+"""Images in folders, read through datacache: a cold run, and a warm one that opens no file again.
+
+horovodrun -np 2 python examples/image_folder.py
+python -m tfposeidon lab --nodes 2 --per-node 2 --inter 200mbit -- python examples/image_folder.py --partition split
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+from sklearn.datasets import load_digits
+
+import datacache
+import keras_callbacks
+import tfposeidon as tp
+from tfposeidon import runtime
+from tfposeidon.wire import exchange_objects
+
+SIZE = 16
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--folder", type=Path, default="/tmp/datacache-digits", help="one folder per class; drawn if missing"
+    )
+    parser.add_argument("--memory", default="auto", help="folder of the pool in memory")
+    parser.add_argument("--tfds", action="store_true", help="put them into a tensorflow-datasets builder first")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--global-batch", type=int, default=64, help="samples per step over all ranks together")
+    parser.add_argument("--disk", type=Path, help="folder on a local disk that keeps the files as read")
+    parser.add_argument("--partition", default="auto", help="auto, replicate, or split: a part on each node")
+    parser.add_argument("--goal", type=float, default=0.85, help="training accuracy below which the job fails")
+    return parser.parse_args()
+
+
+def draw(folder):
+    """scikit-learn's handwritten digits as PNG files, in a folder for each digit; whole, or not there."""
+    digits, whole = load_digits(), folder
+    folder = folder.with_name(f"{folder.name}.part")
+    for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
+        file = folder / str(label) / f"{number:04}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.kron(image * 15.9, np.ones((2, 2))).astype("uint8")[..., np.newaxis]
+        file.write_bytes(tf.io.encode_png(pixels).numpy())
+    folder.rename(whole)
+
+
+def as_tfds(folder):
+    """The same images in a prepared builder of tensorflow-datasets, which decodes them."""
+    import tensorflow_datasets as tfds
+
+    class Digits(tfds.core.GeneratorBasedBuilder):
+        """Images of a folder."""
+
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            image, label = tfds.features.Image(shape=(None, None, 1)), tfds.features.ClassLabel(num_classes=10)
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict({"image": image, "label": label})
+            )
+
+        def _split_generators(self, dl_manager):
+            return {"train": self._generate_examples()}
+
+        def _generate_examples(self):
+            for file in sorted(folder.glob("*/*.png")):
+                yield f"{file.parent.name}/{file.name}", {"image": str(file), "label": int(file.parent.name)}
+
+    builder = Digits(data_dir=folder.with_name(f"{folder.name}-tfds"))
+    if tp.rank() == 0:
+        builder.download_and_prepare()
+    exchange_objects(None, runtime.wire(), "prepared")
+    # Those that came before it was prepared have not seen it.
+    return Digits(data_dir=folder.with_name(f"{folder.name}-tfds"))
+
+
+def source_and_function(options):
+    """Where samples come from, and what is kept of one: pixels as the decoder gives them, and the label."""
+
+    def resized(image):
+        return tf.cast(tf.image.resize(image, [SIZE, SIZE]), tf.uint8)
+
+    if options.tfds:
+        source = datacache.from_tfds(as_tfds(options.folder), "train")
+        return source, lambda sample: (resized(sample["image"]), sample["label"])
+    return datacache.from_folder(options.folder), lambda contents, label: (
+        resized(tf.io.decode_png(contents, 1)),
+        label,
+    )
+
+
+def augment(image, label):
+    """After the cache, so that it differs from epoch to epoch; the cache keeps uint8, a quarter of float32."""
+    shift = tf.random.uniform([2], -1, 2, tf.int32)
+    return tf.roll(tf.cast(image, tf.float32) / 255, shift, [1, 2]), label
+
+
+def build_model():
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((SIZE, SIZE, 1)),
+            layers.Conv2D(16, 3, strides=2, activation="relu"),
+            layers.Conv2D(32, 3, strides=2, activation="relu"),
+            layers.Flatten(),
+            layers.Dense(10),
+        ]
+    )
+
+
+def train(options, source, preprocess):
+    """Opens the cache and trains a model; returns seconds, megabytes read from the source, and the accuracy."""
+    cache = datacache.Cache(source, preprocess, memory=options.memory, disk=options.disk, partition=options.partition)
+    data = cache.dataset(options.global_batch).map(augment).prefetch(2)
+    model = build_model()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = tp.DistributedOptimizer(keras.optimizers.Adam(3e-3))
+    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
+    callbacks = [
+        keras_callbacks.BroadcastVariables(),
+        keras_callbacks.CachePosition(cache),
+        keras_callbacks.CacheStatistics(cache),
+        keras_callbacks.Throughput(),
+        keras_callbacks.MetricAverage(),
+    ]
+    begin = time.perf_counter()
+    verbose = 2 if tp.rank() == 0 else 0
+    history = model.fit(data, epochs=options.epochs, callbacks=callbacks, shuffle=False, verbose=verbose).history
+    seconds = time.perf_counter() - begin
+    cache.close()
+    return {"seconds": seconds, "accuracy": history["accuracy"][-1], "read": sum(history["cache_source_megabytes"])}
+
+
+def main():
+    options = parse_arguments()
+    tp.init()
+    keras.utils.set_random_seed(tp.rank())
+    if tp.rank() == 0 and not options.folder.exists():
+        draw(options.folder)
+    exchange_objects(None, runtime.wire(), "drawn")
+    source, preprocess = source_and_function(options)
+    runs = {name: train(options, source, preprocess) for name in ("cold", "warm")}
+    if tp.rank() == 0:
+        for name, run in runs.items():
+            print(
+                f"{name}: {run['seconds']:.1f} s, {run['read']:.2f} MB read from the source, accuracy "
+                f"{100 * run['accuracy']:.1f} %"
+            )
+    return 0 if min(run["accuracy"] for run in runs.values()) >= options.goal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
