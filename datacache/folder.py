@@ -26,6 +26,11 @@ class NoRoomError(CacheError):
     """Too little room for a pool."""
 
 
+def default_memory() -> str:
+    """Shared memory of this user: `/dev/shm/datacache-<user id>`."""
+    return f"/dev/shm/datacache-{os.getuid()}"
+
+
 class Folder:
     """A pool's folder.
 
@@ -49,6 +54,8 @@ class Folder:
             # Until this process ends, however it ends.
             self._user = os.open(self.path / "users", os.O_RDWR | os.O_CREAT)
             fcntl.flock(self._user, fcntl.LOCK_SH)
+            # What is read through a mapping leaves no time behind.
+            os.utime(self._user)
 
     @contextlib.contextmanager
     def claim(self, place: int) -> Iterator[bool]:
@@ -95,16 +102,18 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def remove(path: Path) -> None:
-    """Removes a pool that nobody has open.
+    """Removes a pool that nobody has open, or what is left of one.
 
     Raises:
-      CacheError: If somebody has, or the folder is none.
+      CacheError: If somebody has, or the folder is none, or holds anything else.
     """
-    read_header(path)
+    # Before a lock is made in it.
+    _refuse_to_remove(path)
     with _locked(path, create=False):
         users = os.open(path / "users", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _refuse_to_remove(path)
             # First that it is one: what is left after a kill is no cache, and is taken over by the next.
             for name in (HEADER, *sorted(FILES - {HEADER})):
                 (path / name).unlink(missing_ok=True)
@@ -202,4 +211,15 @@ def _refuse_strangers(path: Path) -> None:
         raise CacheError(
             f"A cache must have a folder of its own. Received: {path}, which holds {min(strangers)!r}. Name another, "
             "or empty it."
+        )
+
+
+def _refuse_to_remove(path: Path) -> None:
+    found = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    if not found:
+        read_header(path)
+    if found - FILES:
+        raise CacheError(
+            f"A cache must hold nothing else to be removed. Received: {path}, which holds {min(found - FILES)!r}. "
+            "Look at it, and remove it by hand."
         )

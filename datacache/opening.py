@@ -55,7 +55,8 @@ def open_levels(
       CacheError: If a folder is no cache.
       SourceError: If there are no pools yet, and the first sample cannot be read.
     """
-    stored = Stored(source, _stored_pool(source, disk), filling)
+    on_local = _or_less(lambda: stored_pool(source, disk)) if disk is not None else None
+    stored = Stored(source, on_local, filling)
 
     def make(components: Sequence[Any]) -> Arrays:
         return [part.numpy() for part in traced.function(*components)]
@@ -89,14 +90,16 @@ def open_levels(
     return levels
 
 
-def _stored_pool(source: Source, root: Root) -> Pool | None:
-    """What is stored may differ in size in all its dimensions."""
-    if root is None:
-        return None
+def stored_pool(source: Source, root: str | os.PathLike[str]) -> Pool:
+    """The pool of what is stored, which may differ in size in all its dimensions.
+
+    Raises:
+      CacheError: If the folder holds something else, or there is no room.
+    """
     samples = [np.zeros([size or 0 for size in spec.shape], spec.dtype.as_numpy_dtype) for spec in source.signature]
     layout = Layout.of(samples, [range(spec.shape.rank) for spec in source.signature])
     folder = Path(root) / f"stored-{digest(source.identity)[:NAME]}"
-    return _or_less(lambda: Pool(folder, lambda: _plan(layout, source, budget_bytes(OF_A_DISK, free_bytes(folder)))))
+    return Pool(folder, lambda: _plan(layout, source, budget_bytes(OF_A_DISK, free_bytes(folder))))
 
 
 def _bytes(first: Arrays, layout: Layout, source: Source) -> int:

@@ -37,7 +37,10 @@ class FolderSource:
         numbers = {name: number for number, name in enumerate(self.class_names)}
         self._classes = np.array([numbers.get(name, 0) for name in classes], np.int64)
         self.identity = {"kind": "folder", "labels": labels, "files": digest(found)}
-        self.signature = [tf.TensorSpec([], tf.string), *([tf.TensorSpec([], tf.int64)] if labels else [])]
+        self.signature: Sequence[Any] = [
+            tf.TensorSpec([], tf.string),
+            *([tf.TensorSpec([], tf.int64)] if labels else []),
+        ]
 
     def __len__(self) -> int:
         return len(self._names)
@@ -68,11 +71,23 @@ def from_folder(
 
     Raises:
       SourceError: If there is no such folder, or no file in it, or files outside the folders of classes.
+      ValueError: If `extensions` is a text: each of its letters would be an ending.
     """
     folder = Path(path)
+    if isinstance(extensions, str):
+        raise ValueError(f"`extensions` must be several. Received: extensions={extensions!r}. Say [{extensions!r}].")
     if not folder.is_dir():
         raise SourceError(f"A source must exist. Received: {folder}, which is no folder. Check the path and the mount.")
     return FolderSource(folder, extensions, labels)
+
+
+def _below(folder: Path) -> Path:
+    """The folder, unless a link leads back up: it would never end."""
+    if folder.is_symlink() and folder.resolve() in folder.parent.resolve().joinpath("x").parents:
+        raise SourceError(
+            f"A folder must not be in itself. Received: {folder}, a link to {folder.resolve()}. Remove it."
+        )
+    return folder
 
 
 def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, int, int]]:
@@ -85,8 +100,15 @@ def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, int,
                 if entry.name.startswith("."):
                     continue
                 if entry.is_dir():
-                    folders.append(Path(entry.path))
+                    folders.append(_below(Path(entry.path)))
                 elif entry.name.lower().endswith(endings):
-                    about = entry.stat()
+                    about = _state(entry)
                     found.append((os.path.relpath(entry.path, path), about.st_size, about.st_mtime_ns))
     return found
+
+
+def _state(entry: os.DirEntry[str]) -> os.stat_result:
+    try:
+        return entry.stat()
+    except OSError as error:
+        raise SourceError(f"A file must be there. Received: {error}. Remove it if it is a link.") from error

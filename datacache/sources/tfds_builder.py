@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,23 +20,16 @@ LENGTH, CHECKED_LENGTH, CHECKSUM = 8, 12, 4
 class TfdsSource:
     """See `from_tfds`."""
 
-    def __init__(self, builder: Any, split: str, decoders: Any) -> None:
-        self._features, self._decoders = builder.info.features, decoders
-        instructions = builder.info.splits[split].file_instructions
-        read = _SHARDS.get(builder.info.file_format.value)
-        if read is None:
-            raise SourceError(
-                f"Splits must be in {' or '.join(_SHARDS)} files. Received: {builder.info.file_format.value} for "
-                f"{builder.info.full_name}. Prepare it with one of those as `file_format`."
-            )
-        self._shards = [(read(part.filename), part.skip) for part in instructions]
-        self._names = [os.path.basename(part.filename) for part in instructions]
-        self._ends = np.cumsum([part.examples_in_shard if part.take < 0 else part.take for part in instructions])
-        files = [(os.path.basename(p.filename), os.path.getsize(p.filename), p.skip, p.take) for p in instructions]
-        times = [os.stat(p.filename).st_mtime_ns for p in instructions]
-        name = builder.info.full_name
-        self.identity = {"kind": "tfds", "name": name, "files": digest([files, times]), "decoders": repr(decoders)}
-        self.signature = [tf.TensorSpec([], tf.string)]
+    def __init__(self, builder: Any, split: Any, decoders: Any) -> None:
+        self._features, self._decoders = _partly(builder.info.features, decoders)
+        parts, read = _parts(builder, split), _shard_type(builder)
+        self._shards = [(read(part.filename), part.skip) for part in parts]
+        self._names = [os.path.basename(part.filename) for part in parts]
+        self._ends = np.cumsum([part.take for part in parts])
+        # What decoders do is in the graph, and their names in Python are another in each process.
+        files = [(os.path.basename(part.filename), part.skip, part.take, *_state(part.filename)) for part in parts]
+        self.identity = {"kind": "tfds", "name": builder.info.full_name, "files": digest(files)}
+        self.signature: Sequence[Any] = [tf.TensorSpec([], tf.string)]
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -60,11 +54,12 @@ class TfdsSource:
         return shard, sample - before + self._shards[shard][1]
 
 
-def from_tfds(builder: Any, split: str, *, decoders: Any = None, **arguments: Any) -> TfdsSource:
+def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: Any) -> TfdsSource:
     """A split of a tensorflow-datasets builder: `preprocess` receives the dictionary of its features.
 
     Records are read by number from the files that `download_and_prepare` left (TFRecord or ArrayRecord); where
-    TFRecords begin is found once per shard and process.
+    TFRecords begin is found once per shard and process. Checksums of ArrayRecords are looked at, those within
+    TFRecords are not.
 
     Args:
       builder: Its name, or the builder itself.
@@ -74,7 +69,8 @@ def from_tfds(builder: Any, split: str, *, decoders: Any = None, **arguments: An
 
     Raises:
       ImportError: If tensorflow-datasets is missing.
-      SourceError: If the split is not prepared, or in files that cannot be read by number.
+      SourceError: If the split is not prepared, or in files that cannot be read by number, or has no samples.
+      ValueError: If there are arguments for a builder that is there already.
     """
     if isinstance(builder, str):
         try:
@@ -84,12 +80,63 @@ def from_tfds(builder: Any, split: str, *, decoders: Any = None, **arguments: An
                 f"from_tfds needs tensorflow-datasets ({error}). Run: pip install tfposeidon[tfds]"
             ) from error
         builder = tfds.builder(builder, **arguments)
+    elif arguments:
+        raise ValueError(
+            f"A builder's arguments go with its name. Received: {', '.join(arguments)} for {builder.info.full_name}, "
+            "which is a builder. Give them to it."
+        )
     if not builder.is_prepared():
         raise SourceError(
             f"A split must be prepared before it is cached. Received: {builder.info.full_name}, not prepared in "
             f"{builder.data_path}. Call builder.download_and_prepare() once, or pass `data_dir`."
         )
     return TfdsSource(builder, split, decoders)
+
+
+def _partly(features: Any, decoders: Any) -> tuple[Any, Any]:
+    """Features and decoders of what `tfds.decode.PartialDecoding` leaves."""
+    import tensorflow_datasets as tfds
+
+    if isinstance(decoders, tfds.decode.PartialDecoding):
+        return decoders.extract_features(features), decoders.decoders
+    return features, decoders
+
+
+def _parts(builder: Any, split: Any) -> Sequence[Any]:
+    """The files of a split, and which records of each."""
+    splits = builder.info.splits
+    try:
+        parts = splits[split].file_instructions
+    except (AssertionError, KeyError, ValueError) as error:
+        raise SourceError(
+            f"A split must be one of {', '.join(splits)}, or a slice as 'train[:80%]'. Received: split={split!r} for "
+            f"{builder.info.full_name}."
+        ) from error
+    if not parts:
+        raise SourceError(
+            f"A source must have samples. Received: none for split={split!r} of {builder.info.full_name}. Take a "
+            "larger slice."
+        )
+    return parts
+
+
+def _shard_type(builder: Any) -> Any:
+    form = builder.info.file_format.value
+    if form not in _SHARDS:
+        raise SourceError(
+            f"Splits must be in {' or '.join(_SHARDS)} files. Received: {form} for {builder.info.full_name}. Prepare "
+            "it with one of those as `file_format`."
+        )
+    return _SHARDS[form]
+
+
+def _state(path: str) -> tuple[int, int]:
+    """Bytes and time of change."""
+    try:
+        about = os.stat(path)
+    except OSError as error:
+        raise SourceError(f"A split's files must be there. Received: {error}. Prepare it anew.") from error
+    return about.st_size, about.st_mtime_ns
 
 
 class _TfRecords:
@@ -101,11 +148,13 @@ class _TfRecords:
 
     def read(self, record: int) -> bytes:
         with self._lock:
-            if not self._offsets:
+            # Those that a file did not have may be there when it is tried again.
+            if record >= len(self._offsets):
                 self._offsets = _offsets(self._path)
-        if record >= len(self._offsets):
-            raise OSError(f"{self._path} ends before record {record}: it has {len(self._offsets)}")
-        offset, length = self._offsets[record]
+            offsets = self._offsets
+        if record >= len(offsets):
+            raise OSError(f"{self._path} ends before record {record}: it has {len(offsets)}")
+        offset, length = offsets[record]
         with open(self._path, "rb") as stream:
             stream.seek(offset)
             content = stream.read(length)
@@ -122,12 +171,24 @@ class _ArrayRecords:
         self._reader: Any = None
 
     def read(self, record: int) -> bytes:
+        try:
+            reader = self._opened()
+            # A file that is missing or cut at a block has none, which is no error to the reader.
+            if record >= reader.num_records():
+                raise IndexError(f"it has {reader.num_records()} records")
+            return reader.read([record])[0]
+        except (IndexError, RuntimeError, ValueError) as error:
+            # A reader that failed once fails for good.
+            self._reader = None
+            raise OSError(f"{self._path} cannot be read at record {record}: {error}") from error
+
+    def _opened(self) -> Any:
         from array_record.python.array_record_module import ArrayRecordReader
 
         with self._lock:
             if self._reader is None:
                 self._reader = ArrayRecordReader(self._path)
-        return self._reader.read([record])[0]
+            return self._reader
 
 
 _SHARDS: dict[str, Any] = {"tfrecord": _TfRecords, "array_record": _ArrayRecords}
