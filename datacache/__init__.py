@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from datacache.cache import Cache, RandomAccess
+    from datacache.crop_and_mirror import CropAndMirror
     from datacache.folder import CacheError, default_memory
     from datacache.order import Order, Position
+    from datacache.parallel_loader import LoaderError, ParallelLoader
     from datacache.sources.image_folder import from_folder
     from datacache.sources.source import SourceError
     from datacache.sources.tf_dataset import from_dataset
@@ -21,7 +23,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Cache",
     "CacheError",
+    "CropAndMirror",
+    "LoaderError",
     "Order",
+    "ParallelLoader",
     "Position",
     "RandomAccess",
     "SourceError",
@@ -34,8 +39,10 @@ __all__ = [
 
 _HOME = {
     "cache": ("Cache", "RandomAccess"),
+    "crop_and_mirror": ("CropAndMirror",),
     "folder": ("CacheError", "default_memory"),
     "order": ("Order", "Position"),
+    "parallel_loader": ("LoaderError", "ParallelLoader"),
     "sources.image_folder": ("from_folder",),
     "sources.source": ("SourceError",),
     "sources.tf_dataset": ("from_dataset",),

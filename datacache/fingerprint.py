@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import graphlib
 import hashlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,23 +77,45 @@ def _component(part: Any) -> tf.TensorSpec:
 
 
 def _fingerprint(concrete: Any) -> str:
-    graph = concrete.graph.as_graph_def()
-    bodies = {function.signature.name: function for function in graph.library.function}
-    captures = [_of_capture(captured, concrete.graph.variables) for captured in concrete.captured_inputs]
-    return digest([_of_nodes(graph.node, bodies, ()), captures])
+    graph = concrete.graph
+    definition = graph.as_graph_def()
+    bodies = {function.signature.name: function for function in definition.library.function}
+    arguments = [tensor.op.name for tensor in graph.inputs]
+    outputs = [f"{tensor.op.name}:{tensor.value_index}" for tensor in graph.outputs]
+    captures = [_of_capture(captured, graph.variables) for captured in concrete.captured_inputs]
+    return digest([_of_outputs(definition.node, arguments, outputs, bodies, ()), captures])
 
 
-def _of_nodes(nodes: Any, bodies: dict[str, Any], within: tuple[str, ...]) -> str:
-    """Names of functions are numbered as they come in a process, so their bodies stand for them."""
-    lines = []
-    for node in nodes:
-        attributes = {
-            name: _of_attribute(value, bodies, within)
-            for name, value in node.attr.items()
-            if not name.startswith("_") and not (node.op in PYTHON and name == "token")
-        }
-        lines.append([node.name, node.op, list(node.input), attributes])
-    return digest(lines)
+def _of_outputs(
+    nodes: Any, arguments: Sequence[str], outputs: Sequence[str], bodies: dict[str, Any], within: tuple[str, ...]
+) -> str:
+    """Of what outputs are made of: names of nodes and functions, and their order, differ between processes."""
+    known = {name: f"argument {place}" for place, name in enumerate(arguments)}
+
+    def of_tensor(name: str) -> list[str]:
+        node, _, output = name.removeprefix("^").partition(":")
+        return [name[: name.startswith("^")], known[node], output]
+
+    for node in _from_arguments(nodes):
+        if node.name not in known:
+            attributes = {
+                name: _of_attribute(value, bodies, within)
+                for name, value in node.attr.items()
+                if not name.startswith("_") and not (node.op in PYTHON and name == "token")
+            }
+            controls = sorted(of_tensor(name) for name in node.input if name.startswith("^"))
+            inputs = [of_tensor(name) for name in node.input if not name.startswith("^")]
+            known[node.name] = digest([node.op, attributes, inputs, controls])
+    return digest([of_tensor(name) for name in outputs])
+
+
+def _from_arguments(nodes: Any) -> Iterator[Any]:
+    """Each node after those that it reads."""
+    by_name = {node.name: node for node in nodes}
+    reads = {node.name: [name.removeprefix("^").partition(":")[0] for name in node.input] for node in nodes}
+    for name in graphlib.TopologicalSorter(reads).static_order():
+        if name in by_name:
+            yield by_name[name]
 
 
 def _of_attribute(value: Any, bodies: dict[str, Any], within: tuple[str, ...]) -> str:
@@ -100,7 +123,9 @@ def _of_attribute(value: Any, bodies: dict[str, Any], within: tuple[str, ...]) -
     if name not in bodies or name in within:
         return hashlib.sha256(value.SerializeToString(deterministic=True)).hexdigest()
     body = bodies[name]
-    return digest([_of_nodes(body.node_def, bodies, (*within, name)), sorted(body.ret.items())])
+    arguments = [argument.name for argument in body.signature.input_arg]
+    outputs = [body.ret[output.name] for output in body.signature.output_arg]
+    return _of_outputs(body.node_def, arguments, outputs, bodies, (*within, name))
 
 
 def _of_capture(captured: Any, variables: Any) -> str:
