@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 NP ?= 2
-NATIVE := $(shell find tfposeidon/native -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.inc')
+NATIVE := $(shell find tfposeidon/native datacache/native -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.inc')
 LIBRARY := tfposeidon/native/_ops.so
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 

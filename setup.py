@@ -59,6 +59,9 @@ class BuildNative(build_ext):
         """Asks TensorFlow, then compiles."""
         flags, links, has_gpus = tensorflow_flags()
         for extension in self.extensions:
+            if extension.language == "c":
+                extension.extra_compile_args = FLAGS
+                continue
             # As system headers: what they warn of is not ours.
             extension.extra_compile_args = [re.sub("^-I", "-isystem", flag) for flag in flags] + FLAGS
             extension.extra_link_args = links
@@ -115,6 +118,11 @@ def native() -> Extension:
     return Extension("tfposeidon.native._ops", sources, include_dirs=["."], depends=files, language="c++")
 
 
+def records() -> Extension:
+    """What copies records into batches: plain C, which needs no TensorFlow."""
+    return Extension("datacache.native._records", ["datacache/native/records.c"], language="c")
+
+
 def version() -> str:
     """The one in `tfposeidon/__init__.py`."""
     text = Path(__file__).with_name("tfposeidon").joinpath("__init__.py").read_text()
@@ -128,4 +136,4 @@ if not {"sdist", "egg_info", "clean"} & set(sys.argv[1:2]):
     )
     require("horovod", f"{COMMAND} --horovod-only\nIt builds Horovod against your TensorFlow; then repeat.")
 
-setup(version=version(), ext_modules=[native()], cmdclass={"build_ext": BuildNative})
+setup(version=version(), ext_modules=[native(), records()], cmdclass={"build_ext": BuildNative})

@@ -132,25 +132,27 @@ def show(cells):
     show_training([cell for cell in cells if cell["kind"] == "training"])
 
 
-def rates(cell):
-    return {name: statistics.median(of["samples_per_second"]) for name, of in cell["systems"].items()}
+def rates(cell, what="samples_per_second"):
+    return {name: statistics.median(of[what]) for name, of in cell["systems"].items()}
 
 
 def show_warm(cells):
-    rows = [("pixels", "one thread copies", "datacache", "tf.data cache + shuffle", "of copies", "of tf.data")]
+    rows = [("pixels", "", "one thread copies", "datacache", "tf.data cache", "of copies", "of tf.data")]
     for cell in cells:
-        of = rates(cell)
-        ratios = [ratio(cell, "datacache", "copies"), ratio(cell, "datacache", "tf.data cache")]
-        absolute = [f"{of[name]:,.0f}/s" for name in ("copies", "datacache", "tf.data cache")]
-        rows.append((str(cell["size"]), *absolute, *(f"{value:.2f}" for value in ratios)))
+        for what, text in (("samples_per_second", "whole epochs"), ("after_the_first", "after the first batch")):
+            of = rates(cell, what)
+            ratios = [ratio(cell, "datacache", "copies", what), ratio(cell, "datacache", "tf.data cache", what)]
+            absolute = [f"{of[name]:,.0f}/s" for name in ("copies", "datacache", "tf.data cache")]
+            rows.append((str(cell["size"]), text, *absolute, *(f"{value:.2f}" for value in ratios)))
     if cells:
-        print("\nread from memory in random order; medians, and medians of the rounds' ratios")
+        gigabytes = cells[0]["samples"] * cells[0]["size"] ** 2 * 3 / 1e9
+        print(f"\n{gigabytes:.1f} GB read from memory in random order; medians, and medians of the rounds' ratios")
         harness.show(rows)
 
 
-def ratio(cell, one, other):
+def ratio(cell, one, other, what):
     """Median over rounds: the machine's speed changes between them."""
-    values = [cell["systems"][name]["samples_per_second"] for name in (one, other)]
+    values = [cell["systems"][name][what] for name in (one, other)]
     return statistics.median(a / b for a, b in zip(*values, strict=True))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from datacache.layout import ALIGNMENT, Layout
+from datacache.layout import Layout
 from datacache.nodes import Reader
 from datacache.order import Order, Position
 
@@ -135,19 +136,16 @@ class Buffers:
     def take(self, samples: int) -> list[np.ndarray]:
         """An array `[samples, *shape]` for each component, at addresses that TensorFlow takes without a copy."""
         with self._lock:
-            size = self._layout.offsets(samples)[-1] + ALIGNMENT
+            size = self._layout.offsets(samples)[-1]
             if size > self._bytes:
                 self._memory, self._bytes = [], size
             # Whatever views an array, an array of NumPy's or a tensor, refers to the one that owns the memory.
             for place in range(len(self._memory)):
                 if sys.getrefcount(self._memory[place]) <= self._idle:
-                    return self._views(self._memory[place], samples)
-            self._memory.append(np.zeros(self._bytes, np.uint8))
-            return self._views(self._memory[-1], samples)
-
-    def _views(self, memory: np.ndarray, samples: int) -> list[np.ndarray]:
-        begin = -memory.ctypes.data % ALIGNMENT
-        return self._layout.columns(memory[begin:], samples)
+                    return self._layout.columns(self._memory[place], samples)
+            # Whole pages: what TensorFlow takes without a copy begins at a multiple of 64 bytes.
+            self._memory.append(np.frombuffer(mmap.mmap(-1, self._bytes), np.uint8))
+            return self._layout.columns(self._memory[-1], samples)
 
 
 def batches(passes: Passes, layout: Layout, structure: Any, reader: Reader) -> tf.data.Dataset:

@@ -15,6 +15,7 @@ import numpy as np
 from datacache.folder import Folder, allocate, read_header
 from datacache.heap import Heap
 from datacache.layout import Layout, batch
+from datacache.native import gather
 from datacache.part import Part
 
 READY = 1 << 32
@@ -119,10 +120,12 @@ class Pool:
         if self._heap is not None:
             return batch([self.sample(sample) for sample in samples], self.layout)
         places = self._places[samples]
-        targets = [None] * len(self._columns) if into is None else into
-        # They are in range, as the table of places has them, and "clip" spares a copy of the result.
-        pairs = zip(self._columns, targets, strict=True)
-        return [np.take(column, places, axis=0, out=target, mode="clip") for column, target in pairs]
+        targets = (
+            [np.empty((len(samples), *c.shape[1:]), c.dtype) for c in self._columns] if into is None else list(into)
+        )
+        for column, target in zip(self._columns, targets, strict=True):
+            gather(column, places, target)
+        return targets
 
     def sample(self, sample: int) -> list[np.ndarray]:
         """One sample that is ready: views of the pool, one for each component."""

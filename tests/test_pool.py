@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 
+from datacache import native
 from datacache.folder import CacheError, NoRoomError, remove
 from datacache.layout import Component, Layout
 from datacache.part import Part, homes
@@ -321,3 +322,25 @@ def test_dates_are_not_for_pools():
 
 def test_layouts_survive_json():
     assert Layout.from_dict(json.loads(json.dumps(LAYOUT.to_dict()))) == LAYOUT
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (63,), (64, 65), (100, 100, 3)])
+@pytest.mark.parametrize("dtype", ["uint8", "float64"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_records_are_gathered_at_any_address(shape, dtype, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(native, "_compiled", lambda: None)
+    records = np.random.default_rng(0).integers(0, 256, (17, *shape)).astype(dtype)
+    places = np.random.default_rng(1).integers(0, 17, 9)
+    raw = np.full(9 * records[0].nbytes + 128, 7, np.uint8)
+    for begin in (0, 1, 8, 63):
+        into = np.ndarray((9, *shape), dtype, raw, begin)
+        native.gather(records, places, into)
+        np.testing.assert_array_equal(into, records[places])
+        assert (raw[:begin] == 7).all()
+        assert (raw[begin + into.nbytes :] == 7).all()
+        raw[:] = 7
+    native.gather(records, places[:0], into[:0])
+    if compiled:
+        with pytest.raises(IndexError, match=r"`places` must be in 0..16. Received: 17..17"):
+            native.gather(records, np.array([17]), into[:1])

@@ -42,10 +42,17 @@ class Drawn:
 
 def rate(data):
     """Samples per second of one epoch."""
-    begin, samples = time.perf_counter(), 0
+    return rates(data)[0]
+
+
+def rates(data):
+    """Samples per second of one epoch, and of the same after its first batch."""
+    begin, samples = time.perf_counter(), []
     for batch in data:
-        samples += int(tf.nest.flatten(batch)[0].shape[0])
-    return samples / (time.perf_counter() - begin)
+        samples.append(int(tf.nest.flatten(batch)[0].shape[0]))
+        first = time.perf_counter() if len(samples) == 1 else first
+    end = time.perf_counter()
+    return sum(samples) / (end - begin), sum(samples[1:]) / (end - first)
 
 
 # ---------------------------------------------------------------------- warm
@@ -65,16 +72,17 @@ def warm(size, samples, batch, rounds, folder, copier):
     }
     pool = cache._levels.memory.folder / "samples"
     copies = [copier, pool, str(record), str(samples), str(batch), "2"]
-    rates = {name: [] for name in ("copies", *systems)}
+    found = {name: [] for name in ("copies", *systems)}
     for turn in range(rounds + 1):
         # The first pass of each brings its pages in.
-        copied = subprocess.run(copies, check=True, capture_output=True, text=True).stdout.split()
-        found = {"copies": float(copied[1])} | {name: rate(data) for name, data in systems.items()}
-        if turn:
-            for name, value in found.items():
-                rates[name].append(value)
+        copied = float(subprocess.run(copies, check=True, capture_output=True, text=True).stdout.split()[1])
+        for name, values in {"copies": (copied, copied)} | {
+            name: rates(data) for name, data in systems.items()
+        }.items():
+            found[name] += [values] if turn else []
     cache.close()
-    return {name: {"samples_per_second": values} for name, values in rates.items()}
+    parts = {name: list(zip(*values, strict=True)) for name, values in found.items()}
+    return {name: {"samples_per_second": whole, "after_the_first": after} for name, (whole, after) in parts.items()}
 
 
 # ---------------------------------------------------------------------- cold
