@@ -47,12 +47,26 @@ def rate(data):
 
 def rates(data):
     """Samples per second of one epoch, and of the same after its first batch."""
-    begin, samples = time.perf_counter(), []
+    begin = first = time.perf_counter()
+    samples = []
     for batch in data:
         samples.append(int(tf.nest.flatten(batch)[0].shape[0]))
-        first = time.perf_counter() if len(samples) == 1 else first
+        if len(samples) == 1:
+            first = time.perf_counter()
     end = time.perf_counter()
     return sum(samples) / (end - begin), sum(samples[1:]) / (end - first)
+
+
+def as_dataset(source, size):
+    """Its samples one by one, as any user's pipeline would make them."""
+
+    def read(sample):
+        return source.read(sample)[0]
+
+    def make(sample):
+        return tf.ensure_shape(tf.numpy_function(read, [sample], tf.uint8), [size, size, 3])
+
+    return tf.data.Dataset.range(len(source)).map(make)
 
 
 # ---------------------------------------------------------------------- warm
@@ -64,8 +78,7 @@ def warm(size, samples, batch, rounds, folder, copier):
     cache = datacache.Cache(source, memory=Path("/dev/shm") / folder)
     cache.warm(progress=False)
     record = size * size * 3
-    plain = tf.data.Dataset.range(samples).map(lambda i: tf.numpy_function(lambda i: source.read(i)[0], [i], tf.uint8))
-    plain = plain.map(lambda x: tf.ensure_shape(x, [size, size, 3]))
+    plain = as_dataset(source, size)
     systems = {
         "datacache": cache.dataset(batch),
         "tf.data cache": plain.cache().shuffle(samples).batch(batch).prefetch(tf.data.AUTOTUNE),
@@ -76,9 +89,8 @@ def warm(size, samples, batch, rounds, folder, copier):
     for turn in range(rounds + 1):
         # The first pass of each brings its pages in.
         copied = float(subprocess.run(copies, check=True, capture_output=True, text=True).stdout.split()[1])
-        for name, values in {"copies": (copied, copied)} | {
-            name: rates(data) for name, data in systems.items()
-        }.items():
+        once = {"copies": (copied, copied)} | {name: rates(data) for name, data in systems.items()}
+        for name, values in once.items():
             found[name] += [values] if turn else []
     cache.close()
     parts = {name: list(zip(*values, strict=True)) for name, values in found.items()}
@@ -130,10 +142,7 @@ def _hold(what, size, samples, folder, ready, leave, found):
         cache = datacache.Cache(source, memory=Path("/dev/shm") / folder)
         data = cache.dataset(256)
     else:
-        plain = tf.data.Dataset.range(samples).map(
-            lambda i: tf.numpy_function(lambda i: source.read(i)[0], [i], tf.uint8)
-        )
-        data = plain.cache().batch(256).prefetch(tf.data.AUTOTUNE)
+        data = as_dataset(source, size).cache().batch(256).prefetch(tf.data.AUTOTUNE)
     for _ in range(2):
         rate(data)
     ready.wait()
