@@ -25,7 +25,7 @@ from benchmarks import harness
 SHORT = {"sizes": [96], "parts": ["warm", "cold", "training"], "rounds": 3, "images": 600, "data_mb": 400}
 FULL = {
     "sizes": [96, 224],
-    "parts": ["warm", "cold", "memory", "training"],
+    "parts": ["warm", "cold", "memory", "training", "nodes"],
     "rounds": 9,
     "images": 3000,
     "data_mb": 1500,
@@ -63,10 +63,23 @@ def planned(options):
         cells += [{"kind": kind, "images": options.images, "batch": 64} for kind in ("decoding", "cold")]
     if "training" in options.parts:
         cells.append({"kind": "training", "images": options.images, "batch": 64, "step_s": 0.1, "epochs": 3})
+    if "nodes" in options.parts:
+        cells.append({"kind": "nodes", "layout": "2x2", "rate": "1gbit"})
     return harness.keyed(cells)
 
 
 def run(kind, **task):
+    return on_nodes(**task) if kind == "nodes" else on_one(kind, **task)
+
+
+def on_nodes(layout, rate):
+    """In the lab: samples of 96 x 96 pixels in parts on the nodes, and steps that exchange 25.6 MB."""
+    task = {"pixels": 96, "samples": 2560, "batch": 64, "width": 231, "warm_up": 5, "rounds": 3, "systems": []}
+    answer = harness.in_lab(harness.cluster(layout, rate), "partitioned", task)
+    return answer | {"kind": "nodes", "layout": layout, "rate": rate}
+
+
+def on_one(kind, **task):
     """One worker in a process of its own, with a slow source where it reads files."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"PYTHONPATH": str(harness.ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -129,6 +142,7 @@ def show(cells):
     show_warm([cell for cell in cells if cell["kind"] == "warm"])
     show_cold(cells)
     show_memory([cell for cell in cells if cell["kind"] == "memory"])
+    show_nodes([cell for cell in cells if cell["kind"] == "nodes"])
     show_training([cell for cell in cells if cell["kind"] == "training"])
 
 
@@ -194,6 +208,20 @@ def show_training(cells):
     if cells:
         print("\ntraining with steps of 100 ms on the slow source (Fig. 9 of CommLib)")
         harness.show(rows)
+
+
+def show_nodes(cells):
+    for cell in cells:
+        of = cell["systems"]
+        steps = {name: statistics.median(of[name]["step_s"]) for name in ("replicate", "split")}
+        ratios = [b / a for a, b in zip(of["replicate"]["rounds_s"], of["split"]["rounds_s"], strict=True)]
+        print(
+            f"\n{cell['layout']} ranks, {cell['rate']}/s: an epoch of a cache in parts brings "
+            f"{of['bytes']['measured'] / 1e6:.2f} MB over a node's link, predicted "
+            f"{of['bytes']['predicted'] / 1e6:.2f};\n"
+            f"steps take {1e3 * steps['replicate']:.0f} ms on local data and {1e3 * steps['split']:.0f} ms on parts "
+            f"(median of the rounds' ratios {statistics.median(ratios):.3f})"
+        )
 
 
 def later(of):

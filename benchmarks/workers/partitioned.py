@@ -1,0 +1,77 @@
+"""A cache in parts on the nodes: bytes on the link, and steps of training beside those on data that a node has.
+
+Systems: "bytes" (epochs without training), then in turn "local" (each node has all samples) and "split".
+"""
+
+import statistics
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import datacache
+import tfposeidon as tp
+from benchmarks.workers.keras_fit import StepTimer
+from benchmarks.workers.reading import Drawn
+from benchmarks.workers.task import Task, payload_bytes
+from tfposeidon import runtime
+from tfposeidon.wire import exchange_objects
+
+NUMBER_AND_LENGTH = 16
+"""Bytes that a sample costs on the wire beside itself."""
+
+
+def open_cache(task, partition):
+    cache = datacache.Cache(Drawn(task.pixels, task.samples), partition=partition, memory=f"/dev/shm/{partition}")
+    cache.warm(progress=False)
+    return cache
+
+
+def bytes_on_the_link(task, cache, wire):
+    """What a node sends in an epoch, and what its ranks' samples say."""
+    exchange_objects(None, wire, "bench.begin")
+    before, received = payload_bytes(direction="rx"), cache.stats().received
+    for _ in cache.counted(cache.dataset(task.batch, seed=1)):
+        pass
+    exchange_objects(None, wire, "bench.end")
+    of_one = task.pixels**2 * 3 + NUMBER_AND_LENGTH
+    mine = {"received": cache.stats().received - received, "measured": payload_bytes(direction="rx") - before}
+    node = [
+        found
+        for rank, found in enumerate(exchange_objects(mine, wire, "bench.sum"))
+        if rank in wire.topology.node.ranks
+    ]
+    predicted = of_one * sum(found["received"] for found in node)
+    task.note("bytes", {"predicted": predicted, "measured": statistics.median(found["measured"] for found in node)})
+
+
+def steps(task, cache, wire):
+    """Seconds of each step of `fit`, on every rank."""
+    layers = [keras.Input((task.pixels, task.pixels, 3)), keras.layers.Flatten(), keras.layers.Dense(task.width)]
+    model = keras.Sequential(layers)
+    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(1e-6), scheme="allreduce"), "mse")
+    data = cache.dataset(task.batch).map(lambda x: (tf.cast(x, "float32"), tf.zeros([tf.shape(x)[0], task.width])))
+    timer = StepTimer(wire, task.warm_up)
+    cache.begin_epoch(0)
+    model.fit(data.prefetch(2), verbose=0, shuffle=False, callbacks=[timer])
+    return timer.times
+
+
+def main():
+    task = Task.from_argument()
+    tp.init()
+    wire = runtime.wire()
+    caches = {name: open_cache(task, name) for name in ("replicate", "split")}
+    bytes_on_the_link(task, caches["split"], wire)
+    times = {name: [] for name in caches}
+    for _ in range(task.rounds):
+        for name, cache in caches.items():
+            times[name].append([max(step) for step in steps(task, cache, wire)])
+    for name, rounds in times.items():
+        task.note(name, {"step_s": np.concatenate(rounds).tolist(), "rounds_s": [float(np.median(r)) for r in rounds]})
+    for cache in caches.values():
+        cache.close()
+
+
+if __name__ == "__main__":
+    main()
