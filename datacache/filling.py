@@ -37,21 +37,31 @@ class Filling:
             log.warning("datacache: torn in %s, and made again: samples %s", pool.folder, torn.tolist())
         return np.concatenate([samples[~ready], torn])
 
-    def through(self, pool: Pool | None, sample: int, below: Callable[[int], Arrays]) -> tuple[Arrays | None, bool]:
-        """Puts a sample into a pool unless it is there; whoever comes second waits.
+    def through(
+        self, pool: Pool | None, samples: np.ndarray, below: Callable[[np.ndarray], list[Arrays]]
+    ) -> tuple[dict[int, Arrays], set[int]]:
+        """Puts samples into a pool unless they are there; whoever comes second to one waits for it.
 
         Returns:
-          What was made, or `None` if the pool had it; and whether the pool has it now.
+          What was made, by number, and those that the pool has now.
         """
-        one = np.array([sample])
-        if pool is None or not pool.has_room(one)[0]:
-            return below(sample), False
-        while self.lacking(pool, one).size:
-            with pool.claim(sample) as mine:
-                # Whoever had claimed it before may have just finished.
-                if mine and not pool.ready(one)[0]:
-                    arrays = below(sample)
-                    return arrays, pool.put(sample, arrays)
-            if not mine:
+        room = np.zeros(len(samples), bool) if pool is None else pool.has_room(samples)
+        made = _by_number(samples[~room], below)
+        if pool is None:
+            return made, set()
+        kept = set(samples[room].tolist())
+        left = samples[room]
+        while (left := self.lacking(pool, left)).size:
+            with pool.claim(left) as mine:
+                new = _by_number(mine, below)
+                kept -= {sample for sample, arrays in new.items() if not pool.put(sample, arrays)}
+            made |= new
+            left = left[~np.isin(left, mine)]
+            # Nothing of this pool is held while others finish what they hold.
+            if left.size and not mine.size:
                 time.sleep(POLL_S)
-        return None, True
+        return made, kept
+
+
+def _by_number(samples: np.ndarray, below: Callable[[np.ndarray], list[Arrays]]) -> dict[int, Arrays]:
+    return dict(zip(samples.tolist(), below(samples), strict=True)) if samples.size else {}

@@ -27,11 +27,13 @@ class Traced:
       function: Takes the stored components, returns the sample's components in one list.
       structure: Nested `tf.TensorSpec`s of a sample.
       fingerprint: SHA-256 of the graph with all constants that it captured, in hexadecimal.
+      preprocess: What was traced: graphs do not keep the variables alive that they use.
     """
 
     function: Callable[..., list[tf.Tensor]]
     structure: Any
     fingerprint: str
+    preprocess: Any
 
     @property
     def shapes(self) -> list[tf.TensorShape]:
@@ -58,7 +60,7 @@ def traced(source: Source, preprocess: Callable[..., Any] | None) -> Traced:
     with tf.device("CPU:0"):
         concrete = tf.function(whole).get_concrete_function(*source.signature)
     _warn(concrete.graph)
-    return Traced(concrete, structure, _fingerprint(concrete))
+    return Traced(concrete, structure, _fingerprint(concrete), preprocess)
 
 
 def fingerprint(source: Source, traced: Traced, version: Any) -> str:

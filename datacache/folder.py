@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,12 @@ class Folder:
             os.utime(self._user)
 
     @contextlib.contextmanager
-    def claim(self, place: int) -> Iterator[bool]:
-        """Within it nobody else has this place, in whatever thread; `False` if somebody has. The kernel ends it."""
-        # A description of its own: locks are per description, and so between threads, too.
+    def claim(self, places: Iterable[int]) -> Iterator[list[bool]]:
+        """Within it nobody else has these places, in whatever thread, but for those that somebody has already."""
+        # A description of its own: locks are per description, and so between threads, too. The kernel ends them.
         handle = os.open(self.path / "claims", os.O_RDWR | os.O_CREAT)
         try:
-            yield lock_byte(handle, place)
+            yield [lock_byte(handle, place) for place in places]
         finally:
             os.close(handle)
 

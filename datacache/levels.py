@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,10 @@ from datacache.stored import Stored
 
 READERS = 32
 """Threads that read a cold source: a network file system answers many at once."""
+AT_ONCE = 16
+"""Samples that a reader takes at a time, at most."""
+IN_FLIGHT = 4
+"""Batches that are read at a time, so that a cold source is never idle while a batch ends."""
 
 
 class Levels:
@@ -24,7 +27,7 @@ class Levels:
 
     Args:
       stored: Of all samples.
-      make: From the components of a stored sample to those of a cached one.
+      make: From stored samples, and their names for messages, to cached ones.
       layout: Of cached samples.
       memory: Pool of cached samples, if there is room for one.
       decoded: The same on a disk, if asked for.
@@ -34,7 +37,7 @@ class Levels:
     def __init__(
         self,
         stored: Stored,
-        make: Callable[[Sequence[Any]], Arrays],
+        make: Callable[[list[Arrays], list[str]], list[Arrays]],
         layout: Layout,
         memory: Pool | None,
         decoded: Pool | None,
@@ -86,19 +89,24 @@ class Levels:
 
     def fill(self, samples: Iterable[int]) -> dict[int, Arrays]:
         """Makes samples; those that memory did not take are returned."""
-        numbers = [int(sample) for sample in samples]
-        if not numbers:
+        numbers = np.array(list(samples), np.int64)
+        if not numbers.size:
             return {}
         if isinstance(self._stored.source, StreamSource):
-            self._pour(np.array(numbers))
-        made = dict(zip(numbers, self._readers.map(self._into_memory, numbers), strict=True))
-        return {sample: arrays for sample, arrays in made.items() if arrays is not None}
+            self._pour(numbers)
+        # Few enough at a time that all readers have work, and many enough that Python is not what counts.
+        parts = np.array_split(numbers, -(-len(numbers) // min(AT_ONCE, -(-IN_FLIGHT * len(numbers) // READERS))))
+        made: dict[int, Arrays] = {}
+        for part in self._readers.map(self._into_memory, parts):
+            made |= part
+        return made
 
     def put(self, sample: int, arrays: Arrays) -> bool:
         """Puts a sample that came from elsewhere where there is room; `False` if memory has none."""
+        one = np.array([sample])
         if self.decoded is not None:
-            self._filling.through(self.decoded, sample, lambda _: arrays)
-        return self._filling.through(self.memory, sample, lambda _: arrays)[1]
+            self._filling.through(self.decoded, one, lambda _: [arrays])
+        return sample in self._filling.through(self.memory, one, lambda _: [arrays])[1]
 
     @property
     def complete(self) -> bool:
@@ -112,22 +120,25 @@ class Levels:
             if pool is not None:
                 pool.close()
 
-    def _into_memory(self, sample: int) -> Arrays | None:
-        arrays, kept = self._filling.through(self.memory, sample, self._decoded)
-        self.counts.add(unkept=int(not kept))
-        return None if kept else arrays
+    def _into_memory(self, samples: np.ndarray) -> dict[int, Arrays]:
+        made, kept = self._filling.through(self.memory, samples, self._decoded)
+        self.counts.add(unkept=len(samples) - len(kept))
+        return {sample: arrays for sample, arrays in made.items() if sample not in kept}
 
-    def _decoded(self, sample: int) -> Arrays:
+    def _decoded(self, samples: np.ndarray) -> list[Arrays]:
         if self.decoded is None:
-            return self._made(sample)
-        arrays, _ = self._filling.through(self.decoded, sample, self._made)
-        if arrays is None:
-            self.counts.add(decoded_hits=1)
-            return self.decoded.sample(sample)
-        return arrays
+            return self._made(samples)
+        made, _ = self._filling.through(self.decoded, samples, self._made)
+        self.counts.add(decoded_hits=len(samples) - len(made))
+        return [made[i] if i in made else self.decoded.sample(i) for i in samples.tolist()]
 
-    def _made(self, sample: int) -> Arrays:
-        return self.layout.check(self._make(self._stored.sample(sample)), self._stored.source.name(sample))
+    def _made(self, samples: np.ndarray) -> list[Arrays]:
+        return self._checked(samples, self._stored.samples(samples))
+
+    def _checked(self, samples: np.ndarray, stored: list[Arrays]) -> list[Arrays]:
+        names = [self._stored.source.name(sample) for sample in samples.tolist()]
+        made = self._make(stored, names)
+        return [self.layout.check(arrays, name) for arrays, name in zip(made, names, strict=True)]
 
     def _pour(self, samples: np.ndarray) -> None:
         """Reads a stream from its beginning into the lowest pool, one process of the node for all."""
@@ -145,5 +156,5 @@ class Levels:
         )
         for sample, arrays in enumerate(self._stored.all()):
             if sample in lacking:
-                name = self._stored.source.name(sample)
-                pool.put(sample, arrays if pool is self._stored.pool else self.layout.check(self._make(arrays), name))
+                stored = pool is self._stored.pool
+                pool.put(sample, arrays if stored else self._checked(np.array([sample]), [arrays])[0])

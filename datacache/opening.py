@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from datacache.layout import Layout
 from datacache.levels import Levels
 from datacache.part import Part
 from datacache.pool import Plan, Pool
+from datacache.preprocessing import Preprocessing
 from datacache.records import packed
 from datacache.sources.source import Source, StreamSource, digest
 from datacache.stored import Stored
@@ -58,12 +58,12 @@ def open_levels(
     on_local = _or_less(lambda: stored_pool(source, disk)) if disk is not None else None
     stored = Stored(source, on_local, filling)
 
-    def make(components: Sequence[Any]) -> Arrays:
-        return [part.numpy() for part in traced.function(*components)]
+    make = Preprocessing(source, traced, variable_shapes)
 
     @functools.cache
     def first() -> Arrays:
-        return make(next(iter(stored.all())) if isinstance(source, StreamSource) else stored.sample(0))
+        components = next(iter(stored.all())) if isinstance(source, StreamSource) else stored.samples(np.array([0]))[0]
+        return make([components], [source.name(0)])[0]
 
     def layout() -> Layout:
         return on_disk.layout if on_disk else _layout(first(), traced, variable_shapes)

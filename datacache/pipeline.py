@@ -13,12 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from datacache.layout import Layout
+from datacache.levels import IN_FLIGHT
 from datacache.nodes import Reader
 from datacache.order import Order, Position
-
-IN_FLIGHT = 4
-"""Batches that are read at a time, so that a cold source is never idle while a batch ends."""
-
 
 REMEDY = "Give fit the callback keras_callbacks.CachePosition(cache), or iterate over cache.counted(data)."
 

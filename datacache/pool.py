@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -153,18 +153,23 @@ class Pool:
             self._verified[places[i]] = False
         return samples[torn]
 
-    def claim(self, sample: int) -> contextlib.AbstractContextManager[bool]:
-        """Within it nobody else fills this sample; `False` if somebody does already. The kernel ends all claims."""
-        return self._folder.claim(int(self._places[sample]))
+    @contextlib.contextmanager
+    def claim(self, samples: np.ndarray) -> Iterator[np.ndarray]:
+        """Those of these samples that are not ready, and that nobody else fills within it; the kernel ends claims."""
+        with self._folder.claim(self._places[samples].tolist()) as mine:
+            # Whoever had claimed one before may have just finished.
+            yield samples[np.array(mine, bool) & ~self.ready(samples)]
 
     def clear(self) -> None:
         """No sample is ready any more; what took room in the heap has gone for good."""
         self._words[:] = 0
         self._verified[:] = False
 
-    def claim_all(self) -> contextlib.AbstractContextManager[bool]:
+    @contextlib.contextmanager
+    def claim_all(self) -> Iterator[bool]:
         """Within it nobody else fills the whole pool; `False` if somebody does already."""
-        return self._folder.claim(self.slots)
+        with self._folder.claim([self.slots]) as (mine,):
+            yield mine
 
     @property
     def filled(self) -> int:

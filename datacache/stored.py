@@ -28,19 +28,17 @@ class Stored:
         self.source, self.pool, self._filling = source, pool, filling
         self._counts = filling.counts
 
-    def sample(self, sample: int) -> Arrays:
-        """The components of one.
+    def samples(self, samples: np.ndarray) -> list[Arrays]:
+        """The components of each.
 
         Raises:
-          SourceError: If it cannot be read; it names the sample.
+          SourceError: If one cannot be read; it names the sample.
         """
         if self.pool is None:
-            return self._read(sample)
-        arrays, _ = self._filling.through(self.pool, sample, self._read)
-        if arrays is None:
-            self._counts.add(disk_hits=1)
-            return self.pool.sample(sample)
-        return arrays
+            return self._read_all(samples)
+        made, _ = self._filling.through(self.pool, samples, self._read_all)
+        self._counts.add(disk_hits=len(samples) - len(made))
+        return [made[i] if i in made else self.pool.sample(i) for i in samples.tolist()]
 
     def all(self) -> Iterable[Arrays]:
         """Those of a source that has them one after the other only."""
@@ -48,6 +46,9 @@ class Stored:
         for arrays in self.source.stream():
             self._count(arrays)
             yield arrays
+
+    def _read_all(self, samples: np.ndarray) -> list[Arrays]:
+        return [self._read(sample) for sample in samples.tolist()]
 
     def _read(self, sample: int) -> Arrays:
         if not isinstance(self.source, RandomSource):

@@ -64,5 +64,5 @@ def warm(source: RandomSource, disk: Path, started: Callable[[int], Callable[[in
 def _read(stored: Stored, samples: np.ndarray, done: Callable[[int], None]) -> None:
     with ThreadPoolExecutor(READERS, thread_name_prefix="datacache") as readers:
         for begin in range(0, len(samples), WINDOW):
-            for _ in readers.map(stored.sample, samples[begin : begin + WINDOW].tolist()):
+            for _ in readers.map(stored.samples, samples[begin : begin + WINDOW, np.newaxis]):
                 done(1)

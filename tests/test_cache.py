@@ -231,6 +231,15 @@ def test_reads_are_tried_again_and_then_named(images, opened, monkeypatch):
         _epoch(cache.dataset(BATCH))
 
 
+def test_a_sample_that_cannot_be_decoded_is_named(tmp_path, opened):
+    folder = drawn.folder(tmp_path / "images", SAMPLES)
+    (folder / "class1" / "00011.png").write_bytes(b"no image")
+    with pytest.raises(
+        datacache.SourceError, match=r"`preprocess` must take every sample. .* for .*00011.png. Mend it"
+    ):
+        opened(folder).warm(progress=False)
+
+
 def test_nested_samples_of_many_sizes(images, opened):
     def preprocess(contents, label):
         pixels = tf.io.decode_png(contents, 3)[: label + 1]

@@ -14,7 +14,7 @@ import pytest
 
 from datacache.filling import Filling
 from datacache.layout import Layout
-from datacache.levels import READERS, Levels
+from datacache.levels import AT_ONCE, READERS, Levels
 from datacache.part import Part
 from datacache.pool import Plan, Pool
 from datacache.statistics import Counts
@@ -52,9 +52,10 @@ class Source:
         return [np.array(str(sample).encode(), object)]
 
 
-def make(stored):
-    """From a stored sample to the cached one."""
-    return f(int(stored[0][()]))
+def make(stored, names):
+    """From stored samples to cached ones."""
+    assert len(names) == len(stored)
+    return [f(int(components[0][()])) for components in stored]
 
 
 def open_levels(folder, source=None, slots=SAMPLES, heap_bytes=10**6, lower=True):
@@ -112,7 +113,7 @@ def test_kills_at_any_moment(tmp_path):
     levels = open_levels(tmp_path)
     check_epoch(levels, 99)
     assert levels.counts.now().healed == 0
-    assert SAMPLES <= _reads(tmp_path) <= SAMPLES + (kills + 1) * READERS
+    assert SAMPLES <= _reads(tmp_path) <= SAMPLES + (kills + 1) * READERS * AT_ONCE
     levels.close()
 
 

@@ -106,8 +106,8 @@ def _fill(folder, die_at):
     pool._words = pool._words.view(Mortal)
     pool._columns = [column.view(Mortal) for column in pool._columns]
     for index in range(4):
-        with pool.claim(index) as mine:
-            assert mine
+        with pool.claim(np.array([index])) as mine:
+            assert mine.tolist() == [index]
             pool.put(index, f(index))
 
 
@@ -125,26 +125,29 @@ def test_a_kill_at_every_step_leaves_only_whole_samples(tmp_path):
         assert ready.tolist() == list(range(die_at // (steps // 4)))
         assert pool.torn(ready).size == 0
         _check(pool, ready)
-        with pool.claim(len(ready)) as mine:
-            assert mine, "the kernel has released what the killed process had claimed"
+        with pool.claim(np.array([len(ready)])) as mine:
+            assert mine.size, "the kernel has released what the killed process had claimed"
 
 
 def test_claims_are_for_one(tmp_path):
     pool, other = _pool(tmp_path), _pool(tmp_path)
-    with pool.claim(3) as mine, other.claim(3) as theirs, other.claim(4) as another:
-        assert (mine, theirs, another) == (True, False, True)
-    with other.claim(3) as mine:
-        assert mine
+    other.put(5, f(5))
+    with pool.claim(np.array([2, 3, 5])) as mine, other.claim(np.array([3, 4])) as theirs:
+        assert (mine.tolist(), theirs.tolist()) == ([2, 3], [4])
+        with pool.claim_all() as everything, other.claim_all() as again:
+            assert (everything, again) == (True, False)
+    with other.claim(np.array([3])) as mine:
+        assert mine.tolist() == [3]
         found = []
-        thread = threading.Thread(target=lambda: found.append(_claimed(other, 3)))
+        thread = threading.Thread(target=lambda: found.extend(_claimed(other, 3)))
         thread.start()
         thread.join()
-        assert found == [False]
+        assert found == []
 
 
 def _claimed(pool, sample):
-    with pool.claim(sample) as mine:
-        return mine
+    with pool.claim(np.array([sample])) as mine:
+        return mine.tolist()
 
 
 def _open(folder, found):

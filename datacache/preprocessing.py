@@ -1,0 +1,71 @@
+"""From stored samples to cached ones, many in one call: TensorFlow decodes them side by side, Python waits."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from datacache.filling import Arrays
+from datacache.fingerprint import Traced
+from datacache.sources.source import Source, SourceError
+
+AT_A_TIME = 4
+"""Samples of one call that are decoded at a time; several readers call."""
+
+
+class Preprocessing:
+    """A traced function on lists of samples.
+
+    Args:
+      source: Of the samples.
+      traced: From the components of one to those to keep.
+      variable_shapes: Whether results may differ in shape.
+    """
+
+    def __init__(self, source: Source, traced: Traced, variable_shapes: bool) -> None:
+        self._function = traced.function
+        alike = not variable_shapes and all(spec.shape.is_fully_defined() for spec in source.signature)
+        self._many = _over_many(source, traced) if alike else None
+
+    def __call__(self, stored: list[Arrays], names: list[str]) -> list[Arrays]:
+        """The samples made of stored ones.
+
+        Args:
+          stored: Their components.
+          names: Of the samples, for messages.
+
+        Raises:
+          SourceError: If the function fails on one; it names the sample.
+        """
+        if self._many is not None and len(stored) > 1:
+            # Where that fails they go one by one, to say which it was, or what differs between them.
+            with contextlib.suppress(tf.errors.OpError):
+                columns = [np.stack(column) for column in zip(*stored, strict=True)]
+                return [list(parts) for parts in zip(*(part.numpy() for part in self._many(*columns)), strict=True)]
+        return [self._one(components, name) for components, name in zip(stored, names, strict=True)]
+
+    def _one(self, components: Arrays, name: str) -> Arrays:
+        try:
+            return [part.numpy() for part in self._function(*components)]
+        except tf.errors.OpError as error:
+            # Before it stands where in the script each op was traced.
+            cause = error.message.rsplit("\n\n", 1)[-1].splitlines()[0].rstrip(".")
+            raise SourceError(
+                f"`preprocess` must take every sample. Received: {cause} for {name}. Mend it, or leave it out."
+            ) from error
+
+
+def _over_many(source: Source, traced: Traced) -> Any:
+    results = [tf.TensorSpec(spec.shape, spec.dtype) for spec in tf.nest.flatten(traced.structure)]
+
+    def over_many(*columns: tf.Tensor) -> Any:
+        return tf.map_fn(
+            lambda parts: traced.function(*parts), columns, fn_output_signature=results, parallel_iterations=AT_A_TIME
+        )
+
+    columns = [tf.TensorSpec([None, *spec.shape], spec.dtype) for spec in source.signature]
+    with tf.device("CPU:0"):
+        return tf.function(over_many, columns, autograph=False)
