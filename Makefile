@@ -81,6 +81,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.selection --results $(BENCH)/selection.json
 	$(BIN)/python -m benchmarks.poseidon --results $(BENCH)/poseidon.json
 	$(BIN)/python -m benchmarks.memory --layouts 2x1 --results $(BENCH)/memory.json
+	$(BIN)/python -m benchmarks.reading --results $(BENCH)/reading.json
 
 clean:
 	rm -rf $(VENV) build *.egg-info
