@@ -15,7 +15,7 @@ from datacache import nodes
 from datacache.budget import budget_bytes
 from datacache.filling import Filling, Verify
 from datacache.fingerprint import fingerprint, traced
-from datacache.folder import default_memory
+from datacache.folder import default_memory, require_shared_memory
 from datacache.nodes import Partitioning
 from datacache.opening import open_levels
 from datacache.order import Order
@@ -78,6 +78,9 @@ class Cache:
             raise ValueError(f'`partition` must be "auto", "replicate" or "split". Received: partition={partition!r}')
         budget_bytes(budget, 1)
         _check_source(source)
+        if memory == "auto":
+            require_shared_memory()
+            memory = default_memory()
         self._source, self._traced = source, traced(source, preprocess)
         self.fingerprint = fingerprint(source, self._traced, [version, variable_shapes])
         self._counts = Counts()
@@ -87,7 +90,7 @@ class Cache:
             source,
             self._traced,
             self.fingerprint,
-            memory=default_memory() if memory == "auto" else memory,
+            memory=memory,
             disk=disk,
             decoded=decoded,
             budget=budget,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+SHARED_MEMORY = "/dev/shm"
 FORMAT = 1
 HEADER = "header.json"
 FILES = {"lock", "users", "claims", "samples", "words", "heap", "end", "header.part", HEADER}
@@ -28,7 +29,20 @@ class NoRoomError(CacheError):
 
 def default_memory() -> str:
     """Shared memory of this user: `/dev/shm/datacache-<user id>`."""
-    return f"/dev/shm/datacache-{os.getuid()}"
+    return f"{SHARED_MEMORY}/datacache-{os.getuid()}"
+
+
+def require_shared_memory() -> None:
+    """Looks whether there is any.
+
+    Raises:
+      CacheError: If not; otherwise the pool would lie on a disk.
+    """
+    if not os.path.isdir(SHARED_MEMORY):
+        raise CacheError(
+            f"The pool in memory needs shared memory. Received: no {SHARED_MEMORY}. Mount a tmpfs there (with Docker: "
+            "--shm-size), or pass `memory`, a folder, or None to go without."
+        )
 
 
 class Folder:
@@ -93,7 +107,9 @@ def read_header(path: Path) -> dict[str, Any]:
         raise CacheError(
             f"A cache must be whole. Received: {path / HEADER}, which is no JSON. Remove {path}."
         ) from error
-    if about.get("format", 0) > FORMAT:
+    if not isinstance(about, dict) or not {"format", "layout", "part"} <= about.keys():
+        raise CacheError(f"A cache must say what it holds. Received: {path / HEADER}, which does not. Remove {path}.")
+    if about["format"] > FORMAT:
         raise CacheError(
             f"A cache must be of a format up to {FORMAT}. Received: format {about['format']} in {path}. Use a newer "
             "tfposeidon, or another folder."
@@ -188,7 +204,7 @@ def free_bytes(path: Path) -> int:
 def _locked(path: Path, create: bool) -> Iterator[None]:
     while True:
         if create:
-            path.mkdir(parents=True, exist_ok=True)
+            _make_folder(path)
         try:
             handle = os.open(path / "lock", os.O_RDWR | os.O_CREAT)
         except FileNotFoundError:
@@ -203,6 +219,17 @@ def _locked(path: Path, create: bool) -> Iterator[None]:
                 return
         finally:
             os.close(handle)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise CacheError(
+            f"A cache must have a folder that it can write to. Received: {path} ({error.strerror}). Name another."
+        ) from error
 
 
 def _refuse_strangers(path: Path) -> None:

@@ -386,7 +386,7 @@ def test_cleared(images, opened):
     assert cache.stats().source_reads == 2 * SAMPLES
 
 
-def test_bad_caches(images, tmp_path, opened):
+def test_bad_caches(images, tmp_path, opened, monkeypatch):
     with pytest.raises(datacache.SourceError, match=r"A source must exist. Received: .*nowhere, which is no folder"):
         datacache.from_folder(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
@@ -403,6 +403,16 @@ def test_bad_caches(images, tmp_path, opened):
         opened(images, budget="lots")
     with pytest.raises(ValueError, match=r'`verify` must be "first", "always" or "never". Received: verify=True'):
         opened(images, verify=True)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(
+        CacheError, match=r"that it can write to. Received: .*file/.* \(Not a directory\). Name another"
+    ):
+        opened(images, memory=tmp_path / "file")
+    monkeypatch.setattr("datacache.folder.SHARED_MEMORY", "/nowhere")
+    with pytest.raises(
+        CacheError, match=r"The pool in memory needs shared memory. Received: no /nowhere. Mount a tmpfs"
+    ):
+        datacache.Cache(datacache.from_folder(images))
     folder = tmp_path / "memory" / opened(images, memory=tmp_path / "other").fingerprint[:20]
     folder.mkdir(parents=True)
     (folder / "thesis.tex").write_text("x")

@@ -191,6 +191,9 @@ def test_folders_that_are_no_cache(tmp_path):
     (folder / "header.json").write_text(json.dumps(header | {"format": 99}))
     with pytest.raises(CacheError, match=r"A cache must be of a format up to 1. Received: format 99 in .*newer"):
         _pool(folder)
+    (folder / "header.json").write_text('{"format": 1}')
+    with pytest.raises(CacheError, match=r"A cache must say what it holds. Received: .*which does not. Remove"):
+        _pool(folder)
     (folder / "header.json").write_text("{")
     with pytest.raises(CacheError, match=r"which is no JSON. Remove"):
         _pool(folder)
