@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, get_args
 
@@ -18,7 +19,7 @@ from datacache.fingerprint import fingerprint, traced
 from datacache.folder import default_memory, require_shared_memory
 from datacache.nodes import Partitioning
 from datacache.opening import open_levels
-from datacache.order import Order
+from datacache.order import Order, Position
 from datacache.pipeline import Passes, batches
 from datacache.sources.source import Source, SourceError
 from datacache.statistics import Counts, Statistics
@@ -86,6 +87,7 @@ class Cache:
         self._counts = Counts()
         self._passes: Passes | None = None
         self._state: dict[str, Any] | None = None
+        self._closed = False
         self._levels = open_levels(
             source,
             self._traced,
@@ -155,7 +157,7 @@ class Cache:
         self._of_dataset().begin_epoch(epoch)
 
     def warm(self, progress: bool = True) -> Statistics:
-        """Fills memory with all samples that have room, each rank a share of them."""
+        """Fills memory with all samples that have room; ranks of a node share the work."""
         memory = self._levels.memory
         samples = np.arange(len(self._source))
         if memory is not None:
@@ -197,7 +199,9 @@ class Cache:
 
     def close(self) -> None:
         """Ends threads and mappings; what is cached stays. On several nodes, once all ranks have closed."""
-        self._reader.close()
+        if not self._closed:
+            self._closed = True
+            self._reader.close()
 
     def __len__(self) -> int:
         return len(self._source)
@@ -210,7 +214,8 @@ class Cache:
     def _new_passes(self, global_batch: int, seed: int, shuffle: bool) -> Passes:
         order = Order(samples=len(self), global_batch=global_batch, seed=seed, shuffle=shuffle)
         place = environment.place()
-        return Passes(order, place.rank, place.size, self._state)
+        state, self._state = self._state, None
+        return Passes(order, place.rank, place.size, state)
 
     def _of_dataset(self) -> Passes:
         if self._passes is None:
@@ -250,14 +255,20 @@ class RandomAccess:
 class _PyDataset(keras.utils.PyDataset):
     def __init__(self, passes: Passes, packed: Callable[[np.ndarray], Any], arguments: dict[str, Any]) -> None:
         super().__init__(**arguments)
-        self._passes, self._read = passes, packed
-        self.on_epoch_end()
+        self._passes, self._read, self._lock = passes, packed, threading.Lock()
+        self._begin: Position | None = None
 
     def __len__(self) -> int:
-        return len(self._shares)
+        return len(self._passes)
 
     def __getitem__(self, step: int) -> Any:
-        return self._read(self._shares[step])
+        with self._lock:
+            # Keras asks for the length, and maybe for a batch, before it says which epoch begins.
+            if self._begin != self._passes.position:
+                self._begin, self._shares = self._passes.begin()
+            samples = self._shares[step]
+        return self._read(samples)
 
     def on_epoch_end(self) -> None:
-        (self._shares,) = self._passes.shares()
+        if self._begin is not None:
+            self._passes.end(self._begin)

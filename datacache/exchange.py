@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,8 +14,11 @@ import tensorflow as tf
 
 from datacache.layout import Layout
 from datacache.records import Arrays, packed, unpacked
+from datacache.sources.source import SourceError
 from tfposeidon.wire import Wire
 
+MOST_BYTES = 2**31 - 1
+"""What Horovod can send to one rank at a time."""
 IDLE_S = 0.05
 """How long a rank that needs nothing may keep others waiting."""
 
@@ -66,11 +70,17 @@ class Exchange:
         return futures
 
     def close(self) -> None:
-        """Ends it once all ranks have closed."""
+        """Ends it once all ranks have closed.
+
+        Raises:
+          Exception: Whatever ended the rounds before.
+        """
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._thread.join()
+        if self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
         asked: list[tuple[int, int, Future[Arrays]]] = []
@@ -103,12 +113,27 @@ class Exchange:
         counts = self._gather(wanted, "counts")
         given = counts[:, rank]
         numbers = self._swap(np.array([sample for sample, _, _ in asked], np.int64), wanted, "numbers")
-        content, lengths = packed(self._answer(numbers) if len(numbers) else [], self._layout)
+        content, lengths = self._content(numbers, given)
         received = self._swap(lengths, given, "lengths")
-        of_ranks = [sum(part) for part in np.split(lengths, np.cumsum(given)[:-1])]
-        samples = unpacked(self._swap(content, of_ranks, "samples"), received, self._layout)
-        for (_, _, future), arrays in zip(asked, samples, strict=True):
-            future.set_result(arrays)
+        samples = self._swap(content, _by_rank(lengths, given), "samples")
+        for (_, _, future), part in zip(asked, _parts(samples, received), strict=True):
+            if isinstance(part, str):
+                future.set_exception(SourceError(part))
+            else:
+                future.set_result(unpacked(part, np.array([len(part)]), self._layout)[0])
+
+    def _content(self, numbers: np.ndarray, given: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Samples as bytes, and their lengths; where they cannot be had the cause, and minus its length."""
+        try:
+            content, lengths = packed(self._answer(numbers) if len(numbers) else [], self._layout)
+            if max(_by_rank(lengths, given)) > MOST_BYTES:
+                raise ValueError(
+                    f"Samples for one rank must be at most {MOST_BYTES} bytes at a time. Use smaller batches."
+                )
+            return content, lengths
+        except Exception as error:  # noqa: BLE001 - whoever asked raises it, and the round goes on
+            text = f"{error} (on rank {self._wire.topology.rank})".encode()
+            return np.frombuffer(text * len(numbers), np.uint8), np.full(len(numbers), -len(text))
 
     def _gather(self, values: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
         return self._collective("gather", name, "int64")(np.array([values], np.int64)).numpy()
@@ -130,3 +155,15 @@ class Exchange:
         if kind == "gather":
             return tf.function(gather, [tf.TensorSpec([1, None], tf.int64)], autograph=False)
         return tf.function(swap, [tf.TensorSpec([None], dtype), tf.TensorSpec([None], tf.int32)], autograph=False)
+
+
+def _by_rank(lengths: np.ndarray, given: np.ndarray) -> list[int]:
+    """Bytes for each rank, of which each gets so many of the samples."""
+    return [int(np.abs(part).sum()) for part in np.split(lengths, np.cumsum(given)[:-1])]
+
+
+def _parts(content: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray | str]:
+    """The bytes of each sample, or why it cannot be had."""
+    ends = np.cumsum(np.abs(lengths)).tolist()
+    for (begin, end), length in zip(itertools.pairwise([0, *ends]), lengths.tolist(), strict=True):
+        yield content[begin:end] if length >= 0 else content[begin:end].tobytes().decode()

@@ -121,13 +121,20 @@ def _from_arguments(nodes: Any) -> Iterator[Any]:
 
 
 def _of_attribute(value: Any, bodies: dict[str, Any], within: tuple[str, ...]) -> str:
-    name = value.func.name
-    if name not in bodies or name in within:
+    functions = [value.func] if value.HasField("func") else value.list.func
+    if not functions:
         return hashlib.sha256(value.SerializeToString(deterministic=True)).hexdigest()
-    body = bodies[name]
+    return digest([_of_function(function, bodies, within) for function in functions])
+
+
+def _of_function(function: Any, bodies: dict[str, Any], within: tuple[str, ...]) -> str:
+    attributes = {name: _of_attribute(value, bodies, within) for name, value in function.attr.items()}
+    if function.name not in bodies or function.name in within:
+        return digest([function.name, attributes])
+    body = bodies[function.name]
     arguments = [argument.name for argument in body.signature.input_arg]
     outputs = [body.ret[output.name] for output in body.signature.output_arg]
-    return _of_outputs(body.node_def, arguments, outputs, bodies, (*within, name))
+    return digest([attributes, _of_outputs(body.node_def, arguments, outputs, bodies, (*within, function.name))])
 
 
 def _of_capture(captured: Any, variables: Any) -> str:

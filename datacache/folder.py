@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -62,7 +63,8 @@ class Folder:
             if not (self.path / HEADER).exists():
                 _refuse_strangers(self.path)
                 beside = self.path / "header.part"
-                beside.write_text(json.dumps({"format": FORMAT} | make(self.path)))
+                about = {"format": FORMAT} | make(self.path)
+                beside.write_text(json.dumps(about | {"digest": _digest(about)}))
                 beside.replace(self.path / HEADER)
             self.about = read_header(self.path)
             # Until this process ends, however it ends.
@@ -114,7 +116,15 @@ def read_header(path: Path) -> dict[str, Any]:
             f"A cache must be of a format up to {FORMAT}. Received: format {about['format']} in {path}. Use a newer "
             "tfposeidon, or another folder."
         )
+    if about.pop("digest", None) != _digest(about):
+        raise CacheError(
+            f"A cache must be as it was made. Received: {path / HEADER}, which was changed. Remove {path}."
+        )
     return about
+
+
+def _digest(about: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def remove(path: Path) -> None:
@@ -130,10 +140,13 @@ def remove(path: Path) -> None:
         try:
             fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _refuse_to_remove(path)
-            # First that it is one: what is left after a kill is no cache, and is taken over by the next.
-            for name in (HEADER, *sorted(FILES - {HEADER})):
+            # First that it is one: what is left after a kill is no cache, and is taken over by the next. Last the
+            # lock, which keeps the next one out.
+            for name in (HEADER, *sorted(FILES - {HEADER, "lock"}), "lock"):
                 (path / name).unlink(missing_ok=True)
-            path.rmdir()
+            with contextlib.suppress(OSError):
+                # Somebody may make a new one by now.
+                path.rmdir()
         except BlockingIOError as error:
             raise CacheError(
                 f"A cache must not be in use to be removed. Received: {path}, which a job has open. Wait, or end it."
@@ -152,7 +165,7 @@ def allocate(path: Path, size: int) -> None:
         try:
             reserve(stream.fileno(), 0, size)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EFBIG):
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                 raise
             os.ftruncate(stream.fileno(), 0)
             raise NoRoomError(

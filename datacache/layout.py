@@ -14,6 +14,18 @@ ALIGNMENT = 64
 TEXT = "string"
 
 
+def as_array(value: Any) -> np.ndarray:
+    """As NumPy does it, but that bytes stay as they are: its own type for them drops zeros at the end.
+
+    Raises:
+      ValueError: If it has that type already.
+    """
+    array = np.array(value, object) if isinstance(value, (bytes, str)) else np.asarray(value)
+    if array.dtype.kind == "S":
+        raise ValueError(f"Texts must be Python's bytes. Received: an array of {array.dtype}. Use dtype=object.")
+    return array
+
+
 @dataclass(frozen=True, kw_only=True)
 class Component:
     """One array of a sample.
@@ -46,7 +58,7 @@ class Component:
 
     def agrees(self, array: np.ndarray) -> bool:
         """Whether an array is such a component."""
-        dtype = TEXT if array.dtype.kind in "SO" else array.dtype.name
+        dtype = TEXT if array.dtype.kind == "O" else array.dtype.name
         same = len(array.shape) == len(self.shape) and all(
             wanted in (None, size) for size, wanted in zip(array.shape, self.shape, strict=True)
         )
@@ -95,13 +107,13 @@ class Layout:
         Raises:
           ValueError: If one of them holds neither numbers nor bytes.
         """
-        arrays = [np.asarray(array) for array in sample]
+        arrays = [as_array(array) for array in sample]
         components = []
         for place, (array, free) in enumerate(zip(arrays, varying or [()] * len(arrays), strict=True)):
-            if array.dtype.kind not in "biufcSO":
+            if array.dtype.kind not in "biufcO":
                 raise ValueError(f"Samples are numbers or bytes. Received: {array.dtype} for component {place}.")
             shape = tuple(None if axis in free else size for axis, size in enumerate(array.shape))
-            dtype = TEXT if array.dtype.kind in "SO" else array.dtype.name
+            dtype = TEXT if array.dtype.kind == "O" else array.dtype.name
             components.append(Component(dtype=dtype, shape=shape))
         return cls(components=tuple(components))
 
@@ -134,7 +146,7 @@ class Layout:
         Raises:
           ValueError: If they are not; it names the sample and the first difference.
         """
-        arrays = [np.asarray(array) for array in sample]
+        arrays = [as_array(array) for array in sample]
         if len(arrays) != len(self.components):
             raise ValueError(
                 f"All samples must have as many components. Received: {len(arrays)} for {name}, where the first "
@@ -169,7 +181,7 @@ def batch(samples: Sequence[Sequence[Any]], layout: Layout) -> list[np.ndarray]:
 def _padded(arrays: list[Any], component: Component) -> np.ndarray:
     if not component.varies:
         return np.stack(arrays)
-    arrays = [np.asarray(array, object if component.dtype == TEXT else component.dtype) for array in arrays]
+    arrays = [as_array(array) for array in arrays]
     largest = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
     fill = b"" if component.dtype == TEXT else 0
     joined = np.full((len(arrays), *largest), fill, arrays[0].dtype)

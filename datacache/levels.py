@@ -96,10 +96,12 @@ class Levels:
             self._pour(numbers)
         # Few enough at a time that all readers have work, and many enough that Python is not what counts.
         parts = np.array_split(numbers, -(-len(numbers) // min(AT_ONCE, -(-IN_FLIGHT * len(numbers) // READERS))))
-        made: dict[int, Arrays] = {}
-        for part in self._readers.map(self._into_memory, parts):
-            made |= part
-        return made
+        try:
+            made = self._readers.map(self._into_memory, parts)
+        except RuntimeError:
+            # The interpreter is ending and takes no more work, but other ranks may still ask.
+            made = map(self._into_memory, parts)
+        return {sample: arrays for part in made for sample, arrays in part.items()}
 
     def put(self, sample: int, arrays: Arrays) -> bool:
         """Puts a sample that came from elsewhere where there is room; `False` if memory has none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import weakref
+import sys
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
@@ -71,13 +71,14 @@ def reader(levels: Levels, samples: int) -> Reader:
     home = homes(samples, len(wire.topology.nodes), seed=0)
     partition = Partition(levels, wire, f"tp.datacache{next(_numbers)}", home, keep)
     # Before Horovod ends, which would take its thread along.
-    atexit.register(_close, weakref.ref(partition))
+    atexit.register(_close, partition)
     return partition
 
 
-def _close(partition: weakref.ref[Partition]) -> None:
-    if (alive := partition()) is not None:
-        alive.close()
+def _close(partition: Partition) -> None:
+    """At the end of a script that did not close its cache; one that failed does not wait for others."""
+    if not hasattr(sys, "last_value") and not partition.closed:
+        partition.close()
 
 
 def _wire() -> Wire | None:

@@ -108,7 +108,7 @@ class Order:
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """All that it takes to go on, for JSON."""
-        return asdict(position) | {"of": self.samples, "seed": self.seed}
+        return asdict(position) | {"of": self.samples, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: dict[str, Any]) -> Position:
         """The position that was saved, if it was with these samples in this order.
@@ -117,7 +117,7 @@ class Order:
           ValueError: If it was with others.
         """
         here = self.state_dict(Position())
-        for name, what in (("of", "number of samples"), ("seed", "seed")):
+        for name, what in (("of", "number of samples"), ("seed", "seed"), ("shuffle", "`shuffle`")):
             if state[name] != here[name]:
                 raise ValueError(
                     f"A job must go on with the samples that it began with. Received: a {what} of {here[name]}, and "

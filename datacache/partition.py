@@ -33,7 +33,7 @@ class Partition:
     def __init__(self, levels: Levels, wire: Wire, name: str, homes: np.ndarray, keep: bool) -> None:
         self._levels, self._topology, self._homes, self._keep = levels, wire.topology, homes, keep
         self._counts = levels.counts
-        self._lock, self._closed = threading.Lock(), False
+        self._lock, self.closed = threading.Lock(), False
         self._coming: dict[int, Future[Arrays]] = {}
         self._exchange = Exchange(wire, name, levels.layout, self._answer, self._complete)
 
@@ -42,6 +42,7 @@ class Partition:
         begins = _windows(shares, WINDOW * self._topology.size)
         windows = [np.concatenate(shares[begin:end]) for begin, end in itertools.pairwise([*begins, len(shares)])]
         waiting, lock = iter(windows), threading.Lock()
+        self._forget()
         asked = 0
 
         def reach(step: int) -> None:
@@ -73,10 +74,16 @@ class Partition:
 
     def close(self) -> None:
         """Ends it once all ranks have closed."""
-        if not self._closed:
-            self._closed = True
+        self.closed = True
+        try:
             self._exchange.close()
+        finally:
             self._levels.close()
+
+    def _forget(self) -> None:
+        """What came for a pass that was left early, and nobody has read."""
+        with self._lock:
+            self._coming = {sample: future for sample, future in self._coming.items() if not future.done()}
 
     def _ask(self, samples: np.ndarray) -> None:
         away = samples[self._homes[samples] != self._topology.node_index]
@@ -92,7 +99,8 @@ class Partition:
 
     def _answer(self, samples: np.ndarray) -> list[Arrays]:
         self._counts.add(sent=len(samples))
-        return self._levels.samples(samples, self._levels.fill(self._levels.missing(samples)))
+        # Two ranks may have asked for the same one.
+        return self._levels.samples(samples, self._levels.fill(np.unique(self._levels.missing(samples))))
 
     def _complete(self) -> bool:
         return self._keep and self._levels.complete

@@ -6,7 +6,7 @@ import itertools
 import mmap
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,21 +53,33 @@ class Passes:
         """Whether the next pass is shorter than those after it."""
         return self._next.samples > 0
 
-    def shares(self) -> Iterator[list[np.ndarray]]:
-        """The numbers of this rank's samples at each step of the next pass, all at once; then the pass is over.
+    def begin(self) -> tuple[Position, list[np.ndarray]]:
+        """Where the next pass begins, and the numbers of this rank's samples at each of its steps.
 
         Raises:
           RuntimeError: If nobody said which pass it is, and ranks could see that differently.
         """
-        begin = self._next
         if self.retired:
             raise RuntimeError("A position was loaded after this dataset was made. Make it again: cache.dataset(...)")
         ambiguous = self.begins_within_an_epoch or (self._ranks > 1 and self._handed_out)
         if ambiguous and self.order.shuffle and not self._told:
             raise RuntimeError(f"On several ranks, or within an epoch, it must be said which pass begins. {REMEDY}")
         self._handed_out = True
-        yield [share for share, _ in self.order.shares(begin, self._rank, self._ranks)]
-        self._next = Position(epoch=begin.epoch + 1)
+        return self._next, self.shares(self._next)
+
+    def shares(self, begin: Position) -> list[np.ndarray]:
+        """The numbers of this rank's samples at each step of the pass that begins there."""
+        return [share for share, _ in self.order.shares(begin, self._rank, self._ranks)]
+
+    @property
+    def position(self) -> Position:
+        """Where the next pass begins."""
+        return self._next
+
+    def end(self, begin: Position) -> None:
+        """The pass that began there is over; it may be an old one that somebody still reads."""
+        if self._next == begin:
+            self._next = Position(epoch=begin.epoch + 1)
 
     def begin_epoch(self, epoch: int) -> None:
         """The next pass is that whole epoch, and steps will be counted.
@@ -100,8 +112,8 @@ class Passes:
         self._trained, self._told = 0, True
 
     def count(self, steps: int) -> None:
-        """Says that so many steps more were trained."""
-        self._trained += steps
+        """Says that so many steps more were trained, of which an epoch may have had fewer."""
+        self._trained = min(self._trained + steps, self.order.steps(self._begin, self._ranks))
 
     def state_dict(self) -> dict[str, Any]:
         """Where training has come to, for JSON.
@@ -141,7 +153,9 @@ class Buffers:
                 if sys.getrefcount(self._memory[place]) <= self._idle:
                     return self._layout.columns(self._memory[place], samples)
             # Whole pages: what TensorFlow takes without a copy begins at a multiple of 64 bytes.
-            self._memory.append(np.frombuffer(mmap.mmap(-1, self._bytes), np.uint8))
+            # Of this process alone: a child that was forked must not see them change.
+            pages = mmap.mmap(-1, self._bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory.append(np.frombuffer(pages, np.uint8))
             return self._layout.columns(self._memory[-1], samples)
 
 
@@ -168,12 +182,17 @@ def batches(passes: Passes, layout: Layout, structure: Any, reader: Reader) -> t
             array.set_shape([None, *component.shape])
         return tf.nest.pack_sequence_as(structure, arrays)
 
-    def steps(number: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
+    def steps(_: tf.Tensor) -> tf.data.Dataset:
+        number, count = tf.numpy_function(under_way.begin, [], [tf.int64, tf.int64])
         return tf.data.Dataset.range(count).map(lambda step: (number, step))
 
     # Python is asked once for a pass and once for a batch: it can do one thing at a time.
-    begun = tf.data.Dataset.from_generator(under_way.begin, output_signature=(tf.TensorSpec([], tf.int64),) * 2)
-    data = begun.flat_map(steps).map(fetch, num_parallel_calls=IN_FLIGHT, deterministic=True).prefetch(1)
+    data = (
+        tf.data.Dataset.from_tensors(0)
+        .flat_map(steps)
+        .map(fetch, num_parallel_calls=IN_FLIGHT, deterministic=True)
+        .prefetch(1)
+    )
     if not passes.begins_within_an_epoch:
         data = data.apply(tf.data.experimental.assert_cardinality(len(passes)))
     options = tf.data.Options()
@@ -189,19 +208,26 @@ class _UnderWay:
     def __init__(self, passes: Passes, reader: Reader) -> None:
         self._passes, self._reader = passes, reader
         self._numbers = itertools.count()
-        self._shares: dict[int, tuple[list[np.ndarray], Callable[[int], None]]] = {}
+        self._begun: dict[int, Position] = {}
+        self._latest: dict[int, tuple[list[np.ndarray], Callable[[int], None]]] = {}
 
-    def begin(self) -> Iterator[tuple[int, int]]:
-        """The number of the next pass, and how many steps it has; afterwards the pass is over."""
+    def begin(self) -> tuple[np.int64, np.int64]:
+        """The number of the next pass, and how many steps it has."""
         number = next(self._numbers)
-        for shares in self._passes.shares():
-            # Those before the last one may still be read: iterators are dropped one by one.
-            self._shares = {n: of for n, of in self._shares.items() if n >= number - 1}
-            self._shares[number] = shares, self._reader.look_ahead(shares)
-            yield number, len(shares)
+        begin, shares = self._passes.begin()
+        self._begun[number] = begin
+        self._latest = {n: of for n, of in self._latest.items() if n == number - 1}
+        self._latest[number] = shares, self._reader.look_ahead(shares)
+        return np.int64(number), np.int64(len(shares))
 
     def samples(self, number: int, step: int) -> np.ndarray:
-        """The samples of a step of a pass."""
-        shares, look_ahead = self._shares[number]
+        """The samples of a step of a pass; the pass is over once its last step is read."""
+        begin = self._begun[number]
+        if number not in self._latest:
+            # One of three iterators or more over one dataset.
+            self._latest[number] = self._passes.shares(begin), lambda _: None
+        shares, look_ahead = self._latest[number]
         look_ahead(step)
+        if step == len(shares) - 1:
+            self._passes.end(begin)
         return shares[step]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from datacache.folder import Folder, allocate, read_header
+from datacache.folder import Folder, NoRoomError, allocate, read_header
 from datacache.heap import Heap
 from datacache.layout import Layout, batch
 from datacache.native import gather
@@ -70,6 +71,7 @@ class Pool:
         self.layout = self.plan.layout
         self._places = self.plan.part.places()
         self.slots = int(self._places.max()) + 1
+        self._samples = np.flatnonzero(self._places >= 0)
         self._columns = self.layout.columns(self._mapping("samples"), self.slots)
         self._words = np.ndarray((self.slots,), np.uint64, self._mapping("words"))
         self._heap = Heap(self.folder) if self.layout.varies else None
@@ -96,19 +98,30 @@ class Pool:
         """
         place = self._places[sample]
         self._words[place] = 0
-        pairs = zip(self._columns, self.layout.components, self.layout.check(arrays, f"sample {sample}"), strict=True)
-        for column, component, array in pairs:
-            if component.varies:
-                assert self._heap is not None
-                content = component.encoded(array)
-                offset = self._heap.add(content)
-                if offset is None:
-                    return False
-                array = np.array([offset, len(content), *array.shape])
+        found = self.layout.check(arrays, f"sample {sample}")
+        if self._heap is not None:
+            extents = self._add(self._heap, found)
+            if extents is None:
+                return False
+            found = extents
+        for column, array in zip(self._columns, found, strict=True):
             column[place] = array
         self._words[place] = READY | (self._checksum(place) or 0)
         self._verified[place] = True
         return True
+
+    def _add(self, heap: Heap, arrays: Sequence[np.ndarray]) -> list[np.ndarray] | None:
+        """Puts what varies into the heap, all or nothing; what the columns hold then."""
+        pairs = list(zip(self.layout.components, arrays, strict=True))
+        contents = [component.encoded(array) if component.varies else b"" for component, array in pairs]
+        begin = heap.add(b"".join(contents))
+        if begin is None:
+            return None
+        offsets = itertools.accumulate(map(len, contents), initial=begin)
+        return [
+            np.array([offset, len(content), *array.shape]) if component.varies else array
+            for (component, array), content, offset in zip(pairs, contents, offsets, strict=False)
+        ]
 
     def gather(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> list[np.ndarray]:
         """Copies samples that are ready: one array `[n, *shape]` for each component, padded where samples differ.
@@ -147,10 +160,10 @@ class Pool:
         places = self._places[samples]
         unseen = np.arange(len(samples)) if again else np.flatnonzero(~self._verified[places])
         torn = [i for i in unseen if not self._whole(places[i])]
-        self._verified[places[unseen]] = True
-        for i in torn:
-            self._words[places[i]] = 0
-            self._verified[places[i]] = False
+        # First that they are not ready: another thread takes what is verified as it is.
+        self._words[places[torn]] = 0
+        self._verified[np.setdiff1d(places[unseen], places[torn])] = True
+        self._verified[places[torn]] = False
         return samples[torn]
 
     @contextlib.contextmanager
@@ -194,8 +207,8 @@ class Pool:
         return checksum is not None and word == READY | checksum
 
     def _checksum(self, place: int) -> int | None:
-        """Of a sample's bytes; `None` if it points outside."""
-        checksum = 0
+        """Of a sample's number and bytes; `None` if it points outside."""
+        checksum = zlib.crc32(self._samples[place : place + 1].view(np.uint8).data)
         for column, component in zip(self._columns, self.layout.components, strict=True):
             checksum = zlib.crc32(column[place : place + 1].view(np.uint8).data, checksum)
             if component.varies:
@@ -223,8 +236,12 @@ def existing(folder: Path) -> Pool:
 
 def _make(path: Path, plan: Plan) -> dict[str, Any]:
     slots = min(plan.part.slots, plan.part.wanted)
-    allocate(path / "samples", plan.layout.offsets(slots)[-1])
-    allocate(path / "words", 8 * slots)
+    try:
+        allocate(path / "samples", plan.layout.offsets(slots)[-1])
+        allocate(path / "words", 8 * slots)
+    except NoRoomError:
+        (path / "samples").unlink(missing_ok=True)
+        raise
     if plan.layout.varies:
         Heap.make(path, plan.heap_bytes)
     return plan.to_dict()

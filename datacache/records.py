@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from datacache.layout import Component, Layout
+from datacache.layout import Component, Layout, as_array
 
 Arrays = list[np.ndarray]
 
@@ -25,7 +25,7 @@ def unpacked(content: np.ndarray, lengths: np.ndarray, layout: Layout) -> list[A
 
 
 def _pack(component: Component, array: np.ndarray) -> bytes:
-    array = np.asarray(array)
+    array = as_array(array)
     if not component.varies:
         return array.tobytes()
     content = component.encoded(array)

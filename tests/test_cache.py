@@ -66,16 +66,21 @@ def test_a_restart_reads_nothing(images, opened):
 
 
 def test_batches_are_left_alone(images, opened):
-    """Buffers are used again only once nobody holds a batch, or an array of one."""
+    """Memory of batches is used again only once nobody holds one, or an array of one."""
     data = opened(images).dataset(4, shuffle=False)
     held = [batch for _ in range(8) for batch in data]
-    views = [pixels.numpy() for pixels, _ in held]
+    views = [memoryview(pixels) for pixels, _ in held]
+    addresses = {np.asarray(view).ctypes.data for view in views}
+    assert len(addresses) == len(views), "each batch that is held has memory of its own"
     del held
     for _ in range(4):
         for _ in data:
             pass
     for place, view in enumerate(views):
         np.testing.assert_array_equal(view, [drawn.image(place % 6 * 4 + i) for i in range(4)])
+    del views, view
+    again = {np.asarray(memoryview(pixels)).ctypes.data for pixels, _ in data}
+    assert addresses & again, "memory that nobody holds any more is used again, and TensorFlow makes no copy"
 
 
 def _scaled(factor):
@@ -97,7 +102,22 @@ def _with_variable(value):
     return lambda contents, label: (drawn.decode(contents, label)[0], label + variable)
 
 
-@pytest.mark.parametrize("kind", [_scaled, _with_loop, _with_variable])
+def _with_cases(factor):
+    def preprocess(contents, label):
+        cases = [lambda: label, lambda: label + 1, lambda: label * factor]
+        return drawn.decode(contents, label)[0], tf.switch_case(tf.cast(label, tf.int32), cases)
+
+    return preprocess
+
+
+def _with_condition(factor):
+    def preprocess(contents, label):
+        return drawn.decode(contents, label)[0], tf.cond(label > 1, lambda: label * factor, lambda: label)
+
+    return preprocess
+
+
+@pytest.mark.parametrize("kind", [_scaled, _with_loop, _with_variable, _with_cases, _with_condition])
 def test_another_function_is_another_cache(images, opened, kind):
     one, same, other = (opened(images, kind(value)) for value in (2, 2, 3))
     assert one.fingerprint == same.fingerprint != other.fingerprint
@@ -110,11 +130,12 @@ def test_another_function_is_another_cache(images, opened, kind):
 
 def test_fingerprints_are_those_of_other_processes(images, opened):
     """Names of functions in graphs are numbered within a process."""
-    before = opened(images, _with_loop(4)).fingerprint
-    for _ in range(3):
-        tf.function(lambda: tf.constant(1)).get_concrete_function()
-        opened(images, _scaled(7))
-    assert opened(images, _with_loop(4)).fingerprint == before
+    for kind in (_with_loop, _with_cases, _with_condition):
+        before = opened(images, kind(4)).fingerprint
+        for _ in range(3):
+            tf.function(lambda: tf.constant(1)).get_concrete_function()
+            opened(images, _scaled(7))
+        assert opened(images, kind(4)).fingerprint == before
 
 
 def test_another_source_or_version_is_another_cache(tmp_path, opened):
@@ -289,6 +310,31 @@ def test_in_place_of_the_cache_of_tf_data(tmp_path, opened, disk):
         few.warm(progress=False) and _epoch(few.dataset(BATCH))
 
 
+def test_texts_end_as_they_were(tmp_path, opened):
+    texts = [b"a", b"b\0\0", b"\0", b""]
+    data = tf.data.Dataset.from_tensor_slices(texts)
+    cache = opened(datacache.from_dataset(data, key="texts"), None, disk=tmp_path / "disk")
+    for _ in range(2):
+        assert [text for batch in cache.dataset(2, shuffle=False) for text in batch.numpy()] == texts
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for number, text in enumerate(texts):
+        (folder / f"{number}.bin").write_bytes(text)
+    cache = opened(datacache.from_folder(folder, extensions=[".bin"], labels=False), None)
+    assert [text for batch in cache.dataset(2, shuffle=False) for text in batch.numpy()] == texts
+
+
+def test_many_iterators_over_one_dataset(images, opened):
+    data = opened(images).dataset(BATCH, seed=5)
+    iterators = [iter(data) for _ in range(4)]
+    order = datacache.Order(samples=SAMPLES, global_batch=BATCH, seed=5)
+    for iterator in iterators:
+        first = _epoch([next(iterator)])
+        assert first in ([*order.permutation(epoch)[:BATCH]] for epoch in range(4))
+    for iterator in iterators:
+        assert len(_epoch(iterator)) == SAMPLES - BATCH
+
+
 def test_a_keras_pydataset(images, opened):
     cache = opened(images)
     data = cache.pydataset(BATCH, seed=5)
@@ -341,10 +387,12 @@ def test_positions_must_be_counted(images, opened):
         cache.state_dict()
 
 
-def _fitted(cache, **arguments):
+def _fitted(cache, kind="dataset", steps_per_execution=1, **arguments):
     """Trains a model, and returns the numbers of the images in the order in which it saw them."""
     seen = []
-    data = cache.dataset(8, seed=1).map(lambda pixels, label: (tf.cast(pixels, "float32") / 255, label))
+    data = getattr(cache, kind)(8, seed=1)
+    if kind == "dataset":
+        data = data.map(lambda pixels, label: (tf.cast(pixels, "float32"), label))
 
     def look(x):
         return tf.ensure_shape(tf.numpy_function(lambda y: seen.append(y.copy()) or y, [x], x.dtype), x.shape)
@@ -352,9 +400,10 @@ def _fitted(cache, **arguments):
     model = keras.Sequential(
         [keras.Input((8, 8, 3)), keras.layers.Lambda(look), keras.layers.Flatten(), keras.layers.Dense(drawn.CLASSES)]
     )
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, steps_per_execution=steps_per_execution)
     history = model.fit(data, verbose=0, shuffle=False, **arguments)
-    pixels = [(image * 255).round().astype(np.uint8) for batch in seen for image in batch]
+    pixels = [image.astype(np.uint8) for batch in seen for image in batch]
     return [next(n for n in range(SAMPLES) if np.array_equal(i, drawn.image(n))) for i in pixels], history.history
 
 
@@ -376,6 +425,21 @@ def test_fit_and_its_callbacks(images, tmp_path, opened):
     again.load_state_dict(order.state_dict(datacache.Position(epoch=1, samples=16)))
     with pytest.raises(RuntimeError, match=r"In fit, epochs are whole. Received: 16 samples done of epoch 1. Let"):
         _fitted(again, initial_epoch=1, epochs=3, callbacks=[keras_callbacks.CachePosition(again)])
+
+
+@pytest.mark.parametrize("kind", ["dataset", "pydataset"])
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_fit_sees_the_epoch_that_it_says(images, opened, kind, steps_per_execution):
+    """Also with executions that the steps of an epoch do not fill."""
+    cache = opened(images)
+    order = datacache.Order(samples=SAMPLES, global_batch=8, seed=1)
+    states = []
+    position = keras_callbacks.CachePosition(cache)
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: states.append(cache.state_dict()))
+    arguments = {"steps_per_execution": steps_per_execution, "callbacks": [position, note]}
+    seen, _ = _fitted(cache, kind, initial_epoch=3, epochs=5, **arguments)
+    assert seen == [n for epoch in (3, 4) for n in order.permutation(epoch)]
+    assert states == [order.state_dict(datacache.Position(epoch=epoch)) for epoch in (4, 5)]
 
 
 def test_cleared(images, opened):

@@ -19,4 +19,5 @@ def test_one_two_four_two_ranks_within_an_epoch(tmp_path):
         assert done.returncode == 0, done.stdout[-4000:]
     numbers = [int(line) for file in tmp_path.glob("numbers-*.txt") for line in file.read_text().split()]
     assert sorted(numbers) == list(range(SAMPLES))
-    assert json.loads((tmp_path / "state.json").read_text()) == {"epoch": 1, "samples": 0, "of": SAMPLES, "seed": 4}
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert (state["epoch"], state["samples"]) == (1, 0)

@@ -91,3 +91,15 @@ def test_bad_orders():
         Order(samples=11, global_batch=2).load_state_dict(state)
     with pytest.raises(ValueError, match=r"Received: a seed of 5, and 0 in the saved state"):
         Order(samples=10, global_batch=2, seed=5).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"Received: a `shuffle` of False, and True in the saved state"):
+        Order(samples=10, global_batch=2, shuffle=False).load_state_dict(state)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_positions_after_steps(ranks):
+    order = Order(samples=41, global_batch=6, seed=2)
+    steps = [after for epoch in range(3) for _, after in order.shares(Position(epoch=epoch), 0, ranks)]
+    for count in range(1, len(steps) + 1):
+        assert order.after(Position(), count, ranks) == steps[count - 1]
+        assert order.after(steps[0], count - 1, ranks) == steps[count - 1]
+    assert order.after(Position(epoch=4, samples=6), 0, ranks) == Position(epoch=4, samples=6)

@@ -191,6 +191,9 @@ def test_folders_that_are_no_cache(tmp_path):
     (folder / "header.json").write_text(json.dumps(header | {"format": 99}))
     with pytest.raises(CacheError, match=r"A cache must be of a format up to 1. Received: format 99 in .*newer"):
         _pool(folder)
+    (folder / "header.json").write_text(json.dumps(header | {"source": "other"}))
+    with pytest.raises(CacheError, match=r"A cache must be as it was made. Received: .*which was changed. Remove"):
+        _pool(folder)
     (folder / "header.json").write_text('{"format": 1}')
     with pytest.raises(CacheError, match=r"A cache must say what it holds. Received: .*which does not. Remove"):
         _pool(folder)
@@ -295,6 +298,25 @@ def test_torn_samples_of_many_sizes(tmp_path, damage):
     reader.put(7, _varying(7))
     assert reader.torn(np.array([7])).size == 0
     assert reader.sample(7)[1] == _varying(7)[1]
+
+
+def test_a_sample_in_the_place_of_another_is_torn(tmp_path):
+    """Whole, but not the one whose place it is."""
+    pool = _pool(tmp_path)
+    pool.put(3, f(3))
+    pool.put(4, f(4))
+    for column in (*pool._columns, pool._words):
+        column[4] = column[3]
+    assert _pool(tmp_path).torn(np.array([3, 4])).tolist() == [4]
+
+
+def test_what_does_not_fit_into_the_heap_leaves_no_gap(tmp_path):
+    layout = Layout.of([np.array(b"", object), np.array(b"", object)])
+    pool = Pool(tmp_path, lambda: Plan(layout=layout, part=Part(samples=3, slots=3), heap_bytes=100))
+    for _ in range(9):
+        assert not pool.put(0, [b"x" * 20, b"x" * 70])
+    assert pool.put(1, [b"y" * 20, b"y\0\0"])
+    assert [text[()] for text in pool.sample(1)] == [b"y" * 20, b"y\0\0"]
 
 
 def test_a_full_heap_takes_no_more(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from datacache.layout import as_array
 from datacache.sources.source import SourceError
 
 
@@ -38,7 +39,7 @@ class DatasetSource:
     def stream(self) -> Iterator[list[np.ndarray]]:
         count = 0
         for element in self._dataset.as_numpy_iterator():
-            yield [np.asarray(array) for array in tf.nest.flatten(element)]
+            yield [as_array(array) for array in tf.nest.flatten(element)]
             count += 1
         if count != self._samples:
             raise SourceError(

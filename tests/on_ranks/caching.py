@@ -56,7 +56,7 @@ def _check_epochs(wire, cache, seed=3):
         assert mine == [number for share, _ in shares for number in share]
         assert sorted(itertools.chain(*_over_ranks(wire, mine))) == list(range(SAMPLES))
     positions = _over_ranks(wire, cache.state_dict())
-    assert positions == [{"epoch": 3, "samples": 0, "of": SAMPLES, "seed": seed}] * wire.topology.size
+    assert positions == [order.state_dict(datacache.Position(epoch=3))] * wire.topology.size
 
 
 def case_epochs_are_exact_and_the_source_is_read_once(wire):
@@ -121,7 +121,8 @@ def case_texts_and_many_sizes_travel(wire):
                     expected = tf.io.decode_png(text)[: label + 1]
                     np.testing.assert_array_equal(pixels[: label + 1], expected)
                     assert not np.any(pixels[label + 1 :])
-            cache.load_state_dict({"epoch": 1, "samples": 0, "of": SAMPLES, "seed": 0})
+            order = datacache.Order(samples=SAMPLES, global_batch=BATCH)
+            cache.load_state_dict(order.state_dict(datacache.Position(epoch=1)))
         cache.close()
 
 
@@ -213,3 +214,25 @@ def case_bytes_of_rounds(wire):
         "test.exchange.lengths": 8 * given,
         "test.exchange.samples": (8 * 8 * 3 + 8) * given,
     }
+
+
+def case_what_cannot_be_sent_is_said_to_those_who_asked(wire):
+    if wire.topology.size == 1:
+        return
+    layout = Layout.of([np.int64(0)])
+
+    def answer(numbers):
+        assert 7 not in numbers, "number 7 is lost"
+        return [[np.array(number)] for number in numbers]
+
+    exchange = Exchange(wire, "test.failing", layout, answer, lambda: False)
+    other = (wire.topology.rank + 1) % wire.topology.size
+    (fine,) = exchange.ask([3], [other])
+    assert fine.result()[0] == 3
+    exchange_objects(None, wire, "asked")
+    (lost,) = exchange.ask([7], [other])
+    with Raises(datacache.SourceError, rf"number 7 is lost.*\(on rank {other}\)"):
+        lost.result()
+    (again,) = exchange.ask([4], [other])
+    assert again.result()[0] == 4
+    exchange.close()
