@@ -56,7 +56,7 @@ def planned(options):
         if "memory" in options.parts and size == 96:
             cells += [
                 {"kind": "memory", **of_size, "what": what, "ranks": ranks}
-                for what in ("datacache", "tf.data cache")
+                for what in ("imports", "datacache", "tf.data cache")
                 for ranks in (1, 2, 4)
             ]
     if "cold" in options.parts:
@@ -185,7 +185,7 @@ def show_cold(cells):
 
 
 def show_memory(cells):
-    rows = [("ranks", "data", "datacache", "tf.data cache")]
+    rows = [("ranks", "data", "imports", "datacache", "tf.data cache")]
     for ranks in sorted({cell["ranks"] for cell in cells}):
         of = {cell["what"]: cell["systems"][cell["what"]] for cell in cells if cell["ranks"] == ranks}
         data = next(iter(of.values()))["data"]

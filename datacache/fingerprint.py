@@ -65,7 +65,8 @@ def traced(source: Source, preprocess: Callable[..., Any] | None) -> Traced:
 
 def fingerprint(source: Source, traced: Traced, version: Any) -> str:
     """Of all that samples depend on: 64 hexadecimal digits."""
-    return digest([source.identity, repr(traced.structure), traced.fingerprint, version])
+    # Another TensorFlow may decode otherwise.
+    return digest([source.identity, repr(traced.structure), traced.fingerprint, tf.__version__, version])
 
 
 def _component(part: Any) -> tf.TensorSpec:
