@@ -27,6 +27,8 @@ class Stored:
     def __init__(self, source: Source, pool: Pool | None, filling: Filling) -> None:
         self.source, self.pool, self._filling = source, pool, filling
         self._counts = filling.counts
+        # Looked at once: what protocols ask takes as long as a small read.
+        self._read_one = source.read if isinstance(source, RandomSource) else None
 
     def samples(self, samples: np.ndarray) -> list[Arrays]:
         """The components of each.
@@ -51,14 +53,14 @@ class Stored:
         return [self._read(sample) for sample in samples.tolist()]
 
     def _read(self, sample: int) -> Arrays:
-        if not isinstance(self.source, RandomSource):
+        if self._read_one is None:
             raise SourceError(
                 f"Samples of a dataset that do not fit in memory must fit on a disk. Received: no room for "
                 f"{self.source.name(sample)}. Pass `disk`, or a larger `budget`."
             )
         for attempt in range(TRIES):
             try:
-                arrays = self.source.read(sample)
+                arrays = self._read_one(sample)
                 self._count(arrays)
                 return arrays
             except OSError as error:

@@ -127,9 +127,16 @@ def cold(images, batch, folder):
     }
 
 
-def decoding(images, batch):
-    """What the decoder reaches on a source that is not slow."""
-    return {"decoding": {"samples_per_second": [rate(uncached(images, batch, num_parallel_calls=2)) for _ in range(3)]}}
+def decoding(images, batch, rounds, folder):
+    """First epochs on a source that is not slow, in turn with tf.data's reading and decoding: the decoder's limit."""
+    found = {"decoding": [], "datacache, first epoch": []}
+    for turn in range(rounds):
+        found["decoding"].append(rate(uncached(images, batch, num_parallel_calls=2)))
+        source = datacache.from_folder(images)
+        cache = datacache.Cache(source, decoded, memory=Path("/dev/shm") / folder, version=turn)
+        found["datacache, first epoch"].append(rate(cache.dataset(batch)))
+        cache.close()
+    return {name: {"samples_per_second": values} for name, values in found.items()}
 
 
 # -------------------------------------------------------------------- memory
