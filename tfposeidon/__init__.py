@@ -10,18 +10,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfposeidon import ops, policies, schemes
+    from tfposeidon import ops, optimizers, policies, schemes
     from tfposeidon.optimizer import DistributedOptimizer
     from tfposeidon.runtime import init, rank, size
 
 __version__ = "0.1.0"
-__all__ = ["DistributedOptimizer", "init", "ops", "policies", "rank", "schemes", "size"]
+__all__ = ["DistributedOptimizer", "init", "ops", "optimizers", "policies", "rank", "schemes", "size"]
 
 _HOME = {"DistributedOptimizer": "optimizer", "init": "runtime", "rank": "runtime", "size": "runtime"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ops", "policies", "schemes"):
+    if name in ("ops", "optimizers", "policies", "schemes"):
         return importlib.import_module(f"tfposeidon.{name}")
     if name in _HOME:
         return getattr(importlib.import_module(f"tfposeidon.{_HOME[name]}"), name)

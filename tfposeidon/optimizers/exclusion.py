@@ -1,0 +1,98 @@
+"""Which variables a layer-wise rule leaves alone."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Exclude = Sequence[str] | Callable[[Any], bool] | None
+
+# The last word of the path, so that "unbiased_head/kernel" is not meant. Biases may have two axes (GRU,
+# MultiHeadAttention), and so may gamma and beta (LayerNormalization over two).
+_SCALE_OR_SHIFT = re.compile(r"(^|[/_.])(bias|gamma|beta)(:\d+)?$")
+
+
+class Exclusion:
+    """A rule that says which variables are excluded.
+
+    Args:
+      rule: `None` for `is_scale_or_shift`; regular expressions, one of which is to be found in the variable's path;
+        or a function of the variable. `[]` excludes nothing.
+
+    Raises:
+      ValueError: If it is something else.
+    """
+
+    def __init__(self, rule: Exclude) -> None:
+        self._rule = rule if rule is None or callable(rule) else _checked(rule)
+
+    def places(self, variables: Sequence[Any]) -> frozenset[int]:
+        """Places of excluded variables in the list. Patterns that are found in none are a `UserWarning`."""
+        rule = is_scale_or_shift if self._rule is None else self._rule
+        if callable(rule):
+            return frozenset(place for place, variable in enumerate(variables) if rule(variable))
+        found = {pattern: _places_with(pattern, variables) for pattern in rule}
+        _warn_of_idle([pattern for pattern, places in found.items() if not places], variables)
+        return frozenset[int]().union(*found.values())
+
+    def get_config(self) -> list[str] | None:
+        """The rule as JSON can hold it.
+
+        Raises:
+          ValueError: If it is a function.
+        """
+        if callable(self._rule):
+            name = getattr(self._rule, "__qualname__", repr(self._rule))
+            raise ValueError(
+                f"`exclude` must be None or patterns for the optimizer to be saved. Received: the function {name}, "
+                "which a file cannot hold. Give patterns that are found in the paths of the same variables, or save "
+                "the weights alone (save_weights, keras_callbacks.Checkpoint)."
+            )
+        return None if self._rule is None else list(self._rule)
+
+
+def path_of(variable: Any) -> str:
+    """As "layer/kernel" for Keras's variables, the name for TensorFlow's."""
+    return getattr(variable, "path", None) or variable.name
+
+
+def is_scale_or_shift(variable: Any) -> bool:
+    """Whether it is a bias or a parameter of a normalization layer.
+
+    These have at most one axis, or a path whose last word is "bias", "gamma" or "beta".
+    """
+    return len(variable.shape) <= 1 or _SCALE_OR_SHIFT.search(path_of(variable)) is not None
+
+
+def _checked(patterns: Any) -> tuple[str, ...]:
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(
+            "`exclude` must be None, a list of patterns, or a function of a variable. "
+            f'Received: exclude={patterns!r}. Give for example ["bias", "gamma", "beta"], or [] to exclude nothing.'
+        )
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"`exclude` must hold regular expressions. Received: exclude={patterns!r}, of which {pattern!r} is "
+                f"none: {error}. Escape it with re.escape."
+            ) from error
+    return tuple(patterns)
+
+
+def _places_with(pattern: str, variables: Sequence[Any]) -> frozenset[int]:
+    return frozenset(place for place, variable in enumerate(variables) if re.search(pattern, path_of(variable)))
+
+
+def _warn_of_idle(patterns: Sequence[str], variables: Sequence[Any]) -> None:
+    if patterns:
+        paths = [path_of(variable) for variable in variables[:3]]
+        warnings.warn(
+            f"`exclude` has patterns that are in no variable's path: {', '.join(map(repr, patterns))}. The paths are "
+            f"such as {', '.join(map(repr, paths))}. Correct the patterns, or leave them out.",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,106 @@
+"""`LAMB`: Adam whose step for each layer is as long as its weights ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfposeidon.optimizers import checks
+from tfposeidon.optimizers.exclusion import Exclude
+from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, norm, ratio_or_1, widened
+
+
+@keras.saving.register_keras_serializable(package="tfposeidon")
+class LAMB(LayerWiseOptimizer):
+    """Layer-wise adaptive moments, for large batches.
+
+    For weights `w`, their gradient `g`, the learning rate `lr`, step t = 1, 2, ... and each variable by itself:
+
+        m     = beta_1 m + (1 - beta_1) g
+        v     = beta_2 v + (1 - beta_2) g^2
+        r     = (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon) + weight_decay w
+        ratio = |w| / |r|, or 1 where one of them is 0
+        w     = w - lr ratio r
+
+    `keras.optimizers.Lamb` is this without exclusion, and decays weights before the rule, outside the ratio.
+
+    Args:
+      learning_rate: A number, a schedule of Keras, or a function without arguments.
+      beta_1: Decay of the first moment, in [0, 1).
+      beta_2: Decay of the second moment, in [0, 1).
+      epsilon: Added to the root of the second moment.
+      weight_decay: Inside the step, and so inside the ratio; Keras's own decoupled decay does not happen.
+      exclude: Variables with ratio 1 and without decay, which move as in Adam. As in `LARS`: `None` for biases and
+        parameters of normalization layers, regular expressions searched in the path, or a function of the variable.
+      options: Those of `keras.optimizers.Optimizer`: name, clipping, EMA, accumulation, loss scale.
+
+    Raises:
+      ValueError: If an argument makes no sense.
+
+    State: both moments ("momentum", "velocity") in the order of Keras's Lamb; float32 for 16-bit variables. Norms are
+    of whole variables: servers (`ShardedServer(update="server")`) have but parts of them, and refuse it.
+    Source: You et al. 2020, algorithm 2, with the identity for phi. Differs: exclusion, which the authors' code has.
+
+    Example:
+    >>> import keras
+    >>> optimizer = LAMB(0.002, weight_decay=0.01, exclude=["bias", "gamma", "beta", "embedding"])
+    >>> optimizer.weight_decay
+    0.01
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-6,
+        *,
+        weight_decay: float = 0.0,
+        exclude: Exclude = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(learning_rate, weight_decay=weight_decay, exclude=exclude, **options)
+        self.beta_1 = checks.number("beta_1", beta_1, checks.BELOW_1, "Use 0.9.")
+        self.beta_2 = checks.number("beta_2", beta_2, checks.BELOW_1, "Use 0.999.")
+        self.epsilon = checks.number("epsilon", epsilon, checks.POSITIVE, "Use 1e-6.")
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Makes two moments for each variable."""
+        if self.built:
+            return
+        super().build(variables)
+        self._momentums, self._velocities = self._new_state(variables, "momentum", "velocity")
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Moves one variable, and its moments."""
+        gradient, value, rate = widened(gradient, variable, learning_rate)
+        step = self._adam_step(gradient, self._get_variable_index(variable))
+        decay = self._decay_of(variable)
+        if decay:
+            step += decay * value
+        if not self._is_excluded(variable):
+            weight, length = norm(value), norm(step)
+            rate *= ratio_or_1(weight, length, (weight > 0.0) & (length > 0.0))
+        self.assign_sub(variable, step * rate)
+
+    def get_config(self) -> dict[str, Any]:
+        """Constructor arguments."""
+        own = ("beta_1", "beta_2", "epsilon")
+        return {**super().get_config(), **{name: getattr(self, name) for name in own}}
+
+    def _adam_step(self, gradient: tf.Tensor, place: int) -> tf.Tensor:
+        first = self._average(self._momentums[place], gradient, self.beta_1)
+        second = self._average(self._velocities[place], tf.square(gradient), self.beta_2)
+        return first / (tf.sqrt(second) + self.epsilon)
+
+    def _average(self, kept: Any, sample: tf.Tensor, beta: float) -> tf.Tensor:
+        """Takes a sample into a moment, and returns it without its bias towards 0."""
+        average = tf.convert_to_tensor(kept) * beta + sample * (1.0 - beta)
+        self.assign(kept, average)
+        # 1 - beta^t; as a difference it would lose four digits at beta = 0.999 and the first steps.
+        exponent = math.log(beta) if beta else -math.inf
+        return average / -tf.math.expm1(tf.cast(self.iterations + 1, sample.dtype) * exponent)

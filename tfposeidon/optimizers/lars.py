@@ -1,0 +1,145 @@
+"""`LARS`: a learning rate for each layer, from the norms of its weights and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfposeidon.optimizers import checks
+from tfposeidon.optimizers.exclusion import Exclude
+from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, norm, ratio_or_1, widened
+
+RATIOS = ("sum_of_norms", "norm_of_sum")
+
+
+@keras.saving.register_keras_serializable(package="tfposeidon")
+class LARS(LayerWiseOptimizer):
+    """SGD with momentum and layer-wise adaptive rates, for large batches.
+
+    For weights `w`, their gradient `g`, the learning rate `lr` and each variable by itself:
+
+        ratio    = trust_coefficient |w| / (|g| + weight_decay |w| + epsilon)    "sum_of_norms"
+        ratio    = trust_coefficient |w| / (|g + weight_decay w| + epsilon)      "norm_of_sum"
+        step     = lr ratio (g + weight_decay w)
+        velocity = momentum velocity - step
+        w        = w + velocity, or with `nesterov` w + momentum velocity - step
+
+    The ratio is 1, without the coefficient, where |w| or |g| is 0 ("norm_of_sum": |w| or |g + weight_decay w|). The
+    learning rate is inside the velocity: a change of it acts on new steps, not on what the velocity holds already.
+
+    Args:
+      learning_rate: A number, a schedule of Keras, or a function without arguments. As the ratio has
+        `trust_coefficient` in it, rates are far above those of SGD: 1 to 30 in the papers.
+      momentum: In [0, 1).
+      nesterov: Looks ahead by one step of momentum.
+      trust_coefficient: By how much of its norm a layer may change in a step.
+      weight_decay: Enters both the ratio and the step; Keras's own decoupled decay does not happen.
+      exclude: Variables with ratio 1 and without decay, which move as in SGD at the learning rate itself. `None`:
+        biases and parameters of normalization layers, that is variables with at most one axis, or whose path ends in
+        the word "bias", "gamma" or "beta". Or regular expressions to be searched in the path ("dense/kernel"); `[]`
+        excludes nothing. Or a function of the variable, which cannot be saved with the model.
+      ratio: "sum_of_norms" (the papers) or "norm_of_sum" (optax.lars), as above.
+      epsilon: In the denominator.
+      options: Those of `keras.optimizers.Optimizer`: name, clipping, EMA, accumulation, loss scale.
+
+    Raises:
+      ValueError: If an argument makes no sense.
+
+    State: the velocity ("momentum"), as Keras's SGD has it, so that `keras_callbacks.LearningRateSchedule` can correct
+    it; float32 for 16-bit variables. Norms are of whole variables: servers (`ShardedServer(update="server")`) have but
+    parts of them, and refuse it.
+    Source: You, Gitman and Ginsburg 2017, algorithm 1; CommLib (Shi et al. 2021), Eq. 11. Differs: exclusion, which
+    Paddle and MLPerf have, and `nesterov`.
+
+    Example:
+    >>> import keras
+    >>> optimizer = LARS(2.0, weight_decay=1e-4)
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> model.compile(optimizer=optimizer, loss="mse")
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        *,
+        trust_coefficient: float = 0.001,
+        weight_decay: float = 0.0,
+        exclude: Exclude = None,
+        ratio: str = "sum_of_norms",
+        epsilon: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(learning_rate, weight_decay=weight_decay, exclude=exclude, **options)
+        self.momentum = checks.number("momentum", momentum, checks.BELOW_1, "Use 0.9, or 0.0 for none.")
+        self.nesterov = _checked_nesterov(nesterov, self.momentum)
+        self.trust_coefficient = checks.number(
+            "trust_coefficient", trust_coefficient, checks.POSITIVE, "Use 0.001, or exclude variables from the ratio."
+        )
+        self.ratio = _checked_ratio(ratio)
+        self.epsilon = checks.number("epsilon", epsilon, checks.NOT_NEGATIVE, "Use 0.0 for none.")
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Makes a velocity for each variable, if there is momentum."""
+        if self.built:
+            return
+        super().build(variables)
+        # Under the name that SGD has: callbacks that change the rate rescale what is in it.
+        self.momentums = self._new_state(variables, "momentum")[0] if self.momentum else []
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Moves one variable, and its velocity."""
+        gradient, value, rate = widened(gradient, variable, learning_rate)
+        decay = self._decay_of(variable)
+        decayed = gradient + decay * value if decay else gradient
+        if not self._is_excluded(variable):
+            rate *= self._ratio(value, gradient, decayed, decay)
+        self._move(variable, decayed * rate)
+
+    def get_config(self) -> dict[str, Any]:
+        """Constructor arguments."""
+        own = ("momentum", "nesterov", "trust_coefficient", "ratio", "epsilon")
+        return {**super().get_config(), **{name: getattr(self, name) for name in own}}
+
+    def _ratio(self, value: tf.Tensor, gradient: tf.Tensor, decayed: tf.Tensor, decay: float) -> tf.Tensor:
+        weight = norm(value)
+        if self.ratio == "norm_of_sum":
+            other = denominator = norm(decayed)
+        else:
+            other = norm(gradient)
+            denominator = other + decay * weight
+        defined = (weight > 0.0) & (other > 0.0)
+        return ratio_or_1(self.trust_coefficient * weight, denominator + self.epsilon, defined)
+
+    def _move(self, variable: Any, step: tf.Tensor) -> None:
+        if not self.momentum:
+            self.assign_sub(variable, step)
+            return
+        kept = self.momentums[self._get_variable_index(variable)]
+        velocity = tf.convert_to_tensor(kept) * self.momentum - step
+        self.assign(kept, velocity)
+        self.assign_add(variable, velocity * self.momentum - step if self.nesterov else velocity)
+
+
+def _checked_nesterov(nesterov: Any, momentum: float) -> bool:
+    if not isinstance(nesterov, bool):
+        raise ValueError(f"`nesterov` must be True or False. Received: nesterov={nesterov!r}. Leave it out for False.")
+    if nesterov and not momentum:
+        raise ValueError(
+            f"`nesterov` needs momentum. Received: nesterov=True, momentum={momentum}. Use momentum=0.9, or leave "
+            "nesterov out."
+        )
+    return nesterov
+
+
+def _checked_ratio(ratio: Any) -> str:
+    if ratio not in RATIOS:
+        raise ValueError(
+            f'`ratio` must be "sum_of_norms" or "norm_of_sum". Received: ratio={ratio!r}. Leave it out for the '
+            "papers' form, the first."
+        )
+    return ratio

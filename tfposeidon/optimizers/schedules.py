@@ -1,0 +1,122 @@
+"""Learning rates by step that Keras lacks; its `CosineDecay` has a warm-up of its own."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import keras
+import tensorflow as tf
+
+from tfposeidon.optimizers import checks
+
+
+@keras.saving.register_keras_serializable(package="tfposeidon")
+class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule):
+    """Rises in a straight line, then falls by a power: the usual schedule for LARS and LAMB.
+
+    At step s = 0, 1, 2, ..., with k = s - warmup_steps:
+
+        rate = initial + (peak - initial) s / warmup_steps              for s < warmup_steps
+        rate = end + (peak - end) (1 - min(k, decay_steps) / decay_steps)^power    afterwards
+
+    so that the peak is reached at step `warmup_steps`, and the end at `warmup_steps + decay_steps`. With the default
+    start the first step has rate 0 and moves nothing, as in Keras's `CosineDecay`.
+
+    Steps are those that the optimizer counts. With `gradient_accumulation_steps` a Keras optimizer counts every batch;
+    inside `DistributedOptimizer`, which accumulates itself, it counts updates.
+
+    Args:
+      peak_learning_rate: At the end of the warm-up.
+      warmup_steps: 0 for none.
+      decay_steps: After the warm-up.
+      initial_learning_rate: At step 0; not above the peak.
+      end_learning_rate: After all steps; not above the peak.
+      power: 1 falls in a straight line, 2 is common with LARS.
+      name: Of its operations.
+
+    Raises:
+      ValueError: If an argument makes no sense.
+
+    Source: Goyal et al. 2017, section 2.2, for the warm-up; You, Gitman and Ginsburg 2017, section 5, for the decay.
+
+    Example:
+    >>> schedule = PolynomialDecayWithWarmup(8.0, warmup_steps=4, decay_steps=10)
+    >>> [float(schedule(step)) for step in (0, 2, 4, 9, 14, 99)]
+    [0.0, 4.0, 8.0, 2.0, 0.0, 0.0]
+    """
+
+    def __init__(
+        self,
+        peak_learning_rate: float,
+        warmup_steps: int,
+        decay_steps: int,
+        *,
+        initial_learning_rate: float = 0.0,
+        end_learning_rate: float = 0.0,
+        power: float = 2.0,
+        name: str = "PolynomialDecayWithWarmup",
+    ) -> None:
+        self.peak_learning_rate = checks.number(
+            "peak_learning_rate", peak_learning_rate, checks.POSITIVE, "Give for example 1.0."
+        )
+        self.warmup_steps = checks.whole("warmup_steps", warmup_steps, 0, "Use 0 for none, or by_epochs.")
+        self.decay_steps = checks.whole("decay_steps", decay_steps, 1, "Count the steps after the warm-up.")
+        self.initial_learning_rate = self._up_to_peak("initial_learning_rate", initial_learning_rate)
+        self.end_learning_rate = self._up_to_peak("end_learning_rate", end_learning_rate)
+        self.power = checks.number("power", power, checks.POSITIVE, "Use 1 for a straight line.")
+        self.name = name
+
+    @classmethod
+    def by_epochs(
+        cls,
+        peak_learning_rate: float,
+        warmup_epochs: float,
+        decay_epochs: float,
+        steps_per_epoch: int,
+        **options: Any,
+    ) -> Self:
+        """The same, in epochs, which need not be whole; steps are rounded.
+
+        Args:
+          peak_learning_rate: At the end of the warm-up.
+          warmup_epochs: 0 for none.
+          decay_epochs: After the warm-up.
+          steps_per_epoch: On one rank, so `ceil(samples / (batch_size * ranks))`.
+          options: As in the constructor.
+
+        >>> PolynomialDecayWithWarmup.by_epochs(1.0, 2.5, 37.5, steps_per_epoch=100).decay_steps
+        3750
+        """
+        steps = checks.whole("steps_per_epoch", steps_per_epoch, 1, "Count the batches of one rank.")
+        warmup = checks.number("warmup_epochs", warmup_epochs, checks.NOT_NEGATIVE, "Use 0 for none.")
+        decay = checks.number("decay_epochs", decay_epochs, checks.POSITIVE, "Count the epochs after the warm-up.")
+        return cls(peak_learning_rate, round(warmup * steps), round(decay * steps), **options)
+
+    def __call__(self, step: Any) -> tf.Tensor:
+        """The rate at `step`, a scalar: float32, or whatever `keras.config.floatx()` says."""
+        dtype = keras.config.floatx()
+        with tf.name_scope(self.name):
+            since_peak = tf.cast(step, dtype) - self.warmup_steps
+            left = 1.0 - tf.clip_by_value(since_peak / self.decay_steps, 0.0, 1.0)
+            decayed = self.end_learning_rate + (self.peak_learning_rate - self.end_learning_rate) * left**self.power
+            rise = self.peak_learning_rate - self.initial_learning_rate
+            # With no warm-up there is no step before the peak, and this is not taken.
+            rising = self.peak_learning_rate + rise * since_peak / max(1, self.warmup_steps)
+            return tf.where(since_peak < 0.0, rising, decayed)
+
+    def get_config(self) -> dict[str, Any]:
+        """Constructor arguments."""
+        return {
+            "peak_learning_rate": self.peak_learning_rate,
+            "warmup_steps": self.warmup_steps,
+            "decay_steps": self.decay_steps,
+            "initial_learning_rate": self.initial_learning_rate,
+            "end_learning_rate": self.end_learning_rate,
+            "power": self.power,
+            "name": self.name,
+        }
+
+    def _up_to_peak(self, name: str, value: Any) -> float:
+        peak = self.peak_learning_rate
+        rule = checks.Range(f"a number in [0, peak_learning_rate={peak}]", lambda rate: 0.0 <= rate <= peak)
+        return checks.number(name, value, rule, "Use 0.0, or a higher peak.")
