@@ -118,7 +118,7 @@ def _cut(name):
 DAMAGE = {
     "newer": (_newer, r"A cache must be of a format up to 1. Received: format 99"),
     "no JSON": (_cut("header.json"), r"A cache must be whole. Received: .*which is no JSON. Remove"),
-    "list": (lambda f: (f / "header.json").write_text("{}"), r"must say what it holds. Received: .*without 'layout'"),
+    "list": (lambda f: (f / "header.json").write_text("{}"), r"must say what it holds. Received: .*which does not"),
     "made": (
         lambda f: (f / "header.json").unlink(),
         r"must be finished. Received: .*being made, or was left by a kill",
