@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from datacache.filling import Arrays
 from datacache.layout import Layout
-from datacache.records import Arrays, packed, unpacked
+from datacache.records import packed, unpacked
 from datacache.sources.source import SourceError
 from tfposeidon.wire import Wire
 
@@ -120,7 +121,7 @@ class Exchange:
             if isinstance(part, str):
                 future.set_exception(SourceError(part))
             else:
-                future.set_result(unpacked(part, np.array([len(part)]), self._layout)[0])
+                future.set_result(unpacked(part, self._layout))
 
     def _content(self, numbers: np.ndarray, given: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Samples as bytes, and their lengths; where they cannot be had the cause, and minus its length."""

@@ -165,7 +165,7 @@ def allocate(path: Path, size: int) -> None:
         try:
             reserve(stream.fileno(), 0, size)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            if not says_full(error):
                 raise
             os.ftruncate(stream.fileno(), 0)
             raise NoRoomError(
@@ -187,6 +187,11 @@ def reserve(handle: int, offset: int, size: int) -> None:
     if size > room.f_bavail * room.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.posix_fallocate(handle, offset, size)
+
+
+def says_full(error: OSError) -> bool:
+    """Whether there is no room, for a file or for its owner."""
+    return error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def lock_byte(handle: int, place: int, wait: bool = False) -> bool:

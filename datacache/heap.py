@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import threading
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datacache.folder import lock_byte, reserve, unlock_byte
+from datacache.folder import lock_byte, reserve, says_full, unlock_byte
 
 CHUNK = 2**24
 """Bytes by which the file grows: a power of two that holds many samples."""
@@ -76,7 +75,7 @@ class Heap:
                 self._end[0] = end + length
                 return end
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                if not says_full(error):
                     raise
                 return None
             finally:

@@ -128,7 +128,7 @@ def _contents(folder: Path) -> Contents:
         raise CacheError(
             f"A pool's {HEADER} must say what it holds. Received: {folder}, without {error}. Remove it."
         ) from error
-    slots = min(plan.part.slots, plan.part.wanted)
+    slots = plan.part.kept
     _at_least(folder / "samples", plan.layout.offsets(slots)[-1])
     _at_least(folder / "words", slots * WORD.itemsize)
     ready = int((np.fromfile(folder / "words", WORD, slots) >= READY).sum())

@@ -11,7 +11,6 @@ import numpy as np
 from datacache.filling import POLL_S, Arrays, Filling
 from datacache.layout import Layout, batch
 from datacache.pool import Pool
-from datacache.sources.source import StreamSource
 from datacache.stored import Stored
 
 READERS = 32
@@ -80,8 +79,7 @@ class Levels:
 
     def samples(self, samples: np.ndarray, made: dict[int, Arrays]) -> list[Arrays]:
         """Samples that memory holds, but for those that were made."""
-        memory = self.memory
-        return [made[i] if i in made or memory is None else memory.sample(i) for i in samples.tolist()]
+        return [made[i] for i in samples.tolist()] if self.memory is None else self.memory.samples(samples, made)
 
     def missing(self, samples: np.ndarray) -> np.ndarray:
         """Those that memory does not hold whole."""
@@ -92,7 +90,7 @@ class Levels:
         numbers = np.array(list(samples), np.int64)
         if not numbers.size:
             return {}
-        if isinstance(self._stored.source, StreamSource):
+        if self._stored.streams:
             self._pour(numbers)
         # Few enough at a time that all readers have work, and many enough that Python is not what counts.
         parts = np.array_split(numbers, -(-len(numbers) // min(AT_ONCE, -(-IN_FLIGHT * len(numbers) // READERS))))
@@ -132,7 +130,7 @@ class Levels:
             return self._made(samples)
         made, _ = self._filling.through(self.decoded, samples, self._made)
         self.counts.add(decoded_hits=len(samples) - len(made))
-        return [made[i] if i in made else self.decoded.sample(i) for i in samples.tolist()]
+        return self.decoded.samples(samples, made)
 
     def _made(self, samples: np.ndarray) -> list[Arrays]:
         return self._checked(samples, self._stored.samples(samples))

@@ -10,10 +10,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from datacache.filling import Arrays
 from datacache.levels import Levels
 from datacache.part import homes
 from datacache.partition import Partition
-from datacache.records import Arrays
 from tfposeidon import environment, runtime
 from tfposeidon.wire import Wire, exchange_objects
 

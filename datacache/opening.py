@@ -20,7 +20,7 @@ from datacache.part import Part
 from datacache.pool import Plan, Pool
 from datacache.preprocessing import Preprocessing
 from datacache.records import packed
-from datacache.sources.source import Source, StreamSource, digest
+from datacache.sources.source import Source, digest
 from datacache.stored import Stored
 
 log = logging.getLogger("tfposeidon")
@@ -62,7 +62,7 @@ def open_levels(
 
     @functools.cache
     def first() -> Arrays:
-        components = next(iter(stored.all())) if isinstance(source, StreamSource) else stored.samples(np.array([0]))[0]
+        components = next(iter(stored.all())) if stored.streams else stored.samples(np.array([0]))[0]
         return make([components], [source.name(0)])[0]
 
     def layout() -> Layout:
@@ -113,8 +113,7 @@ def _plan(layout: Layout, source: Source, room: int, node: int = 0, nodes: int =
     if slots == 0:
         raise NoRoomError(f"A pool needs room before it begins. Received: {room} bytes, for samples of {of_one}.")
     part = Part(samples=len(source), slots=slots, node=node, nodes=nodes)
-    slots = min(slots, part.wanted)
-    return Plan(layout=layout, part=part, heap_bytes=room - slots * of_one, source=str(source))
+    return Plan(layout=layout, part=part, heap_bytes=room - part.kept * of_one, source=str(source))
 
 
 def _layout(sample: Arrays, traced: Traced, variable_shapes: bool) -> Layout:

@@ -41,6 +41,11 @@ class Part:
         return np.where(kept, np.cumsum(kept) - 1, -1)
 
     @property
+    def kept(self) -> int:
+        """Samples that have room."""
+        return min(self.slots, self.wanted)
+
+    @property
     def wanted(self) -> int:
         """Slots with which all its samples would have room."""
         return len(range(self.node, self.samples, self.nodes))

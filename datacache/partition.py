@@ -11,8 +11,8 @@ from concurrent.futures import Future
 import numpy as np
 
 from datacache.exchange import Exchange
+from datacache.filling import Arrays
 from datacache.levels import Levels
-from datacache.records import Arrays
 from tfposeidon.wire import Wire
 
 WINDOW = 64

@@ -70,7 +70,7 @@ class Pool:
         self.plan = Plan.from_dict(self._folder.about)
         self.layout = self.plan.layout
         self._places = self.plan.part.places()
-        self.slots = int(self._places.max()) + 1
+        self.slots = self.plan.part.kept
         self._samples = np.flatnonzero(self._places >= 0)
         self._columns = self.layout.columns(self._mapping("samples"), self.slots)
         self._words = np.ndarray((self.slots,), np.uint64, self._mapping("words"))
@@ -151,6 +151,10 @@ class Pool:
                 array = component.decoded(self._heap.content(*map(int, array[:2])), array[2:])
             arrays.append(array)
         return arrays
+
+    def samples(self, samples: np.ndarray, made: dict[int, list[np.ndarray]]) -> list[list[np.ndarray]]:
+        """Samples that are ready, but for those that were made just now."""
+        return [made[i] if i in made else self.sample(i) for i in samples.tolist()]
 
     def torn(self, samples: np.ndarray, again: bool = False) -> np.ndarray:
         """Those of these ready samples whose bytes are not those that were written.
@@ -235,10 +239,9 @@ def existing(folder: Path) -> Pool:
 
 
 def _make(path: Path, plan: Plan) -> dict[str, Any]:
-    slots = min(plan.part.slots, plan.part.wanted)
     try:
-        allocate(path / "samples", plan.layout.offsets(slots)[-1])
-        allocate(path / "words", 8 * slots)
+        allocate(path / "samples", plan.layout.offsets(plan.part.kept)[-1])
+        allocate(path / "words", 8 * plan.part.kept)
     except NoRoomError:
         (path / "samples").unlink(missing_ok=True)
         raise

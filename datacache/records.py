@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
+from datacache.filling import Arrays
 from datacache.layout import Component, Layout, as_array
-
-Arrays = list[np.ndarray]
 
 
 def packed(samples: Sequence[Arrays], layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     """All samples one after the other, `[bytes]` uint8, and the bytes of each, `[n]` int64."""
     texts = [b"".join(_pack(*pair) for pair in zip(layout.components, sample, strict=True)) for sample in samples]
     return np.frombuffer(b"".join(texts), np.uint8), np.array([len(text) for text in texts], np.int64)
-
-
-def unpacked(content: np.ndarray, lengths: np.ndarray, layout: Layout) -> list[Arrays]:
-    """The inverse; numbers are views of the content."""
-    ends = np.cumsum(lengths).tolist()
-    return [_unpack(content[begin:end], layout) for begin, end in itertools.pairwise([0, *ends])]
 
 
 def _pack(component: Component, array: np.ndarray) -> bytes:
@@ -32,7 +24,8 @@ def _pack(component: Component, array: np.ndarray) -> bytes:
     return np.array([len(content), *array.shape], np.int64).tobytes() + content
 
 
-def _unpack(content: np.ndarray, layout: Layout) -> Arrays:
+def unpacked(content: np.ndarray, layout: Layout) -> Arrays:
+    """One sample, from its bytes."""
     arrays = []
     for component in layout.components:
         if component.varies:

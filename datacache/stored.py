@@ -28,6 +28,7 @@ class Stored:
         self.source, self.pool, self._filling = source, pool, filling
         self._counts = filling.counts
         # Looked at once: what protocols ask takes as long as a small read.
+        self.streams = isinstance(source, StreamSource)
         self._read_one = source.read if isinstance(source, RandomSource) else None
 
     def samples(self, samples: np.ndarray) -> list[Arrays]:
@@ -40,7 +41,7 @@ class Stored:
             return self._read_all(samples)
         made, _ = self._filling.through(self.pool, samples, self._read_all)
         self._counts.add(disk_hits=len(samples) - len(made))
-        return [made[i] if i in made else self.pool.sample(i) for i in samples.tolist()]
+        return self.pool.samples(samples, made)
 
     def all(self) -> Iterable[Arrays]:
         """Those of a source that has them one after the other only."""

@@ -15,8 +15,6 @@ import tensorflow as tf
 
 import datacache
 
-POOL = "datacache-benchmark"
-
 
 class Drawn:
     """Records that cost next to nothing to make."""
