@@ -119,8 +119,10 @@ def native() -> Extension:
 
 
 def records() -> Extension:
-    """What copies records into batches: plain C, which needs no TensorFlow."""
-    return Extension("datacache.native._records", ["datacache/native/records.c"], language="c")
+    """What reads samples and copies them into batches: plain C, which needs no TensorFlow."""
+    return Extension(
+        "datacache.native._records", ["datacache/native/files.c", "datacache/native/records.c"], language="c"
+    )
 
 
 def version() -> str:

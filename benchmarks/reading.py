@@ -27,7 +27,7 @@ FULL = {
     "sizes": [96, 224],
     "parts": ["warm", "cold", "memory", "training", "nodes"],
     "rounds": 9,
-    "images": 3000,
+    "images": 6000,
     "data_mb": 1500,
 }
 BATCH = {96: 256, 224: 128}

@@ -23,11 +23,10 @@ from datacache.order import Order, Position
 from datacache.pipeline import Passes, batches
 from datacache.sources.source import Source, SourceError
 from datacache.statistics import Counts, Statistics
+from datacache.windows import done_in_windows
 from tfposeidon import environment
 
 log = logging.getLogger("tfposeidon")
-WINDOW = 256
-"""Samples that `warm` asks for at a time."""
 
 
 class Cache:
@@ -163,10 +162,9 @@ class Cache:
         if memory is not None:
             samples = samples[memory.has_room(samples)]
         bar = keras.utils.Progbar(len(samples), unit_name="sample") if progress and len(samples) else None
-        for window in np.array_split(samples, max(1, len(samples) // WINDOW)):
-            self._reader.fill(self._levels.missing(window))
+        for count in done_in_windows(lambda window: self._reader.fill(self._levels.missing(window)), samples):
             if bar:
-                bar.add(len(window))
+                bar.add(count)
         return self.stats()
 
     def stats(self) -> Statistics:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,15 @@ class Component:
         """Of one sample in its column."""
         dtype, shape = self.column
         return int(np.prod(shape, dtype=int)) * np.dtype(dtype).itemsize
+
+    def is_surely(self, value: Any) -> bool:
+        """Whether it is an array that agrees, as most are; `False` if that takes a closer look."""
+        return isinstance(value, np.ndarray) and value.dtype == self._wanted and value.shape == self.shape
+
+    @cached_property
+    def _wanted(self) -> np.dtype[Any]:
+        # Comparing names takes as long as copying a small sample.
+        return np.dtype(object if self.dtype == TEXT else self.dtype)
 
     def agrees(self, array: np.ndarray) -> bool:
         """Whether an array is such a component."""
@@ -140,25 +150,32 @@ class Layout:
             arrays.append(np.ndarray((samples, *shape), dtype, buffer, offset))
         return arrays
 
-    def check(self, sample: Sequence[Any], name: str) -> list[np.ndarray]:
+    def check(self, sample: Sequence[Any], name: Callable[[int], str], number: int) -> list[np.ndarray]:
         """The sample's arrays, if they are of this layout.
+
+        Args:
+          sample: Arrays, or what NumPy makes arrays of.
+          name: From numbers to what a user would call samples.
+          number: The sample's.
 
         Raises:
           ValueError: If they are not; it names the sample and the first difference.
         """
+        if len(sample) == len(self.components) and all(map(Component.is_surely, self.components, sample)):
+            return list(sample)
         arrays = [as_array(array) for array in sample]
         if len(arrays) != len(self.components):
             raise ValueError(
-                f"All samples must have as many components. Received: {len(arrays)} for {name}, where the first "
-                f"sample has {len(self.components)}."
+                f"All samples must have as many components. Received: {len(arrays)} for {name(number)}, where the "
+                f"first sample has {len(self.components)}."
             )
         for place, (array, wanted) in enumerate(zip(arrays, self.components, strict=True)):
             if not wanted.agrees(array):
                 received = Layout.of([array]).components[0]
                 raise ValueError(
                     f"All samples must have the same shapes and types. Received: {received} for component {place} of "
-                    f"{name}, where the first sample has {wanted}. Make `preprocess` resize or pad to one shape, or "
-                    "say variable_shapes=True."
+                    f"{name(number)}, where the first sample has {wanted}. Make `preprocess` resize or pad to one "
+                    "shape, or say variable_shapes=True."
                 )
         return arrays
 

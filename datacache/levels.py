@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -12,13 +11,7 @@ from datacache.filling import POLL_S, Arrays, Filling
 from datacache.layout import Layout, batch
 from datacache.pool import Pool
 from datacache.stored import Stored
-
-READERS = 32
-"""Threads that read a cold source: a network file system answers many at once."""
-AT_ONCE = 16
-"""Samples that a reader takes at a time, at most."""
-IN_FLIGHT = 4
-"""Batches that are read at a time, so that a cold source is never idle while a batch ends."""
+from datacache.windows import windows
 
 
 class Levels:
@@ -26,7 +19,7 @@ class Levels:
 
     Args:
       stored: Of all samples.
-      make: From stored samples, and their names for messages, to cached ones.
+      make: From stored samples, and their numbers for messages, to cached ones.
       layout: Of cached samples.
       memory: Pool of cached samples, if there is room for one.
       decoded: The same on a disk, if asked for.
@@ -36,7 +29,7 @@ class Levels:
     def __init__(
         self,
         stored: Stored,
-        make: Callable[[list[Arrays], list[str]], list[Arrays]],
+        make: Callable[[list[Arrays], np.ndarray], list[Arrays]],
         layout: Layout,
         memory: Pool | None,
         decoded: Pool | None,
@@ -45,7 +38,6 @@ class Levels:
         self._stored, self._make, self.layout = stored, make, layout
         self.memory, self.decoded = memory, decoded
         self._filling, self.counts = filling, filling.counts
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="datacache")
 
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
         """Nothing to do: batches are read ahead anyway."""
@@ -92,13 +84,7 @@ class Levels:
             return {}
         if self._stored.streams:
             self._pour(numbers)
-        # Few enough at a time that all readers have work, and many enough that Python is not what counts.
-        parts = np.array_split(numbers, -(-len(numbers) // min(AT_ONCE, -(-IN_FLIGHT * len(numbers) // READERS))))
-        try:
-            made = self._readers.map(self._into_memory, parts)
-        except RuntimeError:
-            # The interpreter is ending and takes no more work, but other ranks may still ask.
-            made = map(self._into_memory, parts)
+        made = map(self._into_memory, windows(numbers))
         return {sample: arrays for part in made for sample, arrays in part.items()}
 
     def put(self, sample: int, arrays: Arrays) -> bool:
@@ -115,8 +101,8 @@ class Levels:
 
     def close(self) -> None:
         """Ends threads and mappings."""
-        self._readers.shutdown(cancel_futures=True)
-        for pool in (self.memory, self.decoded, self._stored.pool):
+        self._stored.close()
+        for pool in (self.memory, self.decoded):
             if pool is not None:
                 pool.close()
 
@@ -136,9 +122,9 @@ class Levels:
         return self._checked(samples, self._stored.samples(samples))
 
     def _checked(self, samples: np.ndarray, stored: list[Arrays]) -> list[Arrays]:
-        names = [self._stored.source.name(sample) for sample in samples.tolist()]
-        made = self._make(stored, names)
-        return [self.layout.check(arrays, name) for arrays, name in zip(made, names, strict=True)]
+        made = self._make(stored, samples)
+        name = self._stored.source.name
+        return [self.layout.check(arrays, name, sample) for arrays, sample in zip(made, samples.tolist(), strict=True)]
 
     def _pour(self, samples: np.ndarray) -> None:
         """Reads a stream from its beginning into the lowest pool, one process of the node for all."""

@@ -63,7 +63,7 @@ def open_levels(
     @functools.cache
     def first() -> Arrays:
         components = next(iter(stored.all())) if stored.streams else stored.samples(np.array([0]))[0]
-        return make([components], [source.name(0)])[0]
+        return make([components], np.array([0]))[0]
 
     def layout() -> Layout:
         return on_disk.layout if on_disk else _layout(first(), traced, variable_shapes)

@@ -13,9 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from datacache.layout import Layout
-from datacache.levels import IN_FLIGHT
 from datacache.nodes import Reader
 from datacache.order import Order, Position
+from datacache.windows import IN_FLIGHT
 
 REMEDY = "Give fit the callback keras_callbacks.CachePosition(cache), or iterate over cache.counted(data)."
 

@@ -98,7 +98,7 @@ class Pool:
         """
         place = self._places[sample]
         self._words[place] = 0
-        found = self.layout.check(arrays, f"sample {sample}")
+        found = self.layout.check(arrays, "sample {}".format, sample)
         if self._heap is not None:
             extents = self._add(self._heap, found)
             if extents is None:

@@ -12,7 +12,7 @@ from datacache.filling import Arrays
 from datacache.fingerprint import Traced
 from datacache.sources.source import Source, SourceError
 
-AT_A_TIME = 4
+AT_A_TIME = 8
 """Samples of one call that are decoded at a time; several readers call."""
 
 
@@ -26,16 +26,16 @@ class Preprocessing:
     """
 
     def __init__(self, source: Source, traced: Traced, variable_shapes: bool) -> None:
-        self._function = traced.function
+        self._function, self._name = traced.function, source.name
         alike = not variable_shapes and all(spec.shape.is_fully_defined() for spec in source.signature)
         self._many = _over_many(source, traced) if alike else None
 
-    def __call__(self, stored: list[Arrays], names: list[str]) -> list[Arrays]:
+    def __call__(self, stored: list[Arrays], samples: np.ndarray) -> list[Arrays]:
         """The samples made of stored ones.
 
         Args:
           stored: Their components.
-          names: Of the samples, for messages.
+          samples: Their numbers, for messages.
 
         Raises:
           SourceError: If the function fails on one; it names the sample.
@@ -45,16 +45,18 @@ class Preprocessing:
             with contextlib.suppress(tf.errors.OpError):
                 columns = [np.stack(column) for column in zip(*stored, strict=True)]
                 return [list(parts) for parts in zip(*(part.numpy() for part in self._many(*columns)), strict=True)]
-        return [self._one(components, name) for components, name in zip(stored, names, strict=True)]
+        pairs = zip(stored, samples.tolist(), strict=True)
+        return [self._one(components, sample) for components, sample in pairs]
 
-    def _one(self, components: Arrays, name: str) -> Arrays:
+    def _one(self, components: Arrays, sample: int) -> Arrays:
         try:
             return [part.numpy() for part in self._function(*components)]
         except tf.errors.OpError as error:
             # Before it stands where in the script each op was traced.
             cause = error.message.rsplit("\n\n", 1)[-1].splitlines()[0].rstrip(".")
             raise SourceError(
-                f"`preprocess` must take every sample. Received: {cause} for {name}. Mend it, or leave it out."
+                f"`preprocess` must take every sample. Received: {cause} for {self._name(sample)}. Mend it, or "
+                "leave it out."
             ) from error
 
 
@@ -68,4 +70,5 @@ def _over_many(source: Source, traced: Traced) -> Any:
 
     columns = [tf.TensorSpec([None, *spec.shape], spec.dtype) for spec in source.signature]
     with tf.device("CPU:0"):
-        return tf.function(over_many, columns, autograph=False)
+        # Traced here: readers that come first together would each do it.
+        return tf.function(over_many, columns, autograph=False).get_concrete_function()

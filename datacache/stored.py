@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from datacache.filling import Arrays, Filling
 from datacache.pool import Pool
 from datacache.sources.source import RandomSource, Source, SourceError, StreamSource
+from datacache.windows import windows
 
+READERS = 32
+"""Threads that read a cold source: a network file system answers many at once."""
+AT_ONCE = 2
+"""Samples that a reader takes at a time: all of them read one batch, and then the next. Batches that share a source
+evenly would end together, and nobody would read while they are decoded."""
 TRIES = 4
 FIRST_PAUSE_S = 0.1
 
@@ -29,6 +36,7 @@ class Stored:
         self._counts = filling.counts
         # Looked at once: what protocols ask takes as long as a small read.
         self.streams = isinstance(source, StreamSource)
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="datacache")
         self._read_one = source.read if isinstance(source, RandomSource) else None
 
     def samples(self, samples: np.ndarray) -> list[Arrays]:
@@ -47,11 +55,28 @@ class Stored:
         """Those of a source that has them one after the other only."""
         assert isinstance(self.source, StreamSource)
         for arrays in self.source.stream():
-            self._count(arrays)
+            self._count([arrays])
             yield arrays
 
+    def close(self) -> None:
+        """Ends threads and mappings."""
+        self._readers.shutdown(cancel_futures=True)
+        if self.pool is not None:
+            self.pool.close()
+
     def _read_all(self, samples: np.ndarray) -> list[Arrays]:
-        return [self._read(sample) for sample in samples.tolist()]
+        parts = windows(samples, AT_ONCE)
+        try:
+            read = self._readers.map(self._read_some, parts)
+        except RuntimeError:
+            # The interpreter is ending and takes no more work, but other ranks may still ask.
+            read = map(self._read_some, parts)
+        return [arrays for part in read for arrays in part]
+
+    def _read_some(self, samples: np.ndarray) -> list[Arrays]:
+        found = [self._read(sample) for sample in samples.tolist()]
+        self._count(found)
+        return found
 
     def _read(self, sample: int) -> Arrays:
         if self._read_one is None:
@@ -61,9 +86,7 @@ class Stored:
             )
         for attempt in range(TRIES):
             try:
-                arrays = self._read_one(sample)
-                self._count(arrays)
-                return arrays
+                return self._read_one(sample)
             except OSError as error:
                 if attempt == TRIES - 1:
                     raise SourceError(
@@ -74,9 +97,11 @@ class Stored:
                 time.sleep(FIRST_PAUSE_S * 2**attempt)
         raise AssertionError
 
-    def _count(self, arrays: Arrays) -> None:
-        self._counts.add(source_reads=1, source_bytes=sum(map(_bytes, arrays)))
+    def _count(self, samples: list[Arrays]) -> None:
+        self._counts.add(
+            source_reads=len(samples), source_bytes=sum(_bytes(array) for arrays in samples for array in arrays)
+        )
 
 
 def _bytes(array: np.ndarray) -> int:
-    return sum(map(len, array.reshape(-1))) if array.dtype == object else np.asarray(array).nbytes
+    return sum(map(len, array.reshape(-1))) if array.dtype == object else array.nbytes

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from datacache.filling import Filling
-from datacache.levels import READERS
 from datacache.opening import stored_pool
 from datacache.sources.source import RandomSource
 from datacache.statistics import Counts, Statistics
 from datacache.stored import Stored
-
-WINDOW = 4096
-"""Samples that are handed to the readers at a time."""
+from datacache.windows import done_in_windows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,26 +39,22 @@ def warm(source: RandomSource, disk: Path, started: Callable[[int], Callable[[in
     Args:
       source: Of all samples.
       disk: As `Cache` takes it; the pool is a folder in it.
-      started: Receives how many samples are to be read, and returns what is told of each that was.
+      started: Receives how many samples are to be read, and returns what is told how many more were.
 
     Raises:
       CacheError: If the folder holds something else, or there is no room.
       SourceError: If a sample cannot be read; it names the sample.
     """
     pool = stored_pool(source, disk)
+    # Checksums are looked at when samples are used, or by `verify`.
+    filling = Filling("never", Counts())
+    stored = Stored(source, pool, filling)
     try:
-        # Checksums are looked at when samples are used, or by `verify`.
-        filling = Filling("never", Counts())
         samples = np.arange(len(source))
         lacking = filling.lacking(pool, samples[pool.has_room(samples)])
-        _read(Stored(source, pool, filling), lacking, started(len(lacking)))
+        done = started(len(lacking))
+        for count in done_in_windows(stored.samples, lacking):
+            done(count)
         return Warmed(folder=pool.folder, samples=len(source), ready=pool.filled, counts=filling.counts.now())
     finally:
-        pool.close()
-
-
-def _read(stored: Stored, samples: np.ndarray, done: Callable[[int], None]) -> None:
-    with ThreadPoolExecutor(READERS, thread_name_prefix="datacache") as readers:
-        for begin in range(0, len(samples), WINDOW):
-            for _ in readers.map(stored.samples, samples[begin : begin + WINDOW, np.newaxis]):
-                done(1)
+        stored.close()

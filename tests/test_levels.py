@@ -14,11 +14,12 @@ import pytest
 
 from datacache.filling import Filling
 from datacache.layout import Layout
-from datacache.levels import AT_ONCE, READERS, Levels
+from datacache.levels import Levels
 from datacache.part import Part
 from datacache.pool import Plan, Pool
 from datacache.statistics import Counts
 from datacache.stored import Stored
+from datacache.windows import IN_FLIGHT, WINDOW
 
 SAMPLES = 300
 SPAWN = multiprocessing.get_context("spawn")
@@ -52,9 +53,9 @@ class Source:
         return [np.array(str(sample).encode(), object)]
 
 
-def make(stored, names):
+def make(stored, samples):
     """From stored samples to cached ones."""
-    assert len(names) == len(stored)
+    assert len(samples) == len(stored)
     return [f(int(components[0][()])) for components in stored]
 
 
@@ -113,7 +114,7 @@ def test_kills_at_any_moment(tmp_path):
     levels = open_levels(tmp_path)
     check_epoch(levels, 99)
     assert levels.counts.now().healed == 0
-    assert SAMPLES <= _reads(tmp_path) <= SAMPLES + (kills + 1) * READERS * AT_ONCE
+    assert SAMPLES <= _reads(tmp_path) <= SAMPLES + (kills + 1) * IN_FLIGHT * WINDOW
     levels.close()
 
 
@@ -192,7 +193,7 @@ def test_a_full_disk_is_one_level_less(tmp_path):
     assert filled < SAMPLES
 
 
-def test_one_sample_that_stalls_holds_up_no_other(tmp_path):
+def test_a_batch_that_stalls_holds_up_no_other(tmp_path):
     free = threading.Event()
 
     class Stalling(Source):
@@ -203,7 +204,7 @@ def test_one_sample_that_stalls_holds_up_no_other(tmp_path):
     levels = open_levels(tmp_path, Stalling(tmp_path / "log"))
     late = threading.Thread(target=levels.batch, args=(np.array([4, 5]),))
     late.start()
-    others = np.array([number for number in range(SAMPLES) if number != 5])
+    others = np.array([number for number in range(SAMPLES) if number not in (4, 5)])
     assert levels.batch(others)[1].tolist() == others.tolist()
     assert late.is_alive()
     free.set()

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import datacache
-from datacache import SourceError
+from datacache import SourceError, native
 from datacache.sources.source import RandomSource, StreamSource
 from tests import drawn
 
@@ -297,6 +297,21 @@ def test_folders_of_any_names(tmp_path):
         zip(sorted(names), [0, 0, 1, 2], strict=True)
     )
     cache.close()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_files_that_changed_since_they_were_listed(tmp_path, monkeypatch, compiled):
+    if not compiled:
+        monkeypatch.setattr(native, "_compiled", lambda: None)
+    root = _written(tmp_path / "images", "a/1.png", "a/2.png", "a/3.png", "a/4.png")
+    source = datacache.from_folder(root)
+    (root / "a/1.png").write_bytes(b"longer than it was")
+    (root / "a/2.png").write_bytes(b"")
+    (root / "a/3.png").unlink()
+    for number, problem in enumerate(("1.png has changed", "2.png has changed", "No such file")):
+        with pytest.raises(OSError, match=problem):
+            source.read(number)
+    assert source.read(3)[0].item() == b"a/4.png"
 
 
 def test_folders_without_labels(tmp_path):

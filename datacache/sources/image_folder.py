@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from datacache.native import read_file
 from datacache.sources.source import SourceError, digest
 
 IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
@@ -26,7 +27,7 @@ class FolderSource:
                 f"A source must have samples. Received: {path}, with no file ending in "
                 f"{', '.join(extensions) if extensions else 'anything'}. Name another folder, or pass `extensions`."
             )
-        self._names = [name for name, _, _ in found]
+        self._names, self._sizes = [name for name, _, _ in found], [size for _, size, _ in found]
         classes = [name.partition(os.sep)[0] if os.sep in name else "" for name in self._names]
         if labels and "" in classes:
             raise SourceError(
@@ -52,7 +53,12 @@ class FolderSource:
         return str(self.path / self._names[sample])
 
     def read(self, sample: int) -> list[np.ndarray]:
-        contents = np.array((self.path / self._names[sample]).read_bytes(), object)
+        name, size = os.path.join(self.path, self._names[sample]), self._sizes[sample]
+        # One byte more: what has grown since it was listed is another source.
+        content = read_file(name, 0, size + 1)
+        if len(content) != size:
+            raise OSError(f"{name} has changed: it had {size} bytes when it was listed")
+        contents = np.array(content, object)
         return [contents, self._classes[sample]] if self._labels else [contents]
 
     def decode(self, *stored: Any) -> Any:

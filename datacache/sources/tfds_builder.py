@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from datacache.native import read_file
 from datacache.sources.source import SourceError, digest
 
 LENGTH, CHECKED_LENGTH, CHECKSUM = 8, 12, 4
@@ -155,9 +156,7 @@ class _TfRecords:
         if record >= len(offsets):
             raise OSError(f"{self._path} ends before record {record}: it has {len(offsets)}")
         offset, length = offsets[record]
-        with open(self._path, "rb") as stream:
-            stream.seek(offset)
-            content = stream.read(length)
+        content = read_file(self._path, offset, length)
         if len(content) < length:
             raise OSError(f"{self._path} ends within record {record}")
         return content
