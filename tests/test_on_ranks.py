@@ -15,12 +15,12 @@ WORLDS = {
     # name: ranks, or options of the lab; ranks per node (0: as the launcher says); modules
     "1": (1, 0, ["contract_table"]),
     "2": (2, 0, ["contract_table", "training", "optimizer_features", "refusals", "memory", "wait_free"]),
-    "2 for callbacks": (2, 0, ["callbacks", "stateful", "sparse", "factors", "caching"]),
-    "2 for models": (2, 0, ["server_update", "applications", "factor_accumulation"]),
+    "2 for callbacks": (2, 0, ["callbacks", "stateful", "sparse", "factors", "caching", "parallel_operator"]),
+    "2 for models": (2, 0, ["server_update", "applications", "factor_accumulation", "layer_rates"]),
     "3": (3, 0, ["contract_table", "uneven"]),
     "2+1": (3, 2, ["contract_table", "caching"]),
     "2x2": (4, 2, ["contract_table", "training", "layout", "sparse", "caching"]),
-    "2x2 for servers": (4, 2, ["factors", "factor_accumulation", "server_update"]),
+    "2x2 for servers": (4, 2, ["factors", "factor_accumulation", "server_update", "parallel_operator", "layer_rates"]),
     "3x2": (6, 2, ["contract_table"]),
     "2x2 in the lab": ("--nodes 2 --per-node 2 --inter 200mbit", 0, ["links"]),
 }

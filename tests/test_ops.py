@@ -262,3 +262,35 @@ def test_bad_input_to_one_bit():
         ops.one_bit_encode(tf.zeros([3]), tf.zeros([4]))
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"whole codes, 3 words for size=5. Received: shape \[4\]"):
         ops.one_bit_sum(tf.zeros([4], tf.int32), 5)
+
+
+# ---------------------------------------------------------------------- norms
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shapes", [[()], [(3,), (0,), (4, 5)], [(1,)] * 200, [(70_001,), (2,), (513, 129)]])
+def test_norms(shapes, dtype):
+    tensors = [tf.cast(np.random.default_rng(i).normal(size=shape), dtype) for i, shape in enumerate(shapes)]
+    for run in (ops.l2_norms, tf.function(ops.l2_norms)):
+        found = run(tensors)
+        assert found.shape == (len(shapes),)
+        assert found.dtype == tf.float32
+        expected = [np.linalg.norm(tf.cast(tensor, "float64").numpy()) for tensor in tensors]
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_norms_know_no_range():
+    tensors = [tf.fill([5000], scale) for scale in (1e-35, 1e35, 0.0)]
+    np.testing.assert_allclose(ops.l2_norms(tensors), np.sqrt(5000) * np.array([1e-35, 1e35, 0.0]), rtol=1e-6)
+
+
+def test_norms_of_what_is_not_finite():
+    found = ops.l2_norms([tf.constant([1.0, float("nan")]), tf.constant([float("inf"), 1.0]), tf.ones([4])]).numpy()
+    assert np.isnan(found[0])
+    assert found[1:].tolist() == [float("inf"), 2.0]
+
+
+@pytest.mark.parametrize("tensors", [[], [[1]], [tf.zeros([2], tf.float64)]])
+def test_norms_of_bad_input(tensors):
+    with pytest.raises(ValueError, match="`tensors` must be "):
+        ops.l2_norms(tensors)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfposeidon.optimizers import LARS
+from tfposeidon.optimizers import LARS, schedules
 from tfposeidon.optimizers.schedules import PolynomialDecayWithWarmup
 
 
@@ -44,6 +44,21 @@ def test_a_straight_fall_is_keras_polynomial_decay_and_warmup_that_of_cosine_dec
 def test_the_schedule_by_epochs_is_that_by_steps():
     by_epochs = PolynomialDecayWithWarmup.by_epochs(4.0, 2.5, 10, steps_per_epoch=7, power=1.0)
     assert by_epochs.get_config() == PolynomialDecayWithWarmup(4.0, 18, 70, power=1.0).get_config()
+
+
+@pytest.mark.parametrize("warmup", [0, 2.5])
+def test_the_cosine_by_epochs(warmup):
+    schedule = schedules.cosine_decay_by_epochs(4.0, warmup, 10, steps_per_epoch=8, alpha=0.25)
+    steps = np.arange(120)
+    rise = 8 * warmup
+    done = np.clip((steps - rise) / 80, 0, 1)
+    fall = 4.0 * (0.25 + 0.75 * (1 + np.cos(np.pi * done)) / 2)
+    expected = np.where(steps < rise, 4.0 * steps / max(rise, 1), fall)
+    # Keras's alpha is a share of the peak.
+    np.testing.assert_allclose([float(schedule(step)) for step in steps], expected, rtol=1e-5, atol=1e-6)
+    assert float(schedule(int(rise))) == 4.0
+    with pytest.raises(ValueError, match="`steps_per_epoch` must be a whole number from 1"):
+        schedules.cosine_decay_by_epochs(4.0, warmup, 10, steps_per_epoch=0)
 
 
 def test_the_schedule_drives_an_optimizer():

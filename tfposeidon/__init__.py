@@ -12,12 +12,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfposeidon import ops, optimizers, policies, schemes
     from tfposeidon.optimizer import DistributedOptimizer
+    from tfposeidon.parallel_operator import parallel_tensor_operator
     from tfposeidon.runtime import init, rank, size
 
 __version__ = "0.1.0"
-__all__ = ["DistributedOptimizer", "init", "ops", "optimizers", "policies", "rank", "schemes", "size"]
+__all__ = [
+    "DistributedOptimizer",
+    "init",
+    "ops",
+    "optimizers",
+    "parallel_tensor_operator",
+    "policies",
+    "rank",
+    "schemes",
+    "size",
+]
 
-_HOME = {"DistributedOptimizer": "optimizer", "init": "runtime", "rank": "runtime", "size": "runtime"}
+_HOME = {
+    "DistributedOptimizer": "optimizer",
+    "parallel_tensor_operator": "parallel_operator",
+    "init": "runtime",
+    "rank": "runtime",
+    "size": "runtime",
+}
 
 
 def __getattr__(name: str) -> Any:

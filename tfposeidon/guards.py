@@ -6,10 +6,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
 
 from tfposeidon import native
 from tfposeidon.coordinator import Plan
+from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
 from tfposeidon.policies import Policy
 
 # Rules that update each element by itself.
@@ -52,8 +52,9 @@ def check_server_update(policy: Policy, inner: Any) -> None:
         return
     optimizer = innermost(inner)
     rule = next(cls for cls in type(optimizer).__mro__ if "update_step" in vars(cls))
-    if rule not in ELEMENTWISE and not getattr(optimizer, "updates_elementwise", False):
-        names = ", ".join(cls.__name__ for cls in ELEMENTWISE)
+    completed = isinstance(optimizer, LayerWiseOptimizer)
+    if rule not in ELEMENTWISE and not completed and not getattr(optimizer, "updates_elementwise", False):
+        names = ", ".join([*(cls.__name__ for cls in ELEMENTWISE), "LARS", "LAMB"])
         raise ValueError(
             f'update="server" gives the optimizer parts of variables, which {names} can work on. Received: '
             f"{type(optimizer).__name__}, whose rule needs whole variables, or is not known not to. Use "
@@ -117,7 +118,7 @@ def check_surroundings() -> None:
 def check_graph() -> None:
     """Refuses, while a step is traced, surroundings in which collectives cannot run."""
     check_surroundings()
-    if not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+    if native.in_xla():
         raise ValueError(
             "Collectives cannot be compiled by XLA. Received: a train step with jit_compile=True. "
             "Leave jit_compile out of model.compile (or pass False): tfposeidon keeps XLA off for that step."

@@ -1,4 +1,4 @@
-"""Native operations on gradients: selection with and without error feedback, sparse sums, 16-bit values.
+"""Native operations on gradients: selection with and without error feedback, sums, 16-bit values, norms.
 
 There are kernels for processors, and for CUDA GPUs where tfposeidon is built with nvcc for a TensorFlow with GPUs.
 Without those TensorFlow copies from the GPU to the processor and back. Results are the same, but for MSTopK's mean,
@@ -226,6 +226,34 @@ def one_bit_sum(codes: Any, size: int) -> tf.Tensor:
 def one_bit_size(n: int) -> int:
     """int32 words that `n` values are coded in."""
     return -(-n // 32) + 2 * -(-n // 4096)
+
+
+def l2_norms(tensors: Sequence[Any]) -> tf.Tensor:
+    """Euclidean norms of tensors of any shapes, all in one call.
+
+    Args:
+      tensors: float32; float16 and bfloat16 are cast to it.
+
+    Returns:
+      `[len(tensors)]` float32: 0 for a tensor without elements, NaN where one is. Squares are summed in 64 bits, so
+      that none is too large or too small, in an order that does not depend on the machine.
+
+    Raises:
+      ValueError: If there is no tensor, or a dtype is another.
+
+    Cost: one pass over the tensors.
+
+    >>> import tensorflow as tf, tfposeidon as tp
+    >>> tp.ops.l2_norms([tf.constant([3.0, 4.0]), tf.fill([2, 2], 1e-30)]).numpy().tolist()[0]
+    5.0
+    """
+    given = [_floating("tensors", tensor) for tensor in tensors]
+    if not given or any(tensor.dtype.size > 4 for tensor in given):
+        raise ValueError(
+            "`tensors` must be float32, float16 or bfloat16, one at least. Received: "
+            f"{[tensor.dtype.name for tensor in given]}. Use tf.norm for others."
+        )
+    return library().tfposeidon_l2_norms(tensors=[tf.cast(tensor, tf.float32) for tensor in given])
 
 
 def _options(x: tf.Tensor, method: str, steps: int, **more: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfposeidon import coordinator, factor_agreement, guards, runtime
+from tfposeidon import coordinator, factor_agreement, guards, norms, runtime
 from tfposeidon.exchanger import Exchanger
 from tfposeidon.gradient import Description, describe
 from tfposeidon.policies import Policy
@@ -93,6 +93,7 @@ class Planner:
             replicated = [*variables, *inner_optimizer.variables]
             steps = settings["gradient_accumulation_steps"] or 1
             self._plan_with_factors(grads, variables, replicated, steps)
+        self._choose_norms(variables, inner_optimizer)
         self._take_notes(grads, variables, inner_optimizer, settings)
 
     def takes_batches_of(self, samples: int | None) -> bool:
@@ -145,6 +146,13 @@ class Planner:
         new = Exchanger(plan, exchanger.wire)
         new.take_over(exchanger)
         self._exchangers[_key(variables)] = new
+
+    def _choose_norms(self, variables: list[Any], inner_optimizer: Any) -> None:
+        exchanger = self._exchangers[_key(variables)]
+        served = any(bucket.server for bucket in exchanger.plan.buckets)
+        note = norms.choose(inner_optimizer, variables, served, exchanger.wire, f"{exchanger.prefix}")
+        if note:
+            self._note(note)
 
     def _take_notes(
         self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]

@@ -14,10 +14,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfposeidon import whole_gradients
+from tfposeidon import norms, whole_gradients
 from tfposeidon.exchanger import Exchanger
 from tfposeidon.gradient import describe
 from tfposeidon.guards import innermost
+from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
 from tfposeidon.rank_state import Piece
 from tfposeidon.wire import exchange_objects
 
@@ -38,6 +39,7 @@ class Shard(keras.Variable):
     """A part of a variable, under the variable's name, by which optimizers call their state and exclude from decay."""
 
     def __init__(self, whole: Any, length: int) -> None:
+        self.whole = whole
         # As Keras sanitises names of TensorFlow's variables.
         self._whole_path = describe(whole).path.replace(":", "_")
         dtype = keras.backend.standardize_dtype(whole.dtype)
@@ -126,6 +128,10 @@ class ServerShards:
         """
         self._loaded = {}
         self._refresh()
+        if isinstance(self._inner, LayerWiseOptimizer):
+            # Here, because collectives have their names once ranks have agreed.
+            name = f"{self._exchanger.prefix}.norms_of_layers"
+            self._inner.norms = norms.of_parts(self._exchanger.wire, self._is_served, name)
         # What was clipped by whole norms would be clipped once more by those of this rank's parts, to rounding.
         with _set_to_none(self._inner, "clipnorm", "global_clipnorm"):
             if wanted is None:
@@ -133,6 +139,9 @@ class ServerShards:
             else:
                 tf.cond(wanted, lambda: self._optimizer.apply(means, self.targets), lambda: None)
         self._pull({member for member, mean in enumerate(means) if mean is not None})
+
+    def _is_served(self, variable: Any) -> bool:
+        return any(_of_tensorflow(self.targets[member]) is variable for member in self._parts)
 
     def finalize(self) -> None:
         """What the inner optimizer does at the end of `fit`: with `use_ema`, variables become their averages."""

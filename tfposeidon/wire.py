@@ -89,25 +89,34 @@ class HorovodWire:
         return self._process_sets[group]
 
 
-def zeros(shape: Sequence[int], zero: tf.Variable) -> tf.Tensor:
+def unknown_zero(dtype: str = "int32") -> tf.Tensor:
+    """A scalar 0 of which TensorFlow does not know that it is one: no time is before 1970.
+
+    For functions that may be called in anybody's `tf.function`, which lets nobody make a variable.
+    """
+    with tf.device("/CPU:0"):
+        return tf.cast(tf.timestamp() < 0.0, dtype)
+
+
+def zeros(shape: Sequence[int], zero: tf.Variable | tf.Tensor) -> tf.Tensor:
     """Zeros that TensorFlow cannot fold: a collective on `tf.zeros` runs on no rank, or hangs.
 
     Args:
       shape: Shape of the result.
-      zero: A scalar variable that holds 0; its dtype is the result's.
+      zero: A scalar variable that holds 0, or `unknown_zero`; its dtype is the result's.
     """
-    return tf.broadcast_to(zero.read_value(), shape)
+    return tf.broadcast_to(tf.convert_to_tensor(zero), shape)
 
 
-def opaque(tensor: tf.Tensor, zero: tf.Variable) -> tf.Tensor:
+def opaque(tensor: tf.Tensor, zero: tf.Variable | tf.Tensor) -> tf.Tensor:
     """The same `[n, ...]` tensor, which TensorFlow can no longer see to be a constant; costs no copy.
 
     Args:
-      zero: A scalar int32 variable that holds 0.
+      zero: A scalar int32 variable that holds 0, or `unknown_zero`.
     """
     # All of it, from a place that only the variable knows. A reshape would not do: where all but one of its
     # dimensions are given, TensorFlow finds the last by itself.
-    begin = tf.stack([zero.read_value(), *([0] * (tensor.shape.rank - 1))])
+    begin = tf.stack([tf.convert_to_tensor(zero), *([0] * (tensor.shape.rank - 1))])
     return tf.ensure_shape(tf.slice(tensor, begin, [-1] * tensor.shape.rank), tensor.shape)
 
 

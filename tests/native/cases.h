@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "tfposeidon/native/lib/keys.h"
+#include "tfposeidon/native/lib/norms.h"
 #include "tfposeidon/native/lib/thresholds.h"
 
 namespace tfposeidon {
@@ -207,6 +208,31 @@ void check_scatter_add(const Case& c, const std::string& about, const Add& add) 
   const int64_t place = spoil(&s);
   const auto outside = add(s, out.data());
   expect(outside.place == place && outside.index == s.indices[place], "finds the index that is outside", about);
+}
+
+// Vectors one behind the other, empty and short ones among them.
+inline std::vector<Span> cut_anywhere(const Floats& x) {
+  std::vector<Span> vectors;
+  const int64_t n = static_cast<int64_t>(x.size());
+  for (int64_t begin = 0; begin < n;) {
+    const int64_t most = below(3) ? 1 + below(100) : 3 * kNormChunk;
+    const int64_t size = std::min(below(most + 1), n - begin);
+    vectors.push_back({x.data() + begin, size});
+    begin += size;
+  }
+  return vectors;
+}
+
+inline void check_norms_of(const std::vector<Span>& vectors, const Floats& norms, const std::string& about) {
+  for (size_t v = 0; v < vectors.size(); ++v) {
+    long double sum = 0;
+    for (int64_t i = 0; i < vectors[v].size; ++i) {
+      sum += static_cast<long double>(vectors[v].begin[i]) * vectors[v].begin[i];
+    }
+    const float expected = static_cast<float>(std::sqrt(sum));
+    const bool close = std::fabs(norms[v] - expected) <= 1e-6f * expected;
+    expect(close || norms[v] == expected || (std::isnan(expected) && std::isnan(norms[v])), "takes norms", about);
+  }
 }
 
 }  // namespace tfposeidon

@@ -9,6 +9,7 @@
 
 #include "tests/native/cases.h"
 #include "tfposeidon/native/lib/gpu/accumulation.h"
+#include "tfposeidon/native/lib/gpu/norms.h"
 #include "tfposeidon/native/lib/gpu/selection.h"
 
 namespace tfposeidon::gpu {
@@ -22,6 +23,13 @@ class Processor {
   T* array(int64_t n) {
     held_.push_back(std::make_unique<char[]>(sizeof(T) * n));
     return reinterpret_cast<T*>(held_.back().get());
+  }
+
+  template <class T>
+  T* copied(const std::vector<T>& list) {
+    T* place = array<T>(list.size());
+    std::copy(list.begin(), list.end(), place);
+    return place;
   }
 
   template <class T>
@@ -121,6 +129,14 @@ void check_sums(const Case& c, const std::string& about) {
   }
 }
 
+void check_norms(const Case& c, const std::string& about) {
+  const std::vector<Span> vectors = cut_anywhere(c.x);
+  Floats norms(vectors.size(), -7);
+  Processor machine;
+  l2_norms(machine, vectors, norms.data());
+  check_norms_of(vectors, norms, about);
+}
+
 void run(int cases) {
   for (int number = 0; number < cases; ++number) {
     const Case c = draw_case(number);
@@ -129,6 +145,7 @@ void run(int cases) {
     check_error_feedback(c, about);
     check_scatter_add(c, about);
     check_sums(c, about);
+    check_norms(c, about);
   }
   std::printf("%d cases: all right\n", cases);
 }

@@ -6,6 +6,7 @@
 #include "tests/native/cases.h"
 #include "tests/native/threads.h"
 #include "tfposeidon/native/lib/error_feedback.h"
+#include "tfposeidon/native/lib/norms.h"
 #include "tfposeidon/native/lib/one_bit.h"
 #include "tfposeidon/native/lib/scatter_add.h"
 #include "tfposeidon/native/lib/top_k.h"
@@ -226,6 +227,17 @@ void check_bfloat16(const Passes& passes) {
   }
 }
 
+void check_norms(const Case& c, const Engine& engine, const std::string& about) {
+  const std::vector<Span> vectors = cut_anywhere(c.x);
+  Floats norms(vectors.size(), -7), plain(vectors.size());
+  l2_norms(vectors, engine.passes, engine.parallel, norms.data());
+  check_norms_of(vectors, norms, about);
+  l2_norms(vectors, usable_passes().front(), Serial(), plain.data());
+  for (size_t v = 0; v < norms.size(); ++v) {
+    expect(bits_of(norms[v]) == bits_of(plain[v]) || std::isnan(plain[v]), "norms have the same bits everywhere", about);
+  }
+}
+
 void check_sums(const Passes& passes) {
   for (int i = 0; i < 50; ++i) {
     const int64_t n = below(9000), rows = 1 + below(5), stride = n + below(3);
@@ -269,6 +281,7 @@ void run(int cases) {
         check_error_feedback(c, engine, about);
         check_scatter_add(c, engine, about);
         check_one_bit(c, engine, about);
+        check_norms(c, engine, about);
       }
     }
   }

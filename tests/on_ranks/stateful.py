@@ -74,6 +74,11 @@ def case_resume_at_every_step(wire):
     check_resumes_everywhere(wire, models.mlp, sgd, scheme=Rounded())
 
 
+def case_layer_rates_at_servers_resume_at_every_step(wire):
+    served = tp.schemes.ShardedServer(update="server", pair_bytes=256)
+    check_resumes_everywhere(wire, models.mlp, lambda: tp.optimizers.LAMB(0.01), scheme=served)
+
+
 def case_no_bucket_waits_for_the_state_of_another(wire):
     optimizer = tp.DistributedOptimizer(sgd(), scheme=Rounded(), bucket_bytes=0)
     check_independent(traced(models.mlp(), optimizer, models.mlp.data(4)), 6)

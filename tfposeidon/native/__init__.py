@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
 LIBRARY = Path(__file__).with_name("_ops.so")
 
@@ -31,6 +32,11 @@ def library() -> Any:
             f"tfposeidon's native library must be built for the TensorFlow that loads it. Received: TensorFlow "
             f"{tf.__version__}, which says: {error.message}. {remedy}"
         ) from error
+
+
+def in_xla() -> bool:
+    """Whether what is traced will be compiled by XLA, which knows no op of ours."""
+    return not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 @functools.cache

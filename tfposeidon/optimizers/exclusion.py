@@ -31,6 +31,8 @@ class Exclusion:
     def places(self, variables: Sequence[Any]) -> frozenset[int]:
         """Places of excluded variables in the list. Patterns that are found in none are a `UserWarning`."""
         rule = is_scale_or_shift if self._rule is None else self._rule
+        # A server's part stands for the whole variable.
+        variables = [getattr(variable, "whole", variable) for variable in variables]
         if callable(rule):
             return frozenset(place for place, variable in enumerate(variables) if rule(variable))
         found = {pattern: _places_with(pattern, variables) for pattern in rule}

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfposeidon.optimizers import checks
 from tfposeidon.optimizers.exclusion import Exclude
-from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, norm, ratio_or_1, widened
+from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, ratio_or_1
 
 
 @keras.saving.register_keras_serializable(package="tfposeidon")
@@ -36,13 +36,15 @@ class LAMB(LayerWiseOptimizer):
       weight_decay: Inside the step, and so inside the ratio; Keras's own decoupled decay does not happen.
       exclude: Variables with ratio 1 and without decay, which move as in Adam. As in `LARS`: `None` for biases and
         parameters of normalization layers, regular expressions searched in the path, or a function of the variable.
+      parallel: Inside `DistributedOptimizer`, whether each rank takes the norms of some layers only. As in `LARS`.
       options: Those of `keras.optimizers.Optimizer`: name, clipping, EMA, accumulation, loss scale.
 
     Raises:
       ValueError: If an argument makes no sense.
 
     State: both moments ("momentum", "velocity") in the order of Keras's Lamb; float32 for 16-bit variables. Norms are
-    of whole variables: servers (`ShardedServer(update="server")`) have but parts of them, and refuse it.
+    of whole variables: servers (`ShardedServer(update="server")`), which have but parts, sum squares over the ranks.
+    Memory: beside the state, a step for every variable at a time, as norms of all are taken in one call.
     Source: You et al. 2020, algorithm 2, with the identity for phi. Differs: exclusion, which the authors' code has.
 
     Example:
@@ -61,9 +63,10 @@ class LAMB(LayerWiseOptimizer):
         *,
         weight_decay: float = 0.0,
         exclude: Exclude = None,
+        parallel: bool | str = "auto",
         **options: Any,
     ) -> None:
-        super().__init__(learning_rate, weight_decay=weight_decay, exclude=exclude, **options)
+        super().__init__(learning_rate, weight_decay=weight_decay, exclude=exclude, parallel=parallel, **options)
         self.beta_1 = checks.number("beta_1", beta_1, checks.BELOW_1, "Use 0.9.")
         self.beta_2 = checks.number("beta_2", beta_2, checks.BELOW_1, "Use 0.999.")
         self.epsilon = checks.number("epsilon", epsilon, checks.POSITIVE, "Use 1e-6.")
@@ -75,27 +78,27 @@ class LAMB(LayerWiseOptimizer):
         super().build(variables)
         self._momentums, self._velocities = self._new_state(variables, "momentum", "velocity")
 
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Moves one variable, and its moments."""
-        gradient, value, rate = widened(gradient, variable, learning_rate)
-        step = self._adam_step(gradient, self._get_variable_index(variable))
-        decay = self._decay_of(variable)
-        if decay:
-            step += decay * value
-        if not self._is_excluded(variable):
-            weight, length = norm(value), norm(step)
-            rate *= ratio_or_1(weight, length, (weight > 0.0) & (length > 0.0))
-        self.assign_sub(variable, step * rate)
-
     def get_config(self) -> dict[str, Any]:
         """Constructor arguments."""
         own = ("beta_1", "beta_2", "epsilon")
         return {**super().get_config(), **{name: getattr(self, name) for name in own}}
 
-    def _adam_step(self, gradient: tf.Tensor, place: int) -> tf.Tensor:
+    def _direction(self, gradient: tf.Tensor, value: tf.Tensor, variable: Any) -> tf.Tensor:
+        place = self._get_variable_index(variable)
         first = self._average(self._momentums[place], gradient, self.beta_1)
         second = self._average(self._velocities[place], tf.square(gradient), self.beta_2)
-        return first / (tf.sqrt(second) + self.epsilon)
+        step = first / (tf.sqrt(second) + self.epsilon)
+        decay = self._decay_of(variable)
+        return step + decay * value if decay else step
+
+    def _measured(self, gradient: tf.Tensor, value: tf.Tensor, direction: tf.Tensor) -> tf.Tensor:
+        return direction
+
+    def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
+        return ratio_or_1(weights, others, (weights > 0.0) & (others > 0.0))
+
+    def _move(self, variable: Any, step: tf.Tensor) -> None:
+        self.assign_sub(variable, step)
 
     def _average(self, kept: Any, sample: tf.Tensor, beta: float) -> tf.Tensor:
         """Takes a sample into a moment, and returns it without its bias towards 0."""

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfposeidon.optimizers import checks
 from tfposeidon.optimizers.exclusion import Exclude
-from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, norm, ratio_or_1, widened
+from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, ratio_or_1
 
 RATIOS = ("sum_of_norms", "norm_of_sum")
 
@@ -43,14 +43,18 @@ class LARS(LayerWiseOptimizer):
         excludes nothing. Or a function of the variable, which cannot be saved with the model.
       ratio: "sum_of_norms" (the papers) or "norm_of_sum" (optax.lars), as above.
       epsilon: In the denominator.
+      parallel: Inside `DistributedOptimizer`, whether each rank takes the norms of some layers only, and receives the
+        others': `True`, `False`, or "auto" for what is faster. That is measured once, at the first step, and
+        `DistributedOptimizer.plan` says what came of it.
       options: Those of `keras.optimizers.Optimizer`: name, clipping, EMA, accumulation, loss scale.
 
     Raises:
       ValueError: If an argument makes no sense.
 
     State: the velocity ("momentum"), as Keras's SGD has it, so that `keras_callbacks.LearningRateSchedule` can correct
-    it; float32 for 16-bit variables. Norms are of whole variables: servers (`ShardedServer(update="server")`) have but
-    parts of them, and refuse it.
+    it; float32 for 16-bit variables. Norms are of whole variables: servers (`ShardedServer(update="server")`), which
+    have but parts, sum squares over the ranks.
+    Memory: beside the state, a step for every variable at a time, as norms of all are taken in one call.
     Source: You, Gitman and Ginsburg 2017, algorithm 1; CommLib (Shi et al. 2021), Eq. 11. Differs: exclusion, which
     Paddle and MLPerf have, and `nesterov`.
 
@@ -72,9 +76,10 @@ class LARS(LayerWiseOptimizer):
         exclude: Exclude = None,
         ratio: str = "sum_of_norms",
         epsilon: float = 0.0,
+        parallel: bool | str = "auto",
         **options: Any,
     ) -> None:
-        super().__init__(learning_rate, weight_decay=weight_decay, exclude=exclude, **options)
+        super().__init__(learning_rate, weight_decay=weight_decay, exclude=exclude, parallel=parallel, **options)
         self.momentum = checks.number("momentum", momentum, checks.BELOW_1, "Use 0.9, or 0.0 for none.")
         self.nesterov = _checked_nesterov(nesterov, self.momentum)
         self.trust_coefficient = checks.number(
@@ -91,29 +96,22 @@ class LARS(LayerWiseOptimizer):
         # Under the name that SGD has: callbacks that change the rate rescale what is in it.
         self.momentums = self._new_state(variables, "momentum")[0] if self.momentum else []
 
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Moves one variable, and its velocity."""
-        gradient, value, rate = widened(gradient, variable, learning_rate)
-        decay = self._decay_of(variable)
-        decayed = gradient + decay * value if decay else gradient
-        if not self._is_excluded(variable):
-            rate *= self._ratio(value, gradient, decayed, decay)
-        self._move(variable, decayed * rate)
-
     def get_config(self) -> dict[str, Any]:
         """Constructor arguments."""
         own = ("momentum", "nesterov", "trust_coefficient", "ratio", "epsilon")
         return {**super().get_config(), **{name: getattr(self, name) for name in own}}
 
-    def _ratio(self, value: tf.Tensor, gradient: tf.Tensor, decayed: tf.Tensor, decay: float) -> tf.Tensor:
-        weight = norm(value)
-        if self.ratio == "norm_of_sum":
-            other = denominator = norm(decayed)
-        else:
-            other = norm(gradient)
-            denominator = other + decay * weight
-        defined = (weight > 0.0) & (other > 0.0)
-        return ratio_or_1(self.trust_coefficient * weight, denominator + self.epsilon, defined)
+    def _direction(self, gradient: tf.Tensor, value: tf.Tensor, variable: Any) -> tf.Tensor:
+        decay = self._decay_of(variable)
+        return gradient + decay * value if decay else gradient
+
+    def _measured(self, gradient: tf.Tensor, value: tf.Tensor, direction: tf.Tensor) -> tf.Tensor:
+        return direction if self.ratio == "norm_of_sum" else gradient
+
+    def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
+        denominators = others if self.ratio == "norm_of_sum" else others + decays * weights
+        defined = (weights > 0.0) & (others > 0.0)
+        return ratio_or_1(self.trust_coefficient * weights, denominators + self.epsilon, defined)
 
     def _move(self, variable: Any, step: tf.Tensor) -> None:
         if not self.momentum:

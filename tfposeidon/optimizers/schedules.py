@@ -1,4 +1,4 @@
-"""Learning rates by step that Keras lacks; its `CosineDecay` has a warm-up of its own."""
+"""Learning rates that Keras lacks; its `CosineDecay` has a warm-up of its own, which is counted in epochs here."""
 
 from __future__ import annotations
 
@@ -87,10 +87,8 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
         >>> PolynomialDecayWithWarmup.by_epochs(1.0, 2.5, 37.5, steps_per_epoch=100).decay_steps
         3750
         """
-        steps = checks.whole("steps_per_epoch", steps_per_epoch, 1, "Count the batches of one rank.")
-        warmup = checks.number("warmup_epochs", warmup_epochs, checks.NOT_NEGATIVE, "Use 0 for none.")
-        decay = checks.number("decay_epochs", decay_epochs, checks.POSITIVE, "Count the epochs after the warm-up.")
-        return cls(peak_learning_rate, round(warmup * steps), round(decay * steps), **options)
+        warmup_steps, decay_steps = _in_steps(warmup_epochs, decay_epochs, steps_per_epoch)
+        return cls(peak_learning_rate, warmup_steps, decay_steps, **options)
 
     def __call__(self, step: Any) -> tf.Tensor:
         """The rate at `step`, a scalar: float32, or whatever `keras.config.floatx()` says."""
@@ -120,3 +118,39 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
         peak = self.peak_learning_rate
         rule = checks.Range(f"a number in [0, peak_learning_rate={peak}]", lambda rate: 0.0 <= rate <= peak)
         return checks.number(name, value, rule, "Use 0.0, or a higher peak.")
+
+
+def cosine_decay_by_epochs(
+    peak_learning_rate: float, warmup_epochs: float, decay_epochs: float, steps_per_epoch: int, **options: Any
+) -> keras.optimizers.schedules.CosineDecay:
+    """Keras's `CosineDecay`: from 0 up to the peak, then down along a cosine; epochs need not be whole.
+
+    Args:
+      peak_learning_rate: At the end of the warm-up.
+      warmup_epochs: 0 for none.
+      decay_epochs: After the warm-up.
+      steps_per_epoch: On one rank, so `ceil(samples / (batch_size * ranks))`.
+      options: As in `keras.optimizers.schedules.CosineDecay`: alpha, name.
+
+    Raises:
+      ValueError: If an argument makes no sense.
+
+    Example:
+    >>> schedule = cosine_decay_by_epochs(8.0, warmup_epochs=2, decay_epochs=3, steps_per_epoch=2)
+    >>> [round(float(schedule(step)), 3) for step in (0, 2, 4, 7, 10)]
+    [0.0, 4.0, 8.0, 4.0, 0.0]
+    """
+    peak = checks.number("peak_learning_rate", peak_learning_rate, checks.POSITIVE, "Give for example 1.0.")
+    warmup_steps, decay_steps = _in_steps(warmup_epochs, decay_epochs, steps_per_epoch)
+    cosine = keras.optimizers.schedules.CosineDecay
+    if not warmup_steps:
+        return cosine(peak, decay_steps, **options)
+    return cosine(0.0, decay_steps, warmup_target=peak, warmup_steps=warmup_steps, **options)
+
+
+def _in_steps(warmup_epochs: Any, decay_epochs: Any, steps_per_epoch: Any) -> tuple[int, int]:
+    steps = checks.whole("steps_per_epoch", steps_per_epoch, 1, "Count the batches of one rank.")
+    warmup = checks.number("warmup_epochs", warmup_epochs, checks.NOT_NEGATIVE, "Use 0 for none.")
+    decay = checks.number("decay_epochs", decay_epochs, checks.POSITIVE, "Count the epochs after the warm-up.")
+    # Less than half a step is a step: something has to come down.
+    return round(warmup * steps), max(1, round(decay * steps))

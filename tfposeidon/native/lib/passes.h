@@ -40,6 +40,9 @@ struct Passes {
   // The largest key: the fastest read there is, to compare with.
   uint32_t (*maximum)(const float* x, int64_t n);
 
+  // In 64 bits, in an order that n alone decides.
+  double (*sum_of_squares)(const float* x, int64_t n);
+
   // How many of bits[0 .. n-1] have a key > above.
   int64_t (*count)(const uint32_t* bits, int64_t n, int32_t above);
 

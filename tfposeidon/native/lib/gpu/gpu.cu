@@ -6,6 +6,7 @@
 
 #include "tfposeidon/native/lib/gpu/accumulation.h"
 #include "tfposeidon/native/lib/gpu/gpu.h"
+#include "tfposeidon/native/lib/gpu/norms.h"
 #include "tfposeidon/native/lib/gpu/selection.h"
 
 namespace tfposeidon::gpu {
@@ -31,6 +32,14 @@ class Cuda {
     return static_cast<T*>(allocator_.memory->allocate(sizeof(T) * n));
   }
 
+  // From memory that may go at once: what is not pinned is taken before the call returns.
+  template <class T>
+  T* copied(const std::vector<T>& list) {
+    T* place = array<T>(list.size());
+    check(cudaMemcpyAsync(place, list.data(), sizeof(T) * list.size(), cudaMemcpyHostToDevice, stream_));
+    return place;
+  }
+
   template <class T>
   T read(const T* place) {
     T value;
@@ -41,7 +50,7 @@ class Cuda {
 
  private:
   static void check(cudaError_t error) {
-    if (error != cudaSuccess) throw thrust::system_error(error, thrust::cuda_category(), "reading from the GPU");
+    if (error != cudaSuccess) throw thrust::system_error(error, thrust::cuda_category(), "copying to or from the GPU");
   }
 
   cudaStream_t stream_;
@@ -89,6 +98,11 @@ void encode(const Device& device, const float* x, int64_t n, WireType wire, uint
 void sum_rows(const Device& device, const uint16_t* rows, int64_t count, int64_t n, WireType wire, float* out) {
   Cuda machine(device);
   for_each(machine, n, SumRows{rows, count, n, wire, out});
+}
+
+void l2_norms(const Device& device, const std::vector<Span>& vectors, float* norms) {
+  Cuda machine(device);
+  l2_norms(machine, vectors, norms);
 }
 
 #define INSTANTIATE(Index)                                                                                         \

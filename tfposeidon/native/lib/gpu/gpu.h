@@ -1,4 +1,4 @@
-// The library on a CUDA GPU: what top_k.h, error_feedback.h, scatter_add.h and passes.h do on the processor.
+// The library on a CUDA GPU: what top_k.h, error_feedback.h, scatter_add.h, norms.h and passes.h do on the processor.
 //
 // Selection gives the processor's output, but for MSTopK's mean, which is summed in 64 bits throughout; dgc goes the way
 // of exact, which has the same output. Pointers are to the GPU's memory.
@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "tfposeidon/native/lib/half.h"
+#include "tfposeidon/native/lib/norms.h"
 #include "tfposeidon/native/lib/scatter_add.h"
 
 namespace tfposeidon::gpu {
@@ -60,6 +61,9 @@ void encode(const Device& device, const float* x, int64_t n, WireType wire, uint
 
 // out = sum of `count` rows of n values that follow one another, added in their order.
 void sum_rows(const Device& device, const uint16_t* rows, int64_t count, int64_t n, WireType wire, float* out);
+
+// norms[v] = the Euclidean norm of vector v, summed in 64 bits.
+void l2_norms(const Device& device, const std::vector<Span>& vectors, float* norms);
 
 }  // namespace tfposeidon::gpu
 

@@ -1,0 +1,43 @@
+"""Lists cut into one part for each rank, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def even(length: int, parts: int) -> list[tuple[int, int]]:
+    """Begin and end of each part; lengths differ by one at most.
+
+    >>> even(5, 3)
+    [(0, 1), (1, 3), (3, 5)]
+    """
+    return [(length * part // parts, length * (part + 1) // parts) for part in range(parts)]
+
+
+def balanced(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
+    """Begin and end of each part; the sum of the largest is as small as can be. Parts may be empty.
+
+    >>> balanced([5, 1, 1, 1, 4], 3)
+    [(0, 1), (1, 4), (4, 5)]
+    """
+    low, high = max(sizes, default=0), sum(sizes)
+    while low < high:
+        limit = (low + high) // 2
+        if len(_filled(sizes, limit)) <= parts:
+            high = limit
+        else:
+            low = limit + 1
+    ends = _filled(sizes, low)
+    ends += [len(sizes)] * (parts - len(ends))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _filled(sizes: Sequence[int], limit: int) -> list[int]:
+    """Where parts end that take items for as long as their sum keeps within the limit."""
+    ends, total = [], 0
+    for place, size in enumerate(sizes):
+        if total + size > limit and total:
+            ends.append(place)
+            total = 0
+        total += size
+    return [*ends, len(sizes)]
