@@ -61,7 +61,7 @@ check-native:
 	done
 ifneq ($(CCCL),)
 	$(CXX) $(NATIVE_FLAGS) -fsanitize=address,undefined -fno-sanitize=null -fno-sanitize-recover=all $(THRUST_FLAGS) tests/native/gpu_test.cc \
-	  tfposeidon/native/lib/thresholds.cc -o build/native/gpu_test
+	  tfposeidon/native/lib/norms.cc tfposeidon/native/lib/thresholds.cc -o build/native/gpu_test
 	build/native/gpu_test 60
 endif
 
@@ -82,6 +82,8 @@ bench: setup
 	$(BIN)/python -m benchmarks.poseidon --results $(BENCH)/poseidon.json
 	$(BIN)/python -m benchmarks.memory --layouts 2x1 --results $(BENCH)/memory.json
 	$(BIN)/python -m benchmarks.reading --results $(BENCH)/reading.json
+	$(BIN)/python -m benchmarks.norms --results $(BENCH)/norms.json
+	$(BIN)/python -m benchmarks.large_batch --results $(BENCH)/large_batch.json
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,110 @@
+"""Large batches: LARS and LAMB with warm-up beside SGD, on scikit-learn's digits.
+
+    python -m benchmarks.large_batch          # short: one seed
+    python -m benchmarks.large_batch --full   # three seeds
+
+One process trains a CNN for the same number of epochs with a batch of 16, and with one of 256 by several rules. What 16
+ranks with a batch of 16 each would do is the same, to rounding (tests/on_ranks/layer_rates.py).
+"""
+
+import argparse
+import statistics
+
+import keras
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.workers.accuracy import MOMENTUM, data, model
+from tfposeidon.optimizers import LAMB, LARS
+from tfposeidon.optimizers.schedules import PolynomialDecayWithWarmup
+
+SMALL, FACTOR, EPOCHS, WARMUP = 16, 16, 40, 5
+SHORT, FULL = {"seeds": [0]}, {"seeds": [0, 1, 2]}
+RATE = 0.05
+
+
+def schedule(peak, batch, samples, warmup=WARMUP):
+    """Up to the peak, and down to 0 at the last step."""
+    steps = -(-samples // batch)
+    return PolynomialDecayWithWarmup.by_epochs(peak, warmup, EPOCHS - warmup, steps, power=2.0)
+
+
+RULES = {
+    # name: batch, optimizer of a schedule's maker
+    "SGD, small batch": (SMALL, lambda rate: keras.optimizers.SGD(rate(RATE, warmup=0), MOMENTUM)),
+    "SGD, scaled rate": (SMALL * FACTOR, lambda rate: keras.optimizers.SGD(rate(RATE * FACTOR, warmup=0), MOMENTUM)),
+    "SGD, scaled rate and warm-up": (SMALL * FACTOR, lambda rate: keras.optimizers.SGD(rate(RATE * FACTOR), MOMENTUM)),
+    "LARS": (SMALL * FACTOR, lambda rate: LARS(rate(0.2), MOMENTUM, trust_coefficient=0.1, weight_decay=1e-4)),
+    "LAMB": (SMALL * FACTOR, lambda rate: LAMB(rate(0.02), weight_decay=1e-4)),
+}
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    harness.add_arguments(parser, "large_batch")
+    parser.add_argument("--rules", nargs="*", choices=RULES, default=list(RULES), help="what to train by")
+    parser.add_argument("--seeds", nargs="*", type=int, help="of weights and batches")
+    return harness.parse(parser, SHORT, FULL)
+
+
+def planned(options):
+    return harness.keyed({"rule": rule, "seed": seed} for seed in options.seeds for rule in options.rules)
+
+
+def run(rule, seed):
+    """Validation accuracy after each epoch."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(seed)
+    batch, optimizer = RULES[rule]
+    (x, y), validation = data(0, 1)
+    network = model()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    network.compile(optimizer(lambda *a, **k: schedule(*a, batch, len(x), **k)), loss, metrics=["accuracy"])
+    fitted = network.fit(x, y, batch_size=batch, epochs=EPOCHS, validation_data=validation, verbose=0)
+    accuracies = [float(accuracy) for accuracy in fitted.history["val_accuracy"]]
+    print(f"    {accuracies[-1]:.2%}")
+    return {"rule": rule, "seed": seed, "batch": batch, "accuracies": accuracies}
+
+
+def runs_of(cells, rule):
+    return [cell for cell in cells.values() if cell["rule"] == rule]
+
+
+def show(cells):
+    print(
+        f"\nscikit-learn's digits, {EPOCHS} epochs; validation accuracy at the end, mean over seeds (lowest, highest)"
+    )
+    small = [cell["accuracies"][-1] for cell in runs_of(cells, "SGD, small batch")]
+    rows = [("rule", "batch", "seeds", "accuracy", "points below the small batch")]
+    for rule in RULES:
+        last = [cell["accuracies"][-1] for cell in runs_of(cells, rule)]
+        if last:
+            below = f"{100 * (statistics.mean(small) - statistics.mean(last)):.2f}" if small else ""
+            spread = f"{statistics.mean(last):.2%} ({min(last):.2%}, {max(last):.2%})"
+            rows.append((rule, str(RULES[rule][0]), str(len(last)), spread, below))
+    harness.show(rows)
+
+
+def plot(cells, path):
+    """Validation accuracy over epochs, mean and range over seeds."""
+
+    def draw(axes):
+        for place, rule in enumerate(RULES):
+            curves = 100 * np.array([cell["accuracies"] for cell in runs_of(cells, rule)])
+            if not curves.size:
+                continue
+            epochs = range(1, curves.shape[1] + 1)
+            axes[0].plot(epochs, curves.mean(0), f"C{place}", label=f"{rule} ({RULES[rule][0]})", linewidth=1)
+            axes[0].fill_between(epochs, curves.min(0), curves.max(0), color=f"C{place}", alpha=0.2)
+        axes[0].set(xlabel="epoch", ylabel="validation accuracy, %", ylim=(80, 100))
+
+    harness.plot(path, 1, draw)
+
+
+def main():
+    options = parse_arguments()
+    harness.carry_out(options, planned(options), run, show, plot)
+
+
+if __name__ == "__main__":
+    main()

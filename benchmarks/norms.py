@@ -1,0 +1,179 @@
+"""Norms of all layers: the native op beside TensorFlow's, and in parallel beside every rank for itself.
+
+    python -m benchmarks.norms            # short: ResNet-50, 4 ranks
+    python -m benchmarks.norms --full     # and CommLib's Transformer; 4, 8 and 16 ranks
+
+As LARS needs them: of each variable and of its gradient. In parallel (CommLib, section 5.4) is the largest share,
+computed alone, and the all-gather of the results by ranks with nothing else to do: here 16 ranks share two processors,
+so that side by side each takes eight times as long as on a machine of its own. That is measured, too. An interrupted
+run goes on.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import tensorflow as tf
+
+from benchmarks import harness
+from tfposeidon import ops
+from tfposeidon.lab import models
+
+SHORT = {"models": ["resnet50"], "layouts": ["4x1"]}
+FULL = {"models": ["resnet50", "transformer_110m"], "layouts": ["4x1", "8x1", "16x1", "2x2", "4x4"]}
+RATE = "10gbit"
+SOURCES = ("benchmarks/native/norms.cc", *sorted((harness.ROOT / "tfposeidon/native/lib").glob("*.cc")))
+FLAGS = ("-std=c++17", "-O3", "-Wno-psabi", "-ffp-contract=off", "-pthread", "-I.")
+ROUNDS = 21
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    harness.add_arguments(parser, "norms")
+    parser.add_argument("--models", nargs="*", choices=sorted(models.MODELS), help="whose variables")
+    parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
+    return harness.parse(parser, SHORT, FULL)
+
+
+def planned(options):
+    jobs = [{"kind": kind, "model": model} for model in options.models for kind in ("library", "op")]
+    jobs += [{"kind": "parallel", "model": m, "layout": layout} for m in options.models for layout in options.layouts]
+    return harness.keyed(jobs)
+
+
+def run(kind, model, **more):
+    return {"library": library, "op": op, "parallel": parallel}[kind](model, **more) | {"kind": kind, "model": model}
+
+
+def library(model):
+    """What the compiled benchmark says."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "norms"
+        subprocess.run(["g++", *FLAGS, *SOURCES, "-o", program], cwd=harness.ROOT, check=True)
+        sizes = [str(math.prod(shape)) for shape in shapes(model)] * 2
+        return json.loads(subprocess.run([program, *sizes], check=True, capture_output=True, text=True).stdout)
+
+
+def op(model):
+    """Both in a `tf.function`, in turn, on values and as many gradients."""
+    tensors = [tf.convert_to_tensor(variable) for variable in (*drawn(model), *drawn(model, seed=1))]
+    calls = {
+        "native": lambda: ops.l2_norms(tensors),
+        "tensorflow": lambda: tf.stack([tf.norm(tensor) for tensor in tensors]),
+    }
+    compiled = {name: tf.function(call, autograph=False) for name, call in calls.items()}
+    times = {name: [] for name in compiled}
+    for turn in range(ROUNDS + 2):
+        for name, call in compiled.items():
+            begin = time.perf_counter()
+            call().numpy()
+            if turn >= 2:
+                times[name].append(time.perf_counter() - begin)
+    return {f"{name}_s": statistics.median(seconds) for name, seconds in times.items()}
+
+
+def parallel(model, layout):
+    answer = harness.in_lab(harness.cluster(layout, RATE), "norms", {"model": model, "rounds": ROUNDS})
+    return answer | {"layout": layout}
+
+
+def shapes(model):
+    """Of all variables, in the order of the layers."""
+    return [shape for layer in models.model(model).layers for shape in (layer.kernel, *((n,) for n in layer.vectors))]
+
+
+def drawn(model, seed=0):
+    """Variables for them."""
+    return [tf.Variable(tf.random.stateless_normal(shape, [i, seed])) for i, shape in enumerate(shapes(model))]
+
+
+# -------------------------------------------------------------------- tables
+
+
+def show(cells):
+    own = {kind: [cell for cell in cells.values() if cell["kind"] == kind] for kind in ("library", "op", "parallel")}
+    if own["library"]:
+        print("\nlibrary, beside one read of the same values")
+        header = ("model", "tensors", "values", "one read", "norms", "norms / read")
+        harness.show([header, *map(library_row, own["library"])])
+    if own["op"]:
+        print("\nop, beside tf.norm of each tensor")
+        harness.show([("model", "tf.norm", "l2_norms", "ratio"), *map(op_row, own["op"])])
+    if own["parallel"]:
+        print(f"\nin parallel, {RATE} between nodes: the largest share alone, and the all-gather")
+        header = ("model", "ranks", "every rank for itself", "share", "all-gather", "in parallel", "ratio")
+        header += ("pays from", "side by side: for itself", "in parallel")
+        harness.show([header, *map(parallel_row, own["parallel"])])
+
+
+def library_row(cell):
+    sizes = shapes(cell["model"]) * 2
+    values = sum(math.prod(shape) for shape in sizes)
+    times = (f"{1e3 * cell[name]:.2f} ms" for name in ("read_s", "norms_s"))
+    ratio = cell["norms_s"] / cell["read_s"]
+    return (cell["model"], str(len(sizes)), f"{values / 1e6:.1f} M", *times, f"{ratio:.2f}")
+
+
+def op_row(cell):
+    times = (f"{1e3 * cell[name]:.2f} ms" for name in ("tensorflow_s", "native_s"))
+    return (cell["model"], *times, f"{cell['tensorflow_s'] / cell['native_s']:.1f}")
+
+
+def parallel_row(cell):
+    seconds = {name: statistics.median(figures["step_s"]) for name, figures in cell["systems"].items()}
+    both_s = seconds["share"] + seconds["all-gather"]
+    milliseconds = {name: f"{1e3 * time_s:.2f} ms" for name, time_s in seconds.items()}
+    return (
+        cell["model"],
+        cell["layout"],
+        milliseconds["local"],
+        milliseconds["share"],
+        milliseconds["all-gather"],
+        f"{1e3 * both_s:.2f} ms",
+        f"{seconds['local'] / both_s:.2f}",
+        f"{1e3 * crossover(seconds):.2f} ms",
+        milliseconds["all local"],
+        milliseconds["all in parallel"],
+    )
+
+
+def crossover(seconds):
+    """How long norms must take on one rank for shares and an all-gather to be no slower.
+
+    >>> crossover({"local": 8.0, "share": 2.0, "all-gather": 3.0})
+    4.0
+    """
+    return seconds["all-gather"] / (1 - seconds["share"] / seconds["local"])
+
+
+def plot(cells, path):
+    """Time in parallel and alone over the number of ranks, one panel for each model."""
+    parallel = [cell for cell in cells.values() if cell["kind"] == "parallel"]
+    names = list(dict.fromkeys(cell["model"] for cell in parallel))
+
+    def draw(axes):
+        for axis, name in zip(axes, names, strict=True):
+            own = [cell for cell in parallel if cell["model"] == name and cell["layout"].endswith("x1")]
+            own.sort(key=lambda cell: int(cell["layout"].partition("x")[0]))
+            ranks = [int(cell["layout"].partition("x")[0]) for cell in own]
+            for system in ("local", "share", "all-gather"):
+                times = [1e3 * statistics.median(cell["systems"][system]["step_s"]) for cell in own]
+                axis.plot(ranks, times, "o-", label="every rank for itself" if system == "local" else system)
+            axis.set(title=name, xlabel="ranks, one per node", ylabel="ms", ylim=(0, None))
+
+    if names:
+        harness.plot(path, len(names), draw)
+
+
+def main():
+    options = parse_arguments()
+    harness.carry_out(options, planned(options), run, show, plot)
+
+
+if __name__ == "__main__":
+    main()

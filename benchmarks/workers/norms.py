@@ -1,0 +1,57 @@
+"""Times the norms of all layers on one rank, its share, their all-gather, and what all ranks do side by side."""
+
+import time
+
+import tensorflow as tf
+
+import tfposeidon as tp
+from benchmarks.norms import drawn
+from benchmarks.workers.task import Task
+from tfposeidon import norms, runtime
+from tfposeidon.optimizers.layer_wise import local_norms
+from tfposeidon.parallel_operator import gathered
+from tfposeidon.partition import balanced
+from tfposeidon.wire import exchange_objects
+
+
+def main():
+    task = Task.from_argument()
+    topology = tp.init()
+    wire = runtime.wire()
+    variables = drawn(task.model)
+    shares = balanced([variable.shape.num_elements() for variable in variables], topology.size)
+    sums = [sum(v.shape.num_elements() for v in variables[begin:end]) for begin, end in shares]
+    largest = variables[slice(*shares[sums.index(max(sums))])]
+    mine = variables[slice(*shares[topology.rank])]
+    own = tf.Variable(tf.ones([len(mine), 2]))
+    in_parallel = norms.in_parallel(wire, "bench.parallel")
+    everybody = range(topology.size)
+    for system, ranks, step in (
+        ("local", [0], lambda: local_norms(variables, twice(variables))),
+        ("share", [0], lambda: local_norms(largest, twice(largest))),
+        ("all-gather", everybody, lambda: gathered(own.read_value(), "float32", [2], wire, "bench.all_gather")),
+        ("all local", everybody, lambda: local_norms(variables, twice(variables))),
+        ("all in parallel", everybody, lambda: in_parallel(variables, twice(variables))),
+    ):
+        compiled = tf.function(step, autograph=False)
+        times = [slowest(wire, compiled if topology.rank in ranks else lambda: None) for _ in range(task.rounds + 3)]
+        task.note(system, {"step_s": times[3:]})
+
+
+def twice(variables):
+    """The value, and once more for the gradient."""
+    return [[tf.convert_to_tensor(variable)] * 2 for variable in variables]
+
+
+def slowest(wire, step):
+    """Seconds of the slowest rank; all begin together."""
+    exchange_objects(None, wire, "bench.begin")
+    begin = time.perf_counter()
+    result = step()
+    if result is not None:
+        result.numpy()
+    return max(exchange_objects(time.perf_counter() - begin, wire, "bench.end"))
+
+
+if __name__ == "__main__":
+    main()
