@@ -5,7 +5,19 @@ import json
 
 import pytest
 
-from benchmarks import accuracy, best_scheme, exchange, harness, hitopk_steps, memory, poseidon, scaling, selection
+from benchmarks import (
+    accuracy,
+    best_scheme,
+    exchange,
+    harness,
+    hitopk_steps,
+    large_batch,
+    memory,
+    norms,
+    poseidon,
+    scaling,
+    selection,
+)
 from benchmarks.workers.exchange import scheme_named
 from benchmarks.workers.task import summary
 from tfposeidon import schemes
@@ -212,3 +224,22 @@ def test_poseidons_jobs_are_those_of_the_figures():
     assert len(jobs) == 3 * 4 + 3 * 3 + 3 + 1
     assert jobs[0]["layout"] == "16x1"
     assert {job["gbit"] for job in jobs if job["model"] == "googlenet"} == {40.0, 2.0, 5.0, 10.0}
+
+
+def test_norms_in_parallel_pay_from_where_both_take_as_long():
+    seconds = {"local": 8.0, "share": 2.0, "all-gather": 3.0}
+    from_s = norms.crossover(seconds)
+    assert from_s == pytest.approx(from_s * seconds["share"] / seconds["local"] + seconds["all-gather"])
+    cell = {"model": "resnet50", "layout": "4x1", "systems": {name: {"step_s": [s]} for name, s in seconds.items()}}
+    cell["systems"] |= {name: {"step_s": [1.0]} for name in ("all local", "all in parallel")}
+    assert norms.parallel_row(cell)[5:8] == ("5000.00 ms", "1.60", "4000.00 ms")
+    assert len(norms.shapes("resnet50")) == 161
+
+
+def test_large_batches_are_compared_with_the_small_one(capsys):
+    runs = {
+        rule: [0.9, accuracy] for rule, accuracy in zip(large_batch.RULES, (0.99, 0.5, 0.97, 0.985, 0.98), strict=True)
+    }
+    large_batch.show({rule: {"rule": rule, "accuracies": accuracies} for rule, accuracies in runs.items()})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines[3:]] == ["0.00", "49.00", "2.00", "0.50", "1.00"]
