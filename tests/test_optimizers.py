@@ -307,6 +307,19 @@ def test_patterns_that_match_nothing_are_a_warning(make):
 
 
 @BOTH
+def test_functions_that_exclude_nothing_are_a_warning(make):
+    with pytest.warns(UserWarning, match=r"function that excludes no variable: .*lambda.*'conv/kernel'"):
+        make(exclude=lambda variable: "batchnorm" in variable.path).build(variables())
+
+
+@BOTH
+def test_nothing_to_train(make):
+    optimizer = make()
+    optimizer.build([])
+    assert [variable.name for variable in optimizer.variables] == ["iteration", "learning_rate"]
+
+
+@BOTH
 def test_keras_exclusion_from_decay_leaves_the_ratio(make):
     plain, decayed = make(exclude=[]), make(exclude=[], weight_decay=0.5)
     decayed.exclude_from_weight_decay(var_names=["kernel", "bias", "gamma", "scale"])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfposeidon.guards import innermost
-from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, Norms, local_norms
+from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, Norms, local_norms, norm_dtype
 from tfposeidon.parallel_operator import gathered
 from tfposeidon.partition import balanced
 from tfposeidon.wire import Wire, exchange_objects
@@ -27,9 +28,10 @@ def in_parallel(wire: Wire, name: str) -> Norms:
     def norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
         sizes = [sum(tensor.shape.num_elements() for tensor in row) for row in rows]
         begin, end = balanced(sizes, wire.topology.size)[wire.topology.rank]
-        own = local_norms(variables[begin:end], rows[begin:end]) if begin < end else None
-        dtype, width = rows[0][0].dtype.name, len(rows[0])
-        return tf.ensure_shape(gathered(own, dtype, [width], wire, name), [len(rows), width])
+        # That of all, and not of this rank's share.
+        dtype, width = norm_dtype(rows), len(rows[0])
+        own = tf.cast(local_norms(variables[begin:end], rows[begin:end]), dtype) if begin < end else None
+        return tf.ensure_shape(gathered(own, dtype.name, [width], wire, name), [len(rows), width])
 
     return norms
 
@@ -57,24 +59,33 @@ def of_parts(wire: Wire, served: Callable[[Any], bool], name: str) -> Norms:
     return norms
 
 
-def choose(optimizer: Any, variables: Sequence[Any], served: bool, wire: Wire, prefix: str) -> str:
-    """Has a layer-wise optimizer take its norms on every rank or in parallel, at the first trace of a step.
+class Choice(NamedTuple):
+    """Who takes the norms of one list of variables.
+
+    Attributes:
+      norms: For `used`; `None` where the optimizer asks for none, or servers complete them.
+      note: For the plan; may be empty.
+    """
+
+    norms: Norms | None = None
+    note: str = ""
+
+
+def choose(optimizer: Any, variables: Sequence[Any], served: bool, wire: Wire, prefix: str) -> Choice:
+    """Who takes the norms that a layer-wise optimizer asks for, at the first trace of a step.
 
     Args:
-      optimizer: The one inside `DistributedOptimizer`; others than layer-wise ones are left alone.
-      variables: What it trains; ranks have agreed on them.
+      optimizer: The one inside `DistributedOptimizer`; it need not be layer-wise.
+      variables: What it trains; ranks have agreed on them, and on `settings`.
       served: Whether servers update some of them.
       wire: What joins the ranks.
       prefix: Begins the names of collectives.
-
-    Returns:
-      A note for the plan; nothing where there is nothing to say.
     """
     inner = innermost(optimizer)
     if not isinstance(inner, LayerWiseOptimizer) or wire.topology.size == 1:
-        return ""
+        return Choice()
     if served:
-        return "norms of layers: of the servers' parts, their squares are summed over the ranks"
+        return Choice(note="norms of layers: of the servers' parts, their squares are summed over the ranks")
     layers = inner.scaled(variables)
     parallel = in_parallel(wire, f"{prefix}.norms_of_layers")
     wanted, why = inner.parallel, f"parallel={inner.parallel}"
@@ -82,8 +93,30 @@ def choose(optimizer: Any, variables: Sequence[Any], served: bool, wire: Wire, p
         local_s, parallel_s = _measured(layers, wire, prefix)
         wanted = parallel_s < local_s
         why = f"measured once: {1e3 * parallel_s:.2f} ms in parallel, {1e3 * local_s:.2f} ms on every rank"
-    inner.norms = parallel if wanted else local_norms
-    return f"norms of {len(layers)} layers: {'each rank a share' if wanted else 'all on every rank'} ({why})"
+    note = f"norms of {len(layers)} layers: {'each rank a share' if wanted else 'all on every rank'} ({why})"
+    return Choice(parallel if wanted else local_norms, note)
+
+
+def settings(optimizer: Any) -> dict[str, Any]:
+    """What decides which collectives norms need, and so must be the same on all ranks; for JSON."""
+    inner = innermost(optimizer)
+    if not isinstance(inner, LayerWiseOptimizer):
+        return {}
+    return {"parallel": inner.parallel, "excluded": inner.excluded}
+
+
+@contextmanager
+def used(optimizer: Any, norms: Norms | None) -> Iterator[None]:
+    """Within it a layer-wise optimizer takes its norms so; elsewhere, whoever has it takes them by himself."""
+    inner = innermost(optimizer)
+    if norms is None or not isinstance(inner, LayerWiseOptimizer):
+        yield
+        return
+    before, inner.norms = inner.norms, norms
+    try:
+        yield
+    finally:
+        inner.norms = before
 
 
 def _measured(layers: Sequence[Any], wire: Wire, prefix: str) -> tuple[float, float]:

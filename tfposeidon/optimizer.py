@@ -16,6 +16,7 @@ from tfposeidon import (
     factor_agreement,
     gradient,
     guards,
+    norms,
     policies,
     runtime,
     trainer,
@@ -413,12 +414,13 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             _assign_if(counts, means, pairs)
 
     def _apply_inner(self, means: list[Any], variables: list[Any], wanted: tf.Tensor | None = None) -> None:
-        if self._shards is not None:
-            self._shards.apply(means, wanted)
-        elif wanted is None:
-            self.inner_optimizer.apply(means, variables)
-        else:
-            tf.cond(wanted, lambda: self.inner_optimizer.apply(means, variables), lambda: None)
+        with norms.used(self.inner_optimizer, self._planner.norms(variables)):
+            if self._shards is not None:
+                self._shards.apply(means, wanted)
+            elif wanted is None:
+                self.inner_optimizer.apply(means, variables)
+            else:
+                tf.cond(wanted, lambda: self.inner_optimizer.apply(means, variables), lambda: None)
 
     def _settings(self, count: Any) -> dict[str, Any]:
         """What has to be the same on all ranks, besides the variables and what the planner knows."""
@@ -426,6 +428,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             "counted": count is not None,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "optimizer": [type(self.inner_optimizer).__name__, type(guards.innermost(self)).__name__],
+            **norms.settings(self.inner_optimizer),
         }
 
     def _exchanger(self, variables: list[Any]) -> Exchanger:

@@ -26,7 +26,7 @@ def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf
 
     It pays where computing is dearer than an all-gather of the results, as for many norms or long sorts, and where
     the ranks have the same tensors, as after an exchange of gradients. All ranks call it together, and use the
-    result, in the same order; in a `tf.function` they trace together, too. It has no gradient.
+    result, in the same order. It has no gradient: asking for one is a `LookupError`.
 
     Args:
       function: From consecutive items to a tensor `[m, ...]`; `m` may be any number. The results of the parts, one
@@ -41,7 +41,11 @@ def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf
     Raises:
       ValueError: If there is nothing to cut, shapes are not known, or in XLA.
       RuntimeError: On all ranks, if they pass different tensors, if `function` fails on one of them, or if its results
-        do not fit together. In a loop use a `tf.function`: otherwise ranks compare notes at every call.
+        do not fit together.
+
+    In a loop use a `tf.function`: otherwise ranks compare notes at every call. In one they compare them whenever it is
+    traced, so all must trace together: give it an `input_signature` where one rank might have, say, a last batch of
+    another size.
 
     Cost: a P-th of the computing; every rank receives all results, (P - 1) / P of their bytes, in P - 1 steps.
     Source: Shi et al. 2021 (CommLib), Eq. 12 to 14.
@@ -52,7 +56,6 @@ def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf
     >>> tp.parallel_tensor_operator(lambda some: tf.stack([tf.reduce_sum(w) for w in some]), weights).numpy().tolist()
     [4.0, 6.0]
     """
-    guards.check_graph()
     return over(runtime.wire(), function, tensors, f"tp.parallel_tensor_operator_{next(_numbers)}")
 
 
@@ -65,15 +68,18 @@ def over(wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str) ->
       tensors: As there.
       name: Of the collectives; the same on every rank.
     """
-    items = list(tensors) if isinstance(tensors, list | tuple) else tf.convert_to_tensor(tensors)
-    result, problem = None, None
+    result, problem, description = None, None, None
+    # Whatever goes wrong, the other ranks would wait.
     try:
+        guards.check_graph()
+        items = _items(tensors)
+        description = _description(items)
         begin, end = _parts(items, wire.topology.size)[wire.topology.rank]
         result = _result(function(items[begin:end])) if begin < end else None
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks would wait
+    except Exception as error:  # noqa: BLE001
         problem = error
     mine = {
-        "tensors": _description(items),
+        "tensors": description,
         "result": None if result is None else [result.dtype.name, result.shape[1:].as_list()],
         "error": None if problem is None else f"{type(problem).__name__}: {problem}",
     }
@@ -95,19 +101,28 @@ def gathered(own: tf.Tensor | None, dtype: str, shape: list[int], wire: Wire, na
       name: Of the all-gather.
     """
     rows = zeros([0, *shape], unknown_zero(dtype)) if own is None else opaque(own, unknown_zero())
-    return tf.ensure_shape(wire.all_gather(rows, wire.topology.world, name), [None, *shape])
+    whole = tf.ensure_shape(wire.all_gather(rows, wire.topology.world, name), [None, *shape])
+    # Horovod has one, which would be a part of what it should be.
+    return tf.raw_ops.PreventGradient(input=whole, message="a parallel tensor operator has no gradient")
+
+
+def _items(tensors: Any) -> Any:
+    """A list of tensors or of tuples of tensors, or one tensor, all of known shapes."""
+    if not isinstance(tensors, list | tuple):
+        tensors = tf.convert_to_tensor(tensors)
+    items = tf.nest.map_structure(tf.convert_to_tensor, list(tensors)) if isinstance(tensors, list | tuple) else tensors
+    shapes = [tensor.shape for tensor in tf.nest.flatten(items)]
+    if not shapes or not all(shape.is_fully_defined() for shape in shapes):
+        raise ValueError(
+            "A parallel tensor operator needs tensors of known shapes, to cut them. "
+            f"Received: {[str(shape) for shape in shapes]}. Use tf.ensure_shape."
+        )
+    return items
 
 
 def _parts(items: Any, ranks: int) -> list[tuple[int, int]]:
-    tensors = tf.nest.flatten(items)
-    if not tensors or not all(t.shape.is_fully_defined() for t in map(tf.convert_to_tensor, tensors)):
-        raise ValueError(
-            "A parallel tensor operator needs tensors of known shapes, to cut them. "
-            f"Received: {[str(t.shape) for t in map(tf.convert_to_tensor, tensors)]}. Use tf.ensure_shape."
-        )
     if isinstance(items, list):
-        sizes = [sum(tf.convert_to_tensor(t).shape.num_elements() for t in tf.nest.flatten(item)) for item in items]
-        return balanced(sizes, ranks)
+        return balanced([sum(t.shape.num_elements() for t in tf.nest.flatten(item)) for item in items], ranks)
     if items.shape.rank == 0 or items.shape[0] == 0:
         raise ValueError(
             f"A parallel tensor operator cuts a tensor along its first axis. Received: shape {items.shape}. Compute it "
@@ -130,8 +145,7 @@ def _result(result: Any) -> tf.Tensor:
 def _description(items: Any) -> list[Any]:
     """What must be the same on all ranks, for JSON."""
     nested = items if isinstance(items, list) else [items]
-    tensors = [[tf.convert_to_tensor(t) for t in tf.nest.flatten(item)] for item in nested]
-    return [[[t.dtype.name, t.shape.as_list()] for t in item] for item in tensors]
+    return [[[t.dtype.name, t.shape.as_list()] for t in tf.nest.flatten(item)] for item in nested]
 
 
 def _agreed(everybody: list[dict[str, Any]]) -> tuple[str, list[int]]:
@@ -139,9 +153,9 @@ def _agreed(everybody: list[dict[str, Any]]) -> tuple[str, list[int]]:
     for rank, other in enumerate(everybody):
         if other["error"] is not None:
             raise RuntimeError(
-                f"The function of a parallel tensor operator must not fail on any part. Received, on rank {rank}: "
-                f"{other['error']}"
+                f"A parallel tensor operator must not fail on any rank. Received, on rank {rank}: {other['error']}"
             )
+    for rank, other in enumerate(everybody):
         if other["tensors"] != everybody[0]["tensors"]:
             raise RuntimeError(
                 "All ranks must pass the same tensors to a parallel tensor operator. "

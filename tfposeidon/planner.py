@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfposeidon import coordinator, factor_agreement, guards, norms, runtime
 from tfposeidon.exchanger import Exchanger
 from tfposeidon.gradient import Description, describe
+from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.policies import Policy
 from tfposeidon.rank_state import Piece
 from tfposeidon.update_rate import UpdateRate
@@ -37,6 +38,7 @@ class Planner:
         self._batch_size: int | None = None
         self._exchangers: dict[Any, Exchanger] = {}
         self._update_rates: dict[Any, UpdateRate] = {}
+        self._norms: dict[Any, norms.Choice] = {}
         self._notes: dict[str, None] = {}
 
     def exchanger(self, variables: list[Any], inner_optimizer: Any) -> Exchanger:
@@ -52,6 +54,10 @@ class Planner:
     def update_rate(self, variables: list[Any]) -> UpdateRate:
         """How far the weights moved for a gradient of 1, for the exchanger of `variables`."""
         return self._update_rates[_key(variables)]
+
+    def norms(self, variables: list[Any]) -> Norms | None:
+        """How a layer-wise optimizer takes norms of these variables; as it likes, where `None`."""
+        return self._norms.get(_key(variables), norms.Choice()).norms
 
     @property
     def exchangers(self) -> list[Exchanger]:
@@ -113,6 +119,7 @@ class Planner:
         self.policy = policy
         self._exchangers.clear()
         self._update_rates.clear()
+        self._norms.clear()
         self._notes.clear()
 
     def rank_state(self) -> Iterator[tuple[Any, Piece]]:
@@ -148,11 +155,15 @@ class Planner:
         self._exchangers[_key(variables)] = new
 
     def _choose_norms(self, variables: list[Any], inner_optimizer: Any) -> None:
-        exchanger = self._exchangers[_key(variables)]
+        key = _key(variables)
+        if key in self._norms:
+            # Batches of another size are planned anew; norms stay as they are.
+            return
+        exchanger = self._exchangers[key]
         served = any(bucket.server for bucket in exchanger.plan.buckets)
-        note = norms.choose(inner_optimizer, variables, served, exchanger.wire, f"{exchanger.prefix}")
-        if note:
-            self._note(note)
+        self._norms[key] = norms.choose(inner_optimizer, variables, served, exchanger.wire, f"{exchanger.prefix}")
+        if self._norms[key].note:
+            self._note(self._norms[key].note)
 
     def _take_notes(
         self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]

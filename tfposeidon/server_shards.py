@@ -18,7 +18,7 @@ from tfposeidon import norms, whole_gradients
 from tfposeidon.exchanger import Exchanger
 from tfposeidon.gradient import describe
 from tfposeidon.guards import innermost
-from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
+from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.rank_state import Piece
 from tfposeidon.wire import exchange_objects
 
@@ -128,17 +128,18 @@ class ServerShards:
         """
         self._loaded = {}
         self._refresh()
-        if isinstance(self._inner, LayerWiseOptimizer):
-            # Here, because collectives have their names once ranks have agreed.
-            name = f"{self._exchanger.prefix}.norms_of_layers"
-            self._inner.norms = norms.of_parts(self._exchanger.wire, self._is_served, name)
         # What was clipped by whole norms would be clipped once more by those of this rank's parts, to rounding.
-        with _set_to_none(self._inner, "clipnorm", "global_clipnorm"):
+        with _set_to_none(self._inner, "clipnorm", "global_clipnorm"), norms.used(self._inner, self._norms()):
             if wanted is None:
                 self._optimizer.apply(means, self.targets)
             else:
                 tf.cond(wanted, lambda: self._optimizer.apply(means, self.targets), lambda: None)
         self._pull({member for member, mean in enumerate(means) if mean is not None})
+
+    def _norms(self) -> Norms | None:
+        # Collectives have their names once ranks have agreed.
+        name = f"{self._exchanger.prefix}.norms_of_layers"
+        return norms.of_parts(self._exchanger.wire, self._is_served, name) if self._parts else None
 
     def _is_served(self, variable: Any) -> bool:
         return any(_of_tensorflow(self.targets[member]) is variable for member in self._parts)

@@ -44,7 +44,7 @@ def read_file(path: str, offset: int, length: int) -> bytes:
     """
     library = _compiled()
     if library is None:
-        with open(path, "rb", buffering=0) as stream:
+        with open(path, "rb") as stream:
             stream.seek(offset)
             return stream.read(length)
     content = np.empty(length, np.uint8)
@@ -63,6 +63,11 @@ def _compiled() -> Any:
         )
         return None
     library = ctypes.CDLL(str(LIBRARY), use_errno=True)
+    if not hasattr(library, "read_file"):
+        log.warning(
+            "datacache: copying and reading are Python's, which is slower: %s is old. Build: pip install .", LIBRARY
+        )
+        return None
     number, address = ctypes.c_int64, ctypes.c_void_p
     library.gather_records.restype, library.gather_records.argtypes = None, [address, address, number, address, number]
     library.read_file.restype, library.read_file.argtypes = number, [ctypes.c_char_p, number, number, address]

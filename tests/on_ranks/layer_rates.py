@@ -2,13 +2,16 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfposeidon as tp
 from tests.on_ranks import models
+from tests.on_ranks.checks import Raises
 from tests.on_ranks.models import same_on_all_ranks
 from tests.on_ranks.optimizer_features import SERVED
 from tests.on_ranks.training import BATCH, check_equal, train_alone, train_together
 from tfposeidon.optimizers import LAMB, LARS
+from tfposeidon.optimizers.layer_wise import local_norms
 
 WAYS = [("asa", True), ("allreduce", False), (SERVED, "auto")]
 """Schemes, and what `parallel` is."""
@@ -87,6 +90,51 @@ def case_mixed_precision_with_an_overflow(wire):
         same_on_all_ranks(model.get_weights(), wire)
         assert all(np.isfinite(w).all() for w in model.get_weights())
         assert any((a != b).any() for a, b in zip(before, model.get_weights(), strict=True))
+
+
+def case_two_lists_of_variables(wire):
+    """As two networks that one optimizer trains in turn: each has norms of its own, and names of its own."""
+    a, b = ([keras.Variable(np.full((n, n), 2.0 + i), name=f"w{i}") for i in range(3)] for n in (2, 3))
+    optimizer = tp.DistributedOptimizer(lars(parallel=True), scheme="asa")
+    optimizer.build([*a, *b])
+
+    @tf.function(reduce_retracing=False, autograph=False)
+    def step(x):
+        for variables in (a, b):
+            optimizer.apply([tf.ones(v.shape) * tf.reduce_sum(x) for v in variables], variables)
+
+    for size in (1, 2, 3):
+        step(tf.ones([size]))
+    inner = optimizer.inner_optimizer
+    assert inner.norms is local_norms
+    alone = lars()
+    expected = [keras.Variable(np.full(v.shape, 2.0 + i), name=v.name) for part in (a, b) for i, v in enumerate(part)]
+    alone.build(expected)
+    for size in (1.0, 2.0, 3.0):
+        for part in (expected[:3], expected[3:]):
+            alone.apply([tf.fill(v.shape, size) for v in part], part)
+    for found, wanted in zip([*a, *b], expected, strict=True):
+        np.testing.assert_allclose(found.numpy(), wanted.numpy(), rtol=1e-5)
+
+
+def case_few_layers_of_other_dtypes(wire):
+    for dtypes in (["float16"], ["bfloat16"], ["float64"], ["float64", "float32"], ["float32", "float64"]):
+        for parallel in (True, "auto"):
+            made = [keras.Variable(np.full((2, 2), 2.0), dtype=d, name=f"w{i}") for i, d in enumerate(dtypes)]
+            optimizer = tp.DistributedOptimizer(lars(parallel=parallel), scheme="allreduce")
+            optimizer.apply([tf.ones([2, 2], d) for d in dtypes], made)
+            for variable in made:
+                # |w| = 4, |g| = 2, decay 0.01: 2 - 2.0 * 0.02 * 4 / 2.04 * 1.02.
+                np.testing.assert_allclose(tf.cast(variable.value, "float64"), np.full((2, 2), 1.92), rtol=1e-2)
+
+
+def case_ranks_that_take_norms_otherwise(wire):
+    for options in ({"parallel": wire.topology.rank == 0}, {"exclude": ["kernel"] if wire.topology.rank else None}):
+        optimizer = tp.DistributedOptimizer(lars(**options), scheme="asa")
+        model = models.mlp()
+        optimizer.build(model.trainable_variables)
+        with Raises(RuntimeError, f"{'parallel' if 'parallel' in options else 'excluded'}.*on rank"):
+            optimizer.apply([tf.ones(v.shape) for v in model.trainable_variables])
 
 
 def case_the_plan_says_who_takes_norms(wire):

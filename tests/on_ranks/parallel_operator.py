@@ -102,6 +102,23 @@ def case_a_function_that_fails_on_one_rank(wire):
     case_lists(wire)
 
 
+def case_what_is_no_tensor_on_one_rank(wire):
+    mine = [weights()[0], None] if wire.topology.rank == 1 else weights()[:2]
+    expected = (
+        (ValueError, "NoneType") if wire.topology.rank == 1 else (RuntimeError, "on rank 1: ValueError.*NoneType")
+    )
+    with Raises(*expected):
+        tp.parallel_tensor_operator(norms, mine)
+
+
+def case_no_gradient(wire):
+    with tf.GradientTape() as tape:
+        variable = tf.Variable(tf.ones([8]))
+        found = tp.parallel_tensor_operator(lambda part: part**2, variable)
+    with Raises(LookupError, "a parallel tensor operator has no gradient"):
+        tape.gradient(found, variable)
+
+
 def case_bad_input(wire):
     scalar = tf.constant(1.0)
     for function, tensors, problem in (

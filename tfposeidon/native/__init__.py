@@ -23,7 +23,7 @@ def library() -> Any:
     remedy = "Build it against the installed TensorFlow: `pip install .` in tfposeidon's folder, or `make setup`."
     if not LIBRARY.exists():
         raise RuntimeError(
-            f"Sparse schemes and tp.ops need tfposeidon's native library. Received: no {LIBRARY}. {remedy}"
+            f"Sparse schemes, LARS, LAMB and tp.ops need tfposeidon's native library. Received: no {LIBRARY}. {remedy}"
         )
     try:
         return tf.load_op_library(str(LIBRARY))

@@ -29,12 +29,18 @@ class Exclusion:
         self._rule = rule if rule is None or callable(rule) else _checked(rule)
 
     def places(self, variables: Sequence[Any]) -> frozenset[int]:
-        """Places of excluded variables in the list. Patterns that are found in none are a `UserWarning`."""
+        """Places of excluded variables in the list.
+
+        Patterns that are found in none, and a function that is true of none, are a `UserWarning`.
+        """
         rule = is_scale_or_shift if self._rule is None else self._rule
         # A server's part stands for the whole variable.
         variables = [getattr(variable, "whole", variable) for variable in variables]
         if callable(rule):
-            return frozenset(place for place, variable in enumerate(variables) if rule(variable))
+            places = frozenset(place for place, variable in enumerate(variables) if rule(variable))
+            if self._rule is not None and variables and not places:
+                _warn_of_idle_function(rule, variables)
+            return places
         found = {pattern: _places_with(pattern, variables) for pattern in rule}
         _warn_of_idle([pattern for pattern, places in found.items() if not places], variables)
         return frozenset[int]().union(*found.values())
@@ -87,6 +93,17 @@ def _checked(patterns: Any) -> tuple[str, ...]:
 
 def _places_with(pattern: str, variables: Sequence[Any]) -> frozenset[int]:
     return frozenset(place for place, variable in enumerate(variables) if re.search(pattern, path_of(variable)))
+
+
+def _warn_of_idle_function(rule: Callable[[Any], bool], variables: Sequence[Any]) -> None:
+    name = getattr(rule, "__qualname__", repr(rule))
+    paths = [path_of(variable) for variable in variables[:3]]
+    warnings.warn(
+        f"`exclude` is a function that excludes no variable: {name}. The paths are such as "
+        f"{', '.join(map(repr, paths))}. Correct it, or use [].",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def _warn_of_idle(patterns: Sequence[str], variables: Sequence[Any]) -> None:

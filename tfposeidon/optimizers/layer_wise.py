@@ -33,7 +33,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
       options: Those of `keras.optimizers.Optimizer`.
 
     Attributes:
-      norms: Takes the norms; `DistributedOptimizer` sets it.
+      norms: Takes the norms; within its steps `DistributedOptimizer` sets it.
     """
 
     def __init__(
@@ -52,6 +52,11 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         """Finds out which variables are excluded, and makes what Keras keeps for all optimizers."""
         super().build(variables)
         self._excluded = self._exclusion.places(variables)
+
+    @property
+    def excluded(self) -> list[int]:
+        """Places of excluded variables in the list of `build`."""
+        return sorted(self._excluded)
 
     def scaled(self, variables: Sequence[Any]) -> list[Any]:
         """Those of these variables that are not excluded."""
@@ -109,7 +114,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     def _new_state(self, variables: Sequence[Any], *names: str) -> list[list[keras.Variable | None]]:
         """One list for each name, of zeros like the variables; ordered by variable, then by name, as in Keras."""
         rows = [[self._state_for(variable, name) for name in names] for variable in variables]
-        return [list(column) for column in zip(*rows, strict=True)]
+        return [[row[place] for row in rows] for place in range(len(names))]
 
     def _state_for(self, variable: Any, name: str) -> keras.Variable | None:
         if self._overwrite_variable_with_gradient(variable):
@@ -154,21 +159,22 @@ def local_norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -
     """Norms of whole tensors, on this rank alone.
 
     They are those of `tp.ops.l2_norms`, and TensorFlow's own where that does not go: in XLA, which compiles no op of
-    ours, on GPUs it was not built for, and in float64. TensorFlow's are summed in the dtype itself.
+    ours, on GPUs it was not built for, and in float64. TensorFlow's are summed in the dtype itself, 16 bits in float32.
     """
-    tensors = [tensor for row in rows for tensor in row]
-    elsewhere = native.in_xla() or any(tensor.dtype.size > 4 for tensor in tensors) or _only_on_processor()
-    norms = tf.stack([_norm(tensor) for tensor in _alike(tensors)]) if elsewhere else ops.l2_norms(tensors)
+    dtype = norm_dtype(rows)
+    tensors = [tf.cast(tensor, dtype) for row in rows for tensor in row]
+    elsewhere = native.in_xla() or dtype == tf.float64 or _only_on_processor()
+    norms = tf.stack([_norm(tensor) for tensor in tensors]) if elsewhere else ops.l2_norms(tensors)
     return tf.reshape(norms, [len(rows), -1])
+
+
+def norm_dtype(rows: Sequence[Sequence[tf.Tensor]]) -> tf.DType:
+    """That of their norms: float64 if one of them is, else float32."""
+    return tf.float64 if any(tensor.dtype.size > 4 for row in rows for tensor in row) else tf.float32
 
 
 def _norm(tensor: tf.Tensor) -> tf.Tensor:
     return tf.sqrt(tf.reduce_sum(tf.square(tensor)))
-
-
-def _alike(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    widest = max((tensor.dtype for tensor in tensors), key=lambda dtype: dtype.size)
-    return [tf.cast(tensor, widest) for tensor in tensors]
 
 
 def _only_on_processor() -> bool:
