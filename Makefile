@@ -9,11 +9,12 @@ NATIVE := $(shell find tfposeidon/native datacache/native -name '*.c' -o -name '
 LIBRARY := tfposeidon/native/_ops.so
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help setup demo test check check-native format bench clean
+.PHONY: help setup demo test test-fast check check-native format bench clean
 
 help:
 	@echo "make demo    set up and train on NP=2 ranks"
 	@echo "make test    set up and run the tests"
+	@echo "make test-fast  those that start no jobs, in one process"
 	@echo "make check   set up and run the static checks"
 	@echo "make check-native  run the C++ tests under sanitizers"
 	@echo "make format  put the sources into their form"
@@ -38,6 +39,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+test-fast: setup
+	$(BIN)/python -m pytest -m fast
 
 check: setup
 	$(BIN)/ruff format --check .

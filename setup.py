@@ -12,6 +12,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import OptionError
 
 NATIVE = Path("tfposeidon/native")
 CUDA_SOURCE = NATIVE / "lib/gpu/gpu.cu"
@@ -39,13 +40,30 @@ def require(module: str, remedy: str) -> None:
 class BuildNative(build_ext):
     """Compiles the native ops with the flags of the installed TensorFlow, GPU kernels too where it has GPUs."""
 
-    user_options = [*build_ext.user_options, ("cuda", None, "compile GPU kernels for a TensorFlow without GPUs too")]
+    user_options = [
+        *build_ext.user_options,
+        ("cuda", None, "compile GPU kernels for a TensorFlow without GPUs too"),
+        ("gpus=", None, f"GPU architectures, such as 80,90; default: what nvcc knows of {','.join(map(str, GPUS))}"),
+    ]
     boolean_options = [*build_ext.boolean_options, "cuda"]
 
     def initialize_options(self) -> None:
-        """Without the option TensorFlow decides."""
+        """Sets the defaults: TensorFlow decides whether to compile for GPUs, and nvcc for which."""
         super().initialize_options()
         self.cuda = False
+        self.gpus = None
+
+    def finalize_options(self) -> None:
+        """Reads `--gpus`.
+
+        Raises:
+          OptionError: If it is not a list of numbers.
+        """
+        super().finalize_options()
+        try:
+            self.gpus = GPUS if self.gpus is None else tuple(map(int, self.gpus.split(",")))
+        except ValueError:
+            raise OptionError(f"`--gpus` is a list of architectures, such as 80,90. Received: {self.gpus!r}") from None
 
     def get_ext_filename(self, fullname: str) -> str:
         """TensorFlow loads it, not Python: the name has no tag of an interpreter."""
@@ -77,9 +95,9 @@ class BuildNative(build_ext):
             self.warn("no nvcc, so native ops on GPU tensors run on the processor; set HOROVOD_CUDA_HOME")
             return
         known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout.split()
-        gpus = [gpu for gpu in GPUS if f"compute_{gpu}" in known]
+        gpus = [gpu for gpu in self.gpus if f"compute_{gpu}" in known]
         if not gpus:
-            self.warn(f"nvcc knows none of {GPUS}, so native ops on GPU tensors run on the processor")
+            self.warn(f"nvcc knows none of {self.gpus}, so native ops on GPU tensors run on the processor")
             return
         library = Path(self.build_temp) / "gpu.o"
         library.parent.mkdir(parents=True, exist_ok=True)

@@ -4,12 +4,31 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 1800
+"""For jobs that hang: more than ten times what the longest of them takes on two idle processors."""
+
+durations = []
+"""Label and seconds of every job that has ended."""
+_running = {}
 
 
-def horovodrun(size, *command, environment=None, hosts=None, timeout_s=300, background=False):
+def ahead(job):
+    """Marks a test whose job may run beside fast tests: one that waits more than it computes, and measures nothing.
+
+    Args:
+      job: A function of the test's parameters. It is called on a thread before the test's turn comes; the test finds
+        what it returned in the fixture `outcome`.
+    """
+    return pytest.mark.ahead(job)
+
+
+def horovodrun(size, *command, environment=None, hosts=None, timeout_s=LIMIT_S, background=False):
     """Runs `python command` on `size` ranks.
 
     Returns:
@@ -24,31 +43,40 @@ def horovodrun(size, *command, environment=None, hosts=None, timeout_s=300, back
         sys.executable,
         *map(str, command),
     ]
-    process = _start(launcher, {"HOROVOD_TIMELINE": "DYNAMIC", **(environment or {})})
+    process = start(launcher, environment)
     return process if background else finish(process, timeout_s)
 
 
-def lab(options, *command, environment=None, timeout_s=120, background=False):
+def lab(options, *command, environment=None, timeout_s=LIMIT_S, background=False):
     """Runs `command` in the lab; `options` is a string. Returns as `horovodrun` does."""
     launcher = [sys.executable, "-m", "tfposeidon", "lab", *options.split(), "--", *map(str, command)]
-    process = _start(launcher, environment or {})
+    process = start(launcher, environment)
     return process if background else finish(process, timeout_s)
 
 
-def _start(command, environment):
+def start(command, environment=None):
+    """Starts any command in the project's folder, with what it says in `stdout`; `finish` waits for it."""
     variables = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, **variables, **environment},
+        env={**os.environ, **variables, **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
+    _running[process] = _label(command), time.monotonic()
+    return process
 
 
-def finish(process, timeout_s):
+def _label(command):
+    """The command without its folders and without Python."""
+    words = [word.rpartition("/")[2] for word in map(str, command)]
+    return " ".join(word for word in words if not word.startswith("python"))[:110]
+
+
+def finish(process, timeout_s=LIMIT_S):
     """Waits for a launched job; kills it with all its ranks when its time is up."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -56,7 +84,16 @@ def finish(process, timeout_s):
         kill(process)
         output, _ = process.communicate()
         raise AssertionError(f"the job did not end within {timeout_s} s:\n{output[-4000:]}") from None
+    finally:
+        label, begin = _running.pop(process, (_label(process.args), time.monotonic()))
+        durations.append((label, time.monotonic() - begin))
     return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def kill_all():
+    """Ends the jobs that nobody has waited for, as those of an interrupted session."""
+    for process in list(_running):
+        kill(process)
 
 
 def kill(process):

@@ -1,12 +1,9 @@
-"""The GPU kernels: compiled with nvcc where it is found, and registered. What they compute is tested in
-tests/native/gpu_test.cc, which runs the same passes on the processor; only a machine with a GPU can run them there."""
+"""What is said and done where GPU kernels are missing; `tests/jobs/test_cuda.py` compiles them."""
 
-import json
 import shutil
 import subprocess
 import sys
 
-import pytest
 import tensorflow as tf
 
 from tests.launch import ROOT
@@ -15,32 +12,6 @@ from tfposeidon.gradient import Description
 from tfposeidon.topology import Topology
 
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-
-# Which kernels for which devices, and what they read on the host. A process of its own: an op is registered once.
-REGISTERED = """
-import json, sys
-import tensorflow as tf
-from pathlib import Path
-from tensorflow.python.framework import kernels
-from tfposeidon import native
-native.LIBRARY = Path(sys.argv[1])
-native.library()
-found = {}
-for op in sys.argv[2:]:
-    for kernel in kernels.get_registered_kernels_for_op(op).kernel:
-        found.setdefault(op, []).append([kernel.device_type, sorted(kernel.host_memory_arg)])
-print(json.dumps([native.has_gpu_kernels(), found]))
-"""
-ON_HOST = {
-    "TfposeidonTopK": ["k", "seed"],
-    "TfposeidonErrorFeedbackTopK": ["k", "seed"],
-    "TfposeidonMomentumCorrectionTopK": ["k", "seed"],
-    "TfposeidonScatterAdd": ["counts", "size"],
-    "TfposeidonEncode": [],
-    "TfposeidonSumRows": [],
-    "TfposeidonL2Norms": [],
-}
-ONE_TYPE = {"TfposeidonL2Norms"}
 
 
 def test_gpu_kernels_are_there_where_tensorflow_has_gpus():
@@ -67,18 +38,3 @@ def test_the_plan_says_that_selection_leaves_the_gpu(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0"])
             assert guards.processor_advice(plan)[: len(words) or None] == words
-
-
-@pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
-def test_gpu_kernels_compile_and_register_on_a_tensorflow_without_gpus(tmp_path):
-    built = [sys.executable, "setup.py", "-q", "build_ext", "--cuda"]
-    folders = ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
-    subprocess.run([*built, *folders], cwd=ROOT, check=True, timeout=500)
-    library = tmp_path / "lib" / "tfposeidon" / "native" / "_ops.so"
-    asked = [sys.executable, "-c", REGISTERED, str(library), *ON_HOST]
-    output = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True, timeout=100).stdout
-    has_gpu_kernels, found = json.loads(output.splitlines()[-1])
-    assert has_gpu_kernels
-    for op, on_host in ON_HOST.items():
-        # Mostly two types of index, or of wire, on each device.
-        assert sorted(found[op]) == sorted([["CPU", []], ["GPU", on_host]] * (1 if op in ONE_TYPE else 2)), op

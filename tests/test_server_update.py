@@ -8,7 +8,6 @@ import tensorflow as tf
 import keras_callbacks
 import tfposeidon as tp
 from tests.in_process import Cluster, InProcessWire
-from tests.launch import horovodrun
 from tests.on_ranks import models
 from tests.on_ranks.training import adam, check_equal, sgd, train_alone
 from tests.test_rank_state import LAYOUTS
@@ -24,12 +23,6 @@ from tfposeidon.topology import Topology
 SERVED = tp.schemes.ShardedServer(update="server", pair_bytes=256)
 SHAPES = [(30, 10), (7,), (8, 8), (501,)]
 # Trains half of a job with two ranks on halves of each batch, and leaves a snapshot.
-FIRST_HALF = """
-import sys, keras, tfposeidon as tp
-from tests.test_server_update import trained
-tp.init()
-trained(sys.argv[1], epochs=1, ranks=2)
-"""
 
 
 def _shards(nodes, rank, variables, bucket_bytes):
@@ -95,17 +88,6 @@ def trained(folder, epochs, ranks=1):
     checkpoint = keras_callbacks.Checkpoint(folder)
     model.fit(x[rows], y[rows], batch_size=8 // ranks, epochs=epochs, shuffle=False, verbose=0, callbacks=[checkpoint])
     return model
-
-
-@pytest.mark.timeout(150)
-def test_two_ranks_begin_and_one_goes_on(tmp_path):
-    done = horovodrun(2, "-c", FIRST_HALF, tmp_path / "two", timeout_s=140)
-    assert done.returncode == 0, done.stdout
-    resumed, whole = trained(tmp_path / "two", epochs=2), trained(tmp_path / "one", epochs=2)
-    assert int(resumed.optimizer.iterations) == 8
-    check_equal(resumed.get_weights(), whole.get_weights())
-    for a, b in zip(resumed.optimizer.rank_variables, whole.optimizer.rank_variables, strict=True):
-        np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6)
 
 
 def test_one_rank_alone_trains_as_keras_does(tmp_path):

@@ -1,5 +1,5 @@
 // The GPU's library against plain references, its passes run by Thrust on the processor. That they are compiled for
-// CUDA and register is for tests/test_cuda.py; that they run there is for a machine with a GPU.
+// CUDA and register is for tests/jobs/test_cuda.py; that they run there is for a machine with a GPU.
 //
 //   gpu_test [cases]
 

@@ -36,7 +36,7 @@ def _trained(name, wire):
 
 def case_they_train(wire):
     for name in SIDES:
-        keras.utils.clear_session()
+        keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(1)
         plan, classifier = _trained(name, wire)
         schemes = {d.path: bucket.scheme.name for bucket in plan.buckets for d in bucket.descriptions}

@@ -253,7 +253,7 @@ BATCHES = 3
 
 def _job(build, folder, make_optimizer, callbacks=(), epochs=EPOCHS, every_n_steps=None, scheme="auto", **fit):
     """A run that always sees the same data in the same order."""
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(5)
     model = _compiled(build, make_optimizer(), scheme, metrics=["accuracy"])
     x, y = models.mlp.data(4 * BATCHES * 2)

@@ -18,6 +18,8 @@ TROUBLES = {
     "leave": lambda: sys.exit(0),
     "none": lambda: None,
 }
+PAUSE_S = 0.1
+"""Between steps, so that a job that waits for its fault leaves the processor to others."""
 
 
 class Trouble(keras.callbacks.Callback):
@@ -29,6 +31,7 @@ class Trouble(keras.callbacks.Callback):
         if tp.rank() == 1 and batch == 2:
             print(f"PID {os.getpid()}: training has begun", flush=True)
             TROUBLES[self.kind]()
+        time.sleep(PAUSE_S)
 
 
 def main(kind):

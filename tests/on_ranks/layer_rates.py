@@ -28,7 +28,7 @@ def lamb(**options):
 
 def _compare(wire, make_optimizer, ways, build=models.mlp):
     """Trains as one process does, whoever takes the norms."""
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     data = build.data(STEPS * BATCH)
     start = build()
     reference = train_alone(models.copy(build, start), data, make_optimizer())

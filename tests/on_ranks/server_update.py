@@ -23,7 +23,7 @@ SGD = keras.optimizers.SGD
 
 def _trained(wire, make_optimizer=sgd, build=models.mlp, batches=4):
     """A model after a few steps, its optimizer, and what one process comes to."""
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     data = build.data(batches * BATCH)
     start = build()
     reference_optimizer = make_optimizer()
@@ -192,7 +192,7 @@ def case_one_server_has_nearly_all(wire):
 def case_state_loaded_on_one_rank_is_spread(wire):
     model, optimizer, _ = _trained(wire, adam)
     optimizer.gather_state()
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     loaded = models.mlp()
     loaded.compile(optimizer=tp.DistributedOptimizer(adam(), scheme=SERVED), loss=models.LOSS)
     loaded.optimizer.build(loaded.trainable_variables)

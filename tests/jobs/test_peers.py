@@ -1,12 +1,15 @@
 """The peers that benchmarks compare with: each trains a small emulated model on two nodes of the lab."""
 
+import importlib.util
 import json
 import math
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from tests.launch import lab
+from tests.launch import ahead, lab
 from tfposeidon.lab import models
 
 RANKS = 2
@@ -14,15 +17,16 @@ MODEL, SHRINK = "alexnet", 16
 POWERSGD_RANK = 4
 
 
-def answers(worker, systems, folder):
+def answers(worker, systems):
     """What the worker found, by system."""
-    result = folder / "result.json"
-    task = {"model": MODEL, "shrink": SHRINK, "dilation": 0.05, "warm_up": 3, "steps": 4}
-    task |= {"systems": systems, "result": str(result)}
-    module = f"benchmarks.workers.{worker}"
-    done = lab(f"--nodes {RANKS} --inter 200mbit", sys.executable, "-m", module, json.dumps(task))
-    assert done.returncode == 0, done.stdout
-    found = json.loads(result.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        task = {"model": MODEL, "shrink": SHRINK, "dilation": 0.05, "warm_up": 3, "steps": 4}
+        task |= {"systems": systems, "result": str(result)}
+        module = f"benchmarks.workers.{worker}"
+        done = lab(f"--nodes {RANKS} --inter 200mbit", sys.executable, "-m", module, json.dumps(task))
+        assert done.returncode == 0, done.stdout
+        found = json.loads(result.read_text())
     assert list(found) == systems
     return found
 
@@ -54,9 +58,10 @@ def powersgd_elements():
     return elements
 
 
-def test_pytorch_ddp_sends_what_its_hooks_leave(tmp_path):
-    pytest.importorskip("torch")
-    found = answers("ddp", ["ddp", "ddp-fp16", "ddp-powersgd", "unknown"], tmp_path)
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+@ahead(lambda: answers("ddp", ["ddp", "ddp-fp16", "ddp-powersgd", "unknown"]))
+def test_pytorch_ddp_sends_what_its_hooks_leave(outcome):
+    found = outcome
     check(found["ddp"], all_reduce_bytes(parameters()))
     check(found["ddp-fp16"], all_reduce_bytes(parameters(), element_bytes=2))
     check(found["ddp-powersgd"], all_reduce_bytes(powersgd_elements()))
@@ -64,7 +69,7 @@ def test_pytorch_ddp_sends_what_its_hooks_leave(tmp_path):
     assert "`systems` must be of ddp, ddp-fp16, ddp-powersgd. Received: 'unknown'" in found["unknown"]["error"]
 
 
-def test_mirrored_strategy_sends_a_ring_all_reduce(tmp_path):
-    found = answers("mirrored", ["mirrored", "mirrored-packs"], tmp_path)
-    for answer in found.values():
+@ahead(lambda: answers("mirrored", ["mirrored", "mirrored-packs"]))
+def test_mirrored_strategy_sends_a_ring_all_reduce(outcome):
+    for answer in outcome.values():
         check(answer, all_reduce_bytes(parameters()))

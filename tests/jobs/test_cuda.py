@@ -1,0 +1,61 @@
+"""The GPU kernels: compiled with nvcc where it is found, and registered. What they compute is tested in
+tests/native/gpu_test.cc, which runs the same passes on the processor; only a machine with a GPU can run them there."""
+
+import json
+import shutil
+import sys
+import tempfile
+
+import pytest
+
+from tests.launch import ahead, finish, start
+
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+# Which kernels for which devices, and what they read on the host. A process of its own: an op is registered once.
+REGISTERED = """
+import json, sys
+import tensorflow as tf
+from pathlib import Path
+from tensorflow.python.framework import kernels
+from tfposeidon import native
+native.LIBRARY = Path(sys.argv[1])
+native.library()
+found = {}
+for op in sys.argv[2:]:
+    for kernel in kernels.get_registered_kernels_for_op(op).kernel:
+        found.setdefault(op, []).append([kernel.device_type, sorted(kernel.host_memory_arg)])
+print(json.dumps([native.has_gpu_kernels(), found]))
+"""
+ON_HOST = {
+    "TfposeidonTopK": ["k", "seed"],
+    "TfposeidonErrorFeedbackTopK": ["k", "seed"],
+    "TfposeidonMomentumCorrectionTopK": ["k", "seed"],
+    "TfposeidonScatterAdd": ["counts", "size"],
+    "TfposeidonEncode": [],
+    "TfposeidonSumRows": [],
+    "TfposeidonL2Norms": [],
+}
+ONE_TYPE = {"TfposeidonL2Norms"}
+
+
+def compiled():
+    """What a process finds in the library after it was compiled for one architecture; each takes as long again."""
+    with tempfile.TemporaryDirectory() as folder:
+        build = [sys.executable, "setup.py", "-q", "build_ext", "--cuda", "--gpus", "90"]
+        done = finish(start([*build, "--build-lib", f"{folder}/lib", "--build-temp", f"{folder}/temp"]))
+        assert done.returncode == 0, done.stdout
+        library = f"{folder}/lib/tfposeidon/native/_ops.so"
+        done = finish(start([sys.executable, "-c", REGISTERED, library, *ON_HOST]))
+        assert done.returncode == 0, done.stdout
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
+@ahead(compiled)
+def test_gpu_kernels_compile_and_register_on_a_tensorflow_without_gpus(outcome):
+    has_gpu_kernels, found = outcome
+    assert has_gpu_kernels
+    for op, on_host in ON_HOST.items():
+        # Mostly two types of index, or of wire, on each device.
+        assert sorted(found[op]) == sorted([["CPU", []], ["GPU", on_host]] * (1 if op in ONE_TYPE else 2)), op

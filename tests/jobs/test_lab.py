@@ -1,0 +1,226 @@
+"""The lab with real namespaces and links, and jobs that need no TensorFlow."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch import LIMIT_S, ROOT, descendants, finish, lab
+
+PROBES = ROOT / "tests" / "on_ranks" / "probes.py"
+
+
+def probe(options, *arguments, **keywords):
+    return lab(options, sys.executable, PROBES, *arguments, **keywords)
+
+
+def report(path):
+    return json.loads(path.read_text())
+
+
+def test_ranks_see_what_horovodrun_shows_them():
+    done = probe("--nodes 2 --per-node 2", "environment")
+    assert done.returncode == 0, done.stdout
+    found = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("[") and "{" in line:
+            found[int(line[1])] = json.loads(line[4:])
+    expected = [
+        # rank: local rank, cross rank, host
+        (0, 0, "node0"),
+        (1, 0, "node0"),
+        (0, 1, "node1"),
+        (1, 1, "node1"),
+    ]
+    for rank, (local_rank, cross_rank, host) in enumerate(expected):
+        own = found[rank]
+        assert (own["HOROVOD_RANK"], own["HOROVOD_SIZE"]) == (str(rank), "4")
+        assert (own["HOROVOD_LOCAL_RANK"], own["HOROVOD_LOCAL_SIZE"]) == (str(local_rank), "2")
+        assert (own["HOROVOD_CROSS_RANK"], own["HOROVOD_CROSS_SIZE"]) == (str(cross_rank), "2")
+        assert own["HOROVOD_HOSTNAME"] == own["host"] == host
+        assert own["folder"] == str(ROOT)
+        assert own["address of node1"] == "10.99.0.2"
+        assert own["interfaces"] == ["eth0", "lo"]
+
+
+def test_links_have_the_rate_that_was_asked_for(tmp_path):
+    """Both directions, one node slower than the other, with little let through in one burst."""
+    path = tmp_path / "report.json"
+    done = probe(f"--nodes 3 --inter 100mbit --slow 2=20mbit --report {path}", "rates", 8_000_000)
+    assert done.returncode == 0, done.stdout
+    rates = {line.split()[2]: float(line.split()[3]) for line in done.stdout.splitlines() if " rate " in line}
+    for pair, expected in {"0>1": 1e8, "1>0": 1e8, "0>2": 2e7, "2>0": 2e7}.items():
+        assert abs(rates[pair] / expected - 1) < 0.05, done.stdout
+    links = report(path)["traffic"]
+    assert [link["rate_bits_per_s"] for link in links] == [1e8, 1e8, 2e7]
+    for link, payload in zip(links, (16e6, 8e6, 8e6), strict=True):
+        assert payload < link["sent_bytes"] < 1.1 * payload
+        assert payload < link["received_bytes"] < 1.1 * payload
+        assert link["sent_packets"] > payload / 1448
+        share = 8 * link["sent_bytes"] / link["rate_bits_per_s"] / report(path)["wall_s"]
+        assert link["sent_share"] == pytest.approx(share)
+
+
+def test_delay_jitter_and_loss_are_there():
+    done = probe("--nodes 2 --rtt 20ms --jitter 2ms", "round_trips")
+    assert 16 < _median_ms(done) < 26, done.stdout
+    done = probe("--nodes 2 --loss 20%", "lost")
+    lost = float(done.stdout.split(" lost ")[1].split()[0])
+    assert 0.10 < lost < 0.30, done.stdout
+
+
+def _median_ms(done):
+    return float(done.stdout.split(" median ")[1].split()[0])
+
+
+def test_loopback_is_as_fast_as_asked():
+    done = probe("--nodes 1 --per-node 2 --intra 100mbit", "rates", 8_000_000)
+    rate = float(done.stdout.split(" rate 0>1 ")[1].split()[0])
+    assert abs(rate / 1e8 - 1) < 0.05, done.stdout
+
+
+def test_exit_status_is_that_of_the_first_to_fail_and_the_others_are_ended():
+    begin = time.monotonic()
+    done = probe("--nodes 2 --show first", "fail")
+    assert done.returncode == 3
+    assert "[1] last words of rank 1" in done.stdout
+    assert "tfposeidon lab: rank 1 ended with exit status 3" in done.stdout
+    assert "[0] rank 0 was asked to end" in done.stdout
+    assert time.monotonic() - begin < 30
+
+
+def test_faults_happen_when_they_should(tmp_path):
+    path = tmp_path / "report.json"
+    done = probe(f"--nodes 3 --stop 0@1+2 --cut 1@1.5 --kill 2@5 --report {path}", "tick")
+    assert done.returncode == 128 + signal.SIGKILL, done.stdout
+    gaps = {line.split()[0]: float(line.split()[2]) for line in done.stdout.splitlines() if " gap " in line}
+    assert 1.8 < gaps["[0]"] < 2.6, done.stdout
+    assert "[1] lost the switch" in done.stdout
+    for text in ("stop rank 0 after 1 s", "continue rank 0 after 3 s", "cut node 1's link after 1.5 s"):
+        assert f"tfposeidon lab: {text}" in done.stdout
+    assert report(path)["ranks"][2]["status"] == -signal.SIGKILL
+    assert 4.5 < report(path)["ranks"][2]["wall_s"] < 6.5
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left(number):
+    """Neither on Ctrl-C nor when the lab itself is killed; and two labs run side by side."""
+    other = probe("--nodes 2", "tick", background=True)
+    process = probe("--nodes 2 --inter 10mbit", "wait", background=True)
+    for line in process.stdout:
+        if "ready" in line:
+            break
+    below = descendants(process.pid)
+    namespaces = _network_namespaces(below) - _network_namespaces([os.getpid()])
+    assert len(namespaces) == 3, "one for the switch and one for each node"
+    assert len(below) > 5
+    process.send_signal(number)
+    process.wait(20)
+    deadline = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in below if pid != process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in below if pid != process.pid and os.path.exists(f"/proc/{pid}")]
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    process.stdout.close()
+    other.send_signal(signal.SIGTERM)
+    assert "tfposeidon lab: interrupted" in finish(other, 20).stdout
+    everybody = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    assert not namespaces & _network_namespaces(everybody)
+
+
+def _network_namespaces(processes):
+    found = set()
+    for pid in processes:
+        try:
+            found.add(os.readlink(f"/proc/{pid}/ns/net"))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.2, 0.5])
+def test_an_early_end_is_not_lost(wait_s):
+    process = lab("--nodes 2", "sleep", "60", background=True)
+    time.sleep(wait_s)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process, 20)
+    # At once it may come before our handler is there.
+    assert done.returncode in (128 + signal.SIGTERM, -signal.SIGTERM), done.stdout
+
+
+def test_what_a_rank_leaves_behind_does_not_hold_up_the_job():
+    begin = time.monotonic()
+    done = lab("--nodes 2 --show first", "sh", "-c", "sleep 50 & echo gone; exit 3")
+    assert done.returncode == 3
+    assert "[0] gone" in done.stdout
+    assert time.monotonic() - begin < 40
+
+
+def test_a_job_that_nobody_listens_to_ends():
+    process = lab("--nodes 2", "yes", background=True)
+    assert process.stdout.readline().endswith("] y\n")
+    process.stdout.close()
+    assert process.wait(30) != 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which root may")
+def test_without_root_it_takes_a_user_namespace():
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        _check_as_another_user(Path(folder))
+
+
+OUR_PACKAGES = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
+BECOME = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+
+
+def _check_as_another_user(tmp_path):
+    script = tmp_path / "hello.sh"
+    script.write_text("echo hello from $HOROVOD_HOSTNAME")
+    shutil.copytree(ROOT / "tfposeidon", tmp_path / "tfposeidon")
+    arguments = ["-m", "tfposeidon", "lab", "--nodes", "2", "--inter", "1mbit", "--", "sh", str(script)]
+    command = [*BECOME, _python_of_others(), *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, env=OUR_PACKAGES)
+    assert done.returncode == 0, done.stderr
+    assert "[1] hello from node1" in done.stdout
+
+
+def _python_of_others():
+    """This Python or the system's: the first that another user can run in a user namespace, where root's home is closed.
+
+    Outside of one it may be open: some containers leave a process its rights when it changes its user.
+    """
+    needed = f"import sys, horovod.runner.http.http_server; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
+    for python in (sys.executable, shutil.which("python3", path="/usr/local/bin:/usr/bin")):
+        tried = [*BECOME, "unshare", "--user", str(python), "-c", needed]
+        if subprocess.run(tried, capture_output=True, env=OUR_PACKAGES).returncode == 0:
+            return python
+    pytest.skip("another user cannot make a user namespace, or finds no Python of this version in it")
+
+
+def test_missing_tools_are_named(tmp_path):
+    for tool in ("hostname", "unshare", "nsenter", "setpriv", "mount", "true"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    done = lab("--nodes 2", "true", environment={"PATH": str(tmp_path)})
+    assert done.returncode == 2
+    assert "ip, tc not found. Install: apt-get install iproute2" in done.stdout
+
+
+def test_missing_rights_are_named(tmp_path):
+    """Where the kernel gives no namespaces, every attempt is shown with its error."""
+    refusing = tmp_path / "unshare"
+    refusing.write_text("#!/bin/sh\necho unshare failed: Operation not permitted >&2; exit 1\n")
+    refusing.chmod(0o755)
+    done = lab("--nodes 2", "true", environment={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert done.returncode == 2
+    assert "the lab needs network namespaces" in done.stdout
+    assert "unshare failed: Operation not permitted" in done.stdout
+    assert "Run it with sudo" in done.stdout

@@ -1,0 +1,24 @@
+"""State that servers keep, saved by a job of two ranks and taken over by one rank."""
+
+import numpy as np
+
+from tests.launch import horovodrun
+from tests.on_ranks.training import check_equal
+from tests.test_server_update import trained
+
+FIRST_HALF = """
+import sys, keras, tfposeidon as tp
+from tests.test_server_update import trained
+tp.init()
+trained(sys.argv[1], epochs=1, ranks=2)
+"""
+
+
+def test_two_ranks_begin_and_one_goes_on(tmp_path):
+    done = horovodrun(2, "-c", FIRST_HALF, tmp_path / "two")
+    assert done.returncode == 0, done.stdout
+    resumed, whole = trained(tmp_path / "two", epochs=2), trained(tmp_path / "one", epochs=2)
+    assert int(resumed.optimizer.iterations) == 8
+    check_equal(resumed.get_weights(), whole.get_weights())
+    for a, b in zip(resumed.optimizer.rank_variables, whole.optimizer.rank_variables, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6)

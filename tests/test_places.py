@@ -1,0 +1,11 @@
+"""Where tests lie: what starts jobs belongs in `tests/jobs`, so that `make test-fast` starts none."""
+
+import re
+from pathlib import Path
+
+
+def test_only_tests_in_jobs_start_jobs():
+    for path in Path(__file__).parent.glob("test_*.py"):
+        imported = re.findall(r"from tests\.launch import (.+)", path.read_text())
+        names = {name.strip() for line in imported for name in line.split(",")}
+        assert names <= {"ROOT"}, f"{path.name} imports {sorted(names)} from tests.launch: move it to tests/jobs"
