@@ -25,7 +25,7 @@ def ahead(job):
       job: A function of the test's parameters. It is called on a thread before the test's turn comes; the test finds
         what it returned in the fixture `outcome`.
     """
-    return pytest.mark.ahead(job)
+    return pytest.mark.ahead.with_args(job)
 
 
 def horovodrun(size, *command, environment=None, hosts=None, timeout_s=LIMIT_S, background=False):
