@@ -196,7 +196,7 @@ def _check_as_another_user(tmp_path):
 def _python_of_others():
     """This Python or the system's: the first that another user can run in a user namespace.
 
-    Root's home may be closed there and not outside: some containers leave a process its rights when it changes its user.
+    Root's home may be closed there and not outside: in some containers a change of user keeps rights.
     """
     needed = f"import sys, horovod.runner.http.http_server; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
     for python in (sys.executable, shutil.which("python3", path="/usr/local/bin:/usr/bin")):
