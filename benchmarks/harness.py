@@ -18,6 +18,7 @@ RESULTS = ROOT / "docs" / "results"
 PACKAGES = ("tensorflow-cpu", "tensorflow", "keras", "horovod", "torch", "numpy")
 
 
+NATIVE_FLAGS = ("-std=c++17", "-O3", "-Wno-psabi", "-ffp-contract=off", "-pthread", "-I.")
 TIME_LIMIT_S = 3600
 # Name up to the first dash -> worker.
 PEER_WORKERS = {"ddp": "ddp", "mirrored": "mirrored"}
@@ -153,6 +154,23 @@ def in_lab(options, worker, task):
             "dropped_packets": sum(link["dropped_packets"] for link in lab_report["traffic"]),
             "wall_s": lab_report["wall_s"],
         }
+
+
+def native(name, *arguments, more=()):
+    """What the benchmark `benchmarks/native/<name>.cc` says, compiled with the native library.
+
+    Args:
+      more: Files of values, NumPy arrays, which follow the arguments.
+    """
+    sources = [f"benchmarks/native/{name}.cc", *sorted((ROOT / "tfposeidon/native/lib").glob("*.cc"))]
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / name
+        subprocess.run(["g++", *NATIVE_FLAGS, *sources, "-o", program], cwd=ROOT, check=True)
+        files = [Path(folder) / f"values{place}" for place in range(len(more))]
+        for file, values in zip(files, more, strict=True):
+            values.tofile(file)
+        command = [program, *map(str, arguments), *files]
+        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def machine():

@@ -10,13 +10,9 @@ run goes on.
 """
 
 import argparse
-import json
 import math
 import statistics
-import subprocess
-import tempfile
 import time
-from pathlib import Path
 
 import tensorflow as tf
 
@@ -27,8 +23,6 @@ from tfposeidon.lab import models
 SHORT = {"models": ["resnet50"], "layouts": ["4x1"]}
 FULL = {"models": ["resnet50", "transformer_110m"], "layouts": ["4x1", "8x1", "16x1", "2x2", "4x4"]}
 RATE = "10gbit"
-SOURCES = ("benchmarks/native/norms.cc", *sorted((harness.ROOT / "tfposeidon/native/lib").glob("*.cc")))
-FLAGS = ("-std=c++17", "-O3", "-Wno-psabi", "-ffp-contract=off", "-pthread", "-I.")
 ROUNDS = 21
 
 
@@ -52,11 +46,7 @@ def run(kind, model, **more):
 
 def library(model):
     """What the compiled benchmark says."""
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "norms"
-        subprocess.run(["g++", *FLAGS, *SOURCES, "-o", program], cwd=harness.ROOT, check=True)
-        sizes = [str(math.prod(shape)) for shape in shapes(model)] * 2
-        return json.loads(subprocess.run([program, *sizes], check=True, capture_output=True, text=True).stdout)
+    return harness.native("norms", *(math.prod(shape) for shape in shapes(model) * 2))
 
 
 def op(model):

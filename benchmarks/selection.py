@@ -9,12 +9,8 @@ selection. Ratios are of one run, everything in turn. An interrupted run goes on
 
 import argparse
 import itertools
-import json
 import statistics
-import subprocess
-import tempfile
 import time
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -29,8 +25,6 @@ FULL = {
     "distributions": ["laplace", "cauchy", "mixture", "gradient"],
 }
 DENSITIES = (0.001, 0.01)
-SOURCES = ("benchmarks/native/selection.cc", *sorted((harness.ROOT / "tfposeidon/native/lib").glob("*.cc")))
-FLAGS = ("-std=c++17", "-O3", "-Wno-psabi", "-ffp-contract=off", "-pthread", "-I.")
 # The others are too slow to be worth the wait.
 MOST_FOR_TENSORFLOW = 2**25
 ROUNDS = 15
@@ -67,14 +61,9 @@ def run(kind, distribution, elements, density):
 
 def library(distribution, elements, density):
     """What the compiled benchmark says."""
-    with tempfile.TemporaryDirectory() as folder:
-        program, values = Path(folder) / "selection", Path(folder) / "values"
-        subprocess.run(["g++", *FLAGS, *SOURCES, "-o", program], cwd=harness.ROOT, check=True)
-        command = [program, str(elements), str(density), distribution]
-        if distribution == "gradient":
-            drawn(distribution, elements).tofile(values)
-            command[-1:] = ["file", values]
-        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    if distribution == "gradient":
+        return harness.native("selection", elements, density, "file", more=[drawn(distribution, elements)])
+    return harness.native("selection", elements, density, distribution)
 
 
 # ----------------------------------------------------------------------- ops

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfposeidon import wire
@@ -43,6 +44,16 @@ class Description:
         return self.length * self.itemsize
 
 
+def path_of(variable: Any) -> str:
+    """As "layer/kernel" for Keras's variables, the name for TensorFlow's."""
+    return getattr(variable, "path", None) or variable.name
+
+
+def of_tensorflow(variable: Any) -> tf.Variable:
+    """TensorFlow's variable in one of Keras, or itself: Keras's optimizers take both for the same."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
 def describe(variable: Any) -> Description:
     """Describes the gradient of a Keras or TensorFlow variable.
 
@@ -51,7 +62,7 @@ def describe(variable: Any) -> Description:
     Raises:
       ValueError: If the variable is not floating point.
     """
-    path = getattr(variable, "path", None) or variable.name
+    path = path_of(variable)
     dtype = tf.as_dtype(variable.dtype)
     if not dtype.is_floating:
         raise ValueError(

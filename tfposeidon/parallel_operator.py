@@ -108,9 +108,8 @@ def gathered(own: tf.Tensor | None, dtype: str, shape: list[int], wire: Wire, na
 
 def _items(tensors: Any) -> Any:
     """A list of tensors or of tuples of tensors, or one tensor, all of known shapes."""
-    if not isinstance(tensors, list | tuple):
-        tensors = tf.convert_to_tensor(tensors)
-    items = tf.nest.map_structure(tf.convert_to_tensor, list(tensors)) if isinstance(tensors, list | tuple) else tensors
+    items = list(tensors) if isinstance(tensors, tuple) else tensors
+    items = tf.nest.map_structure(tf.convert_to_tensor, items)
     shapes = [tensor.shape for tensor in tf.nest.flatten(items)]
     if not shapes or not all(shape.is_fully_defined() for shape in shapes):
         raise ValueError(

@@ -7,12 +7,11 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfposeidon import coordinator, factor_agreement, guards, norms, runtime
 from tfposeidon.exchanger import Exchanger
-from tfposeidon.gradient import Description, describe
+from tfposeidon.gradient import Description, describe, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.policies import Policy
 from tfposeidon.rank_state import Piece
@@ -192,5 +191,4 @@ class Planner:
 
 
 def _key(variables: list[Any]) -> Any:
-    # Keras's optimizers, too, take a variable of Keras and TensorFlow's in it for the same.
-    return tuple((v.value if isinstance(v, keras.Variable) else v).ref() for v in variables)
+    return tuple(of_tensorflow(v).ref() for v in variables)

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfposeidon import norms, whole_gradients
 from tfposeidon.exchanger import Exchanger
-from tfposeidon.gradient import describe
+from tfposeidon.gradient import describe, of_tensorflow
 from tfposeidon.guards import innermost
 from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.rank_state import Piece
@@ -142,7 +142,7 @@ class ServerShards:
         return norms.of_parts(self._exchanger.wire, self._is_served, name) if self._parts else None
 
     def _is_served(self, variable: Any) -> bool:
-        return any(_of_tensorflow(self.targets[member]) is variable for member in self._parts)
+        return any(of_tensorflow(self.targets[member]) is variable for member in self._parts)
 
     def finalize(self) -> None:
         """What the inner optimizer does at the end of `fit`: with `use_ema`, variables become their averages."""
@@ -258,7 +258,8 @@ class ServerShards:
 
     def _exclude_from_weight_decay(self) -> None:
         """Shards of variables that are excluded, by themselves or by name, are excluded too."""
-        members = [m for m in self._parts if not self._inner._use_weight_decay(_of_tensorflow(self._variables[m]))]
+        # TensorFlow's name, unlike Keras's own, says in which layer a variable is.
+        members = [m for m in self._parts if not self._inner._use_weight_decay(of_tensorflow(self._variables[m]))]
         if members:
             excluded = {self._inner._var_key(self.targets[member]) for member in members}
             self._inner._exclude_from_weight_decay |= excluded
@@ -280,11 +281,6 @@ class ServerShards:
             yield
         finally:
             self._inner.add_variable_from_reference = make
-
-
-def _of_tensorflow(variable: Any) -> tf.Variable:
-    """As Keras's optimizers take it; its name, unlike Keras's own, says in which layer it is."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def _check_trained_by_gradient(variable: Any) -> None:

@@ -1,17 +1,15 @@
 """Times the norms of all layers on one rank, its share, their all-gather, and what all ranks do side by side."""
 
-import time
-
 import tensorflow as tf
 
 import tfposeidon as tp
 from benchmarks.norms import drawn
+from benchmarks.workers.exchange import slowest
 from benchmarks.workers.task import Task
 from tfposeidon import norms, runtime
 from tfposeidon.optimizers.layer_wise import local_norms
 from tfposeidon.parallel_operator import gathered
 from tfposeidon.partition import balanced
-from tfposeidon.wire import exchange_objects
 
 
 def main():
@@ -41,16 +39,6 @@ def main():
 def twice(variables):
     """The value, and once more for the gradient."""
     return [[tf.convert_to_tensor(variable)] * 2 for variable in variables]
-
-
-def slowest(wire, step):
-    """Seconds of the slowest rank; all begin together."""
-    exchange_objects(None, wire, "bench.begin")
-    begin = time.perf_counter()
-    result = step()
-    if result is not None:
-        result.numpy()
-    return max(exchange_objects(time.perf_counter() - begin, wire, "bench.end"))
 
 
 if __name__ == "__main__":

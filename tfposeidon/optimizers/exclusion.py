@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tfposeidon.gradient import path_of
+
 Exclude = Sequence[str] | Callable[[Any], bool] | None
 
 # The last word of the path, so that "unbiased_head/kernel" is not meant. Biases may have two axes (GRU,
@@ -39,10 +41,14 @@ class Exclusion:
         if callable(rule):
             places = frozenset(place for place, variable in enumerate(variables) if rule(variable))
             if self._rule is not None and variables and not places:
-                _warn_of_idle_function(rule, variables)
+                what = f"is a function that excludes no variable: {_name_of(rule)}"
+                _warn_of_idle(what, "Correct it, or use [].", variables)
             return places
         found = {pattern: _places_with(pattern, variables) for pattern in rule}
-        _warn_of_idle([pattern for pattern, places in found.items() if not places], variables)
+        idle = [repr(pattern) for pattern, places in found.items() if not places]
+        if idle:
+            what = f"has patterns that are in no variable's path: {', '.join(idle)}"
+            _warn_of_idle(what, "Correct the patterns, or leave them out.", variables)
         return frozenset[int]().union(*found.values())
 
     def get_config(self) -> list[str] | None:
@@ -52,18 +58,12 @@ class Exclusion:
           ValueError: If it is a function.
         """
         if callable(self._rule):
-            name = getattr(self._rule, "__qualname__", repr(self._rule))
             raise ValueError(
-                f"`exclude` must be None or patterns for the optimizer to be saved. Received: the function {name}, "
-                "which a file cannot hold. Give patterns that are found in the paths of the same variables, or save "
-                "the weights alone (save_weights, keras_callbacks.Checkpoint)."
+                "`exclude` must be None or patterns for the optimizer to be saved. Received: the function "
+                f"{_name_of(self._rule)}, which a file cannot hold. Give patterns that are found in the paths of the "
+                "same variables, or save the weights alone (save_weights, keras_callbacks.Checkpoint)."
             )
         return None if self._rule is None else list(self._rule)
-
-
-def path_of(variable: Any) -> str:
-    """As "layer/kernel" for Keras's variables, the name for TensorFlow's."""
-    return getattr(variable, "path", None) or variable.name
 
 
 def is_scale_or_shift(variable: Any) -> bool:
@@ -95,23 +95,10 @@ def _places_with(pattern: str, variables: Sequence[Any]) -> frozenset[int]:
     return frozenset(place for place, variable in enumerate(variables) if re.search(pattern, path_of(variable)))
 
 
-def _warn_of_idle_function(rule: Callable[[Any], bool], variables: Sequence[Any]) -> None:
-    name = getattr(rule, "__qualname__", repr(rule))
-    paths = [path_of(variable) for variable in variables[:3]]
-    warnings.warn(
-        f"`exclude` is a function that excludes no variable: {name}. The paths are such as "
-        f"{', '.join(map(repr, paths))}. Correct it, or use [].",
-        UserWarning,
-        stacklevel=2,
-    )
+def _name_of(rule: Callable[[Any], bool]) -> str:
+    return getattr(rule, "__qualname__", repr(rule))
 
 
-def _warn_of_idle(patterns: Sequence[str], variables: Sequence[Any]) -> None:
-    if patterns:
-        paths = [path_of(variable) for variable in variables[:3]]
-        warnings.warn(
-            f"`exclude` has patterns that are in no variable's path: {', '.join(map(repr, patterns))}. The paths are "
-            f"such as {', '.join(map(repr, paths))}. Correct the patterns, or leave them out.",
-            UserWarning,
-            stacklevel=2,
-        )
+def _warn_of_idle(what: str, remedy: str, variables: Sequence[Any]) -> None:
+    paths = ", ".join(repr(path_of(variable)) for variable in variables[:3])
+    warnings.warn(f"`exclude` {what}. The paths are such as {paths}. {remedy}", UserWarning, stacklevel=3)

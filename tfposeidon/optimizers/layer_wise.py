@@ -11,8 +11,9 @@ import keras
 import tensorflow as tf
 
 from tfposeidon import native, ops
+from tfposeidon.gradient import of_tensorflow, path_of
 from tfposeidon.optimizers import checks
-from tfposeidon.optimizers.exclusion import Exclude, Exclusion, path_of
+from tfposeidon.optimizers.exclusion import Exclude, Exclusion
 
 Norms = Callable[[Sequence[Any], Sequence[Sequence[tf.Tensor]]], tf.Tensor]
 """From variables, and a row of tensors for each of them, to the tensors' norms, `[variables, tensors of a row]`."""
@@ -80,7 +81,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         """As Keras does it, or with another dtype than the variable has."""
         if dtype is None:
             return super().add_variable_from_reference(reference_variable, name=name, initializer=initializer)
-        native_variable = _native(reference_variable)
+        native_variable = of_tensorflow(reference_variable)
         path = path_of(reference_variable).replace("/", "_").replace(":", "_")
         with tf.device(native_variable.device):
             return self.add_variable(native_variable.shape, dtype=dtype, initializer=initializer, name=f"{path}_{name}")
@@ -200,10 +201,6 @@ def _widened(gradient: Any, variable: Any) -> tf.Tensor:
         rows = tf.cast(gradient.values, dtype)
         gradient = tf.math.unsorted_segment_sum(rows, gradient.indices, variable.shape[0])
     return tf.cast(gradient, dtype)
-
-
-def _native(variable: Any) -> Any:
-    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def _checked_parallel(parallel: Any) -> bool | str:
