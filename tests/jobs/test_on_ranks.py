@@ -43,12 +43,7 @@ def results(world):
 
 
 def _environment(modules):
-    """Horovod's settings for a job.
-
-    A thread that writes timelines keeps a processor busy from start to end, so only one job has it. The others look
-    for something to exchange a tenth as often as Horovod would: every rank asks all others in its groups each time,
-    which took a third of two processors with four ranks that waited.
-    """
+    """Horovod's settings for a job: see docs/environment.md for what timelines and short cycles cost."""
     return {"HOROVOD_TIMELINE": "DYNAMIC"} if "wait_free" in modules else {"HOROVOD_CYCLE_TIME": "10"}
 
 
