@@ -38,7 +38,7 @@ class Cluster:
             assert rank not in board, f"{name} was used twice on rank {rank}"
             board[rank] = value
             self._changed.notify_all()
-            assert self._changed.wait_for(lambda: len(board) == group.size, timeout=30), f"{name}: ranks are missing"
+            assert self._changed.wait_for(lambda: len(board) == group.size, timeout=300), f"{name}: ranks are missing"
             return [board[r] for r in group.ranks]
 
     def count(self, sender, receiver, array):

@@ -93,7 +93,8 @@ def finish(process, timeout_s=LIMIT_S):
 def kill_all():
     """Ends the jobs that nobody has waited for, as those of an interrupted session."""
     for process in list(_running):
-        kill(process)
+        if process.poll() is None:
+            kill(process)
 
 
 def kill(process):

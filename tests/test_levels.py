@@ -186,7 +186,7 @@ def test_a_full_disk_is_one_level_less(tmp_path):
     script = FULL.format(root=root, folder=str(disk), log=str(tmp_path / "log"))
     inside = f"mount -t tmpfs -o size=56k none {disk} && head -c 8k /dev/zero > {disk}/other && exec {sys.executable} -"
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", inside]
-    done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     unkept, filled = map(int, done.stdout.split())
     assert unkept > 0

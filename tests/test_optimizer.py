@@ -98,7 +98,7 @@ def test_inner_optimizer_loads_without_tfposeidon(tmp_path):
         "assert 'tfposeidon' not in sys.modules; print(int(model.optimizer.iterations))"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "model.keras")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ)
     assert done.stdout.strip() == "4", done.stderr
 
 
@@ -107,7 +107,7 @@ def test_importing_starts_nothing():
         "import sys, tfposeidon, keras_callbacks, horovod.tensorflow as hvd; assert not hvd.is_initialized(); "
         "import threading; print(len(threading.enumerate()))"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "1", done.stderr
 
 
@@ -137,7 +137,7 @@ print(type(model.optimizer.inner_optimizer).__name__, hasattr(model.train_step, 
 
 def test_the_first_line_of_a_process_is_enough():
     """Python looks `model.compile` up before it makes the optimizer that compile gets."""
-    done = subprocess.run([sys.executable, "-c", ONE_LINE], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", ONE_LINE], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["LossScaleOptimizer", "True"], done.stderr
 
 

@@ -19,7 +19,7 @@ from datacache.crop_and_mirror import CropAndMirror
 from datacache.loader_process import Requests
 from datacache.parallel_loader import LoaderError, ParallelLoader
 
-LIMIT_S = 30
+LIMIT_S = 300
 MODES = {"train": 1, "validate": -1}
 
 

@@ -163,7 +163,7 @@ def test_many_begin_at_once(tmp_path):
     processes = [context.Process(target=_open, args=(tmp_path, found)) for _ in range(8)]
     for process in processes:
         process.start()
-    assert [found.get(timeout=30) for _ in processes] == [0] * 8
+    assert [found.get(timeout=300) for _ in processes] == [0] * 8
     for process in processes:
         process.join()
 

@@ -47,7 +47,7 @@ def _receive(size_bytes, pair, port):
 
 def _connect(rank, port):
     node = rank // int(os.environ["HOROVOD_LOCAL_SIZE"])
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             return socket.create_connection((f"node{node}", port), timeout=60)

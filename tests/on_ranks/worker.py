@@ -14,6 +14,9 @@ import tfposeidon as tp
 from tfposeidon import runtime
 from tfposeidon.wire import exchange_objects
 
+STALL_LIMIT_S = 180
+"""For ranks that hang: one that is only slow may be that late on a busy machine."""
+
 
 def cases(modules):
     """Name -> function of every case in `modules`."""
@@ -39,7 +42,7 @@ def run(case, wire):
 
 def main(results_path, ranks_per_node, *modules):
     layout = int(ranks_per_node) or None
-    tp.init(ranks_per_node=layout, stall_timeout_s=60)
+    tp.init(ranks_per_node=layout, stall_timeout_s=STALL_LIMIT_S)
     wire = runtime.wire()
     results = {}
     # What imports made lives as long as the rank: no collection needs to look at it.
