@@ -19,7 +19,7 @@ from tfposeidon.gradient import Description, dense
 from tfposeidon.rank_state import Piece
 from tfposeidon.schemes.base import FactorScheme, Slot, State, VectorScheme
 from tfposeidon.sufficient_factors import Factors
-from tfposeidon.wire import Wire, exchange_objects, opaque, zeros
+from tfposeidon.wire import Wire, Zeros, exchange_objects, opaque, zeros
 
 
 class Presence(NamedTuple):
@@ -37,13 +37,14 @@ class Exchanger:
     Args:
       plan: What goes how.
       wire: The collectives.
+      zeros: Those of another exchanger, to share them.
 
     Attributes:
       states: What the schemes keep from step to step, variables for each bucket; zeros at first.
       afterwards: What else all ranks do together in a step, from means to means; mostly nothing.
     """
 
-    def __init__(self, plan: Plan, wire: Wire) -> None:
+    def __init__(self, plan: Plan, wire: Wire, zeros: Zeros | None = None) -> None:
         self.plan = plan
         self.wire = wire
         self.prefix: str | None = None
@@ -51,8 +52,11 @@ class Exchanger:
         self.afterwards: Callable[[list[Any]], list[Any]] | None = None
         dtypes = {"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}
         dtypes |= {d.factors.dtype for bucket in plan.buckets for d in bucket.descriptions if d.factors}
-        self._zeros = {dtype: _zero(dtype) for dtype in sorted(dtypes)}
-        self._used = {bucket.dtype: _zero(bucket.dtype) for bucket in plan.buckets if bucket.server}
+        self._zeros = Zeros() if zeros is None else zeros
+        for dtype in sorted(dtypes):
+            self._zeros[dtype]
+        used = Zeros()
+        self._used = {bucket.dtype: used[bucket.dtype] for bucket in plan.buckets if bucket.server}
         self.states: list[list[tf.Variable]] = [
             [_variable(slot, index) for slot in bucket.slots(plan.topology)]
             for index, bucket in enumerate(plan.buckets)
@@ -262,11 +266,6 @@ class Exchanger:
 def _variable(slot: Slot, bucket: int) -> tf.Variable:
     with tf.init_scope():
         return tf.Variable(tf.zeros(slot.shape), trainable=False, name=f"bucket_{bucket}_{slot.name}")
-
-
-def _zero(dtype: str) -> tf.Variable:
-    with tf.init_scope():
-        return tf.Variable(tf.zeros([], dtype), trainable=False, name="zero")
 
 
 def _weighted(vector: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:

@@ -286,6 +286,17 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         return self._planner.takes_batches_of(samples)
 
+    def prepare(self, variables: Sequence[Any]) -> None:
+        """Plans for `variables` before a step is traced, and makes the variables that the exchange needs.
+
+        `fit` does it. Without it the first trace makes them, and TensorFlow then traces the step once more.
+
+        Args:
+          variables: The trainable variables that the step will give to `apply`, all of them in this order.
+        """
+        if runtime.size() > 1:
+            self._exchanger(list(variables))
+
     def scale_losses(self) -> None:
         """Puts Keras's `LossScaleOptimizer` inside, unless something scales already.
 

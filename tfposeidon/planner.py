@@ -16,7 +16,7 @@ from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.policies import Policy
 from tfposeidon.rank_state import Piece
 from tfposeidon.update_rate import UpdateRate
-from tfposeidon.wire import exchange_objects
+from tfposeidon.wire import Zeros, exchange_objects
 
 # Collectives are matched by name. Planners take their number at their first step, which all ranks
 # reach together, and not when they are made: a rank may make or load more of them than others.
@@ -39,6 +39,7 @@ class Planner:
         self._update_rates: dict[Any, UpdateRate] = {}
         self._norms: dict[Any, norms.Choice] = {}
         self._notes: dict[str, None] = {}
+        self._zeros = Zeros()
 
     def exchanger(self, variables: list[Any], inner_optimizer: Any) -> Exchanger:
         """What exchanges the gradients of `variables`; made at the first call."""
@@ -46,7 +47,7 @@ class Planner:
         if key not in self._exchangers:
             plan = self._plan([describe(v) for v in variables])
             guards.check_momentum(plan, inner_optimizer)
-            self._exchangers[key] = Exchanger(plan, runtime.wire())
+            self._exchangers[key] = Exchanger(plan, runtime.wire(), self._zeros)
             self._update_rates[key] = UpdateRate()
         return self._exchangers[key]
 
@@ -149,7 +150,7 @@ class Planner:
             everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
         plan = self._plan(factor_agreement.agreed(descriptions, everybody))
         factor_agreement.check(plan)
-        new = Exchanger(plan, exchanger.wire)
+        new = Exchanger(plan, exchanger.wire, self._zeros)
         new.take_over(exchanger)
         self._exchangers[_key(variables)] = new
 

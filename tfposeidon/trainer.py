@@ -112,6 +112,8 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     if model.optimizer.takes_batches_of(_size_of_batches(call.arguments["x"], call.arguments["batch_size"])):
         model.train_function = None
     _build(model, *(call.arguments[name] for name in ("x", "y", "sample_weight")))
+    if model.optimizer.built and _trains_all_together(model):
+        model.optimizer.prepare(model.trainable_variables)
     guards.check_callbacks(model.optimizer.policy, _listed(call.arguments["callbacks"]))
     if runtime.size() == 1:
         return original(*call.args, **call.kwargs)
@@ -124,6 +126,12 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         # Keras's advice for epochs that end early is wrong where another rank has fewer batches; we log that.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         return original(*call.args, **call.kwargs)
+
+
+def _trains_all_together(model: keras.Model) -> bool:
+    """Whether the train step is Keras's own, which gives all trainable variables to the optimizer in one call."""
+    home = next(cls for cls in type(model).__mro__ if "train_step" in vars(cls))
+    return home.__module__.startswith("keras.")
 
 
 def _listed(callbacks: Any) -> list[Any]:

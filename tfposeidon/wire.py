@@ -98,6 +98,18 @@ def unknown_zero(dtype: str = "int32") -> tf.Tensor:
         return tf.cast(tf.timestamp() < 0.0, dtype)
 
 
+class Zeros(dict[str, tf.Variable]):
+    """Scalar variables that hold 0, by dtype, for `zeros` and `opaque`; each is made when it is first asked for.
+
+    TensorFlow traces a function twice whose first trace makes variables: what is traced asks for none that is new.
+    """
+
+    def __missing__(self, dtype: str) -> tf.Variable:
+        with tf.init_scope():
+            self[dtype] = tf.Variable(tf.zeros([], dtype), trainable=False, name="zero")
+        return self[dtype]
+
+
 def zeros(shape: Sequence[int], zero: tf.Variable | tf.Tensor) -> tf.Tensor:
     """Zeros that TensorFlow cannot fold: a collective on `tf.zeros` runs on no rank, or hangs.
 

@@ -61,6 +61,23 @@ def case_accumulation(wire):
     assert optimizer.inner_optimizer.gradient_accumulation_steps is None
 
 
+def case_fit_traces_the_step_once(wire):
+    """TensorFlow traces a step twice whose first trace makes variables."""
+    for scheme in ("allreduce", "asa16", "hybcomm", SERVED, tp.schemes.HierarchicalTopK(min_elements=0)):
+        model = models.mlp()
+        model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme=scheme), loss=models.LOSS, metrics=["accuracy"])
+        traces = _counted(model)
+        model.fit(*models.mlp.data(16), batch_size=4, epochs=2, verbose=0)
+        assert len(traces) == 1, (scheme, len(traces))
+
+
+def _counted(model):
+    """A list that grows whenever the model's train step is traced."""
+    step, traces = model.train_step, []
+    model.train_step = lambda data: traces.append(1) or step(data)
+    return traces
+
+
 def case_accumulation_exchanges_once_per_update(wire):
     model = models.mlp()
     optimizer = tp.DistributedOptimizer(SGD(0.1, gradient_accumulation_steps=4), scheme="allreduce")
