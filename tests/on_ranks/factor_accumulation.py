@@ -110,7 +110,7 @@ def case_resume_at_every_step(wire):
     check_resumes_everywhere(wire, models.mlp, accumulating, scheme=KERNELS)
 
 
-def _loop(optimizer, model, data, variables, losses):
+def _step(optimizer, model, variables, losses):
     """A hand-written step, that AutoGraph sees."""
 
     @tf.function
@@ -120,7 +120,7 @@ def _loop(optimizer, model, data, variables, losses):
         gradients = tape.gradient(loss, variables)
         optimizer.apply(gradients, variables, sample_count=tf.shape(x)[0])
 
-    step(*data)
+    return step
 
 
 def _fit_loss(model, x, y):
@@ -141,10 +141,14 @@ def _looped(wire, scheme, calls, changes=()):
     )
     x, y = models.mlp.data(8 * wire.topology.size)
     mine = [tf.constant(part[wire.topology.rank :: wire.topology.size]) for part in (x, y)]
+    steps = {}
     for number, losses in enumerate(calls):
         if number in dict(changes):
             optimizer.change_scheme(dict(changes)[number])
-        _loop(optimizer, model, mine, variables, losses)
+            steps.clear()
+        if losses not in steps:
+            steps[losses] = _step(optimizer, model, variables, losses)
+        steps[losses](*mine)
     same_on_all_ranks(model.get_weights(), wire)
     left = [v.numpy() for v in optimizer.rank_variables]
     assert not any(np.any(array) for array in left)

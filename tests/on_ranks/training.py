@@ -16,6 +16,8 @@ EXACT = ("allreduce", "asa", "2dtar", "ps", tp.schemes.ShardedServer(update="ser
 def train_alone(model, data, optimizer, **fit):
     """The reference: plain Keras, whole batches."""
     model.compile(optimizer=dense_rows(optimizer), loss=models.LOSS)
+    # Before the first step, which TensorFlow would trace twice if it made variables.
+    model.optimizer.build(model.trainable_variables)
     model.fit(*data, **{"batch_size": BATCH, "epochs": 1, "shuffle": False, "verbose": 0, **fit})
     return model.get_weights()
 
