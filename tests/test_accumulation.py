@@ -1,6 +1,6 @@
 """Sums of factors: what they stand for is the sum of the matrices, in every type and mixture."""
 
-import functools
+import dataclasses
 
 import keras
 import numpy as np
@@ -30,20 +30,36 @@ def _matrix(factors):
     return product if factors.local is None else product + factors.local.numpy()
 
 
-def _added(accumulation, gradients, counts):
-    """The mean that the last of these calls gives to an update, as a matrix."""
-    means = []
+class _Calls:
+    """Calls of one accumulation, which share a trace where their gradients are of one kind.
 
-    def update(mean, total):
+    Attributes:
+      means: What updates were given, as matrices.
+    """
+
+    def __init__(self, accumulation, like):
+        self.accumulation, self.like, self.means = accumulation, like, []
+        self._by_factors = tf.function(self._add_factors, reduce_retracing=True)
+        self._by_matrix = tf.function(self._add)
+
+    def add(self, gradient, count):
+        if isinstance(gradient, Factors):
+            self._by_factors(gradient.left, gradient.right, tf.constant(count))
+        else:
+            self._by_matrix(gradient, tf.constant(count))
+
+    def _add_factors(self, left, right, count):
+        self._add(dataclasses.replace(self.like, left=left, right=right), count)
+
+    def _add(self, gradient, count):
+        self.accumulation.add([0], [gradient], count, self._update)
+
+    def _update(self, mean, total):
         mean = mean[0]
         if isinstance(mean, Factors):
             product = tf.reshape(mean.product(mean.packed), [M, N])
             mean = product if mean.local is None else product + tf.cast(mean.local, product.dtype)
-        tf.py_function(lambda m: means.append(m.numpy()), [tf.cast(mean, tf.float64)], [])
-
-    for gradient, count in zip(gradients, counts, strict=True):
-        tf.function(functools.partial(accumulation.add, [0], [gradient], count, update))()
-    return means
+        tf.py_function(lambda m: self.means.append(m.numpy()), [tf.cast(mean, tf.float64)], [])
 
 
 @pytest.mark.parametrize("kinds", ["ff", "fffff", "mf", "fm", "mfmf", "fmfm", "mm"])
@@ -56,14 +72,16 @@ def test_means_of_factors_are_those_of_matrices(kinds, kind, dtype):
     variable = keras.Variable(np.zeros((M, N)), dtype=wide, name="kernel")
     local = tf.cast(draw.normal(size=(M, N)), wide) if kind is Factors else None
     accumulation = Accumulation(keras.optimizers.SGD(), [variable], len(kinds))
+    calls = _Calls(accumulation, _factors(draw, 1, dtype, kind, local))
     counts = [float((i + 1) % 3) for i in range(len(kinds))]
     for _ in range(2):
-        gradients, matrices = [], []
+        matrices = []
         for i, how in enumerate(kinds):
             factors = _factors(draw, i + 1, dtype, kind, local)
             matrices.append(_matrix(factors))
-            gradients.append(factors if how == "f" else matrices[-1].astype(wide))
-        (mean,) = _added(accumulation, gradients, counts)
+            calls.add(factors if how == "f" else tf.constant(matrices[-1], wide), counts[i])
+        (mean,) = calls.means
+        calls.means.clear()
         expected = np.average(matrices, axis=0, weights=counts)
         # Factors of 16 bits are exact, and weights have two parts of 16 bits.
         np.testing.assert_allclose(mean, expected, rtol=0, atol=ROUNDING[dtype])
@@ -76,7 +94,10 @@ def test_what_comes_from_no_samples_need_not_be_a_number():
     draw = np.random.default_rng(0)
     good = _factors(draw, 3, "float32", Factors, None)
     bad = Factors(good.left * np.nan, good.right * np.nan)
-    (mean,) = _added(accumulation, [good, bad], [4.0, 0.0])
+    calls = _Calls(accumulation, good)
+    calls.add(good, 4.0)
+    calls.add(bad, 0.0)
+    (mean,) = calls.means
     np.testing.assert_allclose(mean, _matrix(good), atol=1e-5)
 
 
@@ -84,7 +105,10 @@ def test_dropped_rows_are_gone():
     variable = keras.Variable(np.zeros((M, N), "float32"), name="kernel")
     accumulation = Accumulation(keras.optimizers.SGD(), [variable], 2)
     draw = np.random.default_rng(0)
-    assert _added(accumulation, [_factors(draw, 3, "float32", Factors, None)], [1.0]) == []
+    factors = _factors(draw, 3, "float32", Factors, None)
+    calls = _Calls(accumulation, factors)
+    calls.add(factors, 1.0)
+    assert calls.means == []
     assert sum(v.numpy().size for v, _ in accumulation.rank_state(0, 1)) > 3 * (M + N)
     accumulation.reset()
     assert not any(np.any(v.numpy()) for v, _ in accumulation.rank_state(0, 1))

@@ -1,8 +1,5 @@
 """The optimizer on one rank without a launcher, and what it refuses."""
 
-import os
-import subprocess
-import sys
 from unittest import mock
 
 import keras
@@ -12,14 +9,13 @@ import tensorflow as tf
 
 import keras_callbacks
 import tfposeidon as tp
-from tests.launch import ROOT
 from tests.on_ranks import models
 from tfposeidon import policies, schemes
 
 SGD = keras.optimizers.SGD
 
 
-def _trained(optimizer, **options):
+def trained(optimizer, **options):
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
     model = models.mlp()
@@ -30,8 +26,8 @@ def _trained(optimizer, **options):
 
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}, {"jit_compile": True}])
 def test_one_rank_trains_as_keras_does(options):
-    plain = _trained(SGD(0.1, momentum=0.9), **options)
-    ours = _trained(tp.DistributedOptimizer(SGD(0.1, momentum=0.9)), **options)
+    plain = trained(SGD(0.1, momentum=0.9), **options)
+    ours = trained(tp.DistributedOptimizer(SGD(0.1, momentum=0.9)), **options)
     for a, b in zip(plain.get_weights(), ours.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
     assert "one rank: nothing is sent" in str(ours.optimizer.plan)
@@ -40,21 +36,21 @@ def test_one_rank_trains_as_keras_does(options):
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}])
 def test_one_rank_keeps_the_momentum_of_sparse_schemes(options):
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.1, 0.03])
-    plain = _trained(SGD(schedule, momentum=0.9), **options)
-    ours = _trained(tp.DistributedOptimizer(SGD(schedule), schemes.HierarchicalTopK(momentum=0.9)), **options)
+    plain = trained(SGD(schedule, momentum=0.9), **options)
+    ours = trained(tp.DistributedOptimizer(SGD(schedule), schemes.HierarchicalTopK(momentum=0.9)), **options)
     for a, b in zip(plain.get_weights(), ours.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 def test_accumulation_equals_keras():
-    plain = _trained(SGD(0.1, momentum=0.9, gradient_accumulation_steps=2))
-    ours = _trained(tp.DistributedOptimizer(SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)))
+    plain = trained(SGD(0.1, momentum=0.9, gradient_accumulation_steps=2))
+    ours = trained(tp.DistributedOptimizer(SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)))
     for a, b in zip(plain.get_weights(), ours.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 def test_learning_rate_and_iterations_are_the_inner_ones():
-    model = _trained(tp.DistributedOptimizer(SGD(0.1)))
+    model = trained(tp.DistributedOptimizer(SGD(0.1)))
     model.optimizer.learning_rate = 0.25
     assert float(model.optimizer.inner_optimizer.learning_rate) == 0.25
     assert int(model.optimizer.iterations) == 4
@@ -63,14 +59,14 @@ def test_learning_rate_and_iterations_are_the_inner_ones():
 
 def test_schedules_work():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
-    model = _trained(tp.DistributedOptimizer(SGD(schedule)))
+    model = trained(tp.DistributedOptimizer(SGD(schedule)))
     assert float(model.optimizer.learning_rate) == pytest.approx(0.1 * 0.5**2)
 
 
 @pytest.mark.parametrize("accumulation", [None, 3])
 def test_saved_models_load_and_go_on(tmp_path, accumulation):
     inner = keras.optimizers.Adam(0.01, gradient_accumulation_steps=accumulation)
-    model = _trained(tp.DistributedOptimizer(inner, scheme=schemes.AllToAll(wire_dtype="bfloat16"), bucket_bytes=77))
+    model = trained(tp.DistributedOptimizer(inner, scheme=schemes.AllToAll(wire_dtype="bfloat16"), bucket_bytes=77))
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert loaded.optimizer.get_config() == model.optimizer.get_config()
@@ -81,34 +77,12 @@ def test_saved_models_load_and_go_on(tmp_path, accumulation):
 
 
 def test_slots_are_saved_once(tmp_path):
-    model = _trained(tp.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+    model = trained(tp.DistributedOptimizer(keras.optimizers.Adam(0.01)))
     model.save(tmp_path / "ours.keras")
     model.compile(optimizer=model.optimizer.inner_optimizer, loss=models.LOSS)
     model.save(tmp_path / "plain.keras")
     ours, plain = ((tmp_path / name).stat().st_size for name in ("ours.keras", "plain.keras"))
     assert ours < 1.2 * plain
-
-
-def test_inner_optimizer_loads_without_tfposeidon(tmp_path):
-    model = _trained(tp.DistributedOptimizer(keras.optimizers.Adam(0.01)))
-    model.compile(optimizer=model.optimizer.inner_optimizer, loss=models.LOSS)
-    model.save(tmp_path / "model.keras")
-    script = (
-        "import sys, keras; model = keras.saving.load_model(sys.argv[1]); "
-        "assert 'tfposeidon' not in sys.modules; print(int(model.optimizer.iterations))"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "model.keras")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ)
-    assert done.stdout.strip() == "4", done.stderr
-
-
-def test_importing_starts_nothing():
-    script = (
-        "import sys, tfposeidon, keras_callbacks, horovod.tensorflow as hvd; assert not hvd.is_initialized(); "
-        "import threading; print(len(threading.enumerate()))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == "1", done.stderr
 
 
 def test_mixed_precision_scales_inside():
@@ -125,22 +99,6 @@ def test_mixed_precision_scales_inside():
     assert type(bare.optimizer.inner_optimizer) is SGD
 
 
-ONE_LINE = """
-import keras, numpy as np, tfposeidon as tp
-keras.config.set_dtype_policy("mixed_float16")
-model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
-model.train_on_batch(np.zeros((2, 4), "float32"), np.zeros((2, 1), "float32"))
-print(type(model.optimizer.inner_optimizer).__name__, hasattr(model.train_step, "_tfposeidon"))
-"""
-
-
-def test_the_first_line_of_a_process_is_enough():
-    """Python looks `model.compile` up before it makes the optimizer that compile gets."""
-    done = subprocess.run([sys.executable, "-c", ONE_LINE], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.stdout.split() == ["LossScaleOptimizer", "True"], done.stderr
-
-
 def _forever():
     x, y = models.mlp.data(8)
     while True:
@@ -154,7 +112,7 @@ class _NoCall(keras.Model):
 
 @pytest.mark.filterwarnings("ignore")
 def test_one_rank_trains_on_whatever_keras_takes():
-    model = _trained(tp.DistributedOptimizer(SGD(0.1)))
+    model = trained(tp.DistributedOptimizer(SGD(0.1)))
     model.fit(_forever(), steps_per_epoch=2, verbose=0)
     data = tf.data.Dataset.from_tensor_slices(models.mlp.data(16)).batch(4)
     model.fit(data.filter(lambda *_: True), epochs=2, verbose=0)
@@ -230,8 +188,8 @@ def test_other_backends_are_refused():
 
 
 def test_plain_keras_is_left_alone():
-    _trained(tp.DistributedOptimizer(SGD(0.1)))
-    model = _trained(SGD(0.1))
+    trained(tp.DistributedOptimizer(SGD(0.1)))
+    model = trained(SGD(0.1))
     assert type(model.optimizer) is SGD
     assert "train_step" not in vars(model)
 

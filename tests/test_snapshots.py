@@ -2,12 +2,7 @@
 
 import json
 import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import keras
 import numpy as np
@@ -15,41 +10,12 @@ import pytest
 
 import keras_callbacks
 import tfposeidon as tp
-from tests.launch import ROOT
 from tests.on_ranks import models
 from tfposeidon.snapshots import SnapshotError, Snapshots
 from tfposeidon.topology import Topology
 from tfposeidon.wire import HorovodWire
 
 WIRE = HorovodWire(Topology(0, ((0,),)), {})
-WRITER = """
-import sys, numpy as np
-from tests.test_snapshots import WIRE, Snapshots
-files = Snapshots(sys.argv[1], WIRE)
-for step in range(int(sys.argv[2]), 10**6):
-    print(step, flush=True)
-    files.write({"step": step}, {"a": np.full(200_000, step)}, {"b": np.full(50_000, -step)})
-"""
-
-
-def test_a_kill_at_any_moment_leaves_a_whole_snapshot(tmp_path):
-    pauses = random.Random(0)
-    newest = 0
-    for _ in range(6):
-        command = [sys.executable, "-c", WRITER, str(tmp_path), str(newest + 1)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(3):
-            process.stdout.readline()
-        time.sleep(pauses.uniform(0, 0.02))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        snapshot = Snapshots(tmp_path, WIRE).read_latest()
-        assert snapshot.meta["step"] > newest, "what was whole is gone"
-        newest = snapshot.meta["step"]
-        assert (snapshot.shared["a"] == newest).all()
-        assert (snapshot.own[0]["b"] == -newest).all()
 
 
 def test_no_snapshots_is_a_fresh_start(tmp_path):

@@ -3,12 +3,13 @@ tests/native/gpu_test.cc, which runs the same passes on the processor; only a ma
 
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 
 import pytest
 
-from tests.launch import ahead, finish, start
+from tests.launch import ROOT, ahead, finish, start
 
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
@@ -59,3 +60,11 @@ def test_gpu_kernels_compile_and_register_on_a_tensorflow_without_gpus(outcome):
     for op, on_host in ON_HOST.items():
         # Mostly two types of index, or of wire, on each device.
         assert sorted(found[op]) == sorted([["CPU", []], ["GPU", on_host]] * (1 if op in ONE_TYPE else 2)), op
+
+
+def test_asking_for_gpu_kernels_first_loses_no_op():
+    code = "from tfposeidon import native, ops; native.has_gpu_kernels(); print(ops.top_k([1.0, 2.0], 1)[1].numpy())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.strip().endswith("[1]")

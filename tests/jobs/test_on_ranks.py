@@ -44,7 +44,7 @@ def results(world):
 
 def _environment(modules):
     """Horovod's settings for a job: see docs/environment.md for what timelines and short cycles cost."""
-    return {"HOROVOD_TIMELINE": "DYNAMIC"} if "wait_free" in modules else {"HOROVOD_CYCLE_TIME": "10"}
+    return {"HOROVOD_TIMELINE": "DYNAMIC"} if "wait_free" in modules else {"HOROVOD_CYCLE_TIME": "5"}
 
 
 def pytest_generate_tests(metafunc):

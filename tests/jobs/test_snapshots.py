@@ -1,0 +1,53 @@
+"""Snapshots of processes that are killed."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from tests.launch import ROOT, ahead
+from tests.test_snapshots import WIRE
+from tfposeidon.snapshots import Snapshots
+
+WRITER = """
+import sys, numpy as np
+from tests.test_snapshots import WIRE, Snapshots
+files = Snapshots(sys.argv[1], WIRE)
+for step in range(int(sys.argv[2]), 10**6):
+    print(step, flush=True)
+    files.write({"step": step}, {"a": np.full(200_000, step)}, {"b": np.full(50_000, -step)})
+"""
+
+
+def kills():
+    """What is found after each of six writers was killed: the step before it, and the newest whole snapshot."""
+    pauses = random.Random(0)
+    found, newest = [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(6):
+            command = [sys.executable, "-c", WRITER, folder, str(newest + 1)]
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+            for _ in range(3):
+                process.stdout.readline()
+            time.sleep(pauses.uniform(0, 0.02))
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            process.stdout.close()
+            snapshot = Snapshots(folder, WIRE).read_latest()
+            found.append((newest, snapshot))
+            newest = snapshot.meta["step"]
+    return found
+
+
+@ahead(kills)
+def test_a_kill_at_any_moment_leaves_a_whole_snapshot(outcome):
+    assert len(outcome) == 6
+    for before, snapshot in outcome:
+        step = snapshot.meta["step"]
+        assert step > before, "what was whole is gone"
+        assert (snapshot.shared["a"] == step).all()
+        assert (snapshot.own[0]["b"] == -step).all()
