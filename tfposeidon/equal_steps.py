@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from tfposeidon import runtime
+from tfposeidon.guards import innermost
 from tfposeidon.pass_over import is_passing_over
 from tfposeidon.wire import exchange_objects
 
@@ -31,6 +32,8 @@ class EqualSteps(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         steps = exchange_objects(self.params.get("steps"), runtime.wire(), "tp.steps")
         known = None not in steps
+        # Keras gives this dictionary to all callbacks: rates by fractions of an epoch are alike only if its steps are.
+        self.params["steps"] = min(steps) if known else None
         equal = known and len(set(steps)) == 1
         self._limit = min(steps) if equal or (known and self.model.steps_per_execution == 1) else None
         if not equal:
@@ -89,8 +92,61 @@ class EqualSteps(keras.callbacks.Callback):
 
 
 class EqualEnd(keras.callbacks.Callback):
-    """Stops training on all ranks after the epoch in which any rank wants to stop."""
+    """Stops training on all ranks after the epoch in which any rank wants to stop, and keeps them from parting.
+
+    Before the first epoch and after each, ranks compare what has to be alike beside the weights.
+
+    Raises:
+      RuntimeError: On all ranks alike, naming the first difference.
+    """
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._begun = False
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        # A callback that restores something on one rank alone (BackupAndRestore) begins at another epoch.
+        if not self._begun:
+            _check_alike(exchange_objects(_alike(self.model, epoch), runtime.wire(), "tp.begin"))
+        self._begun = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        wishes = exchange_objects(bool(self.model.stop_training), runtime.wire(), "tp.stop")
-        self.model.stop_training = any(wishes)
+        mine = [bool(self.model.stop_training), _alike(self.model, epoch)]
+        everybody = exchange_objects(mine, runtime.wire(), "tp.stop")
+        _check_alike([alike for _, alike in everybody])
+        self.model.stop_training = any(stop for stop, _ in everybody)
+
+
+def _alike(model: keras.Model, epoch: int) -> dict[str, Any]:
+    """What ranks must hold alike beside the weights, as JSON can carry it."""
+    inner = innermost(model.optimizer)
+    return {
+        "epoch": epoch,
+        "learning rate": float(model.optimizer.learning_rate),
+        "momentum": _number(getattr(inner, "momentum", None)),
+        "weight decay": _number(inner.weight_decay),
+        "trainable variables": [variable.path for variable in model.trainable_variables],
+    }
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _check_alike(everybody: list[dict[str, Any]]) -> None:
+    for rank, other in enumerate(everybody):
+        for what, value in everybody[0].items():
+            if other[what] != value:
+                raise RuntimeError(
+                    f"All ranks must train alike. Received: {what} {_shown(value, other[what])} on rank 0, "
+                    f"{_shown(other[what], value)} on rank {rank}. Callbacks that set or restore it belong on all "
+                    "ranks and must see the same metrics there (keras_callbacks.MetricAverage); of what one rank "
+                    "restores, use keras_callbacks.Checkpoint."
+                )
+
+
+def _shown(value: Any, other: Any) -> str:
+    """The value; of a long list, how many there are and the first that the other list has not."""
+    if not isinstance(value, list):
+        return str(value)
+    more = [item for item in value if item not in other]
+    return f"{len(value)}" + (f" ({more[0]!r} among them)" if more else "")

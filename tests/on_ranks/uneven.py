@@ -104,6 +104,62 @@ def case_equal_lengths_say_nothing(wire):
     assert not [line for line in lines if "batches" in line]
 
 
+class _Rates(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.rates = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.rates.append(float(self.model.optimizer.learning_rate))
+
+
+def case_rates_follow_the_agreed_steps(wire):
+    model, optimizer = _compiled()
+    x, y = models.mlp.data(4 * (3 + wire.topology.rank))
+    warmup, rates = keras_callbacks.LearningRateWarmup(0.3, warmup_epochs=2), _Rates()
+    model.fit(x, y, batch_size=4, epochs=3, verbose=0, callbacks=[warmup, rates])
+    _check_together(model, optimizer, wire, 9)
+    expected = np.interp(np.arange(9) / 3, [0, 2], [0.1, 0.3])
+    np.testing.assert_allclose(rates.rates, expected, rtol=1e-5)
+
+
+class _Part(keras.callbacks.Callback):
+    """Makes the last rank differ from the others in the second epoch."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1 and tp.rank() == tp.size() - 1:
+            self.change(self.model)
+
+
+def case_ranks_that_part_are_told(wire):
+    def freeze(model):
+        model.layers[0].trainable = False
+
+    def setting(name, value):
+        return lambda model: setattr(model.optimizer.inner_optimizer, name, value)
+
+    for change, what in (
+        (setting("learning_rate", 0.25), r"learning rate 0\.05.* on rank 0, 0\.25"),
+        (setting("momentum", 0.5), "momentum 0.9 on rank 0, 0.5"),
+        (setting("weight_decay", 0.5), "weight decay None on rank 0, 0.5"),
+        (freeze, r"trainable variables 6 \(.*/kernel' among them\) on rank 0, 4 on rank 2"),
+    ):
+        model, optimizer = _compiled()
+        with Raises(RuntimeError, f"All ranks must train alike. Received: {what}"):
+            model.fit(*models.mlp.data(8), batch_size=4, epochs=4, verbose=0, callbacks=[_Part(change)])
+        assert int(optimizer.iterations) == 4
+
+
+def case_another_first_epoch_is_refused(wire):
+    model, _ = _compiled()
+    with Raises(RuntimeError, "All ranks must train alike. Received: epoch 0 on rank 0, 1 on rank 1"):
+        model.fit(*models.mlp.data(8), epochs=3, initial_epoch=min(wire.topology.rank, 1), verbose=0)
+
+
 class _StopOnRank1(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if tp.rank() == 1 and epoch == 1:
