@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfposeidon.guards import innermost
+from tfposeidon.optimizer import DistributedOptimizer
 from tfposeidon.pass_over import is_passing_over
 
 
@@ -95,7 +96,19 @@ class LearningRateSchedule(keras.callbacks.Callback):
         optimizer.learning_rate = new
         # A velocity made at rate 0 is 0, and stays right without correction.
         if self.momentum_correction and old > 0:
-            _scale(getattr(innermost(optimizer), "momentums", []), new / old)
+            _scale(_velocities(optimizer), new / old)
+
+
+def _velocities(optimizer: Any) -> list[Any]:
+    """Those of the optimizer, and of schemes that apply momentum before they select (`HierarchicalTopK(momentum=0.9)`).
+
+    Schemes keep theirs so that it follows the rate as Keras's does: see `tfposeidon.update_rate`.
+    """
+    velocities = list(getattr(innermost(optimizer), "momentums", []))
+    if isinstance(optimizer, DistributedOptimizer):
+        pairs = zip(optimizer.rank_variables, optimizer.rank_pieces, strict=True)
+        velocities += [variable for variable, piece in pairs if piece.name == "velocity"]
+    return velocities
 
 
 def _scale(variables: list[Any], factor: float) -> None:

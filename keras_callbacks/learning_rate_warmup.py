@@ -41,6 +41,13 @@ class LearningRateWarmup(LearningRateSchedule):
         return start + (1.0 - start) * min(epoch / self.warmup_epochs, 1.0)
 
     def _set(self, epoch: float) -> None:
-        # The first batch after warm-up still sets the full rate; from there on others may change it.
-        if epoch <= self.warmup_epochs + 1.0 / (self.steps_per_epoch or 1):
+        assert self.steps_per_epoch
+        before = epoch - self.model.steps_per_execution / self.steps_per_epoch
+        # The first batch after warm-up sets the full rate, unless another schedule has set its own by then.
+        if epoch < self.warmup_epochs or (before < self.warmup_epochs and self._holds(before)):
             super()._set(epoch)
+
+    def _holds(self, epoch: float) -> bool:
+        """Whether the optimizer has the rate that this callback sets there."""
+        rate = self.initial_learning_rate * self._fraction(epoch)
+        return abs(float(self.model.optimizer.learning_rate) - rate) <= 1e-6 * rate

@@ -154,6 +154,21 @@ def case_warmup_and_momentum_correction(wire):
     np.testing.assert_allclose(Record.rates, expected, rtol=1e-5)
 
 
+def case_a_schedule_right_behind_warmup(wire):
+    class Record(keras.callbacks.Callback):
+        rates = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.rates.append(float(self.model.optimizer.learning_rate))
+
+    model = _compiled(optimizer=SGD(0.8, momentum=0.9))
+    warmup = keras_callbacks.LearningRateWarmup(0.8, warmup_epochs=2)
+    schedule = keras_callbacks.LearningRateSchedule(0.8, lambda epoch: 0.1, start_epoch=2)
+    model.fit(*models.mlp.data(16), batch_size=4, epochs=4, verbose=0, callbacks=[warmup, schedule, Record()])
+    expected = [*np.linspace(0.4, 0.8, 9)[:8], *[0.08] * 8]
+    np.testing.assert_allclose(Record.rates, expected, rtol=1e-5)
+
+
 def case_momentum_correction_scales_the_velocity(wire):
     model = _compiled(optimizer=SGD(0.8, momentum=0.9))
     model.fit(*models.mlp.data(8), batch_size=4, verbose=0)

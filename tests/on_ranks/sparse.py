@@ -147,6 +147,17 @@ def case_momentum_correction_at_density_1_is_momentum(wire):
         check_equal(weights, reference)
 
 
+def case_momentum_correction_scales_the_velocity_of_schemes(wire):
+    """The callback's: what it does to the optimizer's velocity, it does to the scheme's."""
+    data = models.mlp.data(STEPS * BATCH)
+    start = models.mlp()
+    fit = {"epochs": 2, "callbacks": [keras_callbacks.LearningRateSchedule(0.05, lambda epoch: 0.2 if epoch else 1.0)]}
+    reference = train_alone(models.copy(models.mlp, start), data, keras.optimizers.SGD(0.05, momentum=0.9), **fit)
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.05), HierarchicalTopK(momentum=0.9, density=1.0))
+    weights = train_together(models.copy(models.mlp, start), data, optimizer, wire, **fit)
+    check_equal(weights, reference)
+
+
 def case_small_variables_go_densely(wire):
     model = models.mlp()
     optimizer = tp.DistributedOptimizer(sgd(), scheme=HierarchicalTopK(min_elements=600))
