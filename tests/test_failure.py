@@ -1,12 +1,13 @@
 """Who failed first: what a rank writes and reads, over a real store."""
 
 import pytest
+import tensorflow as tf
 from horovod.runner.http.http_server import KVStoreServer
 
 from tfposeidon.environment import Place, Store, node_sizes, place
 from tfposeidon.failure import Reporter, is_broken_collective
 
-BROKEN = RuntimeError("Horovod has been shut down. [[{{node step/tp0.bucket_3.scatter}}]]")
+BROKEN = tf.errors.UnknownError(None, None, "Horovod has been shut down. [[{{node step/tp0.bucket_3.scatter}}]]")
 
 
 @pytest.fixture
@@ -69,11 +70,24 @@ def test_one_rank_alone_says_nothing(capsys):
     "text", ["Horovod has been shut down", "gloo/transport/tcp/pair.cc:598", "Connection closed by peer"]
 )
 def test_broken_collectives_are_recognised(text):
-    assert is_broken_collective(text)
+    assert is_broken_collective(tf.errors.UnknownError(None, None, f"{text} [[{{{{node step/tp0.samples}}}}]]"))
+    assert is_broken_collective(tf.errors.AbortedError(None, None, f"{text} [Op:HorovodAllgather] name: tp.steps"))
 
 
-def test_other_errors_are_causes():
-    assert not is_broken_collective("ValueError: shapes (3,) and (4,) differ")
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("shapes (3,) and (4,) differ"),
+        ConnectionResetError(104, "Connection reset by peer"),
+        OSError("Read timeout on /nfs/train/tp0.samples"),
+        BrokenPipeError(32, "Broken pipe"),
+        tf.errors.UnavailableError(None, None, "Connection reset by peer [[{{node ReadFile}}]] [Op:IteratorGetNext]"),
+        tf.errors.InvalidArgumentError(None, None, "Mismatched shapes [[{{node step/tp0.samples}}]]"),
+    ],
+    ids=str,
+)
+def test_other_errors_are_causes(error):
+    assert not is_broken_collective(error)
 
 
 def test_node_sizes_come_from_the_first_rank_of_each_node(store):

@@ -14,6 +14,8 @@ import time
 import traceback
 from types import TracebackType
 
+import tensorflow as tf
+
 from tfposeidon.environment import Store
 
 PATIENCE_S = 3.0
@@ -54,7 +56,7 @@ class Reporter:
         self.failed = True
         if self.size == 1 or isinstance(error, KeyboardInterrupt):
             return
-        if is_broken_collective(str(error)):
+        if is_broken_collective(error):
             self._put(self._fate(self.rank), "broken")
             self._print(self._first_cause() or self._what_is_known(str(error)))
         else:
@@ -112,6 +114,12 @@ class Reporter:
         print(f"\ntfposeidon: the job ends. {text}", file=sys.stderr, flush=True)
 
 
-def is_broken_collective(text: str) -> bool:
-    """True for errors that a collective raises because something happened to another rank."""
-    return bool(_BROKEN_COLLECTIVE.search(text))
+def is_broken_collective(error: BaseException) -> bool:
+    """Whether a collective raised this because something happened to another rank.
+
+    It says so by its type, its op and its words. Words alone would not do: reading a file over a network also ends in
+    "Connection reset", and is a cause.
+    """
+    text = str(error)
+    ours = isinstance(error, tf.errors.OpError) and (_WAITING.search(text) or "[Op:Horovod" in text)
+    return bool(ours and _BROKEN_COLLECTIVE.search(text))
