@@ -89,6 +89,7 @@ def dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.Tens
     if gradient is None:
         return wire.zeros(description.shape, zero)
     if isinstance(gradient, tf.IndexedSlices):
-        summed = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, description.shape[0])
-        gradient = tf.ensure_shape(summed, description.shape)
-    return tf.cast(gradient, description.dtype)
+        gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, description.shape[0])
+    gradient = tf.cast(gradient, description.dtype)
+    # TensorFlow knows no shape of what comes from a variable that is cut or tiled to the batch. The variable has it.
+    return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, description.shape)

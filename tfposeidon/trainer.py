@@ -113,7 +113,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         model.train_function = None
     _build(model, *(call.arguments[name] for name in ("x", "y", "sample_weight")))
     if model.optimizer.built and _trains_all_together(model):
-        model.optimizer.prepare(model.trainable_variables)
+        model.optimizer.prepare(model.trainable_weights)
     guards.check_callbacks(model.optimizer.policy, _listed(call.arguments["callbacks"]))
     if runtime.size() == 1:
         return original(*call.args, **call.kwargs)

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfposeidon as tp
+from tests import contract
 from tests.on_ranks import models
 from tests.on_ranks.models import same_on_all_ranks
 from tests.on_ranks.training import BATCH, check_equal, sgd, train_alone, train_together
@@ -187,6 +188,66 @@ _tied.data = models.embedding.data
 
 def case_tied_weights_in_a_subclassed_model(wire):
     _compare(wire, sgd, build=_tied)
+
+
+class CutAndTiled(keras.layers.Layer):
+    """Adds positions, a table cut to the batch's length, and a first token, tiled to the batch: as BERT and ViT do."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(12, shape[-1]), name="table")
+        self.token = self.add_weight(shape=(1, 1, shape[-1]), name="token")
+
+    def call(self, inputs):
+        batch, length, width = keras.ops.shape(inputs)
+        positions = keras.ops.slice(self.table, (0, 0), (length, width))
+        token = keras.ops.tile(self.token, (batch, 1, 1))
+        return keras.ops.concatenate([token, inputs + positions], axis=1)
+
+
+def _cut_and_tiled():
+    tokens = keras.Input((None,), dtype="int32")
+    hidden = CutAndTiled(name="cut_and_tiled")(keras.layers.Embedding(11, 8)(tokens))
+    return keras.Model(tokens, keras.layers.Dense(models.CLASSES)(keras.layers.GlobalAveragePooling1D()(hidden)))
+
+
+_cut_and_tiled.data = models.embedding.data
+
+
+def case_gradients_without_a_static_shape(wire):
+    data = _cut_and_tiled.data(4 * BATCH)
+    start = _cut_and_tiled()
+    reference = train_alone(models.copy(_cut_and_tiled, start), data, SGD(0.1))
+    mine = _of_any_length(*models.share(data, BATCH, wire.topology), BATCH // wire.topology.size)
+    for scheme in (*(scheme for scheme, _ in contract.SCHEMES.values()), SERVED, "hybcomm"):
+        model = models.copy(_cut_and_tiled, start)
+        optimizer = tp.DistributedOptimizer(SGD(0.1), scheme=scheme)
+        shapes = _shapes_of_gradients(optimizer)
+        model.compile(optimizer=optimizer, loss=models.LOSS)
+        model.fit(mine, verbose=0)
+        same_on_all_ranks(model.get_weights(), wire)
+        assert not all(shape.is_fully_defined() for shape in shapes), "TensorFlow knows the shapes: nothing was tested"
+        if scheme == "hybcomm" or (scheme.exact and getattr(scheme, "wire_dtype", None) is None):
+            check_equal(model.get_weights(), reference)
+
+
+def _of_any_length(x, y, batch):
+    """Batches of texts of which TensorFlow does not know how long they are: each is cut to a length among the data."""
+    lengths = np.full(len(x), x.shape[1])
+    data = tf.data.Dataset.from_tensor_slices((x, y, lengths)).batch(batch)
+    return data.map(lambda tokens, labels, length: (tokens[:, : length[0]], labels))
+
+
+def _shapes_of_gradients(optimizer):
+    """A list that grows by those that the optimizer is given."""
+    apply, shapes = optimizer.apply, []
+
+    def noted(grads, *args, **options):
+        grads = list(grads)
+        shapes.extend(grad.shape for grad in grads)
+        return apply(grads, *args, **options)
+
+    optimizer.apply = noted
+    return shapes
 
 
 def case_gradient_missing_on_one_rank(wire):
