@@ -1,5 +1,6 @@
 """The optimizer on one rank without a launcher, and what it refuses."""
 
+import copy
 from unittest import mock
 
 import keras
@@ -74,6 +75,42 @@ def test_saved_models_load_and_go_on(tmp_path, accumulation):
     for a, b in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
     loaded.fit(*models.mlp.data(16), verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("compression", '`compression` is an argument of Horovod.*scheme="asa16"'),
+        ("backward_passes_per_step", "write gradient_accumulation_steps"),
+        ("num_groups", "write bucket_bytes"),
+        ("shceme", "has no argument `shceme`. Received: shceme=4"),
+    ],
+)
+def test_arguments_that_there_are_not(name, message):
+    with pytest.raises(TypeError, match=message):
+        tp.DistributedOptimizer(SGD(0.1), **{name: 4})
+
+
+def test_config_stays_as_it_is():
+    config = tp.DistributedOptimizer(SGD(0.3), scheme="asa").get_config()
+    before = copy.deepcopy(config)
+    for _ in range(2):
+        made = tp.DistributedOptimizer.from_config(config)
+        assert config == before
+        assert float(made.learning_rate) == pytest.approx(0.3)
+
+
+def test_weights_that_are_set_are_there():
+    model = trained(tp.DistributedOptimizer(SGD(0.1, momentum=0.9)))
+    values = [variable.numpy() for variable in model.optimizer.variables]
+    other = trained(tp.DistributedOptimizer(SGD(0.5, momentum=0.5)))
+    other.optimizer.set_weights(values)
+    for variable, value in zip(other.optimizer.inner_optimizer.variables, values, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    with pytest.raises(ValueError, match=r"an array for each of the optimizer's variables.*Received: shapes \[\]"):
+        other.optimizer.set_weights([])
+    with pytest.raises(ValueError, match=r"must be built before its weights are set"):
+        tp.DistributedOptimizer(SGD(0.1)).set_weights(values)
 
 
 def test_slots_are_saved_once(tmp_path):

@@ -50,6 +50,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
       name: Of this object.
 
     Raises:
+      TypeError: For arguments that there are not; for those of Horovod's optimizer it names ours.
       ValueError: If an argument makes no sense, under `tf.distribute`, or with another Keras backend
         than TensorFlow.
 
@@ -70,7 +71,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         bucket_bytes: int = coordinator.DEFAULT_BUCKET_BYTES,
         gradient_accumulation_steps: int | None = None,
         name: str | None = None,
+        **others: Any,
     ) -> None:
+        guards.check_no_more_arguments(others)
         guards.check_surroundings()
         guards.check_inner(inner_optimizer, DistributedOptimizer)
         guards.check_bucket_bytes(bucket_bytes)
@@ -166,10 +169,33 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> DistributedOptimizer:
         """The inverse of `get_config`; needs neither Horovod nor a launcher."""
         objects = {
-            key: keras.saving.deserialize_keras_object(config.pop(key), custom_objects=custom_objects)
+            key: keras.saving.deserialize_keras_object(config[key], custom_objects=custom_objects)
             for key in ("inner_optimizer", "scheme")
         }
-        return cls(**objects, **config)
+        return cls(**{**config, **objects})
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Assigns values to `variables`, which are the inner optimizer's.
+
+        Args:
+          weights: Arrays with the shapes of `variables`, in their order.
+
+        Raises:
+          ValueError: If the optimizer is not built, or for arrays of another number or shape.
+        """
+        if not self.built:
+            raise ValueError(
+                "The optimizer must be built before its weights are set. Received: one that is not. "
+                "Call fit, or optimizer.build(model.trainable_variables), first."
+            )
+        wanted, given = ([tuple(array.shape) for array in arrays] for arrays in (self.variables, weights))
+        if wanted != given:
+            raise ValueError(
+                f"There must be an array for each of the optimizer's variables, in their shapes {wanted}. "
+                f"Received: shapes {given}. Give what another optimizer of the same kind holds in `variables`."
+            )
+        for variable, array in zip(self.variables, weights, strict=True):
+            variable.assign(array)
 
     def save_own_variables(self, store: Any) -> None:
         """Nothing: Keras saves the inner optimizer as a part of this one."""
