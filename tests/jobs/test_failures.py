@@ -16,6 +16,8 @@ LAST_LINES = 60
 
 EXPECTED = {
     "raise": ["tfposeidon: the job ends. rank 1 failed first: ValueError: broken on purpose"],
+    # A file that could not be read, in the words in which collectives break.
+    "reset": ["rank 1 failed first: ConnectionResetError: [Errno 104] Connection reset by peer"],
     "kill": ["Process name: 1", "Exit code: 137"],
     "late": ["while it waited for tensor 'tp0.", "No word from rank(s) [1]: late, stopped, killed"],
     "stop": ["No word from rank(s) [1]: late, stopped, killed (out of memory?) or cut off"],

@@ -12,6 +12,7 @@ from tests.on_ranks import models
 
 TROUBLES = {
     "raise": lambda: (_ for _ in ()).throw(ValueError("broken on purpose")),
+    "reset": lambda: (_ for _ in ()).throw(ConnectionResetError(104, "Connection reset by peer")),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "late": lambda: time.sleep(3600),
