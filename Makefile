@@ -23,11 +23,13 @@ help:
 
 setup: $(VENV)/.ready $(LIBRARY)
 
-$(VENV)/.ready: pyproject.toml setup.py tfposeidon/install.py
+NO_DEPS := tests/requirements-no-deps.txt
+$(VENV)/.ready: pyproject.toml setup.py tfposeidon/install.py $(NO_DEPS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and "Python 3.11 or later is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m tfposeidon install
 	$(BIN)/python -m pip --disable-pip-version-check install -q -e '.[dev]'
+	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps -r $(NO_DEPS)
 	touch $@
 
 $(LIBRARY): $(NATIVE) setup.py | $(VENV)/.ready
@@ -77,8 +79,7 @@ format: setup
 BENCH := build/bench
 bench: setup
 	$(BIN)/python -m pip --disable-pip-version-check install -q -e '.[dev,plots]'
-	$(BIN)/horovodrun -np $(NP) $(BIN)/python -m benchmarks.wrapper
-	$(BIN)/python -m benchmarks.wrapper
+	$(BIN)/python -m benchmarks.wrapper --results $(BENCH)/wrapper.json
 	$(BIN)/python -m benchmarks.exchange --results $(BENCH)/exchange.json
 	$(BIN)/python -m benchmarks.scaling --results $(BENCH)/scaling.json
 	$(BIN)/python -m benchmarks.accuracy --results $(BENCH)/accuracy.json
@@ -88,6 +89,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.reading --results $(BENCH)/reading.json
 	$(BIN)/python -m benchmarks.norms --results $(BENCH)/norms.json
 	$(BIN)/python -m benchmarks.large_batch --results $(BENCH)/large_batch.json
+	$(BIN)/python -m benchmarks.hitopk_steps --results $(BENCH)/hitopk_steps.json
 
 clean:
 	rm -rf $(VENV) build *.egg-info

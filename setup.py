@@ -138,9 +138,8 @@ def native() -> Extension:
 
 def records() -> Extension:
     """What reads samples and copies them into batches: plain C, which needs no TensorFlow."""
-    return Extension(
-        "datacache.native._records", ["datacache/native/files.c", "datacache/native/records.c"], language="c"
-    )
+    sources = [f"datacache/native/{name}.c" for name in ("files", "pages", "records")]
+    return Extension("datacache.native._records", sources, language="c")
 
 
 def version() -> str:

@@ -26,8 +26,12 @@ SPARSE = {
 }
 ONE_BIT = {"systems": ["allreduce", "hybcomm", "onebit"], "seeds": [0, 1, 2]}
 SHORT = {"systems": ["allreduce", "asa16"], "seeds": [0]}
+SMALLEST = {"systems": ["allreduce", "hitopk:0.1"], "seeds": [0], "layout": "2x1", "epochs": 1}
 RATE = "100mbit"
 TARGET, EPOCHS = 0.98, 30
+COMMON = {"layout": "2x2", "epochs": EPOCHS}
+# Ranks of one node would sum before they send bits.
+ONE_BIT |= {"layout": "4x1"}
 
 
 def parse_arguments():
@@ -38,19 +42,20 @@ def parse_arguments():
     parser.add_argument("--target", type=float, default=TARGET, help=f"validation accuracy to reach ({TARGET})")
     parser.add_argument("--sparse", action="store_true", help="convergence of sparse schemes")
     parser.add_argument("--one-bit", action="store_true", help="convergence with one bit for each gradient")
-    return harness.parse(parser, SHORT, FULL, {"sparse": SPARSE, "one_bit": ONE_BIT})
+    others = {"sparse": COMMON | SPARSE, "one_bit": COMMON | ONE_BIT}
+    return harness.parse(parser, COMMON | SHORT, COMMON | FULL, SMALLEST, others)
 
 
 def planned(options):
     """One job for each seed, with all schemes in it."""
-    # Ranks of one node would sum before they send bits.
-    common = {"systems": options.systems, "target": options.target, "layout": "4x1" if options.one_bit else "2x2"}
+    common = {"systems": options.systems, "target": options.target, "layout": options.layout}
+    common |= {} if options.epochs == EPOCHS else {"epochs": options.epochs}
     common["goes_on"] = options.sparse or options.one_bit
     return harness.keyed(common | {"seed": seed} for seed in options.seeds)
 
 
-def run(systems, target, layout, goes_on, seed):
-    task = {"systems": systems, "target": target, "goes_on": goes_on, "seed": seed, "epochs": EPOCHS}
+def run(systems, target, layout, goes_on, seed, epochs=EPOCHS):
+    task = {"systems": systems, "target": target, "goes_on": goes_on, "seed": seed, "epochs": epochs}
     return harness.in_lab(harness.cluster(layout, RATE), "accuracy", task) | {"seed": seed}
 
 

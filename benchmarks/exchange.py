@@ -33,6 +33,12 @@ SPARSE = {
     ],
 }
 SHORT = {"layouts": ["2x2"], "rates": ["200mbit"], "lengths": [14, 18, 22]}
+SMALLEST = {
+    "layouts": ["2x1"],
+    "rates": ["1gbit"],
+    "lengths": [10],
+    "systems": ["allreduce", "asa16", "hitopk:0.1"],
+}
 FULL = {
     "layouts": ["2x1", "4x1", "2x2", "4x2", "4x4"],
     "rates": ["100mbit", "200mbit", "1gbit", "unshaped"],
@@ -55,7 +61,7 @@ def parse_arguments():
     parser.add_argument("--systems", nargs="*", help="schemes with options, such as hitopk:0.01:float16; peers")
     parser.add_argument("--sparse", action="store_true", help="the comparison of sparse and dense exchanges")
     common = {"systems": SYSTEMS}
-    return harness.parse(parser, common | SHORT, common | FULL, {"sparse": SPARSE})
+    return harness.parse(parser, common | SHORT, common | FULL, SMALLEST, {"sparse": SPARSE})
 
 
 def planned(options):

@@ -56,6 +56,9 @@ def add_arguments(parser, name):
     parser.add_argument("--results", type=Path, default=RESULTS / f"{name}.json", help="file that is continued")
     parser.add_argument("--fresh", action="store_true", help="begin the file anew")
     parser.add_argument("--full", action="store_true", help="everything, for hours; by default a short version")
+    parser.add_argument(
+        "--smallest", action="store_true", help="one small case of each kind, to see that all of it runs"
+    )
 
 
 def keyed(arguments):
@@ -71,25 +74,39 @@ def by_worker(systems, ours):
     return found
 
 
-def parse(parser, short, full, others=None):
-    """The options, with what was not named taken from the short or the full version, or another asked for by flag."""
+def parse(parser, short, full, smallest, others=None):
+    """The options, with what was not named taken from a version: that asked for by flag, or else the short one.
+
+    Args:
+      short, full, smallest: Values by option.
+      others: Versions by flag.
+    """
     options = parser.parse_args()
-    versions = [values for flag, values in ({"full": full} | (others or {})).items() if getattr(options, flag)]
+    found = {"full": full} | (others or {}) | {"smallest": smallest}
+    versions = [values for flag, values in found.items() if getattr(options, flag)]
     for name, values in (versions[-1] if versions else short).items():
-        setattr(options, name, getattr(options, name) or values)
+        if not getattr(options, name, None):
+            setattr(options, name, values)
     return options
 
 
 def carry_out(options, planned, run, show, plot):
-    """Runs what is missing, then shows and plots everything in the file."""
+    """Runs what is missing, then shows and plots everything in the file; ends with status 1 if a job failed."""
     results = Results(options.results, options.fresh)
-    jobs(results, planned, run)
+    failed = jobs(results, planned, run)
     show(results.cells)
     plot(results.cells, options.results.with_suffix(".png"))
+    if failed:
+        sys.exit(f"{len(failed)} of {len(planned)} jobs failed: {', '.join(failed)}. Run it again, and it goes on.")
 
 
 def jobs(results, planned, run):
-    """Runs those of `planned` (key -> arguments of `run`) that `results` lacks, and shows progress."""
+    """Runs those of `planned` (key -> arguments of `run`) that `results` lacks, and shows progress.
+
+    Returns:
+      The keys of those that failed.
+    """
+    failed = []
     missing = {key: arguments for key, arguments in planned.items() if key not in results}
     print(f"{len(planned) - len(missing)} of {len(planned)} jobs are in {results.path}", flush=True)
     for number, (key, arguments) in enumerate(missing.items(), 1):
@@ -98,8 +115,10 @@ def jobs(results, planned, run):
         try:
             results.add(key, run(**arguments))
         except JobError as error:
+            failed.append(key)
             print(f"    failed, and will be tried again next time: {error}", flush=True)
         print(f"    {time.monotonic() - begin:.0f} s", flush=True)
+    return failed
 
 
 def cluster(layout, rate):

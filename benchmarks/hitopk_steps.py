@@ -4,11 +4,13 @@ python -m benchmarks.hitopk_steps            # 2 x 2 and 4 x 2 ranks, 200 Mb/s a
 """
 
 import argparse
+import itertools
 
 from benchmarks import harness
 from benchmarks.workers.hitopk_steps import STEPS
 
 CASES = {"layouts": ["2x2", "4x2"], "rates": ["200mbit", "1gbit"]}
+SMALLEST = {"layouts": ["2x1"], "rates": ["1gbit"], "elements": 2**14}
 SYSTEMS = ["hitopk:0.01", "hitopk:0.001"]
 ELEMENTS = 25_557_032
 
@@ -18,11 +20,11 @@ def parse_arguments():
     harness.add_arguments(parser, "hitopk_steps")
     parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
     parser.add_argument("--rates", nargs="*", help="of the links between nodes")
-    return harness.parse(parser, CASES, CASES)
+    return harness.parse(parser, CASES | {"elements": ELEMENTS}, CASES | {"elements": ELEMENTS}, SMALLEST)
 
 
-def run(layout, rate):
-    answer = harness.in_lab(harness.cluster(layout, rate), "hitopk_steps", {"elements": ELEMENTS, "systems": SYSTEMS})
+def run(layout, rate, elements=ELEMENTS):
+    answer = harness.in_lab(harness.cluster(layout, rate), "hitopk_steps", {"elements": elements, "systems": SYSTEMS})
     return answer | {"layout": layout, "rate": rate}
 
 
@@ -53,7 +55,9 @@ def plot(cells, path):
 
 def main():
     options = parse_arguments()
-    planned = harness.keyed({"layout": layout, "rate": rate} for layout in options.layouts for rate in options.rates)
+    more = {} if options.elements == ELEMENTS else {"elements": options.elements}
+    cases = itertools.product(options.layouts, options.rates)
+    planned = harness.keyed({"layout": layout, "rate": rate} | more for layout, rate in cases)
     harness.carry_out(options, planned, run, show, plot)
 
 

@@ -3,8 +3,9 @@
     python -m benchmarks.large_batch          # short: one seed
     python -m benchmarks.large_batch --full   # three seeds
 
-One process trains a CNN for the same number of epochs with a batch of 16, and with one of 256 by several rules. What 16
-ranks with a batch of 16 each would do is the same, to rounding (tests/on_ranks/layer_rates.py).
+One process trains a CNN for the same number of epochs with a batch of 16, and with one of 256 by several rules: SGD at
+2, 4, 8 and 16 times the rate of the small batch, LARS and LAMB. What 16 ranks with a batch of 16 each would do is the
+same, to rounding (tests/on_ranks/layer_rates.py).
 """
 
 import argparse
@@ -19,39 +20,50 @@ from tfposeidon.optimizers import LAMB, LARS
 from tfposeidon.optimizers.schedules import PolynomialDecayWithWarmup
 
 SMALL, FACTOR, EPOCHS, WARMUP = 16, 16, 40, 5
-SHORT, FULL = {"seeds": [0]}, {"seeds": [0, 1, 2]}
 RATE = 0.05
 
 
-def schedule(peak, batch, samples, warmup=WARMUP):
+def schedule(peak, batch, samples, epochs, warmup=WARMUP):
     """Up to the peak, and down to 0 at the last step."""
     steps = -(-samples // batch)
-    return PolynomialDecayWithWarmup.by_epochs(peak, warmup, EPOCHS - warmup, steps, power=2.0)
+    return PolynomialDecayWithWarmup.by_epochs(peak, warmup, epochs - warmup, steps, power=2.0)
+
+
+def _sgd(rate):
+    return keras.optimizers.SGD(rate, MOMENTUM)
 
 
 RULES = {
     # name: batch, optimizer of a schedule's maker
-    "SGD, small batch": (SMALL, lambda rate: keras.optimizers.SGD(rate(RATE, warmup=0), MOMENTUM)),
-    "SGD, scaled rate": (SMALL * FACTOR, lambda rate: keras.optimizers.SGD(rate(RATE * FACTOR, warmup=0), MOMENTUM)),
-    "SGD, scaled rate and warm-up": (SMALL * FACTOR, lambda rate: keras.optimizers.SGD(rate(RATE * FACTOR), MOMENTUM)),
+    "SGD, small batch": (SMALL, lambda rate: _sgd(rate(RATE, warmup=0))),
+    "SGD, scaled rate": (SMALL * FACTOR, lambda rate: _sgd(rate(RATE * FACTOR, warmup=0))),
+    **{
+        f"SGD, {factor} x rate and warm-up": (SMALL * FACTOR, lambda rate, f=factor: _sgd(rate(RATE * f)))
+        for factor in (2, 4, 8)
+    },
+    "SGD, scaled rate and warm-up": (SMALL * FACTOR, lambda rate: _sgd(rate(RATE * FACTOR))),
     "LARS": (SMALL * FACTOR, lambda rate: LARS(rate(0.2), MOMENTUM, trust_coefficient=0.1, weight_decay=1e-4)),
     "LAMB": (SMALL * FACTOR, lambda rate: LAMB(rate(0.02), weight_decay=1e-4)),
 }
+COMMON = {"rules": list(RULES), "epochs": EPOCHS}
+SHORT, FULL = COMMON | {"seeds": [0]}, COMMON | {"seeds": [0, 1, 2]}
+SMALLEST = {"rules": ["SGD, small batch", "SGD, 2 x rate and warm-up", "LARS"], "epochs": 6, "seeds": [0]}
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_arguments(parser, "large_batch")
-    parser.add_argument("--rules", nargs="*", choices=RULES, default=list(RULES), help="what to train by")
+    parser.add_argument("--rules", nargs="*", choices=RULES, help="what to train by")
     parser.add_argument("--seeds", nargs="*", type=int, help="of weights and batches")
-    return harness.parse(parser, SHORT, FULL)
+    return harness.parse(parser, SHORT, FULL, SMALLEST)
 
 
 def planned(options):
-    return harness.keyed({"rule": rule, "seed": seed} for seed in options.seeds for rule in options.rules)
+    more = {} if options.epochs == EPOCHS else {"epochs": options.epochs}
+    return harness.keyed({"rule": rule, "seed": seed} | more for seed in options.seeds for rule in options.rules)
 
 
-def run(rule, seed):
+def run(rule, seed, epochs=EPOCHS):
     """Validation accuracy after each epoch."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(seed)
@@ -59,8 +71,8 @@ def run(rule, seed):
     (x, y), validation = data(0, 1)
     network = model()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    network.compile(optimizer(lambda *a, **k: schedule(*a, batch, len(x), **k)), loss, metrics=["accuracy"])
-    fitted = network.fit(x, y, batch_size=batch, epochs=EPOCHS, validation_data=validation, verbose=0)
+    network.compile(optimizer(lambda *a, **k: schedule(*a, batch, len(x), epochs, **k)), loss, metrics=["accuracy"])
+    fitted = network.fit(x, y, batch_size=batch, epochs=epochs, validation_data=validation, verbose=0)
     accuracies = [float(accuracy) for accuracy in fitted.history["val_accuracy"]]
     print(f"    {accuracies[-1]:.2%}")
     return {"rule": rule, "seed": seed, "batch": batch, "accuracies": accuracies}

@@ -10,26 +10,28 @@ import statistics
 from benchmarks import harness
 from benchmarks.workers.memory import OPTIMIZERS
 
-CASES = {"layouts": ["2x1", "4x1", "2x2"]}
 ELEMENTS = 2**25
 UPDATES = ("worker", "server")
+CASES = {"layouts": ["2x1", "4x1", "2x2"], "optimizers": list(OPTIMIZERS), "elements": ELEMENTS, "updates": UPDATES}
+SMALLEST = {"layouts": ["2x1"], "optimizers": ["sgd", "momentum"], "elements": 2**12, "updates": ["server"]}
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_arguments(parser, "memory")
     parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
-    return harness.parse(parser, CASES, CASES)
+    return harness.parse(parser, CASES, CASES, SMALLEST)
 
 
 def planned(options):
     """A job for each optimizer and place: memory that one leaves behind would be the next one's."""
-    cases = itertools.product(options.layouts, OPTIMIZERS, UPDATES)
-    return harness.keyed({"layout": layout, "optimizer": name, "update": update} for layout, name, update in cases)
+    cases = itertools.product(options.layouts, options.optimizers, options.updates)
+    more = {} if options.elements == ELEMENTS else {"elements": options.elements}
+    return harness.keyed({"layout": layout, "optimizer": name, "update": of} | more for layout, name, of in cases)
 
 
-def run(layout, optimizer, update):
-    task = {"elements": ELEMENTS, "update": update, "systems": [optimizer]}
+def run(layout, optimizer, update, elements=ELEMENTS):
+    task = {"elements": elements, "update": update, "systems": [optimizer]}
     answer = harness.in_lab(harness.cluster(layout, "10gbit"), "memory", task)
     return answer | {"layout": layout, "optimizer": optimizer, "update": update}
 

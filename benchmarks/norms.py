@@ -1,4 +1,4 @@
-"""Norms of all layers: the native op beside TensorFlow's, and in parallel beside every rank for itself.
+"""Norms of all layers: the native op beside TensorFlow's two, and in parallel beside every rank for itself.
 
     python -m benchmarks.norms            # short: ResNet-50, 4 ranks
     python -m benchmarks.norms --full     # and CommLib's Transformer; 4, 8 and 16 ranks
@@ -22,6 +22,7 @@ from tfposeidon.lab import models
 
 SHORT = {"models": ["resnet50"], "layouts": ["4x1"]}
 FULL = {"models": ["resnet50", "transformer_110m"], "layouts": ["4x1", "8x1", "16x1", "2x2", "4x4"]}
+SMALLEST = {"models": ["googlenet"], "layouts": ["2x1"]}
 RATE = "10gbit"
 ROUNDS = 21
 
@@ -31,7 +32,7 @@ def parse_arguments():
     harness.add_arguments(parser, "norms")
     parser.add_argument("--models", nargs="*", choices=sorted(models.MODELS), help="whose variables")
     parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
-    return harness.parse(parser, SHORT, FULL)
+    return harness.parse(parser, SHORT, FULL, SMALLEST)
 
 
 def planned(options):
@@ -55,6 +56,7 @@ def op(model):
     calls = {
         "native": lambda: ops.l2_norms(tensors),
         "tensorflow": lambda: tf.stack([tf.norm(tensor) for tensor in tensors]),
+        "l2_loss": lambda: tf.sqrt(2.0 * tf.stack([tf.nn.l2_loss(tensor) for tensor in tensors])),
     }
     compiled = {name: tf.function(call, autograph=False) for name, call in calls.items()}
     times = {name: [] for name in compiled}
@@ -92,13 +94,18 @@ def show(cells):
         header = ("model", "tensors", "values", "one read", "norms", "norms / read")
         harness.show([header, *map(library_row, own["library"])])
     if own["op"]:
-        print("\nop, beside tf.norm of each tensor")
-        harness.show([("model", "tf.norm", "l2_norms", "ratio"), *map(op_row, own["op"])])
+        print("\nop, beside tf.norm of each tensor, and the root of twice tf.nn.l2_loss")
+        header = ("model", "tf.norm", "l2_loss", "l2_norms", "tf.norm / l2_norms", "l2_loss / l2_norms")
+        harness.show([header, *map(op_row, own["op"])])
     if own["parallel"]:
         print(f"\nin parallel, {RATE} between nodes: the largest share alone, and the all-gather")
         header = ("model", "ranks", "every rank for itself", "share", "all-gather", "in parallel", "ratio")
         header += ("pays from", "side by side: for itself", "in parallel")
         harness.show([header, *map(parallel_row, own["parallel"])])
+
+
+OPS = ("tensorflow", "l2_loss", "native")
+"""Those compared, ours last."""
 
 
 def library_row(cell):
@@ -110,8 +117,10 @@ def library_row(cell):
 
 
 def op_row(cell):
-    times = (f"{1e3 * cell[name]:.2f} ms" for name in ("tensorflow_s", "native_s"))
-    return (cell["model"], *times, f"{cell['tensorflow_s'] / cell['native_s']:.1f}")
+    names = [f"{name}_s" for name in OPS]
+    times = [f"{1e3 * cell[name]:.2f} ms" if name in cell else "" for name in names]
+    ratios = [f"{cell[name] / cell['native_s']:.1f}" if name in cell else "" for name in names[:-1]]
+    return (cell["model"], *times, *ratios)
 
 
 def parallel_row(cell):

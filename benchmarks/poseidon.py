@@ -29,8 +29,7 @@ PAPER = {
 FAST = 40.0
 SLOWER = {"googlenet": (2.0, 5.0, 10.0), "vgg19_32": (10.0, 20.0, 30.0), "vgg19_22k": (10.0, 20.0, 30.0)}
 TRAFFIC = {"model": "vgg19_32", "layout": "8x1", "gbit": FAST, "systems": ["ps", "ps-adam", "hybcomm"]}
-DILATION = 8.0
-STEPS = 3
+COMMON = {"dilation": 8.0, "steps": 3}
 
 
 def parse_arguments():
@@ -40,8 +39,9 @@ def parse_arguments():
     parser.add_argument("--nodes", nargs="*", type=int, help="how many, of one rank each")
     return harness.parse(
         parser,
-        {"models": ["vgg19_22k"], "nodes": [4, 2]},
-        {"models": list(SLOWER), "nodes": [16, 8, 4, 2]},
+        {"models": ["vgg19_22k"], "nodes": [4, 2], "bandwidths": 1} | COMMON,
+        {"models": list(SLOWER), "nodes": [16, 8, 4, 2], "bandwidths": 3} | COMMON,
+        {"models": ["googlenet"], "nodes": [2], "bandwidths": 0, "dilation": 0.2, "steps": 1},
     )
 
 
@@ -49,9 +49,9 @@ def planned(options):
     """Jobs, the largest clusters first: all at 40 Gb/s, fewer Gb/s on the most nodes, 4 x 4 ranks, traffic."""
     most = max(options.nodes)
     cases = [(model, f"{nodes}x1", FAST) for nodes in options.nodes for model in options.models]
-    cases += [(m, f"{most}x1", gbit) for m in options.models for gbit in SLOWER[m][: None if options.full else 1]]
+    cases += [(m, f"{most}x1", gbit) for m in options.models for gbit in SLOWER[m][: options.bandwidths]]
     cases += [(model, "4x4", FAST) for model in options.models] if options.full else []
-    common = {"worker": "keras_fit", "dilation": DILATION, "steps": STEPS}
+    common = {"worker": "keras_fit", "dilation": options.dilation, "steps": options.steps}
     jobs = [{"model": m, "layout": layout, "gbit": g, "systems": list(SYSTEMS)} | common for m, layout, g in cases]
     return harness.keyed([*jobs, TRAFFIC | common] if options.full else jobs)
 

@@ -34,6 +34,15 @@ SHRINK = {
     "resnet152": 2,
 }
 SHORT = {"models": ["resnet50"], "layouts": ["2x2"], "gbits": [10.0]}
+COMMON = {"systems": [*SYSTEMS, *PEERS], "dilation": DILATION, "steps": 3}
+SMALLEST = {
+    "models": ["googlenet"],
+    "layouts": ["2x1"],
+    "gbits": [10.0],
+    "systems": ["allreduce", "horovod", "mirrored-packs", "ddp"],
+    "dilation": 0.2,
+    "steps": 1,
+}
 FULL = {"models": ["vgg19", "resnet50"], "layouts": ["2x2", "4x2"], "gbits": [25.0, 10.0, 4.0]}
 
 
@@ -43,10 +52,10 @@ def parse_arguments():
     parser.add_argument("--models", nargs="*", choices=models.MODELS, help="which of the papers' models")
     parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
     parser.add_argument("--gbits", nargs="*", type=float, help="bandwidth between real nodes, in Gb/s")
-    parser.add_argument("--systems", nargs="*", default=[*SYSTEMS, *PEERS], help="schemes and peers")
-    parser.add_argument("--dilation", type=float, default=DILATION, help=f"D ({DILATION:g})")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of each (3)")
-    options = harness.parse(parser, SHORT, FULL)
+    parser.add_argument("--systems", nargs="*", help="schemes and peers")
+    parser.add_argument("--dilation", type=float, help=f"D ({DILATION:g})")
+    parser.add_argument("--steps", type=int, help="timed steps of each (3)")
+    options = harness.parse(parser, COMMON | SHORT, COMMON | FULL, SMALLEST)
     if not importlib.util.find_spec("torch"):
         print("Left out: PyTorch DDP, for PyTorch is missing. Run: pip install torch==2.13.0")
         options.systems = [system for system in options.systems if not system.startswith("ddp")]

@@ -25,6 +25,7 @@ FULL = {
     "distributions": ["laplace", "cauchy", "mixture", "gradient"],
 }
 DENSITIES = (0.001, 0.01)
+SMALLEST = {"elements": [2**12], "distributions": ["laplace"], "densities": [0.01]}
 # The others are too slow to be worth the wait.
 MOST_FOR_TENSORFLOW = 2**25
 ROUNDS = 15
@@ -35,12 +36,13 @@ def parse_arguments():
     harness.add_arguments(parser, "selection")
     parser.add_argument("--elements", nargs="*", type=int, help="lengths of the vectors")
     parser.add_argument("--distributions", nargs="*", choices=FULL["distributions"], help="of the values")
-    return harness.parse(parser, SHORT, FULL)
+    common = {"densities": DENSITIES}
+    return harness.parse(parser, common | SHORT, common | FULL, SMALLEST)
 
 
 def planned(options):
     """The library and the ops for each distribution, length and density."""
-    cases = itertools.product(("library", "ops"), options.distributions, options.elements, DENSITIES)
+    cases = itertools.product(("library", "ops"), options.distributions, options.elements, options.densities)
     return harness.keyed(
         dict(zip(("kind", "distribution", "elements", "density"), case, strict=True)) for case in cases
     )

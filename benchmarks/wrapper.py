@@ -1,164 +1,108 @@
-"""What the wrapper costs: its exchange beside Horovod's own, and one rank beside plain Keras.
+"""What the wrapper costs in a step as `fit` makes it: beside Horovod's own exchange, and beside plain Keras.
 
-    horovodrun -np 2 python -m benchmarks.wrapper          # exchange of ResNet-50's gradients
-    python -m benchmarks.wrapper                           # one rank: the train step
+    python -m benchmarks.wrapper
 
-Pairs are timed in turn (A B A B ...), each pair gives a ratio, and the median of the ratios counts.
+Two ranks on one node exchange ResNet-50's gradients and apply their means; one rank calls `fit`. Steps include what
+`fit` has the wrapper do: samples are counted, gradients weighted, exchanges timed. Both sides are timed in turn,
+A B B A, and each such pair gives a ratio, so that a machine that becomes slower does not count. Beside the median of
+the ratios stand the interval in which it lies with 95 %, and their quartiles. An interrupted run goes on.
 """
 
 import argparse
-import json
+import math
 import statistics
-import time
-from pathlib import Path
 
-import horovod.tensorflow as hvd
-import keras
 import numpy as np
-import tensorflow as tf
 
-import tfposeidon as tp
-from benchmarks.harness import machine
-from tfposeidon import coordinator, policies, runtime
-from tfposeidon.exchanger import Exchanger
-from tfposeidon.gradient import describe
+from benchmarks import harness
+from tfposeidon import coordinator
 from tfposeidon.lab import models
-from tfposeidon.wire import exchange_objects
+
+COMMON = {
+    "pairs": 101,
+    "systems": ["fit", "allreduce", "asa", "asa16", "2dtar"],
+    "model": "resnet50",
+    "bucket_mib": [coordinator.DEFAULT_BUCKET_BYTES / 2**20],
+}
+SMALLEST = COMMON | {"pairs": 1, "systems": ["fit", "allreduce"], "model": "googlenet"}
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=15, help="pairs that are timed")
-    parser.add_argument(
-        "--bucket-mib",
-        type=float,
-        nargs="*",
-        default=[coordinator.DEFAULT_BUCKET_BYTES / 2**20],
-        help="bucket sizes to try",
-    )
-    parser.add_argument("--schemes", nargs="*", default=["allreduce", "asa", "asa16", "2dtar"])
-    parser.add_argument("--report", metavar="FILE", help="also write the figures as JSON")
-    return parser.parse_args()
+    harness.add_arguments(parser, "wrapper")
+    parser.add_argument("--pairs", type=int, help=f"pairs that are timed ({COMMON['pairs']})")
+    parser.add_argument("--systems", nargs="*", help="schemes on two ranks, and `fit` on one")
+    parser.add_argument("--model", choices=models.MODELS, help="whose gradients are exchanged (resnet50)")
+    parser.add_argument("--bucket-mib", type=float, nargs="*", help="bucket sizes to try")
+    return harness.parse(parser, COMMON, COMMON, SMALLEST)
 
 
-def timed(function):
-    """Seconds of the slowest rank."""
-    wire = runtime.wire()
-    exchange_objects(None, wire, "bench.start")
-    begin = time.perf_counter()
-    function()
-    return max(exchange_objects(time.perf_counter() - begin, wire, "bench.stop"))
-
-
-def ratios(ours, theirs, pairs):
-    """Times both in turn; returns the seconds of each and the ratio of each pair."""
-    for function in (ours, theirs, ours, theirs):
-        function()
-    times = [
-        (timed(ours), timed(theirs)) if i % 2 else tuple(reversed((timed(theirs), timed(ours)))) for i in range(pairs)
+def planned(options):
+    """A job for each system."""
+    names = [
+        "fit" if name == "fit" else f"{name} {bucket_mib:g}"
+        for name in options.systems
+        for bucket_mib in (options.bucket_mib if name != "fit" else [0])
     ]
-    return [a for a, _ in times], [b for _, b in times], [a / b for a, b in times]
+    return harness.keyed({"system": name, "model": options.model, "pairs": options.pairs} for name in names)
 
 
-def summary(name, ours, theirs, quotients):
-    return {
-        "what": name,
-        "ours_ms": 1e3 * statistics.median(ours),
-        "theirs_ms": 1e3 * statistics.median(theirs),
-        "ratio": statistics.median(quotients),
-        "quartiles": [float(q) for q in np.quantile(quotients, [0.25, 0.75])],
-    }
-
-
-def exchange_benchmark(options):
-    """Our exchange against `grouped_allreduce` on the same variables."""
-    variables = [tf.Variable(tf.random.normal(shape, stddev=1e-3), name=f"g{i}") for i, shape in enumerate(shapes())]
-    horovods = tf.function(lambda: [tf.reduce_max(t) for t in _grouped(variables)])
-    for scheme in options.schemes:
-        for bucket_mib in options.bucket_mib:
-            ours = _ours(variables, scheme, int(bucket_mib * 2**20))
-            yield summary(f"{scheme}, buckets of {bucket_mib:g} MiB", *ratios(ours, horovods, options.pairs))
-
-
-def shapes():
-    """Of ResNet-50's 161 variables, in the order of the forward pass."""
-    layers = models.model("resnet50").layers
-    return [shape for layer in layers for shape in (layer.kernel, *((length,) for length in layer.vectors))]
-
-
-def _grouped(variables):
-    return hvd.grouped_allreduce([v.read_value() for v in variables], op=hvd.Average, name="grouped")
-
-
-def _ours(variables, scheme, bucket_bytes):
-    wire = runtime.wire()
-    descriptions = [describe(v) for v in variables]
-    plan = coordinator.plan(descriptions, policies.parse(scheme), wire.topology, bucket_bytes)
-    exchanger = Exchanger(plan, wire, None)
-    gradients = [v.read_value() for v in variables]
-    exchanger.agree(f"bench_{scheme}_{bucket_bytes}", gradients, {})
-    return tf.function(
-        lambda: [tf.reduce_max(t) for t in exchanger.exchange([v.read_value() for v in variables], None)[0]]
+def run(system, model, pairs):
+    layout = "1x1" if system == "fit" else "1x2"
+    return harness.in_lab(
+        harness.cluster(layout, "unshaped"), "wrapper", {"systems": [system], "model": model, "pairs": pairs}
     )
 
 
-def single_rank_benchmark(options):
-    """The train step of one rank, wrapped and plain."""
-    x = np.random.default_rng(0).normal(size=(64, 32, 32, 3)).astype("float32")
-    y = np.random.default_rng(1).integers(0, 10, 64)
-    ours, theirs = _trainer(tp.DistributedOptimizer(_sgd()), x, y), _trainer(_sgd(), x, y)
-    yield summary("train step on one rank, 10 steps", *ratios(ours, theirs, 4 * options.pairs))
+def median_interval(values):
+    """Between which of the values the median of all that could be drawn lies with 95 %.
+
+    >>> median_interval(range(100))
+    (40, 59)
+    """
+    ordered = sorted(values)
+    beside = math.ceil(0.98 * math.sqrt(len(ordered)))
+    middle = len(ordered) // 2
+    return ordered[max(0, middle - beside)], ordered[min(len(ordered) - 1, middle + beside - 1)]
 
 
-def _sgd():
-    return keras.optimizers.SGD(0.01, momentum=0.9)
+def ratios(cell):
+    """The system, and ours / theirs of each pair."""
+    ((system, figures),) = cell["systems"].items()
+    return system, [ours / theirs for ours, theirs in zip(figures["ours_s"], figures["theirs_s"], strict=True)]
 
 
-def _trainer(optimizer, x, y):
-    layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((32, 32, 3)),
-            *(layers.Conv2D(32, 3, strides=2, activation="relu") for _ in range(3)),
-            layers.Flatten(),
-            layers.Dense(2048, activation="relu"),
-            layers.Dense(10),
-        ]
-    )
-    model.compile(optimizer=optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    data = tf.data.Dataset.from_tensors((x, y)).repeat()
-    steps = iter(data)
-    model.make_train_function()
+def show(cells):
+    header = ("", "pairs", "ours", "theirs", "ratio", "95 % of the median", "quartiles")
+    print("\nsteps of two ranks on one machine by a scheme and buckets of so many MiB; of one rank, ten by `fit`")
+    harness.show([header, *map(row, cells.values())])
 
-    def train():
-        for _ in range(10):
-            model.train_function(steps)
 
-    return train
+def row(cell):
+    system, found = ratios(cell)
+    figures = cell["systems"][system]
+    times = [f"{1e3 * statistics.median(figures[side]):.1f} ms" for side in ("ours_s", "theirs_s")]
+    intervals = (median_interval(found), np.quantile(found, [0.25, 0.75]))
+    texts = [f"{low:.3f} to {high:.3f}" for low, high in intervals]
+    return (system, str(len(found)), *times, f"{statistics.median(found):.3f}", *texts)
+
+
+def plot(cells, path):
+    """Ratios of all pairs."""
+
+    def draw(axes):
+        found = dict(map(ratios, cells.values()))
+        axes[0].boxplot(list(found.values()), showfliers=False)
+        axes[0].set_xticks(range(1, len(found) + 1), list(found), rotation=30, ha="right", fontsize=7)
+        axes[0].axhline(1.0, color="grey", linestyle=":", label="theirs")
+        axes[0].set_ylabel("time, ours / theirs")
+
+    harness.plot(path, 1, draw)
 
 
 def main():
     options = parse_arguments()
-    topology = tp.init()
-    benchmark = exchange_benchmark if topology.size > 1 else single_rank_benchmark
-    head = {
-        "topology": str(topology),
-        "machine": machine()["processor"],
-        "commit": machine()["commit"],
-        "pairs": options.pairs,
-    }
-    if topology.rank == 0:
-        print("\n".join(f"{key}: {value}" for key, value in head.items()), flush=True)
-        print(f"{'':42} {'ours':>10} {'theirs':>10} {'ratio':>7}  quartiles", flush=True)
-    rows = []
-    for row in benchmark(options):
-        rows.append(row)
-        if topology.rank == 0:
-            low, high = row["quartiles"]
-            times = f"{row['ours_ms']:7.1f} ms {row['theirs_ms']:7.1f} ms"
-            print(f"{row['what']:42} {times} {row['ratio']:7.3f}  {low:.3f} to {high:.3f}", flush=True)
-    if options.report and topology.rank == 0:
-        Path(options.report).write_text(json.dumps(head | {"rows": rows}, indent=2))
+    harness.carry_out(options, planned(options), run, show, plot)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from datacache.cache import Cache, RandomAccess
     from datacache.crop_and_mirror import CropAndMirror
-    from datacache.folder import CacheError, default_memory
+    from datacache.errors import CacheError
+    from datacache.folder import default_memory
     from datacache.order import Order, Position
     from datacache.parallel_loader import LoaderError, ParallelLoader
     from datacache.sources.image_folder import from_folder
@@ -40,7 +41,8 @@ __all__ = [
 _HOME = {
     "cache": ("Cache", "RandomAccess"),
     "crop_and_mirror": ("CropAndMirror",),
-    "folder": ("CacheError", "default_memory"),
+    "errors": ("CacheError",),
+    "folder": ("default_memory",),
     "order": ("Order", "Position"),
     "parallel_loader": ("LoaderError", "ParallelLoader"),
     "sources.image_folder": ("from_folder",),

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from datacache.folder import CacheError, default_memory, remove
+from datacache.access import Directory
+from datacache.errors import CacheError
+from datacache.folder import default_memory, remove
 from datacache.inspection import Contents, Report, contents, look, pools
 from datacache.pool import existing
 from datacache.progress import Progress
@@ -100,8 +102,8 @@ def _add_warm(parser: argparse.ArgumentParser) -> None:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    roots = options.folders or [Path(default_memory())]
-    found = [] if not options.folders and not roots[0].exists() else [path for root in roots for path in pools(root)]
+    roots = options.folders or _own_memory()
+    found = [path for root in roots for path in pools(root)]
     reports = [report for path in found if (report := look(path))]
     if options.json:
         print(json.dumps([report.to_dict() for report in reports], indent=2))
@@ -109,8 +111,18 @@ def _ls(options: argparse.Namespace) -> int:
         reasons = [f"{one.folder} cannot be used. {one.trouble}" for one in reports if one.trouble]
         print("\n".join([*table([HEADINGS, *map(_row, reports)]), *reasons]))
     else:
-        print(f"No pools in {', '.join(map(str, roots))}.")
+        print(f"No pools in {', '.join(map(str, roots or [default_memory()]))}.")
     return DONE
+
+
+def _own_memory() -> list[Path]:
+    """This user's folder in shared memory, where somebody else could have made one; none if there is none."""
+    root = Path(default_memory())
+    try:
+        Directory(root).close()
+    except FileNotFoundError:
+        return []
+    return [root]
 
 
 def _row(report: Report) -> tuple[str, ...]:
@@ -173,7 +185,7 @@ def _verify_one(folder: Path) -> int:
         progress, torn = Progress(len(samples), "samples"), 0
         for begin in range(0, len(samples), WINDOW):
             window = samples[begin : begin + WINDOW]
-            torn += len(pool.torn(window))
+            torn += len(pool.torn(window, again=True))
             progress.add(len(window))
         progress.close()
     finally:
@@ -212,7 +224,7 @@ def _warm(options: argparse.Namespace) -> int:
 def _rm(options: argparse.Namespace) -> int:
     if not options.folders and not options.all:
         raise CacheError("What to remove must be named. Received: nothing. Name pools, or say --all.")
-    roots = options.folders or [Path(default_memory())]
+    roots = options.folders or _own_memory()
     return max(_each([path for root in roots for path in pools(root)] if options.all else roots, _rm_one), default=DONE)
 
 

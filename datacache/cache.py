@@ -13,14 +13,16 @@ import numpy as np
 import tensorflow as tf
 
 from datacache import nodes
+from datacache.access import Access
 from datacache.budget import budget_bytes
 from datacache.filling import Filling, Verify
 from datacache.fingerprint import fingerprint, traced
-from datacache.folder import default_memory, require_shared_memory
+from datacache.folder import own_memory
 from datacache.nodes import Partitioning
 from datacache.opening import open_levels
 from datacache.order import Order, Position
 from datacache.pipeline import Passes, batches
+from datacache.positions import Positions
 from datacache.sources.source import Source, SourceError
 from datacache.statistics import Counts, Statistics
 from datacache.windows import done_in_windows
@@ -44,17 +46,19 @@ class Cache:
       disk: Folder on a local disk for the source's bytes as read: other runs, resolutions or functions then open no
         file of the source again.
       decoded: Folder on a local disk for pre-processed samples: a restart of the machine decodes nothing again.
-      budget: Of memory per node: bytes, "20GB", or a share of what is free, "80%".
+      budget: Of memory per node: bytes, "20GB", or a share of what is free, "80%", on the machine and in its container.
       partition: "replicate" keeps all samples on each node, "split" a part on each, and they send each other what is
         needed; "auto" replicates what fits in every node's budget. Ranks must open the same caches in the same order.
-      verify: Look at checksums of samples at the first touch of each process, "always", or "never".
+      verify: Look at checksums of samples at the "first" touch after another process wrote them, or the machine was
+        started; "always", or "never".
       version: Another number or text is another cache; for what the graph of `preprocess` does not show.
       variable_shapes: Whether dimensions that the graph does not know may differ between samples; batches of such are
         padded at the end. Texts may always differ.
+      group: Name or number of a group whose members may read and write the pools, too; by default this user alone.
 
     Raises:
       ValueError: If an argument makes no sense.
-      CacheError: If a folder is no cache, or of a newer format.
+      CacheError: If a folder is no cache, of a newer format, or somebody else's.
       SourceError: If the first sample cannot be read.
     """
 
@@ -71,6 +75,7 @@ class Cache:
         verify: Verify = "first",
         version: Any = 1,
         variable_shapes: bool = False,
+        group: str | int | None = None,
     ) -> None:
         if verify not in get_args(Verify):
             raise ValueError(f'`verify` must be "first", "always" or "never". Received: verify={verify!r}')
@@ -78,14 +83,13 @@ class Cache:
             raise ValueError(f'`partition` must be "auto", "replicate" or "split". Received: partition={partition!r}')
         budget_bytes(budget, 1)
         _check_source(source)
+        access = Access.of(group)
         if memory == "auto":
-            require_shared_memory()
-            memory = default_memory()
+            memory = own_memory(access)
         self._source, self._traced = source, traced(source, preprocess)
         self.fingerprint = fingerprint(source, self._traced, [version, variable_shapes])
         self._counts = Counts()
-        self._passes: Passes | None = None
-        self._state: dict[str, Any] | None = None
+        self._positions = Positions()
         self._closed = False
         self._levels = open_levels(
             source,
@@ -96,35 +100,64 @@ class Cache:
             decoded=decoded,
             budget=budget,
             variable_shapes=variable_shapes,
+            access=access,
             filling=Filling(verify, self._counts),
             shared_by=lambda fits: nodes.shared_by(self.fingerprint, fits, partition),
         )
         self._reader = nodes.reader(self._levels, len(source))
         log.info("%s", self)
 
-    def dataset(self, global_batch: int, seed: int = 0, shuffle: bool = True) -> tf.data.Dataset:
+    def dataset(
+        self, global_batch: int, seed: int = 0, shuffle: bool = True, state: dict[str, Any] | None = None
+    ) -> tf.data.Dataset:
         """Batches of this rank: its share of each global batch.
 
         An epoch is a permutation of all samples, another one each time, the same for the same seed on any number of
-        ranks; each iteration over the dataset is the next epoch, and every rank has as many steps.
+        ranks; each iteration over the dataset is the next epoch, and every rank has as many steps. A dataset has a
+        position of its own: one for validation leaves that of training alone.
 
         Args:
           global_batch: Samples of one step over all ranks.
           seed: Of the permutations.
           shuffle: Without it, samples come in the source's order.
+          state: Where to go on, from `state_dict`; the first pass is the rest of that epoch.
 
         Raises:
-          ValueError: If a batch has fewer samples than there are ranks.
+          ValueError: If a batch has fewer samples than there are ranks, or the state is of other samples or another
+            order.
         """
-        self._passes = self._new_passes(global_batch, seed, shuffle)
-        return batches(self._passes, self._levels.layout, self._traced.structure, self._reader)
+        passes = self._new_passes(global_batch, seed, shuffle, state)
+        data = batches(passes, self._levels.layout, self._traced.structure, self._reader)
+        return self._positions.add(data, passes)
 
     def pydataset(
-        self, global_batch: int, seed: int = 0, shuffle: bool = True, **arguments: Any
+        self,
+        global_batch: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        state: dict[str, Any] | None = None,
+        **arguments: Any,
     ) -> keras.utils.PyDataset:
-        """The same batches as a Keras `PyDataset` of NumPy arrays; `arguments` are those of `keras.utils.PyDataset`."""
-        self._passes = self._new_passes(global_batch, seed, shuffle)
-        return _PyDataset(self._passes, self._packed, arguments)
+        """The same batches as a Keras `PyDataset` of NumPy arrays.
+
+        Args:
+          global_batch: As in `dataset`.
+          seed: As in `dataset`.
+          shuffle: As in `dataset`.
+          state: As in `dataset`.
+          arguments: Those of `keras.utils.PyDataset`; `workers` are threads.
+
+        Raises:
+          ValueError: As `dataset`, and for `use_multiprocessing=True`.
+        """
+        if arguments.get("use_multiprocessing"):
+            raise ValueError(
+                "Batches of a cache must be read in threads: forked processes have neither TensorFlow nor the cache's "
+                "threads, and would send each batch once more. Received: use_multiprocessing=True. Leave it out; "
+                "`workers` threads copy batches at the same time."
+            )
+        passes = self._new_passes(global_batch, seed, shuffle, state)
+        return self._positions.add(_PyDataset(passes, self._packed, arguments), passes)
 
     def random_access(self) -> RandomAccess:
         """The samples by number: what Grain's `MapDataset.source` and PyTorch's data loaders take."""
@@ -136,24 +169,37 @@ class Cache:
         For hand-written loops; in `fit` it is `keras_callbacks.CachePosition` that counts.
 
         Args:
-          data: The dataset that was made last, with whatever `map` made of it.
-        """
-        self._of_dataset().go_on()
-        for batch in data:
-            yield batch
-            self.count(1)
-
-    def count(self, steps: int) -> None:
-        """Says that so many steps more were trained on the dataset that was made last."""
-        self._of_dataset().count(steps)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """The next pass over the dataset is that epoch: what `keras_callbacks.CachePosition` says.
+          data: A dataset of this cache, or what `map` made of it.
 
         Raises:
-          RuntimeError: If a position within an epoch was loaded.
+          RuntimeError: If it was left within an epoch.
         """
-        self._of_dataset().begin_epoch(epoch)
+        passes = self._positions.of(data)
+        passes.go_on()
+        for batch in data:
+            yield batch
+            passes.count(1)
+
+    def count(self, steps: int, data: Any = None) -> None:
+        """Says that so many steps more were trained.
+
+        Args:
+          steps: How many.
+          data: The dataset, or what `map` made of it; needed where the cache has made several.
+        """
+        self._positions.of(data).count(steps)
+
+    def begin_epoch(self, epoch: int, data: Any = None) -> None:
+        """The next pass over a dataset is that epoch: what `keras_callbacks.CachePosition` says.
+
+        Args:
+          epoch: Its number, from 0.
+          data: The dataset, or what `map` made of it; needed where the cache has made several.
+
+        Raises:
+          RuntimeError: If the dataset goes on within an epoch.
+        """
+        self._positions.of(data).begin_epoch(epoch)
 
     def warm(self, progress: bool = True) -> Statistics:
         """Fills memory with all samples that have room; ranks of a node share the work."""
@@ -171,23 +217,18 @@ class Cache:
         """What this process has counted."""
         return self._counts.now()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where training has come to, in about a hundred bytes of JSON; loads on any number of ranks.
+    def state_dict(self, data: Any = None) -> dict[str, Any]:
+        """Where training on a dataset has come to, in about a hundred bytes of JSON.
+
+        It loads on any number of ranks: `dataset(..., state=state)`.
+
+        Args:
+          data: The dataset, or what `map` made of it; needed where the cache has made several.
 
         Raises:
           RuntimeError: If no dataset was made, or its steps were not counted.
         """
-        return self._of_dataset().state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the next dataset go on from there; its first pass is the rest of that epoch.
-
-        A dataset that was made before is of no use any more.
-        """
-        if self._passes is not None:
-            self._passes.retired = True
-            self._passes = None
-        self._state = state
+        return self._positions.of(data).state_dict()
 
     def clear(self) -> None:
         """Forgets all pre-processed samples in memory and on disk; what the disk keeps of the source stays."""
@@ -204,21 +245,21 @@ class Cache:
     def __len__(self) -> int:
         return len(self._source)
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A cache must be opened in the process that reads it. Received: a cache to pickle, for another process. "
+            "Open it there: processes of a node share its samples."
+        )
+
     def __str__(self) -> str:
         memory = self._levels.memory
         kept = f"{memory.slots} of {len(self)} samples in {memory.folder}" if memory else "nothing in memory"
         return f"datacache: {kept}, {memory.filled if memory else 0} ready"
 
-    def _new_passes(self, global_batch: int, seed: int, shuffle: bool) -> Passes:
+    def _new_passes(self, global_batch: int, seed: int, shuffle: bool, state: dict[str, Any] | None) -> Passes:
         order = Order(samples=len(self), global_batch=global_batch, seed=seed, shuffle=shuffle)
         place = environment.place()
-        state, self._state = self._state, None
         return Passes(order, place.rank, place.size, state)
-
-    def _of_dataset(self) -> Passes:
-        if self._passes is None:
-            raise RuntimeError("Positions are those of a dataset. Received: a cache without one. Call dataset() first.")
-        return self._passes
 
     def _packed(self, samples: np.ndarray) -> Any:
         return tf.nest.pack_sequence_as(self._traced.structure, self._reader.batch(samples))

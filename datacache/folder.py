@@ -5,71 +5,93 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
-import json
+import logging
 import os
-import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from datacache.access import PRIVATE, Access, Directory
+from datacache.errors import CacheError, DamagedError, NoRoomError
+from datacache.forks import unshared
+from datacache.header import HEADER, PART, TAIL, check, drawn, no_cache, opened, tail, write
+from datacache.room import reserve, says_full
+
+log = logging.getLogger("tfposeidon")
 SHARED_MEMORY = "/dev/shm"
-FORMAT = 1
-HEADER = "header.json"
-FILES = {"lock", "users", "claims", "samples", "words", "heap", "end", "header.part", HEADER}
+FILES = {"lock", "users", "claims", "samples", "words", "heap", "end", "index", PART, HEADER}
 
 
-class CacheError(RuntimeError):
-    """A folder that is no cache, or that cannot hold one."""
+def default_memory(access: Access = PRIVATE) -> str:
+    """Shared memory of this user, `/dev/shm/datacache-<user id>`, or of a group."""
+    whose = os.geteuid() if access.group is None else f"group-{access.group}"
+    return f"{SHARED_MEMORY}/datacache-{whose}"
 
 
-class NoRoomError(CacheError):
-    """Too little room for a pool."""
-
-
-def default_memory() -> str:
-    """Shared memory of this user: `/dev/shm/datacache-<user id>`."""
-    return f"{SHARED_MEMORY}/datacache-{os.getuid()}"
-
-
-def require_shared_memory() -> None:
-    """Looks whether there is any.
+def own_memory(access: Access = PRIVATE) -> Path:
+    """The same, made if it does not exist.
 
     Raises:
-      CacheError: If not; otherwise the pool would lie on a disk.
+      CacheError: If there is no shared memory, where the pool would lie on a disk, or the folder is somebody else's.
     """
     if not os.path.isdir(SHARED_MEMORY):
         raise CacheError(
             f"The pool in memory needs shared memory. Received: no {SHARED_MEMORY}. Mount a tmpfs there (with Docker: "
             "--shm-size), or pass `memory`, a folder, or None to go without."
         )
+    path = Path(default_memory(access))
+    Directory.made(path, access).close()
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blueprint:
+    """What a new pool is made of.
+
+    Attributes:
+      about: What it is, for JSON.
+      files: Bytes of each file, whose room is taken before it begins.
+      growing: At most so many bytes of files whose room is taken as they fill.
+    """
+
+    about: dict[str, Any]
+    files: dict[str, int]
+    growing: dict[str, int]
 
 
 class Folder:
-    """A pool's folder.
+    """A pool's folder, which this process has open until it ends, however it ends.
 
     Args:
       path: Made if it does not exist.
-      make: Makes the files of a new pool in it and returns what it is, for JSON.
+      make: Says what a new pool in it is made of.
+      access: Who may get at it.
+
+    Attributes:
+      about: What the pool is.
+      first: Whether no other process had it open: then nobody is within anything.
 
     Raises:
-      CacheError: If the folder holds something else, or there is no room.
+      CacheError: If the folder holds something else or is somebody else's, a newer version made it, or it is damaged
+        while a process has it open.
+      NoRoomError: If there is too little room.
     """
 
-    def __init__(self, path: Path, make: Callable[[Path], dict[str, Any]]) -> None:
+    def __init__(self, path: Path, make: Callable[[], Blueprint], access: Access = PRIVATE) -> None:
         self.path = Path(path)
-        with _locked(self.path, create=True):
-            if not (self.path / HEADER).exists():
-                _refuse_strangers(self.path)
-                beside = self.path / "header.part"
-                about = {"format": FORMAT} | make(self.path)
-                beside.write_text(json.dumps(about | {"digest": _digest(about)}))
-                beside.replace(self.path / HEADER)
-            self.about = read_header(self.path)
-            # Until this process ends, however it ends.
-            self._user = os.open(self.path / "users", os.O_RDWR | os.O_CREAT)
-            fcntl.flock(self._user, fcntl.LOCK_SH)
+        with _locked(lambda: Directory.made(self.path, access)) as self.directory:
+            self._user = self.directory.open("users", make=True)
+            try:
+                os.close(self.directory.open("claims", make=True))
+                self.first = _is_alone(self._user)
+                # At once: what a forked child has, too, must keep nobody out.
+                fcntl.flock(self._user, fcntl.LOCK_SH)
+                self.about = _whole(self.directory, self.first) or _made(self.directory, make())
+            except BaseException:
+                os.close(self._user)
+                raise
             # What is read through a mapping leaves no time behind.
             os.utime(self._user)
 
@@ -77,121 +99,105 @@ class Folder:
     def claim(self, places: Iterable[int]) -> Iterator[list[bool]]:
         """Within it nobody else has these places, in whatever thread, but for those that somebody has already."""
         # A description of its own: locks are per description, and so between threads, too. The kernel ends them.
-        handle = os.open(self.path / "claims", os.O_RDWR | os.O_CREAT)
-        try:
+        with unshared(lambda: self.directory.open("claims")) as handle:
             yield [lock_byte(handle, place) for place in places]
-        finally:
-            os.close(handle)
 
     def close(self) -> None:
         """Not in use any more by this object."""
         os.close(self._user)
+        self.directory.close()
 
 
-def is_pool(path: Path) -> bool:
-    """Whether there is a pool."""
-    return (path / HEADER).exists()
-
-
-def read_header(path: Path) -> dict[str, Any]:
-    """What a pool's folder says of it.
-
-    Raises:
-      CacheError: If it is none, or of a newer format.
-    """
+def _whole(directory: Directory, alone: bool) -> dict[str, Any] | None:
+    """What the pool is; `None` if there is none, or none any more that can be used."""
+    names = directory.names()
+    if HEADER not in names:
+        _refuse_strangers(directory, names)
+        return None
     try:
-        about = json.loads((path / HEADER).read_text())
-    except FileNotFoundError as error:
-        raise CacheError(
-            f"A cache must have a {HEADER}. Received: {path}, without one. Name another folder."
-        ) from error
-    except ValueError as error:
-        raise CacheError(
-            f"A cache must be whole. Received: {path / HEADER}, which is no JSON. Remove {path}."
-        ) from error
-    if not isinstance(about, dict) or not {"format", "layout", "part"} <= about.keys():
-        raise CacheError(f"A cache must say what it holds. Received: {path / HEADER}, which does not. Remove {path}.")
-    if about["format"] > FORMAT:
-        raise CacheError(
-            f"A cache must be of a format up to {FORMAT}. Received: format {about['format']} in {path}. Use a newer "
-            "tfposeidon, or another folder."
-        )
-    if about.pop("digest", None) != _digest(about):
-        raise CacheError(
-            f"A cache must be as it was made. Received: {path / HEADER}, which was changed. Remove {path}."
-        )
-    return about
+        return check(directory)
+    except DamagedError as error:
+        if not alone:
+            raise CacheError(
+                f"{error.what} A process has it open: end it, and the next makes the pool anew."
+            ) from error
+        _refuse_strangers(directory, names)
+        log.warning("datacache: %s It is made anew.", error.what)
+        return None
 
 
-def _digest(about: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+def _made(directory: Directory, blueprint: Blueprint) -> dict[str, Any]:
+    """Makes a pool: first its files, then what says that it is one."""
+    _clear(directory, FILES - {"users", "claims"})
+    sizes = blueprint.files | blueprint.growing
+    about = drawn(directory, sizes) | blueprint.about
+    try:
+        for name, size in sizes.items():
+            _allocate(directory, name, size, tail(about), name in blueprint.files)
+    except NoRoomError:
+        _clear(directory, sizes)
+        raise
+    return write(directory, about)
+
+
+def _clear(directory: Directory, names: Iterable[str]) -> None:
+    """Removes files of a pool: first what says that it is one, for what a kill leaves is taken over by the next."""
+    for name in sorted(names, key=lambda name: name != HEADER):
+        directory.remove(name)
 
 
 def remove(path: Path) -> None:
     """Removes a pool that nobody has open, or what is left of one.
 
     Raises:
-      CacheError: If somebody has, or the folder is none, or holds anything else.
+      CacheError: If somebody has, or the folder is none or somebody else's, or holds anything else.
     """
-    # Before a lock is made in it.
-    _refuse_to_remove(path)
-    with _locked(path, create=False):
-        users = os.open(path / "users", os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _refuse_to_remove(path)
-            # First that it is one: what is left after a kill is no cache, and is taken over by the next. Last the
-            # lock, which keeps the next one out.
-            for name in (HEADER, *sorted(FILES - {HEADER, "lock"}), "lock"):
-                (path / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                # Somebody may make a new one by now.
-                path.rmdir()
-        except BlockingIOError as error:
+    with _locked(lambda: opened(path, closed=False)) as directory:
+        _remove(directory)
+    directory.close()
+
+
+def _remove(directory: Directory) -> None:
+    _refuse_to_remove(directory)
+    users = directory.open("users", make=True)
+    try:
+        if not _is_alone(users):
             raise CacheError(
-                f"A cache must not be in use to be removed. Received: {path}, which a job has open. Wait, or end it."
-            ) from error
-        finally:
-            os.close(users)
+                f"A cache must not be in use to be removed. Received: {directory.path}, which a job has open. Wait, "
+                "or end it."
+            )
+        _clear(directory, FILES)
+        directory.path.rmdir()
+    finally:
+        os.close(users)
 
 
-def allocate(path: Path, size: int) -> None:
-    """Makes a file with room for so many bytes.
-
-    Raises:
-      NoRoomError: If there is not as much room.
-    """
-    with path.open("wb") as stream:
-        try:
-            reserve(stream.fileno(), 0, size)
-        except OSError as error:
-            if not says_full(error):
-                raise
-            os.ftruncate(stream.fileno(), 0)
-            raise NoRoomError(
-                f"A pool needs room before it begins. Received: {path.parent}, without {size} bytes. Give it a smaller "
-                "budget, or remove others: python -m datacache ls"
-            ) from error
+def _is_alone(users: int) -> bool:
+    """Whether no other process has the pool open; then none may until this one says so."""
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
-def reserve(handle: int, offset: int, size: int) -> None:
-    """Takes the room: a file with holes would end the process that writes into one when the disk is full.
-
-    Raises:
-      OSError: If there is none.
-    """
-    if not size:
-        return
-    # Where a file system cannot allocate, the C library would write until it is full.
-    room = os.fstatvfs(handle)
-    if size > room.f_bavail * room.f_frsize:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.posix_fallocate(handle, offset, size)
-
-
-def says_full(error: OSError) -> bool:
-    """Whether there is no room, for a file or for its owner."""
-    return error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+def _allocate(directory: Directory, name: str, size: int, tail: bytes, now: bool) -> None:
+    """Makes a file with room for so many bytes, which is taken `now` or later."""
+    handle = directory.open(name, make=True)
+    try:
+        os.ftruncate(handle, size + TAIL)
+        reserve(handle, 0 if now else size, size + TAIL if now else TAIL)
+        os.pwrite(handle, tail, size)
+        os.fsync(handle)
+    except OSError as error:
+        if not says_full(error):
+            raise
+        raise NoRoomError(
+            f"A pool needs room before it begins. Received: {directory.path}, without {size} bytes. Give it a smaller "
+            "budget, or remove others: python -m datacache ls"
+        ) from error
+    finally:
+        os.close(handle)
 
 
 def lock_byte(handle: int, place: int, wait: bool = False) -> bool:
@@ -206,65 +212,47 @@ def lock_byte(handle: int, place: int, wait: bool = False) -> bool:
     return True
 
 
-def unlock_byte(handle: int, place: int) -> None:
-    """The inverse."""
-    fcntl.fcntl(handle, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, place, 1, 0))
-
-
-def free_bytes(path: Path) -> int:
-    """Room on the file system of a folder that may not exist yet."""
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
+@contextlib.contextmanager
+def _locked(open_folder: Callable[[], Directory]) -> Iterator[Directory]:
+    """The folder, in which nobody else makes or removes anything within the context; it stays open after it."""
+    while True:
+        directory = open_folder()
+        try:
+            with lock(directory):
+                # Somebody may have removed it in the meantime: then this is the lock of nothing.
+                if not directory.has_gone:
+                    yield directory
+                    return
+        except BaseException:
+            directory.close()
+            raise
+        directory.close()
 
 
 @contextlib.contextmanager
-def _locked(path: Path, create: bool) -> Iterator[None]:
-    while True:
-        if create:
-            _make_folder(path)
-        try:
-            handle = os.open(path / "lock", os.O_RDWR | os.O_CREAT)
-        except FileNotFoundError:
-            if create:
-                continue
-            raise
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            # Somebody may have removed the folder in the meantime: then this is the lock of nothing.
-            if os.fstat(handle).st_nlink:
-                yield
-                return
-        finally:
-            os.close(handle)
+def lock(directory: Directory) -> Iterator[None]:
+    """Within it nobody else makes or removes anything in the folder."""
+    # A description of its own, with which the kernel ends the lock.
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    with unshared(lambda: os.open(".", flags, dir_fd=directory.descriptor)) as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
+def _refuse_strangers(directory: Directory, names: set[str]) -> None:
+    if strangers := names - FILES:
         raise CacheError(
-            f"A cache must have a folder that it can write to. Received: {path} ({error.strerror}). Name another."
-        ) from error
-
-
-def _refuse_strangers(path: Path) -> None:
-    strangers = {found.name for found in path.iterdir()} - FILES
-    if strangers:
-        raise CacheError(
-            f"A cache must have a folder of its own. Received: {path}, which holds {min(strangers)!r}. Name another, "
-            "or empty it."
+            f"A cache must have a folder of its own. Received: {directory.path}, which holds {min(strangers)!r}. Name "
+            "another, or empty it."
         )
 
 
-def _refuse_to_remove(path: Path) -> None:
-    found = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+def _refuse_to_remove(directory: Directory) -> None:
+    found = directory.names()
     if not found:
-        read_header(path)
-    if found - FILES:
+        raise no_cache(directory.path)
+    if strangers := found - FILES:
         raise CacheError(
-            f"A cache must hold nothing else to be removed. Received: {path}, which holds {min(found - FILES)!r}. "
-            "Look at it, and remove it by hand."
+            f"A cache must hold nothing else to be removed. Received: {directory.path}, which holds "
+            f"{min(strangers)!r}. Look at it, and remove it by hand."
         )

@@ -1,82 +1,156 @@
-"""Bytes of samples that differ in size: added at the end, never moved, mapped by all processes of a node."""
+"""Bytes of samples that differ in size: never moved, mapped by all processes of a node."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from datacache.folder import lock_byte, reserve, says_full, unlock_byte
+from datacache.folder import Folder, lock_byte
+from datacache.forks import unshared
+from datacache.header import TAIL
+from datacache.room import reserve, says_full
 
 CHUNK = 2**24
-"""Bytes by which the file grows: a power of two that holds many samples."""
+"""Bytes of which the room is taken at a time: a power of two that holds many samples."""
+NEXT, TAKEN, END, REFUSED, USED = range(5)
+"""What processes share: where the next sample goes, how far room is taken, where the gap ends that is being filled; the
+shortest length that found no room; bytes of samples, gaps left out."""
+STATE_BYTES = 5 * 8
+NONE = np.iinfo(np.int64).max
 
 
 class Heap:
-    """The `heap` file of a pool, and where it ends in `end`.
+    """The `heap` file of a pool.
 
-    A process that is killed while it adds leaves a gap, no more.
+    Samples are added one behind the other. At the end of that room the gaps are found that others have left: samples
+    that were cleared, torn or never finished. So nothing has to be given back, and a kill leaves a gap until then.
 
     Args:
       folder: Of the pool.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._handle = os.open(folder / "heap", os.O_RDWR)
-        self.capacity = os.fstat(self._handle).st_size
-        self._bytes = mmap.mmap(self._handle, self.capacity)
-        self._lock, self._locks = threading.Lock(), os.open(folder / "end", os.O_RDWR)
-        self._end = np.ndarray((2,), np.int64, mmap.mmap(self._locks, 16))
+    def __init__(self, folder: Folder) -> None:
+        self._folder, self._lock = folder, threading.Lock()
+        self._handle = folder.directory.open("heap")
+        self.capacity = os.fstat(self._handle).st_size - TAIL
+        self._bytes = mmap.mmap(self._handle, 0)
+        with self._ends() as handle:
+            self._state = np.ndarray((STATE_BYTES // 8,), np.int64, mmap.mmap(handle, 0))
+        self.freed()
 
-    @staticmethod
-    def make(folder: Path, capacity: int) -> None:
-        """Files with no room taken yet, for at most so many bytes."""
-        for name, size in (("heap", max(capacity, 1)), ("end", 16)):
-            with (folder / name).open("wb") as stream:
-                os.ftruncate(stream.fileno(), size)
+    def begin(self, extents: np.ndarray) -> None:
+        """Believes nothing of what earlier processes have left, who may have lost their power, but what is in use."""
+        with self.adding():
+            self._state[[NEXT, TAKEN, END]] = 0
+            self._state[USED] = extents[:, 1].sum()
 
-    def add(self, content: bytes) -> int | None:
-        """Where it lies from now on, or `None` if the disk or the capacity is full."""
-        offset = self._take(len(content))
-        if offset is not None:
-            self._bytes[offset : offset + len(content)] = content
+    @contextlib.contextmanager
+    def adding(self) -> Iterator[None]:
+        """Within it nobody else adds anything: what is added is in use or a gap, and nothing in between."""
+        with self._lock, self._ends() as handle:
+            lock_byte(handle, 0, wait=True)
+            yield
+
+    def add(self, content: bytes, extents: Callable[[], np.ndarray]) -> int | None:
+        """Where it lies from now on, or `None` if no gap is long enough, or the disk is full; within `adding`.
+
+        Args:
+          content: Anything.
+          extents: Begin and length of all that is in use, `[n, 2]` int64, in any order.
+        """
+        length = len(content)
+        if length >= self._state[REFUSED]:
+            return None
+        offset = self._behind_the_last(length)
+        if offset is None:
+            offset = self._in_a_gap(length, extents())
+        if offset is None:
+            self._state[REFUSED] = length
+            return None
+        self._bytes[offset : offset + length] = content
+        self._state[USED] += length
         return offset
+
+    def freed(self) -> None:
+        """Says that there may be room again."""
+        self._state[REFUSED] = NONE
 
     def content(self, offset: int, length: int) -> memoryview | None:
         """What lies there, without a copy, or `None` if that is outside."""
-        if not 0 <= offset <= offset + length <= self._end[0]:
+        if not 0 <= offset <= offset + length <= self.capacity:
             return None
         return memoryview(self._bytes)[offset : offset + length]
 
     @property
     def used(self) -> int:
-        """Bytes up to the end."""
-        return int(self._end[0])
+        """Bytes of samples, with those that were cleared or torn since gaps were looked for."""
+        return int(self._state[USED])
 
     def close(self) -> None:
         """Ends it for this object; arrays into it keep the mapping."""
         os.close(self._handle)
-        os.close(self._locks)
 
-    def _take(self, length: int) -> int | None:
-        with self._lock:
-            lock_byte(self._locks, 0, wait=True)
+    def _ends(self) -> contextlib.AbstractContextManager[int]:
+        # A description of its own, with which the kernel ends the lock.
+        return unshared(lambda: self._folder.directory.open("end"))
+
+    def _behind_the_last(self, length: int) -> int | None:
+        begin, taken, end = map(int, self._state[[NEXT, TAKEN, END]])
+        if not 0 <= begin <= begin + length <= end <= self.capacity:
+            return None
+        if begin + length > taken:
+            taken = self._take(taken, begin + length, end)
+        if begin + length > taken:
+            return None
+        self._state[TAKEN] = taken
+        self._state[NEXT] = begin + length
+        return begin
+
+    def _take(self, begin: int, needed: int, end: int) -> int:
+        """Takes room for many samples, or for what is needed; returns up to where there is room."""
+        for target in (min(max(needed, begin + CHUNK), end), needed):
             try:
-                end, reserved = map(int, self._end)
-                if end + length > self.capacity:
-                    return None
-                if end + length > reserved:
-                    size = min(max(length, CHUNK), self.capacity - reserved)
-                    reserve(self._handle, reserved, size)
-                    self._end[1] = reserved + size
-                self._end[0] = end + length
-                return end
+                reserve(self._handle, begin, target - begin)
             except OSError as error:
                 if not says_full(error):
                     raise
-                return None
-            finally:
-                unlock_byte(self._locks, 0)
+            else:
+                return target
+        return begin
+
+    def _in_a_gap(self, length: int, extents: np.ndarray) -> int | None:
+        self._state[USED] = extents[:, 1].sum()
+        for begin, end in gaps(extents, self.capacity, length):
+            self._state[[NEXT, TAKEN, END]] = begin, begin, end
+            offset = self._behind_the_last(length)
+            if offset is not None:
+                return offset
+        return None
+
+
+def gaps(extents: np.ndarray, capacity: int, length: int = 1) -> list[tuple[int, int]]:
+    """Where nothing lies, the shortest first, which leaves the long ones for what needs them: begin and end of each.
+
+    Args:
+      extents: Begin and length of what lies, `[n, 2]`. What reaches outside is not believed.
+      capacity: Where all ends.
+      length: Of the shortest gap that is wanted.
+
+    Example:
+    >>> gaps(np.array([[4, 2], [0, 1], [5, 3], [90, 20]]), 100)
+    [(1, 4), (8, 100)]
+    """
+    begins, lengths = extents.T
+    inside = (begins >= 0) & (lengths > 0) & (lengths <= capacity) & (begins <= capacity - lengths)
+    begins, lengths = begins[inside], lengths[inside]
+    order = np.argsort(begins)
+    begins, ends = begins[order], np.maximum.accumulate((begins + lengths)[order])
+    free = np.stack([np.append(0, ends), np.append(begins, capacity)], axis=1)
+    sizes = free[:, 1] - free[:, 0]
+    order = np.argsort(sizes, kind="stable")
+    return [(int(begin), int(end)) for begin, end in free[order[sizes[order] >= length]]]

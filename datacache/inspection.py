@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from datacache.folder import FILES, HEADER, CacheError, read_header
-from datacache.pool import READY, Plan
+from datacache.access import Directory
+from datacache.errors import CacheError
+from datacache.folder import FILES
+from datacache.header import HEADER, check, opened
+from datacache.heap import USED
+from datacache.pool import READY, WORD, Plan
 
-WORD = np.dtype(np.uint64)
 BLOCK = 512
 """Bytes that `stat` counts in, whatever the file system's own blocks are."""
 
@@ -92,18 +95,12 @@ def pools(root: Path) -> list[Path]:
 def look(folder: Path) -> Report | None:
     """What there is to say of a pool; `None` if it has gone."""
     try:
-        about: dict[str, Any] = {
-            "bytes": _taken(folder),
-            "made": _changed(folder, HEADER),
-            "opened": _changed(folder, "users"),
-            "in_use": _in_use(folder),
-        }
-    except FileNotFoundError:
+        with Directory(folder) as directory:
+            return _report(directory)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    try:
-        return Report(folder=folder, contents=_contents(folder), **about)
-    except (CacheError, OSError) as error:
-        return Report(folder=folder, trouble=str(error), **about) if folder.exists() else None
+    except CacheError as error:
+        return _refused(folder, error)
 
 
 def contents(folder: Path) -> Contents:
@@ -112,42 +109,51 @@ def contents(folder: Path) -> Contents:
     Raises:
       CacheError: If it is none, or cannot be used.
     """
-    if not _like_a_pool(folder):
-        # It says what is missing.
-        read_header(folder)
-    return _contents(folder)
+    with opened(folder) as directory:
+        if not _like_a_pool(folder):
+            # It says what is missing.
+            check(directory)
+        return _contents(directory)
 
 
-def _contents(folder: Path) -> Contents:
-    if HEADER not in _names(folder):
-        raise CacheError(f"A pool must be finished. Received: {folder}, which is being made, or was left by a kill.")
-    header = read_header(folder)
+def _report(directory: Directory) -> Report | None:
+    about: dict[str, Any] = {
+        "bytes": _taken(directory),
+        "made": _changed(directory, HEADER),
+        "opened": _changed(directory, "users"),
+        "in_use": _in_use(directory),
+    }
     try:
-        plan = Plan.from_dict(header)
-    except (AttributeError, KeyError, TypeError) as error:
+        return Report(folder=directory.path, contents=_contents(directory), **about)
+    except (CacheError, OSError) as error:
+        return None if directory.has_gone else Report(folder=directory.path, trouble=str(error), **about)
+
+
+def _refused(folder: Path, error: CacheError) -> Report:
+    """Of a folder that is not to be opened, such as somebody else's."""
+    status = folder.stat(follow_symlinks=False)
+    changed = datetime.fromtimestamp(status.st_mtime).astimezone()
+    return Report(folder=folder, bytes=0, made=changed, opened=changed, in_use=False, trouble=str(error))
+
+
+def _contents(directory: Directory) -> Contents:
+    if HEADER not in directory.names():
         raise CacheError(
-            f"A pool's {HEADER} must say what it holds. Received: {folder}, without {error}. Remove it."
-        ) from error
+            f"A pool must be finished. Received: {directory.path}, which is being made, or was left by a kill."
+        )
+    about = check(directory)
+    plan = Plan.from_dict(about)
     slots = plan.part.kept
-    _at_least(folder / "samples", plan.layout.offsets(slots)[-1])
-    _at_least(folder / "words", slots * WORD.itemsize)
-    ready = int((np.fromfile(folder / "words", WORD, slots) >= READY).sum())
+    ready = int((_read(directory, "words", WORD)[:slots] >= READY).sum())
     used = capacity = None
     if plan.layout.varies:
-        _at_least(folder / "end", 16)
-        used = int(np.fromfile(folder / "end", np.int64, 1)[0])
-        capacity = _at_least(folder / "heap", used)
+        used, capacity = int(_read(directory, "end", np.dtype(np.int64))[USED]), about["files"]["heap"]
     return Contents(plan=plan, slots=slots, ready=ready, heap_used=used, heap_capacity=capacity)
 
 
-def _at_least(path: Path, size: int) -> int:
-    """The bytes of a file: reading beyond its end would kill the process that maps it."""
-    found = path.stat().st_size if path.exists() else 0
-    if found < size:
-        raise CacheError(
-            f"A pool's files must be whole. Received: {path} of {found} bytes, not {size}. Remove {path.parent}."
-        )
-    return found
+def _read(directory: Directory, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+    with open(directory.open(name, os.O_RDONLY), "rb") as stream:
+        return np.fromfile(stream, dtype)
 
 
 def _like_a_pool(path: Path) -> bool:
@@ -163,20 +169,20 @@ def _names(path: Path) -> set[str]:
         return set()
 
 
-def _taken(folder: Path) -> int:
+def _taken(directory: Directory) -> int:
     """Heaps have holes, so that sizes of files say little."""
-    return sum(BLOCK * (folder / name).stat().st_blocks for name in _names(folder))
+    return sum(BLOCK * directory.stat(name).st_blocks for name in directory.names())
 
 
-def _changed(folder: Path, name: str) -> datetime:
-    path = folder / name
-    return datetime.fromtimestamp((path if path.exists() else folder).stat().st_mtime).astimezone()
+def _changed(directory: Directory, name: str) -> datetime:
+    status = directory.stat(name) if name in directory.names() else os.fstat(directory.descriptor)
+    return datetime.fromtimestamp(status.st_mtime).astimezone()
 
 
-def _in_use(folder: Path) -> bool:
+def _in_use(directory: Directory) -> bool:
     """Asks for what only `remove` takes, and gives it back at once: that nobody else is in the way tells."""
     try:
-        handle = os.open(folder / "users", os.O_RDONLY)
+        handle = directory.open("users", os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:

@@ -37,7 +37,7 @@ class Levels:
     ) -> None:
         self._stored, self._make, self.layout = stored, make, layout
         self.memory, self.decoded = memory, decoded
-        self._filling, self.counts = filling, filling.counts
+        self.filling, self.counts = filling, filling.counts
 
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
         """Nothing to do: batches are read ahead anyway."""
@@ -59,29 +59,59 @@ class Levels:
         Raises:
           SourceError: If a sample cannot be read; it names the sample.
         """
+        fill = fill or self.fill
+        if self.memory is not None and self.memory.copies(samples):
+            return self._copied(self.memory, samples, into, fill)
         missing = self.missing(samples)
-        self.counts.add(memory_hits=len(samples) - len(missing), memory_misses=len(missing))
+        self._count(samples, len(missing))
+        return batch(self.samples(samples, self._filled(missing, fill)), self.layout)
+
+    def _copied(
+        self,
+        memory: Pool,
+        samples: np.ndarray,
+        into: Sequence[np.ndarray] | None,
+        fill: Callable[[np.ndarray], dict[int, Arrays]],
+    ) -> Arrays:
+        """A batch of samples that have room; whether they are whole is seen on the way."""
+        made = 0
+        while True:
+            absent = self.filling.absent(memory, samples)
+            made += len(absent)
+            self._filled(absent, fill)
+            arrays = self.filling.gathered(memory, samples, into)
+            if arrays is not None:
+                self._count(samples, made)
+                return arrays
+
+    def _filled(self, samples: np.ndarray, fill: Callable[[np.ndarray], dict[int, Arrays]]) -> dict[int, Arrays]:
+        if not samples.size:
+            return {}
+        self.filling.refuse_in_child(samples)
         begin = time.perf_counter()
-        made = (fill or self.fill)(missing)
-        if missing.size:
-            self.counts.add(wait_s=time.perf_counter() - begin)
-        if self.memory is not None and not made:
-            return self.memory.gather(samples, into)
-        return batch(self.samples(samples, made), self.layout)
+        made = fill(samples)
+        self.counts.add(wait_s=time.perf_counter() - begin)
+        return made
+
+    def _count(self, samples: np.ndarray, made: int) -> None:
+        self.counts.add(memory_hits=len(samples) - made, memory_misses=made)
 
     def samples(self, samples: np.ndarray, made: dict[int, Arrays]) -> list[Arrays]:
         """Samples that memory holds, but for those that were made."""
-        return [made[i] for i in samples.tolist()] if self.memory is None else self.memory.samples(samples, made)
+        if self.memory is None:
+            return [made[i] for i in samples.tolist()]
+        return self.memory.samples(samples, made, self.fill)
 
     def missing(self, samples: np.ndarray) -> np.ndarray:
         """Those that memory does not hold whole."""
-        return self._filling.lacking(self.memory, samples)
+        return self.filling.lacking(self.memory, samples)
 
     def fill(self, samples: Iterable[int]) -> dict[int, Arrays]:
         """Makes samples; those that memory did not take are returned."""
         numbers = np.array(list(samples), np.int64)
         if not numbers.size:
             return {}
+        self.filling.refuse_in_child(numbers)
         if self._stored.streams:
             self._pour(numbers)
         made = map(self._into_memory, windows(numbers))
@@ -91,8 +121,8 @@ class Levels:
         """Puts a sample that came from elsewhere where there is room; `False` if memory has none."""
         one = np.array([sample])
         if self.decoded is not None:
-            self._filling.through(self.decoded, one, lambda _: [arrays])
-        return sample in self._filling.through(self.memory, one, lambda _: [arrays])[1]
+            self.filling.through(self.decoded, one, lambda _: [arrays])
+        return sample in self.filling.through(self.memory, one, lambda _: [arrays])[1]
 
     @property
     def complete(self) -> bool:
@@ -107,16 +137,19 @@ class Levels:
                 pool.close()
 
     def _into_memory(self, samples: np.ndarray) -> dict[int, Arrays]:
-        made, kept = self._filling.through(self.memory, samples, self._decoded)
+        made, kept = self.filling.through(self.memory, samples, self._decoded)
         self.counts.add(unkept=len(samples) - len(kept))
         return {sample: arrays for sample, arrays in made.items() if sample not in kept}
 
     def _decoded(self, samples: np.ndarray) -> list[Arrays]:
         if self.decoded is None:
             return self._made(samples)
-        made, _ = self._filling.through(self.decoded, samples, self._made)
+        made, _ = self.filling.through(self.decoded, samples, self._made)
         self.counts.add(decoded_hits=len(samples) - len(made))
-        return self.decoded.samples(samples, made)
+        return self.decoded.samples(samples, made, self._into_decoded)
+
+    def _into_decoded(self, samples: np.ndarray) -> dict[int, Arrays]:
+        return self.filling.through(self.decoded, samples, self._made)[0]
 
     def _made(self, samples: np.ndarray) -> list[Arrays]:
         return self._checked(samples, self._stored.samples(samples))
@@ -129,7 +162,7 @@ class Levels:
     def _pour(self, samples: np.ndarray) -> None:
         """Reads a stream from its beginning into the lowest pool, one process of the node for all."""
         pool = self._stored.pool or self.decoded or self.memory
-        while pool is not None and self._filling.lacking(pool, samples[pool.has_room(samples)]).size:
+        while pool is not None and self.filling.lacking(pool, samples[pool.has_room(samples)]).size:
             with pool.claim_all() as mine:
                 if mine:
                     self._pour_into(pool)
@@ -138,7 +171,7 @@ class Levels:
 
     def _pour_into(self, pool: Pool) -> None:
         lacking = set(
-            self._filling.lacking(pool, np.flatnonzero(pool.has_room(np.arange(len(self._stored.source))))).tolist()
+            self.filling.lacking(pool, np.flatnonzero(pool.has_room(np.arange(len(self._stored.source))))).tolist()
         )
         for sample, arrays in enumerate(self._stored.all()):
             if sample in lacking:

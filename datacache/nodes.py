@@ -41,8 +41,13 @@ class Reader(Protocol):
         ...
 
 
-def shared_by(fingerprint: str, fits: Callable[[], bool], partition: Partitioning) -> tuple[int, int]:
+def shared_by(fingerprint: str, fits: Callable[[int, int], bool], partition: Partitioning) -> tuple[int, int]:
     """Which of how many nodes keeps its part of the samples; node 0 of 1 where each keeps all.
+
+    Args:
+      fingerprint: Of the cache.
+      fits: Whether all samples fit in memory on this of so many nodes; one rank of each is asked, where it matters.
+      partition: As in `Cache`.
 
     Raises:
       ValueError: If ranks open different caches.
@@ -50,7 +55,9 @@ def shared_by(fingerprint: str, fits: Callable[[], bool], partition: Partitionin
     wire = _wire()
     if wire is None:
         return 0, 1
-    found = exchange_objects([fingerprint, fits()], wire, "tp.datacache")
+    node, nodes = wire.topology.node_index, len(wire.topology.nodes)
+    matters = partition == "auto" and nodes > 1 and wire.topology.rank == wire.topology.nodes[node][0]
+    found = exchange_objects([fingerprint, fits(node, nodes) if matters else True], wire, "tp.datacache")
     for rank, (theirs, _) in enumerate(found):
         if theirs != found[0][0]:
             raise ValueError(
@@ -58,8 +65,7 @@ def shared_by(fingerprint: str, fits: Callable[[], bool], partition: Partitionin
                 f"{rank} than on rank 0. See that nodes see the same files, with the same times, and run one script."
             )
     replicated = partition == "replicate" or (partition == "auto" and all(theirs for _, theirs in found))
-    nodes = len(wire.topology.nodes)
-    return (0, 1) if replicated or nodes == 1 else (wire.topology.node_index, nodes)
+    return (0, 1) if replicated or nodes == 1 else (node, nodes)
 
 
 def reader(levels: Levels, samples: int) -> Reader:

@@ -10,21 +10,27 @@ from pathlib import Path
 
 import numpy as np
 
+from datacache.access import PRIVATE, Access
 from datacache.budget import budget_bytes
+from datacache.errors import NoRoomError
 from datacache.filling import Arrays, Filling
 from datacache.fingerprint import Traced
-from datacache.folder import NoRoomError, free_bytes, is_pool
+from datacache.header import is_pool
+from datacache.idle import idle, make_room
+from datacache.index import Index
 from datacache.layout import Layout
 from datacache.levels import Levels
 from datacache.part import Part
 from datacache.pool import Plan, Pool
 from datacache.preprocessing import Preprocessing
 from datacache.records import packed
-from datacache.sources.source import Source, digest
+from datacache.room import free_bytes
+from datacache.sources.source import IndexedSource, Source, digest
 from datacache.stored import Stored
 
 log = logging.getLogger("tfposeidon")
 OF_A_DISK = "95%"
+MORE_THAN_ANY = 2**62
 WORD = 8
 """Bytes that a pool has for a sample beside its columns."""
 NAME = 20
@@ -42,20 +48,21 @@ def open_levels(
     decoded: Root,
     budget: int | str,
     variable_shapes: bool,
+    access: Access,
     filling: Filling,
-    shared_by: Callable[[Callable[[], bool]], tuple[int, int]],
+    shared_by: Callable[[Callable[[int, int], bool]], tuple[int, int]],
 ) -> Levels:
     """The levels of a cache; without room for a pool there is a log line, and one level less.
 
     Args:
-      shared_by: Given what says whether all samples fit in memory here: which of how many nodes keeps its part;
-        node 0 of 1 keeps all.
+      shared_by: Given what says whether all samples fit in memory here, on this of so many nodes: which of how many
+        keeps its part; node 0 of 1 keeps all.
 
     Raises:
       CacheError: If a folder is no cache.
       SourceError: If there are no pools yet, and the first sample cannot be read.
     """
-    on_local = _or_less(lambda: stored_pool(source, disk)) if disk is not None else None
+    on_local = _or_less(lambda: stored_pool(source, disk, access)) if disk is not None else None
     stored = Stored(source, on_local, filling)
 
     make = Preprocessing(source, traced, variable_shapes)
@@ -68,29 +75,30 @@ def open_levels(
     def layout() -> Layout:
         return on_disk.layout if on_disk else _layout(first(), traced, variable_shapes)
 
-    def pool(folder: Path, budget: int | str, node: int = 0, nodes: int = 1) -> Pool | None:
-        room = free_bytes(folder)
-        return _or_less(lambda: Pool(folder, lambda: _plan(layout(), source, budget_bytes(budget, room), node, nodes)))
+    def pool(folder: Path, room: Callable[[], int], node: int = 0, nodes: int = 1) -> Pool | None:
+        return _or_less(lambda: Pool(folder, lambda: _plan(layout(), source, room(), node, nodes), access))
 
     on_disk: Pool | None = None
-    on_disk = pool(Path(decoded) / fingerprint[:NAME], OF_A_DISK) if decoded is not None else None
+    if decoded is not None:
+        on_disk = pool(Path(decoded) / fingerprint[:NAME], lambda: _of_a_disk(Path(decoded)))
     in_memory = None
     if memory is not None:
         whole = Path(memory) / fingerprint[:NAME]
 
-        def fits() -> bool:
-            return is_pool(whole) or _bytes(first(), layout(), source) <= budget_bytes(budget, free_bytes(whole))
+        def needed() -> int:
+            return on_disk.bytes if on_disk else _bytes(first(), layout(), source)
 
-        node, nodes = shared_by(fits)
-        folder = whole if nodes == 1 else whole.with_name(f"{whole.name}.{node}of{nodes}")
-        in_memory = pool(folder, budget, node, nodes)
+        node, nodes = shared_by(lambda *part: _fits(whole, _part_of(whole, *part), needed, budget))
+        folder = _part_of(whole, node, nodes)
+        in_memory = pool(folder, lambda: _in_memory(folder, needed() // nodes, budget), node, nodes)
+    _keep_index(source, access, [on_local, in_memory, on_disk])
     levels = Levels(stored, make, in_memory.layout if in_memory else layout(), in_memory, on_disk, filling)
     if first.cache_info().currsize:
         levels.put(0, first())
     return levels
 
 
-def stored_pool(source: Source, root: str | os.PathLike[str]) -> Pool:
+def stored_pool(source: Source, root: str | os.PathLike[str], access: Access = PRIVATE) -> Pool:
     """The pool of what is stored, which may differ in size in all its dimensions.
 
     Raises:
@@ -99,7 +107,48 @@ def stored_pool(source: Source, root: str | os.PathLike[str]) -> Pool:
     samples = [np.zeros([size or 0 for size in spec.shape], spec.dtype.as_numpy_dtype) for spec in source.signature]
     layout = Layout.of(samples, [range(spec.shape.rank) for spec in source.signature])
     folder = Path(root) / f"stored-{digest(source.identity)[:NAME]}"
-    return Pool(folder, lambda: _plan(layout, source, budget_bytes(OF_A_DISK, free_bytes(folder))))
+    return Pool(folder, lambda: _plan(layout, source, _of_a_disk(folder)), access)
+
+
+def _of_a_disk(folder: Path) -> int:
+    return budget_bytes(OF_A_DISK, free_bytes(folder))
+
+
+def _with_idle(folder: Path, budget: int | str) -> int:
+    """Bytes of a budget that memory has, or would have without pools that no process has open."""
+    return budget_bytes(budget, free_bytes(folder) + sum(one.bytes for one in idle(folder.parent, folder)))
+
+
+def _in_memory(folder: Path, needed: int, budget: int | str) -> int:
+    """Bytes of a budget that memory has; if that is less than needed, pools that no process has open are removed."""
+    most = min(needed, budget_bytes(budget, MORE_THAN_ANY))
+
+    def room() -> int:
+        return budget_bytes(budget, free_bytes(folder))
+
+    make_room(folder.parent, folder, lambda: room() >= most)
+    return room()
+
+
+def _fits(whole: Path, part: Path, needed: Callable[[], int], budget: int | str) -> bool:
+    """Whether all samples do; pools are used as they were made, without a look at a sample."""
+    if is_pool(whole) or is_pool(part):
+        return is_pool(whole)
+    return needed() <= _with_idle(whole, budget)
+
+
+def _part_of(whole: Path, node: int, nodes: int) -> Path:
+    return whole if nodes == 1 else whole.with_name(f"{whole.name}.{node}of{nodes}")
+
+
+def _keep_index(source: Source, access: Access, pools: list[Pool | None]) -> None:
+    """Beside the first of these pools that there is."""
+    pool = next(filter(None, pools), None)
+    if pool is not None and isinstance(source, IndexedSource):
+        try:
+            source.keep_index(Index(pool.folder, len(source), access))
+        except NoRoomError as error:
+            log.warning("datacache: each process looks for records by itself. %s", error)
 
 
 def _bytes(first: Arrays, layout: Layout, source: Source) -> int:

@@ -61,6 +61,7 @@ class Partition:
 
     def fill(self, samples: np.ndarray) -> dict[int, Arrays]:
         """See `Levels.fill`."""
+        self._levels.filling.refuse_in_child(samples)
         self._ask(samples)
         with self._lock:
             coming = {sample: self._coming.pop(sample) for sample in samples.tolist() if sample in self._coming}
@@ -87,7 +88,8 @@ class Partition:
 
     def _ask(self, samples: np.ndarray) -> None:
         away = samples[self._homes[samples] != self._topology.node_index]
-        away = self._levels.missing(away)
+        # Whether those that memory has are whole is seen when they are copied.
+        away = self._levels.filling.absent(self._levels.memory, away)
         with self._lock:
             new = [sample for sample in away.tolist() if sample not in self._coming]
             self._coming |= dict(zip(new, self._exchange.ask(new, list(map(self._owner, new))), strict=False))

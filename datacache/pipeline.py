@@ -17,7 +17,10 @@ from datacache.nodes import Reader
 from datacache.order import Order, Position
 from datacache.windows import IN_FLIGHT
 
-REMEDY = "Give fit the callback keras_callbacks.CachePosition(cache), or iterate over cache.counted(data)."
+REMEDY = (
+    "Give fit the callback keras_callbacks.CachePosition(cache, data), or iterate over cache.counted(data); data to "
+    "validate on takes shuffle=False."
+)
 
 
 class Passes:
@@ -41,7 +44,7 @@ class Passes:
         self.order, self._rank, self._ranks = order, rank, ranks
         self._next = Position() if state is None else order.load_state_dict(state)
         self._begin, self._trained = self._next, 0
-        self._told = self._handed_out = self.retired = False
+        self._told = self._handed_out = False
         order.steps(self._next, ranks)
 
     def __len__(self) -> int:
@@ -59,8 +62,6 @@ class Passes:
         Raises:
           RuntimeError: If nobody said which pass it is, and ranks could see that differently.
         """
-        if self.retired:
-            raise RuntimeError("A position was loaded after this dataset was made. Make it again: cache.dataset(...)")
         ambiguous = self.begins_within_an_epoch or (self._ranks > 1 and self._handed_out)
         if ambiguous and self.order.shuffle and not self._told:
             raise RuntimeError(f"On several ranks, or within an epoch, it must be said which pass begins. {REMEDY}")
@@ -85,7 +86,7 @@ class Passes:
         """The next pass is that whole epoch, and steps will be counted.
 
         Raises:
-          RuntimeError: If a position within an epoch was loaded.
+          RuntimeError: If it goes on within an epoch.
         """
         if self.begins_within_an_epoch:
             raise RuntimeError(
@@ -105,8 +106,8 @@ class Passes:
         whole, position = not self._begin.samples, self._position()
         if whole and position.samples:
             raise RuntimeError(
-                "A loop that was left within an epoch goes on with a new dataset. Received: the old one. Call "
-                "cache.load_state_dict(cache.state_dict()), then dataset() again."
+                "A loop that was left within an epoch goes on with a new dataset. Received: the old one. Make it: "
+                "cache.dataset(..., state=cache.state_dict(data))."
             )
         self._begin = self._next = position
         self._trained, self._told = 0, True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -13,14 +14,24 @@ from typing import Any
 
 import numpy as np
 
-from datacache.folder import Folder, NoRoomError, allocate, read_header
-from datacache.heap import Heap
-from datacache.layout import Layout, batch
-from datacache.native import gather
+from datacache.access import PRIVATE, Access
+from datacache.boot import boot_number
+from datacache.folder import Blueprint, Folder
+from datacache.header import check, opened
+from datacache.heap import STATE_BYTES, Heap
+from datacache.layout import Component, Layout, batch
+from datacache.mapping import MappingAhead
+from datacache.native import gather, replace
 from datacache.part import Part
 
+WORD = np.dtype(np.uint64)
 READY = 1 << 32
 """Set in a sample's word beside the checksum in the lower half: what is 0 was never finished."""
+CHECKSUM = READY - 1
+WRITTEN = np.uint64(READY | CHECKSUM)
+LOOKED_AT = 33
+"""The first of the bits that say in which boot a process has looked at the checksum of what another one wrote: memory
+stays as it is, but what a disk had not yet written when the machine went down is torn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +50,14 @@ class Plan:
     heap_bytes: int = 0
     source: str = ""
 
+    def blueprint(self) -> Blueprint:
+        """What a pool of it is made of."""
+        files = {"samples": self.layout.offsets(self.part.kept)[-1], "words": WORD.itemsize * self.part.kept}
+        growing = {}
+        if self.layout.varies:
+            files["end"], growing["heap"] = STATE_BYTES, self.heap_bytes
+        return Blueprint(about=self.to_dict(), files=files, growing=growing)
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {"layout": self.layout.to_dict(), "part": asdict(self.part), "source": self.source}
@@ -55,27 +74,35 @@ class Pool:
     """Samples in a folder, of `/dev/shm` or of a disk.
 
     A sample is written, then its word: a checksum and a mark that it is ready. A process that is killed in between
-    leaves a sample that is not ready, and locks that the kernel has released.
+    leaves a sample that is not ready, and locks that the kernel has released. The word also says in which boot somebody
+    looked at the checksum: once in each, whatever processes there are.
 
     Args:
       folder: Made if it does not exist; otherwise it is taken as it is.
       plan: Says what to make, if there is none; called by one process of the node.
+      access: Who may get at it.
 
     Raises:
-      CacheError: If the folder holds something else, or there is no room.
+      CacheError: If the folder holds something else or is somebody else's, or there is no room.
     """
 
-    def __init__(self, folder: Path, plan: Callable[[], Plan]) -> None:
-        self._folder = Folder(folder, lambda path: _make(path, plan()))
+    def __init__(self, folder: Path, plan: Callable[[], Plan], access: Access = PRIVATE) -> None:
+        self._folder = Folder(folder, lambda: plan().blueprint(), access)
         self.plan = Plan.from_dict(self._folder.about)
         self.layout = self.plan.layout
         self._places = self.plan.part.places()
         self.slots = self.plan.part.kept
         self._samples = np.flatnonzero(self._places >= 0)
-        self._columns = self.layout.columns(self._mapping("samples"), self.slots)
+        pages = self._mapping("samples")
+        self._columns = self.layout.columns(pages, self.slots)
         self._words = np.ndarray((self.slots,), np.uint64, self._mapping("words"))
-        self._heap = Heap(self.folder) if self.layout.varies else None
-        self._verified = np.zeros(self.slots, bool)
+        self._heap = Heap(self._folder) if self.layout.varies else None
+        if self._heap is not None and self._folder.first:
+            self._heap.begin(self._extents())
+        self._boot = boot_number()
+        # Written here, or looked at where words cannot be marked.
+        self._known = np.zeros(self.slots, bool)
+        self._ahead = MappingAhead(self.folder, pages) if self.filled == self.slots else None
 
     @property
     def folder(self) -> Path:
@@ -84,6 +111,10 @@ class Pool:
     def has_room(self, samples: np.ndarray) -> np.ndarray:
         """Which of these samples the pool keeps, `[n]` bool."""
         return self._places[samples] >= 0
+
+    def copies(self, samples: np.ndarray) -> bool:
+        """Whether these samples are a copy of columns once they are ready: all have room, and are of one size."""
+        return self._heap is None and bool(self.has_room(samples).all())
 
     def ready(self, samples: np.ndarray) -> np.ndarray:
         """Which of these samples can be read, `[n]` bool."""
@@ -96,25 +127,34 @@ class Pool:
         Raises:
           ValueError: If it has other shapes or types than the layout.
         """
-        place = self._places[sample]
-        self._words[place] = 0
         found = self.layout.check(arrays, "sample {}".format, sample)
-        if self._heap is not None:
+        place = self._places[sample]
+        if self._heap is None:
+            self._write(place, found)
+            return True
+        with self._heap.adding():
+            if self._words[place]:
+                # Its old bytes are a gap from now on.
+                self._words[place] = 0
+                self._heap.freed()
             extents = self._add(self._heap, found)
-            if extents is None:
-                return False
-            found = extents
+            if extents is not None:
+                self._write(place, extents)
+        return extents is not None
+
+    def _write(self, place: int, found: Sequence[np.ndarray]) -> None:
+        self._words[place] = 0
         for column, array in zip(self._columns, found, strict=True):
             column[place] = array
-        self._words[place] = READY | (self._checksum(place) or 0)
-        self._verified[place] = True
-        return True
+        (checksum,), _ = self._checksums(np.array([place]))
+        self._words[place] = READY | int(checksum)
+        self._known[place] = True
 
     def _add(self, heap: Heap, arrays: Sequence[np.ndarray]) -> list[np.ndarray] | None:
         """Puts what varies into the heap, all or nothing; what the columns hold then."""
         pairs = list(zip(self.layout.components, arrays, strict=True))
         contents = [component.encoded(array) if component.varies else b"" for component, array in pairs]
-        begin = heap.add(b"".join(contents))
+        begin = heap.add(b"".join(contents), self._extents)
         if begin is None:
             return None
         offsets = itertools.accumulate(map(len, contents), initial=begin)
@@ -123,52 +163,137 @@ class Pool:
             for (component, array), content, offset in zip(pairs, contents, offsets, strict=False)
         ]
 
-    def gather(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> list[np.ndarray]:
+    def _extents(self) -> np.ndarray:
+        """Where the bytes of samples that are ready lie in the heap."""
+        ready = self._words >= READY
+        pairs = zip(self._columns, self.layout.components, strict=True)
+        return np.concatenate([column[ready, :2] for column, component in pairs if component.varies])
+
+    def gather(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> list[np.ndarray] | None:
         """Copies samples that are ready: one array `[n, *shape]` for each component, padded where samples differ.
 
         Args:
           samples: Their numbers, `[n]`.
           into: Arrays to copy to, in place of new ones, if no component varies.
+
+        Returns:
+          The arrays; `None` if another process has cleared one of the samples in the meantime.
         """
         if self._heap is not None:
-            return batch([self.sample(sample) for sample in samples], self.layout)
-        places = self._places[samples]
-        targets = (
-            [np.empty((len(samples), *c.shape[1:]), c.dtype) for c in self._columns] if into is None else list(into)
-        )
+            found = [self.sample(sample) for sample in samples.tolist()]
+            return None if None in found else batch([arrays for arrays in found if arrays is not None], self.layout)
+        return self._gathered(samples, into)
+
+    def _gathered(self, samples: np.ndarray, into: Sequence[np.ndarray] | None) -> list[np.ndarray]:
+        targets = self._targets(samples, into)
         for column, target in zip(self._columns, targets, strict=True):
-            gather(column, places, target)
+            gather(column, self._places[samples], target)
         return targets
 
-    def sample(self, sample: int) -> list[np.ndarray]:
-        """One sample that is ready: views of the pool, one for each component."""
-        place = self._places[sample]
-        arrays = []
-        for column, component in zip(self._columns, self.layout.components, strict=True):
-            array = column[place]
-            if component.varies:
-                assert self._heap is not None
-                array = component.decoded(self._heap.content(*map(int, array[:2])), array[2:])
-            arrays.append(array)
-        return arrays
+    def gather_whole(
+        self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None, again: bool = False
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """As `gather`, of samples that have room and do not vary, with a look at their checksums on the way.
 
-    def samples(self, samples: np.ndarray, made: dict[int, list[np.ndarray]]) -> list[list[np.ndarray]]:
-        """Samples that are ready, but for those that were made just now."""
-        return [made[i] if i in made else self.sample(i) for i in samples.tolist()]
+        Args:
+          samples: Their numbers, `[n]`.
+          into: Arrays to copy to, in place of new ones.
+          again: Whether to look at those, too, that somebody has looked at in this boot.
+
+        Returns:
+          The arrays, and the numbers of those samples that are not whole, and not ready any more.
+        """
+        if not again and not self._unknown(samples).any():
+            return self._gathered(samples, into), samples[:0]
+        targets, places = self._targets(samples, into), self._places[samples]
+        words, checksums = self._words[places], self._of_numbers(places)
+        for column, target in zip(self._columns, targets, strict=True):
+            gather(column, places, target, checksums)
+        return targets, self._judge(samples, words, words & CHECKSUM == checksums)
+
+    def _targets(self, samples: np.ndarray, into: Sequence[np.ndarray] | None) -> list[np.ndarray]:
+        if into is not None:
+            return list(into)
+        return [np.empty((len(samples), *column.shape[1:]), column.dtype) for column in self._columns]
+
+    def sample(self, sample: int) -> list[np.ndarray] | None:
+        """One sample that is ready; `None` if another process has cleared it in the meantime.
+
+        Where samples differ in size it is a copy, for others may take its place; else its arrays are views of the pool.
+        """
+        place = self._places[sample]
+        if self._heap is None:
+            return [column[place] for column in self._columns]
+        word = self._words[place]
+        rows = [np.array(column[place]) for column in self._columns]
+        contents = [self._content(row, of) for row, of in zip(rows, self.layout.components, strict=True)]
+        if word < READY or (word ^ self._words[place]) & WRITTEN:
+            return None
+        if None in contents:
+            # Torn, where nobody looks at checksums.
+            self._words[place] = 0
+            return None
+        found = zip(self.layout.components, contents, rows, strict=True)
+        return [of.decoded(content, row[2:].tolist()) if of.varies else row for of, content, row in found]
+
+    def _content(self, row: np.ndarray, component: Component) -> bytes | None:
+        """A copy of what a sample has in the heap, if anything."""
+        if not component.varies or self._heap is None:
+            return b""
+        content = self._heap.content(*row[:2].tolist())
+        return None if content is None else bytes(content)
+
+    def samples(
+        self,
+        samples: np.ndarray,
+        made: dict[int, list[np.ndarray]],
+        again: Callable[[np.ndarray], dict[int, list[np.ndarray]]],
+    ) -> list[list[np.ndarray]]:
+        """Samples that are ready, but for those that were made just now.
+
+        Args:
+          samples: Their numbers, `[n]`.
+          made: Those that were made.
+          again: Makes those that another process has cleared in the meantime, and returns what the pool did not take.
+        """
+        found = dict(made)
+        while left := [sample for sample in samples.tolist() if sample not in found]:
+            read = {sample: self.sample(sample) for sample in left}
+            found |= {sample: arrays for sample, arrays in read.items() if arrays is not None}
+            lost = [sample for sample in left if sample not in found]
+            found |= again(np.array(lost)) if lost else {}
+        return [found[sample] for sample in samples.tolist()]
 
     def torn(self, samples: np.ndarray, again: bool = False) -> np.ndarray:
         """Those of these ready samples whose bytes are not those that were written.
 
-        They are not ready any more. Each sample is looked at once by this object, or at every call with `again`.
+        They are not ready any more. Each sample is looked at once in each boot, or at every call with `again`.
         """
+        samples = samples if again else samples[self._unknown(samples)]
         places = self._places[samples]
-        unseen = np.arange(len(samples)) if again else np.flatnonzero(~self._verified[places])
-        torn = [i for i in unseen if not self._whole(places[i])]
-        # First that they are not ready: another thread takes what is verified as it is.
-        self._words[places[torn]] = 0
-        self._verified[np.setdiff1d(places[unseen], places[torn])] = True
-        self._verified[places[torn]] = False
-        return samples[torn]
+        words = self._words[places]
+        checksums, inside = self._checksums(places)
+        # Not torn, if another process has cleared it or written it anew in the meantime.
+        changed = (self._words[places] ^ words) & WRITTEN != 0
+        return self._judge(samples, words, changed | inside & (words & CHECKSUM == checksums))
+
+    def _unknown(self, samples: np.ndarray) -> np.ndarray:
+        """Those that nobody has looked at in this boot, `[n]` bool."""
+        places = self._places[samples]
+        return ~self._known[places] & (self._words[places] >> LOOKED_AT != self._boot)
+
+    def _judge(self, samples: np.ndarray, words: np.ndarray, whole: np.ndarray) -> np.ndarray:
+        """Marks samples whose words were these, and returns those that are not whole."""
+        places, whole = self._places[samples], whole & (words >= READY)
+        # First that they are not ready: another thread takes what is known as it is.
+        self._words[places[~whole]] = 0
+        self._known[places[~whole]] = False
+        if self._heap is not None and not whole.all():
+            self._heap.freed()
+        looked_at = words & (READY | CHECKSUM) | (self._boot << LOOKED_AT)
+        if not replace(self._words, places[whole], words[whole], looked_at[whole]):
+            self._known[places[whole]] = True
+        return samples[~whole]
 
     @contextlib.contextmanager
     def claim(self, samples: np.ndarray) -> Iterator[np.ndarray]:
@@ -178,9 +303,12 @@ class Pool:
             yield samples[np.array(mine, bool) & ~self.ready(samples)]
 
     def clear(self) -> None:
-        """No sample is ready any more; what took room in the heap has gone for good."""
-        self._words[:] = 0
-        self._verified[:] = False
+        """No sample is ready any more, and there is room for as many as in a new pool."""
+        with self._heap.adding() if self._heap else contextlib.nullcontext():
+            self._words[:] = 0
+            if self._heap:
+                self._heap.freed()
+        self._known[:] = False
 
     @contextlib.contextmanager
     def claim_all(self) -> Iterator[bool]:
@@ -196,55 +324,49 @@ class Pool:
     @property
     def bytes(self) -> int:
         """Of the samples that have room."""
-        return self.layout.offsets(self.slots)[-1] + (self._heap.used if self._heap else 0)
+        return sum(self.plan.blueprint().files.values()) + (self._heap.used if self._heap else 0)
 
     def close(self) -> None:
         """Ends the mappings; arrays of `gather` remain."""
+        if self._ahead is not None:
+            self._ahead.close()
         self._columns.clear()
         self._words = np.zeros(0, np.uint64)
         if self._heap is not None:
             self._heap.close()
         self._folder.close()
 
-    def _whole(self, place: int) -> bool:
-        word, checksum = int(self._words[place]), self._checksum(place)
-        return checksum is not None and word == READY | checksum
-
-    def _checksum(self, place: int) -> int | None:
-        """Of a sample's number and bytes; `None` if it points outside."""
-        checksum = zlib.crc32(self._samples[place : place + 1].view(np.uint8).data)
+    def _checksums(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of samples' numbers and bytes, `[n]` uint32, and which of them point inside the heap, `[n]` bool."""
+        checksums, inside = self._of_numbers(places), np.ones(len(places), bool)
         for column, component in zip(self._columns, self.layout.components, strict=True):
-            checksum = zlib.crc32(column[place : place + 1].view(np.uint8).data, checksum)
-            if component.varies:
+            gather(column, places, None, checksums)
+            for i, place in enumerate(places if component.varies else ()):
                 assert self._heap is not None
                 content = self._heap.content(*map(int, column[place, :2]))
-                if content is None:
-                    return None
-                checksum = zlib.crc32(content, checksum)
-        return checksum
+                inside[i] &= content is not None
+                checksums[i] = zlib.crc32(content or b"", int(checksums[i]))
+        return checksums, inside
+
+    def _of_numbers(self, places: np.ndarray) -> np.ndarray:
+        checksums = np.zeros(len(places), np.uint32)
+        gather(self._samples, places, None, checksums)
+        return checksums
 
     def _mapping(self, name: str) -> mmap.mmap:
-        with (self.folder / name).open("r+b") as stream:
-            return mmap.mmap(stream.fileno(), 0)
+        handle = self._folder.directory.open(name)
+        try:
+            return mmap.mmap(handle, 0)
+        finally:
+            os.close(handle)
 
 
 def existing(folder: Path) -> Pool:
     """A pool that was made before.
 
     Raises:
-      CacheError: If there is none.
+      CacheError: If there is none, or it is damaged.
     """
-    plan = Plan.from_dict(read_header(folder))
-    return Pool(folder, lambda: plan)
-
-
-def _make(path: Path, plan: Plan) -> dict[str, Any]:
-    try:
-        allocate(path / "samples", plan.layout.offsets(plan.part.kept)[-1])
-        allocate(path / "words", 8 * plan.part.kept)
-    except NoRoomError:
-        (path / "samples").unlink(missing_ok=True)
-        raise
-    if plan.layout.varies:
-        Heap.make(path, plan.heap_bytes)
-    return plan.to_dict()
+    with opened(folder) as directory:
+        plan = Plan.from_dict(check(directory))
+        return Pool(folder, lambda: plan, directory.access)

@@ -47,9 +47,12 @@ class Stored:
         """
         if self.pool is None:
             return self._read_all(samples)
-        made, _ = self._filling.through(self.pool, samples, self._read_all)
+        made = self._through(samples)
         self._counts.add(disk_hits=len(samples) - len(made))
-        return self.pool.samples(samples, made)
+        return self.pool.samples(samples, made, self._through)
+
+    def _through(self, samples: np.ndarray) -> dict[int, Arrays]:
+        return self._filling.through(self.pool, samples, self._read_all)[0]
 
     def all(self) -> Iterable[Arrays]:
         """Those of a source that has them one after the other only."""

@@ -6,26 +6,29 @@ import itertools
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_callbacks.model_state import replicated_variables
-from tfposeidon import replicas, runtime
+from keras_callbacks.model_state import optimizers, replicated_variables
+from tfposeidon import layer_state, replicas, runtime
 from tfposeidon.agreement import as_json, first_difference
 from tfposeidon.pass_over import PassOver, is_passing_over, retrace
 from tfposeidon.rank_state import Piece, redistributed
 from tfposeidon.snapshots import Snapshot, SnapshotError, Snapshots, listed, numbered
 
+_LAYER = "layer."
+
 
 class Checkpoint(keras.callbacks.Callback):
-    """Saves model, optimizer and per-rank state; resumes from the newest snapshot that is whole.
+    """Saves model, optimizers and per-rank state; resumes from the newest snapshot that is whole.
 
-    What is equal on all ranks is saved once, by rank 0; gradients being accumulated, residuals, moving
-    statistics, seeds and metrics are saved per rank. On another number of ranks the sums of
-    accumulated gradients and residuals are kept. A resumed run equals an uninterrupted one if the data
+    What is equal on all ranks is saved once, by rank 0, with what preprocessing layers have learnt; gradients being
+    accumulated, residuals, moving statistics, seeds and metrics are saved per rank. On another number of ranks the
+    sums of accumulated gradients and residuals are kept. A resumed run equals an uninterrupted one if the data
     come in the same order: batches of a half-done epoch are read and passed over. Callbacks that keep
     memories of their own (EarlyStopping) start theirs anew.
 
@@ -103,13 +106,12 @@ class Checkpoint(keras.callbacks.Callback):
             "batches": batches,
             "steps": self._steps,
             "variables": as_json(replicas.describe_any(self._shared())),
-            "scheme": keras.saving.serialize_keras_object(getattr(self.model.optimizer, "policy", None)),
+            "optimizers": [self._described(optimizer) for optimizer in optimizers(self.model)],
         }
         metrics = self._metrics() if batches else []
         own = numbered(_values(self._own()), "own") | numbered(_values(metrics), "metric")
         own |= numbered(_values(self._summed()), "sum") | {"pieces": _text([p.to_dict() for p in self._pieces()])}
-        shared = numbered(_values(self._shared()), "shared") if runtime.rank() == 0 else {}
-        self._files.start(meta, shared, own)
+        self._files.start(meta, self._written_once() if runtime.rank() == 0 else {}, own)
         self._waited, self._look_at = 0, 1
 
     def _look_after_it(self) -> None:
@@ -118,6 +120,24 @@ class Checkpoint(keras.callbacks.Callback):
         if self._waited == self._look_at:
             self._look_at = 0 if self._files.poll() else 2 * self._look_at
 
+    def _written_once(self) -> dict[str, np.ndarray]:
+        layers = {f"{_LAYER}{name}": value for name, value in layer_state.read(self.model).items()}
+        return numbered(_values(self._shared()), "shared") | layers
+
+    def _described(self, optimizer: Any) -> dict[str, Any]:
+        """Its scheme, and where among the model's variables those are that it trains; `None` if nobody knows yet."""
+        policy = keras.saving.serialize_keras_object(getattr(optimizer, "policy", None))
+        if not optimizer.built:
+            return {"scheme": policy, "trains": None}
+        places = {id(variable): place for place, variable in enumerate(self.model.variables)}
+        strange = [variable.path for variable in optimizer._trainable_variables if id(variable) not in places]
+        if strange:
+            raise SnapshotError(
+                f"Checkpoint saves variables of the model. Received: an optimizer that trains {strange[0]!r}, which is "
+                "not among them. Assign its layer to an attribute of the model."
+            )
+        return {"scheme": policy, "trains": [places[id(variable)] for variable in optimizer._trainable_variables]}
+
     def _shared(self) -> list[Any]:
         return replicated_variables(self.model)
 
@@ -125,10 +145,14 @@ class Checkpoint(keras.callbacks.Callback):
         return list(self.model.non_trainable_variables)
 
     def _summed(self) -> list[Any]:
-        return list(getattr(self.model.optimizer, "rank_variables", []))
+        return [v for optimizer in optimizers(self.model) for v in getattr(optimizer, "rank_variables", [])]
 
     def _pieces(self) -> list[Piece]:
-        return list(getattr(self.model.optimizer, "rank_pieces", []))
+        return [
+            replace(piece, name=f"{piece.name} of optimizer {number}" if number else piece.name)
+            for number, optimizer in enumerate(optimizers(self.model))
+            for piece in getattr(optimizer, "rank_pieces", [])
+        ]
 
     def _metrics(self) -> list[Any]:
         return [variable for metric in self.model.metrics for variable in metric.variables]
@@ -136,11 +160,14 @@ class Checkpoint(keras.callbacks.Callback):
     # --------------------------------------------------------------- restoring
 
     def _restore(self, snapshot: Snapshot) -> None:
+        self._build_optimizers(snapshot)
         self._check(snapshot)
         _assign(self._shared(), listed(snapshot.shared, "shared"))
         own = snapshot.own.get(runtime.rank(), next(iter(snapshot.own.values())))
         _assign(self._own(), listed(own, "own"))
-        self._restore_scheme(snapshot)
+        layers = {name: value for name, value in snapshot.shared.items() if name.startswith(_LAYER)}
+        layer_state.assign(self.model, {name.removeprefix(_LAYER): value for name, value in layers.items()})
+        self._restore_schemes(snapshot)
         _assign(self._summed(), self._redistributed(snapshot))
         self._pending_metrics = listed(own, "metric")
         self._steps = snapshot.meta["steps"]
@@ -154,14 +181,29 @@ class Checkpoint(keras.callbacks.Callback):
         if snapshot.meta["batches"]:
             self.model.train_function = PassOver(self.model, snapshot.meta["batches"])
 
-    def _restore_scheme(self, snapshot: Snapshot) -> None:
-        """Under a schedule of schemes, the one that made the saved state."""
-        if not getattr(self.model.optimizer, "restores_scheme", False):
-            return
-        saved = keras.saving.deserialize_keras_object(snapshot.meta["scheme"])
-        if saved != self.model.optimizer.policy:
-            self.model.optimizer.change_scheme(saved)
-            retrace(self.model)
+    def _build_optimizers(self, snapshot: Snapshot) -> None:
+        """Those that learn in a step what they train, such as a GAN's: for what they trained when they were saved."""
+        variables = self.model.variables
+        for optimizer, saved in self._with_saved(snapshot):
+            if not optimizer.built and saved["trains"] and max(saved["trains"]) < len(variables):
+                optimizer.build([variables[place] for place in saved["trains"]])
+
+    def _restore_schemes(self, snapshot: Snapshot) -> None:
+        """Under a schedule of schemes, those that made the saved state."""
+        for optimizer, saved in self._with_saved(snapshot):
+            policy = keras.saving.deserialize_keras_object(saved["scheme"])
+            if getattr(optimizer, "restores_scheme", False) and policy != optimizer.policy:
+                optimizer.change_scheme(policy)
+                retrace(self.model)
+
+    def _with_saved(self, snapshot: Snapshot) -> list[tuple[Any, dict[str, Any]]]:
+        found, saved = optimizers(self.model), snapshot.meta["optimizers"]
+        if len(found) != len(saved):
+            raise SnapshotError(
+                f"A checkpoint must be of the same model and optimizer. Received: {len(saved)} optimizer(s) in "
+                f"{self.folder}, {len(found)} in the model. Use another folder, or Checkpoint(..., resume=False)."
+            )
+        return list(zip(found, saved, strict=True))
 
     def _redistributed(self, snapshot: Snapshot) -> list[np.ndarray]:
         """State whose sum over ranks counts: this rank's own, or its part of the sum on another layout."""

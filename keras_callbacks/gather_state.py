@@ -6,9 +6,11 @@ from typing import Any
 
 import keras
 
+from keras_callbacks.model_state import optimizers
+
 
 class GatherState(keras.callbacks.Callback):
-    """Gathers the optimizer's state on one rank after each epoch, where `ShardedServer(update="server")` cut it.
+    """Gathers the optimizers' states on one rank after each epoch, where `ShardedServer(update="server")` cut it.
 
     All ranks have it, before what saves: `ModelCheckpoint` on that rank then writes an ordinary file.
     `keras_callbacks.Checkpoint` does not need it.
@@ -16,7 +18,7 @@ class GatherState(keras.callbacks.Callback):
     Args:
       rank: Who saves.
 
-    Memory: of the whole state, on that rank's host.
+    Memory: of the whole states, on that rank's host.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -24,6 +26,7 @@ class GatherState(keras.callbacks.Callback):
         self.rank = rank
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        gather = getattr(self.model.optimizer, "gather_state", None)
-        if gather is not None:
-            gather(self.rank)
+        for optimizer in optimizers(self.model):
+            gather = getattr(optimizer, "gather_state", None)
+            if gather is not None:
+                gather(self.rank)

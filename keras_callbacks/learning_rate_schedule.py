@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_callbacks.model_state import optimizers
 from tfposeidon.guards import innermost
 from tfposeidon.optimizer import DistributedOptimizer
 from tfposeidon.pass_over import is_passing_over
@@ -26,9 +27,11 @@ class LearningRateSchedule(keras.callbacks.Callback):
       momentum_correction: Keras's SGD keeps the rate inside its velocity. When the rate changes from
         a to b, the velocity is multiplied by b / a (Goyal et al. 2017, eq. 10).
       steps_per_epoch: Needed without `staircase` where `fit` does not know it.
+      optimizer: Whose rate it is; by default `model.optimizer`. For models with several, give each a callback.
 
     Raises:
-      ValueError: If the optimizer's rate is a schedule, or the steps per epoch are not known.
+      ValueError: If the optimizer's rate is a schedule, the steps per epoch are not known, or the model has several
+        optimizers and none is given.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         staircase: bool = True,
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
+        optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
         super().__init__()
         if initial_learning_rate < 0:
@@ -53,10 +57,22 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self.staircase = staircase
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
+        self.given_optimizer = optimizer
         self._epoch = 0
 
+    @property
+    def optimizer(self) -> Any:
+        """Whose rate is set."""
+        return self.model.optimizer if self.given_optimizer is None else self.given_optimizer
+
     def on_train_begin(self, logs: Any = None) -> None:
-        rate = innermost(self.model.optimizer)._learning_rate
+        count = len(optimizers(self.model))
+        if self.given_optimizer is None and (count > 1 or self.model.optimizer not in optimizers(self.model)):
+            raise ValueError(
+                f"The callback has to know whose rate it sets. Received: a model with {count} DistributedOptimizer(s) "
+                "beside its own `optimizer`. Pass optimizer=..., and one callback for each."
+            )
+        rate = innermost(self.optimizer)._learning_rate
         if not isinstance(rate, keras.Variable):
             raise ValueError(
                 "A callback can only set a plain learning rate. Received: an optimizer whose learning_rate is "
@@ -84,12 +100,12 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
-            logs["learning_rate"] = float(self.model.optimizer.learning_rate)
+            logs["learning_rate"] = float(self.optimizer.learning_rate)
 
     def _set(self, epoch: float) -> None:
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
-        optimizer = self.model.optimizer
+        optimizer = self.optimizer
         old, new = float(optimizer.learning_rate), float(self.initial_learning_rate * self.multiplier(epoch))
         if abs(new - old) <= 1e-7 * max(abs(old), abs(new)):
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import keras
+
 from keras_callbacks.learning_rate_schedule import LearningRateSchedule
 from tfposeidon import runtime
 
@@ -14,6 +16,7 @@ class LearningRateWarmup(LearningRateSchedule):
       warmup_epochs: How long it takes.
       momentum_correction: As in `LearningRateSchedule`.
       steps_per_epoch: As in `LearningRateSchedule`.
+      optimizer: As in `LearningRateSchedule`.
 
     Source: Goyal et al. 2017, section 2.2.
     """
@@ -24,6 +27,7 @@ class LearningRateWarmup(LearningRateSchedule):
         warmup_epochs: float = 5,
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
+        optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
         if warmup_epochs <= 0:
             raise ValueError(f"`warmup_epochs` must be above 0. Received: warmup_epochs={warmup_epochs}")
@@ -34,6 +38,7 @@ class LearningRateWarmup(LearningRateSchedule):
             staircase=False,
             momentum_correction=momentum_correction,
             steps_per_epoch=steps_per_epoch,
+            optimizer=optimizer,
         )
 
     def _fraction(self, epoch: float) -> float:
@@ -50,4 +55,4 @@ class LearningRateWarmup(LearningRateSchedule):
     def _holds(self, epoch: float) -> bool:
         """Whether the optimizer has the rate that this callback sets there."""
         rate = self.initial_learning_rate * self._fraction(epoch)
-        return abs(float(self.model.optimizer.learning_rate) - rate) <= 1e-6 * rate
+        return abs(float(self.optimizer.learning_rate) - rate) <= 1e-6 * rate

@@ -1,10 +1,17 @@
-"""The variables that make up a model in training."""
+"""What makes up a model in training."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import keras
+
+from tfposeidon.session import optimizers_of
+
+
+def optimizers(model: keras.Model) -> list[Any]:
+    """The model's `DistributedOptimizer`s; if it has none, the optimizer it was compiled with."""
+    return optimizers_of(model) or [model.optimizer]
 
 
 def replicated_variables(model: keras.Model) -> list[Any]:
@@ -13,11 +20,17 @@ def replicated_variables(model: keras.Model) -> list[Any]:
     Raises:
       RuntimeError: If the model has no weights yet.
     """
-    if not model.built:
+    if not _has_weights(model):
         raise RuntimeError(
             "This callback needs the model's weights when training begins. Received: a model that is not built, and "
             "data that do not tell their shapes. Call the model on one batch, or model.build(input_shape), before fit."
         )
-    if not model.optimizer.built:
+    found = optimizers(model)
+    if found == [model.optimizer] and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    return [*model.trainable_variables, *model.optimizer.variables]
+    return [*model.trainable_variables, *(variable for optimizer in found for variable in optimizer.variables)]
+
+
+def _has_weights(model: keras.Model) -> bool:
+    # Models without a call of their own, such as GANs, are never built, though their parts are.
+    return model.built or (bool(model.layers) and all(layer.built for layer in model.layers))

@@ -7,13 +7,13 @@ from typing import Any
 import keras
 
 from keras_callbacks.model_state import replicated_variables
-from tfposeidon import replicas, runtime
+from tfposeidon import layer_state, replicas, runtime
 
 ACTIONS = ("stop", "repair", "report")
 
 
 class ReplicaCheck(keras.callbacks.Callback):
-    """Compares checksums of weights and optimizer state over ranks.
+    """Compares checksums of weights, optimizer state and what layers keep outside of variables over ranks.
 
     Exchanges leave the same bits on every rank; what parts replicas is hardware, or a script that
     does something on some ranks only.
@@ -45,16 +45,19 @@ class ReplicaCheck(keras.callbacks.Callback):
     def _check(self) -> None:
         variables = replicated_variables(self.model)
         wire = runtime.wire()
-        found = replicas.differences(variables, wire)
+        layers = layer_state.read(self.model)
+        found = replicas.differences(variables, wire) | replicas.different_arrays(layers, wire)
         if not found:
             return
         path, ranks = next(iter(found.items()))
         problem = (
-            f"Replicas must hold the same bits. After {self._steps} steps {len(found)} of {len(variables)} variables "
-            f"differ; the first is {path!r}, on rank(s) {ranks} against rank 0."
+            f"Replicas must hold the same bits. After {self._steps} steps {len(found)} of "
+            f"{len(variables) + len(layers)} variables and layers' states differ; the first is {path!r}, on rank(s) "
+            f"{ranks} against rank 0."
         )
         if self.action == "stop":
             raise RuntimeError(f'{problem} Use ReplicaCheck(action="repair") to go on with rank 0\'s values.')
         runtime.say("tfposeidon: %s%s", problem, " All ranks get rank 0's." if self.action == "repair" else "")
         if self.action == "repair":
             replicas.broadcast(variables, wire)
+            layer_state.broadcast(self.model, wire)

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from tfposeidon import policies, runtime
-from tfposeidon.optimizer import DistributedOptimizer
 from tfposeidon.pass_over import is_passing_over, retrace
+from tfposeidon.session import optimizers_of
 
 
 class SchemeSchedule(keras.callbacks.Callback):
@@ -48,27 +48,30 @@ class SchemeSchedule(keras.callbacks.Callback):
                 "some schemes correct momentum and others do not. Leave momentum to the optimizer."
             )
         self._next: policies.Policy | None = None
+        self._optimizers: list[Any] = []
         self._passing_over = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        optimizer = self.model.optimizer
-        if not isinstance(optimizer, DistributedOptimizer):
+        self._optimizers = optimizers_of(self.model)
+        if not self._optimizers:
             raise ValueError(
-                f"SchemeSchedule needs a DistributedOptimizer. Received: {type(optimizer).__name__}. "
+                f"SchemeSchedule needs a DistributedOptimizer. Received: {type(self.model.optimizer).__name__}. "
                 "Compile the model with tp.DistributedOptimizer(...)."
             )
         if getattr(self.model, "_initial_epoch", None) is not None:
             raise ValueError("SchemeSchedule must come before Checkpoint in the list of callbacks. Received: after it.")
-        optimizer.restores_scheme = True
+        for optimizer in self._optimizers:
+            optimizer.restores_scheme = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._change_if_flushed()
         wanted = self.schedule[max(start for start in self.schedule if start <= epoch)]
-        if wanted == self.model.optimizer.policy:
+        if all(optimizer.policy == wanted for optimizer in self._optimizers):
             return
         runtime.say("tfposeidon: epoch %d goes by %s.", epoch, wanted)
         self._next = wanted
-        if not self.model.optimizer.flush():
+        # All of them, whatever the first has to say.
+        if not any([optimizer.flush() for optimizer in self._optimizers]):  # noqa: C419
             self._change_if_flushed()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -76,11 +79,12 @@ class SchemeSchedule(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Ranks that end an epoch together need the exchange that they know until its end.
-        if not self._passing_over and not self.model.optimizer.ends_with_first_rank:
+        if not self._passing_over and not any(optimizer.ends_with_first_rank for optimizer in self._optimizers):
             self._change_if_flushed()
 
     def _change_if_flushed(self) -> None:
-        if self._next is not None and self.model.optimizer.has_flushed:
-            self.model.optimizer.change_scheme(self._next)
+        if self._next is not None and all(optimizer.has_flushed for optimizer in self._optimizers):
+            for optimizer in self._optimizers:
+                optimizer.change_scheme(self._next)
             retrace(self.model)
             self._next = None

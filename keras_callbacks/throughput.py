@@ -8,7 +8,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_callbacks.model_state import optimizers
 from tfposeidon import runtime
+from tfposeidon.session import optimizers_of
 from tfposeidon.wire import exchange_objects
 
 
@@ -73,11 +75,12 @@ class Throughput(keras.callbacks.Callback):
 
     def _now(self) -> tuple[float, float, float]:
         samples = next((float(m.count.numpy()) for m in self.model.metrics if m.name == "loss"), 0.0)
-        return time.perf_counter(), samples, getattr(self.model.optimizer, "exposed_s", 0.0)
+        exposed = sum(getattr(optimizer, "exposed_s", 0.0) for optimizer in optimizers(self.model))
+        return time.perf_counter(), samples, exposed
 
     def _bytes_sent(self) -> float:
-        plan = getattr(self.model.optimizer, "plan", None)
-        return exchange_objects(plan.cost.bytes if plan else 0.0, runtime.wire(), "tp.bytes")[0]
+        mine = sum(optimizer.plan.cost.bytes for optimizer in optimizers_of(self.model) if optimizer.built)
+        return exchange_objects(mine, runtime.wire(), "tp.bytes")[0]
 
     def _write(self, speed: dict[str, float], epoch: int) -> None:
         if self._writer is None:

@@ -42,7 +42,8 @@ def fresh_state(scheme, length, topology):
 
 def settled_state(scheme, length, topology):
     """As it might be past the warm-up, where costs are those that `cost` says."""
-    return tuple(tf.fill(t.shape, 100.0) if t.shape.rank == 0 else t for t in fresh_state(scheme, length, topology))
+    # With what is kept no value is 0, of which one bit has to say more.
+    return tuple(tf.fill(t.shape, 100.0 if t.shape.rank == 0 else 0.25) for t in fresh_state(scheme, length, topology))
 
 
 def check(name, length, wire, run=lambda function, *args: function(*args)):

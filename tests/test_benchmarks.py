@@ -1,6 +1,7 @@
-"""The arithmetic of the benchmarks; `make bench` runs them."""
+"""The arithmetic of the benchmarks; tests/jobs/test_benchmarks.py runs them."""
 
 import argparse
+import importlib
 import json
 
 import pytest
@@ -17,7 +18,9 @@ from benchmarks import (
     poseidon,
     scaling,
     selection,
+    wrapper,
 )
+from benchmarks.workers import mirrored
 from benchmarks.workers.exchange import scheme_named
 from benchmarks.workers.task import summary
 from tfposeidon import schemes
@@ -151,8 +154,9 @@ def test_accuracy_plots_runs_from_before_losses_were_noted(tmp_path):
         accuracy.plot({"one": {"systems": {"onebit": run}}}, tmp_path / "accuracy.png")
 
 
-def test_one_bit_goes_over_nodes_of_one_rank():
-    options = argparse.Namespace(systems=["onebit"], target=0.98, seeds=[0], sparse=False, one_bit=True)
+def test_one_bit_goes_over_nodes_of_one_rank(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["accuracy", "--one-bit", "--seeds", "0"])
+    options = accuracy.parse_arguments()
     ((_, job),) = accuracy.planned(options).items()
     assert job["layout"] == "4x1"
     assert job["goes_on"]
@@ -217,8 +221,9 @@ def test_poseidons_figures(capsys, tmp_path):
     poseidon.plot(cells, tmp_path / "poseidon.png")
 
 
-def test_poseidons_jobs_are_those_of_the_figures():
-    options = argparse.Namespace(models=list(poseidon.SLOWER), nodes=[16, 8, 4, 2], full=True)
+def test_poseidons_jobs_are_those_of_the_figures(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["poseidon", "--full"])
+    options = poseidon.parse_arguments()
     jobs = list(poseidon.planned(options).values())
     assert len(jobs) == 3 * 4 + 3 * 3 + 3 + 1
     assert jobs[0]["layout"] == "16x1"
@@ -236,9 +241,44 @@ def test_norms_in_parallel_pay_from_where_both_take_as_long():
 
 
 def test_large_batches_are_compared_with_the_small_one(capsys):
-    runs = {
-        rule: [0.9, accuracy] for rule, accuracy in zip(large_batch.RULES, (0.99, 0.5, 0.97, 0.985, 0.98), strict=True)
-    }
+    last = [0.99, 0.5, *(0.98 for _ in large_batch.RULES)][: len(large_batch.RULES)]
+    runs = {rule: [0.9, accuracy] for rule, accuracy in zip(large_batch.RULES, last, strict=True)}
     large_batch.show({rule: {"rule": rule, "accuracies": accuracies} for rule, accuracies in runs.items()})
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in lines[3:]] == ["0.00", "49.00", "2.00", "0.50", "1.00"]
+    below = ["0.00", "49.00", *("1.00" for _ in large_batch.RULES)][: len(large_batch.RULES)]
+    assert [line.split()[-1] for line in lines[3:]] == below
+
+
+def test_norms_are_compared_with_both_of_tensorflows(capsys):
+    cell = {"kind": "op", "model": "resnet50", "tensorflow_s": 0.02, "l2_loss_s": 0.014, "native_s": 0.01}
+    norms.show({"one": cell})
+    assert capsys.readouterr().out.splitlines()[-1].split()[-2:] == ["2.0", "1.4"]
+
+
+def test_ratios_of_the_wrapper_are_those_of_pairs(tmp_path, capsys):
+    systems = {"asa 4": {"ours_s": [1.0 + i / 1000 for i in range(100)], "theirs_s": [1.0] * 100}}
+    wrapper.show({"one": {"systems": systems}})
+    assert "1.050  1.040 to 1.059      1.025 to 1.074" in capsys.readouterr().out
+    wrapper.plot({"one": {"systems": systems}}, tmp_path / "wrapper.png")
+
+
+def test_a_failed_job_is_the_benchmarks_exit_status(tmp_path):
+    def run(number):
+        raise harness.JobError("no")
+
+    options = argparse.Namespace(results=tmp_path / "results.json", fresh=False)
+    with pytest.raises(SystemExit, match="1 of 1 jobs failed: job 0"):
+        harness.carry_out(options, {"job 0": {"number": 0}}, run, lambda _: None, lambda *_: None)
+
+
+def test_packs_of_mirrored_strategy_shrink_with_the_model():
+    """With the square of the factor, as parameters and links do: one of full size would hold all gradients."""
+    task = argparse.Namespace(shrink=4)
+    assert mirrored.pack_bytes(task, "mirrored-packs") == 25 * 2**20 // 16
+    assert mirrored.pack_bytes(task, "mirrored") == 0
+
+
+def test_buckets_of_ddp_shrink_with_the_model():
+    pytest.importorskip("torch")
+    ddp = importlib.import_module("benchmarks.workers.ddp")
+    assert ddp.bucket_caps_mib(argparse.Namespace(shrink=4)) == [1 / 16, 25 / 16]

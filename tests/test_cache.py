@@ -1,16 +1,20 @@
 """The cache as scripts use it, on one rank: every sample is f(its number), whatever was there before."""
 
+import itertools
 import json
 import logging
+import os
+import pickle
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 import datacache
 import keras_callbacks
-from datacache.folder import CacheError
+from datacache.errors import CacheError
 from tests import drawn
 
 SAMPLES, BATCH = 24, 7
@@ -352,6 +356,43 @@ def test_samples_by_number(images, opened):
     assert label == 11 * drawn.CLASSES // SAMPLES
 
 
+class _InProcesses(keras.utils.PyDataset):
+    """What users write to augment in Python: worker processes, forked by Keras, read samples."""
+
+    def __init__(self, samples):
+        super().__init__(workers=2, use_multiprocessing=True)
+        self._samples = samples
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, step):
+        batch = [self._samples[number] for number in range(8 * step, 8 * step + 8)]
+        return tuple(np.stack(parts) for parts in zip(*batch, strict=True))
+
+
+def test_forked_processes_read_what_memory_holds_and_make_nothing(images, opened):
+    cache = opened(images)
+    data = _InProcesses(cache.random_access())
+
+    def epoch():
+        adapter = PyDatasetAdapter(data)
+        adapter.on_epoch_begin()
+        yield from itertools.islice(adapter.get_numpy_iterator(), 3)
+        adapter.on_epoch_end()
+
+    with pytest.raises(
+        CacheError, match=r"Samples must be made by the process that opened .* Received: sample \d+, .*Call cache.warm"
+    ):
+        list(epoch())
+    cache.warm(progress=False)
+    assert _epoch(epoch()) == list(range(SAMPLES))
+    with pytest.raises(ValueError, match=r"must be read in threads.* Received: use_multiprocessing=True. Leave it out"):
+        cache.pydataset(8, workers=2, use_multiprocessing=True)
+    with pytest.raises(TypeError, match=r"A cache must be opened in the process that reads it. Received: .*Open it"):
+        pickle.dumps(cache.random_access())
+
+
 def test_goes_on_where_training_was(images, opened):
     cache = opened(images)
     data = cache.dataset(BATCH, seed=2)
@@ -365,15 +406,14 @@ def test_goes_on_where_training_was(images, opened):
     with pytest.raises(RuntimeError, match="A loop that was left within an epoch goes on with a new dataset"):
         next(cache.counted(data))
     for again in (cache, opened(images)):
-        again.load_state_dict(json.loads(text))
-        rest = again.dataset(BATCH, seed=2)
+        rest = again.dataset(BATCH, seed=2, state=json.loads(text))
         assert sorted(seen + _epoch(again.counted(rest))) == list(range(SAMPLES))
         assert sorted(_epoch(again.counted(rest))) == list(range(SAMPLES))
-    with pytest.raises(Exception, match="A position was loaded after this dataset was made"):
-        next(iter(data))
-    again.load_state_dict(json.loads(text))
+    assert cache.state_dict(data) == json.loads(text), "the position of another dataset is another one"
     with pytest.raises(Exception, match="it must be said which pass begins"):
-        next(iter(again.dataset(BATCH, seed=2)))
+        next(iter(again.dataset(BATCH, seed=2, state=json.loads(text))))
+    with pytest.raises(ValueError, match=r"the samples that it began with. Received: a seed of 3, and 2 in the saved"):
+        again.dataset(BATCH, seed=3, state=json.loads(text))
 
 
 def test_positions_must_be_counted(images, opened):
@@ -387,21 +427,61 @@ def test_positions_must_be_counted(images, opened):
         cache.state_dict()
 
 
-def _fitted(cache, kind="dataset", steps_per_execution=1, **arguments):
-    """Trains a model, and returns the numbers of the images in the order in which it saw them."""
-    seen = []
-    data = getattr(cache, kind)(8, seed=1)
-    if kind == "dataset":
-        data = data.map(lambda pixels, label: (tf.cast(pixels, "float32"), label))
+def test_positions_are_those_of_what_was_made_of_a_dataset(images, opened):
+    cache = opened(images)
+    with pytest.raises(RuntimeError, match=r"Positions are those of a dataset. Received: a cache without one"):
+        cache.begin_epoch(1)
+    one = cache.dataset(8, seed=1)
+    by_hand = (batch for batch in one)
+    assert (
+        _epoch(cache.counted(by_hand))
+        == datacache.Order(samples=SAMPLES, global_batch=8, seed=1).permutation(0).tolist()
+    )
+    other, third = cache.dataset(8, seed=1), cache.pydataset(8, seed=1)
+    made = one.map(lambda *batch: batch).shuffle(2).repeat(2).prefetch(1)
+    cache.begin_epoch(5, made)
+    cache.count(1, third)
+    assert [cache.state_dict(data)["epoch"] for data in (one, made, other, third)] == [5, 5, 0, 0]
+    assert [cache.state_dict(data)["samples"] for data in (one, made, other, third)] == [0, 0, 0, 8]
+    both = tf.data.Dataset.zip(one, other)
+    for data, received in ((None, "data=None"), ([1], r"data=\[1\]"), (both, "data made of 2 of them")):
+        with pytest.raises(
+            RuntimeError, match=rf"It must be said which dataset .* a cache with 3, and {received}.*Pass"
+        ):
+            cache.state_dict(data)
 
-    def look(x):
-        return tf.ensure_shape(tf.numpy_function(lambda y: seen.append(y.copy()) or y, [x], x.dtype), x.shape)
+
+def _as_float(pixels, label):
+    return tf.cast(pixels, "float32"), label
+
+
+def _model_that_notes(seen, steps_per_execution):
+    """A model that notes all images that it trains on."""
+
+    def look(x, training=None):
+        note = tf.numpy_function(lambda y: seen.append(y.copy()) or y, [x], x.dtype) if training else x
+        return tf.ensure_shape(note, x.shape)
+
+    class Look(keras.layers.Layer):
+        call = staticmethod(look)
 
     model = keras.Sequential(
-        [keras.Input((8, 8, 3)), keras.layers.Lambda(look), keras.layers.Flatten(), keras.layers.Dense(drawn.CLASSES)]
+        [keras.Input((8, 8, 3)), Look(), keras.layers.Flatten(), keras.layers.Dense(drawn.CLASSES)]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("sgd", loss, steps_per_execution=steps_per_execution)
+    return model
+
+
+def _fitted(cache, kind="dataset", steps_per_execution=1, data=None, **arguments):
+    """Trains a model, and returns the numbers of the images in the order in which it saw them."""
+    seen = []
+    if data is None:
+        data = getattr(cache, kind)(8, seed=1)
+        if kind == "dataset":
+            data = data.map(_as_float)
+
+    model = _model_that_notes(seen, steps_per_execution)
     history = model.fit(data, verbose=0, shuffle=False, **arguments)
     pixels = [image.astype(np.uint8) for batch in seen for image in batch]
     return [next(n for n in range(SAMPLES) if np.array_equal(i, drawn.image(n))) for i in pixels], history.history
@@ -422,9 +502,9 @@ def test_fit_and_its_callbacks(images, tmp_path, opened):
     )
     assert later == order.permutation(2).tolist()
     again = opened(images)
-    again.load_state_dict(order.state_dict(datacache.Position(epoch=1, samples=16)))
+    data = again.dataset(8, seed=1, state=order.state_dict(datacache.Position(epoch=1, samples=16))).map(_as_float)
     with pytest.raises(RuntimeError, match=r"In fit, epochs are whole. Received: 16 samples done of epoch 1. Let"):
-        _fitted(again, initial_epoch=1, epochs=3, callbacks=[keras_callbacks.CachePosition(again)])
+        _fitted(again, data=data, initial_epoch=1, epochs=3, callbacks=[keras_callbacks.CachePosition(again)])
 
 
 @pytest.mark.parametrize("kind", ["dataset", "pydataset"])
@@ -442,12 +522,94 @@ def test_fit_sees_the_epoch_that_it_says(images, opened, kind, steps_per_executi
     assert states == [order.state_dict(datacache.Position(epoch=epoch)) for epoch in (4, 5)]
 
 
+@pytest.mark.parametrize("training_first", [True, False])
+@pytest.mark.parametrize("kind", ["dataset", "pydataset"])
+def test_validation_leaves_the_position_of_training_alone(images, opened, kind, training_first):
+    """Also where it has batches of another size, and an order of its own that goes on from epoch to epoch."""
+    cache = opened(images)
+    make = {
+        "training": lambda: getattr(cache, kind)(8, seed=1),
+        "validation": lambda: getattr(cache, kind)(5, seed=2),
+    }
+    data = {name: make[name]() for name in (make if training_first else reversed(make))}
+    if kind == "dataset":
+        data = {name: one.map(_as_float).prefetch(1) for name, one in data.items()}
+    training, validation = data["training"], data["validation"]
+    order = datacache.Order(samples=SAMPLES, global_batch=8, seed=1)
+    states = []
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: states.append(cache.state_dict(training)))
+    callbacks = [keras_callbacks.CachePosition(cache, training), note]
+    seen, _ = _fitted(cache, data=training, validation_data=validation, initial_epoch=3, epochs=5, callbacks=callbacks)
+    assert seen == [n for epoch in (3, 4) for n in order.permutation(epoch)]
+    assert states == [order.state_dict(datacache.Position(epoch=epoch)) for epoch in (4, 5)]
+    with pytest.raises(
+        RuntimeError, match=r"It must be said which dataset is trained on.*CachePosition\(cache, data\)"
+    ):
+        _fitted(cache, data=training, callbacks=[keras_callbacks.CachePosition(cache)])
+
+
 def test_cleared(images, opened):
     cache = opened(images)
     cache.warm(progress=False)
     cache.clear()
     assert sorted(_epoch(cache.dataset(BATCH))) == list(range(SAMPLES))
     assert cache.stats().source_reads == 2 * SAMPLES
+
+
+def test_cleared_again_and_again_with_many_sizes(images, opened):
+    """Memory has room for all samples, and little more."""
+
+    def preprocess(contents, label):
+        return tf.io.decode_png(contents, 3)[: label + 1], contents
+
+    contents = sum(path.stat().st_size + 8 for path in images.rglob("*.png"))
+    pixels = sum(8 * 3 * min(8, number * drawn.CLASSES // SAMPLES + 1) * 3 for number in range(SAMPLES))
+    room = SAMPLES * 8 * 8 + contents + pixels
+    cache = opened(images, preprocess, variable_shapes=True, budget=room)
+    for _ in range(4):
+        cache.warm(progress=False)
+        assert cache._levels.memory.filled == SAMPLES
+        cache.clear()
+    assert cache.stats().unkept == 0
+
+
+def test_what_has_no_room_is_said(images, opened, caplog):
+    cache = opened(images, lambda contents, label: (contents, label), budget=SAMPLES * 40 + 500)
+    with caplog.at_level(logging.WARNING, "tfposeidon"):
+        cache.warm(progress=False)
+        cache.warm(progress=False)
+    assert (
+        caplog.text.count(f"no more room in {cache._levels.memory.folder}: what it does not hold is read through") == 1
+    )
+
+
+def test_pools_that_nobody_has_open_go_where_room_is_needed(images, tmp_path, opened, caplog, monkeypatch):
+    """And no others: there is memory for two pools, of which three want to be used."""
+    root = tmp_path / "memory"
+
+    def taken():
+        return sum(512 * path.stat().st_blocks for path in root.rglob("*") if path.is_file())
+
+    monkeypatch.setattr("datacache.room.is_memory", lambda device: True)
+    caches = [opened(images, version=version) for version in range(2)]
+    total = taken() + 3000
+    monkeypatch.setattr("datacache.room.available_memory", lambda: total - taken())
+    with caplog.at_level(logging.WARNING, "tfposeidon"):
+        few = opened(images, version=2)
+        assert few._levels.memory is None or few._levels.memory.slots < SAMPLES
+        few.close()
+        assert "removed" not in caplog.text
+        for cache in caches:
+            cache.warm(progress=False)
+            cache.close()
+        os.utime(caches[1]._levels.memory.folder / "users", (0, 0))
+        again = opened(images, version=3)
+    assert again._levels.memory.slots == SAMPLES
+    assert "for room: " in caplog.text
+    assert "which no process had open since 1970" in caplog.text
+    kept = opened(images, version=0)
+    kept.warm(progress=False)
+    assert kept.stats().source_reads == 0, "the one that was opened last is still there"
 
 
 def test_bad_caches(images, tmp_path, opened, monkeypatch):
@@ -478,7 +640,7 @@ def test_bad_caches(images, tmp_path, opened, monkeypatch):
     ):
         datacache.Cache(datacache.from_folder(images))
     folder = tmp_path / "memory" / opened(images, memory=tmp_path / "other").fingerprint[:20]
-    folder.mkdir(parents=True)
+    folder.mkdir(mode=0o700, parents=True)
     (folder / "thesis.tex").write_text("x")
     with pytest.raises(CacheError, match=r"A cache must have a folder of its own"):
         opened(images)

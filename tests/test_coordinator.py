@@ -70,12 +70,35 @@ def test_plan_as_json():
     content = json.loads(_plan(4224 * 6).to_json())
     first = content["buckets"][0]
     assert first["scheme"] == "2dtar"
+    asked_for = {"reason": "asked for", "candidates": {}}
     assert first["variables"][:2] == [
-        {"path": "layer_5/bias", "shape": [32]},
-        {"path": "layer_5/kernel", "shape": [32, 32]},
+        {"path": "layer_5/bias", "shape": [32], **asked_for},
+        {"path": "layer_5/kernel", "shape": [32, 32], **asked_for},
     ]
     assert first["cost"]["cross_bytes"] > 0
     assert len(content["nodes"]) == 16
+
+
+def test_each_variable_of_a_bucket_keeps_its_reason():
+    """Two kernels and a convolution that share a bucket of the store."""
+    factors = {n: FactorShape(1000, n, n, "float32") for n in (32, 64)}
+    layers = [
+        Description("small/kernel", (32, 32), "float32", factors[32]),
+        Description("conv/kernel", (3, 3, 8, 8), "float32", why_no_factors="it comes from Conv2DBackpropFilter"),
+        Description("large/kernel", (64, 64), "float32", factors[64]),
+    ]
+    made = _plan(10**9, "hybcomm", Topology.regular(0, 4, 1), layers)
+    (bucket,) = made.buckets
+    large, conv, small = json.loads(made.to_json())["buckets"][0]["variables"]
+    lines = str(made).splitlines()[2:5]
+    for variable, line, choice in zip((large, conv, small), lines, bucket.choices, strict=True):
+        assert line.split()[-3:] == variable["reason"].split()[-3:]
+        assert variable["reason"] == choice.reason
+        assert variable["candidates"] == dict(choice.candidates)
+    assert conv["reason"] == "it comes from Conv2DBackpropFilter"
+    assert small["reason"].startswith("sfb 1.54 MB > ps 12.29 kB with K=1000")
+    assert small["candidates"].keys() == large["candidates"].keys() == {"sfb", "ps"}
+    assert small["candidates"] != large["candidates"]
 
 
 def test_auto_says_what_it_means():
@@ -132,23 +155,63 @@ def test_factors_are_gathered_or_their_products_summed_in_the_node(rows, sums):
     assert uneven.buckets[0].scheme == schemes.FactorBroadcast()
 
 
-def test_hybcomm_without_rows_or_factors():
-    topology = Topology.regular(0, 4, 1)
-    unknown = Description("fc/kernel", (512, 512), "float32", FactorShape(None, 512, 512, "float32"))
-    assert policies.HybComm().choose(unknown, topology).reason == (
-        "its number of rows is not known: give HybComm(batch_size=...)"
+@pytest.mark.parametrize("shape", [(512, 512), (300, 20), (64, 4096)])
+@pytest.mark.parametrize("layout", [(4, 1), (2, 1), (1, 3), (2, 4), (16, 8)])
+@pytest.mark.parametrize("scheme", ["hybcomm", "sfb"])
+def test_steps_take_what_a_plan_with_their_rows_would(scheme, layout, shape):
+    """On both sides of the limit; what a bucket shows after such a step is that plan."""
+    nodes, ranks = layout
+    topology, policy = Topology.regular(0, nodes * ranks, ranks), policies.parse(scheme)
+    make = lambda rows: coordinator.plan(  # noqa: E731
+        [Description("fc/kernel", shape, "float32", FactorShape(rows, *shape, "float32"))], policy, topology
     )
+    unknown = make(None)
+    by_rows = unknown.buckets[0].scheme
+    if not isinstance(by_rows, schemes.ByRows):
+        assert (scheme, ranks) == ("sfb", 1), "there is nothing to choose"
+        return
+    taken = []
+    for total in (1, by_rows.limit, by_rows.limit + 1, 10**6):
+        known = make(total / topology.size)
+        taken.append(known.buckets[0].scheme)
+        assert by_rows.taken(total) == taken[-1]
+        shown = coordinator.with_rows(unknown, [total], policy)
+        assert (str(shown), shown.to_json()) == (str(known), known.to_json())
+    assert taken[0] == taken[1] == by_rows.few
+    assert taken[2] == taken[3] == by_rows.many
+    assert json.loads(unknown.to_json())["buckets"][0]["options"]["limit"] == by_rows.limit
+    assert coordinator.with_rows(unknown, [0], policy) == unknown
+
+
+def test_kernels_of_one_shape_share_a_bucket_and_its_rows():
+    """Others do not: rows decide for each bucket."""
+    layers = [
+        Description(f"layer_{i}/kernel", (n, n), "float32", FactorShape(None, n, n, "float32"))
+        for i, n in enumerate((32, 64, 32))
+    ]
+    topology = Topology.regular(0, 4, 1)
+    made = _plan(10**9, "hybcomm", topology, layers)
+    assert [b.members for b in made.buckets] == [(1,), (2, 0)]
+    assert "sfb up to K=8, ps beyond, P=4" in str(made)
+    shown = coordinator.with_rows(made, [4 * 17, 4 * (7 + 9)], policies.HybComm())
+    assert [b.scheme.name for b in shown.buckets] == ["ps", "sfb"]
+    assert shown.buckets[1].cost(topology).bytes == 3 * 16 * (32 + 32) * 4
+    assert [c.reason for c in shown.buckets[1].choices] == ["sfb 12.29 kB <= ps 12.29 kB with K=8, P=4"] * 2
+
+
+def test_hybcomm_without_factors():
+    topology = Topology.regular(0, 4, 1)
+    unknown = Description("fc/kernel", (512, 512), "float32")
+    assert "the first step tells" in policies.HybComm().choose(unknown, topology).reason
     plain = Description("conv/kernel", (3, 3, 8, 8), "float32", why_no_factors="it comes from Conv2DBackpropFilter")
     choice = policies.HybComm().choose(plain, topology)
     assert (choice.scheme.name, choice.reason) == ("ps", "it comes from Conv2DBackpropFilter")
-    for options in ({"batch_size": 0}, {"pair_bytes": -1}):
-        with pytest.raises(ValueError, match="must be positive"):
-            policies.HybComm(**options)
+    with pytest.raises(ValueError, match="must be positive"):
+        policies.HybComm(pair_bytes=-1)
 
 
 def test_rules_hand_on_what_hybcomm_weighed():
-    rules = policies.parse([("fc", policies.HybComm(batch_size=32)), (".*", "allreduce")])
-    assert rules.batch_size == 32
+    rules = policies.parse([("fc", policies.HybComm()), (".*", "allreduce")])
     factors = FactorShape(32, 512, 512, "float32")
     choice = rules.choose(Description("fc/kernel", (512, 512), "float32", factors), Topology.regular(0, 4, 1))
     assert choice.reason.startswith("rule 'fc': sfb ")

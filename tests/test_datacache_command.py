@@ -104,6 +104,13 @@ def test_ls_of_this_user(tmp_path, capsys, monkeypatch):
     assert f"{tmp_path}/shm/one" in capsys.readouterr().out
     assert main(["rm", "--all"]) == 0
     assert not (tmp_path / "shm" / "one").exists()
+    disk = _filled(tmp_path / "disk" / "one")
+    (tmp_path / "shm").rmdir()
+    (tmp_path / "shm").symlink_to(disk.parent)
+    for command in (["ls"], ["rm", "--all"]):
+        assert main(command) == 2
+        assert "A cache must not lie behind links. Received: " in capsys.readouterr().err
+    assert disk.exists()
 
 
 def _newer(folder):
@@ -116,15 +123,15 @@ def _cut(name):
 
 
 DAMAGE = {
-    "newer": (_newer, r"A cache must be of a format up to 1. Received: format 99"),
+    "newer": (_newer, r"A cache must be of a format up to 2. Received: format 99"),
     "no JSON": (_cut("header.json"), r"A cache must be whole. Received: .*which is no JSON. Remove"),
     "list": (lambda f: (f / "header.json").write_text("{}"), r"must say what it holds. Received: .*which does not"),
     "made": (
         lambda f: (f / "header.json").unlink(),
         r"must be finished. Received: .*being made, or was left by a kill",
     ),
-    "short": (_cut("samples"), r"files must be whole. Received: .*samples of 3 bytes, not 256. Remove"),
-    "words": (lambda f: (f / "words").unlink(), r"files must be whole. Received: .*words of 0 bytes, not 96. Remove"),
+    "short": (_cut("samples"), r"files must be whole. Received: .*samples of 3 bytes, not 320. Remove"),
+    "words": (lambda f: (f / "words").unlink(), r"files must be there. Received: no .*words. Remove"),
 }
 
 
@@ -160,7 +167,7 @@ def test_what_goes_while_it_is_listed(pools, capsys, monkeypatch):
 
         return wrapped
 
-    for name in ("_like_a_pool", "_taken", "_changed", "_in_use", "_contents", "read_header", "_at_least"):
+    for name in ("_like_a_pool", "_report", "_taken", "_changed", "_in_use", "_contents", "check", "_read"):
         monkeypatch.setattr(inspection, name, watched(getattr(inspection, name)))
     while True:
         going, steps = iter(range(steps, -1, -1)), steps + 1
@@ -266,7 +273,7 @@ def test_nobody_waits_for_ls(pools):
     """What `ls` asks for would wait if others could hold it: it does not, and gives it back."""
     handle = os.open(pools / "a" / "users", os.O_RDWR)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    lock = os.open(pools / "a" / "lock", os.O_RDWR)
+    lock = os.open(pools / "a", os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     assert inspection.look(pools / "a").in_use
     os.close(handle)

@@ -66,23 +66,21 @@ def test_rows_are_found_in_a_model():
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(tokens) ** 2)
         gradient = tape.gradient(loss, table.value)
-        found.extend(factor_agreement.find([gradient], [description], [table], 5))
+        found.extend(factor_agreement.find([gradient], [description], [table]))
         rows = embedding_rows.read(gradient, (50, 4))
         return rows.product(rows.packed), tf.convert_to_tensor(gradient)
 
     product, gradient = check(np.random.default_rng(0).integers(0, 50, (5, 8)).astype("int32"))
     np.testing.assert_allclose(product, tf.reshape(gradient, [-1]), rtol=1e-5)
-    assert found == [{**_shape(40, 50, 4), "constants": ""}]
-
-
-def _shape(rows, left, right):
-    return {"rows": rows, "left": left, "right": right, "dtype": "float32", "has_local": False, "indexed": True}
+    shape = {"rows": None, "left": 50, "right": 4, "dtype": "float32", "has_local": False, "indexed": True}
+    assert found == [{**shape, "constants": ""}]
 
 
 def test_a_matrix_among_rows():
     matrix = np.random.default_rng(0).normal(size=(6, 3)).astype("float32")
     rows = embedding_rows.as_rows(matrix, FactorShape(None, 6, 3, "float32", indexed=True))
     np.testing.assert_array_equal(rows.product(rows.packed), matrix.reshape(-1))
+    np.testing.assert_array_equal(rows.own_product, matrix.reshape(-1))
 
 
 def test_tables_of_matrices_have_no_rows():

@@ -1,5 +1,6 @@
 """Levels under faults: whatever is killed, torn or full, every sample is f(its number), and nobody has to clean up."""
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -7,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -19,9 +19,11 @@ from datacache.part import Part
 from datacache.pool import Plan, Pool
 from datacache.statistics import Counts
 from datacache.stored import Stored
-from datacache.windows import IN_FLIGHT, WINDOW
 
-SAMPLES = 300
+SAMPLES, BATCHES = 300, 23
+BATCH = -(-SAMPLES // BATCHES)
+READ = np.dtype([("job", "int32"), ("sample", "int32")])
+"""What the log of reads says of each."""
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -32,7 +34,7 @@ def f(index):
 
 
 class Source:
-    """Stored samples are texts, and each read leaves a byte in a log that all processes share."""
+    """Stored samples are texts, and each read leaves a record in a log that all processes share."""
 
     identity, signature = "test", ()
 
@@ -49,7 +51,7 @@ class Source:
         raise NotImplementedError("These levels have a function in NumPy.")
 
     def read(self, sample):
-        os.write(self._log, b"x")
+        os.write(self._log, np.array((os.getpid(), sample), READ).tobytes())
         return [np.array(str(sample).encode(), object)]
 
 
@@ -74,7 +76,7 @@ def open_levels(folder, source=None, slots=SAMPLES, heap_bytes=10**6, lower=True
 
 def check_epoch(levels, seed):
     """Reads every sample once, in batches, and looks at each."""
-    for numbers in np.array_split(np.random.default_rng(seed).permutation(SAMPLES), 23):
+    for numbers in np.array_split(np.random.default_rng(seed).permutation(SAMPLES), BATCHES):
         pixels, index, texts = levels.batch(numbers)
         for place, number in enumerate(numbers):
             expected = f(number)
@@ -83,39 +85,97 @@ def check_epoch(levels, seed):
 
 
 def _reads(folder):
-    return (folder / "log").stat().st_size
+    return (folder / "log").stat().st_size // READ.itemsize
 
 
-def _epochs(folder, seed, epochs, began=None):
-    levels = open_levels(folder)
-    if began is not None:
-        began.set()
+def _epochs(folder, seed, epochs, make_source=Source):
+    levels = open_levels(folder, make_source(folder / "log"))
     for epoch in epochs:
         check_epoch(levels, seed + epoch)
 
 
+class Paced(Source):
+    """Each read waits for a permit."""
+
+    def __init__(self, log, permits):
+        super().__init__(log)
+        self._permits = permits
+
+    def read(self, sample):
+        self._permits.acquire()
+        return super().read(sample)
+
+
+class Deadly(Source):
+    """Kills its process so many seconds after a certain read of it."""
+
+    def __init__(self, log, reads, pause_s, began):
+        super().__init__(log)
+        self._left, self._pause_s = itertools.count(1 - reads), pause_s
+        began.set()
+
+    def read(self, sample):
+        found = super().read(sample)
+        if next(self._left) == 0:
+            _kill() if self._pause_s == 0 else threading.Timer(self._pause_s, _kill).start()
+        return found
+
+
+def _kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_kills_at_any_moment(tmp_path):
-    """Kills of one of two jobs that fill and read the same pools: samples in flight are read again, no others."""
-    draw, kills = np.random.default_rng(0), 10
-    steady = SPAWN.Process(target=_epochs, args=(tmp_path, 1000, itertools.count()))
-    for seed in range(kills):
+    """Jobs die beside a steady one that fills and reads the same pools, while they read and soon after.
+
+    Samples of the batch that a job had in flight are read again, no others.
+    """
+    draw, kills, most_reads = np.random.default_rng(0), 5, 8
+    assert kills * (most_reads + BATCH) < SAMPLES // 2, "every job must have something left to read"
+    permits = SPAWN.Semaphore(0)
+    paced = functools.partial(Paced, permits=permits)
+    steady = SPAWN.Process(target=_epochs, args=(tmp_path, 0, itertools.count(), paced), daemon=True)
+    steady.start()
+    for kill in range(kills):
         began = SPAWN.Event()
-        victim = SPAWN.Process(target=_epochs, args=(tmp_path, seed, itertools.count(), began))
-        victim.start()
-        assert began.wait(30)
-        time.sleep(draw.uniform(0, 0.04))
-        victim.kill()
-        victim.join()
-        assert victim.exitcode == -signal.SIGKILL
-        if seed == kills // 2:
-            steady.start()
+        deadly = functools.partial(
+            Deadly, reads=int(draw.integers(1, most_reads + 1)), pause_s=kill % 2 * draw.uniform(0, 0.005), began=began
+        )
+        # In an order of its own: behind the steady job it would find nothing to read.
+        job = SPAWN.Process(target=_epochs, args=(tmp_path, 1000 * (kill + 1), itertools.count(), deadly), daemon=True)
+        job.start()
+        assert began.wait(60)
+        _permit_until_dead(permits, job)
+        assert job.exitcode == -signal.SIGKILL
     steady.kill()
     steady.join()
     levels = open_levels(tmp_path)
     check_epoch(levels, 99)
     assert levels.counts.now().healed == 0
-    assert SAMPLES <= _reads(tmp_path) <= SAMPLES + (kills + 1) * IN_FLIGHT * WINDOW
+    assert _reads(tmp_path) > SAMPLES, "no kill came while a sample was in flight"
+    _check_what_was_read_again(tmp_path)
     levels.close()
+
+
+def _permit_until_dead(permits, job):
+    """Lets the steady job go on, slowly, for the other may wait for what it holds; and then with its next batch."""
+    for _ in range(6000):
+        permits.release()
+        job.join(0.01)
+        if not job.is_alive():
+            break
+    for _ in range(BATCH):
+        permits.release()
+
+
+def _check_what_was_read_again(folder):
+    """Only the last samples of a killed job, and each job reads a sample once."""
+    log = np.fromfile(folder / "log", READ)
+    last = {job: set(log["sample"][log["job"] == job][-BATCH:]) for job in set(log["job"])}
+    for sample in range(SAMPLES):
+        *lost, _ = jobs = log["job"][log["sample"] == sample]
+        assert len(set(jobs)) == len(jobs), f"a job has read sample {sample} twice"
+        assert all(sample in last[job] for job in lost), f"sample {sample} was read by {jobs}, and was not in flight"
 
 
 def test_jobs_that_begin_at_once_read_everything_once(tmp_path):
@@ -167,6 +227,29 @@ def test_little_room_is_used_and_the_rest_read_through(tmp_path, slots):
     levels.close()
 
 
+def test_who_clears_disturbs_no_other(tmp_path):
+    """Others read each sample whole, and make again what has gone; all of it has room again afterwards."""
+    levels, other = open_levels(tmp_path, heap_bytes=12_000), open_levels(tmp_path, heap_bytes=12_000)
+    ends = threading.Event()
+
+    def clear():
+        while not ends.wait(0.003):
+            levels.memory.clear()
+
+    clearing = threading.Thread(target=clear)
+    clearing.start()
+    for epoch in range(5):
+        check_epoch(other, epoch)
+    ends.set()
+    clearing.join()
+    check_epoch(other, 0)
+    assert other.memory.filled == SAMPLES
+    assert other.counts.now().healed == 0
+    assert _reads(tmp_path) == SAMPLES
+    for opened in (levels, other):
+        opened.close()
+
+
 FULL = """
 import sys, pathlib, logging
 sys.path.insert(0, {root!r})
@@ -184,7 +267,7 @@ def test_a_full_disk_is_one_level_less(tmp_path):
     root, disk = os.getcwd(), tmp_path / "disk"
     disk.mkdir()
     script = FULL.format(root=root, folder=str(disk), log=str(tmp_path / "log"))
-    inside = f"mount -t tmpfs -o size=56k none {disk} && head -c 8k /dev/zero > {disk}/other && exec {sys.executable} -"
+    inside = f"mount -t tmpfs -o size=44k none {disk} && head -c 8k /dev/zero > {disk}/other && exec {sys.executable} -"
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", inside]
     done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

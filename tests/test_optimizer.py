@@ -1,6 +1,7 @@
 """The optimizer on one rank without a launcher, and what it refuses."""
 
 import copy
+import json
 from unittest import mock
 
 import keras
@@ -134,6 +135,47 @@ def test_mixed_precision_scales_inside():
     assert type(scaled.optimizer) is tp.DistributedOptimizer
     assert type(scaled.optimizer.inner_optimizer) is keras.optimizers.LossScaleOptimizer
     assert type(bare.optimizer.inner_optimizer) is SGD
+
+
+@pytest.fixture
+def mixed_float16():
+    keras.config.set_dtype_policy("mixed_float16")
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.usefixtures("mixed_float16")
+def test_auto_scale_loss_false_is_heard():
+    model = models.mlp()
+    model.compile(optimizer=tp.DistributedOptimizer(SGD(0.1)), loss=models.LOSS, auto_scale_loss=False)
+    model.fit(*models.mlp.data(8), verbose=0)
+    assert type(model.optimizer.inner_optimizer) is SGD
+
+
+@pytest.mark.usefixtures("mixed_float16")
+@pytest.mark.parametrize("swap_on_epoch", [False, True])
+def test_swapped_averages_of_weights_under_a_loss_scale(swap_on_epoch):
+    start, (x, y) = models.mlp(), models.mlp.data(16)
+    losses = []
+    for wrap in (tp.DistributedOptimizer, lambda optimizer: optimizer):
+        model = models.copy(models.mlp, start)
+        model.compile(optimizer=wrap(SGD(0.5, use_ema=True, ema_momentum=0.5)), loss=models.LOSS)
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch)
+        fit = model.fit(
+            x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, validation_data=(x, y), callbacks=[swap]
+        )
+        losses.append(fit.history["val_loss"])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)
+    assert len(model.optimizer.variables) < 30, "averages are counted once"
+
+
+def test_one_rank_leaves_xla_to_keras_unless_schemes_keep_something():
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    with mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]):
+        for scheme, wanted in (("allreduce", True), ("hybcomm", True), ("hitopk", False), ([("x", "topk")], False)):
+            model = models.mlp()
+            model.compile(optimizer=tp.DistributedOptimizer(SGD(0.1), scheme=scheme), loss=models.LOSS)
+            assert model.jit_compile is wanted, scheme
 
 
 def _forever():
@@ -288,3 +330,35 @@ def test_rules_choose_by_path():
     chosen = {d.path.rpartition("/")[2]: str(b.scheme) for b in optimizer.plan.buckets for d in b.descriptions}
     assert chosen == {"bias": "allreduce", "kernel": "asa(wire_dtype=float16)"}
     assert "rule 'kernel'" in str(optimizer.plan)
+
+
+@keras.saving.register_keras_serializable("test_optimizer")
+def _count_labels(data):
+    return tf.size(data[1])
+
+
+COUNTS = {None: 4, tp.sample_counts.weights: 4.0, tp.sample_counts.equal: 1.0, _count_labels: 8}
+COUNTS[tp.sample_counts.Unmasked(padding=-1)] = 7
+
+
+@pytest.mark.parametrize("sample_count", COUNTS)
+def test_sample_count_is_saved(sample_count):
+    optimizer = tp.DistributedOptimizer(SGD(0.1), sample_count=sample_count)
+    config = json.loads(json.dumps(optimizer.get_config()))
+    again = tp.DistributedOptimizer.from_config(config)
+    assert again.get_config() == optimizer.get_config()
+    labels = tf.constant([[-1, 0], [1, 2], [3, 4], [0, 0]])
+    with again.counting((tf.zeros([4, 3]), labels, tf.constant([0.5, 1.0, 1.0, 1.5]))):
+        assert float(again._sample_count) == COUNTS[sample_count]
+
+
+def test_sample_counts_refuse_what_they_cannot_count():
+    with pytest.raises(TypeError, match=r"`sample_count` must be a function.*Received: sample_count=8.*to apply"):
+        tp.DistributedOptimizer(SGD(0.1), sample_count=8)
+    with pytest.raises(ValueError, match=r"`of` must be \"x\" or \"y\"\. Received: of='z'"):
+        tp.sample_counts.Unmasked(of="z")
+    pair = (tf.zeros([2]), tf.zeros([2]))
+    with pytest.raises(ValueError, match=r"needs batches \(x, y, sample_weight\)"):
+        tp.sample_counts.weights(pair)
+    with pytest.raises(ValueError, match=r"in a single tensor\. Received: 2 as 'x'"):
+        tp.sample_counts.Unmasked(of="x")((pair, tf.zeros([2])))

@@ -1,22 +1,34 @@
 """Samples in shared memory: what is ready is right, whatever was killed, torn or full."""
 
+import contextlib
+import fcntl
 import json
+import logging
 import multiprocessing
 import os
+import re
+import shutil
 import signal
+import tempfile
 import threading
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from datacache import native
-from datacache.folder import CacheError, NoRoomError, remove
+from datacache import heap, native
+from datacache import pool as pool_module
+from datacache.errors import CacheError, NoRoomError
+from datacache.folder import remove
+from datacache.heap import gaps
 from datacache.layout import Component, Layout
 from datacache.part import Part, homes
 from datacache.pool import Plan, Pool, existing
 
 LAYOUT = Layout.of(sample := [np.zeros((5, 3), "uint8"), np.float32(0), np.zeros(2, "int64"), np.array(True)])
 SAMPLES = 40
+MAPPED = ("samples", "words", "heap", "end")
 
 
 def f(index):
@@ -189,17 +201,68 @@ def test_folders_that_are_no_cache(tmp_path):
     with pytest.raises(CacheError, match=r"A cache must have a header.json. Received: .*without one"):
         existing(tmp_path)
     (folder / "header.json").write_text(json.dumps(header | {"format": 99}))
-    with pytest.raises(CacheError, match=r"A cache must be of a format up to 1. Received: format 99 in .*newer"):
+    with pytest.raises(CacheError, match=r"A cache must be of a format up to 2. Received: format 99 in .*newer"):
         _pool(folder)
-    (folder / "header.json").write_text(json.dumps(header | {"source": "other"}))
-    with pytest.raises(CacheError, match=r"A cache must be as it was made. Received: .*which was changed. Remove"):
-        _pool(folder)
-    (folder / "header.json").write_text('{"format": 1}')
-    with pytest.raises(CacheError, match=r"A cache must say what it holds. Received: .*which does not. Remove"):
-        _pool(folder)
-    (folder / "header.json").write_text("{")
-    with pytest.raises(CacheError, match=r"which is no JSON. Remove"):
-        _pool(folder)
+
+
+def _header(**changed):
+    def change(folder, other):
+        path = folder / "header.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+    return change
+
+
+def _resized(name, by):
+    return lambda folder, other: os.truncate(folder / name, (folder / name).stat().st_size + by)
+
+
+def _of_another(name):
+    return lambda folder, other: (folder / name).write_bytes((other / name).read_bytes())
+
+
+DAMAGE = {
+    "half a header": (_resized("header.json", -9), "must be whole. Received: .*header.json, which is no JSON"),
+    "no text": (lambda folder, other: (folder / "header.json").write_bytes(b"\xff"), "header.json, which is no JSON"),
+    "another JSON": (lambda folder, other: (folder / "header.json").write_text("[]"), "must say what it holds"),
+    "changed": (_header(source="other"), "must be as it was made. Received: .*header.json, which was changed"),
+    "older": (_header(format=1), "must be of format 2. Received: format 1 in .*an older tfposeidon has made"),
+    "moved": (lambda folder, other: (shutil.rmtree(folder), shutil.copytree(other, folder)), "made as other"),
+    "gone": (lambda folder, other: (folder / "words").unlink(), "must be there. Received: no .*words"),
+    "empty": (lambda folder, other: os.truncate(folder / "samples", 0), "samples of 0 bytes, not"),
+    **{f"short {name}": (_resized(name, -1), f"must be whole. Received: .*{name} of .* bytes, not") for name in MAPPED},
+    **{f"long {name}": (_resized(name, 64), f"must be whole. Received: .*{name} of .* bytes, not") for name in MAPPED},
+    **{
+        f"swapped {name}": (_of_another(name), f"must be its own. Received: .*{name}, of another pool")
+        for name in MAPPED
+    },
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named_and_what_nobody_has_open_is_made_anew(tmp_path, damage, caplog):
+    apply, text = DAMAGE[damage]
+    folder, other = tmp_path / "pool", tmp_path / "other"
+    for place in (other, folder):
+        with contextlib.closing(_varying_pool(place)) as pool:
+            for index in range(SAMPLES):
+                pool.put(index, _varying(index))
+    apply(folder, other)
+    with pytest.raises(CacheError, match=rf"{text}.* Remove it: python -m datacache rm {folder}$"):
+        existing(folder)
+    users = os.open(folder / "users", os.O_RDONLY)
+    fcntl.flock(users, fcntl.LOCK_SH)
+    with pytest.raises(CacheError, match=rf"{text}.* A process has it open: end it, and the next makes the pool anew"):
+        _varying_pool(folder)
+    os.close(users)
+    with caplog.at_level(logging.WARNING, "tfposeidon"), contextlib.closing(_varying_pool(folder)) as pool:
+        assert re.search(rf"datacache: .*{text}.* It is made anew", caplog.text)
+        assert pool.filled == 0
+        for index in range(SAMPLES):
+            assert pool.put(index, _varying(index))
+    with contextlib.closing(existing(folder)) as pool:
+        assert pool.filled == SAMPLES
+        assert pool.torn(np.arange(SAMPLES)).size == 0
 
 
 def test_no_room(tmp_path):
@@ -328,6 +391,129 @@ def test_a_full_heap_takes_no_more(tmp_path):
         assert pool.sample(index)[1] == _varying(index)[1]
 
 
+def _fitting_pool(folder, spare=0):
+    """A pool whose heap holds all samples, and not a byte more than that and `spare`."""
+    contents = sum(
+        len(component.encoded(np.asarray(array)))
+        for index in range(SAMPLES)
+        for component, array in zip(Layout.of(VARYING, [[0], [], [], [0]]).components, _varying(index), strict=True)
+        if component.varies
+    )
+    return _varying_pool(folder, heap_bytes=contents + spare)
+
+
+def _fill_all(pool, order):
+    return sum(pool.put(index, _varying(index)) for index in order) == len(order)
+
+
+def _check_varying(pool, samples):
+    assert pool.torn(samples, again=True).size == 0
+    for index in samples:
+        for array, expected in zip(pool.sample(index), _varying(index), strict=True):
+            np.testing.assert_array_equal(array, expected)
+
+
+def test_what_is_cleared_leaves_room(tmp_path):
+    """In whatever order samples come back, and for who else has it open, too."""
+    pool, other = _fitting_pool(tmp_path), _fitting_pool(tmp_path)
+    everything = np.arange(SAMPLES)
+    for seed in range(4):
+        order = np.random.default_rng(seed).permutation(SAMPLES)
+        assert _fill_all(other if seed % 2 else pool, order)
+        assert pool._heap.used == pool._heap.capacity
+        _check_varying(other, everything)
+        (pool if seed % 2 else other).clear()
+        assert (pool.filled, other.filled) == (0, 0)
+
+
+def test_what_heals_leaves_room(tmp_path):
+    """Also if it is not known any more where their bytes were."""
+    pool, other = _fitting_pool(tmp_path), _fitting_pool(tmp_path)
+    assert _fill_all(pool, range(SAMPLES))
+    for step in range(60):
+        torn = step * 7 % SAMPLES
+        pool._columns[1][torn, step % 2] += [1, -1, 2**40, -(2**40)][step % 4]
+        assert other.torn(np.arange(SAMPLES), again=True).tolist() == [torn]
+        assert other.put(torn, _varying(torn))
+        _check_varying(pool, np.arange(SAMPLES))
+
+
+def test_lengths_that_change_leave_no_gap_for_good(tmp_path):
+    """What draws at random has other lengths each time."""
+    layout = Layout.of([np.array(b"", object)])
+    pool = Pool(tmp_path, lambda: Plan(layout=layout, part=Part(samples=20, slots=20), heap_bytes=2000))
+    draw = np.random.default_rng(0)
+    held = {}
+    for step in range(1500):
+        sample, text = int(draw.integers(20)), draw.bytes(int(draw.integers(1, 150)))
+        kept = pool.put(sample, [np.array(text, object)])
+        held.pop(sample, None)
+        if kept:
+            held[sample] = text
+        elif sum(map(len, held.values())) + len(text) <= 2000:
+            # Room enough, but in pieces.
+            assert not gaps(pool._extents(), 2000, len(text) + 8)
+        if step % 100 == 0:
+            pool.clear()
+            held = {}
+        assert {n: pool.sample(n)[0][()] for n in held} == held
+        assert pool.filled == len(held)
+
+
+def test_readers_of_what_is_cleared_and_made_anew(tmp_path):
+    """They find a sample as it was written, or none: never bytes of others that took its place."""
+    pool, other = _fitting_pool(tmp_path), _fitting_pool(tmp_path)
+    assert _fill_all(pool, range(SAMPLES))
+    ends, wrong, found = threading.Event(), [], [0]
+
+    def read():
+        while not ends.is_set():
+            for index in range(SAMPLES):
+                if (arrays := other.sample(index)) is not None:
+                    found[0] += 1
+                    if any(not np.array_equal(*pair) for pair in zip(arrays, _varying(index), strict=True)):
+                        wrong.append(index)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for seed in range(15):
+        pool.clear()
+        assert _fill_all(pool, np.random.default_rng(seed).permutation(SAMPLES))
+    ends.set()
+    reader.join()
+    assert found[0]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("end", [0, 16, 10**9, -5])
+def test_a_heap_after_a_loss_of_power(tmp_path, end):
+    """The first process after it believes nothing of where the heap ended, which may be older than samples."""
+    with contextlib.closing(_fitting_pool(tmp_path, spare=60)) as pool:
+        assert _fill_all(pool, range(SAMPLES - 1))
+        pool._heap._state[:3] = end
+    with contextlib.closing(_fitting_pool(tmp_path)) as pool:
+        assert pool.put(SAMPLES - 1, _varying(SAMPLES - 1))
+        _check_varying(pool, np.arange(SAMPLES))
+
+
+def test_a_batch_that_another_process_clears_is_made_again(tmp_path):
+    pool = _varying_pool(tmp_path)
+    everything = np.arange(4)
+    made = []
+
+    def again(samples):
+        made.append(samples.tolist())
+        return {int(index): _varying(index) for index in samples if index == 3 or not pool.put(index, _varying(index))}
+
+    assert _fill_all(pool, everything)
+    pool._words[2:4] = 0
+    assert pool.gather(everything) is None
+    found = pool.samples(everything, {0: _varying(0)}, again)
+    assert made == [[2, 3]]
+    for index in everything:
+        np.testing.assert_array_equal(found[index][0], _varying(index)[0])
+
+
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
@@ -369,6 +555,178 @@ def test_records_are_gathered_at_any_address(shape, dtype, compiled, monkeypatch
         assert (raw[begin + into.nbytes :] == 7).all()
         raw[:] = 7
     native.gather(records, places[:0], into[:0])
+    native.gather(records, places, None)
     if compiled:
         with pytest.raises(IndexError, match=r"`places` must be in 0..16. Received: 17..17"):
             native.gather(records, np.array([17]), into[:1])
+
+
+def _within_a_claim(pool, act):
+    with pool.claim(np.array([3])):
+        act()
+
+
+def _within_a_claim_of_everything(pool, act):
+    with pool.claim_all():
+        act()
+
+
+def _while_the_heap_grows(pool, act):
+    heap.reserve = lambda *_: act()
+    pool.put(3, _varying(3))
+
+
+def _while_a_pool_is_made(pool, act):
+    Pool(pool.folder.with_name("another"), act)
+
+
+HOLDS = [_within_a_claim, _within_a_claim_of_everything, _while_the_heap_grows, _while_a_pool_is_made]
+
+
+def _hold_and_fork(folder, hold, forked):
+    """Forks a child that says its number and lives on, and waits to be killed, while it holds something."""
+
+    def fork():
+        if not os.fork():
+            forked.send(os.getpid())
+        signal.pause()
+
+    hold(_varying_pool(folder / "pool"), fork)
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+def test_claims_end_with_the_filler_whose_forked_child_lives_on(tmp_path, hold):
+    pool = _varying_pool(tmp_path / "pool")
+    context = multiprocessing.get_context("spawn")
+    forked, end = context.Pipe()
+    filler = context.Process(target=_hold_and_fork, args=(tmp_path, hold, end))
+    filler.start()
+    child = forked.recv()
+    try:
+        filler.kill()
+        filler.join()
+        with pool.claim(np.array([3])) as mine, pool.claim_all() as everything:
+            assert (mine.tolist(), everything) == ([3], True)
+            # These would not end if the child held what its parent did.
+            assert pool.put(3, _varying(3))
+        assert _varying_pool(tmp_path / "another").filled == 0
+        os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_claim_is_held_while_a_forked_child_begins_and_ends(tmp_path):
+    pool, other = _pool(tmp_path), _pool(tmp_path)
+    with pool.claim(np.array([3])):
+        child = multiprocessing.get_context("fork").Process(target=_claimed, args=(other, 4))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        with other.claim(np.array([3])) as theirs:
+            assert not theirs.size
+
+
+@pytest.mark.parametrize("at_a_time", [0, 1, 2])
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 31, 33, 63, 64, 65, 127, 129, 255, 256, 300, 4099])
+def test_checksums_are_those_of_zlib_at_any_address(size, at_a_time, monkeypatch):
+    if at_a_time > native._parts_at_a_time():
+        pytest.skip("This processor does not multiply so many parts.")
+    monkeypatch.setattr(native, "_parts_at_a_time", lambda: at_a_time)
+    records = np.random.default_rng(size).integers(0, 256, (17, size)).astype("uint8")
+    places, before = np.array([3, 16, 0, 3]), np.array([0, 1, 2**32 - 1, 77], np.uint32)
+    expected = [zlib.crc32(records[p].data, int(b)) for p, b in zip(places, before, strict=True)]
+    raw = np.full(4 * size + 128, 7, np.uint8)
+    for begin in (0, 1, 8, 31, 63):
+        into, checksums = np.ndarray((4, size), np.uint8, raw, begin), before.copy()
+        native.gather(records, places, into, checksums)
+        assert checksums.tolist() == expected
+        np.testing.assert_array_equal(into, records[places])
+        assert (raw[:begin] == 7).all()
+        assert (raw[begin + into.nbytes :] == 7).all()
+        raw[:] = 7
+        checksums = before.copy()
+        native.gather(records, places, None, checksums)
+        assert checksums.tolist() == expected
+
+
+def test_words_are_replaced_where_nobody_else_has_been():
+    words, places = np.arange(5, dtype=np.uint64), np.array([1, 2, 4])
+    seen, by = np.array([1, 9, 4], np.uint64), np.array([2**63 + 1, 8, 7], np.uint64)
+    assert native.replace(words, places, seen, by)
+    assert words.tolist() == [0, 2**63 + 1, 2, 3, 7]
+
+
+@pytest.mark.parametrize("look", ["gather_whole", "torn"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_checksums_are_looked_at_once_per_boot_and_not_by_who_wrote(tmp_path, monkeypatch, look, compiled):
+    if not compiled:
+        monkeypatch.setattr(native, "_compiled", lambda: None)
+        monkeypatch.setattr(native, "_parts_at_a_time", lambda: 0)
+    everything = np.arange(SAMPLES)
+    looked_at = []
+    gather = native.gather
+    monkeypatch.setattr(pool_module, "gather", lambda r, p, i, c=None: looked_at.append(c) or gather(r, p, i, c))
+
+    def looks(pool, **again):
+        """Whether it looks at checksums, none of which is wrong."""
+        looked_at.clear()
+        found = getattr(pool, look)(everything, **again)
+        assert not (found[1] if look == "gather_whole" else found).size
+        return any(checksums is not None and len(checksums) for checksums in looked_at)
+
+    writer = _pool(tmp_path)
+    for index in everything:
+        writer.put(index, f(index))
+    assert not looks(writer)
+    # Without the library, each process looks by itself.
+    assert [looks(_pool(tmp_path)) for _ in range(3)] == [True, not compiled, not compiled]
+    assert looks(writer, again=True)
+    writer.put(3, f(3))
+    assert looks(_pool(tmp_path))
+    monkeypatch.setattr(pool_module, "boot_number", lambda: np.uint64(5))
+    assert [looks(_pool(tmp_path)) for _ in range(2)] == [True, not compiled]
+
+
+def test_torn_samples_are_found_beside_the_copy(tmp_path):
+    pool = _pool(tmp_path)
+    for index in range(SAMPLES):
+        pool.put(index, f(index))
+    pool._columns[1][7] += 1
+    reader = _pool(tmp_path)
+    order = np.random.default_rng(0).permutation(SAMPLES)
+    assert reader.gather_whole(order)[1].tolist() == [7]
+    assert not reader.ready(np.array([7]))[0]
+    reader.put(7, f(7))
+    arrays, torn = reader.gather_whole(order, again=True)
+    assert not torn.size
+    for got, expected in zip(arrays, pool.gather(order), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    pool._columns[1][8] += 1
+    assert _pool(tmp_path).torn(order).size == 0, "in this boot somebody has looked at it"
+    assert _pool(tmp_path).torn(order, again=True).tolist() == [8]
+    assert pool.copies(order)
+    assert not _varying_pool(tmp_path / "varying").copies(order)
+
+
+@pytest.mark.parametrize("filled", [SAMPLES - 1, SAMPLES])
+def test_a_warm_pool_in_memory_is_mapped_ahead(filled):
+    """What the kernel says of the mapping: all of it is there before anybody reads."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        layout = Layout.of([np.zeros(100_000, "uint8")])
+        pools = [Pool(Path(folder), lambda: Plan(layout=layout, part=Part(samples=SAMPLES, slots=SAMPLES)))]
+        for index in range(filled):
+            pools[0].put(index, [np.full(100_000, index, "uint8")])
+        pools.append(Pool(Path(folder), lambda: pools[0].plan))
+        if pools[1]._ahead is not None:
+            pools[1]._ahead.join()
+        address = pools[1]._columns[0].ctypes.data
+        assert (_resident_kb(address) * 1024 >= 100_000 * SAMPLES) == (filled == SAMPLES)
+        for pool in pools:
+            pool.close()
+
+
+def _resident_kb(address):
+    """Of the mapping that begins there."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.startswith(f"{address:x}-"))
+    return int(next(line for line in lines if line.startswith("Rss:")).split()[1])

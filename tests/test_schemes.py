@@ -6,9 +6,12 @@ import tensorflow as tf
 
 from tests import contract
 from tests.in_process import Cluster, InProcessWire
-from tfposeidon import schemes
+from tfposeidon import factor_exchange, policies, schemes
+from tfposeidon.coordinator import Bucket
+from tfposeidon.gradient import Description
 from tfposeidon.sufficient_factors import Factors, FactorShape
 from tfposeidon.topology import Topology
+from tfposeidon.wire import Zeros
 
 SPARSE = (schemes.HierarchicalTopK, schemes.TopKAllGather)
 LAYOUTS = {
@@ -96,7 +99,7 @@ def test_conservation_of_one_bit(length, layout):
 
 def test_one_bit_is_a_bit():
     bits = 8 * schemes.OneBit().cost(2**24, 4, Topology.regular(0, 8, 1)).cross_bytes
-    assert bits / 7 / 2**24 == pytest.approx(1 + 64 / 4096)
+    assert bits / 7 / 2**24 == pytest.approx(1 + 96 / 4096)
     with pytest.raises(ValueError, match=r"`min_elements` must not be negative\. Received: min_elements=-1"):
         schemes.OneBit(min_elements=-1)
 
@@ -261,6 +264,51 @@ def test_factors_send_what_is_predicted(scheme, layout, dtype):
     for rank in range(cluster.topology.size):
         cost = scheme.factor_cost(FactorShape(3, 7, 5, dtype), Topology(rank, nodes))
         assert cluster.bytes_of(rank) == (cost.node_bytes, cost.cross_bytes)
+
+
+BY_ROWS = (
+    schemes.ByRows(few=schemes.FactorBroadcast(), many=schemes.ShardedServer(), limit=12),
+    schemes.ByRows(few=schemes.FactorBroadcast(), many=schemes.FactorBroadcast(sums_in_node=True), limit=12),
+)
+
+
+@pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2", "3x2"])
+@pytest.mark.parametrize("scheme", BY_ROWS, ids=str)
+@pytest.mark.parametrize("many", [False, True])
+def test_all_ranks_take_the_branch_that_suits_their_rows(many, scheme, layout):
+    """Of two variables, one without rows on the first rank; bytes are those of the scheme taken, and of one number."""
+    nodes = LAYOUTS[layout]
+    cluster = Cluster(nodes)
+    size = cluster.topology.size
+    shape = FactorShape(None, 7, 5, "float32", has_local=True)
+    description = Description("kernel", (7, 5), "float32", shape)
+    choice = policies.Choice(scheme, "")
+    bucket = Bucket(members=(0, 1), descriptions=(description,) * 2, scheme=scheme, choices=(choice,) * 2)
+    counts = [12 if many else 2] * size
+    drawn = [np.random.default_rng(rank).normal(size=(2, 12, 12)) for rank in range(size)]
+
+    def exchange(wire):
+        rank = wire.topology.rank
+        rows = [drawn[rank][i][: counts[rank]].astype("float32") for i in range(2)]
+        factors = [Factors(tf.constant(r[:, :7]), tf.constant(r[:, 7:]), tf.ones([7, 5])) for r in rows]
+        mean, total = factor_exchange.exchange(bucket, factors, tf.constant(1.0), wire, "x", Zeros())
+        return mean.numpy(), float(total)
+
+    results = cluster.run(exchange)
+    expected = [
+        1 + sum(d[i][:n, :7].T @ d[i][:n, 7:] for d, n in zip(drawn, counts, strict=True)) / size for i in (0, 1)
+    ]
+    assert {total for _, total in results} == {2.0 * sum(counts)}
+    taken = scheme.taken(sum(counts))
+    assert taken == (scheme.many if 12 * size > 12 and many else scheme.few)
+    shown = bucket.with_rows(2 * sum(counts), policies.Uniform(schemes.FactorBroadcast()), cluster.topology)
+    for rank, (mean, _) in enumerate(results):
+        np.testing.assert_allclose(mean.reshape(2, 7, 5), expected, atol=1e-5)
+        np.testing.assert_array_equal(mean, results[0][0])
+        cost = shown.cost(Topology(rank, nodes))
+        # One number of 32 bits goes round beside them, in pieces that the ring makes.
+        for sent, predicted in zip(cluster.bytes_of(rank), (cost.node_bytes, cost.cross_bytes), strict=True):
+            assert 0 <= sent - predicted <= 8
 
 
 def test_a_pair_size_must_be_positive():

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import datacache
 from datacache import SourceError, native
+from datacache.sources import tfds_builder
 from datacache.sources.source import RandomSource, StreamSource
 from tests import drawn
 
@@ -217,6 +218,52 @@ def test_a_shard_that_comes_back(own, tmp_path):
         source.read(3)
     (tmp_path / "away").rename(path)
     _same(_sample(source, 3), _expected(own, "train")[3])
+
+
+def _scans(monkeypatch):
+    """The shards that are looked through from now on."""
+    scanned, entries = [], tfds_builder._entries
+    monkeypatch.setattr(
+        tfds_builder, "_entries", lambda path, *part: scanned.append(Path(path).name) or entries(path, *part)
+    )
+    return scanned
+
+
+@pytest.mark.parametrize("level", ["memory", "disk"])
+@pytest.mark.parametrize("split", ["train", "train[2:40]"])
+def test_where_records_begin_is_found_once_for_all_jobs(tmp_path, monkeypatch, split, level):
+    """Also by jobs that begin while samples are missing, and whatever was left of the index."""
+    builder, scanned = _prepared(tmp_path / "own", "tfrecord"), _scans(monkeypatch)
+    expected = _expected(builder, split)
+
+    def job():
+        source = datacache.from_tfds(builder, split)
+        places = {"memory": tmp_path / "memory"} | ({"disk": tmp_path / "disk"} if level == "disk" else {})
+        cache = datacache.Cache(source, **places)
+        for number in np.random.default_rng(0).permutation(len(source)).tolist():
+            _same(_sample(source, number), expected[number])
+        return cache
+
+    first = job()
+    # With the shard that was looked through for the shape of samples, before there was a pool.
+    assert sorted(set(scanned)) == [f"drawn-train.tfrecord-0000{shard}-of-0000{SHARDS}" for shard in range(SHARDS)]
+    assert len(scanned) == SHARDS
+    job().close()
+    assert len(scanned) == SHARDS
+    first.warm(progress=False)
+    before = first.stats().source_reads
+    again = datacache.Cache(datacache.from_tfds(builder, split), memory=tmp_path / "memory")
+    again.warm(progress=False)
+    assert (again.stats().source_reads, first.stats().source_reads) == (0, before)
+    (index,) = (tmp_path / level).glob("*/index")
+    entries = np.memmap(index, np.int64, "r+", shape=(len(expected), 2))
+    for damage in (0, -1, 7, 2**60):
+        for place in (0, 1):
+            entries[:, place] = damage
+            job().close()
+            assert (entries > 0).all()
+    for cache in (first, again):
+        cache.close()
 
 
 def test_many_threads_read(builder):

@@ -10,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfposeidon import ops, optimizers, policies, schemes
+    from tfposeidon import ops, optimizers, policies, sample_counts, schemes
+    from tfposeidon.collectives import all_gather, all_reduce, barrier, broadcast_variables
     from tfposeidon.optimizer import DistributedOptimizer
     from tfposeidon.parallel_operator import parallel_tensor_operator
     from tfposeidon.runtime import init, rank, size
@@ -18,18 +19,27 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "DistributedOptimizer",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast_variables",
     "init",
     "ops",
     "optimizers",
     "parallel_tensor_operator",
     "policies",
     "rank",
+    "sample_counts",
     "schemes",
     "size",
 ]
 
 _HOME = {
     "DistributedOptimizer": "optimizer",
+    "all_gather": "collectives",
+    "all_reduce": "collectives",
+    "barrier": "collectives",
+    "broadcast_variables": "collectives",
     "parallel_tensor_operator": "parallel_operator",
     "init": "runtime",
     "rank": "runtime",
@@ -38,7 +48,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ops", "optimizers", "policies", "schemes"):
+    if name in ("ops", "optimizers", "policies", "sample_counts", "schemes"):
         return importlib.import_module(f"tfposeidon.{name}")
     if name in _HOME:
         return getattr(importlib.import_module(f"tfposeidon.{_HOME[name]}"), name)

@@ -17,7 +17,8 @@ class Accumulation:
     """Sums of gradients, each times the number of samples behind it, and what they sum to.
 
     They differ from rank to rank. Every n-th call is due for an update, and starts anew. A sum of products is the
-    product of what stands on top of one another: factors are kept as they are.
+    product of what stands on top of one another: factors are kept as they are, unless they would be more rows than any
+    matrix of that size needs.
 
     Args:
       optimizer: Makes the variables, as its state.
@@ -27,7 +28,7 @@ class Accumulation:
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], steps: int) -> None:
         self.steps = steps
-        self._sums = [_Sum(optimizer, variable, f"accumulated_{i}") for i, variable in enumerate(variables)]
+        self._sums = [_Sum(optimizer, variable, f"accumulated_{i}", steps) for i, variable in enumerate(variables)]
         self._weight = optimizer.add_variable((), dtype="float32", name="accumulated_weight")
         self._calls = optimizer.add_variable((), dtype="int", name="accumulated_calls")
 
@@ -79,11 +80,12 @@ class Accumulation:
 class _Sum:
     """Of one variable's gradients: those that came as matrices in one, those that came as factors on one stack.
 
-    Mostly one of them is empty. If not, as the plan changed since the last update, each can stand for the other.
+    Mostly one of them is empty. If not, as calls had different numbers of rows, each can stand for the other.
     """
 
-    def __init__(self, optimizer: Any, variable: Any, name: str) -> None:
+    def __init__(self, optimizer: Any, variable: Any, name: str, steps: int) -> None:
         self.name = name
+        self.steps = steps
         self.matrix = optimizer.add_variable_from_reference(variable, name="accumulator")
         self.stack = _Stack(self.matrix) if len(variable.shape) > 1 else None
 
@@ -93,15 +95,35 @@ class _Sum:
 
     def plus(self, gradient: Any, weight: tf.Tensor) -> Any:
         if isinstance(gradient, Factors):
-            assert self.stack is not None
-            return self.stack.plus(gradient, weight)
-        dense = tf.cast(tf.convert_to_tensor(gradient), self.matrix.dtype)
+            return self._plus_factors(gradient, weight)
+        return self._plus_matrix(tf.convert_to_tensor(gradient), weight)
+
+    def _plus_factors(self, factors: Factors, weight: tf.Tensor) -> _Stacked:
+        assert self.stack is not None
+        rows = tf.shape(factors.right)[0]
+        # With as many in every step, the matrix would be fewer: it is kept instead.
+        too_many = rows * self.steps > factors.enough_rows * (2 if factors.right.dtype.size == 2 else 1)
+        matrix = tf.cond(
+            too_many,
+            lambda: self._plus_matrix(self._whole(factors), weight),
+            lambda: tf.convert_to_tensor(self.matrix),
+        )
+        kept = tf.where(too_many, 0, rows)
+        few = replace(factors, left=factors.left[:kept], right=factors.right[:kept])
+        return self.stack.plus(few, tf.where(too_many, 0.0, weight), matrix, too_many)
+
+    def _whole(self, factors: Factors) -> tf.Tensor:
+        product = tf.reshape(tf.cast(factors.own_product, self.matrix.dtype), self.matrix.shape)
+        return product if factors.local is None else product + tf.cast(factors.local, product.dtype)
+
+    def _plus_matrix(self, gradient: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+        dense = tf.cast(gradient, self.matrix.dtype)
         # No samples, no say: a mean over an empty batch is not a number.
         return self.matrix + tf.where(weight > 0.0, dense * tf.cast(weight, dense.dtype), tf.zeros_like(dense))
 
     def mean(self, value: Any, total: tf.Tensor) -> Any:
         if isinstance(value, _Stacked):
-            return value.mean(tf.convert_to_tensor(self.matrix), total)
+            return value.mean(total)
         if self.stack is not None:
             value = self.stack.added_to(value)
         return tf.math.divide_no_nan(value, tf.cast(total, value.dtype))
@@ -110,11 +132,14 @@ class _Sum:
         if isinstance(value, _Stacked):
             assert self.stack is not None
             self.stack.keep(value, due)
-            tf.cond(due, lambda: _clear(self.matrix), lambda: None)
+            tf.cond(tf.logical_or(due, value.is_matrix), lambda: self._assign(value.matrix, due), lambda: None)
             return
-        self.matrix.assign(tf.where(due, tf.zeros_like(value), value))
+        self._assign(value, due)
         if self.stack is not None:
             tf.cond(due, self.stack.clear, lambda: None)
+
+    def _assign(self, matrix: tf.Tensor, due: tf.Tensor) -> None:
+        self.matrix.assign(tf.where(due, tf.zeros_like(matrix), matrix))
 
     def reset(self) -> None:
         _clear(self.matrix)
@@ -150,7 +175,7 @@ class _Stack:
         local = self.local, Piece(name=f"{name}_local")
         return [*rows, local, (self.weight, Piece(name=f"{name}_weight", holders=size))]
 
-    def plus(self, factors: Factors, weight: tf.Tensor) -> _Stacked:
+    def plus(self, factors: Factors, weight: tf.Tensor, matrix: tf.Tensor, is_matrix: tf.Tensor) -> _Stacked:
         rows = tf.shape(factors.right)[0]
         if isinstance(factors, Rows):
             left = tf.concat([self.indices, factors.left], 0)
@@ -158,7 +183,7 @@ class _Stack:
             left = _below(self.left, factors.left)
         joined = replace(factors, left=left, right=_below(self.right, factors.right))
         weights = tf.concat([self.weights, tf.fill([rows], weight)], 0)
-        return _Stacked(joined, weights, self.weight + weight)
+        return _Stacked(joined, weights, self.weight + weight, matrix, is_matrix)
 
     def keep(self, value: _Stacked, due: tf.Tensor) -> None:
         factors = value.factors
@@ -200,20 +225,25 @@ class _Stacked:
       factors: All rows, without weights. The local term is the same in all calls: variables change with updates only.
       weights: Of each row, `[K]` float32.
       weight: Of all these calls, scalar float32.
+      matrix: What the other calls came to, in the variable's shape.
+      is_matrix: Whether this call is one of these.
     """
 
-    def __init__(self, factors: Factors, weights: tf.Tensor, weight: tf.Tensor) -> None:
+    def __init__(
+        self, factors: Factors, weights: tf.Tensor, weight: tf.Tensor, matrix: tf.Tensor, is_matrix: tf.Tensor
+    ) -> None:
         self.factors, self.weights, self.weight = factors, weights, weight
+        self.matrix, self.is_matrix = matrix, is_matrix
 
-    def mean(self, matrix: tf.Tensor, total: tf.Tensor) -> Factors:
-        """Of these and of what is in the matrix."""
+    def mean(self, total: tf.Tensor) -> Factors:
+        """Of all calls."""
         right = self.factors.right
         wide = tf.float64 if right.dtype == tf.float64 else tf.float32
         weights = tf.math.divide_no_nan(tf.cast(self.weights, wide), tf.cast(total, wide))
         mean = self.factors.weighted(weights)
         left, right, weights = tf.cond(
-            tf.reduce_any(tf.not_equal(matrix, 0)),
-            lambda: self._with_matrix(mean, weights, matrix, total),
+            tf.reduce_any(tf.not_equal(self.matrix, 0)),
+            lambda: self._with_matrix(mean, weights, total),
             lambda: (mean.left, mean.right, weights),
         )
         # A 16-bit product is multiplied by its weights where it arrives.
@@ -222,18 +252,19 @@ class _Stacked:
         return replace(mean, left=left, right=right, weight=weight)
 
     def _with_matrix(
-        self, mean: Factors, weights: tf.Tensor, matrix: tf.Tensor, total: tf.Tensor
+        self, mean: Factors, weights: tf.Tensor, total: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """The matrix as a product with the unit matrix, of a high and a low part where rows have 16 bits."""
-        wide = tf.cast(matrix, weights.dtype)
+        wide = tf.cast(self.matrix, weights.dtype)
         if mean.local is not None:
             # Which is added to the whole mean afterwards.
             wide -= tf.cast(mean.local, wide.dtype) * tf.cast(total - self.weight, wide.dtype)
         rest = tf.reshape(tf.math.divide_no_nan(wide, tf.cast(total, wide.dtype)), mean.widths)
         terms = [mean]
         for _ in range(2 if mean.right.dtype.size == 2 else 1):
-            terms.append(as_product(rest, mean.shape))
-            rest -= tf.cast(terms[-1].right, rest.dtype)
+            rounded = tf.cast(rest, mean.right.dtype)
+            terms.append(as_product(rounded, mean.shape))
+            rest -= tf.cast(rounded, rest.dtype)
         left, right = (tf.concat(parts, 0) for parts in zip(*((t.left, t.right) for t in terms), strict=True))
         more = tf.shape(right)[0] - tf.size(weights)
         return left, right, tf.concat([weights, tf.ones([more], weights.dtype)], 0)

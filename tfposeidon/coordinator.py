@@ -13,7 +13,7 @@ from typing import Any
 from tfposeidon.cost import Cost
 from tfposeidon.gradient import Description
 from tfposeidon.policies import Choice, Policy
-from tfposeidon.schemes import AllReduce, FactorScheme, Scheme, ShardedServer, VectorScheme
+from tfposeidon.schemes import AllReduce, ByRows, FactorScheme, Scheme, ShardedServer, VectorScheme
 from tfposeidon.schemes.base import Slot
 from tfposeidon.text import readable, table
 from tfposeidon.topology import Topology
@@ -29,15 +29,13 @@ class Bucket:
       members: Places of the variables in the list that the plan was made for.
       descriptions: Their descriptions, in the same order; all of one dtype.
       scheme: How the bucket is exchanged.
-      reason: Why.
-      candidates: Bytes that a node sends and receives by each scheme that was weighed, by name.
+      choices: Why, for each variable, and what was weighed, in the same order.
     """
 
     members: tuple[int, ...]
     descriptions: tuple[Description, ...]
     scheme: Scheme
-    reason: str
-    candidates: tuple[tuple[str, float], ...] = ()
+    choices: tuple[Choice, ...]
 
     @property
     def length(self) -> int:
@@ -49,12 +47,21 @@ class Bucket:
 
     def joined(self, other: Bucket) -> Bucket:
         """Both in one, this one's variables first."""
-        members, descriptions = self.members + other.members, self.descriptions + other.descriptions
-        return dataclasses.replace(self, members=members, descriptions=descriptions, candidates=())
+        return dataclasses.replace(
+            self,
+            members=self.members + other.members,
+            descriptions=self.descriptions + other.descriptions,
+            choices=self.choices + other.choices,
+        )
 
     @property
     def dtype(self) -> str:
         return self.descriptions[0].dtype
+
+    @property
+    def takes_factors(self) -> bool:
+        """Whether gradients are exchanged as products of two thin matrices, or may be."""
+        return isinstance(self.scheme, FactorScheme | ByRows)
 
     @property
     def goes_alone(self) -> bool:
@@ -82,11 +89,27 @@ class Bucket:
         return self.scheme.slots(self.length, topology)
 
     def cost(self, topology: Topology) -> Cost:
-        if isinstance(self.scheme, FactorScheme):
-            factors = self.descriptions[0].factors
-            return self.scheme.factor_cost(factors, topology) if factors else Cost()
-        assert isinstance(self.scheme, VectorScheme)
-        return self.scheme.cost(self.length, self.descriptions[0].itemsize, topology)
+        """What `topology.rank` spends on it; of two schemes, before the first step, that for many rows."""
+        scheme = self.scheme.many if isinstance(self.scheme, ByRows) else self.scheme
+        if isinstance(scheme, FactorScheme):
+            factors = [d.factors for d in self.descriptions if d.factors]
+            return sum((scheme.factor_cost(one, topology) for one in factors), Cost())
+        assert isinstance(scheme, VectorScheme)
+        return scheme.cost(self.length, self.descriptions[0].itemsize, topology)
+
+    def with_rows(self, rows: float, policy: Policy, topology: Topology) -> Bucket:
+        """As a step took it whose variables had so many rows, all of them and all ranks together."""
+        rows /= len(self.members)
+        known = tuple(
+            dataclasses.replace(d, factors=d.factors and dataclasses.replace(d.factors, rows=rows / topology.size))
+            for d in self.descriptions
+        )
+        return dataclasses.replace(
+            self,
+            descriptions=known,
+            scheme=self.scheme.taken(rows) if isinstance(self.scheme, ByRows) else self.scheme,
+            choices=tuple(_choice(policy, d, topology) for d in known),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +132,7 @@ class Plan:
         return sum((bucket.cost(self.topology) for bucket in self.buckets), Cost())
 
     def to_json(self) -> str:
-        """The plan for machines: topology, buckets with variables, scheme, bytes and reason, notes."""
+        """The plan for machines: topology, notes, buckets with scheme and bytes, and for each variable the reason."""
         buckets = [self._bucket_to_dict(bucket) for bucket in self.buckets]
         content = {"nodes": self.topology.nodes, "rank": self.topology.rank, "buckets": buckets, "notes": self.notes}
         return json.dumps(content, indent=2)
@@ -118,10 +141,11 @@ class Plan:
         return {
             "scheme": bucket.scheme.name,
             "options": bucket.scheme.get_config(),
-            "reason": bucket.reason,
-            "candidates": dict(bucket.candidates),
             "dtype": bucket.dtype,
-            "variables": [{"path": d.path, "shape": d.shape} for d in bucket.descriptions],
+            "variables": [
+                {"path": d.path, "shape": d.shape, "reason": choice.reason, "candidates": dict(choice.candidates)}
+                for d, choice in zip(bucket.descriptions, bucket.choices, strict=True)
+            ],
             "cost": dataclasses.asdict(bucket.cost(self.topology)),
         }
 
@@ -136,11 +160,14 @@ class Plan:
 
     def _rows(self, index: int, bucket: Bucket) -> list[tuple[str, ...]]:
         cost = bucket.cost(self.topology)
-        figures = (readable(cost.node_bytes), readable(cost.cross_bytes), bucket.reason)
+        figures = (str(bucket.scheme), readable(cost.node_bytes), readable(cost.cross_bytes))
         rows: list[tuple[str, ...]] = []
-        for place, d in enumerate(bucket.descriptions):
+        above = ""
+        for place, (d, choice) in enumerate(zip(bucket.descriptions, bucket.choices, strict=True)):
             head = (str(index) if place == 0 else "", d.path, "x".join(map(str, d.shape)) or "scalar", d.dtype)
-            rows.append((*head, str(bucket.scheme) if place == 0 else "", *(figures if place == 0 else ("", "", ""))))
+            # Once for all variables of a bucket that have it in common.
+            reason, above = "" if choice.reason == above else choice.reason, choice.reason
+            rows.append((*head, *(figures if place == 0 else ("", "", "")), reason))
         return rows
 
 
@@ -154,21 +181,20 @@ def plan(
     """Assigns schemes and fuses small gradients into buckets, last variables first (Poseidon, section 3.1).
 
     Variables of at least a quarter of `bucket_bytes` go by themselves, without a copy. Smaller ones share a
-    bucket, while scheme and dtype are the same and it stays within `bucket_bytes`. Buckets are in the order
-    in which the last of their gradients appears.
+    bucket, while scheme and dtype are the same (and where rows decide, the shape of factors) and it stays within
+    `bucket_bytes`. Buckets are in the order in which the last of their gradients appears.
     """
     buckets: list[Bucket] = []
-    filling: dict[tuple[Scheme, str], Bucket] = {}
+    filling: dict[Any, Bucket] = {}
     for member in reversed(range(len(descriptions))):
         description = descriptions[member]
-        scheme, reason, candidates = _choice(policy, description, topology)
-        new = Bucket(
-            members=(member,), descriptions=(description,), scheme=scheme, reason=reason, candidates=candidates
-        )
+        choice = _choice(policy, description, topology)
+        scheme = choice.scheme
+        new = Bucket(members=(member,), descriptions=(description,), scheme=scheme, choices=(choice,))
         if 4 * description.bytes >= bucket_bytes or new.goes_alone:
             buckets.append(new)
             continue
-        key = (scheme, description.dtype)
+        key = (scheme, description.dtype, description.factors if isinstance(scheme, ByRows) else None)
         open_bucket = filling.get(key)
         if open_bucket is None or open_bucket.bytes + new.bytes > bucket_bytes:
             filling[key] = new
@@ -179,6 +205,19 @@ def plan(
     remarks = [b.scheme.note(b.length, topology) for b in last_first]
     remarks = [f"bucket {i}: {remark}" for i, remark in enumerate(remarks) if remark]
     return Plan(buckets=tuple(last_first), topology=topology, notes=(*notes, *remarks))
+
+
+def with_rows(plan: Plan, rows: Sequence[float], policy: Policy) -> Plan:
+    """The plan as a step followed it that had so many rows.
+
+    Args:
+      plan: As `plan` makes it.
+      rows: At a bucket's place, those of all its variables and ranks; 0 where nobody knows them.
+      policy: That of the plan.
+    """
+    pairs = zip(plan.buckets, rows, strict=False)
+    buckets = [b.with_rows(float(n), policy, plan.topology) if b.takes_factors and n else b for b, n in pairs]
+    return dataclasses.replace(plan, buckets=tuple(buckets))
 
 
 def _fitted(buckets: list[Bucket], topology: Topology) -> list[Bucket]:
@@ -194,13 +233,16 @@ def _fitted(buckets: list[Bucket], topology: Topology) -> list[Bucket]:
 
 
 def _choice(policy: Policy, description: Description, topology: Topology) -> Choice:
-    """The policy's, except for variables that are too small for the scheme, or no matrices."""
+    """The policy's, except for variables that are too small for the scheme, or whose gradients are no products."""
     choice = policy.choose(description, topology)
     if isinstance(choice.scheme, FactorScheme) and len(description.shape) < 2:
-        return Choice(AllReduce(), f"no matrix for {choice.scheme.name}")
+        return choice._replace(scheme=AllReduce(), reason=f"no matrix for {choice.scheme.name}")
+    if isinstance(choice.scheme, FactorScheme) and description.why_no_factors:
+        why = f"no factors for {choice.scheme.name}: {description.why_no_factors}"
+        return choice._replace(scheme=AllReduce(), reason=why)
     if description.length >= choice.scheme.min_length:
         return choice
-    return Choice(
-        choice.scheme.for_small or AllReduce(),
-        f"fewer than {choice.scheme.min_length} elements for {choice.scheme.name}",
+    return choice._replace(
+        scheme=choice.scheme.for_small or AllReduce(),
+        reason=f"fewer than {choice.scheme.min_length} elements for {choice.scheme.name}",
     )

@@ -32,6 +32,10 @@ class Rows(Factors):
         return FactorShape(None, *self.widths, dtype=self.right.dtype.name, indexed=True)
 
     @property
+    def enough_rows(self) -> int:
+        return self.table
+
+    @property
     def packed(self) -> tf.Tensor:
         """Indices, as numbers of the values' type with the same bits, and values: summed where tokens repeat."""
         indices, values = self._summed()
@@ -51,7 +55,10 @@ class Rows(Factors):
         bits = left if left.dtype.size < index_dtype.size else left[:, 0]
         # A GPU would add in an order of its own on every rank.
         with tf.device("/CPU:0"):
-            return tf.math.unsorted_segment_sum(right, tf.bitcast(bits, index_dtype), self.table)
+            return self._multiplied_here(tf.bitcast(bits, index_dtype), right)
+
+    def _multiplied_here(self, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+        return tf.math.unsorted_segment_sum(right, left, self.table)
 
 
 def read(gradient: tf.IndexedSlices, shape: Sequence[int]) -> Rows:

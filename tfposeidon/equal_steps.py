@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfposeidon import runtime
+from tfposeidon import runtime, session
 from tfposeidon.guards import innermost
 from tfposeidon.pass_over import is_passing_over
 from tfposeidon.wire import exchange_objects
@@ -18,19 +18,39 @@ def around(callbacks: list[Any]) -> list[Any]:
     What counts steps comes before the others, because they may communicate at the end of an epoch;
     what ends training comes after them, because they may ask for it.
     """
-    return [EqualSteps(), *callbacks, EqualEnd()]
+    return [EqualSteps(may_stop=any(map(_may_stop, callbacks))), *callbacks, EqualEnd()]
+
+
+def _may_stop(callback: Any) -> bool:
+    """Whether a callback may set `stop_training` in the middle of an epoch."""
+    if isinstance(callback, keras.callbacks.TerminateOnNaN | keras.callbacks.LambdaCallback):
+        return True
+    if type(callback).__module__.split(".")[0] in ("keras", "keras_callbacks"):
+        return False
+    hooks = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+    base = keras.callbacks.Callback
+    return any(getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook) for hook in hooks)
 
 
 class EqualSteps(keras.callbacks.Callback):
     """Ends each epoch, on all ranks, after the fewest batches that any rank has.
 
     Where every rank knows its number of batches, and steps are executed one by one, the smallest is
-    agreed on when training begins and costs nothing. Otherwise ranks that are out of data take part
-    in the others' next step with nothing to give, which tells those to stop, too.
+    agreed on when training begins and costs nothing. Otherwise, and where a callback may stop training in the middle
+    of an epoch, ranks that are done with it take part in the others' next step with nothing to give, which tells
+    those to stop, too.
+
+    Args:
+      may_stop: Whether a callback of this rank may stop training in the middle of an epoch.
     """
 
+    def __init__(self, may_stop: bool = False) -> None:
+        super().__init__()
+        self._may_stop = may_stop
+
     def on_train_begin(self, logs: Any = None) -> None:
-        steps = exchange_objects(self.params.get("steps"), runtime.wire(), "tp.steps")
+        everybody = exchange_objects([self.params.get("steps"), self._may_stop], runtime.wire(), "tp.steps")
+        steps = [number for number, _ in everybody]
         known = None not in steps
         # Keras gives this dictionary to all callbacks: rates by fractions of an epoch are alike only if its steps are.
         self.params["steps"] = min(steps) if known else None
@@ -43,13 +63,9 @@ class EqualSteps(keras.callbacks.Callback):
                 "after the fewest that any of them has.",
                 counts,
             )
-        self._watch_absence(self._limit is None)
-
-    def _watch_absence(self, wanted: bool) -> None:
-        # The optimizer may have served another model since this one was traced.
-        self.model.optimizer.ends_with_first_rank = wanted
-        if getattr(self.model, "_tfposeidon_watches_absence", False) != wanted:
-            self.model._tfposeidon_watches_absence = wanted
+        self._session = session.of(self.model)
+        self._watches = self._limit is None or any(may_stop for _, may_stop in everybody)
+        if self._session.watch_absence(self._watches):
             self.model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -60,14 +76,14 @@ class EqualSteps(keras.callbacks.Callback):
         if self._limit is not None and batch >= self._limit:
             raise StopIteration
         self._passing_over = is_passing_over(self.model)
-        self._calls = self.model.optimizer.calls if self._limit is None else 0
+        self._before = self._session.steps if self._watches else 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._done = batch + 1
-        if self._limit is not None or self._passing_over:
+        if not self._watches or self._passing_over:
             return
-        cut_short = self.model.optimizer.calls - self._calls < self.model.steps_per_execution
-        if cut_short or self.model.optimizer.absent_ranks:
+        cut_short = self._session.steps - self._before < self.model.steps_per_execution
+        if cut_short or self._session.absent_ranks:
             raise StopIteration
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -80,14 +96,13 @@ class EqualSteps(keras.callbacks.Callback):
         if not getattr(self, "_open", False):
             return
         self._open = False
-        if self._limit is None:
-            self.model.optimizer.finish_epoch()
-        elif self._done < self._limit:
+        if self._watches:
+            self._session.finish_epoch()
+        elif self._limit is not None and self._done < self._limit:
             raise RuntimeError(
                 f"Every rank must do the {self._limit} steps per epoch that were agreed on. Received: only "
-                f"{self._done} on rank {runtime.rank()}: its data ran out early, or a callback (TerminateOnNaN?) set "
-                "stop_training in the middle of an epoch, while other ranks go on. Give it more data, leave "
-                "steps_per_epoch out, or stop at an epoch's end."
+                f"{self._done} on rank {runtime.rank()}: its data ran out early, while other ranks go on. Give it more "
+                "data, or leave steps_per_epoch out."
             )
 
 
@@ -118,14 +133,14 @@ class EqualEnd(keras.callbacks.Callback):
 
 def _alike(model: keras.Model, epoch: int) -> dict[str, Any]:
     """What ranks must hold alike beside the weights, as JSON can carry it."""
-    inner = innermost(model.optimizer)
-    return {
-        "epoch": epoch,
-        "learning rate": float(model.optimizer.learning_rate),
-        "momentum": _number(getattr(inner, "momentum", None)),
-        "weight decay": _number(inner.weight_decay),
-        "trainable variables": [variable.path for variable in model.trainable_variables],
-    }
+    alike: dict[str, Any] = {"epoch": epoch, "trainable variables": [v.path for v in model.trainable_variables]}
+    for number, optimizer in enumerate(session.optimizers_of(model)):
+        inner = innermost(optimizer)
+        of_which = f" of optimizer {number}" if number else ""
+        alike[f"learning rate{of_which}"] = float(optimizer.learning_rate)
+        alike[f"momentum{of_which}"] = _number(getattr(inner, "momentum", None))
+        alike[f"weight decay{of_which}"] = _number(inner.weight_decay)
+    return alike
 
 
 def _number(value: Any) -> float | None:

@@ -6,29 +6,31 @@ which backpropagation makes the gradients (wait-free backpropagation, Poseidon s
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfposeidon import factor_exchange
 from tfposeidon.agreement import REMEDY, as_json, check_same_variables
 from tfposeidon.coordinator import Bucket, Plan
-from tfposeidon.embedding_rows import Rows
 from tfposeidon.gradient import Description, dense
 from tfposeidon.rank_state import Piece
-from tfposeidon.schemes.base import FactorScheme, Slot, State, VectorScheme
-from tfposeidon.sufficient_factors import Factors
-from tfposeidon.wire import Wire, Zeros, exchange_objects, opaque, zeros
+from tfposeidon.schemes.base import Slot, State, VectorScheme
+from tfposeidon.wire import Wire, Zeros, exchange_objects, numbered, opaque, zeros
 
 
 class Presence(NamedTuple):
-    """Who took part in a step: scalars, the same on every rank."""
+    """Who took part in a step; all but the weight is the same on every rank."""
 
-    weight: tf.Tensor
-    """Float32: this rank's share of all samples, times the number of ranks."""
+    weight: tf.Tensor | None
+    """Float32: this rank's share of all samples, times the number of ranks; `None` for equal weights."""
     absent: tf.Tensor
     """Float32: ranks that had no batch left and contributed nothing."""
+    somewhere: tf.Tensor
+    """Bool, one for each variable: whether any rank has a gradient."""
 
 
 class Exchanger:
@@ -38,17 +40,23 @@ class Exchanger:
       plan: What goes how.
       wire: The collectives.
       zeros: Those of another exchanger, to share them.
+      rows: That of another exchanger of the same variables, to share it.
 
     Attributes:
       states: What the schemes keep from step to step, variables for each bucket; zeros at first.
+      rows: Of factors in the last step that had any: at a bucket's place, those of its variables and all ranks.
       afterwards: What else all ranks do together in a step, from means to means; mostly nothing.
+      calls: How often a traced step exchanges, at most.
+      seen: Where schemes keep anything: 1 for each variable of theirs that has had a gradient, as a variable.
     """
 
-    def __init__(self, plan: Plan, wire: Wire, zeros: Zeros | None = None) -> None:
+    def __init__(self, plan: Plan, wire: Wire, zeros: Zeros | None = None, rows: tf.Variable | None = None) -> None:
         self.plan = plan
         self.wire = wire
         self.prefix: str | None = None
-        self.active: list[bool] = []
+        self._at_first: list[bool] = []
+        self.calls = 0
+        self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.afterwards: Callable[[list[Any]], list[Any]] | None = None
         dtypes = {"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}
         dtypes |= {d.factors.dtype for bucket in plan.buckets for d in bucket.descriptions if d.factors}
@@ -57,14 +65,20 @@ class Exchanger:
             self._zeros[dtype]
         used = Zeros()
         self._used = {bucket.dtype: used[bucket.dtype] for bucket in plan.buckets if bucket.server}
+        # For as many buckets as there might be: which there are is known in a trace, which should make no variables.
+        self.rows = _rows(len(self._descriptions())) if rows is None else rows
         self.states: list[list[tf.Variable]] = [
             [_variable(slot, index) for slot in bucket.slots(plan.topology)]
             for index, bucket in enumerate(plan.buckets)
         ]
+        kept = {member for bucket in plan.buckets if bucket.slots(plan.topology) for member in bucket.members}
+        self._kept = [float(member in kept) for member, _ in enumerate(self._descriptions())]
+        self.seen = _seen(len(self._kept)) if kept else None
 
     def take_over(self, other: Exchanger) -> None:
         """Goes on for another exchanger of the same variables, with what it keeps for buckets of the same scheme."""
-        self.prefix, self.active = other.prefix, other.active
+        self.prefix, self.seen, self._at_first = other.prefix, other.seen, other._at_first
+        self.calls, self._calls = other.calls, other._calls
         kept = {(b.members, b.scheme): state for b, state in zip(other.plan.buckets, other.states, strict=True)}
         self.states = [
             kept.get((bucket.members, bucket.scheme), state)
@@ -76,7 +90,7 @@ class Exchanger:
 
         Args:
           prefix: Begins the names of this exchanger's collectives; the same on every rank.
-          gradients: `None` where this rank has none; those that no rank has are left alone for good.
+          gradients: Of the first step; `None` where this rank has none. Later steps may have others.
           settings: Whatever else has to be the same on all ranks.
 
         Raises:
@@ -85,28 +99,83 @@ class Exchanger:
         mine = {
             "settings": settings,
             "variables": as_json(self._descriptions()),
-            "active": [g is not None for g in gradients],
+            "present": [g is not None for g in gradients],
         }
         with tf.init_scope():
             everybody = exchange_objects(mine, self.wire, f"{prefix}.agree")
         _check_same_settings([other["settings"] for other in everybody])
         check_same_variables([other["variables"] for other in everybody])
-        self.active = [any(flags) for flags in zip(*(other["active"] for other in everybody), strict=True)]
+        self._at_first = [any(flags) for flags in zip(*(other["present"] for other in everybody), strict=True)]
         self.prefix = prefix
 
-    def presence(self, sample_count: Any) -> Presence:
-        """Counts samples and ranks over the job: one small all-reduce, sent when the step starts."""
+    def groups(self, places: Sequence[int]) -> list[list[int]]:
+        """Places of variables, apart by whether any rank had a gradient at the first step: mostly they go together."""
+        groups = [[place for place in places if self._at_first[place] == then] for then in (True, False)]
+        return [group for group in groups if group]
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Surrounds one use of the exchanger, of which there may be several in the graph of one step."""
+        graph = tf.compat.v1.get_default_graph()
+        number = 0 if tf.executing_eagerly() else self._calls.get(graph, 0)
+        self._calls[graph] = number + 1
+        self.calls = max(self.calls, number + 1)
+        with numbered(number):
+            yield
+
+    def presence(self, gradients: Sequence[Any], sample_count: Any = None, here: bool = True) -> Presence:
+        """Counts samples, ranks and gradients over the job: one small all-reduce, sent when the step starts.
+
+        Args:
+          gradients: Of this rank; `None` where there is none.
+          sample_count: Behind them, or `None` for equal weights.
+          here: Whether it has a batch, which may be one in which nothing counts.
+        """
         # On the processor: a GPU would have to be waited for before anybody can branch on the weight.
         with tf.device("/CPU:0"):
             # A static batch size is a constant, which must not reach a collective.
-            count = tf.cast(sample_count, tf.float32) + self._zeros["float32"].read_value()
-            mine = tf.stack([count, tf.sign(count)])
+            zero = self._zeros["float32"].read_value()
+            count = tf.cast(1.0 if sample_count is None else sample_count, tf.float32) + zero
+            flags = [float(here), *(float(here and gradient is not None) for gradient in gradients)]
+            mine = tf.concat([count[tf.newaxis], tf.constant(flags) + zero], 0)
             total = self.wire.all_reduce(mine, self.wire.topology.world, f"{self.prefix}.samples")
             ranks = tf.cast(self.wire.topology.size, tf.float32)
-            return Presence(tf.math.divide_no_nan(count * ranks, total[0]), ranks - total[1])
+            weight = None if sample_count is None else tf.math.divide_no_nan(count * ranks, total[0])
+            self._check_regularised(total[2:], total[1])
+            return Presence(weight, ranks - total[1], total[2:] > 0.0)
+
+    def _check_regularised(self, holders: tf.Tensor, present: tf.Tensor) -> None:
+        """Each rank adds a regulariser's part to what came as factors, and can do so only where it has a gradient."""
+        members = ((b, m, d) for b in self.plan.buckets for m, d in zip(b.members, b.descriptions, strict=True))
+        for bucket, member, description in members:
+            if bucket.takes_factors and description.factors is not None and description.factors.has_local:
+                rule = (
+                    "A variable that is regularised and sent by factors must have a gradient on all ranks or on none. "
+                    f"Received: {description.path!r}, with a gradient on some. Give it another scheme by a rule."
+                )
+                count = holders[member]
+                tf.debugging.Assert(tf.logical_or(count == 0.0, count == present), [rule])
+
+    def now_seen(self, presence: Presence) -> tf.Tensor:
+        """What `seen` becomes with a step that counts."""
+        assert self.seen is not None
+        return tf.maximum(self.seen, tf.cast(presence.somewhere, tf.float32) * tf.constant(self._kept))
+
+    def expected(self, presence: Presence) -> tf.Tensor:
+        """Which variables have a mean to apply: a gradient on some rank, or one that a scheme has kept and sends late.
+
+        Returns:
+          Bool, one for each variable, the same on all ranks.
+        """
+        if self.seen is None:
+            return presence.somewhere
+        return tf.logical_or(presence.somewhere, self.seen > 0.0)
 
     def exchange(
-        self, gradients: Sequence[Any], weight: tf.Tensor | None, rescale: tf.Tensor | None = None
+        self,
+        gradients: Sequence[Any],
+        weight: tf.Tensor | None,
+        rescale: tf.Tensor | None = None,
     ) -> tuple[list[Any], list[State]]:
         """Exchanges all buckets.
 
@@ -116,29 +185,42 @@ class Exchanger:
           rescale: Factor for what schemes have kept of earlier gradients, or `None` for 1.
 
         Returns:
-          The mean gradient of each variable (`None` where no rank has any; of what servers update, this rank's part
+          The mean gradient of each variable (zeros where no rank has any; of what servers update, this rank's part
           as a vector, a zero where it has none), and the new states.
-
-        Raises:
-          ValueError: At trace time, if a variable has a gradient that none had at the first step.
         """
         means: list[Any] = [None] * len(gradients)
         states: list[State] = []
-        self._check_active(gradients)
+        rows: dict[int, tf.Tensor] = {}
         for index, bucket in enumerate(self.plan.buckets):
-            mean, state = self._exchange_bucket(index, bucket, gradients, weight, rescale)
+            if bucket.takes_factors:
+                mean, rows[index] = self._exchange_factors(index, bucket, gradients, weight)
+                state: State = ()
+            else:
+                mean, state = self._exchange_bucket(index, bucket, gradients, weight, rescale)
             states.append(state)
             tensors = self._own_parts(mean, bucket) if bucket.server else _split(mean, bucket.descriptions)
             for member, tensor in zip(bucket.members, tensors, strict=True):
-                means[member] = tensor if self.active[member] else None
+                means[member] = tensor
+        self._keep_rows(rows)
         return means, states
+
+    def _keep_rows(self, rows: dict[int, tf.Tensor]) -> None:
+        if rows:
+            with tf.device("/CPU:0"):
+                new = tf.stack([rows.get(index, tf.zeros([])) for index in range(self.rows.shape[0])])
+                # What nobody has anything for, as at the end of an epoch, is no step.
+                self.rows.assign(tf.where(new > 0.0, new, self.rows))
+
+    def _exchange_factors(
+        self, index: int, bucket: Bucket, gradients: Sequence[Any], weight: tf.Tensor | None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        factors, name = [gradients[member] for member in bucket.members], f"{self.prefix}.bucket_{index}"
+        return factor_exchange.exchange(bucket, factors, weight, self.wire, name, self._zeros)
 
     def _exchange_bucket(
         self, index: int, bucket: Bucket, gradients: Sequence[Any], weight: tf.Tensor | None, rescale: tf.Tensor | None
     ) -> tuple[tf.Tensor, State]:
         name = f"{self.prefix}.bucket_{index}"
-        if isinstance(bucket.scheme, FactorScheme):
-            return self._exchange_factors(bucket, bucket.scheme, gradients[bucket.members[0]], weight, name), ()
         vector = self._flatten(bucket, gradients)
         if weight is not None:
             vector = _weighted(vector, weight)
@@ -170,27 +252,6 @@ class Exchanger:
         name = f"{self.prefix}.bucket_{self.plan.buckets.index(bucket)}"
         assert bucket.server is not None
         return _split(bucket.server.pull(own, bucket.length, self.wire, name), bucket.descriptions)
-
-    def _exchange_factors(
-        self, bucket: Bucket, scheme: FactorScheme, gradient: Any, weight: tf.Tensor | None, name: str
-    ) -> tf.Tensor:
-        description = bucket.descriptions[0]
-        factors = self._no_rows(description) if gradient is None else gradient
-        if weight is not None:
-            factors = factors.weighted(weight)
-        left, right = (opaque(matrix, self._zeros["int32"]) for matrix in (factors.left, factors.right))
-        sent = dataclasses.replace(factors, left=left, right=right)
-        mean = scheme.exchange_factors(sent, self.wire, name)
-        mean = tf.ensure_shape(tf.cast(mean, description.dtype), [description.length])
-        return mean if factors.local is None else mean + tf.reshape(factors.local, [-1])
-
-    def _no_rows(self, description: Description) -> Factors:
-        shape = description.factors
-        assert shape is not None
-        zero = self._zeros[shape.dtype]
-        if shape.indexed:
-            return Rows(zeros([0], self._zeros["int32"]), zeros([0, shape.right], zero), table=shape.left)
-        return Factors(zeros([0, shape.left], zero), zeros([0, shape.right], zero))
 
     def pieces(self) -> list[Piece]:
         """What each variable of `states` is, in their order."""
@@ -229,18 +290,23 @@ class Exchanger:
         return tf.cond(rescale == 1.0, lambda: state, lambda: scheme.rescaled(state, rescale))
 
     @tf.function
-    def contribute_nothing(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    def contribute_nothing(self, number: int = 0) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Takes part in one exchange with zeros.
+
+        Args:
+          number: Which of the `calls` of a step.
 
         Returns:
           How many ranks are absent like this one, and what has to be fetched with it: TensorFlow leaves
           out a collective whose result nobody uses, even as a control dependency.
         """
-        absent = self.presence(zeros([], self._zeros["float32"])).absent
-        means, _ = self.exchange([None] * len(self.active), None)
-        if self.afterwards is not None:
-            means = self.afterwards(means)
-        return absent, [tf.reduce_sum(mean) for mean in means if mean is not None]
+        nothing = [None] * len(self._descriptions())
+        with numbered(number):
+            absent = self.presence(nothing, 0.0, here=False).absent
+            means, _ = self.exchange(nothing, None)
+            if self.afterwards is not None:
+                means = self.afterwards(means)
+        return absent, [tf.reduce_sum(mean) for mean in means]
 
     def _flatten(self, bucket: Bucket, gradients: Sequence[Any]) -> tf.Tensor:
         zero = self._zeros[bucket.dtype]
@@ -250,22 +316,24 @@ class Exchanger:
         # Gradients of linear losses are constants, on some ranks or on all.
         return opaque(vector, self._zeros["int32"])
 
-    def _check_active(self, gradients: Sequence[Any]) -> None:
-        for description, gradient, active in zip(self._descriptions(), gradients, self.active, strict=True):
-            if gradient is not None and not active:
-                raise ValueError(
-                    "Which variables have gradients is agreed on at the first step. Received: a gradient for "
-                    f"{description.path!r}, which had none on any rank then. Use a new DistributedOptimizer."
-                )
-
     def _descriptions(self) -> list[Description]:
         pairs = [(m, d) for b in self.plan.buckets for m, d in zip(b.members, b.descriptions, strict=True)]
         return [description for _, description in sorted(pairs, key=lambda pair: pair[0])]
 
 
+def _seen(count: int) -> tf.Variable:
+    with tf.init_scope():
+        return tf.Variable(tf.zeros([count]), trainable=False, name="seen")
+
+
 def _variable(slot: Slot, bucket: int) -> tf.Variable:
     with tf.init_scope():
         return tf.Variable(tf.zeros(slot.shape), trainable=False, name=f"bucket_{bucket}_{slot.name}")
+
+
+def _rows(buckets: int) -> tf.Variable:
+    with tf.init_scope(), tf.device("/CPU:0"):
+        return tf.Variable(tf.zeros([buckets]), trainable=False, name="rows")
 
 
 def _weighted(vector: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:

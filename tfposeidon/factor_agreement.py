@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfposeidon import embedding_rows, sufficient_factors
 from tfposeidon.coordinator import Plan
 from tfposeidon.gradient import Description
+from tfposeidon.policies import Policy
 from tfposeidon.schemes import FactorScheme
 from tfposeidon.sufficient_factors import Factors, FactorShape, NoFactorsError
 
@@ -25,30 +26,22 @@ def find(
     gradients: Sequence[Any],
     descriptions: Sequence[Description],
     replicated: Collection[Any],
-    batch_size: int | None,
-    steps: int = 1,
 ) -> list[Found]:
     """Which gradients of this rank are products of two thin matrices.
 
     Args:
       gradients: As they come from the tape.
       replicated: Variables with the same values on all ranks.
-      batch_size: Samples of a step, where shapes do not tell; `None` if nobody knows.
-      steps: How many of them each exchange serves.
     """
-    return [_found(g, d, replicated, batch_size, steps) for g, d in zip(gradients, descriptions, strict=True)]
+    return [_found(g, d, replicated) for g, d in zip(gradients, descriptions, strict=True)]
 
 
-def _found(
-    gradient: Any, description: Description, replicated: Collection[Any], batch_size: int | None, steps: int
-) -> Found:
+def _found(gradient: Any, description: Description, replicated: Collection[Any]) -> Found:
     try:
         factors = _read(gradient, description, replicated)
     except NoFactorsError as error:
         return {"why_not": str(error)}
-    rows = _rows(factors, batch_size)
-    found = dataclasses.replace(factors.shape, rows=rows and rows * steps)
-    return {**dataclasses.asdict(found), "constants": factors.constants}
+    return {**dataclasses.asdict(factors.shape), "constants": factors.constants}
 
 
 def _read(gradient: Any, description: Description, replicated: Collection[Any]) -> Factors:
@@ -57,15 +50,8 @@ def _read(gradient: Any, description: Description, replicated: Collection[Any]) 
     return sufficient_factors.read(gradient, description.shape, description.dtype, replicated)
 
 
-def _rows(factors: Factors, batch_size: int | None) -> int | None:
-    if factors.left.shape[0] is not None:
-        return int(factors.left.shape[0])
-    per_sample = sufficient_factors.rows_per_sample(factors.left)
-    return per_sample * batch_size if per_sample and batch_size else None
-
-
 def agreed(descriptions: Sequence[Description], everybody: Sequence[Sequence[Found]]) -> list[Description]:
-    """Descriptions with the factors that all ranks have; where numbers of rows differ, the largest counts."""
+    """Descriptions with the factors that all ranks have."""
     return [
         dataclasses.replace(description, **_merged([found[place] for found in everybody]))
         for place, description in enumerate(descriptions)
@@ -74,43 +60,47 @@ def agreed(descriptions: Sequence[Description], everybody: Sequence[Sequence[Fou
 
 def _merged(found: Sequence[Found]) -> dict[str, Any]:
     why = next((f"{one['why_not']} (rank {rank})" for rank, one in enumerate(found) if "why_not" in one), "")
-    if not why and any({**one, "rows": 0} != {**found[0], "rows": 0} for one in found):
+    if not why and any(one != found[0] for one in found):
         why = "its factors have other shapes, or its local term other constants, on different ranks"
     if why:
         return {"factors": None, "why_no_factors": why}
-    rows = [one["rows"] for one in found]
-    shape = {name: value for name, value in found[0].items() if name != "constants"}
-    return {"factors": FactorShape(**shape | {"rows": None if None in rows else max(rows)})}
+    return {"factors": FactorShape(**{name: value for name, value in found[0].items() if name != "constants"})}
 
 
-def check(plan: Plan) -> None:
-    """Refuses schemes that need factors where there are none.
+def check(plan: Plan, policy: Policy) -> None:
+    """Refuses a scheme that needs factors where no variable has any; single ones without go by all-reduce.
+
+    Args:
+      plan: With what ranks have agreed on.
+      policy: By which it was made.
 
     Raises:
-      ValueError: Naming the variable, why it has none, and what would.
+      ValueError: Naming a variable, why it has none, and what would.
     """
-    for bucket in plan.buckets:
-        description = bucket.descriptions[0]
-        if isinstance(bucket.scheme, FactorScheme) and description.factors is None:
+    if any(bucket.takes_factors for bucket in plan.buckets):
+        return
+    for description in (d for bucket in plan.buckets for d in bucket.descriptions if len(d.shape) > 1):
+        scheme = policy.choose(description, plan.topology).scheme
+        if isinstance(scheme, FactorScheme):
             raise ValueError(
-                f"{bucket.scheme.name!r} needs gradients that are a product of two thin matrices: those of kernels of "
-                f"{sufficient_factors.LAYERS}. Received: {description.path!r}: {description.why_no_factors}. "
-                'Use "hybcomm", or rules that give it another scheme.'
+                f"{scheme.name!r} needs gradients that are a product of two thin matrices: those of kernels of "
+                f"{sufficient_factors.LAYERS}. Received: none; that of {description.path!r} is no product, because "
+                f'{description.why_no_factors}. Use "hybcomm", or rules that give it another scheme.'
             )
 
 
 def taken(gradients: Sequence[Any], plan: Plan, replicated: Collection[Any]) -> list[Any]:
-    """Gradients with `Factors` in the place of those that go by a `FactorScheme`, if this trace shows them.
+    """Gradients with `Factors` in the place of those that are to go by them, if this trace shows them.
 
     Raises:
       ValueError: If peers add a regulariser's part by themselves, which cannot be told from the rest of that matrix.
     """
     taken = list(gradients)
-    for bucket in plan.buckets:
-        (member, *_), description = bucket.members, bucket.descriptions[0]
-        if not isinstance(bucket.scheme, FactorScheme) or taken[member] is None or description.factors is None:
+    for member, description in _by_factors(plan):
+        if taken[member] is None:
             continue
-        agreed = dataclasses.replace(description.factors, rows=None)
+        agreed = description.factors
+        assert agreed is not None
         try:
             factors = _read(taken[member], description, replicated)
             reason = "" if factors.shape == agreed else f"its factors are {factors.shape}, not {agreed}"
@@ -129,15 +119,21 @@ def taken(gradients: Sequence[Any], plan: Plan, replicated: Collection[Any]) -> 
 
 
 def as_planned(gradients: Sequence[Any], plan: Plan) -> list[Any]:
-    """Gradients with matrices as `Factors`, too, where they go by a `FactorScheme`: times the unit matrix.
+    """Gradients with matrices as `Factors`, too, where they are to go by them: times the unit matrix.
 
     Peers cannot know of another trace, and need not.
     """
     planned = list(gradients)
-    for bucket in plan.buckets:
-        (member, *_), factors = bucket.members, bucket.descriptions[0].factors
-        if not isinstance(bucket.scheme, FactorScheme) or factors is None:
-            continue
+    for member, description in _by_factors(plan):
         if planned[member] is not None and not isinstance(planned[member], Factors):
-            planned[member] = embedding_rows.as_product(planned[member], factors)
+            assert description.factors is not None
+            planned[member] = embedding_rows.as_product(planned[member], description.factors)
     return planned
+
+
+def _by_factors(plan: Plan) -> Iterator[tuple[int, Description]]:
+    """Variables that are to go by factors, and their places."""
+    for bucket in plan.buckets:
+        for member, description in zip(bucket.members, bucket.descriptions, strict=True):
+            if bucket.takes_factors and description.factors is not None:
+                yield member, description

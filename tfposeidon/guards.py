@@ -75,6 +75,15 @@ def check_bucket_bytes(bucket_bytes: Any) -> None:
         raise ValueError(f"`bucket_bytes` must be a whole number from 0. Received: bucket_bytes={bucket_bytes!r}")
 
 
+def check_sample_count(sample_count: Any) -> None:
+    """Refuses what is no function: the number itself belongs into `apply`."""
+    if sample_count is not None and not callable(sample_count):
+        raise TypeError(
+            "`sample_count` must be a function from a batch to a number. Received: "
+            f"sample_count={sample_count!r}. In a hand-written loop give the number to apply."
+        )
+
+
 def check_server_update(policy: Policy, inner: Any) -> None:
     """Refuses to let servers update by a rule that needs whole variables, or may need them."""
     if not policy.updates_at_servers:

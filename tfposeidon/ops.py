@@ -185,22 +185,25 @@ def sum_rows(rows: Any, count: int) -> tf.Tensor:
 
 
 def one_bit_encode(residual: Any, gradient: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """Codes `residual + gradient` as one bit a value, and two means for each 4096 values.
+    """Codes `residual + gradient` as one bit a value, and two means for each 4096 values, of those above and below 0.
+
+    Zeros stay zeros. Where some of 4096 values are zero and others are not, a second bit a value says which.
 
     Args:
       residual: `[n]` float32.
       gradient: `[n]` float32.
 
     Returns:
-      The code, `[one_bit_size(n)]` int32, and `[n]` float32, what it does not say:
-      `one_bit_sum(code, n) + new_residual = residual + gradient`, to rounding.
+      The code, int32, of `one_bit_size(n)` words and those that tell zeros from others; and `[n]` float32, what it does
+      not say: `one_bit_sum(code, n) + new_residual = residual + gradient`, to rounding.
 
     Raises:
       ValueError: If a dtype is another.
       InvalidArgumentError: If they are not vectors of one length.
 
     Cost: one pass over memory.
-    Source: Seide et al. 2014 (1-bit SGD). Differs: blocks of 4096 values where it has columns.
+    Source: Seide et al. 2014 (1-bit SGD). Differs: blocks of 4096 values where it has columns; zeros are not counted
+    among the positive values.
     """
     return library().tfposeidon_one_bit_encode(
         residual=_float32("residual", residual), gradient=_float32("gradient", gradient)
@@ -211,7 +214,7 @@ def one_bit_sum(codes: Any, size: int) -> tf.Tensor:
     """Sums what codes of `one_bit_encode` say, in their order.
 
     Args:
-      codes: `[count * one_bit_size(size)]` int32, one after the other.
+      codes: int32, one after the other.
       size: Values of each.
 
     Returns:
@@ -224,8 +227,8 @@ def one_bit_sum(codes: Any, size: int) -> tf.Tensor:
 
 
 def one_bit_size(n: int) -> int:
-    """int32 words that `n` values are coded in."""
-    return -(-n // 32) + 2 * -(-n // 4096)
+    """int32 words that `n` values are coded in, none of which is 0; with zeros it is up to a bit a value more."""
+    return -(-n // 32) + 3 * -(-n // 4096)
 
 
 def l2_norms(tensors: Sequence[Any]) -> tf.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -19,6 +19,7 @@ from tfposeidon import (
     norms,
     policies,
     runtime,
+    sample_counts,
     trainer,
 )
 from tfposeidon.accumulation import Accumulation
@@ -47,10 +48,15 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         quarter of it, they go by themselves. Smaller buckets start earlier, larger ones cost fewer
         messages, which "asa" and "2dtar" feel more than "allreduce"; 0 sends each variable by itself.
       gradient_accumulation_steps: As in Keras's optimizers.
+      sample_count: How `fit` and `train_on_batch` weigh this rank: a function from what the train step is given, as
+        `(x, y, sample_weight)`, to a number. Left out, it is the number of samples, which is exact for losses that are
+        means over samples. `tfposeidon.sample_counts` has some for other losses; register your own with Keras if the
+        model is to be saved.
       name: Of this object.
 
     Raises:
-      TypeError: For arguments that there are not; for those of Horovod's optimizer it names ours.
+      TypeError: For arguments that there are not; for those of Horovod's optimizer it names ours. If `sample_count` is
+        no function.
       ValueError: If an argument makes no sense, under `tf.distribute`, or with another Keras backend
         than TensorFlow.
 
@@ -70,6 +76,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         *,
         bucket_bytes: int = coordinator.DEFAULT_BUCKET_BYTES,
         gradient_accumulation_steps: int | None = None,
+        sample_count: sample_counts.SampleCount | None = None,
         name: str | None = None,
         **others: Any,
     ) -> None:
@@ -77,6 +84,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         guards.check_surroundings()
         guards.check_inner(inner_optimizer, DistributedOptimizer)
         guards.check_bucket_bytes(bucket_bytes)
+        guards.check_sample_count(sample_count)
         policy = policies.parse(scheme)
         guards.check_server_update(policy, inner_optimizer)
         innermost = guards.innermost(inner_optimizer)
@@ -90,10 +98,17 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self._planner = Planner(policy, bucket_bytes)
         self._accumulation: Accumulation | None = None
         self._shards: ServerShards | None = None
+        self._count_samples = sample_count
         self._sample_count: Any = None
         self.ends_with_first_rank = False
         self.restores_scheme = False
+        self.may_scale = False
         trainer.teach_keras()
+
+    def __bool__(self) -> bool:
+        """True. Under `mixed_float16` only `compile(auto_scale_loss=False)` does not ask: nothing else tells."""
+        self.may_scale = self.may_scale or not self.built
+        return True
 
     # ------------------------------------------------------------------ state
 
@@ -108,15 +123,22 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             self._shards.build(self.inner_optimizer)
         elif not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
+        self._show_averages()
         self._trainable_variables = list(variables)
         self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
         if self.gradient_accumulation_steps:
             self._accumulation = Accumulation(self, variables, self.gradient_accumulation_steps)
         with tf.init_scope():
             self._absent = tf.Variable(0.0, trainable=False, name="absent")
-            self._calls = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="calls")
             self._exposed_s = tf.Variable(tf.zeros([], tf.float64), trainable=False, name="exposed_s")
         self.built = True
+
+    def _show_averages(self) -> None:
+        """Lends the averages of weights to a loss scale around them: `SwapEMAWeights` looks one optimizer deep."""
+        inner, innermost = self.inner_optimizer, guards.innermost(self)
+        if inner is not innermost and innermost.use_ema:
+            # Past Keras, which would take them for the loss scale's own.
+            vars(inner)["_model_variables_moving_average"] = innermost._model_variables_moving_average
 
     @property
     def variables(self) -> list[Any]:
@@ -163,14 +185,16 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             "scheme": keras.saving.serialize_keras_object(self.policy),
             "bucket_bytes": self._planner.bucket_bytes,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "sample_count": keras.saving.serialize_keras_object(self._count_samples),
         }
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> DistributedOptimizer:
         """The inverse of `get_config`; needs neither Horovod nor a launcher."""
-        objects = {
+        objects: dict[str, Any] = {
             key: keras.saving.deserialize_keras_object(config[key], custom_objects=custom_objects)
-            for key in ("inner_optimizer", "scheme")
+            for key in ("inner_optimizer", "scheme", "sample_count")
+            if key in config
         }
         return cls(**{**config, **objects})
 
@@ -232,16 +256,20 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             raise ValueError(f"There must be a gradient per variable. Received: {len(grads)} and {len(variables)}.")
         count = self._sample_count if sample_count is None else sample_count
         guards.check_all_variables(variables, self._trainable_variables, self._shards is not None)
-        if self.ends_with_first_rank:
-            self._calls.assign_add(1)
-        if self._exchanges(variables):
-            grads = self._agreed_on(grads, variables, count)
+        if not self._exchanges(variables):
+            self._accumulated_update(grads, variables, count)
+            return
+        grads = self._agreed_on(grads, variables, count)
+        with self._exchanger(variables).call():
+            self._accumulated_update(grads, variables, count)
+
+    def _accumulated_update(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         if self._accumulation is None:
             self._update(grads, variables, count)
-        else:
-            places = [self._get_variable_index(v) for v in variables]
-            update = functools.partial(self._update, variables=variables)
-            self._accumulation.add(places, grads, count, lambda means, total: update(means, count=total))
+            return
+        places = [self._get_variable_index(v) for v in variables]
+        update = functools.partial(self._update, variables=variables)
+        self._accumulation.add(places, grads, count, lambda means, total: update(means, count=total))
 
     def apply_gradients(self, grads_and_vars: Iterable[Any], sample_count: Any = None) -> Any:
         """As `apply`, for pairs. Returns the number of updates so far."""
@@ -296,21 +324,18 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             self._shards.scatter_state(rank)
 
     @contextlib.contextmanager
-    def counting(self, sample_count: Any) -> Iterator[None]:
-        """Within it, `apply` takes `sample_count` from here: how `fit` supplies it."""
-        self._sample_count, previous = sample_count, self._sample_count
+    def counting(self, data: Any) -> Iterator[None]:
+        """Within it, `apply` weighs this rank by what `data` counts: how `fit` supplies it.
+
+        Args:
+          data: What the train step is given.
+        """
+        count = sample_counts.counted(self._count_samples or sample_counts.batch_size, data)
+        self._sample_count, previous = count, self._sample_count
         try:
             yield
         finally:
             self._sample_count = previous
-
-    def takes_batches_of(self, samples: int | None) -> bool:
-        """What `fit` says of the samples per step and rank, where shapes do not tell; `None` if it does not know.
-
-        Returns:
-          Whether that makes another plan, so that the step has to be traced anew.
-        """
-        return self._planner.takes_batches_of(samples)
 
     def prepare(self, variables: Sequence[Any]) -> None:
         """Plans for `variables` before a step is traced, and makes the variables that the exchange needs.
@@ -339,6 +364,11 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
                 "one. Compile with a new DistributedOptimizer, or give its inner optimizer loss_scale_factor=1.0."
             )
         self.inner_optimizer = scaled
+
+    @property
+    def suits_xla(self) -> bool:
+        """Whether XLA can compile its steps: on one rank, if schemes keep nothing from step to step."""
+        return runtime.size() == 1 and not self.policy.keeps_state
 
     @property
     def policy(self) -> policies.Policy:
@@ -382,24 +412,19 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         return float(self._exposed_s.numpy()) if self.built else 0.0
 
     @property
-    def calls(self) -> int:
-        """Calls of `apply` so far, counted while `ends_with_first_rank`."""
-        return int(self._calls.numpy()) if self.built else 0
-
-    @property
     def absent_ranks(self) -> int:
         """Ranks that had no batch left at the last step; counted while `ends_with_first_rank`."""
-        return int(self._absent.numpy())
+        return int(self._absent.numpy()) if self.built else 0
 
-    def finish_epoch(self) -> None:
-        """Contributes nothing to the others' steps until all ranks are done with the epoch.
+    @property
+    def exchangers(self) -> list[Exchanger]:
+        """What exchanges the gradients in the steps so far, for each list of variables."""
+        return self._planner.agreed
 
-        Gradients accumulated for an update that no longer comes are dropped on every rank.
-        """
-        if not self._planner.agreed:
-            raise RuntimeError("A rank without a single batch cannot end an epoch. Give every rank data.")
-        while min([int(exchanger.contribute_nothing()[0]) for exchanger in self._planner.agreed]) < runtime.size():
-            pass
+    def begin_epoch(self) -> None:
+        """Forgets who was absent, and drops gradients accumulated for an update that no longer comes."""
+        if not self.built:
+            return
         self._absent.assign(0.0)
         if self._accumulation is not None:
             self._accumulation.reset()
@@ -407,7 +432,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     def _agreed_on(self, grads: list[Any], variables: list[Any], count: Any) -> list[Any]:
         """Makes sure that all ranks are about to do the same; gradients, with factors where these are sent."""
         guards.check_graph()
-        self._planner.agree_once(grads, variables, self.inner_optimizer, self._settings(count))
+        self._planner.agree(grads, variables, self.inner_optimizer, self._settings(count))
         plan = self._exchanger(variables).plan
         return factor_agreement.taken(grads, plan, [*variables, *self.inner_optimizer.variables])
 
@@ -416,53 +441,49 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             rows = [gradient.merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
             if self._shards is not None:
                 rows = self._shards.completed(self._shards.own_parts(rows))
-            self._apply_inner(rows, variables)
+            self._apply_inner(rows, variables, lambda update: update(rows))
             return
         exchanger = self._exchanger(variables)
-        presence = exchanger.presence(count) if count is not None else None
+        presence = exchanger.presence(grads, count)
         sent = factor_agreement.as_planned(grads, exchanger.plan)
         ready = _time_after(sent)
-        weight = presence.weight if presence else None
         update_rate = self._planner.update_rate(variables)
         rate = update_rate.now(self.inner_optimizer) if any(exchanger.states) else None
         rescale = None if rate is None else update_rate.rescale(rate)
-        means, states = exchanger.exchange(sent, weight, rescale)
+        means, states = exchanger.exchange(sent, presence.weight, rescale)
         if self._shards is not None:
             means = self._shards.completed(means)
         self._exposed_s.assign_add(_time_after(means) - ready)
         pairs = list(zip(itertools.chain(*exchanger.states), itertools.chain(*states), strict=True))
         if rate is not None:
-            pairs.append((update_rate.variable, rate))
-        self._apply_means(means, variables, pairs, presence, rate)
-
-    def _apply_means(
-        self, means: list[Any], variables: list[Any], pairs: list[Any], presence: Any, rate: tf.Tensor | None
-    ) -> None:
+            pairs += [(update_rate.variable, rate), (exchanger.seen, exchanger.now_seen(presence))]
+        # Read by nobody in most steps; a collective whose result is not used would be left out.
+        self._absent.assign(presence.absent)
         # At a rate of 0 the update does nothing, and what was sent would be lost.
         counts = True if rate is None else rate > 0.0
-        if presence is not None and self.ends_with_first_rank:
-            self._absent.assign(presence.absent)
-            everybody = presence.absent == 0.0
+        missing = exchanger.groups([place for place, gradient in enumerate(grads) if gradient is None])
+        update = functools.partial(_update_expected, means, missing, exchanger.expected(presence))
+        if self.ends_with_first_rank:
             # Some ranks are out of data: the others' gradients are dropped, so that all end alike.
-            self._apply_inner(means, variables, everybody)
-            _assign_if(tf.logical_and(everybody, counts), means, pairs)
+            everybody = presence.absent == 0.0
+            self._apply_inner(means, variables, lambda apply: tf.cond(everybody, lambda: update(apply), lambda: None))
+            counts = tf.logical_and(everybody, counts)
         else:
-            self._apply_inner(means, variables)
-            _assign_if(counts, means, pairs)
+            self._apply_inner(means, variables, update)
+        _assign_if(counts, means, pairs)
 
-    def _apply_inner(self, means: list[Any], variables: list[Any], wanted: tf.Tensor | None = None) -> None:
+    def _apply_inner(self, means: list[Any], variables: list[Any], run: Callable[[_Apply], None]) -> None:
         with norms.used(self.inner_optimizer, self._planner.norms(variables)):
             if self._shards is not None:
-                self._shards.apply(means, wanted)
-            elif wanted is None:
-                self.inner_optimizer.apply(means, variables)
+                self._shards.apply(means, run)
             else:
-                tf.cond(wanted, lambda: self.inner_optimizer.apply(means, variables), lambda: None)
+                run(lambda found: self.inner_optimizer.apply(found, variables))
 
     def _settings(self, count: Any) -> dict[str, Any]:
         """What has to be the same on all ranks, besides the variables and what the planner knows."""
         return {
             "counted": count is not None,
+            "sample_count": self._count_samples and sample_counts.name(self._count_samples),
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "optimizer": [type(self.inner_optimizer).__name__, type(guards.innermost(self)).__name__],
             **norms.settings(self.inner_optimizer),
@@ -487,6 +508,40 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     def _exchanges(self, variables: list[Any]) -> bool:
         """On one rank nothing is sent, but schemes may keep something, such as velocity."""
         return runtime.size() > 1 or any(self._exchanger(variables).states)
+
+
+_Apply = Callable[[list[Any]], None]
+
+
+def _update_expected(means: list[Any], missing: list[list[int]], expected: tf.Tensor, apply: _Apply) -> None:
+    """Applies means; where no rank has a gradient, there is none.
+
+    Args:
+      means: Of all variables; `None` for those that are left out already.
+      missing: Groups of places of those for which this rank has no gradient in the step that is traced. Others may
+        have, for all of a group or for none.
+      expected: Bool, one for each variable: whether there is a mean of it.
+      apply: Takes means, with `None` where there is none.
+    """
+    if not any(mean is not None for mean in means):
+        tf.debugging.Assert(False, ["There must be a gradient on some rank. Received: none for any variable."])
+        return
+    if not missing:
+        apply(means)
+        return
+    group, *others = missing
+    found = tf.gather(expected, group)
+    without = [None if place in group else mean for place, mean in enumerate(means)]
+
+    def with_group() -> None:
+        rule = (
+            "Of the variables without a gradient on this rank, all or none must have one on others. Received: some "
+            "have. Give zeros as the gradients of all of them."
+        )
+        tf.debugging.Assert(tf.reduce_all(found), [rule, found])
+        _update_expected(means, others, expected, apply)
+
+    tf.cond(tf.reduce_any(found), with_group, lambda: _update_expected(without, others, expected, apply))
 
 
 def _time_after(gradients: list[Any]) -> tf.Tensor:

@@ -34,7 +34,6 @@ class Planner:
     def __init__(self, policy: Policy, bucket_bytes: int) -> None:
         self.policy = policy
         self.bucket_bytes = bucket_bytes
-        self._batch_size: int | None = None
         self._exchangers: dict[Any, Exchanger] = {}
         self._update_rates: dict[Any, UpdateRate] = {}
         self._norms: dict[Any, norms.Choice] = {}
@@ -70,49 +69,40 @@ class Planner:
         return [exchanger for exchanger in self.exchangers if exchanger.prefix]
 
     def plan(self, variables: list[Any], inner_optimizer: Any) -> coordinator.Plan:
-        """All plans that steps follow as one; before the first step, that for `variables`."""
-        plans = [exchanger.plan for exchanger in self.agreed]
+        """All plans as one, as the last step followed them; before the first step, that for `variables`."""
+        plans = [self._of_last_step(exchanger) for exchanger in self.agreed]
         if not plans:
             plans = [self.exchanger(variables, inner_optimizer).plan]
         buckets = tuple(itertools.chain(*(plan.buckets for plan in plans)))
         notes = dict.fromkeys([*itertools.chain(*(plan.notes for plan in plans)), *self._notes])
         return dataclasses.replace(plans[0], buckets=buckets, notes=tuple(notes))
 
-    def agree_once(
+    def agree(
         self,
         grads: list[Any],
         variables: list[Any],
         inner_optimizer: Any,
         settings: dict[str, Any],
     ) -> None:
-        """At the first trace of a step: makes sure that all ranks are about to do the same, and plans with factors.
+        """While a step is traced: makes sure that all ranks are about to do the same; at the first, plans with factors.
 
         Args:
           settings: What has to be the same on all ranks, besides the variables and this planner's own.
         """
         exchanger = self.exchanger(variables, inner_optimizer)
-        if exchanger.prefix is not None:
-            return
-        own = {"scheme": repr(self.policy), "bucket_bytes": self.bucket_bytes}
-        exchanger.agree(f"tp{next(_numbers)}", grads, own | settings)
+        if exchanger.prefix is None:
+            own = {"scheme": repr(self.policy), "bucket_bytes": self.bucket_bytes}
+            exchanger.agree(f"tp{next(_numbers)}", grads, own | settings)
+            self._plan_step(grads, variables, inner_optimizer, settings)
+
+    def _plan_step(
+        self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]
+    ) -> None:
         if self.policy.reads_factors:
             replicated = [*variables, *inner_optimizer.variables]
-            steps = settings["gradient_accumulation_steps"] or 1
-            self._plan_with_factors(grads, variables, replicated, steps)
+            self._plan_with_factors(grads, variables, replicated)
         self._choose_norms(variables, inner_optimizer)
         self._take_notes(grads, variables, inner_optimizer, settings)
-
-    def takes_batches_of(self, samples: int | None) -> bool:
-        """See `DistributedOptimizer.takes_batches_of`."""
-        before, self._batch_size = self._batch_size, samples
-        agreed = self.agreed if self.policy.reads_factors else []
-        if not agreed:
-            return False
-        # If it is another on any rank, all have to plan anew.
-        another = any(exchange_objects(before not in (None, samples), agreed[0].wire, "batch_size"))
-        for exchanger in agreed if another else []:
-            exchanger.prefix = None
-        return another
 
     def change_policy(self, policy: Policy) -> None:
         """Drops all plans; those of the next traced step follow `policy`."""
@@ -128,37 +118,33 @@ class Planner:
             if any(exchanger.states):
                 yield from zip(itertools.chain(*exchanger.states), exchanger.pieces(), strict=True)
                 yield self._update_rates[key].variable, Piece(name=f"update_rate_{number}")
+                yield exchanger.seen, Piece(name=f"seen_{number}")
 
     def _plan(self, descriptions: list[Description]) -> coordinator.Plan:
         topology = runtime.wire().topology
         notes = [] if topology.size > 1 else ["one rank: nothing is sent"]
         return coordinator.plan(descriptions, self.policy, topology, self.bucket_bytes, notes)
 
-    def _plan_with_factors(
-        self,
-        grads: list[Any],
-        variables: list[Any],
-        replicated: list[Any],
-        steps: int,
-    ) -> None:
+    def _of_last_step(self, exchanger: Exchanger) -> coordinator.Plan:
+        with tf.init_scope():
+            rows = exchanger.rows.numpy()
+        return coordinator.with_rows(exchanger.plan, rows, self.policy)
+
+    def _plan_with_factors(self, grads: list[Any], variables: list[Any], replicated: list[Any]) -> None:
         """Plans again, now that the ops are there that make the gradients."""
         exchanger = self._exchangers[_key(variables)]
         descriptions = [describe(v) for v in variables]
-        batch_size = getattr(self.policy, "batch_size", None) or self._batch_size
-        found = factor_agreement.find(grads, descriptions, replicated, batch_size, steps)
+        found = factor_agreement.find(grads, descriptions, replicated)
         with tf.init_scope():
             everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
         plan = self._plan(factor_agreement.agreed(descriptions, everybody))
-        factor_agreement.check(plan)
-        new = Exchanger(plan, exchanger.wire, self._zeros)
+        factor_agreement.check(plan, self.policy)
+        new = Exchanger(plan, exchanger.wire, self._zeros, exchanger.rows)
         new.take_over(exchanger)
         self._exchangers[_key(variables)] = new
 
     def _choose_norms(self, variables: list[Any], inner_optimizer: Any) -> None:
         key = _key(variables)
-        if key in self._norms:
-            # Batches of another size are planned anew; norms stay as they are.
-            return
         exchanger = self._exchangers[key]
         served = any(bucket.server for bucket in exchanger.plan.buckets)
         self._norms[key] = norms.choose(inner_optimizer, variables, served, exchanger.wire, f"{exchanger.prefix}")
@@ -168,12 +154,9 @@ class Planner:
     def _take_notes(
         self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]
     ) -> None:
-        if settings["counted"]:
-            self._note("ranks weigh by their number of samples: exact for losses that are means over samples")
-        else:
-            self._note("no sample_count was given: ranks weigh the same, unequal batches give a mean of means")
+        self._note(_weighing(settings))
         plan = self._exchangers[_key(variables)].plan
-        by_rows = {b.descriptions[0].path for b in plan.buckets if b.goes_alone}
+        by_rows = {d.path for b in plan.buckets if b.takes_factors for d in b.descriptions}
         steps = settings["gradient_accumulation_steps"]
         if steps and by_rows:
             self._note(f"rows of factors are kept over {steps} steps, other gradients are added up")
@@ -193,3 +176,11 @@ class Planner:
 
 def _key(variables: list[Any]) -> Any:
     return tuple(of_tensorflow(v).ref() for v in variables)
+
+
+def _weighing(settings: dict[str, Any]) -> str:
+    if settings["sample_count"]:
+        return f"ranks weigh by {settings['sample_count']}: exact for losses that are means over what it counts"
+    if settings["counted"]:
+        return "ranks weigh by their number of samples: exact for losses that are means over samples"
+    return "no sample_count was given: ranks weigh the same, unequal batches give a mean of means"

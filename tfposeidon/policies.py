@@ -12,7 +12,7 @@ import keras
 
 from tfposeidon.config import Configured
 from tfposeidon.gradient import Description
-from tfposeidon.schemes import REGISTRY, AllReduce, FactorBroadcast, FactorScheme, Scheme, ShardedServer
+from tfposeidon.schemes import REGISTRY, AllReduce, ByRows, FactorBroadcast, FactorScheme, Scheme, ShardedServer
 from tfposeidon.schemes.sharded_server import PAIR_BYTES
 from tfposeidon.text import readable
 from tfposeidon.topology import Topology
@@ -43,6 +43,11 @@ class Policy(Configured, ABC):
         """Whether it lets servers update variables, for which the optimizer's state has to be built."""
         return False
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether some of its schemes keep something from step to step, even on one rank."""
+        return False
+
 
 @dataclass(frozen=True)
 class Uniform(Policy):
@@ -60,6 +65,10 @@ class Uniform(Policy):
     @property
     def updates_at_servers(self) -> bool:
         return isinstance(self.scheme, ShardedServer) and self.scheme.update == "server"
+
+    @property
+    def keeps_state(self) -> bool:
+        return bool(self.scheme.slots(max(1, self.scheme.min_length), Topology(0, ((0,),))))
 
     def get_config(self) -> dict[str, Any]:
         return {"scheme": keras.saving.serialize_keras_object(self.scheme)}
@@ -82,26 +91,23 @@ class HybComm(Policy):
     """Sufficient factors where they are fewer values than the matrix, the sharded store for everything else.
 
     With P nodes, each worker and server, and K rows a node of an M x N kernel: factors if 2 K (P - 1) (M + N) is at
-    most 2 M N (P + P - 2) / P (BestScheme). Ranks of one node alone count as nodes.
+    most 2 M N (P + P - 2) / P (BestScheme). Ranks of one node alone count as nodes. Each step decides for itself, by
+    the rows that all ranks have in it; the plan shows what the last one took.
 
     Args:
-      batch_size: Samples that a rank has per step, where neither shapes nor `fit` tell.
       pair_bytes: Of the store's pairs, as in `ShardedServer`.
 
     Raises:
-      ValueError: If `batch_size` or `pair_bytes` is not positive.
+      ValueError: If `pair_bytes` is not positive.
 
     Source: Zhang et al. 2017 (Poseidon), Algorithm 1 and Table 1. Differs: whatever is a product of two matrices
-    counts as fully connected, K are the rows that are sent, and bytes are compared, where factors may have 16 bits and
-    the rows of an embedding travel with an index in place of M values.
+    counts as fully connected; K are the rows that are sent, the mean over ranks, counted in each step; and bytes are
+    compared, where factors may have 16 bits and the rows of an embedding travel with an index in place of M values.
     """
 
-    batch_size: int | None = None
     pair_bytes: int = PAIR_BYTES
 
     def __post_init__(self) -> None:
-        if self.batch_size is not None and self.batch_size <= 0:
-            raise ValueError(f"`batch_size` must be positive. Received: batch_size={self.batch_size}")
         _ = self._store
 
     @property
@@ -111,18 +117,24 @@ class HybComm(Policy):
     def choose(self, description: Description, topology: Topology) -> Choice:
         factors = description.factors
         if factors is None:
-            return Choice(self._store, description.why_no_factors or "no product of two matrices")
-        if factors.rows is None:
-            return Choice(self._store, "its number of rows is not known: give HybComm(batch_size=...)")
+            return Choice(self._store, description.why_no_factors or "the first step tells whether it has factors")
         ranks = max(len(node) for node in topology.nodes)
-        p, k = (len(topology.nodes), ranks * factors.rows) if len(topology.nodes) > 1 else (ranks, factors.rows)
-        sfb, _ = best_scheme_values(factors.left_columns, factors.right, k, p)
-        _, ps = best_scheme_values(factors.left, factors.right, k, p)
-        candidates = (("sfb", sfb * factors.itemsize), ("ps", ps * description.itemsize))
-        (_, sfb_bytes), (_, ps_bytes) = candidates
-        sign, scheme = ("<=", FactorBroadcast()) if sfb_bytes <= ps_bytes else (">", self._store)
-        values = [readable(size) for _, size in candidates]
-        return Choice(scheme, f"sfb {values[0]} {sign} ps {values[1]} with K={k}, P={p}", candidates)
+        p, together = (len(topology.nodes), ranks) if len(topology.nodes) > 1 else (ranks, 1)
+        one_row, _ = best_scheme_values(factors.left_columns, factors.right, 1, p)
+        _, ps = best_scheme_values(factors.left, factors.right, 1, p)
+        one_row, ps = one_row * factors.itemsize, ps * description.itemsize
+        # One rank sends nothing either way.
+        most = ps / one_row if one_row else 0.0
+        # Up to as many rows as they are fewer than the store, sums in the node would be no fewer bytes than they.
+        sfb = FactorBroadcast(sums_in_node=False)
+        by_rows = ByRows(few=sfb, many=self._store, limit=int(most * topology.size / together))
+        if factors.rows is None:
+            return Choice(by_rows, f"sfb up to K={int(most)}, ps beyond, P={p}")
+        k = together * factors.rows
+        scheme = by_rows.taken(round(factors.rows * topology.size))
+        sign = "<=" if scheme == by_rows.few else ">"
+        reason = f"sfb {readable(k * one_row)} {sign} ps {readable(ps)} with K={k:g}, P={p}"
+        return Choice(scheme, reason, (("sfb", k * one_row), ("ps", ps)))
 
     @property
     def reads_factors(self) -> bool:
@@ -184,10 +196,8 @@ class Rules(Policy):
         return any(policy.updates_at_servers for _, policy in self.rules)
 
     @property
-    def batch_size(self) -> int | None:
-        """The first that a policy was given."""
-        sizes = [getattr(policy, "batch_size", None) for _, policy in self.rules]
-        return next(filter(None, sizes), None)
+    def keeps_state(self) -> bool:
+        return any(policy.keeps_state for _, policy in self.rules)
 
     def get_config(self) -> dict[str, Any]:
         return {"rules": [[p, keras.saving.serialize_keras_object(policy)] for p, policy in self.rules]}

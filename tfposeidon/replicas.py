@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfposeidon.agreement import as_json, check_same_variables
@@ -73,6 +74,18 @@ def differences(variables: Sequence[Any], wire: Wire) -> dict[str, list[int]]:
         if ranks:
             found[description.path] = ranks
     return found
+
+
+def different_arrays(arrays: Mapping[str, np.ndarray], wire: Wire) -> dict[str, list[int]]:
+    """Name of each array that is not bit-equal everywhere, or missing on some rank -> the ranks unlike rank 0."""
+    mine = {name: zlib.crc32(np.ascontiguousarray(array).tobytes()) for name, array in arrays.items()}
+    everybody = exchange_objects(mine, wire, "tp.arrays")
+    names = dict.fromkeys(name for sums in everybody for name in sums)
+    found = {
+        name: [rank for rank, sums in enumerate(everybody) if sums.get(name) != everybody[0].get(name)]
+        for name in names
+    }
+    return {name: ranks for name, ranks in found.items() if ranks}
 
 
 def _broadcast(variable: Any, wire: Wire, root_rank: int, name: str) -> tf.Tensor:

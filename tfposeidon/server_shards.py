@@ -6,7 +6,7 @@ variables, norms and non-finite values are those of whole gradients, and the sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -119,21 +119,18 @@ class ServerShards:
         name = f"{self._exchanger.prefix}.norms"
         return whole_gradients.completed(means, served, self._optimizer, self._exchanger.wire, name)
 
-    def apply(self, means: list[Any], wanted: tf.Tensor | None = None) -> None:
+    def apply(self, means: list[Any], run: Callable[[Callable[[list[Any]], None]], None]) -> None:
         """Applies the inner optimizer to what this rank serves and to what stays whole, and pulls.
 
         Args:
           means: From `completed`.
-          wanted: Whether to apply it, where the step decides.
+          run: Gives `means`, or those of them that the step finds, to what it is given.
         """
         self._loaded = {}
         self._refresh()
         # What was clipped by whole norms would be clipped once more by those of this rank's parts, to rounding.
         with _set_to_none(self._inner, "clipnorm", "global_clipnorm"), norms.used(self._inner, self._norms()):
-            if wanted is None:
-                self._optimizer.apply(means, self.targets)
-            else:
-                tf.cond(wanted, lambda: self._optimizer.apply(means, self.targets), lambda: None)
+            run(lambda found: self._optimizer.apply(found, self.targets))
         self._pull({member for member, mean in enumerate(means) if mean is not None})
 
     def _norms(self) -> Norms | None:

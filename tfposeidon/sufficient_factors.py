@@ -8,7 +8,6 @@ recognised for certain is no product.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,8 +27,8 @@ class FactorShape:
     """What the exchange has to know of factors before any step runs; the same on every rank.
 
     Attributes:
-      rows: K of one rank and exchange: the samples of a batch, times the positions at which the kernel is used, times
-        the steps whose gradients are accumulated; `None` if there is no telling.
+      rows: K of one rank and exchange, on average: the samples of a batch, times the positions at which the kernel is
+        used, times the steps whose gradients are accumulated; `None` before the first step.
       left: M.
       right: N.
       dtype: Of the values that are sent.
@@ -37,7 +36,7 @@ class FactorShape:
       indexed: Whether the left rows are one-hot, and travel as their indices.
     """
 
-    rows: int | None
+    rows: float | None
     left: int
     right: int
     dtype: str
@@ -54,8 +53,8 @@ class FactorShape:
         return max(1, 4 // self.itemsize) if self.indexed else self.left
 
     @property
-    def bytes(self) -> int:
-        """What one rank has to send to each other; 0 if there is no telling."""
+    def bytes(self) -> float:
+        """What one rank has to send to each other; 0 before the first step."""
         columns = self.left_columns + self.right + (WEIGHT_COLUMNS if self.itemsize == 2 else 0)
         return (self.rows or 0) * columns * self.itemsize
 
@@ -95,6 +94,20 @@ class Factors:
         return FactorShape(None, *self.widths, dtype=self.left.dtype.name, has_local=self.local is not None)
 
     @property
+    def enough_rows(self) -> int:
+        """Rows with which any matrix of this size can be sent: times the unit matrix, on its smaller side."""
+        return min(self.widths)
+
+    @property
+    def own_product(self) -> tf.Tensor:
+        """`[M * N]` without the local term, float32 unless they are float64: of this rank's rows alone."""
+        right = self.right
+        if right.dtype.size == 2:
+            right = tf.cast(right, tf.float32)
+            right = right if self.weight is None else right * _column(self.weight)
+        return tf.reshape(self._multiplied_here(self.left, right), [-1])
+
+    @property
     def packed(self) -> tf.Tensor:
         """All that is sent, `[K, M + N]` or two columns more: one message; bfloat16 as uint16, unknown to Horovod."""
         both = [self.left, self.right]
@@ -122,6 +135,9 @@ class Factors:
         return tf.reshape(self._multiplied(left, right), [-1])
 
     def _multiplied(self, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+        return self._multiplied_here(left, right)
+
+    def _multiplied_here(self, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
         return tf.linalg.matmul(tf.cast(left, right.dtype), right, transpose_a=True)
 
     def weighted(self, weight: tf.Tensor) -> Factors:
@@ -198,24 +214,10 @@ def read(gradient: Any, shape: Sequence[int], dtype: str, replicated: Collection
 
 
 def as_factors(gradient: Any, like: FactorShape) -> Factors:
-    """Any gradient as a product, with the unit matrix: for a rank whose peers expect factors and which has none."""
+    """Any gradient as a product with the unit matrix: for a rank whose peers expect factors and which has none."""
     matrix = tf.reshape(tf.cast(tf.convert_to_tensor(gradient), like.dtype), [like.left, like.right])
-    return Factors(tf.eye(like.left, dtype=like.dtype), matrix)
-
-
-def rows_per_sample(matrix: tf.Tensor) -> int | None:
-    """Rows of a factor for each sample of the batch, or `None` if there is no telling."""
-    tensor = matrix
-    while tensor.op.type in ("Identity", "Cast"):
-        tensor = tensor.op.inputs[0]
-    if tensor.op.type == "ConcatV2":
-        parts = [rows_per_sample(part) for part in tensor.op.inputs[:-1]]
-        return None if None in parts else sum(parts)  # type: ignore[arg-type]
-    before = tensor.op.inputs[0].shape if tensor.op.type == "Reshape" else tensor.shape
-    if before.rank is None or before[0] is not None or any(size is None for size in before[1:]):
-        return None
-    per_sample, left_over = divmod(math.prod(before[1:]), 1 if matrix.shape.rank == 1 else matrix.shape[1])
-    return None if left_over else per_sample
+    unit = tf.eye(min(like.left, like.right), dtype=like.dtype)
+    return Factors(unit, matrix) if like.left <= like.right else Factors(tf.transpose(matrix), unit)
 
 
 def _stacked(matrices: list[tf.Tensor]) -> tf.Tensor:

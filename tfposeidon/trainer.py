@@ -5,7 +5,7 @@ process wraps three methods of `keras.Model`; models with other optimizers pass 
 They are methods that Keras looks up after the optimizer was made, even in one line such as
 `model.compile(optimizer=tp.DistributedOptimizer(...))`, for which `compile` itself is too early.
 
-- `_resolve_auto_jit_compile`: `jit_compile="auto"` means no XLA, which cannot compile collectives.
+- `_resolve_auto_jit_compile`: `jit_compile="auto"` means no XLA, which cannot compile what schemes do.
 - `make_train_function`: under `mixed_float16` the loss scale goes inside; the train step tells the
   optimizer how many samples a batch has, so that unequal batches are weighed right.
 - `fit`: one progress bar, and epochs that end on all ranks after the same step (`equal_steps`).
@@ -22,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfposeidon import equal_steps, guards, runtime
+from tfposeidon import equal_steps, guards, runtime, session
 
 
 def teach_keras() -> None:
@@ -49,36 +49,29 @@ def _wrapped(original: Any, replacement: Any) -> Any:
     return method
 
 
-def _is_ours(optimizer: Any) -> bool:
-    # Imported late: the optimizer imports this module.
-    from tfposeidon.optimizer import DistributedOptimizer
-
-    return isinstance(optimizer, DistributedOptimizer)
-
-
 def _resolve_auto_jit_compile(original: Any, call: inspect.BoundArguments) -> bool:
     model = call.arguments["self"]
     wanted = original(*call.args, **call.kwargs)
-    # Models with a compile of their own may call their optimizers anything.
-    if not wanted or not any(map(_is_ours, vars(model).values())) or runtime.size() == 1:
+    if not wanted or all(optimizer.suits_xla for optimizer in session.optimizers_of(model)):
         return wanted
     # Keras asks more than once.
-    if not hasattr(model, "_tfposeidon_keeps_xla_off"):
-        model._tfposeidon_keeps_xla_off = True
-        runtime.say("tfposeidon: XLA is off for this model's steps, because it cannot compile collectives.")
+    if not session.of(model).keeps_xla_off:
+        session.of(model).keeps_xla_off = True
+        runtime.say("tfposeidon: XLA is off for this model's steps: it can compile neither collectives nor selection.")
     return False
 
 
 def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     model = call.arguments["self"]
-    if _is_ours(getattr(model, "optimizer", None)):
+    if session.optimizers_of(model):
         _scale_losses(model)
         _count_samples(model)
     return original(*call.args, **call.kwargs)
 
 
 def _scale_losses(model: Any) -> None:
-    if model.dtype_policy.name == "mixed_float16":
+    # A compile or a train step of the model's own has to scale by what it keeps elsewhere, as with Keras's optimizers.
+    if model.dtype_policy.name == "mixed_float16" and session.is_ours(model.optimizer) and model.optimizer.may_scale:
         model.optimizer.scale_losses()
 
 
@@ -89,32 +82,19 @@ def _count_samples(model: Any) -> None:
 
     @functools.wraps(step)
     def train_step(data: Any) -> Any:
-        if not _is_ours(model.optimizer):
-            return step(data)
-        with model.optimizer.counting(_batch_size(data)):
+        with session.of(model).step(data):
             return step(data)
 
     train_step._tfposeidon = True  # type: ignore[attr-defined]
     model.train_step = train_step
 
 
-def _batch_size(data: Any) -> Any:
-    """Samples in what a train step gets, or `None` if there is no telling."""
-    leaves = [leaf for leaf in keras.tree.flatten(data) if isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0]
-    return tf.shape(leaves[0])[0] if leaves else None
-
-
 def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     model = call.arguments["self"]
-    if not _is_ours(getattr(model, "optimizer", None)):
+    if not session.optimizers_of(model):
         return original(*call.args, **call.kwargs)
     call.apply_defaults()
-    if model.optimizer.takes_batches_of(_size_of_batches(call.arguments["x"], call.arguments["batch_size"])):
-        model.train_function = None
-    _build(model, *(call.arguments[name] for name in ("x", "y", "sample_weight")))
-    if model.optimizer.built and _trains_all_together(model):
-        model.optimizer.prepare(model.trainable_weights)
-    guards.check_callbacks(model.optimizer.policy, _listed(call.arguments["callbacks"]))
+    _prepare(model, call.arguments)
     if runtime.size() == 1:
         return original(*call.args, **call.kwargs)
     if call.arguments["verbose"] == "auto" and runtime.rank() != 0:
@@ -126,6 +106,16 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         # Keras's advice for epochs that end early is wrong where another rank has fewer batches; we log that.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         return original(*call.args, **call.kwargs)
+
+
+def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
+    """Tells the optimizers what can be known before the first step, so that it is traced once."""
+    for optimizer in session.optimizers_of(model):
+        guards.check_callbacks(optimizer.policy, _listed(arguments["callbacks"]))
+    if session.is_ours(model.optimizer):
+        _build(model, *(arguments[name] for name in ("x", "y", "sample_weight")))
+        if model.optimizer.built and _trains_all_together(model):
+            model.optimizer.prepare(model.trainable_weights)
 
 
 def _trains_all_together(model: keras.Model) -> bool:
@@ -140,14 +130,6 @@ def _listed(callbacks: Any) -> list[Any]:
         if isinstance(callbacks, keras.callbacks.CallbackList)
         else keras.tree.flatten(callbacks or [])
     )
-
-
-def _size_of_batches(x: Any, batch_size: Any) -> int | None:
-    """What `fit` cuts arrays into; datasets and generators say it in their shapes, or not at all."""
-    if isinstance(x, tf.data.Dataset | keras.utils.PyDataset):
-        return None
-    are_arrays = all(hasattr(leaf, "shape") for leaf in keras.tree.flatten(x))
-    return int(batch_size or 32) if are_arrays else None
 
 
 def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:

@@ -9,13 +9,32 @@ imports Horovod's collectives.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import tensorflow as tf
 
 from tfposeidon.topology import Group, Topology
+
+# Of the names of all collectives that are called, or traced, in a `numbered` block.
+_suffix = contextvars.ContextVar("suffix", default="")
+
+
+@contextlib.contextmanager
+def numbered(number: int) -> Iterator[None]:
+    """Names all collectives inside anew: for code that one graph calls several times, from 0.
+
+    TensorFlow would make names unique by itself, but in each branch and on a rank that is out of data in another way.
+    """
+    token = _suffix.set(f".{number}" if number else "")
+    try:
+        yield
+    finally:
+        _suffix.reset(token)
 
 
 class Wire(Protocol):
@@ -58,7 +77,7 @@ class HorovodWire:
         ops = _horovod_ops()
         return ops._allreduce(
             tensor,
-            name=name,
+            name=name + _suffix.get(),
             op=ops.Sum,
             postscale_factor=scale,
             ignore_name_scope=True,
@@ -68,20 +87,26 @@ class HorovodWire:
     def all_gather(self, tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
         if group.size == 1:
             return tensor
-        return _horovod_ops().allgather(tensor, name=name, ignore_name_scope=True, process_set=self._process_set(group))
+        return _horovod_ops().allgather(
+            tensor, name=name + _suffix.get(), ignore_name_scope=True, process_set=self._process_set(group)
+        )
 
     def all_to_all(self, tensor: tf.Tensor, splits: Sequence[int | tf.Tensor], group: Group, name: str) -> tf.Tensor:
         if group.size == 1:
             return tensor
         received, _ = _horovod_ops().alltoall(
-            tensor, splits=list(splits), name=name, ignore_name_scope=True, process_set=self._process_set(group)
+            tensor,
+            splits=list(splits),
+            name=name + _suffix.get(),
+            ignore_name_scope=True,
+            process_set=self._process_set(group),
         )
         return received
 
     def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
         if self.topology.size == 1:
             return tensor
-        return _horovod_ops().broadcast(tensor, root_rank, name=name, ignore_name_scope=True)
+        return _horovod_ops().broadcast(tensor, root_rank, name=name + _suffix.get(), ignore_name_scope=True)
 
     def _process_set(self, group: Group) -> Any:
         if group == self.topology.world:
@@ -153,6 +178,14 @@ def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
                 "Give every rank the same callbacks, in the same order, and the same number of epochs and evaluations."
             )
     return [value for _, value in pairs]
+
+
+def broadcast_bytes(content: bytes, wire: Wire, root_rank: int, name: str) -> bytes:
+    """The `content` of `root_rank`. Eager; every rank may give another length."""
+    length = wire.broadcast(tf.constant([len(content)], tf.int64), root_rank, f"{name}.length")
+    mine = np.frombuffer(content, np.uint8) if wire.topology.rank == root_rank else np.zeros(int(length[0]), np.uint8)
+    received: bytes = wire.broadcast(tf.constant(mine), root_rank, f"{name}.bytes").numpy().tobytes()
+    return received
 
 
 def _horovod_ops() -> Any:

@@ -33,6 +33,8 @@ SYSTEMS = ("ddp", "ddp-fp16", "ddp-powersgd")
 # Of one exchange; a bucket of 25 MB may wait for many others on a slow link.
 TIMEOUT = timedelta(minutes=10)
 SPREAD_OVER = 8
+# PyTorch's own: the first bucket is small, so that communication begins early; the last figure holds for all others.
+BUCKETS_MIB = (1, 25)
 
 
 def main():
@@ -61,7 +63,8 @@ def measure(task, system):
     torch_model = EmulatedModel(task.emulated(), task.dilation, seed=task.rank)
     # All ranks begin with zeros, which need not travel. As views of the buckets, gradients are not copied twice,
     # and means do not go where the values came from.
-    parallel = torch.nn.parallel.DistributedDataParallel(torch_model, init_sync=False, gradient_as_bucket_view=True)
+    options = {"init_sync": False, "gradient_as_bucket_view": True, "bucket_cap_mb_list": bucket_caps_mib(task)}
+    parallel = torch.nn.parallel.DistributedDataParallel(torch_model, **options)
     if system == "ddp-fp16":
         parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif system == "ddp-powersgd":
@@ -75,6 +78,11 @@ def measure(task, system):
         optimizer.step()
 
     task.measure(system, step, everybody)
+
+
+def bucket_caps_mib(task):
+    """In a model that was shrunk a bucket is the same part of it."""
+    return [mib / task.shrink**2 for mib in BUCKETS_MIB]
 
 
 def power_sgd(groups_and_state, bucket):

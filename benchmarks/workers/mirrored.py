@@ -45,11 +45,16 @@ def ring(pack_bytes):
     return tf.distribute.experimental.CommunicationOptions(bytes_per_pack=pack_bytes, implementation=implementation)
 
 
+def pack_bytes(task, system):
+    """In a model that was shrunk a pack is the same part of it."""
+    return round(SYSTEMS[system] / task.shrink**2)
+
+
 def step_under(strategy, task, system):
     """A training step of a model of its own."""
     if system not in SYSTEMS:
         raise ValueError(f"`systems` must be of {', '.join(SYSTEMS)}. Received: {system!r}")
-    communication = ring(SYSTEMS[system])
+    communication = ring(pack_bytes(task, system))
     with strategy.scope():
         model = emulated_model(task.emulated(), dilation=task.dilation, seed=task.rank)
     data = tf.zeros(model.input_shape)

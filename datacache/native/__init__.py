@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import mmap
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +17,77 @@ LIBRARY = Path(__file__).with_name("_records.so")
 log = logging.getLogger("tfposeidon")
 
 
-def gather(records: np.ndarray, places: np.ndarray, into: np.ndarray) -> None:
+def gather(
+    records: np.ndarray, places: np.ndarray, into: np.ndarray | None, checksums: np.ndarray | None = None
+) -> None:
     """`into[i] = records[places[i]]`; other Python threads run meanwhile.
 
     Args:
       records: `[n, ...]`, contiguous.
       places: `[k]` int64, each of them in `0..n-1`.
-      into: `[k, ...]` of the same type and shape, contiguous.
+      into: `[k, ...]` of the same type and shape, contiguous; with `None` checksums only are taken.
+      checksums: `[k]` uint32, contiguous: the CRC-32 of what came before, which goes on with the bytes of each record.
+
+    Raises:
+      IndexError: If there is no such place.
+    """
+    places = np.ascontiguousarray(places, np.int64)
+    # An address is taken as it is, so what is out of range would read other memory.
+    if places.size and (places.min() < 0 or places.max() >= len(records)):
+        raise IndexError(f"`places` must be in 0..{len(records) - 1}. Received: {places.min()}..{places.max()}")
+    library = _compiled()
+    if library is None or (checksums is not None and not _parts_at_a_time()):
+        _gather_in_python(records, places, into, checksums)
+    elif places.size:
+        target = None if into is None else into.ctypes.data
+        about = records.ctypes.data, records.nbytes // len(records), places.ctypes.data, len(places)
+        if checksums is not None:
+            library.check_records(target, *about, checksums.ctypes.data, _parts_at_a_time())
+        elif into is not None:
+            library.gather_records(target, *about)
+
+
+def _gather_in_python(
+    records: np.ndarray, places: np.ndarray, into: np.ndarray | None, checksums: np.ndarray | None
+) -> None:
+    if into is not None:
+        np.take(records, places, axis=0, out=into, mode="clip")
+    if checksums is not None:
+        for i, place in enumerate(places.tolist()):
+            # Of what was copied, where it was.
+            record = records[place : place + 1] if into is None else into[i : i + 1]
+            checksums[i] = zlib.crc32(record.view(np.uint8).data, int(checksums[i]))
+
+
+def replace(words: np.ndarray, places: np.ndarray, seen: np.ndarray, by: np.ndarray) -> bool:
+    """`words[places[i]] = by[i]` wherever it still is `seen[i]`, in one piece; `False` without the compiled library.
+
+    Args:
+      words: `[n]` uint64, which other processes may write at the same time.
+      places: `[k]` int64, each of them in `0..n-1`.
+      seen: `[k]` uint64.
+      by: `[k]` uint64.
     """
     library = _compiled()
     if library is None:
-        np.take(records, places, axis=0, out=into, mode="clip")
-        return
+        return False
     places = np.ascontiguousarray(places, np.int64)
-    if places.size:
-        # An address is taken as it is, so what is out of range would read other memory.
-        if places.min() < 0 or places.max() >= len(records):
-            raise IndexError(f"`places` must be in 0..{len(records) - 1}. Received: {places.min()}..{places.max()}")
-        bytes_of_one = records.nbytes // len(records)
-        library.gather_records(into.ctypes.data, records.ctypes.data, bytes_of_one, places.ctypes.data, len(places))
+    seen, by = np.ascontiguousarray(seen, np.uint64), np.ascontiguousarray(by, np.uint64)
+    library.replace_words(words.ctypes.data, places.ctypes.data, seen.ctypes.data, by.ctypes.data, len(places))
+    return True
+
+
+def in_memory(folder: os.PathLike[str]) -> bool:
+    """Whether what lies in a folder is in memory, and nowhere else; `False` without the compiled library."""
+    library = _compiled()
+    return library is not None and bool(library.in_memory(os.fsencode(folder)))
+
+
+def map_pages(pages: np.ndarray) -> bool:
+    """Makes the page tables for a part of a mapping, which begins with a page; `False` where the kernel cannot."""
+    library = _compiled()
+    size = -(-pages.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return library is not None and bool(library.map_pages(pages.ctypes.data, size))
 
 
 def read_file(path: str, offset: int, length: int) -> bytes:
@@ -56,6 +110,13 @@ def read_file(path: str, offset: int, length: int) -> bytes:
 
 
 @functools.cache
+def _parts_at_a_time() -> int:
+    """What the processor has for checksums; none without the compiled library."""
+    library = _compiled()
+    return 0 if library is None else library.parts_at_a_time()
+
+
+@functools.cache
 def _compiled() -> Any:
     if not LIBRARY.exists():
         log.warning(
@@ -63,12 +124,18 @@ def _compiled() -> Any:
         )
         return None
     library = ctypes.CDLL(str(LIBRARY), use_errno=True)
-    if not hasattr(library, "read_file"):
+    if not hasattr(library, "map_pages"):
         log.warning(
             "datacache: copying and reading are Python's, which is slower: %s is old. Build: pip install .", LIBRARY
         )
         return None
     number, address = ctypes.c_int64, ctypes.c_void_p
     library.gather_records.restype, library.gather_records.argtypes = None, [address, address, number, address, number]
+    check, replacing = library.check_records, library.replace_words
+    check.restype, check.argtypes = None, [*library.gather_records.argtypes, address, number]
+    replacing.restype, replacing.argtypes = None, [address, address, address, address, number]
+    library.in_memory.restype, library.in_memory.argtypes = number, [ctypes.c_char_p]
+    library.map_pages.restype, library.map_pages.argtypes = number, [address, number]
+    library.parts_at_a_time.restype, library.parts_at_a_time.argtypes = number, []
     library.read_file.restype, library.read_file.argtypes = number, [ctypes.c_char_p, number, number, address]
     return library

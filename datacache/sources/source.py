@@ -60,6 +60,15 @@ class StreamSource(Source, Protocol):
         ...
 
 
+@runtime_checkable
+class IndexedSource(Source, Protocol):
+    """A source that looks for where its records begin, which may be kept beside a pool."""
+
+    def keep_index(self, index: Any) -> None:
+        """Takes what is known from there, and puts there what it finds out: a `datacache.index.Index`."""
+        ...
+
+
 def digest(content: Any) -> str:
     """SHA-256 of what JSON can hold, in hexadecimal."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from datacache.index import Index
 from datacache.native import read_file
 from datacache.sources.source import SourceError, digest
 
@@ -24,7 +27,7 @@ class TfdsSource:
     def __init__(self, builder: Any, split: Any, decoders: Any) -> None:
         self._features, self._decoders = _partly(builder.info.features, decoders)
         parts, read = _parts(builder, split), _shard_type(builder)
-        self._shards = [(read(part.filename), part.skip) for part in parts]
+        self._shards = [(read(part.filename, part.skip, part.take), part.skip) for part in parts]
         self._names = [os.path.basename(part.filename) for part in parts]
         self._ends = np.cumsum([part.take for part in parts])
         # What decoders do is in the graph, and their names in Python are another in each process.
@@ -46,6 +49,11 @@ class TfdsSource:
         shard, record = self._place(sample)
         return [np.array(self._shards[shard][0].read(record), object)]
 
+    def keep_index(self, index: Index) -> None:
+        """See `IndexedSource`."""
+        for number, ((shard, _), end) in enumerate(zip(self._shards, self._ends.tolist(), strict=True)):
+            shard.keep_index(index, number, end)
+
     def decode(self, *stored: Any) -> Any:
         return self._features.deserialize_example(stored[0], decoders=self._decoders)
 
@@ -59,8 +67,8 @@ def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: An
     """A split of a tensorflow-datasets builder: `preprocess` receives the dictionary of its features.
 
     Records are read by number from the files that `download_and_prepare` left (TFRecord or ArrayRecord); where
-    TFRecords begin is found once per shard and process. Checksums of ArrayRecords are looked at, those within
-    TFRecords are not.
+    TFRecords begin is found once per shard and node, and kept beside the pool. Checksums of ArrayRecords are looked
+    at, those within TFRecords are not.
 
     Args:
       builder: Its name, or the builder itself.
@@ -141,33 +149,61 @@ def _state(path: str) -> tuple[int, int]:
 
 
 class _TfRecords:
-    """A file of TFRecords by number."""
+    """Records of a TFRecord file by number: so many from `skip` on."""
 
-    def __init__(self, path: str) -> None:
-        self._path, self._lock = path, threading.Lock()
-        self._offsets: list[tuple[int, int]] = []
+    def __init__(self, path: str, skip: int, take: int) -> None:
+        self._path, self._skip = path, skip
+        self._lock, self._size = threading.Lock(), 0
+        # Of nobody else, until there is a pool beside which they are kept.
+        self._entries = np.zeros((take, 2), np.int64)
+        self._alone: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+    def keep_index(self, index: Index, number: int, end: int) -> None:
+        known, self._entries = self._entries, index.entries[end - len(self._entries) : end]
+        self._alone = functools.partial(index.alone, number)
+        if known.any() and not self._entries.any():
+            self._note(known)
 
     def read(self, record: int) -> bytes:
-        with self._lock:
-            # Those that a file did not have may be there when it is tried again.
-            if record >= len(self._offsets):
-                self._offsets = _offsets(self._path)
-            offsets = self._offsets
-        if record >= len(offsets):
-            raise OSError(f"{self._path} ends before record {record}: it has {len(offsets)}")
-        offset, length = offsets[record]
-        content = read_file(self._path, offset, length)
-        if len(content) < length:
+        content = self._content(record)
+        if content is None:
+            with self._lock, self._alone():
+                # Somebody else may have looked by now; what a file did not have may be there when it is tried again.
+                self._size = os.path.getsize(self._path)
+                content = self._content(record)
+                if content is None:
+                    self._note(_entries(self._path, self._skip, len(self._entries)))
+                    content = self._content(record)
+        if content is None:
+            raise OSError(f"{self._path} ends before record {record}")
+        if len(content) < self._entries[record - self._skip, 1]:
             raise OSError(f"{self._path} ends within record {record}")
         return content
+
+    def _content(self, record: int) -> bytes | None:
+        """`None` if it is not known where it is, or something else is there."""
+        offset, length = self._entries[record - self._skip].tolist()
+        if not CHECKED_LENGTH <= offset <= offset + length <= self._size:
+            return None
+        content = read_file(self._path, offset - CHECKED_LENGTH, CHECKED_LENGTH + length)
+        return content[CHECKED_LENGTH:] if content[:LENGTH] == struct.pack("<Q", length) else None
+
+    def _note(self, entries: np.ndarray) -> None:
+        # An entry counts once it has an offset.
+        self._entries[:, 1] = entries[:, 1]
+        self._entries[:, 0] = entries[:, 0]
 
 
 class _ArrayRecords:
     """A file of ArrayRecords by number."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, skip: int, take: int) -> None:
+        del skip, take
         self._path, self._lock = path, threading.Lock()
         self._reader: Any = None
+
+    def keep_index(self, index: Index, number: int, end: int) -> None:
+        """Nothing to keep: these files have an index of their own."""
 
     def read(self, record: int) -> bytes:
         try:
@@ -193,13 +229,17 @@ class _ArrayRecords:
 _SHARDS: dict[str, Any] = {"tfrecord": _TfRecords, "array_record": _ArrayRecords}
 
 
-def _offsets(path: str) -> list[tuple[int, int]]:
-    """Where each record's content begins, and its bytes."""
-    size, found, offset = os.path.getsize(path), [], 0
+def _entries(path: str, skip: int, take: int) -> np.ndarray:
+    """Where the content of each record begins, and its bytes: `[take, 2]` int64, zeros where the file ends before."""
+    size, offset = os.path.getsize(path), 0
+    entries = np.zeros((take, 2), np.int64)
     with open(path, "rb") as stream:
-        while offset + CHECKED_LENGTH <= size:
+        for record in range(skip + take):
+            if offset + CHECKED_LENGTH > size:
+                break
             stream.seek(offset)
             (length,) = struct.unpack("<Q", stream.read(LENGTH))
-            found.append((offset + CHECKED_LENGTH, length))
+            if record >= skip:
+                entries[record - skip] = offset + CHECKED_LENGTH, length
             offset += CHECKED_LENGTH + length + CHECKSUM
-    return found
+    return entries

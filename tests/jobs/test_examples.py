@@ -8,7 +8,8 @@ import pytest
 
 from tests.launch import ROOT, ahead, horovodrun, lab
 
-SCRIPT = ROOT / "examples" / "image_folder.py"
+EXAMPLES = ROOT / "examples"
+SCRIPT = EXAMPLES / "image_folder.py"
 
 
 def image_folder(start):
@@ -31,3 +32,13 @@ def test_image_folder(start, outcome):
     assert len(read) == 2, done.stdout[-4000:]
     assert read[0] > 0.1
     assert read[1] == 0
+
+
+@ahead(lambda: horovodrun(2, EXAMPLES / "keras_digits.py"))
+def test_keras_digits(outcome):
+    """As `make demo` starts it; it fails below an accuracy of 97 %."""
+    assert outcome.returncode == 0, outcome.stdout[-4000:]
+
+
+def test_no_example_is_forgotten():
+    assert {file.name for file in EXAMPLES.glob("*.py")} == {"image_folder.py", "keras_digits.py"}

@@ -13,7 +13,7 @@ from tests.launch import ahead, lab
 from tfposeidon.lab import models
 
 RANKS = 2
-MODEL, SHRINK = "alexnet", 16
+MODEL, SHRINK = "alexnet", 4
 POWERSGD_RANK = 4
 
 

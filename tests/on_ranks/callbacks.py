@@ -1,6 +1,7 @@
 """Callbacks on two ranks."""
 
 import os
+import re
 import shutil
 import tempfile
 
@@ -223,7 +224,12 @@ def case_replica_check_repairs(wire):
 
 
 def case_replica_check_reports(wire):
-    model = _checked_fit("report")
+    """One line from rank 0 at each of the two checks, and nothing is changed."""
+    with LogLines() as lines:
+        model = _checked_fit("report")
+    assert len(lines) == (2 if wire.topology.rank == 0 else 0), lines
+    for steps, line in zip((4, 8), lines, strict=False):
+        assert re.search(rf"After {steps} steps .*dense_1/kernel.* on rank\(s\) \[1\] against rank 0\.$", line), line
     digests = exchange_objects(models.digest(model.get_weights()), wire, "digests")
     assert digests[0] != digests[1]
 

@@ -9,7 +9,7 @@ from tests.on_ranks import models
 from tests.on_ranks.callbacks import check_resumes_everywhere
 from tests.on_ranks.factors import KERNELS, _large_table, _tokens
 from tests.on_ranks.models import same_on_all_ranks
-from tests.on_ranks.training import BATCH, STEPS, check_equal, train_alone, train_together
+from tests.on_ranks.training import BATCH, STEPS, check_close, check_equal, train_alone, train_together
 
 ACCUMULATED = 2
 
@@ -36,8 +36,10 @@ def case_equal_to_one_process(wire):
             same_on_all_ranks(weights, wire)
             bucket, description = _by_variable(optimizer.plan)[variable]
             assert bucket.scheme.name == scheme[0][1]
-            positions = 4 if variable == "embeddings" else 1
-            assert description.factors.rows == ACCUMULATED * positions * BATCH // wire.topology.size
+            rows = ACCUMULATED * BATCH // wire.topology.size
+            # More rows than the smaller side of a kernel are kept as a matrix, which is as many rows as that.
+            expected = 4 * rows if variable == "embeddings" else min(rows, *description.shape)
+            assert description.factors.rows == expected
             assert "rows of factors are kept over 2 steps" in str(optimizer.plan)
 
 
@@ -54,17 +56,17 @@ def case_the_cheaper_of_both(wire):
         # 4 rows a step of a kernel of 500 x 40.
         model = keras.Sequential([keras.Input((500,)), keras.layers.Dense(40)])
         model.compile(optimizer=optimizer, loss="mse")
-        model.fit(np.ones((8, 500)), np.ones((8, 40)), batch_size=4, verbose=0)
+        model.fit(np.ones((4 * steps, 500)), np.ones((4 * steps, 40)), batch_size=4, verbose=0)
         bucket, description = _by_variable(optimizer.plan)["kernel"]
         schemes.append(bucket.scheme.name)
-        assert description.factors.rows == 4 * steps
+        assert description.factors.rows == min(4 * steps, 40)
     assert schemes == ["sfb", "sfb", "ps"]
-    assert "K=" in bucket.reason
+    assert "K=" in str(optimizer.plan)
 
 
 def case_batches_that_weigh_differently(wire):
     """The mean is one over samples, in 32 and in 16 bits."""
-    for policy, tolerance in (("float32", 1e-5), ("mixed_float16", 5e-3)):
+    for policy, share in (("float32", 1e-5), ("mixed_float16", 2e-3)):
         keras.config.set_dtype_policy(policy)
         # One sample, then two, and so on, over the ranks.
         bounds = np.cumsum(range(2 * wire.topology.size + 1))
@@ -82,8 +84,7 @@ def case_batches_that_weigh_differently(wire):
             mine = slice(*bounds[part : part + 2])
             model.train_on_batch(x[mine], y[mine])
         same_on_all_ranks(model.get_weights(), wire)
-        for weight, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
-            np.testing.assert_allclose(weight, expected, atol=tolerance * max(1, np.abs(expected).max()))
+        check_close(model.get_weights(), reference.get_weights(), start.get_weights(), share)
         assert not any(np.any(v.numpy()) for v in optimizer.rank_variables)
 
 

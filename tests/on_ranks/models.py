@@ -4,6 +4,7 @@ import hashlib
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfposeidon.wire import exchange_objects
 
@@ -72,6 +73,13 @@ def share(data, batch, topology):
     picked = [np.arange(batch * i, batch * (i + 1)) for i in range(len(data[0]) // batch)]
     mine = np.concatenate([p[topology.rank * local : (topology.rank + 1) * local] for p in picked])
     return tuple(part[mine] for part in data)
+
+
+def of_any_length(x, y, batch):
+    """Batches of texts of which TensorFlow does not know how long they are: each is cut to a length among the data."""
+    lengths = np.full(len(x), x.shape[1])
+    data = tf.data.Dataset.from_tensor_slices((x, y, lengths)).batch(batch)
+    return data.map(lambda tokens, labels, length: (tokens[:, : length[0]], labels))
 
 
 def digest(arrays):

@@ -17,10 +17,9 @@ def main(folder, samples, steps):
     source = datacache.from_folder(folder / "images")
     cache = datacache.Cache(source, drawn.decode, memory=folder / "memory")
     state = folder / "state.json"
-    if state.exists():
-        cache.load_state_dict(json.loads(state.read_text()))
+    before = json.loads(state.read_text()) if state.exists() else None
     batches = []
-    for batch in cache.counted(cache.dataset(BATCH, seed=4)):
+    for batch in cache.counted(cache.dataset(BATCH, seed=4, state=before)):
         if len(batches) == int(steps):
             break
         batches.append(batch)

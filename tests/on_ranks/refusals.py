@@ -14,14 +14,6 @@ from tfposeidon.wire import exchange_objects
 SGD = keras.optimizers.SGD
 
 
-def case_new_gradient_is_refused(wire):
-    a, b = keras.Variable([1.0], name="a"), keras.Variable([1.0], name="b")
-    optimizer = tp.DistributedOptimizer(SGD(1.0))
-    optimizer.apply([tf.constant([1.0]), None], [a, b])
-    with Raises(ValueError, "which had none on any rank"):
-        optimizer.apply([tf.constant([1.0]), tf.constant([1.0])], [a, b])
-
-
 def case_different_accumulation_is_refused(wire):
     optimizer = tp.DistributedOptimizer(SGD(0.1, gradient_accumulation_steps=2 + wire.topology.rank))
     with Raises(RuntimeError, "All ranks must exchange alike.*gradient_accumulation_steps"):

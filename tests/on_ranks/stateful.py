@@ -89,5 +89,7 @@ def case_state_under_several_steps_per_execution(wire):
     model = models.mlp()
     model.compile(optimizer=optimizer, loss=models.LOSS, steps_per_execution=2)
     model.fit(*models.mlp.data(16), batch_size=4, verbose=0)
-    assert len(optimizer.rank_variables) == 6 + 1, "one for each bucket, and the rate they were made at"
+    assert len(optimizer.rank_variables) == 6 + 2, (
+        "one for each bucket, the rate they were made at, and what has been seen"
+    )
     assert any(np.abs(v.numpy()).max() > 0 for v in optimizer.rank_variables)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from tfposeidon.schemes.all_reduce import AllReduce
 from tfposeidon.schemes.all_to_all import AllToAll
 from tfposeidon.schemes.base import FactorScheme, Scheme, VectorScheme
+from tfposeidon.schemes.by_rows import ByRows
 from tfposeidon.schemes.factor_broadcast import FactorBroadcast
 from tfposeidon.schemes.factor_server import FactorServer
 from tfposeidon.schemes.hierarchical_top_k import HierarchicalTopK
@@ -30,6 +31,7 @@ __all__ = [
     "REGISTRY",
     "AllReduce",
     "AllToAll",
+    "ByRows",
     "FactorBroadcast",
     "FactorScheme",
     "FactorServer",

@@ -122,11 +122,11 @@ class VectorScheme(Scheme):
 class FactorScheme(Scheme):
     """A scheme for one variable whose gradient is a product of two thin matrices; it keeps nothing."""
 
-    def fitted(self, factors: FactorShape, topology: Topology, load: list[float]) -> FactorScheme:
-        """As it suits one variable.
+    def fitted(self, factors: FactorShape, topology: Topology, load: list[float]) -> Scheme:
+        """As it suits one variable: itself, another, or `ByRows`.
 
         Args:
-          factors: Of the variable.
+          factors: Of the variable; with the rows of a step, where these are known.
           topology: The ranks of the job; what is decided is the same on each.
           load: Bytes that each rank serves already, to which are added those of this variable.
         """

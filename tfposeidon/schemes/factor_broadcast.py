@@ -10,7 +10,8 @@ import tensorflow as tf
 from tfposeidon import cost
 from tfposeidon.cost import Cost
 from tfposeidon.schemes import stages
-from tfposeidon.schemes.base import FactorScheme
+from tfposeidon.schemes.base import FactorScheme, Scheme
+from tfposeidon.schemes.by_rows import ByRows
 from tfposeidon.sufficient_factors import Factors, FactorShape
 from tfposeidon.topology import Group, Topology
 from tfposeidon.wire import Wire
@@ -24,7 +25,7 @@ class FactorBroadcast(FactorScheme):
     In the node the ranks' products are summed instead where that is fewer bytes, as the plan says.
 
     Args:
-      sums_in_node: Whether products are summed in the node. The coordinator decides it for each variable.
+      sums_in_node: Whether products are summed in the node. `None` leaves it to each step, which goes by its rows.
 
     Cost: (m - 1) + (n - 1) steps; a rank with K rows sends K (m - 1) (M + N) values across nodes and
     m K (n - 1) (M + N) in its node, m nodes of n ranks; the product takes 2 m n K M N operations. With sums in the
@@ -35,15 +36,22 @@ class FactorBroadcast(FactorScheme):
     """
 
     name: ClassVar[str] = "sfb"
-    sums_in_node: bool = False
+    sums_in_node: bool | None = None
 
-    def fitted(self, factors: FactorShape, topology: Topology, load: list[float]) -> FactorBroadcast:
-        """With sums in the node where they are fewer bytes there."""
-        if factors.rows is None or _uneven(topology):
+    def __str__(self) -> str:
+        return f"{self.name}(sums_in_node=True)" if self.sums_in_node else self.name
+
+    def fitted(self, factors: FactorShape, topology: Topology, load: list[float]) -> Scheme:
+        """With sums in the node where they are fewer bytes there, which rows decide."""
+        if self.sums_in_node is not None or _uneven(topology):
             return self
-        ways = [replace(self, sums_in_node=sums) for sums in (False, True)]
+        few, many = (replace(self, sums_in_node=sums) for sums in (False, True))
         # Every rank of an even layout sends as much.
-        return min(ways, key=lambda way: way.factor_cost(factors, topology).node_bytes)
+        one_row, sums = (way.factor_cost(replace(factors, rows=1), topology).node_bytes for way in (few, many))
+        if not one_row:
+            return self
+        by_rows = ByRows(few=few, many=many, limit=int(topology.size * sums / one_row))
+        return by_rows if factors.rows is None else by_rows.taken(round(factors.rows * topology.size))
 
     def exchange_factors(self, factors: Factors, wire: Wire, name: str) -> tf.Tensor:
         topology, rows = wire.topology, factors.packed
@@ -77,7 +85,7 @@ class FactorBroadcast(FactorScheme):
         return across if self.sums_in_node else across | {"node_gather": topology.node}
 
     def _sums(self, topology: Topology) -> bool:
-        return self.sums_in_node and not _uneven(topology)
+        return bool(self.sums_in_node) and not _uneven(topology)
 
 
 def _uneven(topology: Topology) -> bool:

@@ -22,9 +22,8 @@ SENDING, FLUSHING, FLUSHED = 0.0, -1.0, -2.0
 class OneBit(VectorScheme):
     """Sums in the node, then sends one bit for each value across nodes; what the bits do not say comes back.
 
-    Every 4096 values of a bucket share two means, of those that are not negative and of those that are. Zeros cannot be
-    sent: variables that often have no gradient at all (frozen, masked) drift by what the means say, until the residual
-    takes it back.
+    Every 4096 values of a bucket share two means, of those that are positive and of those that are negative. Zeros (of
+    what is frozen, masked, or never met) are in neither, and stay zeros.
 
     Args:
       min_elements: Variables with fewer are sent densely, by `AllReduce`.
@@ -33,9 +32,10 @@ class OneBit(VectorScheme):
       ValueError: If `min_elements` is negative.
 
     Cost: m nodes of n ranks, d elements: d (n - 1) / n values for the scatter and as many for the gather in the node;
-    across nodes (m - 1) d / n bits and 2 means for each 4096 values.
+    across nodes (m - 1) d / n bits and 3 numbers for each 4096 values, and as many bits again where some of 4096 are
+    zero and others not, which depends on values and is not in `cost`.
     Source: Seide et al. 2014, as compared in Zhang et al. 2017 (Poseidon), section 5.3. Differs: blocks of 4096 values
-    where CNTK has columns; codes are gathered and not added and coded again.
+    where CNTK has columns; codes are gathered and not added and coded again; zeros are not taken for positive.
     """
 
     name: ClassVar[str] = "onebit"

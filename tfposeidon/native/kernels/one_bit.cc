@@ -27,12 +27,15 @@ class OneBitEncodeOp : public OpKernel {
                     "Residual and gradient must be vectors of one length. Received: ", residual.shape().DebugString(),
                     " and ", gradient.shape().DebugString())));
     const int64_t n = residual.NumElements();
-    Tensor* code = nullptr;
+    Tensor code;
     Tensor* kept = nullptr;
-    OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({one_bit_size(n)}), &code));
+    OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_INT32, TensorShape({one_bit_limit(n)}), &code));
     OP_REQUIRES_OK(context, context->allocate_output(1, residual.shape(), &kept));
-    one_bit_encode(residual.flat<float>().data(), gradient.flat<float>().data(), n, TensorFlowThreads(context),
-                   reinterpret_cast<uint32_t*>(code->flat<int32_t>().data()), kept->flat<float>().data());
+    const int64_t words = one_bit_encode(residual.flat<float>().data(), gradient.flat<float>().data(), n,
+                                         TensorFlowThreads(context),
+                                         reinterpret_cast<uint32_t*>(code.flat<int32_t>().data()),
+                                         kept->flat<float>().data());
+    context->set_output(0, code.Slice(0, words));
   }
 };
 
@@ -44,18 +47,15 @@ class OneBitSumOp : public OpKernel {
 
   void Compute(OpKernelContext* context) override {
     const Tensor& codes = context->input(0);
-    const int64_t width = one_bit_size(size_);
-    OP_REQUIRES(context,
-                TensorShapeUtils::IsVector(codes.shape()) &&
-                    (width == 0 ? codes.NumElements() == 0 : codes.NumElements() % width == 0),
-                absl::InvalidArgumentError(absl::StrCat("`codes` must be a vector of whole codes, ", width,
-                                                        " words for size=", size_, ". Received: shape ",
-                                                        codes.shape().DebugString())));
+    const auto split = one_bit_split(reinterpret_cast<const uint32_t*>(codes.flat<int32_t>().data()),
+                                     codes.NumElements(), size_);
+    OP_REQUIRES(context, TensorShapeUtils::IsVector(codes.shape()) && (codes.NumElements() == 0 || !split.empty()),
+                absl::InvalidArgumentError(absl::StrCat(
+                    "`codes` must be a vector of whole codes, ", one_bit_size(size_), " words for size=", size_,
+                    " and more where values are zero. Received: shape ", codes.shape().DebugString())));
     Tensor* sum = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({size_}), &sum));
-    one_bit_sum(reinterpret_cast<const uint32_t*>(codes.flat<int32_t>().data()),
-                width == 0 ? 0 : codes.NumElements() / width, size_, TensorFlowThreads(context),
-                sum->flat<float>().data());
+    one_bit_sum(split, size_, TensorFlowThreads(context), sum->flat<float>().data());
   }
 
  private:

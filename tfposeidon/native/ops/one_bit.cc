@@ -2,12 +2,10 @@
 
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
-#include "tfposeidon/native/lib/one_bit.h"
 
 namespace tfposeidon {
 namespace {
 
-using tensorflow::shape_inference::DimensionHandle;
 using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
 
@@ -20,17 +18,18 @@ REGISTER_OP("TfposeidonOneBitEncode")
       ShapeHandle vector;
       TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &vector));
       TF_RETURN_IF_ERROR(c->Merge(vector, c->input(1), &vector));
-      const DimensionHandle n = c->Dim(vector, 0);
-      c->set_output(0, c->Vector(c->ValueKnown(n) ? c->MakeDim(one_bit_size(c->Value(n))) : c->UnknownDim()));
+      c->set_output(0, c->Vector(c->UnknownDim()));
       c->set_output(1, vector);
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Codes residual + gradient as one bit a value, its sign, and two means for each block of 4096 values.
+Codes residual + gradient as one bit a value, its sign, and two means for each block of 4096 values. Zeros are in
+neither mean, and stay zeros: another bit a value says which they are, in blocks that have some beside other values.
 
 residual: [n].
 gradient: [n].
-code: [ceil(n / 32) + 2 ceil(n / 4096)]: signs, 32 to a word, then the means of what is not negative and of what is.
+code: [ceil(n / 32) + 3 ceil(n / 4096) + zeros]: signs, 32 to a word; then for each block the means of what is positive
+  and of what is negative, and the number of zeros; then which values are zero.
 new_residual: [n]: what the code does not say.
 )doc");
 
@@ -49,7 +48,7 @@ REGISTER_OP("TfposeidonOneBitSum")
     .Doc(R"doc(
 Sums what codes of OneBitEncode say, in their order.
 
-codes: [count * code length].
+codes: one after the other.
 sum: [size].
 )doc");
 

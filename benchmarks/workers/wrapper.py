@@ -1,0 +1,117 @@
+"""Times steps of the wrapper beside the same by other means, in turn.
+
+Systems: "fit" (one rank, beside plain Keras), or a scheme and the MiB of its buckets, as "asa 4" (a model's gradients,
+beside Horovod's `grouped_allreduce` and the plain optimizer). Either way the wrapper does what `fit` has it do.
+"""
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfposeidon as tp
+from benchmarks.workers.exchange import slowest
+from benchmarks.workers.task import Task
+from tfposeidon import runtime
+from tfposeidon.lab import models
+
+BATCH, STEPS = 64, 10
+
+
+def in_turn(ours, theirs, pairs):
+    """Seconds of the slowest rank for `ours` and `theirs`, each the mean of two, for each pair."""
+    order, wire = (ours, theirs, theirs, ours), runtime.wire()
+    for function in order:
+        function()
+    turns = [[slowest(wire, function) for function in order] for _ in range(pairs)]
+    return {
+        "ours_s": [(first + last) / 2 for first, _, _, last in turns],
+        "theirs_s": [(second + third) / 2 for _, second, third, _ in turns],
+    }
+
+
+# ------------------------------------------------------------------ exchanges
+
+
+def gradients(model):
+    """A model's, in the order of the forward pass; variables, for constants would be folded."""
+    layers = models.model(model).layers
+    shapes = [shape for layer in layers for shape in (layer.kernel, *((length,) for length in layer.vectors))]
+    return [tf.Variable(tf.fill(shape, 1e-3), name=f"g{i}") for i, shape in enumerate(shapes)]
+
+
+def _trained(given):
+    return [keras.Variable(tf.zeros_like(gradient), name=f"w{i}") for i, gradient in enumerate(given)]
+
+
+def wrapped(model, scheme, bucket_mib):
+    """A step's exchange and update by the wrapper."""
+    given = gradients(model)
+    trained = _trained(given)
+    optimizer = tp.DistributedOptimizer(_sgd(), scheme=scheme, bucket_bytes=int(bucket_mib * 2**20))
+    # Ranks' batches may differ, for all that is known while tracing.
+    batch = tf.Variable(BATCH)
+
+    @tf.function
+    def step():
+        optimizer.apply([v.read_value() for v in given], trained, sample_count=batch.read_value())
+
+    return step
+
+
+def horovods(model):
+    """The same by `grouped_allreduce` and the plain optimizer."""
+    given = gradients(model)
+    trained, optimizer = _trained(given), _sgd()
+    optimizer.build(trained)
+
+    @tf.function
+    def step():
+        means = hvd.grouped_allreduce([v.read_value() for v in given], op=hvd.Average, name="grouped")
+        optimizer.apply(means, trained)
+
+    return step
+
+
+# ------------------------------------------------------------------------ fit
+
+
+def _sgd():
+    return keras.optimizers.SGD(0.01, momentum=0.9)
+
+
+def _fit(optimizer):
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((32, 32, 3)),
+            *(layers.Conv2D(32, 3, strides=2, activation="relu") for _ in range(3)),
+            layers.Flatten(),
+            layers.Dense(2048, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+    model.compile(optimizer=optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x = np.random.default_rng(0).normal(size=(BATCH, 32, 32, 3)).astype("float32")
+    y = np.random.default_rng(1).integers(0, 10, BATCH)
+    data = tf.data.Dataset.from_tensors((x, y)).repeat()
+    return lambda: model.fit(data, steps_per_epoch=STEPS, verbose=0)
+
+
+def sides(system, model):
+    """Ours and theirs, each a function that makes a step, or some."""
+    if system == "fit":
+        return _fit(tp.DistributedOptimizer(_sgd())), _fit(_sgd())
+    scheme, bucket_mib = system.rsplit(" ", 1)
+    return wrapped(model, scheme, float(bucket_mib)), horovods(model)
+
+
+def main():
+    task = Task.from_argument()
+    tp.init()
+    for system in task.systems:
+        task.note(system, in_turn(*sides(system, task.model), task.pairs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""Folders that nobody else gets at: whose they are is asked of what is open, and not of a name.
+
+In `/dev/shm` everybody may make anything under any name. So folders and files are opened without following links, files
+relative to the descriptor of their folder, and each time owner and mode are looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import grp
+import os
+import pwd
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from datacache.errors import CacheError
+
+OWN_FOLDER, OWN_FILE = 0o700, 0o600
+GROUP_FOLDER, GROUP_FILE = 0o2770, 0o660
+WITHOUT_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Who may get at a pool, to read and to write.
+
+    Attributes:
+      group: Number of the group whose members may; `None` for one user alone.
+    """
+
+    group: int | None = None
+
+    @classmethod
+    def of(cls, group: str | int | None) -> Access:
+        """Returns the access for a group, found by its name or number.
+
+        Raises:
+          ValueError: If there is no such group, or this user is not in it.
+        """
+        if group is None:
+            return cls()
+        try:
+            found = grp.getgrnam(group) if isinstance(group, str) else grp.getgrgid(group)
+        except KeyError as error:
+            raise ValueError(f"`group` must be the name or number of a group. Received: group={group!r}") from error
+        if os.geteuid() and found.gr_gid not in (os.getegid(), *os.getgroups()):
+            raise ValueError(f"`group` must be one that this user is in. Received: group={group!r}. See: id")
+        return cls(group=found.gr_gid)
+
+    @classmethod
+    def found(cls, status: os.stat_result) -> Access:
+        """Returns the access that a folder has been given, read from its status."""
+        return cls(group=status.st_gid if stat.S_IMODE(status.st_mode) == GROUP_FOLDER else None)
+
+    @property
+    def folder_mode(self) -> int:
+        """Permissions of folders; what is made in those of a group belongs to the group."""
+        return OWN_FOLDER if self.group is None else GROUP_FOLDER
+
+    @property
+    def file_mode(self) -> int:
+        """Permissions of files."""
+        return OWN_FILE if self.group is None else GROUP_FILE
+
+    @property
+    def users(self) -> str:
+        """The same in words."""
+        return f"user {os.geteuid()}" if self.group is None else f"members of group {self.group}"
+
+    def includes(self, user: int) -> bool:
+        """Returns whether files made by this user id are trusted."""
+        if user == os.geteuid():
+            return True
+        if self.group is None:
+            return False
+        # Root's is trusted with anything.
+        return user == 0 or self.group in _groups(user)
+
+    def give(self, handle: int, mode: int) -> None:
+        """Makes permissions of what was just made exact, whatever the umask."""
+        if self.group is not None:
+            os.fchown(handle, -1, self.group)
+        os.fchmod(handle, mode)
+
+
+PRIVATE = Access()
+
+
+def _groups(user: int) -> list[int]:
+    try:
+        entry = pwd.getpwuid(user)
+    except KeyError:
+        return []
+    return os.getgrouplist(entry.pw_name, entry.pw_gid)
+
+
+class Directory:
+    """An open folder, and the files in it.
+
+    Args:
+      path: Path of the folder. Links above it are followed, as users set them up; it must not be a link itself.
+      access: Who may get at it; by default that of the folder as it is found.
+      closed: Whether it must be closed to all others; what is to be removed need not.
+
+    Raises:
+      FileNotFoundError: If there is none.
+      CacheError: If it is a link, or somebody else's, or others get at it.
+    """
+
+    def __init__(self, path: Path, access: Access | None = None, *, closed: bool = True) -> None:
+        self.path, self._closed = path, closed
+        self.descriptor = _open(path, path, os.O_RDONLY | os.O_DIRECTORY)
+        self.access = access or Access.found(os.fstat(self.descriptor))
+        self._check(self.descriptor, path, stat.S_IFDIR, self.access.folder_mode)
+
+    @classmethod
+    def made(cls, path: Path, access: Access) -> Self:
+        """The folder, which is made if there is none.
+
+        Raises:
+          CacheError: If that is not possible, too.
+        """
+        while True:
+            try:
+                _make(path, access)
+                return cls(path, access)
+            except FileNotFoundError:
+                # Somebody may have removed it in the meantime.
+                continue
+            except OSError as error:
+                raise _unwritable(path, error) from error
+
+    def open(self, name: str, flags: int = os.O_RDWR, *, make: bool = False) -> int:
+        """Descriptor of a file in the folder.
+
+        Raises:
+          FileNotFoundError: If there is none and none is to be made.
+          CacheError: If it is a link, or somebody else's, or others get at it.
+        """
+        path = self.path / name
+        try:
+            handle = _open(path, name, flags, self.descriptor)
+        except FileNotFoundError:
+            if not make:
+                raise
+            handle = _open(path, name, flags | os.O_CREAT, self.descriptor, self.access.file_mode)
+            self.access.give(handle, self.access.file_mode)
+        self._check(handle, path, stat.S_IFREG, self.access.file_mode)
+        return handle
+
+    def names(self) -> set[str]:
+        """Names of all files in the folder."""
+        return set(os.listdir(self.descriptor))
+
+    def remove(self, name: str) -> None:
+        """Removes a file, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self.descriptor)
+
+    def rename(self, name: str, new: str) -> None:
+        """Gives a file another name, for good: also if the machine loses its power now."""
+        os.replace(name, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+        os.fsync(self.descriptor)
+
+    def stat(self, name: str) -> os.stat_result:
+        """Status of a file in the folder; links are not followed."""
+        return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether its path leads elsewhere by now, or nowhere."""
+        try:
+            return not os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.descriptor))
+        except FileNotFoundError:
+            return True
+
+    def close(self) -> None:
+        """Ends it; files stay open."""
+        os.close(self.descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check(self, handle: int, path: Path, kind: int, mode: int) -> None:
+        try:
+            status = os.fstat(handle)
+            _refuse_others(path, status, self.access, kind)
+            if self._closed:
+                _refuse_open(path, status, self.access, mode)
+        except CacheError:
+            os.close(handle)
+            raise
+
+
+def _make(path: Path, access: Access) -> None:
+    if not path.parent.exists():
+        Directory.made(path.parent, access).close()
+    try:
+        path.mkdir(mode=OWN_FOLDER)
+    except FileExistsError:
+        return
+    except FileNotFoundError as error:
+        # As in folders of the kernel's.
+        raise _unwritable(path, error) from error
+    handle = _open(path, path, os.O_RDONLY | os.O_DIRECTORY)
+    access.give(handle, access.folder_mode)
+    os.close(handle)
+
+
+def _open(path: Path, name: Path | str, flags: int, folder: int | None = None, mode: int = 0) -> int:
+    try:
+        return os.open(name, flags | WITHOUT_LINKS, mode, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
+            raise CacheError(
+                f"A cache must not lie behind links. Received: {path}, a link to {os.readlink(path)}. Look who made "
+                "it, and remove it or name another folder."
+            ) from error
+        if error.errno in (errno.EACCES, errno.EROFS):
+            raise _unwritable(path, error) from error
+        raise
+
+
+def _unwritable(path: Path, error: OSError) -> CacheError:
+    return CacheError(
+        f"A cache must have a folder that it can write to. Received: {path} ({error.strerror}). Name another, or pass "
+        "`group` to share one."
+    )
+
+
+def _refuse_others(path: Path, status: os.stat_result, access: Access, kind: int) -> None:
+    if stat.S_IFMT(status.st_mode) != kind:
+        raise CacheError(
+            f"A cache must consist of folders and files. Received: {path}, which is something else. Remove it."
+        )
+    if not access.includes(status.st_uid):
+        raise CacheError(
+            f"A cache must be made by who uses it. Received: {path}, made by user {status.st_uid}, for {access.users}. "
+            "Look who made it, and remove it or name another folder."
+        )
+
+
+def _refuse_open(path: Path, status: os.stat_result, access: Access, mode: int) -> None:
+    found = stat.S_IMODE(status.st_mode)
+    if found & ~mode or access.group not in (None, status.st_gid):
+        raise CacheError(
+            f"A cache must be open to {access.users} only. Received: {path} with mode {found:o} and group "
+            f"{status.st_gid}, not mode {mode:o}. If nobody else has written there, correct it (chmod, chgrp); "
+            "otherwise remove it: python -m datacache rm. To share with a group, pass `group`."
+        )

@@ -1,0 +1,120 @@
+"""Memory that there is, for this process: the machine's, and that of the containers around it.
+
+Source: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst, proc_pid_mountinfo(5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from os import major, minor
+from pathlib import Path
+
+PROC = Path("/proc")
+SPARE = 20
+"""One of so many bytes stays free: what others take in between must not end anybody."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Version:
+    """The names that a version of cgroups has for things."""
+
+    file_system: str
+    limit: str
+    used: str
+    given_back: tuple[str, str]
+
+
+V1 = _Version(
+    file_system="cgroup",
+    limit="memory.limit_in_bytes",
+    used="memory.usage_in_bytes",
+    given_back=("total_active_file", "total_inactive_file"),
+)
+V2 = _Version(
+    file_system="cgroup2",
+    limit="memory.max",
+    used="memory.current",
+    given_back=("active_file", "inactive_file"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mount:
+    device: str
+    root: str
+    point: Path
+    file_system: str
+    options: list[str]
+
+
+def available_memory(proc: Path = PROC) -> int:
+    """Bytes that can be taken before the kernel would end processes.
+
+    The least of what the machine has available and of what each container around this process leaves, whichever version
+    of cgroups limits it. What caches of files hold there counts as free, for it is given back.
+
+    Args:
+      proc: Where the kernel tells of processes.
+    """
+    return max(0, min(left - total // SPARE for total, left in (_machine(proc), *_containers(proc))))
+
+
+def is_memory(device: int, proc: Path = PROC) -> bool:
+    """Whether files of this device lie in memory."""
+    name = f"{major(device)}:{minor(device)}"
+    return any(mount.device == name and mount.file_system in ("tmpfs", "ramfs") for mount in _mounts(proc))
+
+
+def _machine(proc: Path) -> tuple[int, int]:
+    found = _numbers(proc / "meminfo")
+    return 1024 * found["MemTotal:"], 1024 * found["MemAvailable:"]
+
+
+def _containers(proc: Path) -> Iterator[tuple[int, int]]:
+    """Limit, and what is left of it, of each cgroup around this process."""
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        version = V2 if number == "0" else V1
+        if number != "0" and "memory" not in controllers.split(","):
+            continue
+        for mount in _mounts(proc):
+            if mount.file_system == version.file_system and (version is V2 or "memory" in mount.options):
+                yield from _around(mount, path, version)
+
+
+def _around(mount: _Mount, path: str, version: _Version) -> Iterator[tuple[int, int]]:
+    # In a container the mount begins at its cgroup, and the path may be that of the machine or of the container.
+    inside = path.removeprefix(mount.root).strip("/") if ".." not in path else ""
+    folder = mount.point / inside
+    for cgroup in (folder, *folder.parents):
+        limit = _limit(cgroup / version.limit)
+        if limit is not None:
+            caches = _numbers(cgroup / "memory.stat")
+            used = int((cgroup / version.used).read_text()) - sum(caches.get(name, 0) for name in version.given_back)
+            yield limit, limit - used
+        if cgroup == mount.point:
+            return
+
+
+def _limit(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except FileNotFoundError:
+        # The root of all has none, nor do those without this controller.
+        return None
+    return None if text == "max" else int(text)
+
+
+def _mounts(proc: Path) -> Iterator[_Mount]:
+    for line in (proc / "self" / "mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        _, _, device, root, point, *_ = before.split()
+        file_system, *_, options = after.split()
+        yield _Mount(device=device, root=root, point=Path(point), file_system=file_system, options=options.split(","))
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The first number of each line, by the word before it."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1}

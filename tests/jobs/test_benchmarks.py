@@ -1,0 +1,34 @@
+"""Every benchmark runs to its end on its smallest case, peers that are installed included, and shows and plots it."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.launch import LIMIT_S, ROOT, ahead, finish, start
+
+NOT_MEASURED = {"__init__", "harness", "best_scheme"}
+NAMES = sorted({file.stem for file in (ROOT / "benchmarks").glob("*.py")} - NOT_MEASURED)
+"""All modules, so that none can be missed."""
+
+
+def smallest(name):
+    """What the benchmark said, how it ended, and its results."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "results.json"
+        command = [sys.executable, "-m", f"benchmarks.{name}", "--smallest", "--results", path]
+        done = finish(start(list(map(str, command))), LIMIT_S)
+        return done, json.loads(path.read_text()) if path.exists() else {}
+
+
+@ahead(smallest)
+@pytest.mark.parametrize("name", NAMES)
+def test_smallest_case(name, outcome):
+    done, results = outcome
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert results
+    for key, answer in results.items():
+        for system, figures in answer.get("systems", {}).items():
+            assert "error" not in figures, f"{key}, {system}: {figures['error']}"

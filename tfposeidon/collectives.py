@@ -1,0 +1,131 @@
+"""Collectives for scripts: what a hand-written loop needs beside the optimizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfposeidon import replicas, runtime
+from tfposeidon.wire import opaque, unknown_zero
+
+# What Horovod cannot add up goes as something wider.
+_WIDER = {"bfloat16": tf.float32, "bool": tf.int32, "int8": tf.int32, "uint8": tf.int32, "int16": tf.int32}
+
+
+@tf.autograph.experimental.do_not_convert
+def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
+    """Gives every rank the values of one, such as weights and optimizer state before training.
+
+    All ranks call it together. Not in a `tf.function`.
+
+    Args:
+      variables: Keras or TensorFlow variables of any dtype, the same and in the same order on every rank.
+      root_rank: Whose values everybody gets.
+
+    Raises:
+      ValueError: For a rank that there is not, or in a `tf.function`.
+      RuntimeError: If ranks have other variables; it names the first difference.
+
+    Example:
+    >>> import keras, tfposeidon as tp
+    >>> weight = keras.Variable([1.0, 2.0])
+    >>> tp.broadcast_variables([weight])
+    """
+    if not 0 <= root_rank < runtime.size():
+        raise ValueError(f"`root_rank` must be a rank of the job, 0 to {runtime.size() - 1}. Received: {root_rank}")
+    if not tf.executing_eagerly():
+        raise ValueError(
+            "Variables are broadcast once, before training. Received: a call of broadcast_variables in a tf.function. "
+            "Call it outside."
+        )
+    replicas.broadcast(list(variables), runtime.wire(), root_rank)
+
+
+@tf.autograph.experimental.do_not_convert
+def all_reduce(value: Any, op: str = "mean", name: str | None = None) -> tf.Tensor:
+    """The mean, or the sum, of a tensor over all ranks: the same bits on each.
+
+    All ranks call it together, in the same order, eagerly or in a `tf.function`. In a function its result has to be
+    used: TensorFlow leaves out what nobody uses.
+
+    Args:
+      value: A tensor, or what becomes one, of the same shape and dtype on every rank.
+      op: `"mean"` of floating-point values, or `"sum"`.
+      name: Needed where one graph calls it several times by itself and in functions that it calls; the same on all
+        ranks, and another for each call.
+
+    Returns:
+      A tensor of the same shape and dtype. A sum of bools is of int32.
+
+    Raises:
+      ValueError: For another `op`, or a mean of whole numbers.
+
+    Example:
+    >>> import tfposeidon as tp
+    >>> float(tp.all_reduce(3.0))
+    3.0
+    """
+    tensor = tf.convert_to_tensor(value)
+    if op not in ("mean", "sum"):
+        raise ValueError(f'`op` must be "mean" or "sum". Received: op={op!r}')
+    if op == "mean" and not tensor.dtype.is_floating:
+        raise ValueError(
+            f'A mean is of floating-point values. Received: dtype {tensor.dtype.name}. Cast it, or use op="sum".'
+        )
+    carried = tf.cast(tensor, _WIDER.get(tensor.dtype.name, tensor.dtype))
+    wire = runtime.wire()
+    scale = 1.0 / wire.topology.size if op == "mean" else 1.0
+    flat = opaque(tf.reshape(carried, [-1]), unknown_zero())
+    total = wire.all_reduce(flat, wire.topology.world, _name("all_reduce", name), scale)
+    total = tf.ensure_shape(tf.reshape(total, tf.shape(carried)), carried.shape)
+    return total if tensor.dtype == tf.bool else tf.cast(total, tensor.dtype)
+
+
+@tf.autograph.experimental.do_not_convert
+def all_gather(value: Any, name: str | None = None) -> tf.Tensor:
+    """The tensors of all ranks one below the other, in the order of ranks.
+
+    All ranks call it together, in the same order, eagerly or in a `tf.function`; see `all_reduce`.
+
+    Args:
+      value: A tensor, or what becomes one, of at least one axis. Ranks may differ in its first.
+      name: As in `all_reduce`.
+
+    Returns:
+      `[sum of n, ...]` for `[n, ...]`, in the same dtype.
+
+    Raises:
+      ValueError: For a scalar.
+    """
+    tensor = tf.convert_to_tensor(value)
+    if tensor.shape.rank == 0:
+        raise ValueError(
+            "Tensors are joined along their first axis. Received: a scalar. Give it one: value[tf.newaxis]."
+        )
+    wire = runtime.wire()
+    return wire.all_gather(opaque(tensor, unknown_zero()), wire.topology.world, _name("all_gather", name))
+
+
+@tf.autograph.experimental.do_not_convert
+def barrier(name: str | None = None) -> None:
+    """Waits until all ranks are here. In a `tf.function`, what comes later in it may start earlier.
+
+    Args:
+      name: As in `all_reduce`.
+    """
+    arrived = all_reduce(tf.ones([]), "sum", name or ("barrier" if tf.executing_eagerly() else None))
+    tf.debugging.assert_greater(arrived, 0.0)
+
+
+def _name(what: str, given: str | None) -> str:
+    """Unique in its graph, and the same on all ranks, whatever else each has traced."""
+    if given is not None:
+        return f"tp.{what}.{given}"
+    if tf.executing_eagerly():
+        return f"tp.{what}"
+    graph = tf.compat.v1.get_default_graph()
+    function = re.sub(r"[^\w.-]", "_", graph.name)
+    return str(graph.unique_name(f"tp.{what}.{function}", mark_as_used=False))
