@@ -5,7 +5,7 @@ ranks fast; the same table also runs on real Horovod ranks.
 """
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -19,10 +19,10 @@ class Cluster:
 
     def __init__(self, nodes):
         self.topology = Topology(0, nodes)
-        self.sent = defaultdict(int)
+        self.sent = Counter()
         self.names = defaultdict(list)
-        self._board = defaultdict(dict)
-        self._changed = threading.Condition()
+        self._meetings = defaultdict(Meeting)
+        self._lock = threading.Lock()
 
     def run(self, function):
         """`function(wire)` on every rank at once; results in rank order."""
@@ -32,23 +32,32 @@ class Cluster:
 
     def meet(self, rank, group, name, value):
         """Everybody's value, in the group's order, once all have come."""
-        with self._changed:
+        with self._lock:
             self.names[rank].append(name)
-            board = self._board[group.ranks, name]
-            assert rank not in board, f"{name} was used twice on rank {rank}"
-            board[rank] = value
-            self._changed.notify_all()
-            assert self._changed.wait_for(lambda: len(board) == group.size, timeout=300), f"{name}: ranks are missing"
-            return [board[r] for r in group.ranks]
+            meeting = self._meetings[group.ranks, name]
+            assert rank not in meeting.values, f"{name} was used twice on rank {rank}"
+            meeting.values[rank] = value
+            if len(meeting.values) == group.size:
+                meeting.complete.set()
+        assert meeting.complete.wait(timeout=300), f"{name}: ranks are missing"
+        return [meeting.values[r] for r in group.ranks]
 
-    def count(self, sender, receiver, array):
-        with self._changed:
-            self.sent[sender, receiver] += array.nbytes
+    def count(self, sender, receiver, *arrays):
+        bytes_sent = sum(array.nbytes for array in arrays)
+        with self._lock:
+            self.sent[sender, self.topology.same_node(sender, receiver)] += bytes_sent
 
     def bytes_of(self, rank):
         """Bytes that `rank` sent in its node and across nodes."""
-        node = sum(n for (s, r), n in self.sent.items() if s == rank and self.topology.same_node(s, r))
-        return node, sum(n for (s, _), n in self.sent.items() if s == rank) - node
+        return self.sent[rank, True], self.sent[rank, False]
+
+
+class Meeting:
+    """What the ranks of a group bring to one collective; only they are woken when it is complete."""
+
+    def __init__(self):
+        self.values = {}
+        self.complete = threading.Event()
 
 
 class InProcessWire:
@@ -61,17 +70,17 @@ class InProcessWire:
         p, me = group.size, group.index(self.topology.rank)
         chunks = np.array_split(values[me], p)
         neighbour = group.ranks[(me - 1) % p]
-        for step in range(p - 1):  # reduce-scatter, then all-gather, chunk by chunk to one neighbour
-            self.cluster.count(self.topology.rank, neighbour, chunks[(me + 1 + step) % p])
-            self.cluster.count(self.topology.rank, neighbour, chunks[(me + step) % p])
+        # Reduce-scatter, then all-gather, chunk by chunk to one neighbour.
+        sent = [chunks[(me + first + step) % p] for step in range(p - 1) for first in (1, 0)]
+        self.cluster.count(self.topology.rank, neighbour, *sent)
         total = sum(values[1:], values[0].copy())
         return tf.constant(total * np.asarray(scale, total.dtype))
 
     def all_gather(self, tensor, group, name):
         parts = self._meet(tensor, group, name)
         p, me = group.size, group.index(self.topology.rank)
-        for step in range(p - 1):
-            self.cluster.count(self.topology.rank, group.ranks[(me + 1) % p], parts[(me - step) % p])
+        sent = [parts[(me - step) % p] for step in range(p - 1)]
+        self.cluster.count(self.topology.rank, group.ranks[(me + 1) % p], *sent)
         return tf.constant(np.concatenate(parts))
 
     def all_to_all(self, tensor, splits, group, name):

@@ -615,6 +615,8 @@ def test_claims_end_with_the_filler_whose_forked_child_lives_on(tmp_path, hold):
         os.kill(child, signal.SIGKILL)
 
 
+# JAX, which tests against optax import, warns of any fork; this child calls nothing of it.
+@pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_a_claim_is_held_while_a_forked_child_begins_and_ends(tmp_path):
     pool, other = _pool(tmp_path), _pool(tmp_path)
     with pool.claim(np.array([3])):

@@ -34,7 +34,7 @@ def test_contract(scheme, length, layout):
     _check(scheme, length, LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("scheme", contract.SCHEMES)
+@pytest.mark.parametrize("scheme", [name for name in contract.SCHEMES if " " not in name])
 def test_contract_on_128_ranks(scheme):
     _check(scheme, 16 * 8 * 5 + 3, Topology.regular(0, 128, 8).nodes)
 

@@ -52,7 +52,7 @@ def steps(task, cache, wire):
     model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(1e-6), scheme="allreduce"), "mse")
     data = cache.dataset(task.batch).map(lambda x: (tf.cast(x, "float32"), tf.zeros([tf.shape(x)[0], task.width])))
     timer = StepTimer(wire, task.warm_up)
-    cache.begin_epoch(0)
+    cache.begin_epoch(0, data)
     model.fit(data.prefetch(2), verbose=0, shuffle=False, callbacks=[timer])
     return timer.times
 
