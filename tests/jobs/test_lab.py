@@ -16,6 +16,8 @@ import pytest
 from tests.launch import LIMIT_S, ROOT, descendants, finish, lab
 
 PROBES = ROOT / "tests" / "on_ranks" / "probes.py"
+TRIES = 3
+"""Of what a busy machine can make slower."""
 
 
 def probe(options, *arguments, **keywords):
@@ -54,11 +56,9 @@ def test_ranks_see_what_horovodrun_shows_them():
 def test_links_have_the_rate_that_was_asked_for(tmp_path):
     """Both directions, one node slower than the other, with little let through in one burst."""
     path = tmp_path / "report.json"
-    done = probe(f"--nodes 3 --inter 100mbit --slow 2=20mbit --report {path}", "rates", 8_000_000)
-    assert done.returncode == 0, done.stdout
-    rates = {line.split()[2]: float(line.split()[3]) for line in done.stdout.splitlines() if " rate " in line}
-    for pair, expected in {"0>1": 1e8, "1>0": 1e8, "0>2": 2e7, "2>0": 2e7}.items():
-        assert abs(rates[pair] / expected - 1) < 0.05, done.stdout
+    _check_rates(
+        f"--nodes 3 --inter 100mbit --slow 2=20mbit --report {path}", {"0>1": 1e8, "1>0": 1e8, "0>2": 2e7, "2>0": 2e7}
+    )
     links = report(path)["traffic"]
     assert [link["rate_bits_per_s"] for link in links] == [1e8, 1e8, 2e7]
     for link, payload in zip(links, (16e6, 8e6, 8e6), strict=True):
@@ -67,6 +67,20 @@ def test_links_have_the_rate_that_was_asked_for(tmp_path):
         assert link["sent_packets"] > payload / 1448
         share = 8 * link["sent_bytes"] / link["rate_bits_per_s"] / report(path)["wall_s"]
         assert link["sent_share"] == pytest.approx(share)
+
+
+def _check_rates(options, expected):
+    """Links never give more than 5 % above their rate, and come within 5 % of it unless something else runs here."""
+    best = dict.fromkeys(expected, 0.0)
+    for _ in range(TRIES):
+        done = probe(options, "rates", 8_000_000)
+        assert done.returncode == 0, done.stdout
+        rates = {line.split()[2]: float(line.split()[3]) for line in done.stdout.splitlines() if " rate " in line}
+        assert all(rates[pair] < 1.05 * rate for pair, rate in expected.items()), done.stdout
+        best = {pair: max(rate, rates[pair]) for pair, rate in best.items()}
+        if all(best[pair] > 0.95 * rate for pair, rate in expected.items()):
+            return
+    raise AssertionError(f"{best} in {TRIES} tries:\n{done.stdout}")
 
 
 def test_delay_jitter_and_loss_are_there():
@@ -82,9 +96,7 @@ def _median_ms(done):
 
 
 def test_loopback_is_as_fast_as_asked():
-    done = probe("--nodes 1 --per-node 2 --intra 100mbit", "rates", 8_000_000)
-    rate = float(done.stdout.split(" rate 0>1 ")[1].split()[0])
-    assert abs(rate / 1e8 - 1) < 0.05, done.stdout
+    _check_rates("--nodes 1 --per-node 2 --intra 100mbit", {"0>1": 1e8})
 
 
 def test_exit_status_is_that_of_the_first_to_fail_and_the_others_are_ended():

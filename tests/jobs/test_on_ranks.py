@@ -14,12 +14,10 @@ from tests.on_ranks.worker import cases
 WORLDS = {
     # name: ranks, or options of the lab; ranks per node (0: as the launcher says); modules
     "1": (1, 0, ["contract_table"]),
-    "2": (2, 0, ["contract_table", "training", "losses", "optimizer_features", "refusals", "memory"]),
+    "2": (2, 0, ["contract_table", "losses", "optimizer_features", "refusals", "memory", "public_collectives"]),
     "2 with a timeline": (2, 0, ["wait_free"]),
-    "2 for callbacks": (2, 0, ["callbacks", "several_optimizers", "layer_state", "presence", "stateful", "caching"]),
-    "2 for schemes": (2, 0, ["public_collectives", "sparse", "factors", "parallel_operator"]),
-    "2 for models": (2, 0, ["server_update", "applications", "factor_accumulation", "layer_rates", "layers"]),
-    "2x1 for keras-hub": (2, 1, ["hub"]),
+    "2 for callbacks": (2, 0, ["callbacks", "several_optimizers", "layer_state", "presence", "stateful"]),
+    "2x1 for models": (2, 1, ["hub", "applications", "layers"]),
     "3": (3, 0, ["contract_table", "uneven"]),
     "2+1": (3, 2, ["contract_table", "caching"]),
     "2x2": (4, 2, ["contract_table", "training", "layout", "sparse", "caching"]),
@@ -27,6 +25,7 @@ WORLDS = {
     "3x2": (6, 2, ["contract_table"]),
     "2x2 in the lab": ("--nodes 2 --per-node 2 --inter 200mbit", 0, ["links", "feeding"]),
 }
+"""Schemes run on every layout; everything else on one, on the smallest that has all that it is about."""
 
 
 @functools.cache

@@ -10,7 +10,8 @@ from tests.on_ranks.models import same_on_all_ranks
 
 STEPS = 10
 BATCH = 12
-EXACT = ("allreduce", "asa", "2dtar", "ps", tp.schemes.ShardedServer(update="server", pair_bytes=256), "hybcomm")
+SOME = ("asa", tp.schemes.ShardedServer(update="server", pair_bytes=256), "hybcomm")
+EXACT = ("allreduce", "2dtar", "ps", *SOME)
 
 
 def train_alone(model, data, optimizer, **fit):
@@ -78,11 +79,11 @@ def case_mlp_sgd(wire):
 
 
 def case_mlp_adam(wire):
-    _compare(models.mlp, adam, wire)
+    _compare(models.mlp, adam, wire, SOME)
 
 
 def case_cnn_sgd(wire):
-    _compare(models.cnn, sgd, wire)
+    _compare(models.cnn, sgd, wire, SOME)
 
 
 def case_cnn_adam(wire):
@@ -98,7 +99,7 @@ def case_attention_adam(wire):
 
 
 def case_embedding_sgd(wire):
-    _compare(models.embedding, sgd, wire)
+    _compare(models.embedding, sgd, wire, SOME)
 
 
 def case_sixteen_bits_come_close(wire):
