@@ -17,11 +17,11 @@ WORLDS = {
     "2": (2, 0, ["contract_table", "losses", "optimizer_features", "refusals", "memory", "public_collectives"]),
     "2 with a timeline": (2, 0, ["wait_free"]),
     "2 for callbacks": (2, 0, ["callbacks", "several_optimizers", "layer_state", "presence", "stateful"]),
-    "2x1 for models": (2, 1, ["hub", "applications", "layers"]),
+    "2x1 for models": (2, 1, ["hub", "applications", "layers", "factor_accumulation"]),
     "3": (3, 0, ["contract_table", "uneven"]),
     "2+1": (3, 2, ["contract_table", "caching"]),
     "2x2": (4, 2, ["contract_table", "training", "layout", "sparse", "caching"]),
-    "2x2 for servers": (4, 2, ["factors", "factor_accumulation", "server_update", "parallel_operator", "layer_rates"]),
+    "2x2 for servers": (4, 2, ["factors", "server_update", "parallel_operator", "layer_rates"]),
     "3x2": (6, 2, ["contract_table"]),
     "2x2 in the lab": ("--nodes 2 --per-node 2 --inter 200mbit", 0, ["links", "feeding"]),
 }
