@@ -12,7 +12,8 @@ import tensorflow as tf
 import keras_callbacks
 import tfposeidon as tp
 from tests.on_ranks import models
-from tfposeidon import policies, schemes
+from tfposeidon import layer_state, policies, schemes
+from tfposeidon.session import optimizers_of
 
 SGD = keras.optimizers.SGD
 
@@ -153,6 +154,25 @@ def test_auto_scale_loss_false_is_heard():
 
 
 @pytest.mark.usefixtures("mixed_float16")
+def test_what_else_asks_for_an_optimizer_does_not_scale(capsys):
+    model = models.mlp()
+    model.compile(optimizer=tp.DistributedOptimizer(SGD(0.1)), loss=models.LOSS, auto_scale_loss=False)
+    model.summary()
+    assert model.optimizer
+    model.fit(*models.mlp.data(8), verbose=0)
+    assert type(model.optimizer.inner_optimizer) is SGD
+
+
+@pytest.mark.usefixtures("mixed_float16")
+def test_an_optimizer_that_was_built_without_a_loss_scale_is_refused():
+    model, optimizer = models.mlp(), tp.DistributedOptimizer(SGD(0.1))
+    optimizer.build(model.trainable_variables)
+    model.compile(optimizer=optimizer, loss=models.LOSS)
+    with pytest.raises(ValueError, match="built without one"):
+        model.fit(*models.mlp.data(8), verbose=0)
+
+
+@pytest.mark.usefixtures("mixed_float16")
 @pytest.mark.parametrize("swap_on_epoch", [False, True])
 def test_swapped_averages_of_weights_under_a_loss_scale(swap_on_epoch):
     start, (x, y) = models.mlp(), models.mlp.data(16)
@@ -176,6 +196,67 @@ def test_one_rank_leaves_xla_to_keras_unless_schemes_keep_something():
             model = models.mlp()
             model.compile(optimizer=tp.DistributedOptimizer(SGD(0.1), scheme=scheme), loss=models.LOSS)
             assert model.jit_compile is wanted, scheme
+
+
+class _CompilesItself(keras.Model):
+    """As the GANs of keras.io, whose optimizers come after Keras's own compile."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = models.mlp()
+
+    def compile(self, own):
+        super().compile()
+        self.own = own
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = models.LOSS(data[1], self.inside(data[0]))
+        weights = self.inside.trainable_variables
+        self.own.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(("scheme", "wanted"), [("allreduce", True), ("hitopk", False)])
+def test_xla_is_off_for_optimizers_that_come_after_compile(scheme, wanted):
+    model = _CompilesItself()
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    with mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]):
+        model.compile(tp.DistributedOptimizer(SGD(0.1), scheme=scheme))
+        assert model.jit_compile
+        model.make_train_function()
+    assert model.jit_compile is wanted
+
+
+def test_a_compiled_model_inside_keeps_its_optimizer():
+    encoder = models.mlp()
+    encoder.compile(tp.DistributedOptimizer(SGD(0.1)), models.LOSS)
+    probe = keras.Sequential([encoder, keras.layers.Dense(2)])
+    probe.compile("sgd", "mse")
+    assert optimizers_of(probe) == []
+    assert optimizers_of(encoder) == [encoder.optimizer]
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_accumulation_of_gradients_that_are_missing_equals_keras():
+    """What has none in the last call of an update is not updated, and begins anew."""
+    present = [(1, 1), (1, 0), (0, 1), (1, 1), (1, 1), (1, 0), (0, 1), (1, 1)]
+    ends = []
+    for wrap in (tp.DistributedOptimizer, lambda optimizer: optimizer):
+        optimizer = wrap(SGD(0.1, momentum=0.9, gradient_accumulation_steps=2))
+        variables = [keras.Variable([1.0], name="a"), keras.Variable([2.0], name="b")]
+        optimizer.build(variables)
+        for step, flags in enumerate(present):
+            grads = [tf.constant([step + 1.0 + 10 * i]) if flag else None for i, flag in enumerate(flags)]
+            optimizer.apply(grads, variables)
+        ends.append([float(v.numpy()[0]) for v in variables])
+    np.testing.assert_allclose(*ends, rtol=1e-6)
+
+
+def test_layers_that_are_not_built_hold_nothing():
+    model = models.mlp()
+    model.back = keras.layers.Normalization(mean=[1.0], variance=[2.0], invert=True)
+    assert layer_state.read(model) == {}
 
 
 def _forever():

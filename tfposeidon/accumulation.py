@@ -66,6 +66,9 @@ class Accumulation:
         for (one, _), value in zip(given, values, strict=True):
             if value is not None:
                 one.keep(value, due)
+            else:
+                # As in Keras: what has no gradient in the last call is not updated, and what it had is gone.
+                tf.cond(due, one.reset, lambda: None)
         for variable, value in ((self._weight, total), (self._calls, calls)):
             variable.assign(tf.where(due, tf.zeros_like(value), value))
 

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
 from tfposeidon import replicas, runtime
 from tfposeidon.wire import opaque, unknown_zero
 
+_OF_CONTROL_FLOW = (func_graphs.CondBranchFuncGraph, func_graphs.WhileCondFuncGraph, func_graphs.WhileBodyFuncGraph)
 # What Horovod cannot add up goes as something wider.
 _WIDER = {"bfloat16": tf.float32, "bool": tf.int32, "int8": tf.int32, "uint8": tf.int32, "int16": tf.int32}
 
@@ -126,6 +128,9 @@ def _name(what: str, given: str | None) -> str:
         return f"tp.{what}.{given}"
     if tf.executing_eagerly():
         return f"tp.{what}"
-    graph = tf.compat.v1.get_default_graph()
-    function = re.sub(r"[^\w.-]", "_", graph.name)
-    return str(graph.unique_name(f"tp.{what}.{function}", mark_as_used=False))
+    graph = function = tf.compat.v1.get_default_graph()
+    # TensorFlow names branches and bodies of loops by a number of the process, which differs from rank to rank.
+    while isinstance(function, _OF_CONTROL_FLOW):
+        function = function.outer_graph
+    name = re.sub(r"[^\w.-]", "_", function.name)
+    return str(function.unique_name(f"tp.{what}.{name}", mark_as_used=function is not graph))

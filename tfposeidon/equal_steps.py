@@ -65,12 +65,15 @@ class EqualSteps(keras.callbacks.Callback):
             )
         self._session = session.of(self.model)
         self._watches = self._limit is None or any(may_stop for _, may_stop in everybody)
+        if self.model.run_eagerly and len(self._session.optimizers) > 1:
+            self._watches = self._limit is None
+            _check_known(self._limit)
         if self._session.watch_absence(self._watches):
             self.model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._done = 0
-        self._open = True
+        self._open, self._trained = True, False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._limit is not None and batch >= self._limit:
@@ -80,6 +83,7 @@ class EqualSteps(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._done = batch + 1
+        self._trained = self._trained or not self._passing_over
         if not self._watches or self._passing_over:
             return
         cut_short = self._session.steps - self._before < self.model.steps_per_execution
@@ -97,7 +101,9 @@ class EqualSteps(keras.callbacks.Callback):
             return
         self._open = False
         if self._watches:
-            self._session.finish_epoch()
+            # A resumed epoch may have been at its end already, on all ranks.
+            if self._trained or not self._done or self._limit is None:
+                self._session.finish_epoch()
         elif self._limit is not None and self._done < self._limit:
             raise RuntimeError(
                 f"Every rank must do the {self._limit} steps per epoch that were agreed on. Received: only "
@@ -129,6 +135,14 @@ class EqualEnd(keras.callbacks.Callback):
         everybody = exchange_objects(mine, runtime.wire(), "tp.stop")
         _check_alike([alike for _, alike in everybody])
         self.model.stop_training = any(stop for stop, _ in everybody)
+
+
+def _check_known(limit: int | None) -> None:
+    if limit is None:
+        raise ValueError(
+            "With run_eagerly=True and several optimizers every rank must know its number of batches. Received: data "
+            "of unknown length. Leave run_eagerly out, or give fit steps_per_epoch."
+        )
 
 
 def _alike(model: keras.Model, epoch: int) -> dict[str, Any]:

@@ -308,6 +308,14 @@ class Exchanger:
                 means = self.afterwards(means)
         return absent, [tf.reduce_sum(mean) for mean in means]
 
+    def contribute_nothing_eagerly(self, number: int = 0) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """As `contribute_nothing`, for steps that run eagerly: their collectives have no names, and match those alone.
+
+        Args:
+          number: Which of the `calls` of a step.
+        """
+        return self.contribute_nothing.python_function(self, number)
+
     def _flatten(self, bucket: Bucket, gradients: Sequence[Any]) -> tf.Tensor:
         zero = self._zeros[bucket.dtype]
         pairs = zip(bucket.members, bucket.descriptions, strict=True)

@@ -35,7 +35,7 @@ def exchange(
     """
     pairs = zip(gradients, bucket.descriptions, strict=True)
     factors = [_no_rows(d, zero) if g is None else g for g, d in pairs]
-    rows = _agreed_rows(factors, wire, name, zero)
+    rows = _agreed_rows(factors, wire, name, zero, after=[weight] if weight is not None else [])
     sent = [_sent(one, weight, zero) for one in factors]
     if isinstance(bucket.scheme, ByRows):
         mean = bucket.scheme.exchange_factors(sent, rows, bucket.dtype, wire, name)
@@ -48,10 +48,13 @@ def exchange(
     return mean, rows
 
 
-def _agreed_rows(factors: Sequence[Factors], wire: Wire, name: str, zero: Zeros) -> tf.Tensor:
-    # Shapes of activations are known in the forward pass: the sum is mostly there before the first gradient.
+def _agreed_rows(
+    factors: Sequence[Factors], wire: Wire, name: str, zero: Zeros, after: Sequence[tf.Tensor]
+) -> tf.Tensor:
+    # Activations are known in the forward pass: the sum is mostly there before the first gradient. It waits for them
+    # and for the weight even where shapes are static: a rank whose iterator has just ended must not have counted.
     # On the processor: a GPU would have to be waited for before anybody can branch on it.
-    with tf.device("/CPU:0"):
+    with tf.device("/CPU:0"), tf.control_dependencies([*(one.left for one in factors), *after]):
         mine = tf.cast(tf.add_n([tf.shape(one.left)[0] for one in factors]), tf.float32)
         # Static shapes are constants, which must not reach a collective.
         mine += zero["float32"].read_value()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import keras
@@ -168,6 +169,12 @@ def innermost(optimizer: Any) -> Any:
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
+
+
+def is_asked_by_compile() -> bool:
+    """Whether the caller's caller is Keras's own `compile`."""
+    asking = sys._getframe(2)
+    return asking.f_code.co_name == "compile" and str(asking.f_globals.get("__name__")).startswith("keras.")
 
 
 def check_momentum(plan: Plan, inner: Any) -> None:

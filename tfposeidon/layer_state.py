@@ -106,7 +106,8 @@ def _read(layer: Any) -> State:
     if isinstance(layer, _KEPT_ELSEWHERE):
         return {}
     if isinstance(layer, keras.layers.Normalization):
-        values = {"mean": layer.mean, "variance": layer.variance}
+        # One that is not built has no variance.
+        values = {name: getattr(layer, name, None) for name in ("mean", "variance")}
         return {name: np.asarray(value, "float32") for name, value in values.items() if value is not None}
     if isinstance(layer, keras.layers.Discretization):
         return {} if layer.bin_boundaries is None else {"bin_boundaries": np.asarray(layer.bin_boundaries, "float64")}

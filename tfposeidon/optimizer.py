@@ -107,7 +107,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def __bool__(self) -> bool:
         """True. Under `mixed_float16` only `compile(auto_scale_loss=False)` does not ask: nothing else tells."""
-        self.may_scale = self.may_scale or not self.built
+        self.may_scale = self.may_scale or guards.is_asked_by_compile()
         return True
 
     # ------------------------------------------------------------------ state

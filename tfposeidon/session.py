@@ -26,7 +26,8 @@ def optimizers_of(model: Any) -> list[Any]:
     """Finds every `DistributedOptimizer` of a model.
 
     Models with a `compile` of their own, such as GANs, call their optimizers what they like. So all attributes of
-    the model and of the layers and models inside it are looked at, with the lists and dictionaries there.
+    the model and of the layers and models inside it are looked at, with the lists and dictionaries there. A model
+    inside that was compiled itself, such as an encoder that was trained before, keeps its optimizers to itself.
 
     Args:
       model: A Keras model.
@@ -35,9 +36,13 @@ def optimizers_of(model: Any) -> list[Any]:
       Each optimizer once: `model.optimizer` first, the others in the order in which they were assigned, which is the
       same on all ranks.
     """
-    holders = [model, *model._flatten_layers(include_self=False)]
+    # Imported late: the optimizer's module teaches Keras, which needs this one.
+    from tfposeidon.optimizer import DistributedOptimizer
+
+    layers = model._flatten_layers(include_self=False)
+    holders = [model, *(layer for layer in layers if not getattr(layer, "compiled", False))]
     held = [getattr(model, "optimizer", None), *(v for holder in holders for v in _inside(list(vars(holder).values())))]
-    return list({id(value): value for value in held if is_ours(value)}.values())
+    return list({id(value): value for value in held if isinstance(value, DistributedOptimizer)}.values())
 
 
 def _inside(value: Any) -> Iterator[Any]:
@@ -64,6 +69,7 @@ class Session:
         self._model = weakref.ref(model)
         self._watches_absence = False
         self._steps: tf.Variable | None = None
+        self._watched: list[Any] = []
         self.keeps_xla_off = False
 
     @property
@@ -90,6 +96,8 @@ class Session:
         if wanted and self._steps is None:
             with tf.init_scope():
                 self._steps = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="steps")
+        # Looking for them takes longer than a small step: they are kept as long as absence is watched.
+        self._watched = self.optimizers if wanted else []
         # An optimizer may have served another model since this one was traced.
         for optimizer in self.optimizers:
             optimizer.ends_with_first_rank = wanted
@@ -104,7 +112,7 @@ class Session:
     @property
     def absent_ranks(self) -> int:
         """Ranks that had no batch left at the last step, while absence is watched."""
-        return max(optimizer.absent_ranks for optimizer in self.optimizers)
+        return max(optimizer.absent_ranks for optimizer in self._watched)
 
     def finish_epoch(self) -> None:
         """Contributes nothing to the others' steps until all ranks are done with the epoch.
@@ -114,16 +122,28 @@ class Session:
         Raises:
           RuntimeError: If this rank has done no step, so that it does not know what to contribute to.
         """
-        optimizers = self.optimizers
-        exchangers = [exchanger for optimizer in optimizers for exchanger in optimizer.exchangers]
+        exchangers = [exchanger for optimizer in self._watched for exchanger in optimizer.exchangers]
         calls = [(exchanger, number) for exchanger in exchangers for number in range(exchanger.calls)]
         if not calls:
             raise RuntimeError("A rank without a single batch cannot end an epoch. Give every rank data.")
-        # All at once: how often, and in which order, the others' step exchanges by each is not known here.
-        with ThreadPoolExecutor(len(calls)) as threads:
-            list(threads.map(_contribute_nothing, *zip(*calls, strict=True)))
-        for optimizer in optimizers:
+        if self._runs_eagerly:
+            # One after the other, as in the others' steps.
+            while (
+                min([int(exchanger.contribute_nothing_eagerly(number)[0]) for exchanger, number in calls])
+                < runtime.size()
+            ):
+                pass
+        else:
+            # All at once: how often, and in which order, the others' step exchanges by each is not known here.
+            with ThreadPoolExecutor(len(calls)) as threads:
+                list(threads.map(_contribute_nothing, *zip(*calls, strict=True)))
+        for optimizer in self._watched:
             optimizer.begin_epoch()
+
+    @property
+    def _runs_eagerly(self) -> bool:
+        model = self._model()
+        return bool(model and model.run_eagerly)
 
 
 def _contribute_nothing(exchanger: Any, number: int) -> None:

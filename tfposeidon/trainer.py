@@ -17,12 +17,16 @@ import contextlib
 import functools
 import inspect
 import warnings
+import weakref
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfposeidon import equal_steps, guards, runtime, session
+
+_WITH_AUTOMATIC_XLA: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Models for which `jit_compile="auto"` chose XLA."""
 
 
 def teach_keras() -> None:
@@ -52,8 +56,15 @@ def _wrapped(original: Any, replacement: Any) -> Any:
 def _resolve_auto_jit_compile(original: Any, call: inspect.BoundArguments) -> bool:
     model = call.arguments["self"]
     wanted = original(*call.args, **call.kwargs)
-    if not wanted or all(optimizer.suits_xla for optimizer in session.optimizers_of(model)):
-        return wanted
+    if wanted and _suits_xla(model):
+        _WITH_AUTOMATIC_XLA.add(model)
+        return True
+    return False
+
+
+def _suits_xla(model: Any) -> bool:
+    if all(optimizer.suits_xla for optimizer in session.optimizers_of(model)):
+        return True
     # Keras asks more than once.
     if not session.of(model).keeps_xla_off:
         session.of(model).keeps_xla_off = True
@@ -66,6 +77,9 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     if session.optimizers_of(model):
         _scale_losses(model)
         _count_samples(model)
+        # A compile of the model's own mostly assigns optimizers after Keras's has chosen.
+        if model in _WITH_AUTOMATIC_XLA and model.jit_compile and not _suits_xla(model):
+            model.jit_compile = False
     return original(*call.args, **call.kwargs)
 
 

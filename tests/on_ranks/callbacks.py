@@ -325,6 +325,23 @@ def case_resume_at_every_step(wire):
     check_resumes_everywhere(wire, _noisy, sgd)
 
 
+def case_resume_behind_the_last_batch_of_an_epoch(wire):
+    """With a callback that might stop training: an epoch in which nothing is left to train on ends all the same."""
+    watching = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+    folder = _folder(wire)
+    whole, _ = _job(models.mlp, os.path.join(folder, "whole"), sgd, [watching], every_n_steps=1)
+    name = sorted(os.listdir(os.path.join(folder, "whole")))[BATCHES - 1]
+    target = os.path.join(folder, "from")
+    if wire.topology.rank == 0:
+        shutil.copytree(os.path.join(folder, "whole", name), os.path.join(target, name))
+    exchange_objects(None, wire, "copied")
+    resumed, _ = _job(models.mlp, target, sgd, [watching])
+    for a, b in zip(_state(resumed), _state(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
 def case_resume_with_a_schedule_that_starts_at_zero(wire):
     schedule = keras_callbacks.LearningRateSchedule(0.1, lambda epoch: epoch / 2, staircase=False)
     check_resumes_everywhere(wire, models.mlp, sgd, callbacks=[schedule])

@@ -46,6 +46,22 @@ def case_several_in_one_graph(wire):
         np.testing.assert_allclose([mean, twice, total], [expected.mean(), 2 * expected.mean(), expected.sum()])
 
 
+def case_in_loops_and_branches(wire):
+    """Which TensorFlow names by a number of the process."""
+    if wire.topology.rank == 0:
+        for _ in range(10):
+            tf.function(lambda x: tf.cond(x > 0.0, lambda: x, lambda: -x))(tf.constant(1.0))
+
+    @tf.function
+    def total():
+        added = tf.zeros([])
+        for _ in tf.range(3):
+            added += tp.all_reduce(1.0, "sum") + tp.all_reduce(tf.ones([2]), "sum")[0]
+        return tf.cond(added > 0.0, lambda: added + tp.all_reduce(1.0, "sum"), lambda: added)
+
+    assert float(total()) == 7 * wire.topology.size
+
+
 def case_all_gather_of_unequal_parts(wire):
     rank, size = wire.topology.rank, wire.topology.size
     for joined in _both(lambda: tp.all_gather(tf.fill([rank + 1, 2], rank))):

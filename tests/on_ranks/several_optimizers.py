@@ -179,9 +179,10 @@ class _StopAtStep2(keras.callbacks.Callback):
 
 def case_stop_in_the_middle_of_an_epoch(wire):
     """On all ranks at once, or on one, whose wish ends the others' epoch with their next step, which is dropped."""
-    for ranks in ((0, 1), (1,)):
+    for ranks, eagerly in (((0, 1), False), ((1,), False), ((1,), True)):
         model = models.mlp()
-        model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss=models.LOSS)
+        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.05))
+        model.compile(optimizer=optimizer, loss=models.LOSS, run_eagerly=eagerly)
         history = model.fit(*models.mlp.data(16), batch_size=4, epochs=3, verbose=0, callbacks=[_StopAtStep2(ranks)])
         assert len(history.epoch) == 1
         assert int(model.optimizer.iterations) == 2

@@ -21,9 +21,9 @@ def _compiled(scheme="asa", inner=None, **options):
     return model, optimizer
 
 
-def _of_unknown_length(batches):
+def _of_unknown_length(batches, drop_remainder=False):
     x, y = models.mlp.data(4 * batches)
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4, drop_remainder=drop_remainder)
     return data.filter(lambda *_: True)
 
 
@@ -67,10 +67,15 @@ def case_unknown_but_equal_lengths_lose_no_step(wire):
 
 def case_ranks_without_data_have_no_rows(wire):
     """They take the branch of the others; what the plan shows is of the last step that anybody had data for."""
+    for static_batches in (False, True):
+        _check_rows(wire, static_batches)
+
+
+def _check_rows(wire, static_batches):
     model, optimizer = _compiled("hybcomm")
-    model.fit(_of_unknown_length(2), verbose=0)
+    model.fit(_of_unknown_length(2, static_batches), verbose=0)
     assert "K=4, P=3" in str(optimizer.plan)
-    model.fit(_of_unknown_length(3 + wire.topology.rank), epochs=2, verbose=0)
+    model.fit(_of_unknown_length(3 + wire.topology.rank, static_batches), epochs=2, verbose=0)
     _check_together(model, optimizer, wire, 8)
     reasons = [choice.reason for bucket in optimizer.plan.buckets for choice in bucket.choices]
     everybody = exchange_objects(reasons, wire, "reasons")
