@@ -15,6 +15,7 @@ from tfposeidon.text import table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
+SMALLEST_RESULTS = ROOT / "build" / "smallest"
 PACKAGES = ("tensorflow-cpu", "tensorflow", "keras", "horovod", "torch", "numpy")
 
 
@@ -53,7 +54,12 @@ class Results:
 
 def add_arguments(parser, name):
     """What every benchmark takes."""
-    parser.add_argument("--results", type=Path, default=RESULTS / f"{name}.json", help="file that is continued")
+    parser.set_defaults(benchmark=name)
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help=f"file that is continued (docs/results/{name}.json; with --smallest build/smallest/{name}.json)",
+    )
     parser.add_argument("--fresh", action="store_true", help="begin the file anew")
     parser.add_argument("--full", action="store_true", help="everything, for hours; by default a short version")
     parser.add_argument(
@@ -82,6 +88,9 @@ def parse(parser, short, full, smallest, others=None):
       others: Versions by flag.
     """
     options = parser.parse_args()
+    if options.results is None:
+        # What shows that a benchmark runs is no result.
+        options.results = (SMALLEST_RESULTS if options.smallest else RESULTS) / f"{options.benchmark}.json"
     found = {"full": full} | (others or {}) | {"smallest": smallest}
     versions = [values for flag, values in found.items() if getattr(options, flag)]
     for name, values in (versions[-1] if versions else short).items():

@@ -24,7 +24,8 @@ from benchmarks import harness
 
 # Of the slow source: one that a tuned reader keeps up with in training, and one that is too slow for it.
 MB_S = [30, 10]
-COMMON = {"mb_s": MB_S, "nodes": {"layout": "2x2"}}
+HELD = ("imports", "datacache", "tf.data cache")
+COMMON = {"mb_s": MB_S, "nodes": {"layout": "2x2"}, "held": HELD, "ranks": [1, 2, 4]}
 SHORT = COMMON | {
     "sizes": [96],
     "parts": ["warm", "jobs", "cold", "training"],
@@ -41,8 +42,11 @@ FULL = COMMON | {
 }
 SMALLEST = {
     "sizes": [96],
-    "parts": ["warm", "cold", "training", "nodes"],
+    "parts": ["warm", "jobs", "cold", "memory", "training", "nodes"],
     "rounds": 1,
+    # One job: each of them, and each of its ranks, imports TensorFlow.
+    "held": ["datacache"],
+    "ranks": [1],
     "images": 64,
     "data_mb": 10,
     "mb_s": [30],
@@ -50,7 +54,8 @@ SMALLEST = {
 }
 BATCH = {96: 256, 224: 128}
 OPEN_MS = 4
-POOL = "datacache-benchmark"
+# Of this process: another one that measures removes its own.
+POOL = f"datacache-benchmark-{os.getpid()}"
 
 
 def parse_arguments():
@@ -77,8 +82,8 @@ def planned(options):
         if "memory" in options.parts and size == 96:
             cells += [
                 {"kind": "memory", **of_size, "what": what, "ranks": ranks}
-                for what in ("imports", "datacache", "tf.data cache")
-                for ranks in (1, 2, 4)
+                for what in options.held
+                for ranks in options.ranks
             ]
     if "cold" in options.parts:
         of_images = {"images": options.images, "batch": 64}
@@ -228,11 +233,12 @@ def show_cold(cells):
 
 
 def show_memory(cells):
-    rows = [("ranks", "data", "imports", "datacache", "tf.data cache")]
+    rows = [("ranks", "data", *HELD)]
     for ranks in sorted({cell["ranks"] for cell in cells}):
         of = {cell["what"]: cell["systems"][cell["what"]] for cell in cells if cell["ranks"] == ranks}
         data = next(iter(of.values()))["data"]
-        rows.append((str(ranks), f"{data / 1e9:.2f} GB", *(f"{of[name]['held'] / 1e9:.2f} GB" for name in rows[0][2:])))
+        held = (f"{of[name]['held'] / 1e9:.2f} GB" if name in of else "" for name in HELD)
+        rows.append((str(ranks), f"{data / 1e9:.2f} GB", *held))
     if cells:
         print("\nmemory that ranks of one node hold together, each page counted once")
         harness.show(rows)

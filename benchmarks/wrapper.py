@@ -9,6 +9,7 @@ the ratios stand the interval in which it lies with 95 %, and their quartiles. A
 """
 
 import argparse
+import itertools
 import math
 import statistics
 
@@ -55,15 +56,20 @@ def run(system, model, pairs):
 
 
 def median_interval(values):
-    """Between which of the values the median of all that could be drawn lies with 95 %.
+    """Between which of the values the median of all that could be drawn lies with 95 % at least; six are needed.
 
-    >>> median_interval(range(100))
-    (40, 59)
+    As many values lie below the interval as above it. The median misses it if at most so many fall on one side of it,
+    as so many heads of a coin.
+
+    >>> median_interval(range(100)), median_interval(range(101))
+    ((39, 60), (40, 60))
     """
     ordered = sorted(values)
-    beside = math.ceil(0.98 * math.sqrt(len(ordered)))
-    middle = len(ordered) // 2
-    return ordered[max(0, middle - beside)], ordered[min(len(ordered) - 1, middle + beside - 1)]
+    count = len(ordered)
+    tails = itertools.accumulate(math.comb(count, heads) for heads in range(count // 2))
+    # Both tails together in one of 20 cases.
+    low = max(0, sum(40 * tail <= 2**count for tail in tails) - 1)
+    return ordered[low], ordered[count - 1 - low]
 
 
 def ratios(cell):

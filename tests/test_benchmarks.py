@@ -3,6 +3,8 @@
 import argparse
 import importlib
 import json
+import math
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from benchmarks import (
     memory,
     norms,
     poseidon,
+    reading,
     scaling,
     selection,
     wrapper,
@@ -47,6 +50,61 @@ def test_an_interrupted_benchmark_goes_on(tmp_path):
     assert [kept[key]["answer"] for key in planned] == [0, 1, 2, 3]
     assert kept["job 0"]["machine"]["versions"]["numpy"]
     assert harness.Results(path, fresh=True).cells == {}
+
+
+OF_RESULTS = {
+    **{module.__name__.partition(".")[2]: module for module in (accuracy, exchange, hitopk_steps, large_batch, memory)},
+    **{module.__name__.partition(".")[2]: module for module in (norms, poseidon, reading, scaling, selection)},
+}
+
+
+@pytest.mark.parametrize("name", OF_RESULTS)
+def test_results_that_are_kept_are_shown_and_plotted(name, tmp_path, capsys):
+    """Those of an earlier version, which lack what is shown now, would end the benchmark after all its jobs."""
+    cells = json.loads((harness.RESULTS / f"{name}.json").read_text())
+    OF_RESULTS[name].show(cells)
+    assert capsys.readouterr().out
+    OF_RESULTS[name].plot(cells, tmp_path / "plot.png")
+
+
+def test_no_results_are_kept_that_another_way_of_measuring_would_give():
+    """They lie under the keys of what is measured now, so that it would be left out."""
+    cells = {name: json.loads((harness.RESULTS / f"{name}.json").read_text()).values() for name in ("scaling", "norms")}
+    assert all("l2_loss_s" in cell for cell in cells["norms"] if cell["kind"] == "op")
+    unscaled = ("6dc15c3", "d3e6f76")
+    peers = [cell for cell in cells["scaling"] if cell["worker"] in ("ddp", "mirrored")]
+    assert not any(cell["machine"]["commit"].startswith(unscaled) for cell in peers)
+
+
+@pytest.mark.parametrize("name", [*OF_RESULTS, "wrapper"])
+def test_the_smallest_version_leaves_results_alone(name, monkeypatch):
+    parse_arguments = importlib.import_module(f"benchmarks.{name}").parse_arguments
+    expected = {
+        (): harness.RESULTS / f"{name}.json",
+        ("--smallest",): harness.ROOT / "build" / "smallest" / f"{name}.json",
+        ("--smallest", "--results", "here.json"): Path("here.json"),
+    }
+    for options, path in expected.items():
+        monkeypatch.setattr("sys.argv", [name, *options])
+        assert parse_arguments().results == path
+
+
+def test_the_smallest_reading_has_all_parts(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["reading", "--smallest"])
+    options = reading.parse_arguments()
+    assert options.parts == reading.FULL["parts"]
+    kinds = [job["kind"] for job in reading.planned(options).values()]
+    assert kinds.count("memory") == kinds.count("jobs") == 1
+    reading.show_memory([{"ranks": 1, "what": "datacache", "systems": {"datacache": {"held": 2e9, "data": 1e9}}}])
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["1", "1.00", "GB", "2.00", "GB"]
+
+
+@pytest.mark.parametrize("count", [6, 9, 10, 17, 99, 100, 101])
+def test_the_medians_interval_is_even_and_covers_95_percent(count):
+    low, high = wrapper.median_interval(range(count))
+    assert low == count - 1 - high
+    missed = [2 * sum(math.comb(count, heads) for heads in range(first + 1)) / 2**count for first in (low, low + 1)]
+    assert missed[0] <= 0.05 < missed[1]
 
 
 def test_fit_finds_latency_and_bandwidth():
@@ -258,7 +316,7 @@ def test_norms_are_compared_with_both_of_tensorflows(capsys):
 def test_ratios_of_the_wrapper_are_those_of_pairs(tmp_path, capsys):
     systems = {"asa 4": {"ours_s": [1.0 + i / 1000 for i in range(100)], "theirs_s": [1.0] * 100}}
     wrapper.show({"one": {"systems": systems}})
-    assert "1.050  1.040 to 1.059      1.025 to 1.074" in capsys.readouterr().out
+    assert "1.050  1.039 to 1.060      1.025 to 1.074" in capsys.readouterr().out
     wrapper.plot({"one": {"systems": systems}}, tmp_path / "wrapper.png")
 
 
