@@ -51,7 +51,9 @@ def all_reduce(value: Any, op: str = "mean", name: str | None = None) -> tf.Tens
     """The mean, or the sum, of a tensor over all ranks: the same bits on each.
 
     All ranks call it together, in the same order, eagerly or in a `tf.function`. In a function its result has to be
-    used: TensorFlow leaves out what nobody uses.
+    used: TensorFlow leaves out what nobody uses. Iterations of a loop of TensorFlow's may run side by side, and Horovod
+    then refuses two collectives of one name: reduce what follows from the iteration before, or give the loop
+    `parallel_iterations=1` (`tf.autograph.experimental.set_loop_options`).
 
     Args:
       value: A tensor, or what becomes one, of the same shape and dtype on every rank.

@@ -289,7 +289,7 @@ class Exchanger:
         scheme = self.plan.buckets[index].scheme
         return tf.cond(rescale == 1.0, lambda: state, lambda: scheme.rescaled(state, rescale))
 
-    @tf.function
+    @tf.function(autograph=False)
     def contribute_nothing(self, number: int = 0) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Takes part in one exchange with zeros.
 
@@ -300,6 +300,17 @@ class Exchanger:
           How many ranks are absent like this one, and what has to be fetched with it: TensorFlow leaves
           out a collective whose result nobody uses, even as a control dependency.
         """
+        return self.contribute_nothing_eagerly(number)
+
+    def contribute_nothing_eagerly(self, number: int = 0) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """As `contribute_nothing`, for steps that run eagerly: their collectives have no names, and match those alone.
+
+        Args:
+          number: Which of the `calls` of a step.
+
+        Returns:
+          The same.
+        """
         nothing = [None] * len(self._descriptions())
         with numbered(number):
             absent = self.presence(nothing, 0.0, here=False).absent
@@ -307,14 +318,6 @@ class Exchanger:
             if self.afterwards is not None:
                 means = self.afterwards(means)
         return absent, [tf.reduce_sum(mean) for mean in means]
-
-    def contribute_nothing_eagerly(self, number: int = 0) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """As `contribute_nothing`, for steps that run eagerly: their collectives have no names, and match those alone.
-
-        Args:
-          number: Which of the `calls` of a step.
-        """
-        return self.contribute_nothing.python_function(self, number)
 
     def _flatten(self, bucket: Bucket, gradients: Sequence[Any]) -> tf.Tensor:
         zero = self._zeros[bucket.dtype]

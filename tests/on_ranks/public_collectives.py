@@ -49,13 +49,13 @@ def case_several_in_one_graph(wire):
 def case_in_loops_and_branches(wire):
     """Which TensorFlow names by a number of the process."""
     if wire.topology.rank == 0:
-        for _ in range(10):
-            tf.function(lambda x: tf.cond(x > 0.0, lambda: x, lambda: -x))(tf.constant(1.0))
+        tf.function(lambda x: [tf.cond(x > i, lambda: x, lambda: -x) for i in range(10)])(tf.constant(1.0))
 
     @tf.function
     def total():
         added = tf.zeros([])
         for _ in tf.range(3):
+            tf.autograph.experimental.set_loop_options(parallel_iterations=1)
             added += tp.all_reduce(1.0, "sum") + tp.all_reduce(tf.ones([2]), "sum")[0]
         return tf.cond(added > 0.0, lambda: added + tp.all_reduce(1.0, "sum"), lambda: added)
 
