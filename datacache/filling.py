@@ -47,24 +47,24 @@ class Filling:
         """Those of these samples that a pool does not hold whole."""
         if pool is None:
             return samples
-        ready = pool.ready(samples)
         if self._verify == "never":
-            return samples[~ready]
-        torn = pool.torn(samples[ready], again=self._verify == "always")
+            return self.absent(pool, samples)
+        torn = pool.torn(samples[pool.ready(samples)], again=self._verify == "always")
         self._note(pool, torn)
-        return np.concatenate([samples[~ready], torn])
+        # Asked again: another process may have cleared some in the meantime.
+        return samples[~pool.ready(samples) | np.isin(samples, torn)]
 
     def absent(self, pool: Pool | None, samples: np.ndarray) -> np.ndarray:
         """Those of these samples that a pool does not hold, whole or not."""
         return samples if pool is None else samples[~pool.ready(samples)]
 
     def gathered(self, pool: Pool, samples: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays | None:
-        """A batch of samples that a pool holds; `None` if some were torn, which are absent now."""
+        """A batch of samples that a pool holds; `None` if some were torn or cleared, which are absent now."""
         if self._verify == "never":
             return pool.gather(samples, into)
         arrays, torn = pool.gather_whole(samples, into, again=self._verify == "always")
         self._note(pool, torn)
-        return None if torn.size else arrays
+        return arrays
 
     def _note(self, pool: Pool, torn: np.ndarray) -> None:
         if torn.size:

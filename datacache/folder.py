@@ -7,6 +7,7 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from datacache.room import reserve, says_full
 
 log = logging.getLogger("tfposeidon")
 SHARED_MEMORY = "/dev/shm"
-FILES = {"lock", "users", "claims", "samples", "words", "heap", "end", "index", PART, HEADER}
+STAYS = {"users", "claims"}
+"""Whose locks others may hold: made first, and removed last."""
+FILES = STAYS | {"lock", "samples", "words", "heap", "end", "index", PART, HEADER}
 
 
 def default_memory(access: Access = PRIVATE) -> str:
@@ -88,7 +91,7 @@ class Folder:
                 self.first = _is_alone(self._user)
                 # At once: what a forked child has, too, must keep nobody out.
                 fcntl.flock(self._user, fcntl.LOCK_SH)
-                self.about = _whole(self.directory, self.first) or _made(self.directory, make())
+                self.about = _whole(self.directory, self.first) or _made(self.directory, make)
             except BaseException:
                 os.close(self._user)
                 raise
@@ -126,23 +129,29 @@ def _whole(directory: Directory, alone: bool) -> dict[str, Any] | None:
         return None
 
 
-def _made(directory: Directory, blueprint: Blueprint) -> dict[str, Any]:
-    """Makes a pool: first its files, then what says that it is one."""
-    _clear(directory, FILES - {"users", "claims"})
+def _made(directory: Directory, make: Callable[[], Blueprint]) -> dict[str, Any]:
+    """Makes a pool, or leaves nothing that takes room."""
+    # Before it is planned: what is left of another one would hold the room that the plan looks for.
+    _clear(directory, FILES - STAYS)
+    try:
+        return _written(directory, make())
+    except BaseException:
+        _clear(directory, FILES - STAYS)
+        raise
+
+
+def _written(directory: Directory, blueprint: Blueprint) -> dict[str, Any]:
+    """First the files, then what says that it is a pool."""
     sizes = blueprint.files | blueprint.growing
     about = drawn(directory, sizes) | blueprint.about
-    try:
-        for name, size in sizes.items():
-            _allocate(directory, name, size, tail(about), name in blueprint.files)
-    except NoRoomError:
-        _clear(directory, sizes)
-        raise
+    for name, size in sizes.items():
+        _allocate(directory, name, size, tail(about), name in blueprint.files)
     return write(directory, about)
 
 
 def _clear(directory: Directory, names: Iterable[str]) -> None:
     """Removes files of a pool: first what says that it is one, for what a kill leaves is taken over by the next."""
-    for name in sorted(names, key=lambda name: name != HEADER):
+    for name in sorted(names, key=lambda name: (name != HEADER, name in STAYS)):
         directory.remove(name)
 
 
@@ -174,11 +183,7 @@ def _remove(directory: Directory) -> None:
 
 def _is_alone(users: int) -> bool:
     """Whether no other process has the pool open; then none may until this one says so."""
-    try:
-        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    return _flocked(users, wait=False)
 
 
 def _allocate(directory: Directory, name: str, size: int, tail: bytes, now: bool) -> None:
@@ -230,13 +235,20 @@ def _locked(open_folder: Callable[[], Directory]) -> Iterator[Directory]:
 
 
 @contextlib.contextmanager
-def lock(directory: Directory) -> Iterator[None]:
-    """Within it nobody else makes or removes anything in the folder."""
+def lock(directory: Directory, wait: bool = True) -> Iterator[bool]:
+    """Within it nobody else makes or removes anything in the folder; without `wait`, says whether that is so."""
     # A description of its own, with which the kernel ends the lock.
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     with unshared(lambda: os.open(".", flags, dir_fd=directory.descriptor)) as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        yield _flocked(handle, wait)
+
+
+def _flocked(handle: int, wait: bool) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _refuse_strangers(directory: Directory, names: set[str]) -> None:
@@ -251,7 +263,7 @@ def _refuse_to_remove(directory: Directory) -> None:
     found = directory.names()
     if not found:
         raise no_cache(directory.path)
-    if strangers := found - FILES:
+    if strangers := found - FILES | {name for name in found if stat.S_ISDIR(directory.stat(name).st_mode)}:
         raise CacheError(
             f"A cache must hold nothing else to be removed. Received: {directory.path}, which holds "
             f"{min(strangers)!r}. Look at it, and remove it by hand."

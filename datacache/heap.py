@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from datacache.boot import boot_number
 from datacache.folder import Folder, lock_byte
 from datacache.forks import unshared
 from datacache.header import TAIL
@@ -17,10 +18,11 @@ from datacache.room import reserve, says_full
 
 CHUNK = 2**24
 """Bytes of which the room is taken at a time: a power of two that holds many samples."""
-NEXT, TAKEN, END, REFUSED, USED = range(5)
+NEXT, TAKEN, END, REFUSED, USED, BOOT = range(6)
 """What processes share: where the next sample goes, how far room is taken, where the gap ends that is being filled; the
-shortest length that found no room; bytes of samples, gaps left out."""
-STATE_BYTES = 5 * 8
+shortest length that found no room; bytes of samples, gaps left out; in which boot all of this was written, which pools
+of older versions do not say."""
+STATE_BYTES = 6 * 8
 NONE = np.iinfo(np.int64).max
 
 
@@ -40,7 +42,8 @@ class Heap:
         self.capacity = os.fstat(self._handle).st_size - TAIL
         self._bytes = mmap.mmap(self._handle, 0)
         with self._ends() as handle:
-            self._state = np.ndarray((STATE_BYTES // 8,), np.int64, mmap.mmap(handle, 0))
+            values = (os.fstat(handle).st_size - TAIL) // 8
+            self._state = np.ndarray((values,), np.int64, mmap.mmap(handle, 0))
         self.freed()
 
     def begin(self, extents: np.ndarray) -> None:
@@ -54,7 +57,16 @@ class Heap:
         """Within it nobody else adds anything: what is added is in use or a gap, and nothing in between."""
         with self._lock, self._ends() as handle:
             lock_byte(handle, 0, wait=True)
+            self._begin_boot()
             yield
+
+    def _begin_boot(self) -> None:
+        """What an earlier boot has left may be older than samples: whoever adds first believes nothing of it."""
+        boot = int(boot_number())
+        if len(self._state) > BOOT and self._state[BOOT] != boot:
+            self._state[[NEXT, TAKEN, END]] = 0
+            self.freed()
+            self._state[BOOT] = boot
 
     def add(self, content: bytes, extents: Callable[[], np.ndarray]) -> int | None:
         """Where it lies from now on, or `None` if no gap is long enough, or the disk is full; within `adding`.

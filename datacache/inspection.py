@@ -13,7 +13,8 @@ import numpy as np
 
 from datacache.access import Directory
 from datacache.errors import CacheError
-from datacache.folder import FILES
+from datacache.folder import FILES, lock
+from datacache.forks import unshared
 from datacache.header import HEADER, check, opened
 from datacache.heap import USED
 from datacache.pool import READY, WORD, Plan
@@ -181,14 +182,17 @@ def _changed(directory: Directory, name: str) -> datetime:
 
 def _in_use(directory: Directory) -> bool:
     """Asks for what only `remove` takes, and gives it back at once: that nobody else is in the way tells."""
+    # Whoever opens the pool has the lock, and must not find this process to have it open.
+    with lock(directory, wait=False) as mine:
+        return not mine or _has_users(directory)
+
+
+def _has_users(directory: Directory) -> bool:
     try:
-        handle = directory.open("users", os.O_RDONLY)
+        with unshared(lambda: directory.open("users", os.O_RDONLY)) as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    finally:
-        os.close(handle)
     return False

@@ -116,7 +116,8 @@ def _of_a_disk(folder: Path) -> int:
 
 def _with_idle(folder: Path, budget: int | str) -> int:
     """Bytes of a budget that memory has, or would have without pools that no process has open."""
-    return budget_bytes(budget, free_bytes(folder) + sum(one.bytes for one in idle(folder.parent, folder)))
+    # With what a kill has left in the folder itself, which goes when the pool is made.
+    return budget_bytes(budget, free_bytes(folder) + sum(one.bytes for one in idle(folder.parent)))
 
 
 def _in_memory(folder: Path, needed: int, budget: int | str) -> int:
@@ -126,7 +127,7 @@ def _in_memory(folder: Path, needed: int, budget: int | str) -> int:
     def room() -> int:
         return budget_bytes(budget, free_bytes(folder))
 
-    make_room(folder.parent, folder, lambda: room() >= most)
+    make_room(folder.parent, folder, room, most)
     return room()
 
 

@@ -29,7 +29,7 @@ READY = 1 << 32
 """Set in a sample's word beside the checksum in the lower half: what is 0 was never finished."""
 CHECKSUM = READY - 1
 WRITTEN = np.uint64(READY | CHECKSUM)
-LOOKED_AT = 33
+LOOKED_AT = np.uint64(33)
 """The first of the bits that say in which boot a process has looked at the checksum of what another one wrote: memory
 stays as it is, but what a disk had not yet written when the machine went down is torn."""
 
@@ -184,15 +184,17 @@ class Pool:
             return None if None in found else batch([arrays for arrays in found if arrays is not None], self.layout)
         return self._gathered(samples, into)
 
-    def _gathered(self, samples: np.ndarray, into: Sequence[np.ndarray] | None) -> list[np.ndarray]:
+    def _gathered(
+        self, samples: np.ndarray, into: Sequence[np.ndarray] | None, checksums: np.ndarray | None = None
+    ) -> list[np.ndarray]:
         targets = self._targets(samples, into)
         for column, target in zip(self._columns, targets, strict=True):
-            gather(column, self._places[samples], target)
+            gather(column, self._places[samples], target, checksums)
         return targets
 
     def gather_whole(
         self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None, again: bool = False
-    ) -> tuple[list[np.ndarray], np.ndarray]:
+    ) -> tuple[list[np.ndarray] | None, np.ndarray]:
         """As `gather`, of samples that have room and do not vary, with a look at their checksums on the way.
 
         Args:
@@ -201,15 +203,17 @@ class Pool:
           again: Whether to look at those, too, that somebody has looked at in this boot.
 
         Returns:
-          The arrays, and the numbers of those samples that are not whole, and not ready any more.
+          The arrays, or `None` if some samples are torn, or another process has cleared or rewritten one of them in the
+          meantime; and the numbers of those that are torn, and not ready any more.
         """
-        if not again and not self._unknown(samples).any():
-            return self._gathered(samples, into), samples[:0]
-        targets, places = self._targets(samples, into), self._places[samples]
-        words, checksums = self._words[places], self._of_numbers(places)
-        for column, target in zip(self._columns, targets, strict=True):
-            gather(column, places, target, checksums)
-        return targets, self._judge(samples, words, words & CHECKSUM == checksums)
+        places, torn = self._places[samples], samples[:0]
+        words, checksums = self._words[places], None
+        if again or self._unknown(samples).any():
+            checksums = self._of_numbers(places)
+        targets = self._gathered(samples, into, checksums)
+        if checksums is not None:
+            torn = self._judge(samples, words, words & CHECKSUM == checksums)
+        return targets if not torn.size and self._still(places, words).all() else None, torn
 
     def _targets(self, samples: np.ndarray, into: Sequence[np.ndarray] | None) -> list[np.ndarray]:
         if into is not None:
@@ -273,27 +277,42 @@ class Pool:
         places = self._places[samples]
         words = self._words[places]
         checksums, inside = self._checksums(places)
-        # Not torn, if another process has cleared it or written it anew in the meantime.
-        changed = (self._words[places] ^ words) & WRITTEN != 0
-        return self._judge(samples, words, changed | inside & (words & CHECKSUM == checksums))
+        return self._judge(samples, words, inside & (words & CHECKSUM == checksums))
 
     def _unknown(self, samples: np.ndarray) -> np.ndarray:
         """Those that nobody has looked at in this boot, `[n]` bool."""
         places = self._places[samples]
         return ~self._known[places] & (self._words[places] >> LOOKED_AT != self._boot)
 
-    def _judge(self, samples: np.ndarray, words: np.ndarray, whole: np.ndarray) -> np.ndarray:
-        """Marks samples whose words were these, and returns those that are not whole."""
-        places, whole = self._places[samples], whole & (words >= READY)
+    def _still(self, places: np.ndarray, words: np.ndarray) -> np.ndarray:
+        """Which of the samples with these words were ready, and nobody has cleared or rewritten since, `[n]` bool."""
+        return (words >= READY) & ((self._words[places] ^ words) & WRITTEN == 0)
+
+    def _judge(self, samples: np.ndarray, words: np.ndarray, agrees: np.ndarray) -> np.ndarray:
+        """Marks samples whose words were these before their bytes were looked at, and returns those that are torn.
+
+        What another process has cleared or rewritten in the meantime is neither whole nor torn.
+        """
+        places = self._places[samples]
+        still = self._still(places, words)
+        torn, whole = still & ~agrees, still & agrees
         # First that they are not ready: another thread takes what is known as it is.
-        self._words[places[~whole]] = 0
-        self._known[places[~whole]] = False
-        if self._heap is not None and not whole.all():
-            self._heap.freed()
-        looked_at = words & (READY | CHECKSUM) | (self._boot << LOOKED_AT)
+        self._unmake(places[torn], words[torn])
+        self._known[places[torn]] = False
+        looked_at = words & WRITTEN | (self._boot << LOOKED_AT)
         if not replace(self._words, places[whole], words[whole], looked_at[whole]):
             self._known[places[whole]] = True
-        return samples[~whole]
+        return samples[torn]
+
+    def _unmake(self, places: np.ndarray, words: np.ndarray) -> None:
+        """Says of torn samples that they are not ready, unless another process has written them anew since."""
+        now = self._words[places]
+        same = (now ^ words) & WRITTEN == 0
+        places, now = places[same], now[same]
+        if not replace(self._words, places, now, np.zeros_like(now)):
+            self._words[places] = 0
+        if self._heap is not None and places.size:
+            self._heap.freed()
 
     @contextlib.contextmanager
     def claim(self, samples: np.ndarray) -> Iterator[np.ndarray]:

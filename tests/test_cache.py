@@ -590,7 +590,8 @@ def test_pools_that_nobody_has_open_go_where_room_is_needed(images, tmp_path, op
     def taken():
         return sum(512 * path.stat().st_blocks for path in root.rglob("*") if path.is_file())
 
-    monkeypatch.setattr("datacache.room.is_memory", lambda device: True)
+    for module in ("room", "idle"):
+        monkeypatch.setattr(f"datacache.{module}.is_memory", lambda device: True)
     caches = [opened(images, version=version) for version in range(2)]
     total = taken() + 3000
     monkeypatch.setattr("datacache.room.available_memory", lambda: total - taken())

@@ -273,15 +273,41 @@ def test_nobody_waits_for_ls(pools):
     """What `ls` asks for would wait if others could hold it: it does not, and gives it back."""
     handle = os.open(pools / "a" / "users", os.O_RDWR)
     fcntl.flock(handle, fcntl.LOCK_EX)
+    assert inspection.look(pools / "a").in_use
     lock = os.open(pools / "a", os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     assert inspection.look(pools / "a").in_use
     os.close(handle)
-    assert not inspection.look(pools / "a").in_use
-    handle = os.open(pools / "a" / "users", os.O_RDWR)
-    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(handle)
+    assert inspection.look(pools / "a").in_use, "somebody makes, opens or removes it"
     os.close(lock)
+    assert not inspection.look(pools / "a").in_use
+    for name in ("a/users", "a"):
+        handle = os.open(pools / name, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(handle)
+
+
+def test_who_opens_a_pool_while_ls_looks_has_it_alone(pools, monkeypatch):
+    """`ls` has what says so for a moment, but not while the folder is anybody else's."""
+    found = []
+
+    def probed(handle, how):
+        # Within it another process opens the pool, or would if the folder were not locked.
+        flock(handle, how)
+        if how & fcntl.LOCK_EX and os.readlink(f"/proc/self/fd/{handle}").endswith("users"):
+            beside = os.open(pools / "a", os.O_RDONLY)
+            try:
+                flock(beside, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found.append("open")
+            except BlockingIOError:
+                found.append("locked")
+            finally:
+                os.close(beside)
+
+    flock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", probed)
+    assert not inspection.look(pools / "a").in_use
+    assert found == ["locked"]
 
 
 def _run(*arguments):

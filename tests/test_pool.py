@@ -496,6 +496,30 @@ def test_a_heap_after_a_loss_of_power(tmp_path, end):
         _check_varying(pool, np.arange(SAMPLES))
 
 
+def test_a_heap_after_a_loss_of_power_that_others_have_open(tmp_path):
+    """Whoever adds first in this boot is told so by the heap, and not by who has the pool open."""
+    with contextlib.closing(_fitting_pool(tmp_path, spare=60)) as pool:
+        assert _fill_all(pool, range(SAMPLES - 1))
+        pool._heap._state[:3] = 0, 10**9, 10**9
+        pool._heap._state[heap.BOOT] += 1
+        with contextlib.closing(_fitting_pool(tmp_path)) as other:
+            assert not other._folder.first
+            assert other.put(SAMPLES - 1, _varying(SAMPLES - 1))
+            _check_varying(other, np.arange(SAMPLES))
+
+
+def test_pools_from_before_heaps_knew_their_boot(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "STATE_BYTES", 8 * heap.BOOT)
+    with contextlib.closing(_fitting_pool(tmp_path)) as pool:
+        assert _fill_all(pool, range(SAMPLES))
+    monkeypatch.undo()
+    with contextlib.closing(_fitting_pool(tmp_path)) as pool:
+        pool.clear()
+        assert _fill_all(pool, range(SAMPLES))
+    with contextlib.closing(existing(tmp_path)) as pool:
+        _check_varying(pool, np.arange(SAMPLES))
+
+
 def test_a_batch_that_another_process_clears_is_made_again(tmp_path):
     pool = _varying_pool(tmp_path)
     everything = np.arange(4)
@@ -708,6 +732,66 @@ def test_torn_samples_are_found_beside_the_copy(tmp_path):
     assert _pool(tmp_path).torn(order, again=True).tolist() == [8]
     assert pool.copies(order)
     assert not _varying_pool(tmp_path / "varying").copies(order)
+
+
+@pytest.mark.parametrize("look", ["gather_whole", "torn"])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("act", ["clear", "rewrite"])
+def test_what_changes_while_it_is_looked_at_is_not_torn(tmp_path, monkeypatch, look, compiled, act):
+    """It is as its writer left it, and a batch with it is not taken."""
+    if not compiled:
+        monkeypatch.setattr(native, "_compiled", lambda: None)
+        monkeypatch.setattr(native, "_parts_at_a_time", lambda: 0)
+    writer, everything = _pool(tmp_path), np.arange(SAMPLES)
+    for index in everything:
+        writer.put(index, f(index))
+    reader, changes = _pool(tmp_path), iter([True])
+
+    def meanwhile(records, places, into, checksums=None):
+        if next(changes, False):
+            writer._words[3] = 0
+            if act == "rewrite":
+                writer.put(3, f(4))
+        native.gather(records, places, into, checksums)
+
+    monkeypatch.setattr(pool_module, "gather", meanwhile)
+    found = getattr(reader, look)(everything, again=True)
+    if look == "gather_whole":
+        assert found[0] is None
+        found = found[1]
+    assert not found.size
+    assert reader.ready(everything)[3] == (act == "rewrite")
+    assert not reader.torn(everything[reader.ready(everything)], again=True).size
+
+
+def test_known_samples_that_are_cleared_while_they_are_copied(tmp_path, monkeypatch):
+    pool, other, everything = _pool(tmp_path), _pool(tmp_path), np.arange(SAMPLES)
+    for index in everything:
+        pool.put(index, f(index))
+    monkeypatch.setattr(pool_module, "gather", lambda *given: (native.gather(*given), other.clear()))
+    arrays, torn = pool.gather_whole(everything)
+    assert arrays is None
+    assert not torn.size
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_was_written_since_a_look_stays(tmp_path, monkeypatch, compiled):
+    """Between the look at a torn sample and the word that says so."""
+    if not compiled:
+        monkeypatch.setattr(native, "_compiled", lambda: None)
+    pool = _pool(tmp_path)
+    pool.put(3, f(3))
+    old = pool._words[[3]]
+    pool.put(3, f(4))
+    pool._unmake(np.array([3]), old)
+    assert pool.ready(np.array([3]))[0]
+    pool._unmake(np.array([3]), pool._words[[3]])
+    assert not pool.ready(np.array([3]))[0]
+
+
+def test_words_are_shifted_by_numbers_of_their_own_type():
+    """NumPy 1 makes no integer of an unsigned one and Python's."""
+    assert type(pool_module.LOOKED_AT) is type(pool_module.WRITTEN) is np.uint64
 
 
 @pytest.mark.parametrize("filled", [SAMPLES - 1, SAMPLES])

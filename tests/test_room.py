@@ -1,6 +1,7 @@
 """Room is the least of disk, memory and container, and running out of it ends nobody."""
 
 import contextlib
+import logging
 import os
 import shutil
 import subprocess
@@ -12,7 +13,9 @@ import numpy as np  # noqa: F401 - for scripts that import all from here
 import pytest
 
 from datacache.budget import budget_bytes
-from datacache.errors import NoRoomError
+from datacache.errors import CacheError, NoRoomError
+from datacache.folder import remove
+from datacache.idle import make_room
 from datacache.layout import Component, Layout
 from datacache.memory import available_memory, is_memory
 from datacache.part import Part
@@ -97,6 +100,113 @@ def test_columns_are_not_reserved_where_that_would_kill(tmp_path, monkeypatch):
     with pytest.raises(NoRoomError, match=r"A pool needs room before it begins. Received: .*without 50000000 bytes"):
         Pool(tmp_path / "pool", lambda: Plan(layout=layout, part=Part(samples=50, slots=50)))
     assert sum(path.stat().st_blocks for path in (tmp_path / "pool").iterdir()) == 0
+
+
+IMAGES = Layout(components=(Component(dtype="uint8", shape=(2**20,)),))
+
+
+def _idle_pool(folder, days, samples=1):
+    """A pool of so many MiB that nobody has open, opened that many days after the first of all days."""
+    Pool(folder, lambda: Plan(layout=IMAGES, part=Part(samples=samples, slots=samples))).close()
+    os.utime(folder / "users", (86400 * days, 86400 * days))
+    return folder
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """A folder that counts as memory."""
+    monkeypatch.setattr("datacache.idle.is_memory", lambda device: True)
+    return tmp_path / "memory"
+
+
+def _room(root, of=10 * 2**20):
+    return lambda: of - sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+
+def test_pools_are_removed_until_there_is_room(memory):
+    old, recent, new = (_idle_pool(memory / str(days), days) for days in (1, 2, 3))
+    make_room(memory, new, _room(memory), _room(memory)() + 1000)
+    assert (old.exists(), recent.exists(), new.exists()) == (False, True, True)
+
+
+def test_no_more_pools_are_removed_once_that_makes_no_room(memory, caplog):
+    """A container counts only what its own processes have taken."""
+    old, recent = (_idle_pool(memory / str(days), days) for days in (1, 2))
+    with caplog.at_level(logging.WARNING, "tfposeidon"):
+        make_room(memory, memory / "new", lambda: 1000, 10**9)
+    assert (old.exists(), recent.exists()) == (False, True)
+    assert "that made no room, so that other pools are kept" in caplog.text
+
+
+def test_only_pools_are_removed_for_room(memory):
+    """What others have under the same names stays, and so does what cannot be removed."""
+    files = {"lock": ["lock"], "several": ["lock", "words", "index"], "users": ["users"], "deep": ["users", "claims"]}
+    for folder, names in files.items():
+        (memory / folder).mkdir(parents=True, mode=0o700)
+        for name in names:
+            (memory / folder / name).write_text("mine")
+            (memory / folder / name).chmod(0o600)
+    (memory / "deep" / "heap").mkdir()
+    before = sorted(memory.rglob("*"))
+    left = _idle_pool(memory / "left", 1)
+    (left / "header.json").unlink()
+    pool = _idle_pool(memory / "pool", 2)
+    make_room(memory, memory / "new", _room(memory), 10**9)
+    assert sorted(memory.rglob("*")) == before
+    assert not left.exists()
+    assert not pool.exists()
+    with pytest.raises(CacheError, match=r"must hold nothing else to be removed. Received: .*deep, which holds 'heap'"):
+        remove(memory / "deep")
+
+
+def test_what_cannot_be_removed_is_kept(memory, monkeypatch):
+    _idle_pool(memory / "one", 1)
+    _idle_pool(memory / "two", 2)
+
+    def fails(folder):
+        if folder.name == "one":
+            raise PermissionError("no")
+        remove(folder)
+
+    monkeypatch.setattr("datacache.idle.remove", fails)
+    make_room(memory, memory / "new", _room(memory), 10**9)
+    assert sorted(path.name for path in memory.iterdir()) == ["one"]
+
+
+def test_pools_on_disks_are_not_removed_for_room(tmp_path, monkeypatch):
+    monkeypatch.setattr("datacache.idle.is_memory", lambda device: False)
+    pool = _idle_pool(tmp_path / "pool", 1)
+    make_room(tmp_path, tmp_path / "new", _room(tmp_path), 10**9)
+    assert pool.exists()
+
+
+@pytest.mark.parametrize("damage", ["header.json", "words"])
+def test_a_pool_that_is_made_anew_has_the_room_of_the_old_one(tmp_path, damage):
+    pool = _idle_pool(tmp_path / "pool", 1, samples=8)
+    (pool / damage).unlink()
+    room = _room(tmp_path)
+
+    def plan():
+        assert room() > 9 * 2**20
+        return Plan(layout=IMAGES, part=Part(samples=8, slots=8))
+
+    Pool(pool, plan).close()
+    assert (pool / "samples").stat().st_size > 8 * 2**20
+
+
+@pytest.mark.parametrize("step", ["reserve", "plan"])
+def test_a_pool_that_was_not_made_takes_no_room(tmp_path, monkeypatch, step):
+    """Whatever was in the way."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    plan = Plan(layout=IMAGES, part=Part(samples=8, slots=8))
+    if step == "reserve":
+        monkeypatch.setattr("datacache.folder.reserve", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Pool(tmp_path / "pool", interrupted if step == "plan" else lambda: plan)
+    assert sorted(path.name for path in (tmp_path / "pool").iterdir()) == ["claims", "users"]
 
 
 @contextlib.contextmanager
