@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datacache.access import Directory
+from datacache.access import Access, Directory
 from datacache.errors import CacheError
 from datacache.folder import default_memory, remove
 from datacache.inspection import Contents, Report, contents, look, pools
@@ -42,8 +42,8 @@ Torn ones are not ready any more, so that jobs make them again. The exit status 
 OF_WARM = """Brings the files of a folder to a local disk, so that jobs begin with a warm one.
 
 Jobs find them with `datacache.Cache(datacache.from_folder(SOURCE), disk=DISK)`, if they name the same endings and
-both have labels or not. What is there is not read again, so it can be ended and started anew, also while jobs run.
-The exit status is 1 if the disk has no room for all files."""
+group, and both have labels or not. What is there is not read again, so it can be ended and started anew, also while
+jobs run. The exit status is 1 if the disk has no room for all files."""
 OF_RM = """Removes pools that no process has open, and what is left of pools that were never finished.
 
 A folder that holds anything else is left alone."""
@@ -99,6 +99,7 @@ def _add_warm(parser: argparse.ArgumentParser) -> None:
         "--extensions", nargs="*", metavar="END", help="endings of the files to take, all if none is named (of images)"
     )
     parser.add_argument("--no-labels", action="store_true", help="for from_folder(..., labels=False)")
+    parser.add_argument("--group", metavar="NAME", help="for Cache(..., group=NAME), whose members share the files")
 
 
 def _ls(options: argparse.Namespace) -> int:
@@ -115,11 +116,11 @@ def _ls(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _own_memory() -> list[Path]:
+def _own_memory(closed: bool = True) -> list[Path]:
     """This user's folder in shared memory, where somebody else could have made one; none if there is none."""
     root = Path(default_memory())
     try:
-        Directory(root).close()
+        Directory(root, closed=closed).close()
     except FileNotFoundError:
         return []
     return [root]
@@ -201,6 +202,7 @@ def _warm(options: argparse.Namespace) -> int:
     from datacache.sources.image_folder import from_folder
     from datacache.warming import warm
 
+    access = _access(options.group)
     chosen = {} if options.extensions is None else {"extensions": options.extensions or None}
     bars: list[Progress] = []
 
@@ -209,7 +211,8 @@ def _warm(options: argparse.Namespace) -> int:
         return bars[0].add
 
     try:
-        warmed = warm(from_folder(options.source, labels=not options.no_labels, **chosen), options.disk, started)
+        source = from_folder(options.source, labels=not options.no_labels, **chosen)
+        warmed = warm(source, options.disk, started, access)
     finally:
         for bar in bars:
             bar.close()
@@ -221,10 +224,17 @@ def _warm(options: argparse.Namespace) -> int:
     return WITHOUT_ROOM
 
 
+def _access(group: str | None) -> Access:
+    try:
+        return Access.of(int(group) if group and group.isdigit() else group)
+    except ValueError as error:
+        raise CacheError(str(error)) from error
+
+
 def _rm(options: argparse.Namespace) -> int:
     if not options.folders and not options.all:
         raise CacheError("What to remove must be named. Received: nothing. Name pools, or say --all.")
-    roots = options.folders or _own_memory()
+    roots = options.folders or _own_memory(closed=False)
     return max(_each([path for root in roots for path in pools(root)] if options.all else roots, _rm_one), default=DONE)
 
 

@@ -7,10 +7,14 @@ relative to the descriptor of their folder, and each time owner and mode are loo
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import grp
+import logging
 import os
 import pwd
+import secrets
+import shlex
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +22,13 @@ from typing import Self
 
 from datacache.errors import CacheError
 
+log = logging.getLogger("tfposeidon")
 OWN_FOLDER, OWN_FILE = 0o700, 0o600
 GROUP_FOLDER, GROUP_FILE = 0o2770, 0o660
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 WITHOUT_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
+AT_WORKING_DIRECTORY, NO_REPLACE = -100, 1
+"""Of renameat2(2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +110,8 @@ class Directory:
 
     Args:
       path: Path of the folder. Links above it are followed, as users set them up; it must not be a link itself.
-      access: Who may get at it; by default that of the folder as it is found.
+      access: Who may get at it; by default that of the folder as it is found. If it is given, what is this user's, and
+        what others could read but not write, is closed to them.
       closed: Whether it must be closed to all others; what is to be removed need not.
 
     Raises:
@@ -111,7 +120,7 @@ class Directory:
     """
 
     def __init__(self, path: Path, access: Access | None = None, *, closed: bool = True) -> None:
-        self.path, self._closed = path, closed
+        self.path, self._closed, self._mends = path, closed, access is not None
         self.descriptor = _open(path, path, os.O_RDONLY | os.O_DIRECTORY)
         self.access = access or Access.found(os.fstat(self.descriptor))
         self._check(self.descriptor, path, stat.S_IFDIR, self.access.folder_mode)
@@ -191,8 +200,10 @@ class Directory:
         try:
             status = os.fstat(handle)
             _refuse_others(path, status, self.access, kind)
+            if self._closed and self._mends and _tighten(handle, path, status, self.access, mode):
+                status = os.fstat(handle)
             if self._closed:
-                _refuse_open(path, status, self.access, mode)
+                _refuse_open(path, self.path, status, self.access, mode)
         except CacheError:
             os.close(handle)
             raise
@@ -202,15 +213,59 @@ def _make(path: Path, access: Access) -> None:
     if not path.parent.exists():
         Directory.made(path.parent, access).close()
     try:
-        path.mkdir(mode=OWN_FOLDER)
+        if access.group is None or not _make_beside(path, access):
+            _make_given(path, access)
     except FileExistsError:
         return
     except FileNotFoundError as error:
         # As in folders of the kernel's.
         raise _unwritable(path, error) from error
+
+
+def _make_given(path: Path, access: Access) -> None:
+    path.mkdir(mode=OWN_FOLDER)
     handle = _open(path, path, os.O_RDONLY | os.O_DIRECTORY)
     access.give(handle, access.folder_mode)
     os.close(handle)
+
+
+def _make_beside(path: Path, access: Access) -> bool:
+    """Makes the folder of a group, which is the group's as soon as there is one; `False` where that cannot be done.
+
+    Raises:
+      FileExistsError: If there is one already.
+    """
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    _make_given(beside, access)
+    try:
+        if _rename_new(beside, path):
+            return True
+    except BaseException:
+        beside.rmdir()
+        raise
+    beside.rmdir()
+    return False
+
+
+def _rename_new(old: Path, new: Path) -> bool:
+    """Gives a folder a name that none has, which `os.rename` takes from an empty one; `False` if that is not possible.
+
+    Raises:
+      OSError: If the name is taken, for one.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    names = os.fsencode(old), os.fsencode(new)
+    if rename(AT_WORKING_DIRECTORY, names[0], AT_WORKING_DIRECTORY, names[1], NO_REPLACE) == 0:
+        return True
+    number = ctypes.get_errno()
+    # Some file systems, such as NFS, have no such way.
+    if number in (errno.EINVAL, errno.ENOSYS):
+        return False
+    raise OSError(number, os.strerror(number), str(new))
 
 
 def _open(path: Path, name: Path | str, flags: int, folder: int | None = None, mode: int = 0) -> int:
@@ -246,11 +301,27 @@ def _refuse_others(path: Path, status: os.stat_result, access: Access, kind: int
         )
 
 
-def _refuse_open(path: Path, status: os.stat_result, access: Access, mode: int) -> None:
+def _tighten(handle: int, path: Path, status: os.stat_result, access: Access, mode: int) -> bool:
+    """Closes what is this user's to those who could only read it: nobody else can have written there."""
+    found = stat.S_IMODE(status.st_mode)
+    surplus = found & ~mode
+    mine = status.st_uid == os.geteuid() and access.group in (None, status.st_gid)
+    if not mine or not surplus or surplus & OTHERS_WRITE:
+        return False
+    os.fchmod(handle, found & mode)
+    log.warning("datacache: closed %s to others, who could read it: mode %o, not %o", path, found & mode, found)
+    return True
+
+
+def _refuse_open(path: Path, folder: Path, status: os.stat_result, access: Access, mode: int) -> None:
     found = stat.S_IMODE(status.st_mode)
     if found & ~mode or access.group not in (None, status.st_gid):
+        name = shlex.quote(str(folder))
+        mend = f"chmod -R go-rwx {name}"
+        if access.group is not None:
+            mend = f"chgrp -R {access.group} {name} && chmod -R g+rwX,o-rwx {name} && chmod g+s {name}"
         raise CacheError(
             f"A cache must be open to {access.users} only. Received: {path} with mode {found:o} and group "
-            f"{status.st_gid}, not mode {mode:o}. If nobody else has written there, correct it (chmod, chgrp); "
-            "otherwise remove it: python -m datacache rm. To share with a group, pass `group`."
+            f"{status.st_gid}, not mode {mode:o}. If nobody else has written there, correct it: {mend}; "
+            f"otherwise remove it: python -m datacache rm --all {name}. To share with a group, pass `group`."
         )

@@ -56,8 +56,10 @@ class Index:
     @contextlib.contextmanager
     def alone(self, part: int) -> Iterator[None]:
         """Within it nobody else, in whatever process, looks for the records of that part."""
-        with unshared(self._open) as handle:
-            lock_byte(handle, part, wait=True)
+        with contextlib.ExitStack() as stack:
+            # Without the pool, which somebody has removed since, each looks by itself.
+            with contextlib.suppress(FileNotFoundError):
+                lock_byte(stack.enter_context(unshared(self._open)), part, wait=True)
             yield
 
     def _open(self) -> int:

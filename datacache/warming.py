@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from datacache.access import PRIVATE, Access
 from datacache.filling import Filling
 from datacache.opening import stored_pool
 from datacache.sources.source import RandomSource
@@ -33,19 +34,22 @@ class Warmed:
     counts: Statistics
 
 
-def warm(source: RandomSource, disk: Path, started: Callable[[int], Callable[[int], None]]) -> Warmed:
+def warm(
+    source: RandomSource, disk: Path, started: Callable[[int], Callable[[int], None]], access: Access = PRIVATE
+) -> Warmed:
     """Reads what the disk lacks, as `datacache.Cache(..., disk=disk)` would: what is there is not read again.
 
     Args:
       source: Of all samples.
       disk: As `Cache` takes it; the pool is a folder in it.
       started: Receives how many samples are to be read, and returns what is told how many more were.
+      access: Who may get at it.
 
     Raises:
       CacheError: If the folder holds something else, or there is no room.
       SourceError: If a sample cannot be read; it names the sample.
     """
-    pool = stored_pool(source, disk)
+    pool = stored_pool(source, disk, access)
     # Checksums are looked at when samples are used, or by `verify`.
     filling = Filling("never", Counts())
     stored = Stored(source, pool, filling)

@@ -1,8 +1,11 @@
 """Pools and other users of the node: whatever they made beforehand, nothing of theirs is taken, nor ours given."""
 
+import contextlib
 import grp
 import json
+import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +16,7 @@ import numpy as np
 import pytest
 
 from datacache import folder as folders
-from datacache.access import PRIVATE, Access
+from datacache.access import PRIVATE, Access, Directory
 from datacache.errors import CacheError
 from datacache.folder import own_memory, remove
 from datacache.index import ENTRY, Index
@@ -158,17 +161,22 @@ def test_links_are_not_followed(shared):
             assert victim.read_text() == "mine"
 
 
-def test_folders_and_files_that_are_open_to_others(shared):
+def test_folders_and_files_that_others_can_write_to(shared):
     made = filled(shared / "pool")
-    for path, mode in ((made.folder, 0o755), (made.folder / "heap", 0o620), (made.folder / "users", 0o604)):
+    for path, mode in ((made.folder, 0o757), (made.folder / "heap", 0o620), (made.folder / "users", 0o602)):
         before = path.stat().st_mode & 0o7777
         path.chmod(mode)
         with pytest.raises(
             CacheError,
             match=rf"open to user \d+ only. Received: {path} with mode {mode:o} .*not mode {before:o}. If nob",
-        ):
+        ) as refused:
             pool(made.folder)
-        path.chmod(before)
+        (remedy,) = re.findall(r"correct it: (.*); otherwise", str(refused.value))
+        assert remedy == f"chmod -R go-rwx {made.folder}"
+        assert path.stat().st_mode & 0o7777 == mode
+        subprocess.run(remedy, shell=True, check=True)
+        check_all(pool(made.folder))
+        assert path.stat().st_mode & 0o7777 == before
     check_all(pool(made.folder))
     (made.folder / "claims").unlink()
     os.mkfifo(made.folder / "claims")
@@ -176,13 +184,78 @@ def test_folders_and_files_that_are_open_to_others(shared):
         pool(made.folder)
 
 
+def test_what_others_could_only_read_is_closed_to_them(shared, caplog):
+    """Nobody else can have written there; whoever only looks changes nothing."""
+    with contextlib.closing(filled(shared / "pool")) as made:
+        paths = {made.folder: 0o755, made.folder / "heap": 0o640, made.folder / "users": 0o604}
+    for path, mode in paths.items():
+        path.chmod(mode)
+    assert "must be open to" in look(made.folder).trouble
+    with pytest.raises(CacheError, match=r"open to user \d+ only"):
+        existing(made.folder)
+    assert {path: path.stat().st_mode & 0o7777 for path in paths} == paths
+    with caplog.at_level(logging.WARNING, "tfposeidon"):
+        check_all(pool(made.folder))
+    assert {path.stat().st_mode & 0o7777 for path in paths} == {0o700, 0o600}
+    assert caplog.text.count("to others, who could read it") == 3
+    remaining = own_memory()
+    remaining.chmod(0o755)
+    assert own_memory().stat().st_mode & 0o7777 == 0o700
+
+
+def test_a_groups_folder_is_corrected_by_what_its_error_says(shared):
+    access = Access(group=os.getegid())
+    made = filled(shared / "own")
+    made.folder.chmod(0o2772)
+    with pytest.raises(CacheError, match=r"correct it") as refused:
+        pool(made.folder, access)
+    subprocess.run(re.findall(r"correct it: (.*); otherwise", str(refused.value))[0], shell=True, check=True)
+    check_all(pool(made.folder, access))
+
+
+def test_a_groups_folder_is_there_once_it_is_the_groups(shared, monkeypatch):
+    """Another rank would refuse it, and a kill in between would leave it so."""
+    access, path, given = Access(group=os.getegid()), shared / "root", []
+
+    def give(self, handle, mode):
+        given.append(path.exists())
+        before(self, handle, mode)
+
+    before = Access.give
+    monkeypatch.setattr(Access, "give", give)
+    Directory.made(path, access).close()
+    assert given == [False]
+    # Whoever comes second takes what is there, empty or not.
+    was = path.stat().st_ino
+    monkeypatch.setattr(os.path, "lexists", lambda _: False)
+    Directory.made(path, access).close()
+    assert path.stat().st_ino == was
+    assert list(shared.iterdir()) == [path]
+    # Where the file system cannot do it.
+    monkeypatch.setattr("datacache.access._rename_new", lambda *_: False)
+    Directory.made(shared / "other", access).close()
+    assert sorted(shared.iterdir()) == [shared / "other", path]
+    assert {one.stat().st_mode & 0o7777 for one in shared.iterdir()} == {0o2770}
+
+
+def test_an_index_outlives_its_pool(shared):
+    with contextlib.closing(filled(shared / "pool")) as made:
+        index = Index(made.folder, SAMPLES)
+    with index.alone(3):
+        pass
+    remove(made.folder)
+    with index.alone(3):
+        index.entries[3] = 7
+    assert not made.folder.exists()
+
+
 def test_an_index_is_opened_as_its_pool(shared):
     folder, victim = filled(shared / "pool").folder, shared / "victim"
     path = folder / "index"
     Index(folder, SAMPLES).entries[:] = 7
     assert path.stat().st_mode & 0o7777 == 0o600
-    path.chmod(0o604)
-    with pytest.raises(CacheError, match=rf"open to user \d+ only. Received: {path} with mode 604"):
+    path.chmod(0o602)
+    with pytest.raises(CacheError, match=rf"open to user \d+ only. Received: {path} with mode 602"):
         Index(folder, SAMPLES)
     path.chmod(0o600)
     for left in (0, 2, SAMPLES, 100):

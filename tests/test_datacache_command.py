@@ -102,6 +102,14 @@ def test_ls_of_this_user(tmp_path, capsys, monkeypatch):
     _filled(tmp_path / "shm" / "one")
     assert main(["ls"]) == 0
     assert f"{tmp_path}/shm/one" in capsys.readouterr().out
+    # What the error of a folder that others can write to says.
+    (tmp_path / "shm").chmod(0o777)
+    assert main(["ls"]) == 2
+    assert f"remove it: python -m datacache rm --all {tmp_path}/shm. To" in capsys.readouterr().err
+    _filled(tmp_path / "shm" / "two")
+    (tmp_path / "shm" / "two").chmod(0o777)
+    assert main(["rm", "--all", f"{tmp_path}/shm/two"]) == 0
+    assert not (tmp_path / "shm" / "two").exists()
     assert main(["rm", "--all"]) == 0
     assert not (tmp_path / "shm" / "one").exists()
     disk = _filled(tmp_path / "disk" / "one")
@@ -354,6 +362,15 @@ def test_warm_disks(images, tmp_path, capsys):
     pool.close()
     assert main(["warm", str(images), "--disk", str(disk)]) == 0
     assert f": 2 files read ({size / SAMPLES * 2 / 1e3:.0f}"[:14] in capsys.readouterr().out
+
+
+def test_warm_disks_of_a_group(images, tmp_path, capsys):
+    command = ["warm", str(images), "--disk", str(tmp_path / "disk"), "--group"]
+    assert main([*command, str(os.getegid())]) == 0
+    (folder,) = (tmp_path / "disk").iterdir()
+    assert folder.stat().st_mode & 0o7777 == 0o2770
+    assert main([*command, "no such"]) == 2
+    assert "`group` must be the name or number of a group. Received: group='no such'" in capsys.readouterr().err
 
 
 def test_warm_takes_what_the_source_takes(images, tmp_path, capsys):
