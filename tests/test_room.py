@@ -194,6 +194,17 @@ def test_a_pool_that_is_made_anew_has_the_room_of_the_old_one(tmp_path, damage):
     assert (pool / "samples").stat().st_size > 8 * 2**20
 
 
+def test_what_is_left_of_a_pool_counts_as_room_for_it(memory, monkeypatch):
+    """Nodes ask before they make it, and would keep parts otherwise."""
+    # With it comes TensorFlow, which has no room in the container of another test.
+    from datacache import opening
+
+    left = _idle_pool(memory / "left", 1)
+    (left / "header.json").unlink()
+    monkeypatch.setattr("datacache.opening.free_bytes", lambda path: 1000)
+    assert opening._with_idle(left, "100%") >= 2**20 + 1000
+
+
 @pytest.mark.parametrize("step", ["reserve", "plan"])
 def test_a_pool_that_was_not_made_takes_no_room(tmp_path, monkeypatch, step):
     """Whatever was in the way."""
