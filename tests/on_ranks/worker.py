@@ -45,9 +45,10 @@ def main(results_path, ranks_per_node, *modules):
     tp.init(ranks_per_node=layout, stall_timeout_s=STALL_LIMIT_S)
     wire = runtime.wire()
     results = {}
-    # What imports made lives as long as the rank: no collection needs to look at it.
+    # What imports made lives as long as the rank: no collection needs to look at it. Collections are not too rare, for
+    # to take down all graphs of several cases at once took a minute.
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(5_000, 10, 10)
     for name, case in cases(modules).items():
         begin = time.perf_counter()
         problem = run(case, wire)
