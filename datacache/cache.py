@@ -49,7 +49,7 @@ class Cache:
       budget: Of memory per node: bytes, "20GB", or a share of what is free, "80%", on the machine and in its container.
       partition: "replicate" keeps all samples on each node, "split" a part on each, and they send each other what is
         needed; "auto" replicates what fits in every node's budget. Ranks must open the same caches in the same order.
-      verify: Look at checksums of samples at the "first" touch after another process wrote them, or the machine was
+      verify: Look at checksums of samples before the "first" use after another process wrote them, or the machine was
         started; "always", or "never".
       version: Another number or text is another cache; for what the graph of `preprocess` does not show.
       variable_shapes: Whether dimensions that the graph does not know may differ between samples; batches of such are
@@ -127,7 +127,9 @@ class Cache:
             order.
         """
         passes = self._new_passes(global_batch, seed, shuffle, state)
-        data = batches(passes, self._levels.layout, self._traced.structure, self._reader)
+        memory = self._levels.memory
+        warm = memory is not None and memory.is_whole
+        data = batches(passes, self._levels.layout, self._traced.structure, self._reader, warm)
         return self._positions.add(data, passes)
 
     def pydataset(

@@ -43,6 +43,11 @@ class Filling:
                 "does: copying lets others run."
             )
 
+    def get_ready(self, pool: Pool | None) -> None:
+        """Does what a warm pool needs before it is read at full speed, on a thread."""
+        if pool is not None:
+            pool.get_ready(look=self._verify == "first")
+
     def lacking(self, pool: Pool | None, samples: np.ndarray) -> np.ndarray:
         """Those of these samples that a pool does not hold whole."""
         if pool is None:

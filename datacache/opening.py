@@ -91,6 +91,7 @@ def open_levels(
         node, nodes = shared_by(lambda *part: _fits(whole, _part_of(whole, *part), needed, budget))
         folder = _part_of(whole, node, nodes)
         in_memory = pool(folder, lambda: _in_memory(folder, needed() // nodes, budget), node, nodes)
+    filling.get_ready(in_memory)
     _keep_index(source, access, [on_local, in_memory, on_disk])
     levels = Levels(stored, make, in_memory.layout if in_memory else layout(), in_memory, on_disk, filling)
     if first.cache_info().currsize:

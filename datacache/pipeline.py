@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import sys
@@ -12,11 +13,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from datacache.ahead import Ahead, mapped
 from datacache.layout import Layout
 from datacache.nodes import Reader
 from datacache.order import Order, Position
 from datacache.windows import IN_FLIGHT
 
+LARGE_PAGE = 2**21
+BUFFERS = IN_FLIGHT + 3
+"""Batches of one pass that there are at a time: in flight, one that waits, and two that training holds."""
 REMEDY = (
     "Give fit the callback keras_callbacks.CachePosition(cache, data), or iterate over cache.counted(data); data to "
     "validate on takes shuffle=False."
@@ -50,6 +55,11 @@ class Passes:
     def __len__(self) -> int:
         """Steps of the next pass."""
         return self.order.steps(self._next, self._ranks)
+
+    @property
+    def share(self) -> int:
+        """The most samples of a batch of this rank's."""
+        return -(-min(self.order.global_batch, self.order.samples) // self._ranks)
 
     @property
     def begins_within_an_epoch(self) -> bool:
@@ -152,15 +162,39 @@ class Buffers:
             # Whatever views an array, an array of NumPy's or a tensor, refers to the one that owns the memory.
             for place in range(len(self._memory)):
                 if sys.getrefcount(self._memory[place]) <= self._idle:
-                    return self._layout.columns(self._memory[place], samples)
-            # Whole pages: what TensorFlow takes without a copy begins at a multiple of 64 bytes.
-            # Of this process alone: a child that was forked must not see them change.
-            pages = mmap.mmap(-1, self._bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._memory.append(np.frombuffer(pages, np.uint8))
-            return self._layout.columns(self._memory[-1], samples)
+                    return self._columns(place, samples)
+            self._memory.append(np.frombuffer(large_pages(self._bytes), np.uint8))
+            return self._columns(-1, samples)
+
+    def prepare(self, count: int, samples: int) -> Ahead:
+        """Makes memory for so many batches of so many samples, ready to be written before it is asked for."""
+        with self._lock:
+            self._bytes = max(self._bytes, self._layout.offsets(samples)[-1])
+            new = [large_pages(self._bytes) for _ in range(count)]
+            self._memory = [np.frombuffer(pages, np.uint8) for pages in new]
+        return Ahead(mapped(new, new=True))
+
+    def _columns(self, place: int, samples: int) -> list[np.ndarray]:
+        memory = self._memory[place]
+        return self._layout.columns(memory[-memory.ctypes.data % LARGE_PAGE :], samples)
 
 
-def batches(passes: Passes, layout: Layout, structure: Any, reader: Reader) -> tf.data.Dataset:
+def large_pages(size: int) -> mmap.mmap:
+    """New memory, with `size` bytes behind its first multiple of `LARGE_PAGE`, in such pages if it can be.
+
+    The kernel stops whoever touches a page for the first time, and for pages of 4 KiB that takes longer than to fill
+    them.
+    """
+    whole = -(-size // LARGE_PAGE) * LARGE_PAGE
+    # Of this process alone: a child that was forked must not see them change.
+    pages = mmap.mmap(-1, whole + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A kernel may have been built without them.
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def batches(passes: Passes, layout: Layout, structure: Any, reader: Reader, warm: bool = False) -> tf.data.Dataset:
     """A dataset of this rank's part of each global batch; each iteration is the next pass.
 
     Args:
@@ -168,8 +202,11 @@ def batches(passes: Passes, layout: Layout, structure: Any, reader: Reader) -> t
       layout: Of the samples.
       structure: Nested `tf.TensorSpec`s of a sample.
       reader: Where samples come from.
+      warm: Whether memory holds them all; that of batches is made while the job gets ready.
     """
     buffers = None if layout.varies else Buffers(layout)
+    if buffers and warm:
+        buffers.prepare(min(BUFFERS, len(passes)), passes.share)
     types = [tf.as_dtype(component.dtype) for component in layout.components]
     under_way = _UnderWay(passes, reader)
 

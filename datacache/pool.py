@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import mmap
 import os
@@ -15,18 +16,20 @@ from typing import Any
 import numpy as np
 
 from datacache.access import PRIVATE, Access
+from datacache.ahead import AT_ONCE, Ahead, mapped
 from datacache.boot import boot_number
 from datacache.folder import Blueprint, Folder
 from datacache.header import check, opened
 from datacache.heap import STATE_BYTES, Heap
 from datacache.layout import Component, Layout, batch
-from datacache.mapping import MappingAhead
-from datacache.native import gather, replace
+from datacache.native import gather, in_memory, mark
 from datacache.part import Part
+from datacache.windows import windows
 
 WORD = np.dtype(np.uint64)
 READY = 1 << 32
 """Set in a sample's word beside the checksum in the lower half: what is 0 was never finished."""
+UNFINISHED = np.uint64(0)
 CHECKSUM = READY - 1
 WRITTEN = np.uint64(READY | CHECKSUM)
 LOOKED_AT = np.uint64(33)
@@ -92,17 +95,40 @@ class Pool:
         self.layout = self.plan.layout
         self._places = self.plan.part.places()
         self.slots = self.plan.part.kept
-        self._samples = np.flatnonzero(self._places >= 0)
-        pages = self._mapping("samples")
-        self._columns = self.layout.columns(pages, self.slots)
+        self._pages = self._mapping("samples")
+        self._columns = self.layout.columns(self._pages, self.slots)
         self._words = np.ndarray((self.slots,), np.uint64, self._mapping("words"))
         self._heap = Heap(self._folder) if self.layout.varies else None
         if self._heap is not None and self._folder.first:
             self._heap.begin(self._extents())
         self._boot = boot_number()
+        self._looked_at = self._boot << LOOKED_AT
         # Written here, or looked at where words cannot be marked.
         self._known = np.zeros(self.slots, bool)
-        self._ahead = MappingAhead(self.folder, pages) if self.filled == self.slots else None
+        self._ahead: Ahead | None = None
+
+    def get_ready(self, look: bool = True) -> None:
+        """Makes the page tables of a warm pool in memory on a thread, while the job has other things to do.
+
+        Args:
+          look: Whether to look at checksums then, too, unless somebody has in this boot.
+        """
+        if self._ahead is None and self.filled == self.slots and in_memory(self.folder):
+            looks = self._looks() if look and self._heap is None else iter(())
+            self._ahead = Ahead(itertools.chain(mapped([self._pages]), looks))
+
+    def _looks(self) -> Iterator[None]:
+        """Looks at a few samples in each step; those that are torn are left to whoever reads them."""
+        parts = windows(np.arange(self.slots), max(1, AT_ONCE // self.layout.bytes))
+        # Each process of the node begins elsewhere, and passes over what others have looked at.
+        first = np.random.default_rng(os.getpid()).integers(len(parts))
+        for places in parts[first:] + parts[:first]:
+            places = places[self._unknown(places, self._words[places])]
+            if places.size:
+                words = self._words[places]
+                agrees = agree(words, self._checksums(places)[0])
+                mark(self._words, places[agrees], words[agrees], agrees[agrees], WRITTEN, self._looked_at)
+            yield
 
     @property
     def folder(self) -> Path:
@@ -182,14 +208,14 @@ class Pool:
         if self._heap is not None:
             found = [self.sample(sample) for sample in samples.tolist()]
             return None if None in found else batch([arrays for arrays in found if arrays is not None], self.layout)
-        return self._gathered(samples, into)
+        return self._gathered(self._places[samples], into)
 
     def _gathered(
-        self, samples: np.ndarray, into: Sequence[np.ndarray] | None, checksums: np.ndarray | None = None
+        self, places: np.ndarray, into: Sequence[np.ndarray] | None, checksums: np.ndarray | None = None
     ) -> list[np.ndarray]:
-        targets = self._targets(samples, into)
+        targets = self._targets(len(places), into)
         for column, target in zip(self._columns, targets, strict=True):
-            gather(column, self._places[samples], target, checksums)
+            gather(column, places, target, checksums)
         return targets
 
     def gather_whole(
@@ -208,17 +234,17 @@ class Pool:
         """
         places, torn = self._places[samples], samples[:0]
         words, checksums = self._words[places], None
-        if again or self._unknown(samples).any():
-            checksums = self._of_numbers(places)
-        targets = self._gathered(samples, into, checksums)
+        if again or self._unknown(places, words).any():
+            checksums = self._of_numbers[places]
+        targets = self._gathered(places, into, checksums)
         if checksums is not None:
-            torn = self._judge(samples, words, words & CHECKSUM == checksums)
+            torn = samples[self._judge(places, words, agree(words, checksums))]
         return targets if not torn.size and self._still(places, words).all() else None, torn
 
-    def _targets(self, samples: np.ndarray, into: Sequence[np.ndarray] | None) -> list[np.ndarray]:
+    def _targets(self, count: int, into: Sequence[np.ndarray] | None) -> list[np.ndarray]:
         if into is not None:
             return list(into)
-        return [np.empty((len(samples), *column.shape[1:]), column.dtype) for column in self._columns]
+        return [np.empty((count, *column.shape[1:]), column.dtype) for column in self._columns]
 
     def sample(self, sample: int) -> list[np.ndarray] | None:
         """One sample that is ready; `None` if another process has cleared it in the meantime.
@@ -273,46 +299,45 @@ class Pool:
 
         They are not ready any more. Each sample is looked at once in each boot, or at every call with `again`.
         """
-        samples = samples if again else samples[self._unknown(samples)]
         places = self._places[samples]
+        if not again:
+            unknown = self._unknown(places, self._words[places])
+            samples, places = samples[unknown], places[unknown]
+        if not samples.size:
+            return samples
         words = self._words[places]
         checksums, inside = self._checksums(places)
-        return self._judge(samples, words, inside & (words & CHECKSUM == checksums))
+        return samples[self._judge(places, words, inside & agree(words, checksums))]
 
-    def _unknown(self, samples: np.ndarray) -> np.ndarray:
+    def _unknown(self, places: np.ndarray, words: np.ndarray) -> np.ndarray:
         """Those that nobody has looked at in this boot, `[n]` bool."""
-        places = self._places[samples]
-        return ~self._known[places] & (self._words[places] >> LOOKED_AT != self._boot)
+        return ~self._known[places] & (words >> LOOKED_AT != self._boot)
 
     def _still(self, places: np.ndarray, words: np.ndarray) -> np.ndarray:
         """Which of the samples with these words were ready, and nobody has cleared or rewritten since, `[n]` bool."""
         return (words >= READY) & ((self._words[places] ^ words) & WRITTEN == 0)
 
-    def _judge(self, samples: np.ndarray, words: np.ndarray, agrees: np.ndarray) -> np.ndarray:
-        """Marks samples whose words were these before their bytes were looked at, and returns those that are torn.
+    def _judge(self, places: np.ndarray, words: np.ndarray, agrees: np.ndarray) -> np.ndarray:
+        """Marks samples whose words were these before their bytes were looked at.
 
         What another process has cleared or rewritten in the meantime is neither whole nor torn.
-        """
-        places = self._places[samples]
-        still = self._still(places, words)
-        torn, whole = still & ~agrees, still & agrees
-        # First that they are not ready: another thread takes what is known as it is.
-        self._unmake(places[torn], words[torn])
-        self._known[places[torn]] = False
-        looked_at = words & WRITTEN | (self._boot << LOOKED_AT)
-        if not replace(self._words, places[whole], words[whole], looked_at[whole]):
-            self._known[places[whole]] = True
-        return samples[torn]
 
-    def _unmake(self, places: np.ndarray, words: np.ndarray) -> None:
-        """Says of torn samples that they are not ready, unless another process has written them anew since."""
-        now = self._words[places]
-        same = (now ^ words) & WRITTEN == 0
-        places, now = places[same], now[same]
-        if not replace(self._words, places, now, np.zeros_like(now)):
-            self._words[places] = 0
-        if self._heap is not None and places.size:
-            self._heap.freed()
+        Returns:
+          Which of them are torn, and not ready any more, `[n]` bool.
+        """
+        still = mark(self._words, places, words, agrees, WRITTEN, self._looked_at)
+        if still is None:
+            # Of words that others may write at the same time, none but 0 can be written.
+            still = self._still(places, words)
+            self._words[places[still & ~agrees]] = UNFINISHED
+            self._known[places[still & agrees]] = True
+        torn = still & ~agrees & (words >= READY)
+        # Only now that they are not ready: another thread takes what is known as it is.
+        if torn.any():
+            self._known[places[torn]] = False
+            if self._heap is not None:
+                self._heap.freed()
+        return torn
 
     @contextlib.contextmanager
     def claim(self, samples: np.ndarray) -> Iterator[np.ndarray]:
@@ -341,6 +366,11 @@ class Pool:
         return int((self._words >= READY).sum())
 
     @property
+    def is_whole(self) -> bool:
+        """Whether any batch is a copy: all samples are ready, and of one size."""
+        return self._heap is None and self.slots == len(self._places) and self.filled == self.slots
+
+    @property
     def bytes(self) -> int:
         """Of the samples that have room."""
         return sum(self.plan.blueprint().files.values()) + (self._heap.used if self._heap else 0)
@@ -349,6 +379,8 @@ class Pool:
         """Ends the mappings; arrays of `gather` remain."""
         if self._ahead is not None:
             self._ahead.close()
+            # Its steps refer to this pool.
+            self._ahead = None
         self._columns.clear()
         self._words = np.zeros(0, np.uint64)
         if self._heap is not None:
@@ -357,7 +389,7 @@ class Pool:
 
     def _checksums(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of samples' numbers and bytes, `[n]` uint32, and which of them point inside the heap, `[n]` bool."""
-        checksums, inside = self._of_numbers(places), np.ones(len(places), bool)
+        checksums, inside = self._of_numbers[places], np.ones(len(places), bool)
         for column, component in zip(self._columns, self.layout.components, strict=True):
             gather(column, places, None, checksums)
             for i, place in enumerate(places if component.varies else ()):
@@ -367,9 +399,11 @@ class Pool:
                 checksums[i] = zlib.crc32(content or b"", int(checksums[i]))
         return checksums, inside
 
-    def _of_numbers(self, places: np.ndarray) -> np.ndarray:
-        checksums = np.zeros(len(places), np.uint32)
-        gather(self._samples, places, None, checksums)
+    @functools.cached_property
+    def _of_numbers(self) -> np.ndarray:
+        """Checksums of the samples' numbers, `[slots]` uint32, which go on with their bytes."""
+        checksums = np.zeros(self.slots, np.uint32)
+        gather(np.flatnonzero(self._places >= 0), np.arange(self.slots), None, checksums)
         return checksums
 
     def _mapping(self, name: str) -> mmap.mmap:
@@ -378,6 +412,11 @@ class Pool:
             return mmap.mmap(handle, 0)
         finally:
             os.close(handle)
+
+
+def agree(words: np.ndarray, checksums: np.ndarray) -> np.ndarray:
+    """Which of samples with these words are ready, and have the checksums that they were written with, `[n]` bool."""
+    return (words & CHECKSUM == checksums) & (words >= READY)
 
 
 def existing(folder: Path) -> Pool:

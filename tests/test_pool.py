@@ -675,11 +675,16 @@ def test_checksums_are_those_of_zlib_at_any_address(size, at_a_time, monkeypatch
         assert checksums.tolist() == expected
 
 
-def test_words_are_replaced_where_nobody_else_has_been():
-    words, places = np.arange(5, dtype=np.uint64), np.array([1, 2, 4])
-    seen, by = np.array([1, 9, 4], np.uint64), np.array([2**63 + 1, 8, 7], np.uint64)
-    assert native.replace(words, places, seen, by)
-    assert words.tolist() == [0, 2**63 + 1, 2, 3, 7]
+def test_words_are_marked_where_nobody_else_has_been():
+    words, places = np.array([0, 1, 2, 3, 4 + 128], np.uint64), np.array([1, 2, 3, 4])
+    seen, agrees = np.array([1, 9, 3, 4 + 64], np.uint64), np.array([True, True, False, True])
+    assert native.mark(words, places, seen, agrees, np.uint64(63), np.uint64(2**63)).tolist() == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert words.tolist() == [0, 2**63 + 1, 2, 0, 2**63 + 4]
 
 
 @pytest.mark.parametrize("look", ["gather_whole", "torn"])
@@ -783,9 +788,10 @@ def test_what_was_written_since_a_look_stays(tmp_path, monkeypatch, compiled):
     pool.put(3, f(3))
     old = pool._words[[3]]
     pool.put(3, f(4))
-    pool._unmake(np.array([3]), old)
+    agrees = np.array([False])
+    assert not pool._judge(np.array([3]), old, agrees)[0]
     assert pool.ready(np.array([3]))[0]
-    pool._unmake(np.array([3]), pool._words[[3]])
+    assert pool._judge(np.array([3]), pool._words[[3]], agrees)[0]
     assert not pool.ready(np.array([3]))[0]
 
 
@@ -797,16 +803,35 @@ def test_words_are_shifted_by_numbers_of_their_own_type():
 @pytest.mark.parametrize("filled", [SAMPLES - 1, SAMPLES])
 def test_a_warm_pool_in_memory_is_mapped_ahead(filled):
     """What the kernel says of the mapping: all of it is there before anybody reads."""
+    with _large_pools(filled) as pools:
+        assert (_resident_kb(pools[1]._columns[0].ctypes.data) * 1024 >= 100_000 * SAMPLES) == (filled == SAMPLES)
+
+
+@pytest.mark.parametrize("look", [True, False])
+def test_checksums_are_looked_at_ahead_and_what_is_torn_is_left_to_its_reader(look, monkeypatch):
+    monkeypatch.setattr(pool_module, "AT_ONCE", 300_000)
+    with _large_pools(SAMPLES, look, torn=5) as pools:
+        looked_at = pools[1]._words >> pool_module.LOOKED_AT == pools[1]._boot
+        assert np.flatnonzero(~looked_at).tolist() == ([5] if look else list(range(SAMPLES)))
+        assert pools[1].ready(np.arange(SAMPLES)).all()
+        assert pools[1].gather_whole(np.arange(SAMPLES))[1].tolist() == [5]
+
+
+@contextlib.contextmanager
+def _large_pools(filled, look=True, torn=None):
+    """A pool in memory, and the same opened by another, who has got ready."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         layout = Layout.of([np.zeros(100_000, "uint8")])
         pools = [Pool(Path(folder), lambda: Plan(layout=layout, part=Part(samples=SAMPLES, slots=SAMPLES)))]
         for index in range(filled):
             pools[0].put(index, [np.full(100_000, index, "uint8")])
+        if torn is not None:
+            pools[0]._columns[0][torn] += 1
         pools.append(Pool(Path(folder), lambda: pools[0].plan))
+        pools[1].get_ready(look)
         if pools[1]._ahead is not None:
             pools[1]._ahead.join()
-        address = pools[1]._columns[0].ctypes.data
-        assert (_resident_kb(address) * 1024 >= 100_000 * SAMPLES) == (filled == SAMPLES)
+        yield pools
         for pool in pools:
             pool.close()
 

@@ -59,22 +59,30 @@ def _gather_in_python(
             checksums[i] = zlib.crc32(record.view(np.uint8).data, int(checksums[i]))
 
 
-def replace(words: np.ndarray, places: np.ndarray, seen: np.ndarray, by: np.ndarray) -> bool:
-    """`words[places[i]] = by[i]` wherever it still is `seen[i]`, in one piece; `False` without the compiled library.
+def mark(
+    words: np.ndarray, places: np.ndarray, seen: np.ndarray, agrees: np.ndarray, same: np.uint64, by: np.uint64
+) -> np.ndarray | None:
+    """Marks those words, each in one piece, that still are what was seen, and sets to 0 those that do not agree.
 
     Args:
       words: `[n]` uint64, which other processes may write at the same time.
       places: `[k]` int64, each of them in `0..n-1`.
-      seen: `[k]` uint64.
-      by: `[k]` uint64.
+      seen: `[k]` uint64, what stood there.
+      agrees: `[k]` bool.
+      same: The bits that are compared, and kept.
+      by: The others.
+
+    Returns:
+      Which still were what was seen, `[k]` bool; `None` without the compiled library, and all stay as they are.
     """
     library = _compiled()
     if library is None:
-        return False
-    places = np.ascontiguousarray(places, np.int64)
-    seen, by = np.ascontiguousarray(seen, np.uint64), np.ascontiguousarray(by, np.uint64)
-    library.replace_words(words.ctypes.data, places.ctypes.data, seen.ctypes.data, by.ctypes.data, len(places))
-    return True
+        return None
+    was = np.empty(len(places), bool)
+    wanted = (words, np.uint64), (places, np.int64), (seen, np.uint64), (agrees, bool)
+    given = [np.ascontiguousarray(array, dtype) for array, dtype in wanted]
+    library.mark_words(*(array.ctypes.data for array in given), int(same), int(by), was.ctypes.data, len(places))
+    return was
 
 
 def in_memory(folder: os.PathLike[str]) -> bool:
@@ -83,11 +91,15 @@ def in_memory(folder: os.PathLike[str]) -> bool:
     return library is not None and bool(library.in_memory(os.fsencode(folder)))
 
 
-def map_pages(pages: np.ndarray) -> bool:
-    """Makes the page tables for a part of a mapping, which begins with a page; `False` where the kernel cannot."""
+def map_pages(pages: np.ndarray, write: bool = False) -> bool:
+    """Makes the page tables for a part of a mapping, which begins with a page, to read or to write.
+
+    Returns:
+      Whether it was done: `False` where the kernel cannot, or without the compiled library.
+    """
     library = _compiled()
     size = -(-pages.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    return library is not None and bool(library.map_pages(pages.ctypes.data, size))
+    return library is not None and bool(library.map_pages(pages.ctypes.data, size, write))
 
 
 def read_file(path: str, offset: int, length: int) -> bytes:
@@ -123,19 +135,22 @@ def _compiled() -> Any:
             "datacache: copying and reading are Python's, which is slower: no %s. Build: pip install .", LIBRARY
         )
         return None
-    library = ctypes.CDLL(str(LIBRARY), use_errno=True)
-    if not hasattr(library, "map_pages"):
+    library: Any = ctypes.CDLL(str(LIBRARY), use_errno=True)
+    if not hasattr(library, "mark_words"):
         log.warning(
             "datacache: copying and reading are Python's, which is slower: %s is old. Build: pip install .", LIBRARY
         )
         return None
     number, address = ctypes.c_int64, ctypes.c_void_p
     library.gather_records.restype, library.gather_records.argtypes = None, [address, address, number, address, number]
-    check, replacing = library.check_records, library.replace_words
+    check = library.check_records
     check.restype, check.argtypes = None, [*library.gather_records.argtypes, address, number]
-    replacing.restype, replacing.argtypes = None, [address, address, address, address, number]
+    # It is over sooner than another thread would have given Python back.
+    marking = library.mark_words = ctypes.PyDLL(str(LIBRARY)).mark_words
+    bits = ctypes.c_uint64
+    marking.restype, marking.argtypes = None, [address, address, address, address, bits, bits, address, number]
     library.in_memory.restype, library.in_memory.argtypes = number, [ctypes.c_char_p]
-    library.map_pages.restype, library.map_pages.argtypes = number, [address, number]
+    library.map_pages.restype, library.map_pages.argtypes = number, [address, number, number]
     library.parts_at_a_time.restype, library.parts_at_a_time.argtypes = number, []
     library.read_file.restype, library.read_file.argtypes = number, [ctypes.c_char_p, number, number, address]
     return library

@@ -3,7 +3,7 @@
 #include <sys/mman.h>
 #include <sys/vfs.h>
 
-enum { TMPFS = 0x01021994, POPULATE_READ = 22 };
+enum { TMPFS = 0x01021994, POPULATE_READ = 22, POPULATE_WRITE = 23 };
 
 // Whether what lies in a folder is in memory, and nowhere else.
 __attribute__((visibility("default"))) int64_t in_memory(const char *path) {
@@ -11,7 +11,8 @@ __attribute__((visibility("default"))) int64_t in_memory(const char *path) {
   return !statfs(path, &about) && (unsigned long)about.f_type == TMPFS;
 }
 
-// `begin` and `bytes` are multiples of a page; returns whether the kernel could, which it can since Linux 5.14.
-__attribute__((visibility("default"))) int64_t map_pages(void *begin, int64_t bytes) {
-  return !madvise(begin, (size_t)bytes, POPULATE_READ);
+// `begin` and `bytes` are multiples of a page, and it is written to unless it only is to be read; returns whether the
+// kernel could, which it can since Linux 5.14.
+__attribute__((visibility("default"))) int64_t map_pages(void *begin, int64_t bytes, int64_t write) {
+  return !madvise(begin, (size_t)bytes, write ? POPULATE_WRITE : POPULATE_READ);
 }

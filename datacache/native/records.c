@@ -168,11 +168,15 @@ __attribute__((visibility("default"))) void check_records(char *into, const char
 #endif
 }
 
-// words[places[i]] = by[i] where it still is seen[i]: whoever writes a sample meanwhile has taken its word away.
-__attribute__((visibility("default"))) void replace_words(uint64_t *words, const int64_t *places, const uint64_t *seen,
-                                                          const uint64_t *by, int64_t count) {
+// Where words[places[i]] still is seen[i] in the bits of `same`, only these and `mark` are left of it, or 0 unless
+// agrees[i]; was[i] says whether it still was: whoever writes a sample meanwhile has taken its word away.
+__attribute__((visibility("default"))) void mark_words(uint64_t *words, const int64_t *places, const uint64_t *seen,
+                                                       const uint8_t *agrees, uint64_t same, uint64_t mark,
+                                                       uint8_t *was, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
-    uint64_t expected = seen[i];
-    __atomic_compare_exchange_n(words + places[i], &expected, by[i], 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
+    const uint64_t by = agrees[i] ? (seen[i] & same) | mark : 0;
+    uint64_t word = __atomic_load_n(words + places[i], __ATOMIC_RELAXED);
+    do was[i] = !((word ^ seen[i]) & same);
+    while (was[i] && !__atomic_compare_exchange_n(words + places[i], &word, by, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED));
   }
 }
