@@ -16,7 +16,7 @@ import pytest
 from tests.launch import LIMIT_S, ROOT, descendants, finish, lab
 
 PROBES = ROOT / "tests" / "on_ranks" / "probes.py"
-TRIES = 3
+TRIES = 5
 """Of what a busy machine can make slower."""
 
 
@@ -70,14 +70,18 @@ def test_links_have_the_rate_that_was_asked_for(tmp_path):
 
 
 def _check_rates(options, expected):
-    """Links never give more than 5 % above their rate, and come within 5 % of it unless something else runs here."""
+    """Links never give more than 5 % above their rate, and the fastest quarter of the bytes comes within 5 % of it.
+
+    Not all the bytes: a machine that stands still for longer than a link's burst takes rate away that is never made up.
+    """
     best = dict.fromkeys(expected, 0.0)
     for _ in range(TRIES):
         done = probe(options, "rates", 8_000_000)
         assert done.returncode == 0, done.stdout
-        rates = {line.split()[2]: float(line.split()[3]) for line in done.stdout.splitlines() if " rate " in line}
-        assert all(rates[pair] < 1.05 * rate for pair, rate in expected.items()), done.stdout
-        best = {pair: max(rate, rates[pair]) for pair, rate in best.items()}
+        lines = [line.split()[2:] for line in done.stdout.splitlines() if " rate " in line]
+        rates = {pair: (float(whole), float(quarter)) for pair, whole, quarter in lines}
+        assert all(rates[pair][0] < 1.05 * rate for pair, rate in expected.items()), done.stdout
+        best = {pair: max(rate, rates[pair][1]) for pair, rate in best.items()}
         if all(best[pair] > 0.95 * rate for pair, rate in expected.items()):
             return
     raise AssertionError(f"{best} in {TRIES} tries:\n{done.stdout}")

@@ -33,16 +33,28 @@ def rates(size_bytes):
 
 
 def _receive(size_bytes, pair, port):
+    """Print the rate on the wire (b/s), of the whole and of the fastest quarter of the bytes."""
     with socket.create_server(("", port)) as server:
         peer, _ = server.accept()
         with peer:
-            total = len(peer.recv(65536))
-            begin, first = time.perf_counter(), total
+            arrived = []  # (seconds, bytes so far)
+            total = 0
             while chunk := peer.recv(65536):
                 total += len(chunk)
-            seconds = time.perf_counter() - begin
+                arrived.append((time.perf_counter(), total))
     assert total == size_bytes
-    print(f"rate {pair} {8 * (total - first) * 1514 / 1448 / seconds:.0f}", flush=True)
+    quarters = []
+    begin = 0
+    for end in range(len(arrived)):
+        while arrived[end][1] - arrived[begin + 1][1] >= size_bytes / 4:
+            begin += 1
+        if arrived[end][1] - arrived[begin][1] >= size_bytes / 4:
+            quarters.append(_rate(arrived[begin], arrived[end]))
+    print(f"rate {pair} {_rate(arrived[0], arrived[-1]):.0f} {max(quarters):.0f}", flush=True)
+
+
+def _rate(begin, end):
+    return 8 * (end[1] - begin[1]) * 1514 / 1448 / (end[0] - begin[0])
 
 
 def _connect(rank, port):
