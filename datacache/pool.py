@@ -7,6 +7,7 @@ import functools
 import itertools
 import mmap
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -35,6 +36,9 @@ WRITTEN = np.uint64(READY | CHECKSUM)
 LOOKED_AT = np.uint64(33)
 """The first of the bits that say in which boot a process has looked at the checksum of what another one wrote: memory
 stays as it is, but what a disk had not yet written when the machine went down is torn."""
+
+PAUSE_S = 0.05
+"""For so long a look ahead waits while somebody reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +110,7 @@ class Pool:
         # Written here, or looked at where words cannot be marked.
         self._known = np.zeros(self.slots, bool)
         self._ahead: Ahead | None = None
+        self._reads = 0
 
     def get_ready(self, look: bool = True) -> None:
         """Makes the page tables of a warm pool in memory on a thread, while the job has other things to do.
@@ -118,11 +123,19 @@ class Pool:
             self._ahead = Ahead(itertools.chain(mapped([self._pages]), looks))
 
     def _looks(self) -> Iterator[None]:
-        """Looks at a few samples in each step; those that are torn are left to whoever reads them."""
+        """Looks at a few samples in each step; those that are torn are left to whoever reads them.
+
+        Gives way to readers, which look on the way: two passes side by side take longer than one.
+        """
         parts = windows(np.arange(self.slots), max(1, AT_ONCE // self.layout.bytes))
         # Each process of the node begins elsewhere, and passes over what others have looked at.
         first = np.random.default_rng(os.getpid()).integers(len(parts))
+        reads = self._reads
         for places in parts[first:] + parts[:first]:
+            while reads != self._reads:
+                reads = self._reads
+                time.sleep(PAUSE_S)
+                yield
             places = places[self._unknown(places, self._words[places])]
             if places.size:
                 words = self._words[places]
@@ -232,6 +245,7 @@ class Pool:
           The arrays, or `None` if some samples are torn, or another process has cleared or rewritten one of them in the
           meantime; and the numbers of those that are torn, and not ready any more.
         """
+        self._reads += 1
         places, torn = self._places[samples], samples[:0]
         words, checksums = self._words[places], None
         if again or self._unknown(places, words).any():

@@ -817,6 +817,18 @@ def test_checksums_are_looked_at_ahead_and_what_is_torn_is_left_to_its_reader(lo
         assert pools[1].gather_whole(np.arange(SAMPLES))[1].tolist() == [5]
 
 
+def test_a_look_ahead_waits_while_somebody_reads(monkeypatch):
+    monkeypatch.setattr(pool_module, "AT_ONCE", 300_000)
+    with _large_pools(SAMPLES, look=False) as (_, pool):
+        steps, counts = pool._looks(), []
+        for reads in (False, True, False):
+            if reads:
+                pool.gather_whole(np.zeros(1, int))
+            next(steps)
+            counts.append(np.count_nonzero(pool._words[1:] >> pool_module.LOOKED_AT == pool._boot))
+        assert 0 < counts[0] == counts[1] < counts[2]
+
+
 @contextlib.contextmanager
 def _large_pools(filled, look=True, torn=None):
     """A pool in memory, and the same opened by another, who has got ready."""
