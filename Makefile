@@ -24,7 +24,7 @@ help:
 setup: $(VENV)/.ready $(LIBRARY)
 
 NO_DEPS := tests/requirements-no-deps.txt
-$(VENV)/.ready: pyproject.toml setup.py tfposeidon/install.py $(NO_DEPS)
+$(VENV)/.ready: pyproject.toml setup.py tfposeidon/commands/install.py $(NO_DEPS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and "Python 3.11 or later is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m tfposeidon install

@@ -7,11 +7,11 @@ python -m benchmarks.best_scheme --models vgg19 --workers 8 --batch 32 64 128
 import argparse
 
 from benchmarks import harness
-from tfposeidon.gradient import Description
+from tfposeidon.communication.topology import Topology
+from tfposeidon.gradients.description import Description
+from tfposeidon.gradients.factors import FactorShape
 from tfposeidon.lab import models
 from tfposeidon.policies import HybComm
-from tfposeidon.sufficient_factors import FactorShape
-from tfposeidon.topology import Topology
 
 # With the batches of Poseidon, section 1 and Table 3.
 BATCHES = {"alexnet": 256, "googlenet": 128, "inception_v3": 32, "vgg19": 32, "vgg19_22k": 32}

@@ -16,14 +16,14 @@ import statistics
 import numpy as np
 
 from benchmarks import harness
-from tfposeidon import coordinator
 from tfposeidon.lab import models
+from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
 
 COMMON = {
     "pairs": 101,
     "systems": ["fit", "allreduce", "asa", "asa16", "2dtar"],
     "model": "resnet50",
-    "bucket_mib": [coordinator.DEFAULT_BUCKET_BYTES / 2**20],
+    "bucket_mib": [DEFAULT_BUCKET_BYTES / 2**20],
 }
 SMALLEST = COMMON | {"pairs": 1, "systems": ["fit", "allreduce"], "model": "googlenet"}
 

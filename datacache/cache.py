@@ -26,7 +26,7 @@ from datacache.positions import Positions
 from datacache.sources.source import Source, SourceError
 from datacache.statistics import Counts, Statistics
 from datacache.windows import done_in_windows
-from tfposeidon import environment
+from tfposeidon.communication import launcher
 
 log = logging.getLogger("tfposeidon")
 
@@ -260,7 +260,7 @@ class Cache:
 
     def _new_passes(self, global_batch: int, seed: int, shuffle: bool, state: dict[str, Any] | None) -> Passes:
         order = Order(samples=len(self), global_batch=global_batch, seed=seed, shuffle=shuffle)
-        place = environment.place()
+        place = launcher.place()
         return Passes(order, place.rank, place.size, state)
 
     def _packed(self, samples: np.ndarray) -> Any:

@@ -16,7 +16,7 @@ from datacache.filling import Arrays
 from datacache.layout import Layout
 from datacache.records import packed, unpacked
 from datacache.sources.source import SourceError
-from tfposeidon.wire import Wire
+from tfposeidon.communication.wire import Wire
 
 MOST_BYTES = 2**31 - 1
 """What Horovod can send to one rank at a time."""

@@ -14,8 +14,8 @@ from datacache.filling import Arrays
 from datacache.levels import Levels
 from datacache.part import homes
 from datacache.partition import Partition
-from tfposeidon import environment, runtime
-from tfposeidon.wire import Wire, exchange_objects
+from tfposeidon.communication import launcher, runtime
+from tfposeidon.communication.wire import Wire, exchange_objects
 
 Partitioning = Literal["auto", "replicate", "split"]
 _numbers = itertools.count()
@@ -89,4 +89,4 @@ def _close(partition: Partition) -> None:
 
 def _wire() -> Wire | None:
     """None without a launcher: one process needs no Horovod."""
-    return None if environment.place().size == 1 else runtime.wire()
+    return None if launcher.place().size == 1 else runtime.wire()

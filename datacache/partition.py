@@ -13,7 +13,7 @@ import numpy as np
 from datacache.exchange import Exchange
 from datacache.filling import Arrays
 from datacache.levels import Levels
-from tfposeidon.wire import Wire
+from tfposeidon.communication.wire import Wire
 
 WINDOW = 64
 """Samples to ask of each other rank at a time: with fewer, the number of messages counts and not their bytes."""

@@ -17,8 +17,8 @@ from sklearn.datasets import load_digits
 import datacache
 import keras_callbacks
 import tfposeidon as tp
-from tfposeidon import runtime
-from tfposeidon.wire import exchange_objects
+from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import exchange_objects
 
 SIZE = 16
 

@@ -13,7 +13,8 @@ from sklearn.model_selection import train_test_split
 
 import keras_callbacks
 import tfposeidon as tp
-from tfposeidon import replicas, runtime
+from tfposeidon.communication import runtime
+from tfposeidon.exchange import replicas
 from tfposeidon.text import readable
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import keras
 
-from tfposeidon import replicas, runtime
+from tfposeidon.communication import runtime
+from tfposeidon.exchange import replicas
 
 
 class AverageBatchNorm(keras.callbacks.Callback):

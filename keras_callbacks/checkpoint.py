@@ -14,11 +14,13 @@ import numpy as np
 import tensorflow as tf
 
 from keras_callbacks.model_state import optimizers, replicated_variables
-from tfposeidon import layer_state, replicas, runtime
-from tfposeidon.agreement import as_json, first_difference
-from tfposeidon.pass_over import PassOver, is_passing_over, retrace
-from tfposeidon.rank_state import Piece, redistributed
-from tfposeidon.snapshots import Snapshot, SnapshotError, Snapshots, listed, numbered
+from tfposeidon.communication import runtime
+from tfposeidon.exchange import replicas
+from tfposeidon.exchange.agreement import as_json, first_difference
+from tfposeidon.state.rank_state import Piece, redistributed
+from tfposeidon.state.snapshots import Snapshot, SnapshotError, Snapshots, listed, numbered
+from tfposeidon.training import layer_state
+from tfposeidon.training.skip_batches import PassOver, is_passing_over, retrace
 
 _LAYER = "layer."
 

@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from keras_callbacks.model_state import optimizers
-from tfposeidon.guards import innermost
 from tfposeidon.optimizer import DistributedOptimizer
-from tfposeidon.pass_over import is_passing_over
+from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.training.skip_batches import is_passing_over
 
 
 class LearningRateSchedule(keras.callbacks.Callback):
@@ -118,7 +118,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
 def _velocities(optimizer: Any) -> list[Any]:
     """Those of the optimizer, and of schemes that apply momentum before they select (`HierarchicalTopK(momentum=0.9)`).
 
-    Schemes keep theirs so that it follows the rate as Keras's does: see `tfposeidon.update_rate`.
+    Schemes keep theirs so that it follows the rate as Keras's does: see `tfposeidon.exchange.effective_rate`.
     """
     velocities = list(getattr(innermost(optimizer), "momentums", []))
     if isinstance(optimizer, DistributedOptimizer):

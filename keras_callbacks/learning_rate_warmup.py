@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 
 from keras_callbacks.learning_rate_schedule import LearningRateSchedule
-from tfposeidon import runtime
+from tfposeidon.communication import runtime
 
 
 class LearningRateWarmup(LearningRateSchedule):

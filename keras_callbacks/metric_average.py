@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-from tfposeidon import runtime
-from tfposeidon.wire import exchange_objects
+from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import exchange_objects
 
 
 class MetricAverage(keras.callbacks.Callback):

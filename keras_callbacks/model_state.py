@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfposeidon.session import optimizers_of
+from tfposeidon.training.session import optimizers_of
 
 
 def optimizers(model: keras.Model) -> list[Any]:

@@ -7,7 +7,9 @@ from typing import Any
 import keras
 
 from keras_callbacks.model_state import replicated_variables
-from tfposeidon import layer_state, replicas, runtime
+from tfposeidon.communication import runtime
+from tfposeidon.exchange import replicas
+from tfposeidon.training import layer_state
 
 ACTIONS = ("stop", "repair", "report")
 

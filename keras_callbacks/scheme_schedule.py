@@ -7,9 +7,10 @@ from typing import Any
 
 import keras
 
-from tfposeidon import policies, runtime
-from tfposeidon.pass_over import is_passing_over, retrace
-from tfposeidon.session import optimizers_of
+from tfposeidon import policies
+from tfposeidon.communication import runtime
+from tfposeidon.training.session import optimizers_of
+from tfposeidon.training.skip_batches import is_passing_over, retrace
 
 
 class SchemeSchedule(keras.callbacks.Callback):

@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from keras_callbacks.model_state import optimizers
-from tfposeidon import runtime
-from tfposeidon.session import optimizers_of
-from tfposeidon.wire import exchange_objects
+from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.training.session import optimizers_of
 
 
 class Throughput(keras.callbacks.Callback):

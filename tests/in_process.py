@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import tensorflow as tf
 
-from tfposeidon.topology import Topology
+from tfposeidon.communication.topology import Topology
 
 
 class Cluster:

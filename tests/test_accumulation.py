@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfposeidon.accumulation import Accumulation
-from tfposeidon.embedding_rows import Rows
-from tfposeidon.sufficient_factors import Factors
+from tfposeidon.gradients.accumulation import Accumulation
+from tfposeidon.gradients.embedding_rows import Rows
+from tfposeidon.gradients.factors import Factors
 
 M, N = 7, 5
 # Values are of the order of 1.

@@ -6,10 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from tfposeidon import coordinator, policies, schemes
-from tfposeidon.gradient import Description
-from tfposeidon.sufficient_factors import FactorShape
-from tfposeidon.topology import Topology
+from tfposeidon import policies, schemes
+from tfposeidon.communication.topology import Topology
+from tfposeidon.gradients.description import Description
+from tfposeidon.gradients.factors import FactorShape
+from tfposeidon.planning.plan import make_plan, with_rows
 
 LAYERS = [
     Description(f"layer_{i}/{part}", shape, "float32")
@@ -20,7 +21,7 @@ CLUSTER = Topology.regular(0, 128, 8)
 
 
 def _plan(bucket_bytes, scheme="2dtar", topology=CLUSTER, descriptions=LAYERS):
-    return coordinator.plan(descriptions, policies.parse(scheme), topology, bucket_bytes)
+    return make_plan(descriptions, policies.parse(scheme), topology, bucket_bytes)
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 4096, 4224, 10_000, 20_000, 10**9])
@@ -111,7 +112,7 @@ def test_servers_hold_equal_bytes():
     layers = [Description(f"layer_{i}", (n,), "float32") for i, n in enumerate(sizes)]
     store = schemes.ShardedServer(pair_bytes=65_536)
     for nodes in (1, 2, 3, 5, 16):
-        made = coordinator.plan(layers, policies.parse(store), Topology.regular(0, nodes, 1), 2**18)
+        made = make_plan(layers, policies.parse(store), Topology.regular(0, nodes, 1), 2**18)
         held = np.zeros(nodes)
         for bucket in made.buckets:
             ranges = [store.own_range(bucket.length, Topology.regular(rank, nodes, 1)) for rank in range(nodes)]
@@ -146,12 +147,12 @@ def test_best_scheme_is_the_papers():
 def test_factors_are_gathered_or_their_products_summed_in_the_node(rows, sums):
     """Whichever is fewer bytes there: 2 nodes gather 2 K (M + N) values a rank, or sum M N."""
     description = Description("fc/kernel", (100, 60), "float32", FactorShape(rows, 100, 60, "float32"))
-    made = coordinator.plan([description], policies.parse("sfb"), Topology.regular(0, 8, 4))
+    made = make_plan([description], policies.parse("sfb"), Topology.regular(0, 8, 4))
     assert made.buckets[0].scheme == schemes.FactorBroadcast(sums_in_node=sums)
     other = dataclasses.replace(made.buckets[0], scheme=schemes.FactorBroadcast(sums_in_node=not sums))
     assert made.cost.node_bytes < other.cost(made.topology).node_bytes
     # Uneven nodes have no positions to gather over.
-    uneven = coordinator.plan([description], policies.parse("sfb"), Topology(0, ((0, 1), (2,))))
+    uneven = make_plan([description], policies.parse("sfb"), Topology(0, ((0, 1), (2,))))
     assert uneven.buckets[0].scheme == schemes.FactorBroadcast()
 
 
@@ -162,7 +163,7 @@ def test_steps_take_what_a_plan_with_their_rows_would(scheme, layout, shape):
     """On both sides of the limit; what a bucket shows after such a step is that plan."""
     nodes, ranks = layout
     topology, policy = Topology.regular(0, nodes * ranks, ranks), policies.parse(scheme)
-    make = lambda rows: coordinator.plan(  # noqa: E731
+    make = lambda rows: make_plan(  # noqa: E731
         [Description("fc/kernel", shape, "float32", FactorShape(rows, *shape, "float32"))], policy, topology
     )
     unknown = make(None)
@@ -175,12 +176,12 @@ def test_steps_take_what_a_plan_with_their_rows_would(scheme, layout, shape):
         known = make(total / topology.size)
         taken.append(known.buckets[0].scheme)
         assert by_rows.taken(total) == taken[-1]
-        shown = coordinator.with_rows(unknown, [total], policy)
+        shown = with_rows(unknown, [total], policy)
         assert (str(shown), shown.to_json()) == (str(known), known.to_json())
     assert taken[0] == taken[1] == by_rows.few
     assert taken[2] == taken[3] == by_rows.many
     assert json.loads(unknown.to_json())["buckets"][0]["options"]["limit"] == by_rows.limit
-    assert coordinator.with_rows(unknown, [0], policy) == unknown
+    assert with_rows(unknown, [0], policy) == unknown
 
 
 def test_kernels_of_one_shape_share_a_bucket_and_its_rows():
@@ -193,7 +194,7 @@ def test_kernels_of_one_shape_share_a_bucket_and_its_rows():
     made = _plan(10**9, "hybcomm", topology, layers)
     assert [b.members for b in made.buckets] == [(1,), (2, 0)]
     assert "sfb up to K=8, ps beyond, P=4" in str(made)
-    shown = coordinator.with_rows(made, [4 * 17, 4 * (7 + 9)], policies.HybComm())
+    shown = with_rows(made, [4 * 17, 4 * (7 + 9)], policies.HybComm())
     assert [b.scheme.name for b in shown.buckets] == ["ps", "sfb"]
     assert shown.buckets[1].cost(topology).bytes == 3 * 16 * (32 + 32) * 4
     assert [c.reason for c in shown.buckets[1].choices] == ["sfb 12.29 kB <= ps 12.29 kB with K=8, P=4"] * 2

@@ -4,9 +4,11 @@ import shutil
 
 import tensorflow as tf
 
-from tfposeidon import coordinator, guards, native, policies
-from tfposeidon.gradient import Description
-from tfposeidon.topology import Topology
+from tfposeidon import native, policies
+from tfposeidon.communication.topology import Topology
+from tfposeidon.gradients.description import Description
+from tfposeidon.planning import advice
+from tfposeidon.planning.plan import make_plan
 
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
@@ -22,8 +24,8 @@ def test_the_plan_says_that_selection_leaves_the_gpu(monkeypatch):
         ("hitopk", "hitopk: what is sent is made on the processor, as tfposeidon was built without nvcc"),
         ("allreduce", ""),
     ):
-        plan = coordinator.plan(variables, policies.parse(scheme), Topology.regular(0, 4, 2), 1 << 20)
-        assert guards.processor_advice(plan) == ""
+        plan = make_plan(variables, policies.parse(scheme), Topology.regular(0, 4, 2), 1 << 20)
+        assert advice.processor_advice(plan) == ""
         with monkeypatch.context() as patch:
             patch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0"])
-            assert guards.processor_advice(plan)[: len(words) or None] == words
+            assert advice.processor_advice(plan)[: len(words) or None] == words

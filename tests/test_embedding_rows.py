@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfposeidon import embedding_rows, factor_agreement
-from tfposeidon.embedding_rows import Rows
-from tfposeidon.gradient import Description
+from tfposeidon.communication.topology import Topology
+from tfposeidon.exchange import factor_agreement
+from tfposeidon.gradients import embedding_rows
+from tfposeidon.gradients.description import Description
+from tfposeidon.gradients.embedding_rows import Rows
+from tfposeidon.gradients.factors import FactorShape, NoFactorsError
 from tfposeidon.policies import HybComm
-from tfposeidon.sufficient_factors import FactorShape, NoFactorsError
-from tfposeidon.topology import Topology
 
 TABLE, WIDTH = 70_000, 3
 

@@ -4,8 +4,8 @@ import pytest
 import tensorflow as tf
 from horovod.runner.http.http_server import KVStoreServer
 
-from tfposeidon.environment import Place, Store, node_sizes, place
-from tfposeidon.failure import Reporter, is_broken_collective
+from tfposeidon.communication.failure import Reporter, is_broken_collective
+from tfposeidon.communication.launcher import Place, Store, node_sizes, place
 
 BROKEN = tf.errors.UnknownError(None, None, "Horovod has been shut down. [[{{node step/tp0.bucket_3.scatter}}]]")
 
@@ -20,11 +20,11 @@ def store():
 
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch):
-    monkeypatch.setattr("tfposeidon.failure.PATIENCE_S", 0.0)
+    monkeypatch.setattr("tfposeidon.communication.failure.PATIENCE_S", 0.0)
 
 
 def test_survivors_name_the_rank_that_failed_first(store, monkeypatch, capsys):
-    monkeypatch.setattr("tfposeidon.failure.PATIENCE_S", 1.0)
+    monkeypatch.setattr("tfposeidon.communication.failure.PATIENCE_S", 1.0)
     Reporter(2, 3, store).report(ValueError("out of paper"))
     Reporter(0, 3, store).report(BROKEN)
     lines = [line for line in capsys.readouterr().err.splitlines() if line]
@@ -32,7 +32,7 @@ def test_survivors_name_the_rank_that_failed_first(store, monkeypatch, capsys):
 
 
 def test_the_first_cause_stays(store, monkeypatch, capsys):
-    monkeypatch.setattr("tfposeidon.failure.PATIENCE_S", 1.0)
+    monkeypatch.setattr("tfposeidon.communication.failure.PATIENCE_S", 1.0)
     Reporter(1, 3, store).report(ValueError("first"))
     Reporter(2, 3, store).report(ValueError("second"))
     capsys.readouterr()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tfposeidon import install
+from tfposeidon.commands import install
 
 
 def test_corrections_must_match_exactly_once(tmp_path):

@@ -12,8 +12,9 @@ import tensorflow as tf
 import keras_callbacks
 import tfposeidon as tp
 from tests.on_ranks import models
-from tfposeidon import layer_state, policies, schemes
-from tfposeidon.session import optimizers_of
+from tfposeidon import policies, schemes
+from tfposeidon.training import layer_state
+from tfposeidon.training.session import optimizers_of
 
 SGD = keras.optimizers.SGD
 

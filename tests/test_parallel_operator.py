@@ -7,9 +7,10 @@ import pytest
 import tensorflow as tf
 
 from tests.in_process import Cluster
-from tfposeidon import norms, partition
+from tfposeidon.communication import partition
+from tfposeidon.communication.topology import Topology
+from tfposeidon.exchange import layer_norms
 from tfposeidon.optimizers.layer_wise import local_norms
-from tfposeidon.topology import Topology
 
 SHAPES = [(64, 3), (), (7, 5), (2, 2), (90,), (1, 1), (30, 30)]
 TENSORS = [np.random.default_rng(i).normal(size=shape).astype("float32") for i, shape in enumerate(SHAPES)]
@@ -45,7 +46,7 @@ def test_norms_in_parallel_are_those_of_one_rank_bit_by_bit(ranks):
     cluster = Cluster(Topology.regular(0, ranks, ranks).nodes)
     rows = [[tf.constant(t), tf.constant(2 * t)] for t in TENSORS]
     expected = local_norms(TENSORS, rows).numpy()
-    for found in cluster.run(lambda wire: norms.in_parallel(wire, "norms")(TENSORS, rows)):
+    for found in cluster.run(lambda wire: layer_norms.in_parallel(wire, "norms")(TENSORS, rows)):
         np.testing.assert_array_equal(found, expected)
     # Two numbers a layer reach each other rank, and nothing else does.
     assert sum(cluster.sent.values()) == 4 * 2 * len(TENSORS) * (ranks - 1)
@@ -60,7 +61,7 @@ def test_norms_of_parts_are_those_of_the_whole(scale):
     def run(wire):
         mine = np.array_split(whole[0], ranks)[wire.topology.rank]
         variables, rows = ["in parts", "whole"], [[tf.constant(mine)] * 2, [tf.constant(whole[1])] * 2]
-        return norms.of_parts(wire, lambda variable: variable == "in parts", "squares")(variables, rows)
+        return layer_norms.of_parts(wire, lambda variable: variable == "in parts", "squares")(variables, rows)
 
     results = Cluster(Topology.regular(0, ranks, ranks).nodes).run(run)
     for found in results:

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from tests.in_process import Cluster, InProcessWire
-from tfposeidon import coordinator, schemes
-from tfposeidon.exchanger import Exchanger
-from tfposeidon.gradient import Description
+from tfposeidon import schemes
+from tfposeidon.communication.topology import Topology
+from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.gradients.description import Description
+from tfposeidon.planning.plan import make_plan
 from tfposeidon.policies import Uniform
-from tfposeidon.rank_state import Piece, redistributed
-from tfposeidon.topology import Topology
+from tfposeidon.state.rank_state import Piece, redistributed
 
 LAYOUTS = {
     "1x1": ((0,),),
@@ -26,7 +27,7 @@ VARIABLES = [Description(path=f"layer_{i}/kernel", shape=(n,), dtype="float32") 
 
 
 def _exchanger(scheme, nodes, rank, bucket_bytes):
-    plan = coordinator.plan(VARIABLES, Uniform(scheme), Topology(rank, nodes), bucket_bytes)
+    plan = make_plan(VARIABLES, Uniform(scheme), Topology(rank, nodes), bucket_bytes)
     return Exchanger(plan, InProcessWire(Cluster(nodes), rank))
 
 

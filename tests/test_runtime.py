@@ -9,13 +9,14 @@ import pytest
 import tensorflow as tf
 
 import tfposeidon as tp
-from tfposeidon import check, environment, runtime
+from tfposeidon.commands import check
+from tfposeidon.communication import launcher, runtime
 
 
 @pytest.fixture
 def fresh(monkeypatch):
     monkeypatch.setattr(runtime, "_wire", None)
-    for name in (environment.STALL_LIMIT, environment.STALL_WARNING, environment.TRANSPORT_LIMIT):
+    for name in (launcher.STALL_LIMIT, launcher.STALL_WARNING, launcher.TRANSPORT_LIMIT):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -27,16 +28,16 @@ def test_init_twice_is_one_start():
 @pytest.mark.parametrize(("asked", "warning", "limit"), [(None, "60", "300"), (20, "5", "20"), (3600, "60", "3600")])
 def test_stall_limits(fresh, asked, warning, limit):
     runtime._set_limits(asked, 45)
-    assert os.environ[environment.STALL_WARNING] == warning
-    assert os.environ[environment.STALL_LIMIT] == limit
-    assert os.environ[environment.TRANSPORT_LIMIT] == "45"
+    assert os.environ[launcher.STALL_WARNING] == warning
+    assert os.environ[launcher.STALL_LIMIT] == limit
+    assert os.environ[launcher.TRANSPORT_LIMIT] == "45"
 
 
 def test_what_the_environment_says_stays(fresh, monkeypatch):
-    monkeypatch.setenv(environment.STALL_LIMIT, "77")
+    monkeypatch.setenv(launcher.STALL_LIMIT, "77")
     runtime._set_limits(None, None)
-    assert os.environ[environment.STALL_LIMIT] == "77"
-    assert environment.TRANSPORT_LIMIT not in os.environ
+    assert os.environ[launcher.STALL_LIMIT] == "77"
+    assert launcher.TRANSPORT_LIMIT not in os.environ
 
 
 @pytest.mark.parametrize("name", ["stall_timeout_s", "transport_timeout_s"])

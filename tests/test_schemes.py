@@ -6,12 +6,13 @@ import tensorflow as tf
 
 from tests import contract
 from tests.in_process import Cluster, InProcessWire
-from tfposeidon import factor_exchange, policies, schemes
-from tfposeidon.coordinator import Bucket
-from tfposeidon.gradient import Description
-from tfposeidon.sufficient_factors import Factors, FactorShape
-from tfposeidon.topology import Topology
-from tfposeidon.wire import Zeros
+from tfposeidon import policies, schemes
+from tfposeidon.communication.topology import Topology
+from tfposeidon.communication.wire import Zeros
+from tfposeidon.exchange import factor_exchange
+from tfposeidon.gradients.description import Description
+from tfposeidon.gradients.factors import Factors, FactorShape
+from tfposeidon.planning.plan import Bucket
 
 SPARSE = (schemes.HierarchicalTopK, schemes.TopKAllGather)
 LAYOUTS = {

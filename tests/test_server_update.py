@@ -11,14 +11,14 @@ from tests.in_process import Cluster, InProcessWire
 from tests.on_ranks import models
 from tests.on_ranks.training import adam, check_equal, sgd, train_alone
 from tests.test_rank_state import LAYOUTS
-from tfposeidon import coordinator
-from tfposeidon.exchanger import Exchanger
-from tfposeidon.gradient import describe
+from tfposeidon.communication.topology import Topology
+from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.gradients.description import describe
+from tfposeidon.planning.plan import make_plan
 from tfposeidon.policies import Uniform
-from tfposeidon.rank_state import redistributed
-from tfposeidon.server_shards import ServerShards
-from tfposeidon.snapshots import SnapshotError
-from tfposeidon.topology import Topology
+from tfposeidon.server.shards import ServerShards
+from tfposeidon.state.rank_state import redistributed
+from tfposeidon.state.snapshots import SnapshotError
 
 SERVED = tp.schemes.ShardedServer(update="server", pair_bytes=256)
 SHAPES = [(30, 10), (7,), (8, 8), (501,)]
@@ -26,7 +26,7 @@ SHAPES = [(30, 10), (7,), (8, 8), (501,)]
 
 
 def _shards(nodes, rank, variables, bucket_bytes):
-    plan = coordinator.plan([describe(v) for v in variables], Uniform(SERVED), Topology(rank, nodes), bucket_bytes)
+    plan = make_plan([describe(v) for v in variables], Uniform(SERVED), Topology(rank, nodes), bucket_bytes)
     shards = ServerShards(Exchanger(plan, InProcessWire(Cluster(nodes), rank)), variables)
     shards.build(keras.optimizers.Adam())
     return shards

@@ -11,9 +11,9 @@ import pytest
 import keras_callbacks
 import tfposeidon as tp
 from tests.on_ranks import models
-from tfposeidon.snapshots import SnapshotError, Snapshots
-from tfposeidon.topology import Topology
-from tfposeidon.wire import HorovodWire
+from tfposeidon.communication.topology import Topology
+from tfposeidon.communication.wire import HorovodWire
+from tfposeidon.state.snapshots import SnapshotError, Snapshots
 
 WIRE = HorovodWire(Topology(0, ((0,),)), {})
 

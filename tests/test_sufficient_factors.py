@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 from tests import keras_layers
-from tfposeidon import embedding_rows, sufficient_factors
-from tfposeidon.sufficient_factors import NoFactorsError
+from tfposeidon.gradients import embedding_rows, sufficient_factors
+from tfposeidon.gradients.factors import Factors, FactorShape, NoFactorsError, as_factors
 
 L = keras.layers
 
@@ -206,8 +206,8 @@ def test_terms_that_may_differ_between_ranks():
 def test_any_gradient_is_a_product_with_the_unit_matrix():
     for shape in ((2, 3, 5), (5, 2, 3)):
         gradient = np.random.default_rng(0).normal(size=shape).astype("float32")
-        like = sufficient_factors.FactorShape(None, math.prod(shape[:-1]), shape[-1], "float32")
-        factors = sufficient_factors.as_factors(gradient, like)
+        like = FactorShape(None, math.prod(shape[:-1]), shape[-1], "float32")
+        factors = as_factors(gradient, like)
         np.testing.assert_array_equal(factors.product(factors.packed), gradient.ravel())
         np.testing.assert_array_equal(factors.own_product, gradient.ravel())
         assert factors.packed.shape[0] == factors.enough_rows == min(like.left, like.right)
@@ -218,9 +218,9 @@ def test_weights_are_not_rounded(dtype):
     draw = np.random.default_rng(0)
     left, right = (tf.cast(draw.normal(size=(4, n)), dtype) for n in (3, 5))
     for weight in (0.0, 1.0, 1.0234375001, 3.14159):
-        factors = sufficient_factors.Factors(left, right).weighted(tf.constant(weight))
+        factors = Factors(left, right).weighted(tf.constant(weight))
         expected = weight * tf.matmul(tf.cast(left, "float64"), tf.cast(right, "float64"), transpose_a=True)
         for product in (factors.product(factors.packed), factors.own_product):
             np.testing.assert_allclose(tf.reshape(product, [3, 5]), expected, atol=2e-4)
-    nothing = sufficient_factors.Factors(left / 0, right / 0).weighted(tf.constant(0.0))
+    nothing = Factors(left / 0, right / 0).weighted(tf.constant(0.0))
     assert not nothing.product(nothing.packed).numpy().any()

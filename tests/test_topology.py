@@ -1,6 +1,6 @@
 import pytest
 
-from tfposeidon.topology import Group, Topology
+from tfposeidon.communication.topology import Group, Topology
 
 
 def test_groups_of_a_regular_layout():

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfposeidon import ops, optimizers, policies, sample_counts, schemes
     from tfposeidon.collectives import all_gather, all_reduce, barrier, broadcast_variables
+    from tfposeidon.communication.runtime import init, rank, size
+    from tfposeidon.exchange.parallel_operator import parallel_tensor_operator
     from tfposeidon.optimizer import DistributedOptimizer
-    from tfposeidon.parallel_operator import parallel_tensor_operator
-    from tfposeidon.runtime import init, rank, size
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,10 +40,10 @@ _HOME = {
     "all_reduce": "collectives",
     "barrier": "collectives",
     "broadcast_variables": "collectives",
-    "parallel_tensor_operator": "parallel_operator",
-    "init": "runtime",
-    "rank": "runtime",
-    "size": "runtime",
+    "parallel_tensor_operator": "exchange.parallel_operator",
+    "init": "communication.runtime",
+    "rank": "communication.runtime",
+    "size": "communication.runtime",
 }
 
 

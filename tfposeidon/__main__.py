@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tfposeidon import __version__, check, install
+from tfposeidon import __version__
+from tfposeidon.commands import check, install
 from tfposeidon.lab import command as lab
 
 COMMANDS = {

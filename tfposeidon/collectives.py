@@ -9,8 +9,9 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
-from tfposeidon import replicas, runtime
-from tfposeidon.wire import opaque, unknown_zero
+from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import opaque, unknown_zero
+from tfposeidon.exchange import replicas
 
 _OF_CONTROL_FLOW = (func_graphs.CondBranchFuncGraph, func_graphs.WhileCondFuncGraph, func_graphs.WhileBodyFuncGraph)
 # What Horovod cannot add up goes as something wider.

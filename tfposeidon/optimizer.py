@@ -11,24 +11,20 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfposeidon import (
-    coordinator,
-    factor_agreement,
-    gradient,
-    guards,
-    norms,
-    policies,
-    runtime,
-    sample_counts,
-    trainer,
-)
-from tfposeidon.accumulation import Accumulation
-from tfposeidon.exchanger import Exchanger
-from tfposeidon.gradient import describe
-from tfposeidon.planner import Planner
-from tfposeidon.rank_state import Piece
-from tfposeidon.server_shards import ServerShards
-from tfposeidon.sufficient_factors import Factors
+from tfposeidon import arguments, policies, sample_counts
+from tfposeidon.communication import runtime, surroundings
+from tfposeidon.exchange import factor_agreement, layer_norms
+from tfposeidon.exchange.agreed_plan import Planner
+from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.gradients.accumulation import Accumulation
+from tfposeidon.gradients.description import describe, merge_rows
+from tfposeidon.gradients.factors import Factors
+from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.planning import rules
+from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
+from tfposeidon.server.shards import ServerShards
+from tfposeidon.state.rank_state import Piece
+from tfposeidon.training import keras_patches
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
@@ -74,26 +70,26 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         inner_optimizer: keras.optimizers.Optimizer,
         scheme: Any = "auto",
         *,
-        bucket_bytes: int = coordinator.DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         gradient_accumulation_steps: int | None = None,
         sample_count: sample_counts.SampleCount | None = None,
         name: str | None = None,
         **others: Any,
     ) -> None:
-        guards.check_no_more_arguments(others)
-        guards.check_surroundings()
-        guards.check_inner(inner_optimizer, DistributedOptimizer)
-        guards.check_bucket_bytes(bucket_bytes)
-        guards.check_sample_count(sample_count)
+        arguments.check_no_more_arguments(others)
+        surroundings.check_surroundings()
+        arguments.check_inner(inner_optimizer, DistributedOptimizer)
+        arguments.check_bucket_bytes(bucket_bytes)
+        arguments.check_sample_count(sample_count)
         policy = policies.parse(scheme)
-        guards.check_server_update(policy, inner_optimizer)
-        innermost = guards.innermost(inner_optimizer)
-        steps = innermost.gradient_accumulation_steps or gradient_accumulation_steps
+        rules.check_server_update(policy, inner_optimizer)
+        rule = innermost(inner_optimizer)
+        steps = rule.gradient_accumulation_steps or gradient_accumulation_steps
         # Not LossScaleOptimizer's own: that would make state for a loss scale of this wrapper.
         keras.optimizers.Optimizer.__init__(
             self, learning_rate=0.0, gradient_accumulation_steps=steps, name=name or "distributed_optimizer"
         )
-        innermost.gradient_accumulation_steps = None
+        rule.gradient_accumulation_steps = None
         self.inner_optimizer = inner_optimizer
         self._planner = Planner(policy, bucket_bytes)
         self._accumulation: Accumulation | None = None
@@ -103,11 +99,11 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self.ends_with_first_rank = False
         self.restores_scheme = False
         self.may_scale = False
-        trainer.teach_keras()
+        keras_patches.patch_keras(DistributedOptimizer)
 
     def __bool__(self) -> bool:
         """True. Under `mixed_float16` only `compile(auto_scale_loss=False)` does not ask: nothing else tells."""
-        self.may_scale = self.may_scale or guards.is_asked_by_compile()
+        self.may_scale = self.may_scale or keras_patches.is_asked_by_compile()
         return True
 
     # ------------------------------------------------------------------ state
@@ -135,10 +131,10 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _show_averages(self) -> None:
         """Lends the averages of weights to a loss scale around them: `SwapEMAWeights` looks one optimizer deep."""
-        inner, innermost = self.inner_optimizer, guards.innermost(self)
-        if inner is not innermost and innermost.use_ema:
+        inner, rule = self.inner_optimizer, innermost(self)
+        if inner is not rule and rule.use_ema:
             # Past Keras, which would take them for the loss scale's own.
-            vars(inner)["_model_variables_moving_average"] = innermost._model_variables_moving_average
+            vars(inner)["_model_variables_moving_average"] = rule._model_variables_moving_average
 
     @property
     def variables(self) -> list[Any]:
@@ -164,7 +160,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         return self.inner_optimizer.iterations
 
     @property
-    def plan(self) -> coordinator.Plan:
+    def plan(self) -> Plan:
         """Which variable goes by which scheme, with bytes and reason.
 
         Raises:
@@ -255,7 +251,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         if len(grads) != len(variables):
             raise ValueError(f"There must be a gradient per variable. Received: {len(grads)} and {len(variables)}.")
         count = self._sample_count if sample_count is None else sample_count
-        guards.check_all_variables(variables, self._trainable_variables, self._shards is not None)
+        rules.check_all_variables(variables, self._trainable_variables, self._shards is not None)
         if not self._exchanges(variables):
             self._accumulated_update(grads, variables, count)
             return
@@ -297,11 +293,11 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """As for the inner optimizer, which does the decay."""
-        guards.innermost(self).exclude_from_weight_decay(var_list, var_names)
+        innermost(self).exclude_from_weight_decay(var_list, var_names)
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """As the inner optimizer does at the end of `fit`: with `use_ema`, variables become their averages."""
-        if self._shards is None or not guards.innermost(self).use_ema:
+        if self._shards is None or not innermost(self).use_ema:
             self.inner_optimizer.finalize_variable_values(var_list)
             return
         self._shards.finalize()
@@ -399,7 +395,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
           scheme: As in the constructor; the same on all ranks, at the same step.
         """
         policy = policies.parse(scheme)
-        guards.check_change(self._planner.policy, policy)
+        rules.check_change(self._planner.policy, policy)
         self._planner.change_policy(policy)
 
     @property
@@ -431,14 +427,14 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _agreed_on(self, grads: list[Any], variables: list[Any], count: Any) -> list[Any]:
         """Makes sure that all ranks are about to do the same; gradients, with factors where these are sent."""
-        guards.check_graph()
+        surroundings.check_graph()
         self._planner.agree(grads, variables, self.inner_optimizer, self._settings(count))
         plan = self._exchanger(variables).plan
         return factor_agreement.taken(grads, plan, [*variables, *self.inner_optimizer.variables])
 
     def _update(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         if not self._exchanges(variables):
-            rows = [gradient.merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
+            rows = [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
             if self._shards is not None:
                 rows = self._shards.completed(self._shards.own_parts(rows))
             self._apply_inner(rows, variables, lambda update: update(rows))
@@ -473,7 +469,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         _assign_if(counts, means, pairs)
 
     def _apply_inner(self, means: list[Any], variables: list[Any], run: Callable[[_Apply], None]) -> None:
-        with norms.used(self.inner_optimizer, self._planner.norms(variables)):
+        with layer_norms.used(self.inner_optimizer, self._planner.norms(variables)):
             if self._shards is not None:
                 self._shards.apply(means, run)
             else:
@@ -485,8 +481,8 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             "counted": count is not None,
             "sample_count": self._count_samples and sample_counts.name(self._count_samples),
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "optimizer": [type(self.inner_optimizer).__name__, type(guards.innermost(self)).__name__],
-            **norms.settings(self.inner_optimizer),
+            "optimizer": [type(self.inner_optimizer).__name__, type(innermost(self)).__name__],
+            **layer_norms.settings(self.inner_optimizer),
         }
 
     def _exchanger(self, variables: list[Any]) -> Exchanger:
@@ -502,7 +498,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     def _server_shards(self, variables: Sequence[Any]) -> ServerShards | None:
         if not self.policy.updates_at_servers:
             return None
-        guards.check_not_built(self.inner_optimizer)
+        rules.check_not_built(self.inner_optimizer)
         return ServerShards(self._exchanger(list(variables)), variables)
 
     def _exchanges(self, variables: list[Any]) -> bool:

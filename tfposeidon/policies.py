@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import keras
 
+from tfposeidon.communication.topology import Topology
 from tfposeidon.config import Configured
-from tfposeidon.gradient import Description
+from tfposeidon.gradients.description import Description
 from tfposeidon.schemes import REGISTRY, AllReduce, ByRows, FactorBroadcast, FactorScheme, Scheme, ShardedServer
 from tfposeidon.schemes.sharded_server import PAIR_BYTES
 from tfposeidon.text import readable
-from tfposeidon.topology import Topology
 
 
 class Choice(NamedTuple):

@@ -7,10 +7,11 @@ import tensorflow as tf
 
 import tfposeidon as tp
 from benchmarks.workers.task import Task, payload_bytes
-from tfposeidon import ops, runtime
+from tfposeidon import ops
+from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.schemes import REGISTRY
 from tfposeidon.schemes.wire_format import WIRE_DTYPES
-from tfposeidon.wire import exchange_objects
 
 LEAST_REPEATS, MOST_REPEATS = 3, 50
 LEAST_S = 0.5

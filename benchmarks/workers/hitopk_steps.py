@@ -7,9 +7,9 @@ import tensorflow as tf
 import tfposeidon as tp
 from benchmarks.workers.exchange import exchanged, fresh_state, scheme_named, slowest
 from benchmarks.workers.task import Task
-from tfposeidon import runtime
-from tfposeidon.feedback import Feedback, Memory
+from tfposeidon.communication import runtime
 from tfposeidon.schemes import pairs, stages
+from tfposeidon.schemes.error_feedback import Feedback, Memory
 
 REPEATS = 15
 STEPS = ("reduce-scatter in the node", "selection", "all-gather across nodes", "accumulation, all-gather in the node")

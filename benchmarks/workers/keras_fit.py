@@ -15,10 +15,10 @@ import tensorflow as tf
 import tfposeidon as tp
 from benchmarks.workers.exchange import scheme_named
 from benchmarks.workers.task import Task, payload_bytes
-from tfposeidon import runtime
-from tfposeidon.coordinator import DEFAULT_BUCKET_BYTES
+from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.lab.accelerator import emulated_model
-from tfposeidon.wire import exchange_objects
+from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
 
 COMPRESSION = {"horovod": "none", "horovod-fp16": "fp16"}
 # Layers of the emulated models that are dense, and those that are not.

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 import tfposeidon as tp
 from benchmarks.workers.task import Task
-from tfposeidon import runtime
-from tfposeidon.wire import exchange_objects
+from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import exchange_objects
 
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),

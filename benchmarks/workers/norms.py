@@ -6,10 +6,11 @@ import tfposeidon as tp
 from benchmarks.norms import drawn
 from benchmarks.workers.exchange import slowest
 from benchmarks.workers.task import Task
-from tfposeidon import norms, runtime
+from tfposeidon.communication import runtime
+from tfposeidon.communication.partition import balanced
+from tfposeidon.exchange import layer_norms
+from tfposeidon.exchange.parallel_operator import gathered
 from tfposeidon.optimizers.layer_wise import local_norms
-from tfposeidon.parallel_operator import gathered
-from tfposeidon.partition import balanced
 
 
 def main():
@@ -22,7 +23,7 @@ def main():
     largest = variables[slice(*shares[sums.index(max(sums))])]
     mine = variables[slice(*shares[topology.rank])]
     own = tf.Variable(tf.ones([len(mine), 2]))
-    in_parallel = norms.in_parallel(wire, "bench.parallel")
+    in_parallel = layer_norms.in_parallel(wire, "bench.parallel")
     everybody = range(topology.size)
     for system, ranks, step in (
         ("local", [0], lambda: local_norms(variables, twice(variables))),

@@ -14,8 +14,8 @@ import tfposeidon as tp
 from benchmarks.workers.keras_fit import StepTimer
 from benchmarks.workers.reading import Drawn
 from benchmarks.workers.task import Task, payload_bytes
-from tfposeidon import runtime
-from tfposeidon.wire import exchange_objects
+from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import exchange_objects
 
 NUMBER_AND_LENGTH = 16
 """Bytes that a sample costs on the wire beside itself."""

@@ -12,7 +12,7 @@ import tensorflow as tf
 import tfposeidon as tp
 from benchmarks.workers.exchange import slowest
 from benchmarks.workers.task import Task
-from tfposeidon import runtime
+from tfposeidon.communication import runtime
 from tfposeidon.lab import models
 
 BATCH, STEPS = 64, 10

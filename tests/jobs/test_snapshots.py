@@ -10,7 +10,7 @@ import time
 
 from tests.launch import ROOT, ahead
 from tests.test_snapshots import WIRE
-from tfposeidon.snapshots import Snapshots
+from tfposeidon.state.snapshots import Snapshots
 
 WRITER = """
 import sys, numpy as np

@@ -17,7 +17,7 @@ from datacache.exchange import Exchange
 from datacache.layout import Layout
 from tests import drawn
 from tests.on_ranks.checks import Raises
-from tfposeidon.wire import exchange_objects
+from tfposeidon.communication.wire import exchange_objects
 
 SAMPLES, BATCH = 41, 12
 

@@ -15,8 +15,8 @@ from tests.on_ranks import models
 from tests.on_ranks.checks import LogLines, Raises
 from tests.on_ranks.models import same_on_all_ranks
 from tests.on_ranks.training import sgd
-from tfposeidon import snapshots
-from tfposeidon.wire import exchange_objects
+from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.state import snapshots
 
 SGD = keras.optimizers.SGD
 

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from benchmarks.workers.task import payload_bytes
 from tests import contract
+from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.schemes.sparse import SparseScheme
-from tfposeidon.wire import exchange_objects
 
 LENGTH = 2**21
 REPEATS = 3

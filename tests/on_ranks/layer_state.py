@@ -11,8 +11,8 @@ import tensorflow as tf
 import keras_callbacks
 import tfposeidon as tp
 from tests.on_ranks.checks import LogLines, Raises
-from tfposeidon import layer_state
-from tfposeidon.wire import exchange_objects
+from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.training import layer_state
 
 WORDS = np.array(["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen"])
 L = keras.layers

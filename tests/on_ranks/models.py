@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfposeidon.wire import exchange_objects
+from tfposeidon.communication.wire import exchange_objects
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 CLASSES = 5

@@ -13,7 +13,7 @@ from tests import contract
 from tests.on_ranks import models
 from tests.on_ranks.models import same_on_all_ranks
 from tests.on_ranks.training import BATCH, check_equal, sgd, train_alone, train_together
-from tfposeidon.wire import exchange_objects
+from tfposeidon.communication.wire import exchange_objects
 
 SGD = keras.optimizers.SGD
 # Pairs so small that every rank serves a part of most variables.

@@ -8,7 +8,7 @@ import tfposeidon as tp
 from tests.on_ranks import models
 from tests.on_ranks.checks import Raises
 from tests.on_ranks.models import same_on_all_ranks
-from tfposeidon.wire import exchange_objects
+from tfposeidon.communication.wire import exchange_objects
 
 
 def _both(function):

@@ -9,7 +9,7 @@ import tfposeidon as tp
 from tests.on_ranks import models
 from tests.on_ranks.checks import LogLines, Raises
 from tests.on_ranks.training import sgd
-from tfposeidon.wire import exchange_objects
+from tfposeidon.communication.wire import exchange_objects
 
 SGD = keras.optimizers.SGD
 

@@ -16,7 +16,7 @@ from tests.on_ranks.models import same_on_all_ranks
 from tests.on_ranks.optimizer_features import SERVED
 from tests.on_ranks.training import BATCH, adam, check_equal, sgd, train_alone, train_together
 from tests.on_ranks.wait_free import check_independent, traced
-from tfposeidon.wire import exchange_objects
+from tfposeidon.communication.wire import exchange_objects
 
 SGD = keras.optimizers.SGD
 

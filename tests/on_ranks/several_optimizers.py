@@ -13,8 +13,8 @@ import tfposeidon as tp
 from tests.on_ranks import models
 from tests.on_ranks.checks import Raises
 from tests.on_ranks.models import same_on_all_ranks
-from tfposeidon.session import optimizers_of
-from tfposeidon.wire import exchange_objects
+from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.training.session import optimizers_of
 
 ADAM = keras.optimizers.Adam
 

@@ -12,9 +12,9 @@ from tests.on_ranks import models
 from tests.on_ranks.callbacks import check_resumes_everywhere
 from tests.on_ranks.training import sgd
 from tests.on_ranks.wait_free import check_independent, traced
+from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.schemes import VectorScheme
 from tfposeidon.schemes.base import Slot
-from tfposeidon.wire import exchange_objects
 
 
 @dataclass(frozen=True, kw_only=True)

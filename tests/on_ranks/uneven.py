@@ -11,7 +11,7 @@ from tests.on_ranks.checks import LogLines, Raises
 from tests.on_ranks.models import same_on_all_ranks
 from tests.on_ranks.optimizer_features import SERVED
 from tests.on_ranks.training import sgd
-from tfposeidon.wire import exchange_objects
+from tfposeidon.communication.wire import exchange_objects
 
 
 def _compiled(scheme="asa", inner=None, **options):

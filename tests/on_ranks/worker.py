@@ -11,8 +11,8 @@ import traceback
 import keras
 
 import tfposeidon as tp
-from tfposeidon import runtime
-from tfposeidon.wire import exchange_objects
+from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import exchange_objects
 
 STALL_LIMIT_S = 180
 """For ranks that hang: one that is only slow may be that late on a busy machine."""

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfposeidon.gradient import path_of
+from tfposeidon.gradients.description import path_of
 
 Exclude = Sequence[str] | Callable[[Any], bool] | None
 

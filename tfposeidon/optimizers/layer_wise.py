@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfposeidon import native, ops
-from tfposeidon.gradient import of_tensorflow, path_of
+from tfposeidon.gradients.description import of_tensorflow, path_of
 from tfposeidon.optimizers import checks
 from tfposeidon.optimizers.exclusion import Exclude, Exclusion
 

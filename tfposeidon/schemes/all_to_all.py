@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from tfposeidon.cost import Cost
+from tfposeidon.communication.topology import Topology
+from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import State, VectorScheme
+from tfposeidon.schemes.cost import Cost
 from tfposeidon.schemes.wire_format import check_wire_dtype, decode, encode
-from tfposeidon.topology import Topology
-from tfposeidon.wire import Wire
 
 
 @dataclass(frozen=True, kw_only=True)

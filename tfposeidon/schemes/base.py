@@ -11,11 +11,11 @@ from typing import ClassVar
 
 import tensorflow as tf
 
+from tfposeidon.communication.topology import Topology
+from tfposeidon.communication.wire import Wire
 from tfposeidon.config import Configured
-from tfposeidon.cost import Cost
-from tfposeidon.sufficient_factors import Factors, FactorShape
-from tfposeidon.topology import Topology
-from tfposeidon.wire import Wire
+from tfposeidon.gradients.factors import Factors, FactorShape
+from tfposeidon.schemes.cost import Cost
 
 State = tuple[tf.Tensor, ...]
 

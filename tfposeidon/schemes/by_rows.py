@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import keras
 import tensorflow as tf
 
+from tfposeidon.communication.wire import Wire
+from tfposeidon.gradients.factors import Factors
 from tfposeidon.schemes.base import FactorScheme, Scheme, VectorScheme
-from tfposeidon.sufficient_factors import Factors
-from tfposeidon.wire import Wire
 
 
 @dataclass(frozen=True, kw_only=True)

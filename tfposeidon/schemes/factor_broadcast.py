@@ -7,14 +7,13 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from tfposeidon import cost
-from tfposeidon.cost import Cost
-from tfposeidon.schemes import stages
+from tfposeidon.communication.topology import Group, Topology
+from tfposeidon.communication.wire import Wire
+from tfposeidon.gradients.factors import Factors, FactorShape
+from tfposeidon.schemes import cost, stages
 from tfposeidon.schemes.base import FactorScheme, Scheme
 from tfposeidon.schemes.by_rows import ByRows
-from tfposeidon.sufficient_factors import Factors, FactorShape
-from tfposeidon.topology import Group, Topology
-from tfposeidon.wire import Wire
+from tfposeidon.schemes.cost import Cost
 
 
 @dataclass(frozen=True, kw_only=True)

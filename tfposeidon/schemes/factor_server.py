@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from tfposeidon import cost
-from tfposeidon.cost import Cost
+from tfposeidon.communication.topology import Topology
+from tfposeidon.communication.wire import Wire
+from tfposeidon.gradients.factors import Factors, FactorShape
+from tfposeidon.schemes import cost
 from tfposeidon.schemes.base import FactorScheme
-from tfposeidon.sufficient_factors import Factors, FactorShape
-from tfposeidon.topology import Topology
-from tfposeidon.wire import Wire
+from tfposeidon.schemes.cost import Cost
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from tfposeidon import cost, ops
-from tfposeidon.cost import Cost
-from tfposeidon.schemes import stages
+from tfposeidon import ops
+from tfposeidon.communication.topology import Topology
+from tfposeidon.communication.wire import Wire
+from tfposeidon.schemes import cost, stages
 from tfposeidon.schemes.base import Slot, State, VectorScheme
-from tfposeidon.topology import Topology
-from tfposeidon.wire import Wire
+from tfposeidon.schemes.cost import Cost
 
 SENDING, FLUSHING, FLUSHED = 0.0, -1.0, -2.0
 """One bit each; everything is to be sent; everything was and is."""

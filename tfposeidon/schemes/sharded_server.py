@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from tfposeidon.cost import Cost
+from tfposeidon.communication.topology import Topology
+from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import State, VectorScheme
-from tfposeidon.topology import Topology
-from tfposeidon.wire import Wire
+from tfposeidon.schemes.cost import Cost
 
 PAIR_BYTES = 2 * 2**20
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon import cost, ops
-from tfposeidon.cost import Cost
-from tfposeidon.feedback import Feedback, Memory, Sent
-from tfposeidon.schemes import pairs, stages
+from tfposeidon import ops
+from tfposeidon.communication.topology import Group, Topology
+from tfposeidon.communication.wire import Wire
+from tfposeidon.schemes import cost, pairs, stages
 from tfposeidon.schemes.base import Scheme, Slot, State, VectorScheme
+from tfposeidon.schemes.cost import Cost
+from tfposeidon.schemes.error_feedback import Feedback, Memory, Sent
 from tfposeidon.schemes.wire_format import check_wire_dtype
-from tfposeidon.topology import Group, Topology
-from tfposeidon.wire import Wire
 
 MAX_LENGTH = 2**31
 FLUSHING, FLUSHED = -1.0, -2.0

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from tfposeidon import cost
-from tfposeidon.cost import Cost
+from tfposeidon.communication.topology import Group, Topology
+from tfposeidon.communication.wire import Wire
+from tfposeidon.schemes import cost
+from tfposeidon.schemes.cost import Cost
 from tfposeidon.schemes.wire_format import decode, decode_sum, encode, wire_itemsize
-from tfposeidon.topology import Group, Topology
-from tfposeidon.wire import Wire
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from tfposeidon.communication.topology import Topology
 from tfposeidon.schemes.sparse import SparseScheme
-from tfposeidon.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""The commands `python -m tfposeidon check` and `install`."""

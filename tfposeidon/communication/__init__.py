@@ -1,0 +1,1 @@
+"""How ranks find one another and exchange tensors: topology, wire, runtime and failure."""

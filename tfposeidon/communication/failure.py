@@ -1,0 +1,125 @@
+"""Says on the last lines which rank failed first, and why.
+
+One rank's failure makes the collectives of all others fail, and launchers often name the wrong one.
+A rank that fails leaves its cause in the launcher's store; those whose collective broke look there
+before they end. Without a store (MPI) each rank can only tell what it saw.
+"""
+
+from __future__ import annotations
+
+import atexit
+import re
+import sys
+import time
+import traceback
+from types import TracebackType
+
+import tensorflow as tf
+
+from tfposeidon.communication.launcher import Store
+
+PATIENCE_S = 3.0
+"""How long a rank whose collective broke waits for another to leave a cause."""
+
+_FIRST = "first-failure"
+_BROKEN_COLLECTIVE = re.compile(
+    r"Horovod has been shut down|HorovodInternalError|Connection (closed|reset)|gloo/transport|"
+    r"Read timeout|Timed out waiting|Broken pipe|Socket closed"
+)
+_WAITING = re.compile(r"(?:node \S*?|name: )([\w-]+\.[\w.-]+)")
+
+
+def watch(rank: int, size: int) -> None:
+    """Reports uncaught exceptions of this process from now on."""
+    reporter = Reporter(rank, size, Store.of_launcher())
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        reporter.report(error)
+
+    sys.excepthook = hook
+    atexit.register(reporter.leave)
+
+
+class Reporter:
+    """Writes this rank's end to the store, and reads there what happened to the others."""
+
+    def __init__(self, rank: int, size: int, store: Store | None) -> None:
+        self.rank = rank
+        self.size = size
+        self.store = store if size > 1 else None
+        self.failed = False
+
+    def report(self, error: BaseException) -> None:
+        """Prints who failed first and why; leaves the cause for the others if it was this rank."""
+        self.failed = True
+        if self.size == 1 or isinstance(error, KeyboardInterrupt):
+            return
+        if is_broken_collective(error):
+            self._put(self._fate(self.rank), "broken")
+            self._print(self._first_cause() or self._what_is_known(str(error)))
+        else:
+            cause = f"rank {self.rank} failed first: {''.join(traceback.format_exception_only(error)).strip()}"
+            if self._get(_FIRST) is None:
+                self._put(_FIRST, cause)
+            self._put(self._fate(self.rank), "failed")
+            self._print(cause)
+
+    def leave(self) -> None:
+        """Notes a script that ended in good order, for ranks that still wait for it."""
+        if not self.failed:
+            self._put(self._fate(self.rank), "ended")
+
+    def _first_cause(self) -> str | None:
+        deadline = time.monotonic() + PATIENCE_S
+        while self.store is not None and time.monotonic() < deadline:
+            if cause := self._get(_FIRST):
+                return str(cause)
+            time.sleep(0.2)
+        return None
+
+    def _what_is_known(self, text: str) -> str:
+        waiting = _WAITING.search(text)
+        where = f" while it waited for tensor {waiting.group(1)!r}" if waiting else ""
+        known = f"rank {self.rank} lost its peers{where}, and no rank left a cause."
+        if self.store is None:
+            return known
+        fates = {rank: self._get(self._fate(rank)) for rank in range(self.size)}
+        silent = [rank for rank, fate in fates.items() if fate is None]
+        ended = [rank for rank, fate in fates.items() if fate == "ended"]
+        if silent:
+            known += f" No word from rank(s) {silent}: late, stopped, killed (out of memory?) or cut off."
+        if ended:
+            known += f" The script of rank(s) {ended} had already ended: did they have fewer batches or epochs?"
+        return known
+
+    @staticmethod
+    def _fate(rank: int) -> str:
+        return f"fate-of-rank-{rank}"
+
+    def _get(self, key: str) -> object:
+        return self.store.get(key) if self.store else None
+
+    def _put(self, key: str, value: str) -> None:
+        try:
+            if self.store is not None:
+                self.store.put(key, value)
+        except OSError:
+            # The launcher is gone: nobody is left to read it.
+            self.store = None
+
+    @staticmethod
+    def _print(text: str) -> None:
+        print(f"\ntfposeidon: the job ends. {text}", file=sys.stderr, flush=True)
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Whether a collective raised this because something happened to another rank.
+
+    It says so by its type, its op and its words. Words alone would not do: reading a file over a network also ends in
+    "Connection reset", and is a cause.
+    """
+    text = str(error)
+    ours = isinstance(error, tf.errors.OpError) and (_WAITING.search(text) or "[Op:Horovod" in text)
+    return bool(ours and _BROKEN_COLLECTIVE.search(text))

@@ -1,0 +1,207 @@
+"""Brings Horovod up once per process, with the groups that the topology asks for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from typing import Any
+
+from tfposeidon.communication import failure, launcher
+from tfposeidon.communication.topology import Group, Topology
+from tfposeidon.communication.wire import HorovodWire, Wire, exchange_objects
+
+DEFAULT_STALL_TIMEOUT_S = 300.0
+LONGEST_STALL_WARNING_S = 60
+LAYOUT_PATIENCE_S = 120.0
+
+log = logging.getLogger("tfposeidon")
+_wire: HorovodWire | None = None
+
+
+def init(
+    *,
+    ranks_per_node: int | None = None,
+    stall_timeout_s: float | None = None,
+    transport_timeout_s: float | None = None,
+    pin_gpu: bool = True,
+) -> Topology:
+    """Starts Horovod, finds the nodes and sets up the groups of ranks. Safe to call twice.
+
+    Without a launcher it starts a job of one rank. It is called by the first step if the script
+    does not; call it to set the arguments, or before work that depends on the rank.
+
+    Args:
+      ranks_per_node: Regroups the ranks into emulated nodes of this many; by default the launcher's
+        hosts are the nodes.
+      stall_timeout_s: How long ranks wait for one that is alive but late before the job ends;
+        default 300, or what `HOROVOD_STALL_SHUTDOWN_TIME_SECONDS` says.
+      transport_timeout_s: How long Gloo waits for a stopped process or a cut link; default 30, or
+        what `HOROVOD_GLOO_TIMEOUT_SECONDS` says.
+      pin_gpu: Gives each rank of a node the GPU of its local rank, with memory growth.
+
+    Returns:
+      The topology as this rank sees it.
+
+    Raises:
+      ImportError: If Horovod is missing or was built without TensorFlow.
+      ValueError: If an argument makes no sense.
+      RuntimeError: If it was called before with another layout.
+    """
+    global _wire
+    if _wire is not None:
+        _check_same_layout(_wire.topology, ranks_per_node)
+        return _wire.topology
+    _check_horovod()
+    _set_limits(stall_timeout_s, transport_timeout_s)
+    _wire = _start(ranks_per_node)
+    failure.watch(_wire.topology.rank, _wire.topology.size)
+    if pin_gpu:
+        _pin_gpu(launcher.place().local_rank)
+    return _wire.topology
+
+
+def wire() -> Wire:
+    """The wire of this process; starts Horovod with default arguments if nobody did."""
+    if _wire is None:
+        init()
+    assert _wire is not None
+    return _wire
+
+
+def rank() -> int:
+    """This process's rank, from 0."""
+    return wire().topology.rank
+
+
+def size() -> int:
+    """Number of ranks in the job."""
+    return wire().topology.size
+
+
+def say(text: str, *values: object) -> None:
+    """One log line, on rank 0 only."""
+    if rank() == 0:
+        log.warning(text, *values)
+
+
+def _start(ranks_per_node: int | None) -> HorovodWire:
+    import horovod.tensorflow as hvd
+
+    if hvd.is_initialized():
+        return _adopt(hvd, ranks_per_node)
+    place = launcher.place()
+    if ranks_per_node is None and place.size > 1 and launcher.Store.of_launcher() is None:
+        return _start_over_mpi(hvd)
+    topology = _find_topology(place, ranks_per_node)
+    _check_layout_in_store(topology)
+    process_sets = {group: hvd.ProcessSet(list(group.ranks)) for group in topology.groups()}
+    hvd.init(process_sets=list(process_sets.values()))
+    _check_layout(hvd, topology)
+    return HorovodWire(topology, process_sets)
+
+
+def _start_over_mpi(hvd: Any) -> HorovodWire:
+    """Under MPI no rank knows the others' hosts beforehand: they ask over the world, then add the groups."""
+    hvd.init(process_sets="dynamic")
+    world = HorovodWire(Topology.regular(hvd.rank(), hvd.size(), hvd.size()), {})
+    nodes: dict[str, list[int]] = {}
+    for rank, host in enumerate(exchange_objects(socket.gethostname(), world, "tp.hosts")):
+        nodes.setdefault(host, []).append(rank)
+    topology = Topology(hvd.rank(), tuple(map(tuple, nodes.values())))
+    return HorovodWire(topology, {group: hvd.add_process_set(list(group.ranks)) for group in topology.groups()})
+
+
+def _find_topology(place: launcher.Place, ranks_per_node: int | None) -> Topology:
+    if ranks_per_node is not None:
+        return Topology.regular(place.rank, place.size, ranks_per_node)
+    store = launcher.Store.of_launcher()
+    if store is None or place.size == 1:
+        return Topology(0, ((0,),))
+    sizes = launcher.node_sizes(store, place)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return Topology(place.rank, tuple(tuple(range(s, s + n)) for s, n in zip(starts, sizes, strict=True)))
+
+
+def _check_layout_in_store(topology: Topology) -> None:
+    """Groups that differ between ranks would abort Horovod, so ranks compare before it starts."""
+    store = launcher.Store.of_launcher()
+    if store is None or topology.size == 1:
+        return
+    mine = [list(node) for node in topology.nodes]
+    if topology.rank == 0:
+        store.put("layout", mine)
+    elif (first := store.wait_for("layout", LAYOUT_PATIENCE_S)) != mine:
+        raise RuntimeError(
+            f"All ranks must see the same nodes. Received: {first} on rank 0, {mine} on rank {topology.rank}. "
+            "Pass the same `ranks_per_node` to tfposeidon.init() everywhere."
+        )
+
+
+def _adopt(hvd: Any, ranks_per_node: int | None) -> HorovodWire:
+    """Works on a Horovod that the script started itself, as long as no groups are needed."""
+    topology = Topology.regular(hvd.rank(), hvd.size(), ranks_per_node or hvd.local_size())
+    missing: tuple[Group, ...] = topology.groups()
+    if missing:
+        raise RuntimeError(
+            f"tfposeidon sets up groups of ranks when Horovod starts. Received: hvd.init() was called before, "
+            f"and {topology} need {len(missing)} groups. Replace hvd.init() by tfposeidon.init()."
+        )
+    return HorovodWire(topology, {})
+
+
+def _check_horovod() -> None:
+    remedy = "Run: python -m tfposeidon install --horovod-only"
+    try:
+        import horovod.tensorflow  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ImportError(f"tfposeidon needs Horovod ({error}). {remedy}") from error
+    except ImportError as error:
+        raise ImportError(f"Horovod is here, but not for this TensorFlow ({error}). {remedy}") from error
+
+
+def _set_limits(stall_timeout_s: float | None, transport_timeout_s: float | None) -> None:
+    for name, value in (("stall_timeout_s", stall_timeout_s), ("transport_timeout_s", transport_timeout_s)):
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` must be at least 1 second. Received: {name}={value}")
+    if stall_timeout_s is not None or launcher.STALL_LIMIT not in os.environ:
+        limit = round(stall_timeout_s or DEFAULT_STALL_TIMEOUT_S)
+        os.environ[launcher.STALL_LIMIT] = str(limit)
+        # Horovod looks once per warning time, and ends the job only at such a look.
+        os.environ[launcher.STALL_WARNING] = str(max(1, min(LONGEST_STALL_WARNING_S, limit // 4)))
+    if transport_timeout_s is not None:
+        os.environ[launcher.TRANSPORT_LIMIT] = str(round(transport_timeout_s))
+
+
+def _check_same_layout(topology: Topology, ranks_per_node: int | None) -> None:
+    if ranks_per_node is None:
+        return
+    asked = Topology.regular(topology.rank, topology.size, ranks_per_node)
+    if asked.nodes != topology.nodes:
+        raise RuntimeError(
+            f"Groups of ranks are set up once per process. Received: ranks_per_node={ranks_per_node}, but the job "
+            f"already runs as {topology}. Pass `ranks_per_node` to the first tfposeidon.init()."
+        )
+
+
+def _check_layout(hvd: Any, topology: Topology) -> None:
+    if (hvd.rank(), hvd.size()) != (topology.rank, topology.size):
+        raise RuntimeError(
+            f"The launcher's variables and Horovod must agree. Received: rank {topology.rank} of {topology.size} "
+            f"from the environment, rank {hvd.rank()} of {hvd.size()} from Horovod. Start the job with horovodrun "
+            "or mpirun, or leave no HOROVOD_RANK of another job in the environment."
+        )
+
+
+def _pin_gpu(local_rank: int) -> None:
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return
+    try:
+        own = gpus[local_rank % len(gpus)]
+        tf.config.set_visible_devices(own, "GPU")
+        tf.config.experimental.set_memory_growth(own, True)
+    except RuntimeError as error:
+        log.warning("TensorFlow was in use before tfposeidon.init(); its GPUs stay as they are (%s)", error)

@@ -1,0 +1,83 @@
+"""Exchanges one bucket of variables whose gradients are products of two thin matrices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfposeidon.communication.wire import Wire, Zeros, opaque, zeros
+from tfposeidon.gradients.description import Description
+from tfposeidon.gradients.embedding_rows import Rows
+from tfposeidon.gradients.factors import Factors
+from tfposeidon.planning.plan import Bucket
+from tfposeidon.schemes.base import FactorScheme
+from tfposeidon.schemes.by_rows import ByRows, mean_products
+
+
+def exchange(
+    bucket: Bucket, gradients: Sequence[Any], weight: tf.Tensor | None, wire: Wire, name: str, zero: Zeros
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Counts the rows of all ranks, then exchanges them.
+
+    Args:
+      bucket: What goes how.
+      gradients: `Factors` of its variables, or `None`.
+      weight: Factor for this rank's gradients, or `None` for 1.
+      wire: The collectives.
+      name: Prefix for their names.
+      zero: Zeros of all types that occur.
+
+    Returns:
+      The mean gradients one after the other, `[bucket.length]`, and the rows of all variables and ranks, a scalar.
+    """
+    pairs = zip(gradients, bucket.descriptions, strict=True)
+    factors = [_no_rows(d, zero) if g is None else g for g, d in pairs]
+    rows = _agreed_rows(factors, wire, name, zero, after=[weight] if weight is not None else [])
+    sent = [_sent(one, weight, zero) for one in factors]
+    if isinstance(bucket.scheme, ByRows):
+        mean = bucket.scheme.exchange_factors(sent, rows, bucket.dtype, wire, name)
+    else:
+        assert isinstance(bucket.scheme, FactorScheme)
+        mean = mean_products(bucket.scheme, sent, bucket.dtype, wire, name)
+    mean = tf.ensure_shape(mean, [bucket.length])
+    if any(one.local is not None for one in factors):
+        mean += tf.concat([_local(one, d, zero) for one, d in zip(factors, bucket.descriptions, strict=True)], 0)
+    return mean, rows
+
+
+def _agreed_rows(
+    factors: Sequence[Factors], wire: Wire, name: str, zero: Zeros, after: Sequence[tf.Tensor]
+) -> tf.Tensor:
+    # Activations are known in the forward pass: the sum is mostly there before the first gradient. It waits for them
+    # and for the weight even where shapes are static: a rank whose iterator has just ended must not have counted.
+    # On the processor: a GPU would have to be waited for before anybody can branch on it.
+    with tf.device("/CPU:0"), tf.control_dependencies([*(one.left for one in factors), *after]):
+        mine = tf.cast(tf.add_n([tf.shape(one.left)[0] for one in factors]), tf.float32)
+        # Static shapes are constants, which must not reach a collective.
+        mine += zero["float32"].read_value()
+        return wire.all_reduce(mine[tf.newaxis], wire.topology.world, f"{name}.rows")[0]
+
+
+def _sent(factors: Factors, weight: tf.Tensor | None, zero: Zeros) -> Factors:
+    if weight is not None:
+        factors = factors.weighted(weight)
+    left, right = (opaque(matrix, zero["int32"]) for matrix in (factors.left, factors.right))
+    return dataclasses.replace(factors, left=left, right=right)
+
+
+def _no_rows(description: Description, zero: Zeros) -> Factors:
+    shape = description.factors
+    assert shape is not None
+    value = zero[shape.dtype]
+    if shape.indexed:
+        return Rows(zeros([0], zero["int32"]), zeros([0, shape.right], value), table=shape.left)
+    return Factors(zeros([0, shape.left], value), zeros([0, shape.right], value))
+
+
+def _local(factors: Factors, description: Description, zero: Zeros) -> tf.Tensor:
+    if factors.local is None:
+        return zeros([description.length], zero[description.dtype])
+    return tf.reshape(tf.cast(factors.local, description.dtype), [-1])

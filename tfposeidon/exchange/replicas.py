@@ -1,0 +1,96 @@
+"""Keeps the replicas of a model alike: broadcast, average and compare variables over ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfposeidon.communication.wire import Wire, exchange_objects
+from tfposeidon.exchange.agreement import as_json, check_same_variables
+from tfposeidon.gradients.description import Description
+
+# What Horovod does not carry travels as whole numbers of the same width.
+_CARRIED_AS = {"bfloat16": tf.uint16, "uint32": tf.int32, "uint64": tf.int64}
+
+
+def describe_any(variables: Sequence[Any]) -> list[Description]:
+    """Descriptions of variables of any dtype."""
+    named = [(getattr(v, "path", None) or v.name, v) for v in variables]
+    return [Description(path, tuple(v.shape), tf.as_dtype(v.dtype).name) for path, v in named]
+
+
+def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
+    """Gives every rank the values of `root_rank`.
+
+    Raises:
+      RuntimeError: If ranks have other variables; it names the first difference.
+    """
+    if wire.topology.size == 1:
+        return
+    check_same_variables(exchange_objects(as_json(describe_any(variables)), wire, "tp.broadcast"))
+
+    @tf.function
+    def received() -> list[tf.Tensor]:
+        return [_broadcast(v, wire, root_rank, f"tp.broadcast_{i}") for i, v in enumerate(variables)]
+
+    for variable, value in zip(variables, received(), strict=True):
+        variable.assign(value)
+
+
+def average(variables: Sequence[Any], wire: Wire) -> None:
+    """Gives every rank the mean over ranks of floating-point variables, each in float32."""
+    if wire.topology.size == 1 or not variables:
+        return
+    flat = tf.concat([tf.reshape(tf.cast(tf.convert_to_tensor(v), tf.float32), [-1]) for v in variables], 0)
+    mean = wire.all_reduce(flat, wire.topology.world, "tp.average", scale=1.0 / wire.topology.size)
+    sizes = [d.length for d in describe_any(variables)]
+    for variable, part in zip(variables, tf.split(mean, sizes), strict=True):
+        variable.assign(tf.cast(tf.reshape(part, variable.shape), variable.dtype))
+
+
+def checksums(variables: Sequence[Any]) -> list[int]:
+    """CRC-32 of the bytes of each variable."""
+    return [zlib.crc32(tf.convert_to_tensor(v).numpy().tobytes()) for v in variables]
+
+
+def checksum(variables: Sequence[Any]) -> str:
+    """One checksum, in eight hexadecimal digits, over all variables in order."""
+    total = 0
+    for part in checksums(variables):
+        total = zlib.crc32(part.to_bytes(4, "big"), total)
+    return f"{total:08x}"
+
+
+def differences(variables: Sequence[Any], wire: Wire) -> dict[str, list[int]]:
+    """Path of each variable that is not bit-equal everywhere -> the ranks that differ from rank 0."""
+    everybody = exchange_objects(checksums(variables), wire, "tp.checksums")
+    found: dict[str, list[int]] = {}
+    for place, description in enumerate(describe_any(variables)):
+        ranks = [rank for rank, sums in enumerate(everybody) if sums[place] != everybody[0][place]]
+        if ranks:
+            found[description.path] = ranks
+    return found
+
+
+def different_arrays(arrays: Mapping[str, np.ndarray], wire: Wire) -> dict[str, list[int]]:
+    """Name of each array that is not bit-equal everywhere, or missing on some rank -> the ranks unlike rank 0."""
+    mine = {name: zlib.crc32(np.ascontiguousarray(array).tobytes()) for name, array in arrays.items()}
+    everybody = exchange_objects(mine, wire, "tp.arrays")
+    names = dict.fromkeys(name for sums in everybody for name in sums)
+    found = {
+        name: [rank for rank, sums in enumerate(everybody) if sums.get(name) != everybody[0].get(name)]
+        for name in names
+    }
+    return {name: ranks for name, ranks in found.items() if ranks}
+
+
+def _broadcast(variable: Any, wire: Wire, root_rank: int, name: str) -> tf.Tensor:
+    value = tf.convert_to_tensor(variable)
+    carried = _CARRIED_AS.get(value.dtype.name)
+    if carried is None:
+        return wire.broadcast(value, root_rank, name)
+    return tf.bitcast(wire.broadcast(tf.bitcast(value, carried), root_rank, name), value.dtype)

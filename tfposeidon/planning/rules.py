@@ -1,0 +1,90 @@
+"""Refuses optimizers, callbacks and changes that do not fit the schemes of a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
+from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.planning.plan import Plan
+from tfposeidon.policies import Policy
+
+# Rules that update each element by itself.
+ELEMENTWISE = (
+    keras.optimizers.SGD,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adam,
+    keras.optimizers.Adamax,
+    keras.optimizers.Nadam,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Lion,
+)
+
+
+def check_server_update(policy: Policy, inner: Any) -> None:
+    """Refuses to let servers update by a rule that needs whole variables, or may need them."""
+    if not policy.updates_at_servers:
+        return
+    optimizer = innermost(inner)
+    rule = next(cls for cls in type(optimizer).__mro__ if "update_step" in vars(cls))
+    completed = isinstance(optimizer, LayerWiseOptimizer)
+    if rule not in ELEMENTWISE and not completed and not getattr(optimizer, "updates_elementwise", False):
+        names = ", ".join([*(cls.__name__ for cls in ELEMENTWISE), "LARS", "LAMB"])
+        raise ValueError(
+            f'update="server" gives the optimizer parts of variables, which {names} can work on. Received: '
+            f"{type(optimizer).__name__}, whose rule needs whole variables, or is not known not to. Use "
+            'ShardedServer(update="worker"), or, if each element is updated by itself, set updates_elementwise = True '
+            "on the optimizer."
+        )
+
+
+def check_not_built(inner: Any) -> None:
+    """Refuses an optimizer that has state already, which servers would have to cut."""
+    if inner.built:
+        raise ValueError(
+            'With update="server" the optimizer\'s state is made by DistributedOptimizer. Received: '
+            f"{type(innermost(inner)).__name__}, built already. Pass a new one."
+        )
+
+
+def check_all_variables(given: list[Any], built: list[Any], served: bool) -> None:
+    """Refuses updates of some variables only where each server's part was cut for all."""
+    if served and [id(v) for v in given] != [id(v) for v in built]:
+        raise ValueError(
+            'With update="server" all variables are updated together. Received: gradients for '
+            f"{len(given)} of {len(built)} variables, or in another order. Use an optimizer for each list, or "
+            'update="worker".'
+        )
+
+
+def check_callbacks(policy: Policy, callbacks: list[Any]) -> None:
+    """Refuses callbacks that reach for variables of the inner optimizer, where these are parts."""
+    if policy.updates_at_servers and any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks):
+        raise ValueError(
+            'With update="server" averages of weights lie with the servers. Received: SwapEMAWeights. Leave it out (at '
+            'the end of fit the weights become their averages), or use update="worker".'
+        )
+
+
+def check_change(old: Policy, new: Policy) -> None:
+    """Refuses a change of schemes to or from servers that update."""
+    if old != new and (old.updates_at_servers or new.updates_at_servers):
+        raise ValueError(
+            f'Schemes with update="server" stay for the whole training: the optimizer\'s state lies with the servers. '
+            f'Received: a change from {old} to {new}. Use update="worker".'
+        )
+
+
+def check_momentum(plan: Plan, inner: Any) -> None:
+    """Refuses momentum both before selection and after it."""
+    corrected = {bucket.scheme.name for bucket in plan.buckets if bucket.scheme.corrects_momentum}
+    afterwards = getattr(innermost(inner), "momentum", 0.0)
+    if corrected and afterwards:
+        raise ValueError(
+            "Momentum correction takes the place of the optimizer's momentum. Received: momentum in "
+            f"{', '.join(sorted(corrected))} and in {type(innermost(inner)).__name__}. Use SGD(momentum=0.0)."
+        )

@@ -1,0 +1,301 @@
+"""What a rank keeps as the server of its shards (Poseidon, section 4.1): optimizer state for these alone.
+
+The inner optimizer is built on shards in place of variables. It may not find out: shards have the names of their
+variables, norms and non-finite values are those of whole gradients, and the state is saved and loaded whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.exchange import layer_norms
+from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.gradients.description import describe, of_tensorflow
+from tfposeidon.optimizers.layer_wise import Norms
+from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.server import whole_gradients
+from tfposeidon.state.rank_state import Piece
+
+
+class _Slot(NamedTuple):
+    """State that the optimizer keeps for one shard."""
+
+    name: str
+    variable: keras.Variable
+    member: int
+
+    def place(self, optimizer: Any) -> int:
+        """Where it is among the optimizer's variables, by which Keras saves it."""
+        return next(place for place, variable in enumerate(optimizer.variables) if variable is self.variable)
+
+
+class Shard(keras.Variable):
+    """A part of a variable, under the variable's name, by which optimizers call their state and exclude from decay."""
+
+    def __init__(self, whole: Any, length: int) -> None:
+        self.whole = whole
+        # As Keras sanitises names of TensorFlow's variables.
+        self._whole_path = describe(whole).path.replace(":", "_")
+        dtype = keras.backend.standardize_dtype(whole.dtype)
+        super().__init__(
+            tf.zeros([length], dtype), dtype=dtype, trainable=True, name=whole.name.partition(":")[0].rpartition("/")[2]
+        )
+
+    @property
+    def path(self) -> str:
+        return self._whole_path
+
+
+class ServerShards:
+    """This rank's shards of the variables that are updated at their servers.
+
+    Args:
+      exchanger: Of all variables that the optimizer trains.
+      variables: These; what the plan does not give to servers stays whole.
+
+    Attributes:
+      targets: What the inner optimizer is to be built on and applied to: shards, and variables that stay whole.
+    """
+
+    def __init__(self, exchanger: Exchanger, variables: Sequence[Any]) -> None:
+        self._exchanger = exchanger
+        self._variables = variables
+        self._buckets = [bucket for bucket in exchanger.plan.buckets if bucket.server]
+        exchanger.afterwards = self._contribute_nothing
+        self._parts = self._parts_of(exchanger.wire.topology.rank)
+        for member in self._parts:
+            _check_trained_by_gradient(variables[member])
+        # Where a rank serves nothing of a variable it has one zero: it can be clipped, decayed, and shown a NaN.
+        with tf.init_scope():
+            shards = {m: Shard(variables[m], max(1, end - begin)) for m, (begin, end) in self._parts.items()}
+        self.targets = [shards.get(member, variable) for member, variable in enumerate(variables)]
+        self._slots: list[_Slot] = []
+        self._gathered: tuple[int, dict[int, np.ndarray]] | None = None
+        self._loaded: dict[int, np.ndarray] = {}
+
+    def build(self, inner_optimizer: Any) -> None:
+        """Builds the inner optimizer on shards, and has its state saved and loaded whole."""
+        self._optimizer, self._inner = inner_optimizer, innermost(inner_optimizer)
+        self._exclude_from_weight_decay()
+        with self._noting_slots():
+            inner_optimizer.build(self.targets)
+        # Keras asks each optimizer for itself.
+        self._load_whole = self._inner.load_own_variables
+        self._inner.save_own_variables = self._save
+        self._inner.load_own_variables = self._load
+        # For replicas of tf.distribute, which is refused; it would have the first pull wait for the last push.
+        self._inner._all_reduce_sum_gradients = list
+
+    @property
+    def rank_state(self) -> Iterator[tuple[Any, Piece]]:
+        """State of this rank's shards, and what each variable of it is."""
+        for slot in self._slots:
+            begin, end = self._parts[slot.member]
+            whole = self._variables[slot.member]
+            description = describe(whole)
+            # What stands for nothing lies behind the end.
+            offset = begin if begin < end else description.length
+            members = ((description.path, description.length),)
+            yield slot.variable, Piece(name=slot.name, members=members, offset=offset, holders=1)
+
+    def without_slots(self, variables: Sequence[Any]) -> list[Any]:
+        """Those of the inner optimizer's variables that are equal on all ranks."""
+        own = {id(slot.variable) for slot in self._slots}
+        return [variable for variable in variables if id(variable) not in own]
+
+    def completed(self, means: list[Any]) -> list[Any]:
+        """Gradients as the inner optimizer may see them, which knows only a part of some.
+
+        Args:
+          means: As `Exchanger.exchange` returns them.
+        """
+        served = [member for member in self._parts if means[member] is not None]
+        name = f"{self._exchanger.prefix}.norms"
+        return whole_gradients.completed(means, served, self._optimizer, self._exchanger.wire, name)
+
+    def apply(self, means: list[Any], run: Callable[[Callable[[list[Any]], None]], None]) -> None:
+        """Applies the inner optimizer to what this rank serves and to what stays whole, and pulls.
+
+        Args:
+          means: From `completed`.
+          run: Gives `means`, or those of them that the step finds, to what it is given.
+        """
+        self._loaded = {}
+        self._refresh()
+        # What was clipped by whole norms would be clipped once more by those of this rank's parts, to rounding.
+        with _set_to_none(self._inner, "clipnorm", "global_clipnorm"), layer_norms.used(self._inner, self._norms()):
+            run(lambda found: self._optimizer.apply(found, self.targets))
+        self._pull({member for member, mean in enumerate(means) if mean is not None})
+
+    def _norms(self) -> Norms | None:
+        # Collectives have their names once ranks have agreed.
+        name = f"{self._exchanger.prefix}.norms_of_layers"
+        return layer_norms.of_parts(self._exchanger.wire, self._is_served, name) if self._parts else None
+
+    def _is_served(self, variable: Any) -> bool:
+        return any(of_tensorflow(self.targets[member]) is variable for member in self._parts)
+
+    def finalize(self) -> None:
+        """What the inner optimizer does at the end of `fit`: with `use_ema`, variables become their averages."""
+        self._optimizer.finalize_variable_values(self.targets)
+        self._pull(constrained=set())
+
+    def own_parts(self, gradients: Sequence[Any]) -> list[Any]:
+        """Gradients as `Exchanger.exchange` returns them, where there is but one rank and nothing to exchange."""
+        dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+        return [g if g is None or m not in self._parts else tf.reshape(g, [-1]) for m, g in enumerate(dense)]
+
+    def _refresh(self) -> None:
+        """Takes values from the variables: what callbacks, constraints or loading did to them counts."""
+        for member, (begin, end) in self._parts.items():
+            if begin < end:
+                flat = tf.reshape(tf.convert_to_tensor(self._variables[member]), [-1])
+                self.targets[member].assign(flat[begin:end])
+
+    def _pull(self, constrained: set[int]) -> None:
+        """Gives the variables the values that all servers have for them now."""
+        for bucket in self._buckets:
+            shards = [tf.convert_to_tensor(self.targets[member]) for member in bucket.members]
+            for member, value in zip(bucket.members, self._exchanger.pull(bucket, shards), strict=True):
+                variable = self._variables[member]
+                value = tf.cast(value, variable.dtype)
+                constraint = variable.constraint if member in constrained else None
+                variable.assign(value if constraint is None else constraint(value))
+
+    def _contribute_nothing(self, means: list[Any]) -> list[Any]:
+        """Takes part in what follows others' exchange, with values as they are."""
+        means = self.completed(means)
+        self._refresh()
+        self._pull(constrained=set())
+        return means
+
+    def gather_state(self, rank: int) -> None:
+        """Brings whole state to `rank`, where it can be saved until the next step."""
+        whole = {}
+        saves = self._exchanger.wire.topology.rank == rank
+        for number, slot in enumerate(self._slots):
+            value = self._gather(slot, f"tp.gather_state_{number}")
+            if saves:
+                whole[slot.place(self._inner)] = value
+        self._gathered = (self._step(), whole) if saves else None
+
+    def scatter_state(self, rank: int) -> None:
+        """Gives every server its part of the state that `rank` has loaded; nothing, if that has loaded none."""
+        wire = self._exchanger.wire
+        if not exchange_objects(bool(self._loaded), wire, "tp.scatter_state")[rank]:
+            return
+        for number, slot in enumerate(self._slots):
+            whole = self._loaded.get(slot.place(self._inner))
+            if whole is None:
+                whole = np.zeros(self._variables[slot.member].shape)
+            dtype = tf.float32 if slot.variable.dtype == "bfloat16" else slot.variable.dtype
+            flat = wire.broadcast(tf.reshape(tf.cast(whole, dtype), [-1]), rank, f"tp.scatter_state_{number}")
+            begin, end = self._parts[slot.member]
+            if begin < end:
+                slot.variable.assign(flat[begin:end])
+        self._loaded = {}
+
+    def _gather(self, slot: _Slot, name: str) -> np.ndarray:
+        topology = self._exchanger.wire.topology
+        begin, end = self._parts[slot.member]
+        own = tf.convert_to_tensor(slot.variable)[: end - begin]
+        # Horovod does not carry bfloat16; float32 holds all of it.
+        own = tf.cast(own, tf.float32) if own.dtype == tf.bfloat16 else own
+        joined = self._exchanger.wire.all_gather(own, topology.world, name).numpy()
+        parts = [self._parts_of(rank)[slot.member] for rank in range(topology.size)]
+        ends = np.cumsum([end - begin for begin, end in parts])
+        whole = np.empty(joined.size, joined.dtype)
+        for (begin, end), last in zip(parts, ends, strict=True):
+            whole[begin:end] = joined[last - (end - begin) : last]
+        return whole.reshape(self._variables[slot.member].shape)
+
+    def _save(self, store: Any) -> None:
+        if self._exchanger.wire.topology.size == 1:
+            self.gather_state(0)
+        if self._gathered is None or self._gathered[0] != self._step():
+            raise RuntimeError(
+                "The optimizer's state lies on all ranks, because servers update, and has to be gathered before it is "
+                f"saved. Received: saving at step {self._step()}, "
+                + (f"gathered at step {self._gathered[0]}. " if self._gathered else "not gathered on this rank. ")
+                + "Have all ranks call optimizer.gather_state(), give fit keras_callbacks.GatherState() before what "
+                "saves, or save with keras_callbacks.Checkpoint, which needs no gathering."
+            )
+        whole = self._gathered[1]
+        for place, variable in enumerate(self._inner.variables):
+            store[str(place)] = whole[place] if place in whole else variable.numpy()
+
+    def _load(self, store: Any) -> None:
+        arrays = {key: store[key] for key in store.keys()}  # noqa: SIM118 - h5py's groups are no mappings of Keras's
+        for slot in self._slots:
+            place = slot.place(self._inner)
+            if str(place) in arrays:
+                begin, end = self._parts[slot.member]
+                # For `scatter_state`, until the first step.
+                self._loaded[place] = np.asarray(arrays[str(place)])
+                flat = self._loaded[place].reshape(-1)
+                arrays[str(place)] = flat[begin:end] if begin < end else slot.variable.numpy()
+        self._load_whole(arrays)
+
+    def _step(self) -> int:
+        return int(self._inner.iterations.numpy())
+
+    def _parts_of(self, rank: int) -> dict[int, tuple[int, int]]:
+        topology = self._exchanger.wire.topology.seen_from(rank)
+        return {
+            member: part
+            for bucket in self._buckets
+            for member, part in zip(bucket.members, bucket.served_parts(topology), strict=True)
+        }
+
+    def _exclude_from_weight_decay(self) -> None:
+        """Shards of variables that are excluded, by themselves or by name, are excluded too."""
+        # TensorFlow's name, unlike Keras's own, says in which layer a variable is.
+        members = [m for m in self._parts if not self._inner._use_weight_decay(of_tensorflow(self._variables[m]))]
+        if members:
+            excluded = {self._inner._var_key(self.targets[member]) for member in members}
+            self._inner._exclude_from_weight_decay |= excluded
+
+    @contextmanager
+    def _noting_slots(self) -> Iterator[None]:
+        """What the optimizer makes for a shard meanwhile is noted: afterwards there is no telling."""
+        members = {id(target): member for member, target in enumerate(self.targets) if member in self._parts}
+        make = self._inner.add_variable_from_reference
+
+        def note(reference_variable: Any, name: str | None = None, **options: Any) -> Any:
+            variable = make(reference_variable, name=name, **options)
+            if id(reference_variable) in members:
+                self._slots.append(_Slot(name or "state", variable, members[id(reference_variable)]))
+            return variable
+
+        self._inner.add_variable_from_reference = note
+        try:
+            yield
+        finally:
+            self._inner.add_variable_from_reference = make
+
+
+def _check_trained_by_gradient(variable: Any) -> None:
+    if getattr(variable, "overwrite_with_gradient", False):
+        raise ValueError(
+            f'With update="server" variables follow gradients. Received: {describe(variable).path!r}, which is '
+            'overwritten with its gradient, as scales for float8 are. Use update="worker".'
+        )
+
+
+@contextmanager
+def _set_to_none(target: Any, *names: str) -> Iterator[None]:
+    before = {name: getattr(target, name) for name in names}
+    try:
+        for name in names:
+            setattr(target, name, None)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)

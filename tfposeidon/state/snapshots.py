@@ -1,0 +1,236 @@
+"""Snapshots of a job's state on disk: written beside, renamed when whole, read back with checks.
+
+    folder/snapshot-000012/meta.json      epoch, steps, ranks, variables
+                           model.npz      what is equal on all ranks, written by rank 0
+                           rank-3.npz     what is rank 3's own
+
+A snapshot counts from the moment its folder has its name, which no other ever had, so a kill leaves the
+one before it. The newest is the one with the highest number, whatever the step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import zipfile
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfposeidon.communication.topology import Topology
+from tfposeidon.communication.wire import Wire, exchange_objects
+
+Arrays = dict[str, np.ndarray]
+
+
+class SnapshotError(RuntimeError):
+    """A snapshot that could not be written or read, and what to do about it."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State as one rank reads or writes it.
+
+    Attributes:
+      meta: Small things that JSON holds; equal on all ranks.
+      shared: Arrays equal on all ranks.
+      own: Rank -> its arrays: of this rank alone, or of all ranks where the job is laid out otherwise now.
+      same_layout: Whether the job has the same ranks on the same nodes as then.
+    """
+
+    meta: dict[str, Any]
+    shared: Arrays
+    own: dict[int, Arrays]
+    same_layout: bool
+
+
+class Snapshots:
+    """The snapshots in one folder, which all ranks see.
+
+    Args:
+      folder: Made if it is missing.
+      wire: Ranks agree over it on what is whole.
+      keep: How many to keep; older ones are deleted when a new one is whole.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], wire: Wire, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"`keep` must be at least 1. Received: keep={keep}")
+        self.folder = Path(folder)
+        self.wire = wire
+        self.keep = keep
+        self._writing: tuple[Path, Path, Future[tuple[Any, str | None]]] | None = None
+
+    def write(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
+        """Writes one snapshot; all ranks call it together, as all methods here.
+
+        Raises:
+          SnapshotError: On all ranks, if any of them could not write; earlier snapshots are left.
+        """
+        self.start(meta, shared, own)
+        self.finish()
+
+    def start(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
+        """Begins to write one in the background; it counts once `poll` or `finish` has seen it whole.
+
+        One that is still being written is finished before. The arrays must not change meanwhile.
+
+        Raises:
+          SnapshotError: As `write`.
+        """
+        self.finish()
+        rank = self.wire.topology.rank
+        # A thread that an interrupted fit has left behind must not write into a folder of ours.
+        mine = [self._next_name(), secrets.token_hex(4)]
+        name, token = exchange_objects(mine, self.wire, "tp.snapshot.name")[0]
+        part = self.folder / f".{name}-{token}.part"
+        self._together("prepare", lambda: _fresh(part) if rank == 0 else None)
+        meta = meta | {"nodes": self.wire.topology.nodes}
+        thread = ThreadPoolExecutor(1, "snapshot")
+        self._writing = (
+            part,
+            self.folder / name,
+            thread.submit(_attempt, lambda: _write_files(part, rank, meta, shared, own)),
+        )
+        thread.shutdown(wait=False)
+
+    def poll(self) -> bool:
+        """Whether nothing is being written any more; costs one small exchange if something was.
+
+        Raises:
+          SnapshotError: As `write`.
+        """
+        if self._writing is not None and all(exchange_objects(self._writing[2].done(), self.wire, "tp.snapshot.poll")):
+            self.finish()
+        return self._writing is None
+
+    def finish(self) -> None:
+        """Waits for what `start` began.
+
+        Raises:
+          SnapshotError: As `write`.
+        """
+        if self._writing is None:
+            return
+        (part, final, written), self._writing = self._writing, None
+        self._raise_together("write", written.result()[1])
+        self._together("finish", lambda: self._rename(part, final) if self.wire.topology.rank == 0 else None)
+
+    def read_latest(self) -> Snapshot | None:
+        """The newest snapshot that every rank can read, or `None` if there are none at all.
+
+        Raises:
+          SnapshotError: On all ranks, if there are snapshots and none is readable.
+        """
+        names: list[str] = exchange_objects(self._names(), self.wire, "tp.snapshots")[0]
+        problems: list[str] = []
+        for name in reversed(names):
+            snapshot, problem = _attempt(lambda name=name: self._read_files(self.folder / name))
+            everybody = exchange_objects(problem, self.wire, f"tp.read.{name}")
+            if not any(everybody):
+                return snapshot
+            problems.append(f"{name}: {next(p for p in everybody if p)}")
+        if problems:
+            raise SnapshotError(
+                f"A snapshot must be readable on every rank. Received: {'; '.join(problems)}. "
+                f"Make {self.folder} visible to all nodes, or empty it to start anew."
+            )
+        return None
+
+    def _read_files(self, folder: Path) -> Snapshot:
+        meta = json.loads((folder / "meta.json").read_text())
+        then, now = Topology(0, tuple(map(tuple, meta["nodes"]))), self.wire.topology
+        same_layout = then.nodes == now.nodes
+        ranks = [now.rank] if same_layout else range(then.size)
+        own = {rank: _load(folder / f"rank-{rank}.npz") for rank in ranks}
+        return Snapshot(meta, _load(folder / "model.npz"), own, same_layout)
+
+    def _names(self) -> list[str]:
+        return sorted(p.name for p in self.folder.glob("snapshot-*")) if self.folder.exists() else []
+
+    def _next_name(self) -> str:
+        names = self._names()
+        return f"snapshot-{int(names[-1].rpartition('-')[2]) + 1 if names else 1:06d}"
+
+    def _rename(self, part: Path, final: Path) -> None:
+        os.replace(part, final)
+        _sync(self.folder)
+        for name in self._names()[: -self.keep]:
+            shutil.rmtree(self.folder / name)
+        for leftover in self.folder.glob(".snapshot-*.part"):
+            shutil.rmtree(leftover)
+
+    def _together(self, stage: str, action: Any) -> None:
+        """Runs a stage on all ranks; if one fails, all raise."""
+        self._raise_together(stage, _attempt(action)[1])
+
+    def _raise_together(self, stage: str, problem: str | None) -> None:
+        everybody = exchange_objects(problem, self.wire, f"tp.snapshot.{stage}")
+        failed = [f"rank {rank}: {p}" for rank, p in enumerate(everybody) if p]
+        if failed:
+            names = self._names()
+            last = f"the last whole one is {names[-1]}" if names else "there is none yet"
+            raise SnapshotError(
+                f"A snapshot could not be written to {self.folder} ({'; '.join(failed)}); {last}. "
+                "Free disk space or correct the folder, and start again."
+            )
+
+
+def _attempt(action: Any) -> tuple[Any, str | None]:
+    try:
+        return action(), None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _fresh(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _write_files(folder: Path, rank: int, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
+    _save(folder / f"rank-{rank}.npz", own)
+    if rank == 0:
+        _save(folder / "model.npz", shared)
+        with (folder / "meta.json").open("w") as stream:
+            json.dump(meta, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync(folder)
+
+
+def _save(path: Path, arrays: Arrays) -> None:
+    with path.open("wb") as stream:
+        np.savez(stream, **arrays)  # type: ignore[arg-type]
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _load(path: Path) -> Arrays:
+    # Reading whole arrays makes the archive check their CRCs.
+    with path.open("rb") as stream, np.load(stream) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def numbered(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
+    """Names for a list of arrays in a file: its order is what identifies them."""
+    return {f"{prefix}{i}": array for i, array in enumerate(arrays)}
+
+
+def listed(arrays: Arrays, prefix: str) -> list[np.ndarray]:
+    """The inverse of `numbered`."""
+    return [arrays[f"{prefix}{i}"] for i in range(sum(name.startswith(prefix) for name in arrays))]

@@ -1,0 +1,194 @@
+"""What Keras's training loop has to know of a `DistributedOptimizer`.
+
+Keras gives an optimizer no way to see the model it trains. So the first `DistributedOptimizer` of a
+process wraps three methods of `keras.Model`; models with other optimizers pass through untouched.
+They are methods that Keras looks up after the optimizer was made, even in one line such as
+`model.compile(optimizer=tp.DistributedOptimizer(...))`, for which `compile` itself is too early.
+
+- `_resolve_auto_jit_compile`: `jit_compile="auto"` means no XLA, which cannot compile what schemes do.
+- `make_train_function`: under `mixed_float16` the loss scale goes inside; the train step tells the
+  optimizer how many samples a batch has, so that unequal batches are weighed right.
+- `fit`: one progress bar, and epochs that end on all ranks after the same step (`equal_steps`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import warnings
+import weakref
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfposeidon.communication import runtime
+from tfposeidon.planning import rules
+from tfposeidon.training import equal_steps, session
+
+_WITH_AUTOMATIC_XLA: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Models for which `jit_compile="auto"` chose XLA."""
+
+
+def is_asked_by_compile() -> bool:
+    """Whether the caller's caller is Keras's own `compile`."""
+    asking = sys._getframe(2)
+    return asking.f_code.co_name == "compile" and str(asking.f_globals.get("__name__")).startswith("keras.")
+
+
+def patch_keras(optimizer_class: type) -> None:
+    """Wraps the methods; the second call does nothing.
+
+    Args:
+      optimizer_class: `DistributedOptimizer`; models with optimizers of other classes pass through untouched.
+    """
+    session.recognize(optimizer_class)
+    replacements = {
+        "_resolve_auto_jit_compile": _resolve_auto_jit_compile,
+        "make_train_function": _make_train_function,
+        "fit": _fit,
+    }
+    for name, replacement in replacements.items():
+        home = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
+        if not hasattr(getattr(home, name), "_tfposeidon"):
+            setattr(home, name, _wrapped(getattr(home, name), replacement))
+
+
+def _wrapped(original: Any, replacement: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(original, signature.bind(self, *args, **kwargs))
+
+    method._tfposeidon = True  # type: ignore[attr-defined]
+    return method
+
+
+def _resolve_auto_jit_compile(original: Any, call: inspect.BoundArguments) -> bool:
+    model = call.arguments["self"]
+    wanted = original(*call.args, **call.kwargs)
+    if wanted and _suits_xla(model):
+        _WITH_AUTOMATIC_XLA.add(model)
+        return True
+    return False
+
+
+def _suits_xla(model: Any) -> bool:
+    if all(optimizer.suits_xla for optimizer in session.optimizers_of(model)):
+        return True
+    # Keras asks more than once.
+    if not session.of(model).keeps_xla_off:
+        session.of(model).keeps_xla_off = True
+        runtime.say("tfposeidon: XLA is off for this model's steps: it can compile neither collectives nor selection.")
+    return False
+
+
+def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
+    model = call.arguments["self"]
+    if session.optimizers_of(model):
+        _scale_losses(model)
+        _count_samples(model)
+        # A compile of the model's own mostly assigns optimizers after Keras's has chosen.
+        if model in _WITH_AUTOMATIC_XLA and model.jit_compile and not _suits_xla(model):
+            model.jit_compile = False
+    return original(*call.args, **call.kwargs)
+
+
+def _scale_losses(model: Any) -> None:
+    # A compile or a train step of the model's own has to scale by what it keeps elsewhere, as with Keras's optimizers.
+    if (
+        model.dtype_policy.name == "mixed_float16"
+        and session.is_distributed(model.optimizer)
+        and model.optimizer.may_scale
+    ):
+        model.optimizer.scale_losses()
+
+
+def _count_samples(model: Any) -> None:
+    step = model.train_step
+    if hasattr(step, "_tfposeidon"):
+        return
+
+    @functools.wraps(step)
+    def train_step(data: Any) -> Any:
+        with session.of(model).step(data):
+            return step(data)
+
+    train_step._tfposeidon = True  # type: ignore[attr-defined]
+    model.train_step = train_step
+
+
+def _fit(original: Any, call: inspect.BoundArguments) -> Any:
+    model = call.arguments["self"]
+    if not session.optimizers_of(model):
+        return original(*call.args, **call.kwargs)
+    call.apply_defaults()
+    _prepare(model, call.arguments)
+    if runtime.size() == 1:
+        return original(*call.args, **call.kwargs)
+    if call.arguments["verbose"] == "auto" and runtime.rank() != 0:
+        call.arguments["verbose"] = 0
+    callbacks = call.arguments["callbacks"]
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        call.arguments["callbacks"] = equal_steps.around(keras.tree.flatten(callbacks or []))
+    with warnings.catch_warnings():
+        # Keras's advice for epochs that end early is wrong where another rank has fewer batches; we log that.
+        warnings.filterwarnings("ignore", message="Your input ran out of data")
+        return original(*call.args, **call.kwargs)
+
+
+def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
+    """Tells the optimizers what can be known before the first step, so that it is traced once."""
+    for optimizer in session.optimizers_of(model):
+        rules.check_callbacks(optimizer.policy, _listed(arguments["callbacks"]))
+    if session.is_distributed(model.optimizer):
+        _build(model, *(arguments[name] for name in ("x", "y", "sample_weight")))
+        if model.optimizer.built and _trains_all_together(model):
+            model.optimizer.prepare(model.trainable_weights)
+
+
+def _trains_all_together(model: keras.Model) -> bool:
+    """Whether the train step is Keras's own, which gives all trainable variables to the optimizer in one call."""
+    home = next(cls for cls in type(model).__mro__ if "train_step" in vars(cls))
+    return home.__module__.startswith("keras.")
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    return (
+        callbacks.callbacks
+        if isinstance(callbacks, keras.callbacks.CallbackList)
+        else keras.tree.flatten(callbacks or [])
+    )
+
+
+def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
+    """Builds model, metrics and optimizer before callbacks broadcast or restore them, where that works.
+
+    Keras on TensorFlow leaves it to the first step, and trains models that cannot be built from shapes
+    alone. Those stay as they are; callbacks that need a built model say so.
+    """
+    if model.run_eagerly:
+        return
+    _scale_losses(model)
+    with contextlib.suppress(Exception):
+        specification = _specification(x, y, sample_weight)
+        if specification is not None:
+            model._symbolic_build(data_batch=specification)
+
+
+def _specification(x: Any, y: Any, sample_weight: Any) -> Any:
+    """Shapes and dtypes of a batch; `None` for generators, from which looking would take one."""
+    if isinstance(x, tf.data.Dataset):
+        return x.element_spec
+    arrays = x[0] if isinstance(x, keras.utils.PyDataset) else keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+    if not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in keras.tree.flatten(arrays)):
+        return None
+    return keras.tree.map_structure(_batch_of, arrays)
+
+
+def _batch_of(array: Any) -> tf.TensorSpec:
+    dtype = keras.backend.standardize_dtype(array.dtype)
+    return tf.TensorSpec([None, *array.shape[1:]], keras.config.floatx() if dtype == "float64" else dtype)

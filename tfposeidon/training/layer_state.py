@@ -1,0 +1,189 @@
+"""State of a model's layers that no variable holds: adapted statistics, bins, vocabularies, tables and files.
+
+Preprocessing layers adapt to data before training, mostly each rank to its own share. What they learn then stands in
+tensors, lists and tables, which nobody finds among `model.variables`.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfposeidon.communication.wire import Wire, broadcast_bytes, exchange_objects
+from tfposeidon.training.skip_batches import retrace
+
+State = dict[str, np.ndarray]
+"""Number and name of the layer, and of the quantity, to its value."""
+
+_LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
+_KEPT_ELSEWHERE = (keras.layers.TextVectorization,)  # In the lookup layer inside it.
+# Whose finalize_state begins with what this rank counted.
+_KEEP_WHAT_THEY_COUNTED = (*_LOOKUPS, *_KEPT_ELSEWHERE, keras.layers.Discretization)
+_TABLES = tf.lookup.StaticHashTable | tf.lookup.experimental.MutableHashTable | tf.lookup.experimental.DenseHashTable
+
+
+def read(model: keras.Model) -> State:
+    """What the layers of a model hold outside of variables."""
+    return {
+        f"{number}.{layer.name}.{name}": value
+        for number, layer in enumerate(model._flatten_layers())
+        for name, value in _read(layer).items()
+    }
+
+
+def assign(model: keras.Model, state: State) -> None:
+    """Gives the layers what `read` found, here, on another rank or in another process.
+
+    Layers that compute something from their variables once these are set (`finalize_state`) do so first. If anything
+    changes, the model's functions are traced anew: those there were hold the old values.
+
+    Raises:
+      ValueError: If something differs that can be looked at but not set.
+    """
+    before = read(model)
+    for number, layer in enumerate(model._flatten_layers()):
+        if hasattr(layer, "finalize_state") and not isinstance(layer, _KEEP_WHAT_THEY_COUNTED):
+            layer.finalize_state()
+        values = dict(_of_layer(number, state))
+        if values and not _equal(_read(layer), values):
+            _assign(layer, values)
+    if not _equal(read(model), before):
+        model.test_function = model.predict_function = None
+        if model.train_function is not None:
+            retrace(model)
+
+
+def broadcast(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
+    """Gives every rank what the layers of `root_rank` hold outside of variables; all ranks call it together.
+
+    Raises:
+      ValueError: On all ranks, if `assign` does on any.
+    """
+    if wire.topology.size == 1:
+        return
+    packed = _to_bytes(read(model)) if wire.topology.rank == root_rank else b""
+    received = _from_bytes(broadcast_bytes(packed, wire, root_rank, "tp.layer_state"))
+    problem = None
+    try:
+        assign(model, received)
+    except ValueError as error:
+        problem = str(error)
+    everybody = exchange_objects(problem, wire, "tp.layer_state.assigned")
+    for rank, other in enumerate(everybody):
+        if other:
+            raise ValueError(f"{other} (rank {rank})")
+
+
+def _to_bytes(state: State) -> bytes:
+    stream = io.BytesIO()
+    np.savez(stream, **state)  # type: ignore[arg-type]
+    return stream.getvalue()
+
+
+def _from_bytes(content: bytes) -> State:
+    with np.load(io.BytesIO(content)) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def _of_layer(number: int, state: State) -> Iterator[tuple[str, np.ndarray]]:
+    for key, value in state.items():
+        if key.split(".", 1)[0] == str(number):
+            yield key.rsplit(".", 1)[1], value
+
+
+def _equal(a: State, b: State) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def _read(layer: Any) -> State:
+    if isinstance(layer, _KEPT_ELSEWHERE):
+        return {}
+    if isinstance(layer, keras.layers.Normalization):
+        # One that is not built has no variance.
+        values = {name: getattr(layer, name, None) for name in ("mean", "variance")}
+        return {name: np.asarray(value, "float32") for name, value in values.items() if value is not None}
+    if isinstance(layer, keras.layers.Discretization):
+        return {} if layer.bin_boundaries is None else {"bin_boundaries": np.asarray(layer.bin_boundaries, "float64")}
+    if isinstance(layer, _LOOKUPS):
+        return _read_lookup(layer)
+    if hasattr(layer, "save_assets"):
+        return _read_files(layer)
+    return _read_tables(layer)
+
+
+def _assign(layer: Any, values: State) -> None:
+    if isinstance(layer, keras.layers.Normalization):
+        for name, value in values.items():
+            setattr(layer, name, tf.cast(value, layer.compute_dtype))
+    elif isinstance(layer, keras.layers.Discretization):
+        layer.bin_boundaries = values["bin_boundaries"].tolist()
+    elif isinstance(layer, _LOOKUPS):
+        _assign_lookup(layer, values)
+    elif hasattr(layer, "load_assets"):
+        _assign_files(layer, values)
+    else:
+        raise ValueError(
+            "Tables in layers must be alike on all ranks, or be saved by the layer's save_assets and load_assets. "
+            f"Received: layer {layer.name!r}, whose {', '.join(sorted(values))} differ. Fill them alike, or write "
+            "these methods."
+        )
+
+
+def _read_lookup(layer: Any) -> State:
+    vocabulary = layer.get_vocabulary(include_special_tokens=False)
+    if not vocabulary:
+        return {}
+    # As text, for NumPy's files hold no objects; whole numbers too.
+    state = {"vocabulary": np.asarray([str(token) for token in vocabulary])}
+    weights = getattr(layer, "idf_weights_const", None)
+    return state if weights is None else state | {"idf_weights": np.asarray(weights)}
+
+
+def _assign_lookup(layer: Any, values: State) -> None:
+    whole = isinstance(layer, keras.layers.IntegerLookup)
+    tokens = [int(token) if whole else str(token) for token in values["vocabulary"]]
+    if "idf_weights" not in values:
+        layer.set_vocabulary(tokens)
+        return
+    # Those of the tokens alone, and then all as they were, with those of tokens that it does not know.
+    begin = layer.vocabulary_size() - len(layer.get_vocabulary(include_special_tokens=False))
+    layer.set_vocabulary(tokens, idf_weights=values["idf_weights"][begin : begin + len(tokens)])
+    layer.load_own_variables({"idf_weights": values["idf_weights"]})
+
+
+def _read_files(layer: Any) -> State:
+    with tempfile.TemporaryDirectory() as folder:
+        layer.save_assets(folder)
+        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        names = np.asarray([str(path.relative_to(folder)) for path in files], dtype=str)
+        sizes = np.asarray([path.stat().st_size for path in files], "int64")
+        content = np.frombuffer(b"".join(path.read_bytes() for path in files), "uint8")
+    return {"files": names, "sizes": sizes, "content": content}
+
+
+def _assign_files(layer: Any, values: State) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        start = 0
+        for name, size in zip(values["files"], values["sizes"], strict=True):
+            path = Path(folder) / str(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(values["content"][start : start + size].tobytes())
+            start += int(size)
+        layer.load_assets(folder)
+
+
+def _read_tables(layer: Any) -> State:
+    tables = {name: value for name, value in vars(layer).items() if isinstance(value, _TABLES)}
+    return {name: _pairs(table) for name, table in tables.items()}
+
+
+def _pairs(table: Any) -> np.ndarray:
+    keys, values = table.export()
+    return np.asarray(sorted(f"{key}: {value}" for key, value in zip(keys.numpy(), values.numpy(), strict=True)))

@@ -1,0 +1,162 @@
+"""The `DistributedOptimizer`s of a model, and what its training loop has to know of them together."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfposeidon.communication import runtime
+
+_distributed: tuple[type, ...] = ()
+"""`DistributedOptimizer`, once there is one: this room knows nothing of the class but what `recognize` was given."""
+
+
+def recognize(optimizer_class: type) -> None:
+    """Makes instances of a class count as distributed optimizers."""
+    global _distributed
+    _distributed = (optimizer_class,)
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether it is a `DistributedOptimizer`."""
+    return isinstance(optimizer, _distributed)
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """Finds every `DistributedOptimizer` of a model.
+
+    Models with a `compile` of their own, such as GANs, call their optimizers what they like. So all attributes of
+    the model and of the layers and models inside it are looked at, with the lists and dictionaries there. A model
+    inside that was compiled itself, such as an encoder that was trained before, keeps its optimizers to itself.
+
+    Args:
+      model: A Keras model.
+
+    Returns:
+      Each optimizer once: `model.optimizer` first, the others in the order in which they were assigned, which is the
+      same on all ranks.
+    """
+    layers = model._flatten_layers(include_self=False)
+    holders = [model, *(layer for layer in layers if not getattr(layer, "compiled", False))]
+    held = [getattr(model, "optimizer", None), *(v for holder in holders for v in _inside(list(vars(holder).values())))]
+    return list({id(value): value for value in held if is_distributed(value)}.values())
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _inside(item)
+    else:
+        yield value
+
+
+class Session:
+    """What the training loop of one model and its optimizers tell one another; `session.of(model)` gives it.
+
+    Args:
+      model: Is not kept alive.
+
+    Attributes:
+      keeps_xla_off: Whether this was said already.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = weakref.ref(model)
+        self._watches_absence = False
+        self._steps: tf.Variable | None = None
+        self._watched: list[Any] = []
+        self.keeps_xla_off = False
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """See `optimizers_of`."""
+        return optimizers_of(self._model())
+
+    @contextlib.contextmanager
+    def step(self, data: Any) -> Iterator[None]:
+        """Surrounds a train step as it is traced: its optimizers weigh this rank by the samples in `data`."""
+        if self._watches_absence and self._steps is not None:
+            self._steps.assign_add(1)
+        with contextlib.ExitStack() as stack:
+            for optimizer in self.optimizers:
+                stack.enter_context(optimizer.counting(data))
+            yield
+
+    def watch_absence(self, wanted: bool) -> bool:
+        """Makes steps tell whether some ranks are out of data, and drops such steps' updates on all ranks.
+
+        Returns:
+          Whether the step has to be traced anew.
+        """
+        if wanted and self._steps is None:
+            with tf.init_scope():
+                self._steps = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="steps")
+        # Looking for them takes longer than a small step: they are kept as long as absence is watched.
+        self._watched = self.optimizers if wanted else []
+        # An optimizer may have served another model since this one was traced.
+        for optimizer in self.optimizers:
+            optimizer.ends_with_first_rank = wanted
+        before, self._watches_absence = self._watches_absence, wanted
+        return before != wanted
+
+    @property
+    def steps(self) -> int:
+        """Train steps so far, counted while absence is watched."""
+        return 0 if self._steps is None else int(self._steps.numpy())
+
+    @property
+    def absent_ranks(self) -> int:
+        """Ranks that had no batch left at the last step, while absence is watched."""
+        return max(optimizer.absent_ranks for optimizer in self._watched)
+
+    def finish_epoch(self) -> None:
+        """Contributes nothing to the others' steps until all ranks are done with the epoch.
+
+        Gradients accumulated for an update that no longer comes are dropped on every rank.
+
+        Raises:
+          RuntimeError: If this rank has done no step, so that it does not know what to contribute to.
+        """
+        exchangers = [exchanger for optimizer in self._watched for exchanger in optimizer.exchangers]
+        calls = [(exchanger, number) for exchanger in exchangers for number in range(exchanger.calls)]
+        if not calls:
+            raise RuntimeError("A rank without a single batch cannot end an epoch. Give every rank data.")
+        if self._runs_eagerly:
+            # One after the other, as in the others' steps.
+            while (
+                min([int(exchanger.contribute_nothing_eagerly(number)[0]) for exchanger, number in calls])
+                < runtime.size()
+            ):
+                pass
+        else:
+            # All at once: how often, and in which order, the others' step exchanges by each is not known here.
+            with ThreadPoolExecutor(len(calls)) as threads:
+                list(threads.map(_contribute_nothing, *zip(*calls, strict=True)))
+        for optimizer in self._watched:
+            optimizer.begin_epoch()
+
+    @property
+    def _runs_eagerly(self) -> bool:
+        model = self._model()
+        return bool(model and model.run_eagerly)
+
+
+def _contribute_nothing(exchanger: Any, number: int) -> None:
+    while int(exchanger.contribute_nothing(number)[0]) < runtime.size():
+        pass
+
+
+def of(model: keras.Model) -> Session:
+    """The model's session; made at the first call."""
+    session = getattr(model, "_tfposeidon_session", None)
+    if session is None:
+        session = model._tfposeidon_session = Session(model)
+    return session
