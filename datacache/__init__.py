@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from datacache.cache import Cache, RandomAccess
-    from datacache.crop_and_mirror import CropAndMirror
     from datacache.errors import CacheError
-    from datacache.folder import default_memory
+    from datacache.loading.crop_and_mirror import CropAndMirror
+    from datacache.loading.parallel_loader import LoaderError, ParallelLoader
     from datacache.order import Order, Position
-    from datacache.parallel_loader import LoaderError, ParallelLoader
+    from datacache.pool.folder import default_memory
     from datacache.sources.image_folder import from_folder
     from datacache.sources.source import SourceError
     from datacache.sources.tf_dataset import from_dataset
@@ -40,11 +40,11 @@ __all__ = [
 
 _HOME = {
     "cache": ("Cache", "RandomAccess"),
-    "crop_and_mirror": ("CropAndMirror",),
+    "loading.crop_and_mirror": ("CropAndMirror",),
     "errors": ("CacheError",),
-    "folder": ("default_memory",),
+    "pool.folder": ("default_memory",),
     "order": ("Order", "Position"),
-    "parallel_loader": ("LoaderError", "ParallelLoader"),
+    "loading.parallel_loader": ("LoaderError", "ParallelLoader"),
     "sources.image_folder": ("from_folder",),
     "sources.source": ("SourceError",),
     "sources.tf_dataset": ("from_dataset",),

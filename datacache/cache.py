@@ -12,19 +12,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from datacache import nodes
-from datacache.access import Access
-from datacache.budget import budget_bytes
-from datacache.filling import Filling, Verify
-from datacache.fingerprint import fingerprint, traced
-from datacache.folder import own_memory
-from datacache.nodes import Partitioning
-from datacache.opening import open_levels
+from datacache.batches import Passes, batches
+from datacache.levels.fingerprint import fingerprint, traced
+from datacache.levels.opening import open_levels
+from datacache.nodes import partitioning
+from datacache.nodes.partitioning import Partitioning
 from datacache.order import Order, Position
-from datacache.pipeline import Passes, batches
+from datacache.pool.budget import budget_bytes
+from datacache.pool.filling import Filling, Verify
+from datacache.pool.folder import own_memory
 from datacache.positions import Positions
 from datacache.sources.source import Source, SourceError
 from datacache.statistics import Counts, Statistics
+from datacache.system.access import Access
 from datacache.windows import done_in_windows
 from tfposeidon.communication import launcher
 
@@ -102,9 +102,9 @@ class Cache:
             variable_shapes=variable_shapes,
             access=access,
             filling=Filling(verify, self._counts),
-            shared_by=lambda fits: nodes.shared_by(self.fingerprint, fits, partition),
+            shared_by=lambda fits: partitioning.shared_by(self.fingerprint, fits, partition),
         )
-        self._reader = nodes.reader(self._levels, len(source))
+        self._reader = partitioning.reader(self._levels, len(source))
         log.info("%s", self)
 
     def dataset(

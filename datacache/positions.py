@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from datacache.pipeline import Passes
+from datacache.batches import Passes
 
 Data = TypeVar("Data")
 

@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datacache import folder as folders
-from datacache.access import PRIVATE, Access, Directory
 from datacache.errors import CacheError
-from datacache.folder import own_memory, remove
-from datacache.index import ENTRY, Index
-from datacache.inspection import look, pools
-from datacache.layout import Layout
-from datacache.part import Part
-from datacache.pool import Plan, Pool, existing
+from datacache.pool import folder as folders
+from datacache.pool.folder import own_memory, remove
+from datacache.pool.index import ENTRY, Index
+from datacache.pool.inspection import look, pools
+from datacache.pool.layout import Layout
+from datacache.pool.part import Part
+from datacache.pool.pool import Plan, Pool, existing
+from datacache.system.access import PRIVATE, Access, Directory
 from tests.launch import ROOT
 
 SAMPLES = 5
@@ -232,7 +232,7 @@ def test_a_groups_folder_is_there_once_it_is_the_groups(shared, monkeypatch):
     assert path.stat().st_ino == was
     assert list(shared.iterdir()) == [path]
     # Where the file system cannot do it.
-    monkeypatch.setattr("datacache.access._rename_new", lambda *_: False)
+    monkeypatch.setattr("datacache.system.access._rename_new", lambda *_: False)
     Directory.made(shared / "other", access).close()
     assert sorted(shared.iterdir()) == [shared / "other", path]
     assert {one.stat().st_mode & 0o7777 for one in shared.iterdir()} == {0o2770}
@@ -293,7 +293,7 @@ with index.alone(2):
 filled(own_memory(access) / 'theirs', access)
 print(json.dumps([path.name for path in pools(own_memory(access)) if not look(path).trouble]))
 """
-    begin = f"from datacache import folder as folders\nfolders.SHARED_MEMORY = {str(shared)!r}\n"
+    begin = f"from datacache.pool import folder as folders\nfolders.SHARED_MEMORY = {str(shared)!r}\n"
     assert nobody(shared, begin + script) == ["ours", "theirs"]
     check_all(made)
     assert index.entries[:, 1].tolist() == [0, 0, 7, 0, 0]

@@ -15,9 +15,9 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 import datacache
 import keras_callbacks
+from datacache.batches import BUFFERS, LARGE_PAGE, Buffers
 from datacache.errors import CacheError
-from datacache.layout import Layout
-from datacache.pipeline import BUFFERS, LARGE_PAGE, Buffers
+from datacache.pool.layout import Layout
 from tests import drawn
 
 SAMPLES, BATCH = 24, 7
@@ -289,7 +289,7 @@ class Flaky:
 
 
 def test_reads_are_tried_again_and_then_named(images, opened, monkeypatch):
-    monkeypatch.setattr("datacache.stored.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.levels.stored.FIRST_PAUSE_S", 0.001)
     source = datacache.from_folder(images)
     cache = opened(Flaky(source, 2))
     assert sorted(_epoch(cache.dataset(BATCH))) == list(range(SAMPLES))
@@ -634,11 +634,11 @@ def test_pools_that_nobody_has_open_go_where_room_is_needed(images, tmp_path, op
     def taken():
         return sum(512 * path.stat().st_blocks for path in root.rglob("*") if path.is_file())
 
-    for module in ("room", "idle"):
+    for module in ("system.room", "pool.idle"):
         monkeypatch.setattr(f"datacache.{module}.is_memory", lambda device: True)
     caches = [opened(images, version=version) for version in range(2)]
     total = taken() + 3000
-    monkeypatch.setattr("datacache.room.available_memory", lambda: total - taken())
+    monkeypatch.setattr("datacache.system.room.available_memory", lambda: total - taken())
     with caplog.at_level(logging.WARNING, "tfposeidon"):
         few = opened(images, version=2)
         assert few._levels.memory is None or few._levels.memory.slots < SAMPLES
@@ -679,7 +679,7 @@ def test_bad_caches(images, tmp_path, opened, monkeypatch):
         CacheError, match=r"that it can write to. Received: .*file/.* \(Not a directory\). Name another"
     ):
         opened(images, memory=tmp_path / "file")
-    monkeypatch.setattr("datacache.folder.SHARED_MEMORY", "/nowhere")
+    monkeypatch.setattr("datacache.pool.folder.SHARED_MEMORY", "/nowhere")
     with pytest.raises(
         CacheError, match=r"The pool in memory needs shared memory. Received: no /nowhere. Mount a tmpfs"
     ):

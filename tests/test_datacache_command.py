@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import datacache
-from datacache import inspection
-from datacache.__main__ import main
-from datacache.layout import Layout
-from datacache.part import Part
-from datacache.pool import Plan, Pool, existing
+from datacache.command.main import main
+from datacache.pool import inspection
+from datacache.pool.layout import Layout
+from datacache.pool.part import Part
+from datacache.pool.pool import Plan, Pool, existing
 from tests import drawn
 
 SAMPLES = 12
@@ -96,7 +96,7 @@ def test_ls_for_machines(pools, capsys):
 
 
 def test_ls_of_this_user(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("datacache.__main__.default_memory", lambda: str(tmp_path / "shm"))
+    monkeypatch.setattr("datacache.command.main.default_memory", lambda: str(tmp_path / "shm"))
     assert main(["ls"]) == 0
     assert capsys.readouterr().out == f"No pools in {tmp_path}/shm.\n"
     _filled(tmp_path / "shm" / "one")
@@ -319,7 +319,7 @@ def test_who_opens_a_pool_while_ls_looks_has_it_alone(pools, monkeypatch):
 
 
 def _run(*arguments):
-    script = "import sys; from datacache.__main__ import main; status = main(sys.argv[1:]); "
+    script = "import sys; from datacache.command.main import main; status = main(sys.argv[1:]); "
     script += "print('tensorflow' in sys.modules, 'keras' in sys.modules, file=sys.stderr); sys.exit(status)"
     return subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300
@@ -387,20 +387,20 @@ def test_warm_takes_what_the_source_takes(images, tmp_path, capsys):
 
 
 def test_warm_without_success(images, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("datacache.stored.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.levels.stored.FIRST_PAUSE_S", 0.001)
     disk = ["--disk", str(tmp_path / "disk")]
     assert main(["warm", str(tmp_path / "nowhere"), *disk]) == 2
     assert "datacache: A source must exist. Received: " in capsys.readouterr().err
-    monkeypatch.setattr("datacache.opening.OF_A_DISK", "1800B")
+    monkeypatch.setattr("datacache.levels.opening.OF_A_DISK", "1800B")
     assert main(["warm", str(images), *disk]) == 1
     out, err = capsys.readouterr()
     assert err.endswith(" files have no room. Make room, or name another disk.\n")
     assert 0 < int(out.split()[-2]) < SAMPLES
-    monkeypatch.setattr("datacache.opening.OF_A_DISK", "9B")
+    monkeypatch.setattr("datacache.levels.opening.OF_A_DISK", "9B")
     assert main(["warm", str(images), "--disk", str(tmp_path / "other")]) == 2
     assert "A pool needs room before it begins. Received: 9 bytes" in capsys.readouterr().err
     monkeypatch.undo()
-    monkeypatch.setattr("datacache.stored.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.levels.stored.FIRST_PAUSE_S", 0.001)
     source = datacache.from_folder(images)
     monkeypatch.setattr("datacache.sources.image_folder.from_folder", lambda *_, **__: source)
     (images / "class0" / "00003.png").unlink()

@@ -12,13 +12,13 @@ import threading
 import numpy as np
 import pytest
 
-from datacache.filling import Filling
-from datacache.layout import Layout
-from datacache.levels import Levels
-from datacache.part import Part
-from datacache.pool import Plan, Pool
+from datacache.levels.levels import Levels
+from datacache.levels.stored import Stored
+from datacache.pool.filling import Filling
+from datacache.pool.layout import Layout
+from datacache.pool.part import Part
+from datacache.pool.pool import Plan, Pool
 from datacache.statistics import Counts
-from datacache.stored import Stored
 
 SAMPLES, BATCHES = 300, 23
 BATCH = -(-SAMPLES // BATCHES)

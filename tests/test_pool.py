@@ -17,14 +17,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datacache import heap, native
-from datacache import pool as pool_module
+from datacache import native
 from datacache.errors import CacheError, NoRoomError
-from datacache.folder import remove
-from datacache.heap import gaps
-from datacache.layout import Component, Layout
-from datacache.part import Part, homes
-from datacache.pool import Plan, Pool, existing
+from datacache.pool import heap
+from datacache.pool import pool as pool_module
+from datacache.pool.folder import remove
+from datacache.pool.heap import gaps
+from datacache.pool.layout import Component, Layout
+from datacache.pool.part import Part, homes
+from datacache.pool.pool import Plan, Pool, existing
 
 LAYOUT = Layout.of(sample := [np.zeros((5, 3), "uint8"), np.float32(0), np.zeros(2, "int64"), np.array(True)])
 SAMPLES = 40

@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np  # noqa: F401 - for scripts that import all from here
 import pytest
 
-from datacache.budget import budget_bytes
 from datacache.errors import CacheError, NoRoomError
-from datacache.folder import remove
-from datacache.idle import make_room
-from datacache.layout import Component, Layout
-from datacache.memory import available_memory, is_memory
-from datacache.part import Part
-from datacache.pool import Plan, Pool
-from datacache.room import free_bytes
+from datacache.pool.budget import budget_bytes
+from datacache.pool.folder import remove
+from datacache.pool.idle import make_room
+from datacache.pool.layout import Component, Layout
+from datacache.pool.part import Part
+from datacache.pool.pool import Plan, Pool
+from datacache.system.memory import available_memory, is_memory
+from datacache.system.room import free_bytes
 from tests.launch import ROOT
 
 MB = 10**6
@@ -84,19 +84,19 @@ def test_the_least_of_machine_and_containers(tmp_path, case):
 
 
 def test_memory_counts_where_folders_lie_in_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("datacache.room.available_memory", lambda: 12345)
+    monkeypatch.setattr("datacache.system.room.available_memory", lambda: 12345)
     assert free_bytes(tmp_path / "not" / "there") == shutil.disk_usage(tmp_path).free
-    monkeypatch.setattr("datacache.room.is_memory", lambda device: True)
+    monkeypatch.setattr("datacache.system.room.is_memory", lambda device: True)
     assert free_bytes(tmp_path / "not" / "there") == 12345
     assert budget_bytes("80%", free_bytes(tmp_path)) == 9876
 
 
 def test_columns_are_not_reserved_where_that_would_kill(tmp_path, monkeypatch):
     layout = Layout(components=(Component(dtype="uint8", shape=(10**6,)),))
-    monkeypatch.setattr("datacache.room.is_memory", lambda device: True)
-    monkeypatch.setattr("datacache.room.STEP", 10**6)
+    monkeypatch.setattr("datacache.system.room.is_memory", lambda device: True)
+    monkeypatch.setattr("datacache.system.room.STEP", 10**6)
     left = iter([10**7] * 3 + [0])
-    monkeypatch.setattr("datacache.room.available_memory", lambda: next(left))
+    monkeypatch.setattr("datacache.system.room.available_memory", lambda: next(left))
     with pytest.raises(NoRoomError, match=r"A pool needs room before it begins. Received: .*without 50000000 bytes"):
         Pool(tmp_path / "pool", lambda: Plan(layout=layout, part=Part(samples=50, slots=50)))
     assert sum(path.stat().st_blocks for path in (tmp_path / "pool").iterdir()) == 0
@@ -115,7 +115,7 @@ def _idle_pool(folder, days, samples=1):
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
     """A folder that counts as memory."""
-    monkeypatch.setattr("datacache.idle.is_memory", lambda device: True)
+    monkeypatch.setattr("datacache.pool.idle.is_memory", lambda device: True)
     return tmp_path / "memory"
 
 
@@ -168,13 +168,13 @@ def test_what_cannot_be_removed_is_kept(memory, monkeypatch):
             raise PermissionError("no")
         remove(folder)
 
-    monkeypatch.setattr("datacache.idle.remove", fails)
+    monkeypatch.setattr("datacache.pool.idle.remove", fails)
     make_room(memory, memory / "new", _room(memory), 10**9)
     assert sorted(path.name for path in memory.iterdir()) == ["one"]
 
 
 def test_pools_on_disks_are_not_removed_for_room(tmp_path, monkeypatch):
-    monkeypatch.setattr("datacache.idle.is_memory", lambda device: False)
+    monkeypatch.setattr("datacache.pool.idle.is_memory", lambda device: False)
     pool = _idle_pool(tmp_path / "pool", 1)
     make_room(tmp_path, tmp_path / "new", _room(tmp_path), 10**9)
     assert pool.exists()
@@ -197,11 +197,11 @@ def test_a_pool_that_is_made_anew_has_the_room_of_the_old_one(tmp_path, damage):
 def test_what_is_left_of_a_pool_counts_as_room_for_it(memory, monkeypatch):
     """Nodes ask before they make it, and would keep parts otherwise."""
     # With it comes TensorFlow, which has no room in the container of another test.
-    from datacache import opening
+    from datacache.levels import opening
 
     left = _idle_pool(memory / "left", 1)
     (left / "header.json").unlink()
-    monkeypatch.setattr("datacache.opening.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("datacache.levels.opening.free_bytes", lambda path: 1000)
     assert opening._with_idle(left, "100%") >= 2**20 + 1000
 
 
@@ -214,7 +214,7 @@ def test_a_pool_that_was_not_made_takes_no_room(tmp_path, monkeypatch, step):
 
     plan = Plan(layout=IMAGES, part=Part(samples=8, slots=8))
     if step == "reserve":
-        monkeypatch.setattr("datacache.folder.reserve", interrupted)
+        monkeypatch.setattr("datacache.pool.folder.reserve", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Pool(tmp_path / "pool", interrupted if step == "plan" else lambda: plan)
     assert sorted(path.name for path in (tmp_path / "pool").iterdir()) == ["claims", "users"]

@@ -65,7 +65,7 @@ class IndexedSource(Source, Protocol):
     """A source that looks for where its records begin, which may be kept beside a pool."""
 
     def keep_index(self, index: Any) -> None:
-        """Takes what is known from there, and puts there what it finds out: a `datacache.index.Index`."""
+        """Takes what is known from there, and puts there what it finds out: a `datacache.pool.index.Index`."""
         ...
 
 

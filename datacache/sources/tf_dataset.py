@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from datacache.layout import as_array
+from datacache.pool.layout import as_array
 from datacache.sources.source import SourceError
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from datacache.index import Index
 from datacache.native import read_file
+from datacache.pool.index import Index
 from datacache.sources.source import SourceError, digest
 
 LENGTH, CHECKED_LENGTH, CHECKSUM = 8, 12, 4

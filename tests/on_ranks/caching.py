@@ -13,8 +13,8 @@ import tensorflow as tf
 import datacache
 import keras_callbacks
 import tfposeidon as tp
-from datacache.exchange import Exchange
-from datacache.layout import Layout
+from datacache.nodes.exchange import Exchange
+from datacache.pool.layout import Layout
 from tests import drawn
 from tests.on_ranks.checks import Raises
 from tfposeidon.communication.wire import exchange_objects

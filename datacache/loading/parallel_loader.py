@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from datacache.loader_process import Load, LoaderProcess, views
+from datacache.loading.loader_process import Load, LoaderProcess, views
 
 REMEDIES = {
     1: "What it printed says why; it imports the main script, which must begin its work under "

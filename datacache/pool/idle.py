@@ -10,11 +10,11 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from datacache.access import Directory
 from datacache.errors import CacheError
-from datacache.folder import FILES, STAYS, remove
-from datacache.inspection import Report, look, pools
-from datacache.memory import is_memory
+from datacache.pool.folder import FILES, STAYS, remove
+from datacache.pool.inspection import Report, look, pools
+from datacache.system.access import Directory
+from datacache.system.memory import is_memory
 from tfposeidon.text import readable
 
 log = logging.getLogger("tfposeidon")

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from datacache.layout import ALIGNMENT
+from datacache.pool.layout import ALIGNMENT
 
 GRACE_S = 1.0
 """For a loader that is told to stop to finish the item it is at."""

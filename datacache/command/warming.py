@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from datacache.access import PRIVATE, Access
-from datacache.filling import Filling
-from datacache.opening import stored_pool
+from datacache.levels.opening import stored_pool
+from datacache.levels.stored import Stored
+from datacache.pool.filling import Filling
 from datacache.sources.source import RandomSource
 from datacache.statistics import Counts, Statistics
-from datacache.stored import Stored
+from datacache.system.access import PRIVATE, Access
 from datacache.windows import done_in_windows
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from datacache.access import PRIVATE, Access, Directory
 from datacache.errors import NoRoomError
-from datacache.folder import lock, lock_byte
-from datacache.forks import unshared
-from datacache.room import reserve, says_full
+from datacache.pool.folder import lock, lock_byte
+from datacache.system.access import PRIVATE, Access, Directory
+from datacache.system.forks import unshared
+from datacache.system.room import reserve, says_full
 
 ENTRY = 16
 """Bytes of an offset and a length."""

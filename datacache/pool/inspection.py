@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from datacache.access import Directory
 from datacache.errors import CacheError
-from datacache.folder import FILES, lock
-from datacache.forks import unshared
-from datacache.header import HEADER, check, opened
-from datacache.heap import USED
-from datacache.pool import READY, WORD, Plan
+from datacache.pool.folder import FILES, lock
+from datacache.pool.header import HEADER, check, opened
+from datacache.pool.heap import USED
+from datacache.pool.pool import READY, WORD, Plan
+from datacache.system.access import Directory
+from datacache.system.forks import unshared
 
 BLOCK = 512
 """Bytes that `stat` counts in, whatever the file system's own blocks are."""

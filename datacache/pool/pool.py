@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from datacache.access import PRIVATE, Access
-from datacache.ahead import AT_ONCE, Ahead, mapped
-from datacache.boot import boot_number
-from datacache.folder import Blueprint, Folder
-from datacache.header import check, opened
-from datacache.heap import STATE_BYTES, Heap
-from datacache.layout import Component, Layout, batch
 from datacache.native import gather, in_memory, mark
-from datacache.part import Part
+from datacache.pool.folder import Blueprint, Folder
+from datacache.pool.header import check, opened
+from datacache.pool.heap import STATE_BYTES, Heap
+from datacache.pool.layout import Component, Layout, batch
+from datacache.pool.part import Part
+from datacache.system.access import PRIVATE, Access
+from datacache.system.ahead import AT_ONCE, Ahead, mapped
+from datacache.system.boot import boot_number
 from datacache.windows import windows
 
 WORD = np.dtype(np.uint64)

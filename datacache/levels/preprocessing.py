@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from datacache.filling import Arrays
-from datacache.fingerprint import Traced
+from datacache.levels.fingerprint import Traced
+from datacache.pool.filling import Arrays
 from datacache.sources.source import Source, SourceError
 
 AT_A_TIME = 8

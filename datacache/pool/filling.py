@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from datacache.errors import CacheError
-from datacache.pool import Pool
+from datacache.pool.pool import Pool
 from datacache.statistics import Counts
 
 log = logging.getLogger("tfposeidon")

@@ -9,8 +9,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from datacache.access import Directory
 from datacache.errors import CacheError, DamagedError
+from datacache.system.access import Directory
 
 FORMAT = 2
 HEADER = "header.json"

@@ -10,23 +10,23 @@ from pathlib import Path
 
 import numpy as np
 
-from datacache.access import PRIVATE, Access
-from datacache.budget import budget_bytes
 from datacache.errors import NoRoomError
-from datacache.filling import Arrays, Filling
-from datacache.fingerprint import Traced
-from datacache.header import is_pool
-from datacache.idle import idle, make_room
-from datacache.index import Index
-from datacache.layout import Layout
-from datacache.levels import Levels
-from datacache.part import Part
-from datacache.pool import Plan, Pool
-from datacache.preprocessing import Preprocessing
-from datacache.records import packed
-from datacache.room import free_bytes
+from datacache.levels.fingerprint import Traced
+from datacache.levels.levels import Levels
+from datacache.levels.preprocessing import Preprocessing
+from datacache.levels.stored import Stored
+from datacache.pool.budget import budget_bytes
+from datacache.pool.filling import Arrays, Filling
+from datacache.pool.header import is_pool
+from datacache.pool.idle import idle, make_room
+from datacache.pool.index import Index
+from datacache.pool.layout import Layout
+from datacache.pool.part import Part
+from datacache.pool.pool import Plan, Pool
+from datacache.pool.records import packed
 from datacache.sources.source import IndexedSource, Source, digest
-from datacache.stored import Stored
+from datacache.system.access import PRIVATE, Access
+from datacache.system.room import free_bytes
 
 log = logging.getLogger("tfposeidon")
 OF_A_DISK = "95%"

@@ -10,10 +10,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from datacache.filling import Arrays
-from datacache.levels import Levels
-from datacache.part import homes
-from datacache.partition import Partition
+from datacache.levels.levels import Levels
+from datacache.nodes.partition import Partition
+from datacache.pool.filling import Arrays
+from datacache.pool.part import homes
 from tfposeidon.communication import launcher, runtime
 from tfposeidon.communication.wire import Wire, exchange_objects
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datacache.access import PRIVATE, Access, Directory
 from datacache.errors import CacheError, DamagedError, NoRoomError
-from datacache.forks import unshared
-from datacache.header import HEADER, PART, TAIL, check, drawn, no_cache, opened, tail, write
-from datacache.room import reserve, says_full
+from datacache.pool.header import HEADER, PART, TAIL, check, drawn, no_cache, opened, tail, write
+from datacache.system.access import PRIVATE, Access, Directory
+from datacache.system.forks import unshared
+from datacache.system.room import reserve, says_full
 
 log = logging.getLogger("tfposeidon")
 SHARED_MEMORY = "/dev/shm"

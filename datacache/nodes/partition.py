@@ -10,9 +10,9 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from datacache.exchange import Exchange
-from datacache.filling import Arrays
-from datacache.levels import Levels
+from datacache.levels.levels import Levels
+from datacache.nodes.exchange import Exchange
+from datacache.pool.filling import Arrays
 from tfposeidon.communication.wire import Wire
 
 WINDOW = 64

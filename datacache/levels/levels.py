@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from datacache.filling import POLL_S, Arrays, Filling
-from datacache.layout import Layout, batch
-from datacache.pool import Pool
-from datacache.stored import Stored
+from datacache.levels.stored import Stored
+from datacache.pool.filling import POLL_S, Arrays, Filling
+from datacache.pool.layout import Layout, batch
+from datacache.pool.pool import Pool
 from datacache.windows import windows
 
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from datacache.filling import Arrays, Filling
-from datacache.pool import Pool
+from datacache.pool.filling import Arrays, Filling
+from datacache.pool.pool import Pool
 from datacache.sources.source import RandomSource, Source, SourceError, StreamSource
 from datacache.windows import windows
 

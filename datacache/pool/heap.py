@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from datacache.boot import boot_number
-from datacache.folder import Folder, lock_byte
-from datacache.forks import unshared
-from datacache.header import TAIL
-from datacache.room import reserve, says_full
+from datacache.pool.folder import Folder, lock_byte
+from datacache.pool.header import TAIL
+from datacache.system.boot import boot_number
+from datacache.system.forks import unshared
+from datacache.system.room import reserve, says_full
 
 CHUNK = 2**24
 """Bytes of which the room is taken at a time: a power of two that holds many samples."""

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from datacache.ahead import Ahead, mapped
-from datacache.layout import Layout
-from datacache.nodes import Reader
+from datacache.nodes.partitioning import Reader
 from datacache.order import Order, Position
+from datacache.pool.layout import Layout
+from datacache.system.ahead import Ahead, mapped
 from datacache.windows import IN_FLIGHT
 
 LARGE_PAGE = 2**21

@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from datacache.memory import available_memory, is_memory
+from datacache.system.memory import available_memory, is_memory
 
 STEP = 2**26
 """Bytes of which room is taken at a time: more than a file system needs to be fast, less than others would miss."""

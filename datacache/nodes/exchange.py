@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from datacache.filling import Arrays
-from datacache.layout import Layout
-from datacache.records import packed, unpacked
+from datacache.pool.filling import Arrays
+from datacache.pool.layout import Layout
+from datacache.pool.records import packed, unpacked
 from datacache.sources.source import SourceError
 from tfposeidon.communication.wire import Wire
 

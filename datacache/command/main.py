@@ -1,0 +1,265 @@
+"""`python -m datacache`: the pools of caches, seen and handled from outside of jobs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from datacache.command.progress import Progress
+from datacache.errors import CacheError
+from datacache.pool.folder import default_memory, remove
+from datacache.pool.inspection import Contents, Report, contents, look, pools
+from datacache.pool.pool import existing
+from datacache.sources.source import SourceError
+from datacache.system.access import Access, Directory
+from tfposeidon.text import readable, table
+
+DONE, TORN, WITHOUT_ROOM, FAILED, INTERRUPTED = 0, 1, 1, 2, 130
+HEADINGS = ("FOLDER", "SOURCE", "READY", "KEPT", "OF", "TAKES", "OPENED", "STATE")
+MINUTE = "%Y-%m-%d %H:%M"
+WINDOW = 256
+"""Samples that `verify` looks at between two signs of life."""
+DESCRIPTION = """Pools keep the samples of caches: in /dev/shm and on local disks, one folder each.
+
+  python -m datacache ls                               what this user has in shared memory
+  python -m datacache ls /local/cache                  what is on a disk
+  python -m datacache warm /data/train --disk /local/cache
+  python -m datacache rm --all /local/cache            what no job has open
+
+All but `warm` load no TensorFlow, and are safe while jobs run. The exit status is 2 if something could not be done."""
+OF_LS = """Lists pools: what they keep, which of it is ready, and whether a process has them open.
+
+Nothing is made or mapped. What cannot be used is listed with the reason, and `rm` removes it."""
+OF_VERIFY = """Looks at the checksums of all samples that are ready.
+
+Torn ones are not ready any more, so that jobs make them again. The exit status is 1 if there were any."""
+OF_WARM = """Brings the files of a folder to a local disk, so that jobs begin with a warm one.
+
+Jobs find them with `datacache.Cache(datacache.from_folder(SOURCE), disk=DISK)`, if they name the same endings and
+group, and both have labels or not. What is there is not read again, so it can be ended and started anew, also while
+jobs run. The exit status is 1 if the disk has no room for all files."""
+OF_RM = """Removes pools that no process has open, and what is left of pools that were never finished.
+
+A folder that holds anything else is left alone."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that was asked for; returns the exit status."""
+    options = _parser().parse_args(argv)
+    try:
+        return options.run(options)
+    except BrokenPipeError:
+        # Whoever read has seen enough; Python would complain once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (CacheError, SourceError, OSError) as error:
+        return _failed(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m datacache", description=DESCRIPTION)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], description: str) -> argparse.ArgumentParser:
+        help_text = description.partition("\n")[0].rstrip(".")
+        added = commands.add_parser(name, help=help_text[0].lower() + help_text[1:], description=description)
+        added.formatter_class = argparse.RawDescriptionHelpFormatter
+        added.set_defaults(run=run)
+        return added
+
+    def folders(of: argparse.ArgumentParser, count: str, help_text: str) -> None:
+        of.add_argument("folders", nargs=count, type=Path, metavar="FOLDER", help=help_text)
+
+    ls = command("ls", _ls, OF_LS)
+    folders(ls, "*", f"a pool, or a folder of pools ({default_memory()})")
+    ls.add_argument("--json", action="store_true", help="for machines")
+    stats = command("stats", _stats, "Says all there is to say of a pool.")
+    stats.add_argument("folder", type=Path, metavar="FOLDER", help="a pool")
+    folders(command("verify", _verify, OF_VERIFY), "+", "a pool, or a folder of pools")
+    _add_warm(command("warm", _warm, OF_WARM))
+    rm = command("rm", _rm, OF_RM)
+    folders(rm, "*", "a pool; with --all a folder of pools")
+    rm.add_argument("--all", action="store_true", help=f"all pools in these folders ({default_memory()})")
+    return parser
+
+
+def _add_warm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder with a folder of files for each class")
+    parser.add_argument("--disk", type=Path, required=True, metavar="FOLDER", help="on a local disk")
+    parser.add_argument(
+        "--extensions", nargs="*", metavar="END", help="endings of the files to take, all if none is named (of images)"
+    )
+    parser.add_argument("--no-labels", action="store_true", help="for from_folder(..., labels=False)")
+    parser.add_argument("--group", metavar="NAME", help="for Cache(..., group=NAME), whose members share the files")
+
+
+def _ls(options: argparse.Namespace) -> int:
+    roots = options.folders or _own_memory()
+    found = [path for root in roots for path in pools(root)]
+    reports = [report for path in found if (report := look(path))]
+    if options.json:
+        print(json.dumps([report.to_dict() for report in reports], indent=2))
+    elif reports:
+        reasons = [f"{one.folder} cannot be used. {one.trouble}" for one in reports if one.trouble]
+        print("\n".join([*table([HEADINGS, *map(_row, reports)]), *reasons]))
+    else:
+        print(f"No pools in {', '.join(map(str, roots or [default_memory()]))}.")
+    return DONE
+
+
+def _own_memory(closed: bool = True) -> list[Path]:
+    """This user's folder in shared memory, where somebody else could have made one; none if there is none."""
+    root = Path(default_memory())
+    try:
+        Directory(root, closed=closed).close()
+    except FileNotFoundError:
+        return []
+    return [root]
+
+
+def _row(report: Report) -> tuple[str, ...]:
+    of = report.contents
+    samples = (of.plan.source, str(of.ready), str(of.slots), str(of.plan.part.samples)) if of else ("?",) * 4
+    state = "in use" if report.in_use else "idle"
+    return (
+        str(report.folder),
+        *samples,
+        readable(report.bytes),
+        f"{report.opened:{MINUTE}}",
+        state if of else f"broken, {state}",
+    )
+
+
+def _stats(options: argparse.Namespace) -> int:
+    of, report = contents(options.folder), look(options.folder)
+    if report is None:
+        raise CacheError(f"A pool must stay to be looked at. Received: {options.folder}, which has gone.")
+    facts = {
+        "folder": str(report.folder),
+        **_facts(of),
+        "takes": readable(report.bytes),
+        "made": f"{report.made:{MINUTE}}",
+        "opened": f"{report.opened:{MINUTE}}, {'in use' if report.in_use else 'idle'}",
+    }
+    print("\n".join(table(list(facts.items()))))
+    return DONE
+
+
+def _facts(of: Contents) -> dict[str, str]:
+    part, layout = of.plan.part, of.plan.layout
+    whose = f"of node {part.node}, which is one of {part.nodes}" if part.nodes > 1 else "of all"
+    room = "all" if of.slots == part.wanted else f"{of.slots} that have room, chosen by seed {part.seed},"
+    heap = "none, as all samples are of one size"
+    if of.heap_used is not None and of.heap_capacity is not None:
+        heap = f"{readable(of.heap_used)} used of at most {readable(of.heap_capacity)}"
+    return {
+        "source": of.plan.source,
+        "samples": f"{of.ready} ready of {of.slots} kept of {part.samples}",
+        "part": f"{room} {whose}",
+        "sample": ", ".join(map(str, layout.components)),
+        "columns": f"{layout.bytes} B for each sample, {readable(layout.offsets(of.slots)[-1])}",
+        "heap": heap,
+    }
+
+
+def _verify(options: argparse.Namespace) -> int:
+    found = [path for folder in options.folders for path in (pools(folder) if folder.is_dir() else []) or [folder]]
+    return max(_each(found, _verify_one))
+
+
+def _verify_one(folder: Path) -> int:
+    # First that its files are as long as they must be.
+    contents(folder)
+    pool = existing(folder)
+    try:
+        samples = np.arange(pool.plan.part.samples)
+        samples = samples[pool.ready(samples)]
+        progress, torn = Progress(len(samples), "samples"), 0
+        for begin in range(0, len(samples), WINDOW):
+            window = samples[begin : begin + WINDOW]
+            torn += len(pool.torn(window, again=True))
+            progress.add(len(window))
+        progress.close()
+    finally:
+        pool.close()
+    again = ", which jobs make again" if torn else ""
+    print(f"{folder}: {len(samples) - torn} whole, {torn} torn{again}")
+    return TORN if torn else DONE
+
+
+def _warm(options: argparse.Namespace) -> int:
+    # Nobody waits for TensorFlow who asks for less.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from datacache.command.warming import warm
+    from datacache.sources.image_folder import from_folder
+
+    access = _access(options.group)
+    chosen = {} if options.extensions is None else {"extensions": options.extensions or None}
+    bars: list[Progress] = []
+
+    def started(total: int) -> Callable[[int], None]:
+        bars.append(Progress(total, "files"))
+        return bars[0].add
+
+    try:
+        source = from_folder(options.source, labels=not options.no_labels, **chosen)
+        warmed = warm(source, options.disk, started, access)
+    finally:
+        for bar in bars:
+            bar.close()
+    counts = warmed.counts
+    print(f"{warmed.folder}: {counts.source_reads} files read ({readable(counts.source_bytes)}), {warmed.ready} ready")
+    if warmed.ready == warmed.samples:
+        return DONE
+    print(f"{warmed.samples - warmed.ready} files have no room. Make room, or name another disk.", file=sys.stderr)
+    return WITHOUT_ROOM
+
+
+def _access(group: str | None) -> Access:
+    try:
+        return Access.of(int(group) if group and group.isdigit() else group)
+    except ValueError as error:
+        raise CacheError(str(error)) from error
+
+
+def _rm(options: argparse.Namespace) -> int:
+    if not options.folders and not options.all:
+        raise CacheError("What to remove must be named. Received: nothing. Name pools, or say --all.")
+    roots = options.folders or _own_memory(closed=False)
+    return max(_each([path for root in roots for path in pools(root)] if options.all else roots, _rm_one), default=DONE)
+
+
+def _rm_one(folder: Path) -> int:
+    report = look(folder)
+    remove(folder)
+    print(f"{folder}: freed {readable(report.bytes if report else 0)}")
+    return DONE
+
+
+def _each(folders: Sequence[Path], run: Callable[[Path], int]) -> list[int]:
+    """Does the others, too, if one fails."""
+    statuses = []
+    for folder in folders:
+        try:
+            statuses.append(run(folder))
+        except (CacheError, OSError) as error:
+            statuses.append(_failed(error))
+    return statuses
+
+
+def _failed(error: Exception) -> int:
+    print(f"datacache: {error}", file=sys.stderr)
+    return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

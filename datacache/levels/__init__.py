@@ -1,0 +1,1 @@
+"""Where a node looks for a sample: memory, a local disk, the source."""

@@ -1,0 +1,1 @@
+"""How the nodes of a job share the samples of a cache."""

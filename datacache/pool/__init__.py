@@ -1,0 +1,1 @@
+"""Samples in files that all processes of a node map: written once, read by everybody."""
