@@ -28,7 +28,7 @@ REMEDY = (
 )
 
 
-class Passes:
+class EpochIterator:
     """Passes of one rank over the samples: one epoch each, and how far training has come.
 
     Batches are read ahead, and Keras looks at one to build a model, so what was read does not tell what was trained:
@@ -194,11 +194,13 @@ def large_pages(size: int) -> mmap.mmap:
     return pages
 
 
-def batches(passes: Passes, layout: Layout, structure: Any, reader: Reader, warm: bool = False) -> tf.data.Dataset:
+def batches(
+    epochs: EpochIterator, layout: Layout, structure: Any, reader: Reader, warm: bool = False
+) -> tf.data.Dataset:
     """A dataset of this rank's part of each global batch; each iteration is the next pass.
 
     Args:
-      passes: What to read.
+      epochs: What to read.
       layout: Of the samples.
       structure: Nested `tf.TensorSpec`s of a sample.
       reader: Where samples come from.
@@ -206,9 +208,9 @@ def batches(passes: Passes, layout: Layout, structure: Any, reader: Reader, warm
     """
     buffers = None if layout.varies else Buffers(layout)
     if buffers and warm:
-        buffers.prepare(min(BUFFERS, len(passes)), passes.share)
+        buffers.prepare(min(BUFFERS, len(epochs)), epochs.share)
     types = [tf.as_dtype(component.dtype) for component in layout.components]
-    under_way = _UnderWay(passes, reader)
+    under_way = _UnderWay(epochs, reader)
 
     def read(number: np.ndarray, step: np.ndarray) -> Sequence[np.ndarray]:
         samples = under_way.samples(int(number), int(step))
@@ -231,8 +233,8 @@ def batches(passes: Passes, layout: Layout, structure: Any, reader: Reader, warm
         .map(fetch, num_parallel_calls=IN_FLIGHT, deterministic=True)
         .prefetch(1)
     )
-    if not passes.begins_within_an_epoch:
-        data = data.apply(tf.data.experimental.assert_cardinality(len(passes)))
+    if not epochs.begins_within_an_epoch:
+        data = data.apply(tf.data.experimental.assert_cardinality(len(epochs)))
     options = tf.data.Options()
     # Tuning stalls the ends of epochs for seconds.
     options.autotune.enabled = False
@@ -243,8 +245,8 @@ def batches(passes: Passes, layout: Layout, structure: Any, reader: Reader, warm
 class _UnderWay:
     """Passes that iterators have begun, by number."""
 
-    def __init__(self, passes: Passes, reader: Reader) -> None:
-        self._passes, self._reader = passes, reader
+    def __init__(self, epochs: EpochIterator, reader: Reader) -> None:
+        self._epochs, self._reader = epochs, reader
         self._numbers = itertools.count()
         self._begun: dict[int, Position] = {}
         self._latest: dict[int, tuple[list[np.ndarray], Callable[[int], None]]] = {}
@@ -252,7 +254,7 @@ class _UnderWay:
     def begin(self) -> tuple[np.int64, np.int64]:
         """The number of the next pass, and how many steps it has."""
         number = next(self._numbers)
-        begin, shares = self._passes.begin()
+        begin, shares = self._epochs.begin()
         self._begun[number] = begin
         self._latest = {n: of for n, of in self._latest.items() if n == number - 1}
         self._latest[number] = shares, self._reader.look_ahead(shares)
@@ -263,9 +265,9 @@ class _UnderWay:
         begin = self._begun[number]
         if number not in self._latest:
             # One of three iterators or more over one dataset.
-            self._latest[number] = self._passes.shares(begin), lambda _: None
+            self._latest[number] = self._epochs.shares(begin), lambda _: None
         shares, look_ahead = self._latest[number]
         look_ahead(step)
         if step == len(shares) - 1:
-            self._passes.end(begin)
+            self._epochs.end(begin)
         return shares[step]

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from datacache.batches import Passes, batches
+from datacache.batches import EpochIterator, batches
 from datacache.levels.fingerprint import fingerprint, traced
 from datacache.levels.opening import open_levels
 from datacache.nodes import partitioning
@@ -126,11 +126,11 @@ class Cache:
           ValueError: If a batch has fewer samples than there are ranks, or the state is of other samples or another
             order.
         """
-        passes = self._new_passes(global_batch, seed, shuffle, state)
+        epochs = self._new_epochs(global_batch, seed, shuffle, state)
         memory = self._levels.memory
         warm = memory is not None and memory.is_whole
-        data = batches(passes, self._levels.layout, self._traced.structure, self._reader, warm)
-        return self._positions.add(data, passes)
+        data = batches(epochs, self._levels.layout, self._traced.structure, self._reader, warm)
+        return self._positions.add(data, epochs)
 
     def pydataset(
         self,
@@ -158,8 +158,8 @@ class Cache:
                 "threads, and would send each batch once more. Received: use_multiprocessing=True. Leave it out; "
                 "`workers` threads copy batches at the same time."
             )
-        passes = self._new_passes(global_batch, seed, shuffle, state)
-        return self._positions.add(_PyDataset(passes, self._packed, arguments), passes)
+        epochs = self._new_epochs(global_batch, seed, shuffle, state)
+        return self._positions.add(_PyDataset(epochs, self._packed, arguments), epochs)
 
     def random_access(self) -> RandomAccess:
         """The samples by number: what Grain's `MapDataset.source` and PyTorch's data loaders take."""
@@ -176,11 +176,11 @@ class Cache:
         Raises:
           RuntimeError: If it was left within an epoch.
         """
-        passes = self._positions.of(data)
-        passes.go_on()
+        epochs = self._positions.of(data)
+        epochs.go_on()
         for batch in data:
             yield batch
-            passes.count(1)
+            epochs.count(1)
 
     def count(self, steps: int, data: Any = None) -> None:
         """Says that so many steps more were trained.
@@ -258,10 +258,10 @@ class Cache:
         kept = f"{memory.slots} of {len(self)} samples in {memory.folder}" if memory else "nothing in memory"
         return f"datacache: {kept}, {memory.filled if memory else 0} ready"
 
-    def _new_passes(self, global_batch: int, seed: int, shuffle: bool, state: dict[str, Any] | None) -> Passes:
+    def _new_epochs(self, global_batch: int, seed: int, shuffle: bool, state: dict[str, Any] | None) -> EpochIterator:
         order = Order(samples=len(self), global_batch=global_batch, seed=seed, shuffle=shuffle)
         place = launcher.place()
-        return Passes(order, place.rank, place.size, state)
+        return EpochIterator(order, place.rank, place.size, state)
 
     def _packed(self, samples: np.ndarray) -> Any:
         return tf.nest.pack_sequence_as(self._traced.structure, self._reader.batch(samples))
@@ -294,22 +294,22 @@ class RandomAccess:
 
 
 class _PyDataset(keras.utils.PyDataset):
-    def __init__(self, passes: Passes, packed: Callable[[np.ndarray], Any], arguments: dict[str, Any]) -> None:
+    def __init__(self, epochs: EpochIterator, packed: Callable[[np.ndarray], Any], arguments: dict[str, Any]) -> None:
         super().__init__(**arguments)
-        self._passes, self._read, self._lock = passes, packed, threading.Lock()
+        self._epochs, self._read, self._lock = epochs, packed, threading.Lock()
         self._begin: Position | None = None
 
     def __len__(self) -> int:
-        return len(self._passes)
+        return len(self._epochs)
 
     def __getitem__(self, step: int) -> Any:
         with self._lock:
             # Keras asks for the length, and maybe for a batch, before it says which epoch begins.
-            if self._begin != self._passes.position:
-                self._begin, self._shares = self._passes.begin()
+            if self._begin != self._epochs.position:
+                self._begin, self._shares = self._epochs.begin()
             samples = self._shares[step]
         return self._read(samples)
 
     def on_epoch_end(self) -> None:
         if self._begin is not None:
-            self._passes.end(self._begin)
+            self._epochs.end(self._begin)

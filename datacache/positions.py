@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from datacache.batches import Passes
+from datacache.batches import EpochIterator
 
 Data = TypeVar("Data")
 
@@ -18,16 +18,16 @@ class Positions:
     """The positions of the datasets that a cache has made, found by what is iterated over."""
 
     def __init__(self) -> None:
-        self._made: list[Passes] = []
-        self._of: weakref.WeakKeyDictionary[Any, Passes] = weakref.WeakKeyDictionary()
+        self._made: list[EpochIterator] = []
+        self._of: weakref.WeakKeyDictionary[Any, EpochIterator] = weakref.WeakKeyDictionary()
 
-    def add(self, data: Data, passes: Passes) -> Data:
+    def add(self, data: Data, epochs: EpochIterator) -> Data:
         """Notes whose position it is; returns the dataset."""
-        self._made.append(passes)
-        self._of[data] = passes
+        self._made.append(epochs)
+        self._of[data] = epochs
         return data
 
-    def of(self, data: Any = None) -> Passes:
+    def of(self, data: Any = None) -> EpochIterator:
         """The position of a dataset.
 
         Args:

@@ -20,7 +20,7 @@ from tfposeidon.exchange.agreement import as_json, first_difference
 from tfposeidon.state.rank_state import Piece, redistributed
 from tfposeidon.state.snapshots import Snapshot, SnapshotError, Snapshots, listed, numbered
 from tfposeidon.training import layer_state
-from tfposeidon.training.skip_batches import PassOver, is_passing_over, retrace
+from tfposeidon.training.skip_batches import SkipBatches, is_skipping, retrace
 
 _LAYER = "layer."
 
@@ -82,10 +82,10 @@ class Checkpoint(keras.callbacks.Callback):
             self._pending_metrics = []
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._passing_over = is_passing_over(self.model)
+        self._skipping = is_skipping(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._passing_over:
+        if self._skipping:
             return
         before, self._steps = self._steps, self._steps + self.model.steps_per_execution
         self._look_after_it()
@@ -181,7 +181,7 @@ class Checkpoint(keras.callbacks.Callback):
             snapshot.meta["batches"],
         )
         if snapshot.meta["batches"]:
-            self.model.train_function = PassOver(self.model, snapshot.meta["batches"])
+            self.model.train_function = SkipBatches(self.model, snapshot.meta["batches"])
 
     def _build_optimizers(self, snapshot: Snapshot) -> None:
         """Those that learn in a step what they train, such as a GAN's: for what they trained when they were saved."""

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_callbacks.model_state import optimizers
 from tfposeidon.optimizer import DistributedOptimizer
 from tfposeidon.optimizers.wrapping import innermost
-from tfposeidon.training.skip_batches import is_passing_over
+from tfposeidon.training.skip_batches import is_skipping
 
 
 class LearningRateSchedule(keras.callbacks.Callback):
@@ -94,7 +94,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         # A resumed epoch's first batches were trained on before, and their rates are in the state.
-        if not self.staircase and not is_passing_over(self.model):
+        if not self.staircase and not is_skipping(self.model):
             assert self.steps_per_epoch
             self._set(self._epoch + batch / self.steps_per_epoch)
 

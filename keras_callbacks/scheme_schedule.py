@@ -10,7 +10,7 @@ import keras
 from tfposeidon import policies
 from tfposeidon.communication import runtime
 from tfposeidon.training.session import optimizers_of
-from tfposeidon.training.skip_batches import is_passing_over, retrace
+from tfposeidon.training.skip_batches import is_skipping, retrace
 
 
 class SchemeSchedule(keras.callbacks.Callback):
@@ -50,7 +50,7 @@ class SchemeSchedule(keras.callbacks.Callback):
             )
         self._next: policies.Policy | None = None
         self._optimizers: list[Any] = []
-        self._passing_over = False
+        self._skipping = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._optimizers = optimizers_of(self.model)
@@ -76,11 +76,11 @@ class SchemeSchedule(keras.callbacks.Callback):
             self._change_if_flushed()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._passing_over = is_passing_over(self.model)
+        self._skipping = is_skipping(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Ranks that end an epoch together need the exchange that they know until its end.
-        if not self._passing_over and not any(optimizer.ends_with_first_rank for optimizer in self._optimizers):
+        if not self._skipping and not any(optimizer.ends_with_first_rank for optimizer in self._optimizers):
             self._change_if_flushed()
 
     def _change_if_flushed(self) -> None:

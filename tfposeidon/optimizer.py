@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfposeidon import arguments, policies, sample_counts
 from tfposeidon.communication import runtime, surroundings
 from tfposeidon.exchange import factor_agreement, layer_norms
-from tfposeidon.exchange.agreed_plan import Planner
+from tfposeidon.exchange.agreed_plan import AgreedPlans
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.gradients.accumulation import Accumulation
 from tfposeidon.gradients.description import describe, merge_rows
@@ -91,7 +91,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         )
         rule.gradient_accumulation_steps = None
         self.inner_optimizer = inner_optimizer
-        self._planner = Planner(policy, bucket_bytes)
+        self._plans = AgreedPlans(policy, bucket_bytes)
         self._accumulation: Accumulation | None = None
         self._shards: ServerShards | None = None
         self._count_samples = sample_count
@@ -171,7 +171,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
                 "There is a plan once the optimizer knows its variables. Received: an optimizer that is not built. "
                 "Call fit, or optimizer.build(model.trainable_variables), first."
             )
-        return self._planner.plan(self._trainable_variables, self.inner_optimizer)
+        return self._plans.plan(self._trainable_variables, self.inner_optimizer)
 
     def get_config(self) -> dict[str, Any]:
         """Everything that the constructor takes, for saving with the model."""
@@ -179,7 +179,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "scheme": keras.saving.serialize_keras_object(self.policy),
-            "bucket_bytes": self._planner.bucket_bytes,
+            "bucket_bytes": self._plans.bucket_bytes,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "sample_count": keras.saving.serialize_keras_object(self._count_samples),
         }
@@ -285,7 +285,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: Any) -> None:
         # The one thing that Keras's LossScaleOptimizer does to an optimizer that it is put around.
-        if hasattr(self, "_planner"):
+        if hasattr(self, "_plans"):
             raise ValueError(
                 "DistributedOptimizer must be the outermost optimizer. Received: a loss scale, or a "
                 "LossScaleOptimizer, around it. Write DistributedOptimizer(LossScaleOptimizer(optimizer))."
@@ -369,7 +369,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def policy(self) -> policies.Policy:
         """What decides which variable goes by which scheme."""
-        return self._planner.policy
+        return self._plans.policy
 
     def flush(self) -> bool:
         """Makes all steps from now on send everything, what schemes have kept included: before they change.
@@ -377,14 +377,14 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
           Whether there are schemes that keep anything.
         """
-        for exchanger in self._planner.exchangers:
+        for exchanger in self._plans.exchangers:
             exchanger.flush()
-        return any(any(exchanger.states) for exchanger in self._planner.exchangers)
+        return any(any(exchanger.states) for exchanger in self._plans.exchangers)
 
     @property
     def has_flushed(self) -> bool:
         """Whether a step that counted has sent everything since `flush`; the same on all ranks."""
-        return all(exchanger.has_flushed for exchanger in self._planner.exchangers)
+        return all(exchanger.has_flushed for exchanger in self._plans.exchangers)
 
     def change_scheme(self, scheme: Any) -> None:
         """Exchanges by another scheme from the next traced step on; what was kept for the old one is dropped.
@@ -395,8 +395,8 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
           scheme: As in the constructor; the same on all ranks, at the same step.
         """
         policy = policies.parse(scheme)
-        rules.check_change(self._planner.policy, policy)
-        self._planner.change_policy(policy)
+        rules.check_change(self._plans.policy, policy)
+        self._plans.change_policy(policy)
 
     @property
     def exposed_s(self) -> float:
@@ -415,7 +415,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def exchangers(self) -> list[Exchanger]:
         """What exchanges the gradients in the steps so far, for each list of variables."""
-        return self._planner.agreed
+        return self._plans.agreed
 
     def begin_epoch(self) -> None:
         """Forgets who was absent, and drops gradients accumulated for an update that no longer comes."""
@@ -428,7 +428,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     def _agreed_on(self, grads: list[Any], variables: list[Any], count: Any) -> list[Any]:
         """Makes sure that all ranks are about to do the same; gradients, with factors where these are sent."""
         surroundings.check_graph()
-        self._planner.agree(grads, variables, self.inner_optimizer, self._settings(count))
+        self._plans.agree(grads, variables, self.inner_optimizer, self._settings(count))
         plan = self._exchanger(variables).plan
         return factor_agreement.taken(grads, plan, [*variables, *self.inner_optimizer.variables])
 
@@ -443,16 +443,16 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         presence = exchanger.presence(grads, count)
         sent = factor_agreement.as_planned(grads, exchanger.plan)
         ready = _time_after(sent)
-        update_rate = self._planner.update_rate(variables)
-        rate = update_rate.now(self.inner_optimizer) if any(exchanger.states) else None
-        rescale = None if rate is None else update_rate.rescale(rate)
+        effective_rate = self._plans.effective_rate(variables)
+        rate = effective_rate.now(self.inner_optimizer) if any(exchanger.states) else None
+        rescale = None if rate is None else effective_rate.rescale(rate)
         means, states = exchanger.exchange(sent, presence.weight, rescale)
         if self._shards is not None:
             means = self._shards.completed(means)
         self._exposed_s.assign_add(_time_after(means) - ready)
         pairs = list(zip(itertools.chain(*exchanger.states), itertools.chain(*states), strict=True))
         if rate is not None:
-            pairs += [(update_rate.variable, rate), (exchanger.seen, exchanger.now_seen(presence))]
+            pairs += [(effective_rate.variable, rate), (exchanger.seen, exchanger.now_seen(presence))]
         # Read by nobody in most steps; a collective whose result is not used would be left out.
         self._absent.assign(presence.absent)
         # At a rate of 0 the update does nothing, and what was sent would be lost.
@@ -469,7 +469,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         _assign_if(counts, means, pairs)
 
     def _apply_inner(self, means: list[Any], variables: list[Any], run: Callable[[_Apply], None]) -> None:
-        with layer_norms.used(self.inner_optimizer, self._planner.norms(variables)):
+        with layer_norms.used(self.inner_optimizer, self._plans.norms(variables)):
             if self._shards is not None:
                 self._shards.apply(means, run)
             else:
@@ -486,14 +486,14 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         }
 
     def _exchanger(self, variables: list[Any]) -> Exchanger:
-        return self._planner.exchanger(variables, self.inner_optimizer)
+        return self._plans.exchanger(variables, self.inner_optimizer)
 
     def _rank_state(self) -> list[tuple[Any, Piece]]:
-        if self.built and not self._planner.agreed:
+        if self.built and not self._plans.agreed:
             self._exchanger(self._trainable_variables)
         accumulated = self._accumulation.rank_state(runtime.rank(), runtime.size()) if self._accumulation else []
         served = self._shards.rank_state if self._shards else ()
-        return [*accumulated, *self._planner.rank_state(), *served]
+        return [*accumulated, *self._plans.rank_state(), *served]
 
     def _server_shards(self, variables: Sequence[Any]) -> ServerShards | None:
         if not self.policy.updates_at_servers:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Zeros, exchange_objects
 from tfposeidon.exchange import factor_agreement, layer_norms
-from tfposeidon.exchange.effective_rate import UpdateRate
+from tfposeidon.exchange.effective_rate import EffectiveRate
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.gradients.description import Description, describe, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
@@ -26,7 +26,7 @@ from tfposeidon.state.rank_state import Piece
 _numbers = itertools.count()
 
 
-class Planner:
+class AgreedPlans:
     """A plan and an `Exchanger` for each list of variables that the optimizer is called with.
 
     Args:
@@ -38,7 +38,7 @@ class Planner:
         self.policy = policy
         self.bucket_bytes = bucket_bytes
         self._exchangers: dict[Any, Exchanger] = {}
-        self._update_rates: dict[Any, UpdateRate] = {}
+        self._effective_rates: dict[Any, EffectiveRate] = {}
         self._norms: dict[Any, layer_norms.Choice] = {}
         self._notes: dict[str, None] = {}
         self._zeros = Zeros()
@@ -50,12 +50,12 @@ class Planner:
             plan = self._plan([describe(v) for v in variables])
             rules.check_momentum(plan, inner_optimizer)
             self._exchangers[key] = Exchanger(plan, runtime.wire(), self._zeros)
-            self._update_rates[key] = UpdateRate()
+            self._effective_rates[key] = EffectiveRate()
         return self._exchangers[key]
 
-    def update_rate(self, variables: list[Any]) -> UpdateRate:
+    def effective_rate(self, variables: list[Any]) -> EffectiveRate:
         """How far the weights moved for a gradient of 1, for the exchanger of `variables`."""
-        return self._update_rates[_key(variables)]
+        return self._effective_rates[_key(variables)]
 
     def norms(self, variables: list[Any]) -> Norms | None:
         """How a layer-wise optimizer takes norms of these variables; as it likes, where `None`."""
@@ -111,7 +111,7 @@ class Planner:
         """Drops all plans; those of the next traced step follow `policy`."""
         self.policy = policy
         self._exchangers.clear()
-        self._update_rates.clear()
+        self._effective_rates.clear()
         self._norms.clear()
         self._notes.clear()
 
@@ -120,7 +120,7 @@ class Planner:
         for number, (key, exchanger) in enumerate(self._exchangers.items()):
             if any(exchanger.states):
                 yield from zip(itertools.chain(*exchanger.states), exchanger.pieces(), strict=True)
-                yield self._update_rates[key].variable, Piece(name=f"update_rate_{number}")
+                yield self._effective_rates[key].variable, Piece(name=f"update_rate_{number}")
                 yield exchanger.seen, Piece(name=f"seen_{number}")
 
     def _plan(self, descriptions: list[Description]) -> Plan:

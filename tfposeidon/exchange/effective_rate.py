@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfposeidon.optimizers.wrapping import innermost
 
 
-class UpdateRate:
+class EffectiveRate:
     """Learning rate over loss scale, at the last step that changed the schemes' state.
 
     Attributes:
@@ -22,7 +22,7 @@ class UpdateRate:
 
     def __init__(self) -> None:
         with tf.init_scope():
-            self.variable = tf.Variable(0.0, trainable=False, name="update_rate")
+            self.variable = tf.Variable(0.0, trainable=False, name="effective_rate")
 
     def now(self, optimizer: Any) -> tf.Tensor:
         """Float32; that of the step being made."""

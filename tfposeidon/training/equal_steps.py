@@ -10,7 +10,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.training import session
-from tfposeidon.training.skip_batches import is_passing_over
+from tfposeidon.training.skip_batches import is_skipping
 
 
 def around(callbacks: list[Any]) -> list[Any]:
@@ -79,13 +79,13 @@ class EqualSteps(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._limit is not None and batch >= self._limit:
             raise StopIteration
-        self._passing_over = is_passing_over(self.model)
+        self._skipping = is_skipping(self.model)
         self._before = self._session.steps if self._watches else 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._done = batch + 1
-        self._trained = self._trained or not self._passing_over
-        if not self._watches or self._passing_over:
+        self._trained = self._trained or not self._skipping
+        if not self._watches or self._skipping:
             return
         cut_short = self._session.steps - self._before < self.model.steps_per_execution
         if cut_short or self._session.absent_ranks:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 
-class PassOver:
+class SkipBatches:
     """Stands in for the train function while batches of the epoch were already trained on.
 
     Args:
@@ -33,12 +33,12 @@ class PassOver:
 
 def retrace(model: keras.Model) -> None:
     """Makes the train function anew; batches that are to be passed over still are."""
-    passing = model.train_function if isinstance(model.train_function, PassOver) else None
+    passing = model.train_function if isinstance(model.train_function, SkipBatches) else None
     model.make_train_function(force=True)
     if passing is not None:
         passing.train, model.train_function = model.train_function, passing
 
 
-def is_passing_over(model: keras.Model) -> bool:
+def is_skipping(model: keras.Model) -> bool:
     """True while batches of a resumed epoch are read without training on them."""
-    return isinstance(model.train_function, PassOver) and model.train_function.left > 0
+    return isinstance(model.train_function, SkipBatches) and model.train_function.left > 0
