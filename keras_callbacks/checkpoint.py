@@ -19,7 +19,7 @@ from tfposeidon.exchange import replicas
 from tfposeidon.exchange.agreement import as_json, first_difference
 from tfposeidon.state.rank_state import Piece, redistributed
 from tfposeidon.state.snapshots import Snapshot, SnapshotError, Snapshots, listed, numbered
-from tfposeidon.training import layer_state
+from tfposeidon.training import layer_state, session
 from tfposeidon.training.skip_batches import SkipBatches, is_skipping, retrace
 
 _LAYER = "layer."
@@ -194,7 +194,7 @@ class Checkpoint(keras.callbacks.Callback):
         """Under a schedule of schemes, those that made the saved state."""
         for optimizer, saved in self._with_saved(snapshot):
             policy = keras.saving.deserialize_keras_object(saved["scheme"])
-            if getattr(optimizer, "restores_scheme", False) and policy != optimizer.policy:
+            if session.of(self.model).schedules_schemes and policy != optimizer.policy:
                 optimizer.change_scheme(policy)
                 retrace(self.model)
 

@@ -9,7 +9,7 @@ import keras
 
 from tfposeidon import policies
 from tfposeidon.communication import runtime
-from tfposeidon.training.session import optimizers_of
+from tfposeidon.training import session
 from tfposeidon.training.skip_batches import is_skipping, retrace
 
 
@@ -53,7 +53,7 @@ class SchemeSchedule(keras.callbacks.Callback):
         self._skipping = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._optimizers = optimizers_of(self.model)
+        self._optimizers = session.optimizers_of(self.model)
         if not self._optimizers:
             raise ValueError(
                 f"SchemeSchedule needs a DistributedOptimizer. Received: {type(self.model.optimizer).__name__}. "
@@ -61,8 +61,7 @@ class SchemeSchedule(keras.callbacks.Callback):
             )
         if getattr(self.model, "_initial_epoch", None) is not None:
             raise ValueError("SchemeSchedule must come before Checkpoint in the list of callbacks. Received: after it.")
-        for optimizer in self._optimizers:
-            optimizer.restores_scheme = True
+        session.of(self.model).schedule_schemes()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._change_if_flushed()
@@ -72,7 +71,7 @@ class SchemeSchedule(keras.callbacks.Callback):
         runtime.say("tfposeidon: epoch %d goes by %s.", epoch, wanted)
         self._next = wanted
         # All of them, whatever the first has to say.
-        if not any([optimizer.flush() for optimizer in self._optimizers]):  # noqa: C419
+        if not any([optimizer.exchange.flush() for optimizer in self._optimizers]):  # noqa: C419
             self._change_if_flushed()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -80,11 +79,11 @@ class SchemeSchedule(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Ranks that end an epoch together need the exchange that they know until its end.
-        if not self._skipping and not any(optimizer.ends_with_first_rank for optimizer in self._optimizers):
+        if not self._skipping and not any(optimizer.exchange.watches_absence for optimizer in self._optimizers):
             self._change_if_flushed()
 
     def _change_if_flushed(self) -> None:
-        if self._next is not None and all(optimizer.has_flushed for optimizer in self._optimizers):
+        if self._next is not None and all(optimizer.exchange.has_flushed for optimizer in self._optimizers):
             for optimizer in self._optimizers:
                 optimizer.change_scheme(self._next)
             retrace(self.model)

@@ -51,7 +51,7 @@ class _Given:
 
     def check(self):
         """After a flush the weights are those of dense training."""
-        self.optimizer.flush()
+        self.optimizer.exchange.flush()
         self.go(0.1, 1)
         np.testing.assert_allclose(self.weight.numpy(), self.expected, atol=1e-5)
         same_on_all_ranks([self.weight.numpy()], self.wire)
@@ -78,7 +78,7 @@ def case_a_changed_loss_scale_does_not_change_what_was_kept(wire):
     given.step(tf.fill([LENGTH], np.float32(np.inf) if wire.topology.rank == 0 else np.float32(1.0)))
     assert float(inner.dynamic_scale) == 32.0
     given.go(0.1, 3, scale=32.0)
-    given.optimizer.flush()
+    given.optimizer.exchange.flush()
     given.go(0.1, 1, scale=32.0)
     np.testing.assert_allclose(given.weight.numpy(), given.expected, atol=1e-5)
 

@@ -6,7 +6,7 @@ variables, norms and non-finite values are those of whole gradients, and the sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import layer_norms
 from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.step import Means
 from tfposeidon.gradients.description import describe, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.optimizers.wrapping import innermost
@@ -120,19 +121,18 @@ class ServerShards:
         name = f"{self._exchanger.prefix}.norms"
         return whole_gradients.completed(means, served, self._optimizer, self._exchanger.wire, name)
 
-    def apply(self, means: list[Any], run: Callable[[Callable[[list[Any]], None]], None]) -> None:
+    def apply(self, means: Means) -> None:
         """Applies the inner optimizer to what this rank serves and to what stays whole, and pulls.
 
         Args:
-          means: From `completed`.
-          run: Gives `means`, or those of them that the step finds, to what it is given.
+          means: With values from `completed`.
         """
         self._loaded = {}
         self._refresh()
         # What was clipped by whole norms would be clipped once more by those of this rank's parts, to rounding.
         with _set_to_none(self._inner, "clipnorm", "global_clipnorm"), layer_norms.used(self._inner, self._norms()):
-            run(lambda found: self._optimizer.apply(found, self.targets))
-        self._pull({member for member, mean in enumerate(means) if mean is not None})
+            means.update(lambda found: self._optimizer.apply(found, self.targets))
+        self._pull({member for member, mean in enumerate(means.values) if mean is not None})
 
     def _norms(self) -> Norms | None:
         # Collectives have their names once ranks have agreed.

@@ -77,12 +77,9 @@ def _resolve_auto_jit_compile(original: Any, call: inspect.BoundArguments) -> bo
 
 
 def _suits_xla(model: Any) -> bool:
-    if all(optimizer.suits_xla for optimizer in session.optimizers_of(model)):
+    if all(optimizer.exchange.suits_xla for optimizer in session.optimizers_of(model)):
         return True
-    # Keras asks more than once.
-    if not session.of(model).keeps_xla_off:
-        session.of(model).keeps_xla_off = True
-        runtime.say("tfposeidon: XLA is off for this model's steps: it can compile neither collectives nor selection.")
+    session.of(model).keep_xla_off()
     return False
 
 
@@ -99,12 +96,28 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
 
 def _scale_losses(model: Any) -> None:
     # A compile or a train step of the model's own has to scale by what it keeps elsewhere, as with Keras's optimizers.
-    if (
-        model.dtype_policy.name == "mixed_float16"
-        and session.is_distributed(model.optimizer)
-        and model.optimizer.may_scale
-    ):
-        model.optimizer.scale_losses()
+    optimizer = model.optimizer
+    if model.dtype_policy.name != "mixed_float16" or not session.is_distributed(optimizer):
+        return
+    if optimizer.is_scaled_by_compile:
+        _put_scale_inside(optimizer)
+
+
+def _put_scale_inside(optimizer: Any) -> None:
+    """Puts Keras's `LossScaleOptimizer` inside, unless something scales already.
+
+    An inner optimizer with a `loss_scale_factor` of its own (1.0 for none at all) stays as it is.
+    """
+    inner = optimizer.inner_optimizer
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer) or inner.loss_scale_factor is not None:
+        return
+    scaled = keras.optimizers.LossScaleOptimizer(inner)
+    if optimizer.built:
+        raise ValueError(
+            "Under mixed_float16 the optimizer needs a loss scale. Received: an optimizer that was built without "
+            "one. Compile with a new DistributedOptimizer, or give its inner optimizer loss_scale_factor=1.0."
+        )
+    optimizer.inner_optimizer = scaled
 
 
 def _count_samples(model: Any) -> None:
@@ -146,8 +159,9 @@ def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
         rules.check_callbacks(optimizer.policy, _listed(arguments["callbacks"]))
     if session.is_distributed(model.optimizer):
         _build(model, *(arguments[name] for name in ("x", "y", "sample_weight")))
-        if model.optimizer.built and _trains_all_together(model):
-            model.optimizer.prepare(model.trainable_weights)
+        if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
+            # Otherwise the first trace makes the exchange's variables, and TensorFlow traces the step once more.
+            model.optimizer.exchange.exchanger(model.trainable_weights)
 
 
 def _trains_all_together(model: keras.Model) -> bool:

@@ -63,9 +63,6 @@ class Session:
 
     Args:
       model: Is not kept alive.
-
-    Attributes:
-      keeps_xla_off: Whether this was said already.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -73,7 +70,26 @@ class Session:
         self._watches_absence = False
         self._steps: tf.Variable | None = None
         self._watched: list[Any] = []
-        self.keeps_xla_off = False
+        self._keeps_xla_off = False
+        self._schedules_schemes = False
+
+    def schedule_schemes(self) -> None:
+        """Says that a callback changes the schemes: a resumed run goes on with those that made the saved state."""
+        self._schedules_schemes = True
+
+    @property
+    def schedules_schemes(self) -> bool:
+        """Whether a callback changes the schemes."""
+        return self._schedules_schemes
+
+    def keep_xla_off(self) -> None:
+        """Logs, once, that XLA is off for the model's steps."""
+        # Keras asks more than once.
+        if not self._keeps_xla_off:
+            self._keeps_xla_off = True
+            runtime.say(
+                "tfposeidon: XLA is off for this model's steps: it can compile neither collectives nor selection."
+            )
 
     @property
     def optimizers(self) -> list[Any]:
@@ -87,7 +103,7 @@ class Session:
             self._steps.assign_add(1)
         with contextlib.ExitStack() as stack:
             for optimizer in self.optimizers:
-                stack.enter_context(optimizer.counting(data))
+                stack.enter_context(optimizer.exchange.counting(data))
             yield
 
     def watch_absence(self, wanted: bool) -> bool:
@@ -103,7 +119,7 @@ class Session:
         self._watched = self.optimizers if wanted else []
         # An optimizer may have served another model since this one was traced.
         for optimizer in self.optimizers:
-            optimizer.ends_with_first_rank = wanted
+            optimizer.exchange.watch_absence(wanted)
         before, self._watches_absence = self._watches_absence, wanted
         return before != wanted
 
@@ -115,7 +131,7 @@ class Session:
     @property
     def absent_ranks(self) -> int:
         """Ranks that had no batch left at the last step, while absence is watched."""
-        return max(optimizer.absent_ranks for optimizer in self._watched)
+        return max(optimizer.exchange.absent_ranks for optimizer in self._watched)
 
     def finish_epoch(self) -> None:
         """Contributes nothing to the others' steps until all ranks are done with the epoch.
@@ -125,7 +141,7 @@ class Session:
         Raises:
           RuntimeError: If this rank has done no step, so that it does not know what to contribute to.
         """
-        exchangers = [exchanger for optimizer in self._watched for exchanger in optimizer.exchangers]
+        exchangers = [exchanger for optimizer in self._watched for exchanger in optimizer.exchange.exchangers]
         calls = [(exchanger, number) for exchanger in exchangers for number in range(exchanger.calls)]
         if not calls:
             raise RuntimeError("A rank without a single batch cannot end an epoch. Give every rank data.")
@@ -141,7 +157,8 @@ class Session:
             with ThreadPoolExecutor(len(calls)) as threads:
                 list(threads.map(_contribute_nothing, *zip(*calls, strict=True)))
         for optimizer in self._watched:
-            optimizer.begin_epoch()
+            optimizer.exchange.forget_absence()
+            optimizer.drop_accumulated()
 
     @property
     def _runs_eagerly(self) -> bool:
