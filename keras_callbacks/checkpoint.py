@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from keras_callbacks.model_state import optimizers, replicated_variables
 from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.agreement import as_json, first_difference
 from tfposeidon.state.rank_state import Piece, redistributed
@@ -209,11 +210,15 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _redistributed(self, snapshot: Snapshot) -> list[np.ndarray]:
         """State whose sum over ranks counts: this rank's own, or its part of the sum on another layout."""
-        if snapshot.same_layout:
+        pieces = self._pieces()
+        mine = snapshot.own.get(runtime.rank())
+        same = snapshot.same_layout and mine is not None and _saved_pieces(mine) == pieces
+        if all(exchange_objects(same, runtime.wire(), "tp.same_pieces")):
             return listed(snapshot.own[runtime.rank()], "sum")
-        saved = [list(zip(_saved_pieces(own), listed(own, "sum"), strict=True)) for own in snapshot.own.values()]
+        everybody = self._files.read_all_ranks(snapshot)
+        saved = [list(zip(_saved_pieces(own), listed(own, "sum"), strict=True)) for own in everybody.values()]
         try:
-            return redistributed(saved, list(zip(self._pieces(), _values(self._summed()), strict=True)))
+            return redistributed(saved, list(zip(pieces, _values(self._summed()), strict=True)))
         except ValueError as error:
             raise SnapshotError(
                 f"A checkpoint must be of the same schemes. Received: {error}. Use those it was made with, or "

@@ -56,7 +56,7 @@ def test_sums_survive_any_change_of_layout(scheme, before, after):
     generator = np.random.default_rng(0)
     saved = []
     for state in _states(scheme, LAYOUTS[before], 1600):
-        arrays = [generator.integers(-999, 999, v.shape) if piece.members else 7 for piece, v in state]
+        arrays = [7 if piece.scalar else generator.integers(-999, 999, v.shape) for piece, v in state]
         saved.append([(p, np.asarray(a, "float32")) for (p, _), a in zip(state, arrays, strict=True)])
     # Also with other buckets: what counts are the variables.
     wanted = [[(p, v.numpy()) for p, v in state] for state in _states(scheme, LAYOUTS[after], 400)]
@@ -66,7 +66,9 @@ def test_sums_survive_any_change_of_layout(scheme, before, after):
     for key, total in before_totals.items():
         assert np.abs(total).max() > 0
         np.testing.assert_allclose(after_totals[key], total, rtol=1e-5, atol=1e-3)
-    assert {float(a) for state in new for p, a in state if p.name == "bucket_0_steps"} == {7.0}
+    numbers = [float(a) for state in new for p, a in state if p.scalar]
+    assert len(numbers) > len(LAYOUTS[after])
+    assert set(numbers) == {7.0}
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 6), (4, 4)])
@@ -98,6 +100,19 @@ def test_what_nobody_wants_is_an_error():
     piece = Piece(name="residual", members=(("dense/kernel", 4),), holders=1)
     with pytest.raises(ValueError, match="there is a residual of dense/kernel, which another scheme sends now"):
         redistributed([[(piece, np.ones(4))]], [])
+
+
+def test_scalars_go_with_the_variables_of_their_bucket():
+    """Not by the order of buckets: then one would get another's."""
+    a, b = (Piece(name="steps", members=((path, 4),), scalar=True) for path in "ab")
+    both = Piece(name="steps", members=(("a", 4), ("b", 4)), scalar=True)
+    new = Piece(name="steps", members=(("c", 4),), scalar=True)
+    saved = [[(a, np.float32(3)), (b, np.float32(5))]]
+    shaped = np.float32(0)
+    assert redistributed(saved, [(b, shaped), (a, shaped), (new, shaped)]) == [5, 3, 0]
+    with pytest.raises(ValueError, match="variables of one bucket had different steps: 3 of a, 5 of b"):
+        redistributed(saved, [(both, shaped)])
+    assert redistributed([[(both, np.float32(2))]], [(b, shaped), (a, shaped)]) == [2, 2]
 
 
 def test_pieces_survive_json():

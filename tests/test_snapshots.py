@@ -43,6 +43,28 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
         Snapshots(tmp_path / "file" / "folder", WIRE).write({}, {}, {})
 
 
+def test_other_buckets_take_their_state_over(tmp_path):
+    """On one rank the scheme keeps momentum, by bucket; resumed with many small buckets, the run stays the same."""
+
+    def trained(folder, epochs, bucket_bytes):
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(0)
+        model = models.mlp()
+        scheme = tp.schemes.HierarchicalTopK(momentum=0.9, min_elements=0, warmup_steps=100)
+        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme, bucket_bytes=bucket_bytes)
+        model.compile(optimizer=optimizer, loss=models.LOSS)
+        callbacks = [keras_callbacks.Checkpoint(folder)]
+        model.fit(*models.mlp.data(24), batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+        return model
+
+    trained(tmp_path / "a", 1, 1 << 22)
+    resumed, whole = trained(tmp_path / "a", 2, 64), trained(tmp_path / "b", 2, 1 << 22)
+    assert len(resumed.optimizer.plan.buckets) > len(whole.optimizer.plan.buckets)
+    assert {float(v.numpy()) for v in resumed.optimizer.rank_variables if v.name.endswith("_steps:0")} == {6.0}
+    for a, b in zip(resumed.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def _fit(folder, epochs):
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)

@@ -255,9 +255,9 @@ class Exchanger:
 
     def pieces(self) -> list[Piece]:
         """What each variable of `states` is, in their order."""
-        return [piece for index, bucket in enumerate(self.plan.buckets) for piece in self._pieces(index, bucket)]
+        return [piece for bucket in self.plan.buckets for piece in self._pieces(bucket)]
 
-    def _pieces(self, index: int, bucket: Bucket) -> Iterator[Piece]:
+    def _pieces(self, bucket: Bucket) -> Iterator[Piece]:
         topology = self.plan.topology
         everybody = [bucket.slots(topology.seen_from(rank)) for rank in range(topology.size)]
         members = tuple((d.path, d.length) for d in bucket.descriptions)
@@ -266,7 +266,7 @@ class Exchanger:
                 holders = sum(slots[place].shape[0] for slots in everybody) // bucket.length
                 yield Piece(name=slot.name, members=members, offset=slot.offset, holders=holders)
             else:
-                yield Piece(name=f"bucket_{index}_{slot.name}")
+                yield Piece(name=slot.name, members=members, scalar=True)
 
     @property
     def has_flushed(self) -> bool:

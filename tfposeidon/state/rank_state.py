@@ -20,12 +20,13 @@ class Piece:
 
     Attributes:
       name: Of the quantity; the same on all ranks.
-      members: Variables of the bucket it is a piece of: path and elements, in order. Empty for what is no piece
-        of a bucket, such as an accumulated gradient.
+      members: Variables of the bucket it belongs to: path and elements, in order. Empty for what belongs to no
+        bucket, such as an accumulated gradient.
       offset: Where in the bucket it begins.
       holders: How many ranks hold a part of each of its elements; 0 for what is equal on all ranks.
       joined: Whether what ranks hold does not add up, but stands one below the other, as the rows of factors. Then
         `holders` is how many ranks share it out, and `offset` which one this is.
+      scalar: Whether it is one number for all members, equal on all ranks, such as a count of steps.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Piece:
     offset: int = 0
     holders: int = 0
     joined: bool = False
+    scalar: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -47,7 +49,7 @@ class Piece:
     def overlaps(self, length: int) -> Iterator[tuple[tuple[str, str], int, slice, slice]]:
         """For an array of `length` elements: quantity and variable, its elements, where in it, where in the array."""
         start = 0
-        for path, elements in self.members:
+        for path, elements in () if self.scalar else self.members:
             begin, end = max(start, self.offset), min(start + elements, self.offset + length)
             if begin < end:
                 inside = slice(begin - start, end - start)
@@ -70,14 +72,17 @@ def redistributed(saved: Sequence[State], wanted: State) -> list[np.ndarray]:
       all ranks stays as it is.
 
     Raises:
-      ValueError: If something was saved that nobody wants.
+      ValueError: If something was saved that nobody wants, or variables that share a bucket now had different scalars.
     """
     totals: dict[tuple[str, str], np.ndarray] = {}
+    scalars: dict[tuple[str, str], np.ndarray] = {}
     whole: dict[str, list[np.ndarray]] = defaultdict(list)
     for state in saved:
         for piece, array in state:
             if not piece.members:
                 whole[piece.name].append(array)
+            if piece.scalar:
+                scalars |= {(piece.name, path): array for path, _ in piece.members}
             for key, elements, inside, place in piece.overlaps(array.size):
                 total = totals.setdefault(key, np.zeros(elements, array.dtype))
                 total[inside] += array[place]
@@ -85,7 +90,19 @@ def redistributed(saved: Sequence[State], wanted: State) -> list[np.ndarray]:
     if unwanted:
         name, path = min(unwanted)
         raise ValueError(f"there is a {name} of {path}, which another scheme sends now")
-    return [_wanted(piece, shape, totals, whole) for piece, shape in wanted]
+    return [
+        _scalar(piece, shaped, scalars) if piece.scalar else _wanted(piece, shaped, totals, whole)
+        for piece, shaped in wanted
+    ]
+
+
+def _scalar(piece: Piece, shaped: np.ndarray, scalars: dict[tuple[str, str], np.ndarray]) -> np.ndarray:
+    """The number that all members had; as it is now, where there was none."""
+    found = {path: scalars[piece.name, path] for path, _ in piece.members if (piece.name, path) in scalars}
+    if len({float(number) for number in found.values()}) > 1:
+        shown = ", ".join(f"{float(number):g} of {path}" for path, number in found.items())
+        raise ValueError(f"variables of one bucket had different {piece.name}: {shown}")
+    return next(iter(found.values()), shaped)
 
 
 def _wanted(piece: Piece, shaped: np.ndarray, totals: dict[Any, np.ndarray], whole: dict[str, Any]) -> np.ndarray:

@@ -42,12 +42,14 @@ class Snapshot:
       shared: Arrays equal on all ranks.
       own: Rank -> its arrays: of this rank alone, or of all ranks where the job is laid out otherwise now.
       same_layout: Whether the job has the same ranks on the same nodes as then.
+      folder: Where it lies.
     """
 
     meta: dict[str, Any]
     shared: Arrays
     own: dict[int, Arrays]
     same_layout: bool
+    folder: Path
 
 
 class Snapshots:
@@ -149,7 +151,23 @@ class Snapshots:
         same_layout = then.nodes == now.nodes
         ranks = [now.rank] if same_layout else range(then.size)
         own = {rank: _load(folder / f"rank-{rank}.npz") for rank in ranks}
-        return Snapshot(meta, _load(folder / "model.npz"), own, same_layout)
+        return Snapshot(meta, _load(folder / "model.npz"), own, same_layout, folder)
+
+    def read_all_ranks(self, snapshot: Snapshot) -> dict[int, Arrays]:
+        """Reads what each rank has kept for itself.
+
+        Raises:
+          SnapshotError: On all ranks, if any of them cannot read it.
+        """
+        ranks = [rank for node in snapshot.meta["nodes"] for rank in node]
+        own, problem = _attempt(lambda: {rank: _load(snapshot.folder / f"rank-{rank}.npz") for rank in ranks})
+        everybody = exchange_objects(problem, self.wire, "tp.read_all_ranks")
+        if any(everybody):
+            raise SnapshotError(
+                f"The files of all ranks must be readable on every rank. Received: {next(p for p in everybody if p)}. "
+                f"Make {self.folder} visible to all nodes, or use the scheme and bucket_bytes it was made with."
+            )
+        return own
 
     def _names(self) -> list[str]:
         return sorted(p.name for p in self.folder.glob("snapshot-*")) if self.folder.exists() else []
