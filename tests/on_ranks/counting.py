@@ -11,7 +11,7 @@ from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.schemes.sparse import SparseScheme
 
 LENGTH = 2**21
-REPEATS = 3
+TRIES = 10
 DENSITY = 0.1
 """Of sparse schemes here, so that their bytes, too, are many beside those that ranks only tell each other."""
 TALK = 10_000
@@ -38,8 +38,13 @@ def check(wire, interface, expect):
 
 def check_carried(exchange, interface, wire, expected, label, talk=0):
     """Compares the bytes of one exchange with what is expected; returns them."""
-    # The least of some: what TCP sends again, where a rank had to wait for its processor, comes on top.
-    carried = min(_carried(exchange, interface, wire) for _ in range(REPEATS))
+    # What TCP sends again, where a rank had to wait for its processor, comes on top: the least of some tries counts.
+    carried = _carried(exchange, interface, wire)
+    for _ in range(1, TRIES):
+        above = carried > 1.02 * expected + TALK * wire.topology.size + talk
+        if not any(exchange_objects(above, wire, "above")):
+            break
+        carried = min(carried, _carried(exchange, interface, wire))
     assert 0.99 * expected - 20_000 <= carried <= 1.02 * expected + TALK * wire.topology.size + talk, (
         f"{label} on {interface}: {carried:.0f} B, expected {expected:.0f} B"
     )
