@@ -9,13 +9,14 @@ NATIVE := $(shell find tfposeidon/native datacache/native -name '*.c' -o -name '
 LIBRARY := tfposeidon/native/_ops.so
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help setup demo test test-fast check check-native format bench clean
+.PHONY: help setup demo test test-fast check check-native docs format bench clean
 
 help:
 	@echo "make demo    set up and train on NP=2 ranks"
 	@echo "make test    set up and run the tests"
 	@echo "make test-fast  those that start no jobs, in one process"
-	@echo "make check   set up and run the static checks"
+	@echo "make check   set up and run the static checks, that of the documentation too"
+	@echo "make docs    set up and build the documentation in build/docs"
 	@echo "make check-native  run the C++ tests under sanitizers"
 	@echo "make format  put the sources into their form"
 	@echo "make bench   set up and run short benchmarks, with plots in build/bench"
@@ -45,11 +46,17 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest -m fast
 
+SPHINX := $(BIN)/python -m sphinx -W --keep-going -q -b html docs
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(SPHINX) build/docs
+
+docs: setup
+	$(SPHINX) build/docs
+	@echo "open build/docs/index.html"
 
 # The library alone, without TensorFlow: once for stray reads, writes and arithmetic, once for races.
 SANITIZERS := address,undefined thread

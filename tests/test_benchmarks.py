@@ -17,6 +17,7 @@ from benchmarks import (
     large_batch,
     memory,
     norms,
+    overview,
     poseidon,
     reading,
     scaling,
@@ -340,3 +341,12 @@ def test_buckets_of_ddp_shrink_with_the_model():
     pytest.importorskip("torch")
     ddp = importlib.import_module("benchmarks.workers.ddp")
     assert ddp.bucket_caps_mib(argparse.Namespace(shrink=4)) == [1 / 16, 25 / 16]
+
+
+@pytest.mark.parametrize("model", overview.NAMES)
+def test_overview_has_a_bar_for_each_system_of_its_results(model):
+    cells = json.loads((overview.RESULTS / "scaling.json").read_text())
+    steps, alone_s = overview.rows(cells, model, "4x2", 4.0)
+    assert set(steps) >= {"horovod", "ddp", "ddp-powersgd", "2dtar", "2dtar:float16"}
+    assert all(alone_s < step_s < 20 * alone_s for step_s in steps.values())
+    assert set(steps) <= set(overview.SYSTEMS)
