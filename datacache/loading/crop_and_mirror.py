@@ -25,9 +25,11 @@ class CropAndMirror:
 
     Raises:
       ValueError: If `mean` has another rank, or `size` or `seed` is out of range.
+
     Cost: one pass over the part of the images that is kept; it needs no memory but the result.
+
     Source: Ma, Mao and Taylor 2016, section 3.3, Algorithm 1, steps 17 and 18. Differs: each image has a crop and a
-      mirroring of its own, drawn from (seed, number), where the paper does not say how they are drawn.
+    mirroring of its own, drawn from (seed, number), where the paper does not say how they are drawn.
     """
 
     mean: Any

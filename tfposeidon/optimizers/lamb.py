@@ -18,7 +18,7 @@ from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, ratio_or_1
 class LAMB(LayerWiseOptimizer):
     """Layer-wise adaptive moments, for large batches.
 
-    For weights `w`, their gradient `g`, the learning rate `lr`, step t = 1, 2, ... and each variable by itself:
+    For weights `w`, their gradient `g`, the learning rate `lr`, step t = 1, 2, ... and each variable by itself::
 
         m     = beta_1 m + (1 - beta_1) g
         v     = beta_2 v + (1 - beta_2) g^2

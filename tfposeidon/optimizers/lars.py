@@ -19,7 +19,7 @@ RATIOS = ("sum_of_norms", "norm_of_sum")
 class LARS(LayerWiseOptimizer):
     """SGD with momentum and layer-wise adaptive rates, for large batches.
 
-    For weights `w`, their gradient `g`, the learning rate `lr` and each variable by itself:
+    For weights `w`, their gradient `g`, the learning rate `lr` and each variable by itself::
 
         ratio    = trust_coefficient |w| / (|g| + weight_decay |w| + epsilon)    "sum_of_norms"
         ratio    = trust_coefficient |w| / (|g + weight_decay w| + epsilon)      "norm_of_sum"
@@ -27,8 +27,8 @@ class LARS(LayerWiseOptimizer):
         velocity = momentum velocity - step
         w        = w + velocity, or with `nesterov` w + momentum velocity - step
 
-    The ratio is 1, without the coefficient, where |w| or |g| is 0 ("norm_of_sum": |w| or |g + weight_decay w|). The
-    learning rate is inside the velocity: a change of it acts on new steps, not on what the velocity holds already.
+    The ratio is 1, without the coefficient, where `|w|` or `|g|` is 0 ("norm_of_sum": `|w|` or `|g + weight_decay w|`).
+    The learning rate is inside the velocity: a change of it acts on new steps, not on what the velocity holds already.
 
     Args:
       learning_rate: A number, a schedule of Keras, or a function without arguments. As the ratio has
