@@ -211,8 +211,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _redistributed(self, snapshot: Snapshot) -> list[np.ndarray]:
         """State whose sum over ranks counts: this rank's own, or its part of the sum on another layout."""
         pieces = self._pieces()
-        mine = snapshot.own.get(runtime.rank())
-        same = snapshot.same_layout and mine is not None and _saved_pieces(mine) == pieces
+        same = snapshot.same_layout and _saved_pieces(snapshot.own[runtime.rank()]) == pieces
         if all(exchange_objects(same, runtime.wire(), "tp.same_pieces")):
             return listed(snapshot.own[runtime.rank()], "sum")
         everybody = self._files.read_all_ranks(snapshot)

@@ -264,7 +264,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _update(self, variables: list[Any], grads: list[Any], count: Any) -> None:
         means = self._exchange.means(grads, variables, count, self._shards)
-        with layer_norms.used(self.inner_optimizer, self._exchange.norms(variables)):
+        with layer_norms.used(self.inner_optimizer, self._exchange.plans.norms(variables)):
             if self._shards is None:
                 means.update(lambda found: self.inner_optimizer.apply(found, variables))
             else:

@@ -201,10 +201,6 @@ class Step:
         """
         return self.plans.exchanger(list(variables), self._optimizer.inner_optimizer)
 
-    def norms(self, variables: list[Any]) -> Any:
-        """How a layer-wise optimizer takes norms of these variables; as it likes, where `None`."""
-        return self.plans.norms(variables)
-
     def _exchanges(self, variables: list[Any]) -> bool:
         """On one rank nothing is sent, but schemes may keep something, such as velocity."""
         return runtime.size() > 1 or any(self.exchanger(variables).states)

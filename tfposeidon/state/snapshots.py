@@ -154,11 +154,13 @@ class Snapshots:
         return Snapshot(meta, _load(folder / "model.npz"), own, same_layout, folder)
 
     def read_all_ranks(self, snapshot: Snapshot) -> dict[int, Arrays]:
-        """Reads what each rank has kept for itself.
+        """Returns what each rank had kept for itself, and reads what has not been read with the snapshot.
 
         Raises:
           SnapshotError: On all ranks, if any of them cannot read it.
         """
+        if not snapshot.same_layout:
+            return snapshot.own
         ranks = [rank for node in snapshot.meta["nodes"] for rank in node]
         own, problem = _attempt(lambda: {rank: _load(snapshot.folder / f"rank-{rank}.npz") for rank in ranks})
         everybody = exchange_objects(problem, self.wire, "tp.read_all_ranks")
