@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from benchmarks import scaling
+from benchmarks import harness, scaling
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 SYSTEMS = {
@@ -32,30 +32,25 @@ def rows(cells, model, layout, gbit):
     return {system: steps[system] for system in SYSTEMS if system in steps}, steps["alone"]
 
 
-def draw(cells, layout, gbit, path):
+def plot(cells, layout, gbit, path):
     """Saves one panel for each model, with a bar for each system."""
-    import matplotlib as mpl
 
-    mpl.use("Agg")
-    from matplotlib import pyplot
+    def draw(axes):
+        for axis, (model, name) in zip(axes, NAMES.items(), strict=True):
+            steps, alone_s = rows(cells, model, layout, gbit)
+            colors = [COLORS[system.split("-")[0].split(":")[0]] for system in steps]
+            bars = axis.barh([SYSTEMS[system] for system in steps], [1e3 * s for s in steps.values()], color=colors)
+            axis.bar_label(bars, fmt="%.0f", padding=3, fontsize=9)
+            axis.axvline(1e3 * alone_s, color="black", linestyle="--", linewidth=1, label="without communication")
+            axis.set(title=name, xlabel="milliseconds per step", xlim=(0, 1.2e3 * max(steps.values())))
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.invert_yaxis()
+            axis.tick_params(labelleft=axis is axes[0])
+        for label, system in zip(axes[0].get_yticklabels(), steps, strict=True):
+            label.set_fontweight("bold" if system.startswith(("2dtar", "hitopk")) else "normal")
+        axes[0].figure.suptitle(f"{layout.replace('x', ' x ')} ranks, {gbit:g} Gb/s between emulated nodes", y=1.02)
 
-    drawing, axes = pyplot.subplots(1, len(NAMES), figsize=(10, 3.2), sharey=True)
-    for axis, (model, name) in zip(axes, NAMES.items(), strict=True):
-        steps, alone_s = rows(cells, model, layout, gbit)
-        colors = [COLORS[system.split("-")[0].split(":")[0]] for system in steps]
-        bars = axis.barh([SYSTEMS[system] for system in steps], [1e3 * s for s in steps.values()], color=colors)
-        axis.bar_label(bars, fmt="%.0f", padding=3, fontsize=9)
-        axis.axvline(1e3 * alone_s, color="black", linestyle="--", linewidth=1, label="without communication")
-        axis.set(title=name, xlabel="milliseconds per step", xlim=(0, 1.15e3 * max(steps.values())))
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].invert_yaxis()
-    axes[-1].legend(loc="lower right", fontsize=8, frameon=False)
-    for label, system in zip(axes[0].get_yticklabels(), steps, strict=True):
-        label.set_fontweight("bold" if system.startswith(("2dtar", "hitopk")) else "normal")
-    drawing.suptitle(f"{layout.replace('x', ' x ')} ranks, {gbit:g} Gb/s between emulated nodes", fontsize=11)
-    drawing.tight_layout()
-    drawing.savefig(path, dpi=130)
-    print(f"wrote {path}")
+    harness.plot(path, len(NAMES), draw)
 
 
 def main():
@@ -65,7 +60,7 @@ def main():
     parser.add_argument("--results", type=Path, default=RESULTS / "scaling.json", help="cells of benchmarks.scaling")
     parser.add_argument("--plot", type=Path, default=RESULTS / "overview.png", help="where the plot goes")
     options = parser.parse_args()
-    draw(json.loads(options.results.read_text()), options.layout, options.gbit, options.plot)
+    plot(json.loads(options.results.read_text()), options.layout, options.gbit, options.plot)
 
 
 if __name__ == "__main__":
