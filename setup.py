@@ -33,7 +33,10 @@ CUDA_FLAGS = [
 def require(module: str, remedy: str) -> None:
     """Ends the build with a remedy if `module` is not installed in the target environment."""
     # pip builds in an isolated environment; what counts is the one it installs into.
-    if importlib.machinery.PathFinder.find_spec(module, [*sys.path, sysconfig.get_path("purelib")]) is None:
+    if (
+        importlib.machinery.PathFinder.find_spec(module, [*sys.path, sysconfig.get_path("purelib")])
+        is None
+    ):
         sys.exit(f"\ntfposeidon needs {module}, which is missing in {sys.prefix}.\n{remedy}\n")
 
 
@@ -43,7 +46,11 @@ class BuildNative(build_ext):
     user_options = [
         *build_ext.user_options,
         ("cuda", None, "compile GPU kernels for a TensorFlow without GPUs too"),
-        ("gpus=", None, f"GPU architectures, such as 80,90; default: what nvcc knows of {','.join(map(str, GPUS))}"),
+        (
+            "gpus=",
+            None,
+            f"GPU architectures, such as 80,90; default: what nvcc knows of {','.join(map(str, GPUS))}",
+        ),
     ]
     boolean_options = [*build_ext.boolean_options, "cuda"]
 
@@ -63,7 +70,9 @@ class BuildNative(build_ext):
         try:
             self.gpus = GPUS if self.gpus is None else tuple(map(int, self.gpus.split(",")))
         except ValueError:
-            raise OptionError(f"`--gpus` is a list of architectures, such as 80,90. Received: {self.gpus!r}") from None
+            raise OptionError(
+                f"`--gpus` is a list of architectures, such as 80,90. Received: {self.gpus!r}"
+            ) from None
 
     def get_ext_filename(self, fullname: str) -> str:
         """TensorFlow loads it, not Python: the name has no tag of an interpreter."""
@@ -81,7 +90,9 @@ class BuildNative(build_ext):
                 extension.extra_compile_args = FLAGS
                 continue
             # As system headers: what they warn of is not ours.
-            extension.extra_compile_args = [re.sub("^-I", "-isystem", flag) for flag in flags] + FLAGS
+            extension.extra_compile_args = [
+                re.sub("^-I", "-isystem", flag) for flag in flags
+            ] + FLAGS
             extension.extra_link_args = links
             if self.cuda or has_gpus:
                 self.add_cuda(extension)
@@ -90,14 +101,22 @@ class BuildNative(build_ext):
     def add_cuda(self, extension: Extension) -> None:
         """Compiles the GPU's library with nvcc, and adds it and its kernels."""
         home = os.environ.get("HOROVOD_CUDA_HOME", "/usr/local/cuda")
-        nvcc = shutil.which("nvcc", path=os.pathsep.join([f"{home}/bin", os.environ.get("PATH", "")]))
+        nvcc = shutil.which(
+            "nvcc", path=os.pathsep.join([f"{home}/bin", os.environ.get("PATH", "")])
+        )
         if nvcc is None:
-            self.warn("no nvcc, so native ops on GPU tensors run on the processor; set HOROVOD_CUDA_HOME")
+            self.warn(
+                "no nvcc, so native ops on GPU tensors run on the processor; set HOROVOD_CUDA_HOME"
+            )
             return
-        known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout.split()
+        known = subprocess.run(
+            [nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True
+        ).stdout.split()
         gpus = [gpu for gpu in self.gpus if f"compute_{gpu}" in known]
         if not gpus:
-            self.warn(f"nvcc knows none of {self.gpus}, so native ops on GPU tensors run on the processor")
+            self.warn(
+                f"nvcc knows none of {self.gpus}, so native ops on GPU tensors run on the processor"
+            )
             return
         library = Path(self.build_temp) / "gpu.o"
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -105,9 +124,17 @@ class BuildNative(build_ext):
         codes += [f"-gencode=arch=compute_{gpus[-1]},code=compute_{gpus[-1]}"]
         self.spawn([nvcc, *CUDA_FLAGS, *codes, "-I.", "-c", str(CUDA_SOURCE), "-o", str(library)])
         toolkit = Path(nvcc).resolve().parents[1]
-        extension.sources = extension.sources + [name for name in native_files(".cc") if name.endswith("_gpu.cc")]
+        extension.sources = extension.sources + [
+            name for name in native_files(".cc") if name.endswith("_gpu.cc")
+        ]
         extension.extra_objects = [str(library)]
-        extension.extra_link_args += [f"-L{toolkit}/lib64", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+        extension.extra_link_args += [
+            f"-L{toolkit}/lib64",
+            "-lcudart_static",
+            "-ldl",
+            "-lrt",
+            "-lpthread",
+        ]
 
 
 def tensorflow_flags() -> tuple[list[str], list[str], bool]:
@@ -119,7 +146,9 @@ def tensorflow_flags() -> tuple[list[str], list[str], bool]:
     )
     # Without pip's isolated environment, which has no TensorFlow.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    output = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    output = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+    )
     compile_flags, link_flags, has_gpus = json.loads(output.stdout.splitlines()[-1])
     return compile_flags, link_flags, has_gpus
 
@@ -133,7 +162,9 @@ def native() -> Extension:
     """The library of native ops; made anew when any of its files is newer."""
     files = native_files(".cc", ".cu", ".h", ".inc")
     sources = [name for name in native_files(".cc") if not name.endswith("_gpu.cc")]
-    return Extension("tfposeidon.native._ops", sources, include_dirs=["."], depends=files, language="c++")
+    return Extension(
+        "tfposeidon.native._ops", sources, include_dirs=["."], depends=files, language="c++"
+    )
 
 
 def records() -> Extension:
@@ -151,8 +182,12 @@ def version() -> str:
 if not {"sdist", "egg_info", "clean"} & set(sys.argv[1:2]):
     COMMAND = f"Run in this folder: {sys.executable} -m tfposeidon install"
     require(
-        "tensorflow", f"{COMMAND}\nIt installs TensorFlow and Horovod with the corrections this needs; then repeat."
+        "tensorflow",
+        f"{COMMAND}\nIt installs TensorFlow and Horovod with the corrections this needs; then repeat.",
     )
-    require("horovod", f"{COMMAND} --horovod-only\nIt builds Horovod against your TensorFlow; then repeat.")
+    require(
+        "horovod",
+        f"{COMMAND} --horovod-only\nIt builds Horovod against your TensorFlow; then repeat.",
+    )
 
 setup(version=version(), ext_modules=[native(), records()], cmdclass={"build_ext": BuildNative})

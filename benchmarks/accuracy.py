@@ -20,7 +20,11 @@ FULL = {
 SPARSE = {
     "systems": [
         "allreduce",
-        *(f"hitopk:{density}:{method}" for density in (0.01, 0.001) for method in ("exact", "mstopk")),
+        *(
+            f"hitopk:{density}:{method}"
+            for density in (0.01, 0.001)
+            for method in ("exact", "mstopk")
+        ),
     ],
     "seeds": [0, 1, 2],
 }
@@ -35,13 +39,19 @@ ONE_BIT |= {"layout": "4x1"}
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     harness.add_arguments(parser, "accuracy")
     parser.add_argument("--systems", nargs="*", help="schemes")
     parser.add_argument("--seeds", nargs="*", type=int, help="of weights and batches")
-    parser.add_argument("--target", type=float, default=TARGET, help=f"validation accuracy to reach ({TARGET})")
+    parser.add_argument(
+        "--target", type=float, default=TARGET, help=f"validation accuracy to reach ({TARGET})"
+    )
     parser.add_argument("--sparse", action="store_true", help="convergence of sparse schemes")
-    parser.add_argument("--one-bit", action="store_true", help="convergence with one bit for each gradient")
+    parser.add_argument(
+        "--one-bit", action="store_true", help="convergence with one bit for each gradient"
+    )
     others = {"sparse": COMMON | SPARSE, "one_bit": COMMON | ONE_BIT}
     return harness.parse(parser, COMMON | SHORT, COMMON | FULL, SMALLEST, others)
 
@@ -55,7 +65,13 @@ def planned(options):
 
 
 def run(systems, target, layout, goes_on, seed, epochs=EPOCHS):
-    task = {"systems": systems, "target": target, "goes_on": goes_on, "seed": seed, "epochs": epochs}
+    task = {
+        "systems": systems,
+        "target": target,
+        "goes_on": goes_on,
+        "seed": seed,
+        "epochs": epochs,
+    }
     return harness.in_lab(harness.cluster(layout, RATE), "accuracy", task) | {"seed": seed}
 
 
@@ -95,12 +111,20 @@ def plot(cells, path):
     everything = all("losses" in run for cell in cells.values() for run in cell["systems"].values())
 
     def draw(axes):
-        _draw(axes[0], cells, lambda run: (run["seconds"], [100 * accuracy for accuracy in run["accuracies"]]))
+        _draw(
+            axes[0],
+            cells,
+            lambda run: (run["seconds"], [100 * accuracy for accuracy in run["accuracies"]]),
+        )
         axes[0].set(xlabel="seconds of training", ylabel="validation accuracy, %", ylim=(80, 100))
         if not everything:
             return
         _draw(axes[1], cells, lambda run: (run["iterations"], run["losses"]))
-        _draw(axes[2], cells, lambda run: (run["iterations"], [1 - accuracy for accuracy in run["accuracies"]]))
+        _draw(
+            axes[2],
+            cells,
+            lambda run: (run["iterations"], [1 - accuracy for accuracy in run["accuracies"]]),
+        )
         axes[1].set(xlabel="iterations", ylabel="training loss, mean of an epoch", yscale="log")
         axes[2].set(xlabel="iterations", ylabel="validation error", yscale="log")
 
@@ -111,7 +135,11 @@ def _draw(axis, cells, points):
     systems = list(dict.fromkeys(system for cell in cells.values() for system in cell["systems"]))
     for place, cell in enumerate(cells.values()):
         for system, run in cell["systems"].items():
-            style = {"label": system if place == 0 else None, "color": f"C{systems.index(system)}", "linewidth": 1}
+            style = {
+                "label": system if place == 0 else None,
+                "color": f"C{systems.index(system)}",
+                "linewidth": 1,
+            }
             axis.plot(*points(run), **style)
 
 

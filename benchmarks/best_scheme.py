@@ -19,10 +19,18 @@ WORKERS = (2, 4, 8, 16, 32)
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=list(BATCHES), help="names of tfposeidon.lab.models")
-    parser.add_argument("--workers", nargs="*", type=int, default=WORKERS, help="nodes, each worker and server")
-    parser.add_argument("--batch", nargs="*", type=int, help="samples of a worker; by default Poseidon's")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="*", default=list(BATCHES), help="names of tfposeidon.lab.models"
+    )
+    parser.add_argument(
+        "--workers", nargs="*", type=int, default=WORKERS, help="nodes, each worker and server"
+    )
+    parser.add_argument(
+        "--batch", nargs="*", type=int, help="samples of a worker; by default Poseidon's"
+    )
     return parser.parse_args()
 
 

@@ -28,7 +28,15 @@ SPARSE = {
     "rates": ["200mbit", "1gbit"],
     "lengths": [25_557_032],
     "systems": [
-        *("allreduce", "2dtar", "2dtar:float16", "topk:0.01", "topk:0.001", "hitopk:0.1", "hitopk:0.01"),
+        *(
+            "allreduce",
+            "2dtar",
+            "2dtar:float16",
+            "topk:0.01",
+            "topk:0.001",
+            "hitopk:0.1",
+            "hitopk:0.01",
+        ),
         *("hitopk:0.01:float16", "hitopk:0.001", "ddp", "ddp-fp16", "ddp-powersgd"),
     ],
 }
@@ -53,13 +61,25 @@ PEER = {"model": "resnet50", "shrink": 1, "dilation": 0, "warm_up": 3, "steps": 
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     harness.add_arguments(parser, "exchange")
     parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
     parser.add_argument("--rates", nargs="*", help="of the links between nodes, or unshaped")
-    parser.add_argument("--lengths", nargs="*", type=int, metavar="POWER", help="powers of two, or numbers of values")
-    parser.add_argument("--systems", nargs="*", help="schemes with options, such as hitopk:0.01:float16; peers")
-    parser.add_argument("--sparse", action="store_true", help="the comparison of sparse and dense exchanges")
+    parser.add_argument(
+        "--lengths",
+        nargs="*",
+        type=int,
+        metavar="POWER",
+        help="powers of two, or numbers of values",
+    )
+    parser.add_argument(
+        "--systems", nargs="*", help="schemes with options, such as hitopk:0.01:float16; peers"
+    )
+    parser.add_argument(
+        "--sparse", action="store_true", help="the comparison of sparse and dense exchanges"
+    )
     common = {"systems": SYSTEMS}
     return harness.parse(parser, common | SHORT, common | FULL, SMALLEST, {"sparse": SPARSE})
 
@@ -72,7 +92,15 @@ def planned(options):
         if ranks(layout) > 8 and not options.sparse:
             lengths = [length for length in lengths if length <= LONGEST_ABOVE_8_RANKS]
         for worker, systems in harness.by_worker(options.systems, "exchange").items():
-            found.append({"layout": layout, "rate": rate, "lengths": lengths, "systems": systems, "worker": worker})
+            found.append(
+                {
+                    "layout": layout,
+                    "rate": rate,
+                    "lengths": lengths,
+                    "systems": systems,
+                    "worker": worker,
+                }
+            )
     return harness.keyed(found)
 
 
@@ -85,13 +113,18 @@ def run(layout, rate, lengths, systems, worker):
     task = {"lengths": lengths} if worker == "exchange" else PEER
     answer = harness.in_lab(harness.cluster(layout, rate), worker, task | {"systems": systems})
     if worker == "ddp":
-        answer["systems"] = {f"{name} {lengths[0]}": peer_figures(of) for name, of in answer["systems"].items()}
+        answer["systems"] = {
+            f"{name} {lengths[0]}": peer_figures(of) for name, of in answer["systems"].items()
+        }
     return answer | {"layout": layout, "rate": rate}
 
 
 def peer_figures(figures):
     """As ours; what a peer should send is what it sends."""
-    return figures | {"predicted_bytes": figures["sent_bytes"], "busiest_bytes": figures["sent_bytes"]}
+    return figures | {
+        "predicted_bytes": figures["sent_bytes"],
+        "busiest_bytes": figures["sent_bytes"],
+    }
 
 
 def rows(cell):
@@ -109,7 +142,9 @@ def rows(cell):
             "length": int(length),
             "time_s": time_s,
             "bytes": figures["busiest_bytes"],
-            "counted": figures["sent_bytes"] / figures["predicted_bytes"] if figures["predicted_bytes"] else None,
+            "counted": figures["sent_bytes"] / figures["predicted_bytes"]
+            if figures["predicted_bytes"]
+            else None,
             "limit_s": limit_s,
             "distance": time_s / limit_s if limited else None,
             "shaped_bytes": max(0.0, figures["busiest_bytes"] - free_bytes),
@@ -118,7 +153,9 @@ def rows(cell):
 
 def fit(rows):
     """Latency in seconds and bandwidth in bits per second of one scheme over one link."""
-    sizes, times = (np.array([row[name] for row in rows], float) for name in ("shaped_bytes", "time_s"))
+    sizes, times = (
+        np.array([row[name] for row in rows], float) for name in ("shaped_bytes", "time_s")
+    )
     # Relative errors count, so that short exchanges tell the latency and long ones the bandwidth.
     terms = np.stack([np.ones_like(sizes), 8 * sizes], axis=1) / times[:, None]
     (latency_s, bit_s), *_ = np.linalg.lstsq(terms, np.ones_like(times), rcond=None)
@@ -128,20 +165,34 @@ def fit(rows):
 def show(cells):
     for cell in cells.values():
         found = list(rows(cell))
-        print(f"\n{cell['layout']} ranks, {cell['rate']} between nodes; {cell['dropped_packets']} packets dropped")
-        header = ("scheme", "values", "time", "payload on the link", "counted / predicted", "limit", "time / limit")
+        print(
+            f"\n{cell['layout']} ranks, {cell['rate']} between nodes; {cell['dropped_packets']} packets dropped"
+        )
+        header = (
+            "scheme",
+            "values",
+            "time",
+            "payload on the link",
+            "counted / predicted",
+            "limit",
+            "time / limit",
+        )
         harness.show([header, *map(cells_of, found)])
         for system in dict.fromkeys(row["system"] for row in found):
             own = [row for row in found if row["system"] == system]
             if len(own) > 2 and any(row["bytes"] for row in own):
                 latency_s, bandwidth = fit(own)
-                print(f"  {system}: {1e3 * latency_s:.1f} ms + payload at {bandwidth / 1e6:.0f} Mb/s")
+                print(
+                    f"  {system}: {1e3 * latency_s:.1f} ms + payload at {bandwidth / 1e6:.0f} Mb/s"
+                )
 
 
 def cells_of(row):
     return (
         row["system"],
-        f"2^{math.log2(row['length']):.0f}" if row["length"].bit_count() == 1 else f"{row['length'] / 1e6:.1f} M",
+        f"2^{math.log2(row['length']):.0f}"
+        if row["length"].bit_count() == 1
+        else f"{row['length'] / 1e6:.1f} M",
         f"{1e3 * row['time_s']:.1f} ms",
         readable(row["bytes"]),
         f"{row['counted']:.3f}" if row["counted"] else "",
@@ -157,9 +208,16 @@ def plot(cells, path):
         for axis, cell in zip(axes, cells.values(), strict=True):
             found = list(rows(cell))
             for system in dict.fromkeys(row["system"] for row in found):
-                own = sorted((row["length"], row["time_s"]) for row in found if row["system"] == system)
+                own = sorted(
+                    (row["length"], row["time_s"]) for row in found if row["system"] == system
+                )
                 axis.plot(*zip(*own, strict=True), "o-", label=system, linewidth=1, markersize=4)
-            axis.set(title=f"{cell['layout']} ranks, {cell['rate']}", xlabel="values", xscale="log", yscale="log")
+            axis.set(
+                title=f"{cell['layout']} ranks, {cell['rate']}",
+                xlabel="values",
+                xscale="log",
+                yscale="log",
+            )
         axes[0].set_ylabel("seconds per exchange")
 
     harness.plot(path, len(cells), draw)

@@ -61,9 +61,13 @@ def add_arguments(parser, name):
         help=f"file that is continued (docs/results/{name}.json; with --smallest build/smallest/{name}.json)",
     )
     parser.add_argument("--fresh", action="store_true", help="begin the file anew")
-    parser.add_argument("--full", action="store_true", help="everything, for hours; by default a short version")
     parser.add_argument(
-        "--smallest", action="store_true", help="one small case of each kind, to see that all of it runs"
+        "--full", action="store_true", help="everything, for hours; by default a short version"
+    )
+    parser.add_argument(
+        "--smallest",
+        action="store_true",
+        help="one small case of each kind, to see that all of it runs",
     )
 
 
@@ -90,7 +94,9 @@ def parse(parser, short, full, smallest, others=None):
     options = parser.parse_args()
     if options.results is None:
         # What shows that a benchmark runs is no result.
-        options.results = (SMALLEST_RESULTS if options.smallest else RESULTS) / f"{options.benchmark}.json"
+        options.results = (
+            SMALLEST_RESULTS if options.smallest else RESULTS
+        ) / f"{options.benchmark}.json"
     found = {"full": full} | (others or {}) | {"smallest": smallest}
     versions = [values for flag, values in found.items() if getattr(options, flag)]
     for name, values in (versions[-1] if versions else short).items():
@@ -106,7 +112,9 @@ def carry_out(options, planned, run, show, plot):
     show(results.cells)
     plot(results.cells, options.results.with_suffix(".png"))
     if failed:
-        sys.exit(f"{len(failed)} of {len(planned)} jobs failed: {', '.join(failed)}. Run it again, and it goes on.")
+        sys.exit(
+            f"{len(failed)} of {len(planned)} jobs failed: {', '.join(failed)}. Run it again, and it goes on."
+        )
 
 
 def jobs(results, planned, run):
@@ -133,7 +141,9 @@ def jobs(results, planned, run):
 def cluster(layout, rate):
     """Options of the lab for "MxN", nodes x ranks on each, with links of that rate between nodes."""
     nodes, per_node = layout.split("x")
-    return f"--nodes {nodes} --per-node {per_node}" + ("" if rate == "unshaped" else f" --inter {rate}")
+    return f"--nodes {nodes} --per-node {per_node}" + (
+        "" if rate == "unshaped" else f" --inter {rate}"
+    )
 
 
 def in_lab(options, worker, task):
@@ -151,7 +161,17 @@ def in_lab(options, worker, task):
     """
     with tempfile.TemporaryDirectory() as folder:
         answer, report = Path(folder) / "answer.json", Path(folder) / "report.json"
-        lab = ["-m", "tfposeidon", "lab", *options.split(), "--show", "first", "--report", str(report), "--"]
+        lab = [
+            "-m",
+            "tfposeidon",
+            "lab",
+            *options.split(),
+            "--show",
+            "first",
+            "--report",
+            str(report),
+            "--",
+        ]
         request = json.dumps(task | {"result": str(answer)})
         # Should this process be killed, the job ends with it.
         command = [
@@ -166,13 +186,21 @@ def in_lab(options, worker, task):
             request,
         ]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-        keywords = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True, "timeout": TIME_LIMIT_S}
+        keywords = {
+            "cwd": ROOT,
+            "env": environment,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "timeout": TIME_LIMIT_S,
+        }
         try:
             done = subprocess.run(command, **keywords)
         except subprocess.TimeoutExpired as error:
             raise JobError(str(error)) from error
         if done.returncode:
-            raise JobError(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+            raise JobError(
+                f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}"
+            )
         lab_report = json.loads(report.read_text())
         return {
             "systems": json.loads(answer.read_text()),
@@ -190,7 +218,10 @@ def native(name, *arguments, more=()):
     Args:
       more: Files of values, NumPy arrays, which follow the arguments.
     """
-    sources = [f"benchmarks/native/{name}.cc", *sorted((ROOT / "tfposeidon/native/lib").glob("*.cc"))]
+    sources = [
+        f"benchmarks/native/{name}.cc",
+        *sorted((ROOT / "tfposeidon/native/lib").glob("*.cc")),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / name
         subprocess.run(["g++", *NATIVE_FLAGS, *sources, "-o", program], cwd=ROOT, check=True)
@@ -198,14 +229,18 @@ def native(name, *arguments, more=()):
         for file, values in zip(files, more, strict=True):
             values.tofile(file)
         command = [program, *map(str, arguments), *files]
-        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        return json.loads(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        )
 
 
 def machine():
     """Commit, processor, kernel and versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT)
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT
+    )
     return {
         "commit": git.stdout.strip() or "unknown",
         "processor": f"{len(names)} x {names[0]}" if names else platform.machine(),

@@ -16,15 +16,21 @@ ELEMENTS = 25_557_032
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     harness.add_arguments(parser, "hitopk_steps")
     parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
     parser.add_argument("--rates", nargs="*", help="of the links between nodes")
-    return harness.parse(parser, CASES | {"elements": ELEMENTS}, CASES | {"elements": ELEMENTS}, SMALLEST)
+    return harness.parse(
+        parser, CASES | {"elements": ELEMENTS}, CASES | {"elements": ELEMENTS}, SMALLEST
+    )
 
 
 def run(layout, rate, elements=ELEMENTS):
-    answer = harness.in_lab(harness.cluster(layout, rate), "hitopk_steps", {"elements": elements, "systems": SYSTEMS})
+    answer = harness.in_lab(
+        harness.cluster(layout, rate), "hitopk_steps", {"elements": elements, "systems": SYSTEMS}
+    )
     return answer | {"layout": layout, "rate": rate}
 
 
@@ -36,7 +42,9 @@ def rows(cells):
 
 def show(cells):
     header = ("ranks, link, scheme", *STEPS, "all")
-    found = [(name, *(f"{1e3 * s:.0f} ms" for s in (*steps, sum(steps)))) for name, steps in rows(cells)]
+    found = [
+        (name, *(f"{1e3 * s:.0f} ms" for s in (*steps, sum(steps)))) for name, steps in rows(cells)
+    ]
     harness.show([header, *found])
 
 

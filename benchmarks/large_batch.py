@@ -38,20 +38,32 @@ RULES = {
     "SGD, small batch": (SMALL, lambda rate: _sgd(rate(RATE, warmup=0))),
     "SGD, scaled rate": (SMALL * FACTOR, lambda rate: _sgd(rate(RATE * FACTOR, warmup=0))),
     **{
-        f"SGD, {factor} x rate and warm-up": (SMALL * FACTOR, lambda rate, f=factor: _sgd(rate(RATE * f)))
+        f"SGD, {factor} x rate and warm-up": (
+            SMALL * FACTOR,
+            lambda rate, f=factor: _sgd(rate(RATE * f)),
+        )
         for factor in (2, 4, 8)
     },
     "SGD, scaled rate and warm-up": (SMALL * FACTOR, lambda rate: _sgd(rate(RATE * FACTOR))),
-    "LARS": (SMALL * FACTOR, lambda rate: LARS(rate(0.2), MOMENTUM, trust_coefficient=0.1, weight_decay=1e-4)),
+    "LARS": (
+        SMALL * FACTOR,
+        lambda rate: LARS(rate(0.2), MOMENTUM, trust_coefficient=0.1, weight_decay=1e-4),
+    ),
     "LAMB": (SMALL * FACTOR, lambda rate: LAMB(rate(0.02), weight_decay=1e-4)),
 }
 COMMON = {"rules": list(RULES), "epochs": EPOCHS}
 SHORT, FULL = COMMON | {"seeds": [0]}, COMMON | {"seeds": [0, 1, 2]}
-SMALLEST = {"rules": ["SGD, small batch", "SGD, 2 x rate and warm-up", "LARS"], "epochs": 6, "seeds": [0]}
+SMALLEST = {
+    "rules": ["SGD, small batch", "SGD, 2 x rate and warm-up", "LARS"],
+    "epochs": 6,
+    "seeds": [0],
+}
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     harness.add_arguments(parser, "large_batch")
     parser.add_argument("--rules", nargs="*", choices=RULES, help="what to train by")
     parser.add_argument("--seeds", nargs="*", type=int, help="of weights and batches")
@@ -60,7 +72,9 @@ def parse_arguments():
 
 def planned(options):
     more = {} if options.epochs == EPOCHS else {"epochs": options.epochs}
-    return harness.keyed({"rule": rule, "seed": seed} | more for seed in options.seeds for rule in options.rules)
+    return harness.keyed(
+        {"rule": rule, "seed": seed} | more for seed in options.seeds for rule in options.rules
+    )
 
 
 def run(rule, seed, epochs=EPOCHS):
@@ -71,8 +85,14 @@ def run(rule, seed, epochs=EPOCHS):
     (x, y), validation = data(0, 1)
     network = model()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    network.compile(optimizer(lambda *a, **k: schedule(*a, batch, len(x), epochs, **k)), loss, metrics=["accuracy"])
-    fitted = network.fit(x, y, batch_size=batch, epochs=epochs, validation_data=validation, verbose=0)
+    network.compile(
+        optimizer(lambda *a, **k: schedule(*a, batch, len(x), epochs, **k)),
+        loss,
+        metrics=["accuracy"],
+    )
+    fitted = network.fit(
+        x, y, batch_size=batch, epochs=epochs, validation_data=validation, verbose=0
+    )
     accuracies = [float(accuracy) for accuracy in fitted.history["val_accuracy"]]
     print(f"    {accuracies[-1]:.2%}")
     return {"rule": rule, "seed": seed, "batch": batch, "accuracies": accuracies}
@@ -106,7 +126,9 @@ def plot(cells, path):
             if not curves.size:
                 continue
             epochs = range(1, curves.shape[1] + 1)
-            axes[0].plot(epochs, curves.mean(0), f"C{place}", label=f"{rule} ({RULES[rule][0]})", linewidth=1)
+            axes[0].plot(
+                epochs, curves.mean(0), f"C{place}", label=f"{rule} ({RULES[rule][0]})", linewidth=1
+            )
             axes[0].fill_between(epochs, curves.min(0), curves.max(0), color=f"C{place}", alpha=0.2)
         axes[0].set(xlabel="epoch", ylabel="validation accuracy, %", ylim=(80, 100))
 

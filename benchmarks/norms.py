@@ -28,21 +28,34 @@ ROUNDS = 21
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     harness.add_arguments(parser, "norms")
-    parser.add_argument("--models", nargs="*", choices=sorted(models.MODELS), help="whose variables")
+    parser.add_argument(
+        "--models", nargs="*", choices=sorted(models.MODELS), help="whose variables"
+    )
     parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
     return harness.parse(parser, SHORT, FULL, SMALLEST)
 
 
 def planned(options):
-    jobs = [{"kind": kind, "model": model} for model in options.models for kind in ("library", "op")]
-    jobs += [{"kind": "parallel", "model": m, "layout": layout} for m in options.models for layout in options.layouts]
+    jobs = [
+        {"kind": kind, "model": model} for model in options.models for kind in ("library", "op")
+    ]
+    jobs += [
+        {"kind": "parallel", "model": m, "layout": layout}
+        for m in options.models
+        for layout in options.layouts
+    ]
     return harness.keyed(jobs)
 
 
 def run(kind, model, **more):
-    return {"library": library, "op": op, "parallel": parallel}[kind](model, **more) | {"kind": kind, "model": model}
+    return {"library": library, "op": op, "parallel": parallel}[kind](model, **more) | {
+        "kind": kind,
+        "model": model,
+    }
 
 
 def library(model):
@@ -52,7 +65,9 @@ def library(model):
 
 def op(model):
     """Both in a `tf.function`, in turn, on values and as many gradients."""
-    tensors = [tf.convert_to_tensor(variable) for variable in (*drawn(model), *drawn(model, seed=1))]
+    tensors = [
+        tf.convert_to_tensor(variable) for variable in (*drawn(model), *drawn(model, seed=1))
+    ]
     calls = {
         "native": lambda: ops.l2_norms(tensors),
         "tensorflow": lambda: tf.stack([tf.norm(tensor) for tensor in tensors]),
@@ -70,36 +85,63 @@ def op(model):
 
 
 def parallel(model, layout):
-    answer = harness.in_lab(harness.cluster(layout, RATE), "norms", {"model": model, "rounds": ROUNDS})
+    answer = harness.in_lab(
+        harness.cluster(layout, RATE), "norms", {"model": model, "rounds": ROUNDS}
+    )
     return answer | {"layout": layout}
 
 
 def shapes(model):
     """Of all variables, in the order of the layers."""
-    return [shape for layer in models.model(model).layers for shape in (layer.kernel, *((n,) for n in layer.vectors))]
+    return [
+        shape
+        for layer in models.model(model).layers
+        for shape in (layer.kernel, *((n,) for n in layer.vectors))
+    ]
 
 
 def drawn(model, seed=0):
     """Variables for them."""
-    return [tf.Variable(tf.random.stateless_normal(shape, [i, seed])) for i, shape in enumerate(shapes(model))]
+    return [
+        tf.Variable(tf.random.stateless_normal(shape, [i, seed]))
+        for i, shape in enumerate(shapes(model))
+    ]
 
 
 # -------------------------------------------------------------------- tables
 
 
 def show(cells):
-    own = {kind: [cell for cell in cells.values() if cell["kind"] == kind] for kind in ("library", "op", "parallel")}
+    own = {
+        kind: [cell for cell in cells.values() if cell["kind"] == kind]
+        for kind in ("library", "op", "parallel")
+    }
     if own["library"]:
         print("\nlibrary, beside one read of the same values")
         header = ("model", "tensors", "values", "one read", "norms", "norms / read")
         harness.show([header, *map(library_row, own["library"])])
     if own["op"]:
         print("\nop, beside tf.norm of each tensor, and the root of twice tf.nn.l2_loss")
-        header = ("model", "tf.norm", "l2_loss", "l2_norms", "tf.norm / l2_norms", "l2_loss / l2_norms")
+        header = (
+            "model",
+            "tf.norm",
+            "l2_loss",
+            "l2_norms",
+            "tf.norm / l2_norms",
+            "l2_loss / l2_norms",
+        )
         harness.show([header, *map(op_row, own["op"])])
     if own["parallel"]:
         print(f"\nin parallel, {RATE} between nodes: the largest share alone, and the all-gather")
-        header = ("model", "ranks", "every rank for itself", "share", "all-gather", "in parallel", "ratio")
+        header = (
+            "model",
+            "ranks",
+            "every rank for itself",
+            "share",
+            "all-gather",
+            "in parallel",
+            "ratio",
+        )
         header += ("pays from", "side by side: for itself", "in parallel")
         harness.show([header, *map(parallel_row, own["parallel"])])
 
@@ -124,7 +166,9 @@ def op_row(cell):
 
 
 def parallel_row(cell):
-    seconds = {name: statistics.median(figures["step_s"]) for name, figures in cell["systems"].items()}
+    seconds = {
+        name: statistics.median(figures["step_s"]) for name, figures in cell["systems"].items()
+    }
     both_s = seconds["share"] + seconds["all-gather"]
     milliseconds = {name: f"{1e3 * time_s:.2f} ms" for name, time_s in seconds.items()}
     return (
@@ -157,12 +201,19 @@ def plot(cells, path):
 
     def draw(axes):
         for axis, name in zip(axes, names, strict=True):
-            own = [cell for cell in parallel if cell["model"] == name and cell["layout"].endswith("x1")]
+            own = [
+                cell for cell in parallel if cell["model"] == name and cell["layout"].endswith("x1")
+            ]
             own.sort(key=lambda cell: int(cell["layout"].partition("x")[0]))
             ranks = [int(cell["layout"].partition("x")[0]) for cell in own]
             for system in ("local", "share", "all-gather"):
                 times = [1e3 * statistics.median(cell["systems"][system]["step_s"]) for cell in own]
-                axis.plot(ranks, times, "o-", label="every rank for itself" if system == "local" else system)
+                axis.plot(
+                    ranks,
+                    times,
+                    "o-",
+                    label="every rank for itself" if system == "local" else system,
+                )
             axis.set(title=name, xlabel="ranks, one per node", ylabel="ms", ylim=(0, None))
 
     if names:

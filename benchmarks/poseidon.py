@@ -27,13 +27,24 @@ PAPER = {
     ("vgg19_22k", 40, "ps-late"): 8,
 }
 FAST = 40.0
-SLOWER = {"googlenet": (2.0, 5.0, 10.0), "vgg19_32": (10.0, 20.0, 30.0), "vgg19_22k": (10.0, 20.0, 30.0)}
-TRAFFIC = {"model": "vgg19_32", "layout": "8x1", "gbit": FAST, "systems": ["ps", "ps-adam", "hybcomm"]}
+SLOWER = {
+    "googlenet": (2.0, 5.0, 10.0),
+    "vgg19_32": (10.0, 20.0, 30.0),
+    "vgg19_22k": (10.0, 20.0, 30.0),
+}
+TRAFFIC = {
+    "model": "vgg19_32",
+    "layout": "8x1",
+    "gbit": FAST,
+    "systems": ["ps", "ps-adam", "hybcomm"],
+}
 COMMON = {"dilation": 8.0, "steps": 3}
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     harness.add_arguments(parser, "poseidon")
     parser.add_argument("--models", nargs="*", choices=SLOWER, help="which of the models")
     parser.add_argument("--nodes", nargs="*", type=int, help="how many, of one rank each")
@@ -49,10 +60,15 @@ def planned(options):
     """Jobs, the largest clusters first: all at 40 Gb/s, fewer Gb/s on the most nodes, 4 x 4 ranks, traffic."""
     most = max(options.nodes)
     cases = [(model, f"{nodes}x1", FAST) for nodes in options.nodes for model in options.models]
-    cases += [(m, f"{most}x1", gbit) for m in options.models for gbit in SLOWER[m][: options.bandwidths]]
+    cases += [
+        (m, f"{most}x1", gbit) for m in options.models for gbit in SLOWER[m][: options.bandwidths]
+    ]
     cases += [(model, "4x4", FAST) for model in options.models] if options.full else []
     common = {"worker": "keras_fit", "dilation": options.dilation, "steps": options.steps}
-    jobs = [{"model": m, "layout": layout, "gbit": g, "systems": list(SYSTEMS)} | common for m, layout, g in cases]
+    jobs = [
+        {"model": m, "layout": layout, "gbit": g, "systems": list(SYSTEMS)} | common
+        for m, layout, g in cases
+    ]
     return harness.keyed([*jobs, TRAFFIC | common] if options.full else jobs)
 
 
@@ -62,13 +78,17 @@ def speedups(cells):
     for (model, layout, gbit, _), rows in scaling.groups(cells).items():
         nodes, per_node = map(int, layout.split("x"))
         ranks = nodes * per_node
-        found[model, gbit, layout] = {r["system"]: ranks * r["efficiency"] for r in rows if "step_s" in r}
+        found[model, gbit, layout] = {
+            r["system"]: ranks * r["efficiency"] for r in rows if "step_s" in r
+        }
     return found
 
 
 def show(cells):
     """Speed-ups, beside the paper's where it tells them, the shares of time that ranks stand still, and traffic."""
-    print("\nspeed-up over one rank alone; in brackets the share of time that the ranks stand still, on average")
+    print(
+        "\nspeed-up over one rank alone; in brackets the share of time that the ranks stand still, on average"
+    )
     rows = [("model", "Gb/s", "ranks", *SYSTEMS, "paper")]
     stalled = {
         (model, gbit, layout, row["system"]): sum(row["stalled"]) / len(row["stalled"])
@@ -78,10 +98,16 @@ def show(cells):
     }
     for (model, gbit, layout), found in sorted(speedups(cells).items(), key=_order):
         texts = [
-            f"{found[system]:.1f} ({stalled[model, gbit, layout, system]:.0%})" if system in found else ""
+            f"{found[system]:.1f} ({stalled[model, gbit, layout, system]:.0%})"
+            if system in found
+            else ""
             for system in SYSTEMS
         ]
-        paper = [f"{s} {PAPER[model, gbit, s]}" for s in SYSTEMS if (model, gbit, s) in PAPER and layout == "16x1"]
+        paper = [
+            f"{s} {PAPER[model, gbit, s]}"
+            for s in SYSTEMS
+            if (model, gbit, s) in PAPER and layout == "16x1"
+        ]
         rows.append((model, f"{gbit:g}", layout, *texts, ", ".join(paper)))
     harness.show(rows)
     for system, nodes in traffic(cells).items():
@@ -101,7 +127,11 @@ def _order(item):
 def traffic(cells):
     """System -> bytes that each node sends and receives a step, in the size of the shrunk model."""
     cell = next((c for c in cells.values() if c["task"]["systems"] == TRAFFIC["systems"]), None)
-    return {} if cell is None else {name: figures["node_bytes"] for name, figures in cell["systems"].items()}
+    return (
+        {}
+        if cell is None
+        else {name: figures["node_bytes"] for name, figures in cell["systems"].items()}
+    )
 
 
 def plot(cells, path):
@@ -125,7 +155,9 @@ def _draw_nodes(axis, model, found):
     for system in SYSTEMS:
         points = [(int(layout[:-2]), v[system]) for (m, g, layout), v in found.items()
                   if (m, g) == (model, FAST) and layout.endswith("x1") and system in v]  # fmt: skip
-        axis.plot(*zip((1, 1), *sorted(points), strict=True), marker="o", markersize=4, label=system)
+        axis.plot(
+            *zip((1, 1), *sorted(points), strict=True), marker="o", markersize=4, label=system
+        )
     axis.plot((1, 16), (1, 16), color="grey", linestyle=":", label="linear")
     axis.set(title=f"{model}, {FAST:g} Gb/s", xlabel="nodes", ylabel="speed-up")
     axis.legend(fontsize=7)
@@ -136,10 +168,24 @@ def _draw_bandwidth(axis, model, found):
     for number, system in enumerate(SYSTEMS):
         points = [(g, v[system]) for (m, g, layout), v in found.items()
                   if (m, layout) == (model, f"{most}x1") and system in v]  # fmt: skip
-        axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, color=f"C{number}", label=system)
-        paper = [(g, v) for (m, g, s), v in PAPER.items() if (m, s) == (model, system) and most == 16]
+        axis.plot(
+            *zip(*sorted(points), strict=True),
+            marker="o",
+            markersize=4,
+            color=f"C{number}",
+            label=system,
+        )
+        paper = [
+            (g, v) for (m, g, s), v in PAPER.items() if (m, s) == (model, system) and most == 16
+        ]
         if paper:
-            axis.plot(*zip(*paper, strict=True), marker="x", linestyle="", color=f"C{number}", label=f"{system}, paper")
+            axis.plot(
+                *zip(*paper, strict=True),
+                marker="x",
+                linestyle="",
+                color=f"C{number}",
+                label=f"{system}, paper",
+            )
     axis.axhline(most, color="grey", linestyle=":")
     axis.set(title=f"{model}, {most} nodes", xlabel="Gb/s", ylim=(0, most * 1.05))
 
@@ -148,7 +194,11 @@ def _draw_traffic(axis, sent):
     for number, (system, nodes) in enumerate(sent.items()):
         places = [node + 0.27 * number for node in range(len(nodes))]
         axis.bar(places, [sum(node) / 1e6 for node in nodes], 0.25, label=system)
-    axis.set(title=f"{TRAFFIC['model']} on {TRAFFIC['layout']} ranks", xlabel="node", ylabel="MB sent and received")
+    axis.set(
+        title=f"{TRAFFIC['model']} on {TRAFFIC['layout']} ranks",
+        xlabel="node",
+        ylabel="MB sent and received",
+    )
 
 
 def main():

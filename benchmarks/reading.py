@@ -61,13 +61,19 @@ POOL = f"datacache-benchmark-{os.getpid()}"
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     harness.add_arguments(parser, "reading")
     parser.add_argument("--parts", nargs="*", choices=FULL["parts"], help="what to measure")
-    parser.add_argument("--sizes", nargs="*", type=int, choices=[96, 224], help="of the square images, in pixels")
+    parser.add_argument(
+        "--sizes", nargs="*", type=int, choices=[96, 224], help="of the square images, in pixels"
+    )
     parser.add_argument("--rounds", type=int, help="how often each system has its turn")
     parser.add_argument("--images", type=int, help="files of the slow source")
-    parser.add_argument("--mb-s", nargs="*", type=int, help="10^6 bytes per second of the slow source")
+    parser.add_argument(
+        "--mb-s", nargs="*", type=int, help="10^6 bytes per second of the slow source"
+    )
     parser.add_argument("--data-mb", type=int, help="megabytes of records in memory")
     return harness.parse(parser, SHORT, FULL, SMALLEST)
 
@@ -78,7 +84,9 @@ def planned(options):
         samples = options.data_mb * 10**6 // (size * size * 3)
         of_size = {"size": size, "samples": samples}
         if "warm" in options.parts:
-            cells.append({"kind": "warm", **of_size, "batch": BATCH[size], "rounds": options.rounds})
+            cells.append(
+                {"kind": "warm", **of_size, "batch": BATCH[size], "rounds": options.rounds}
+            )
         if "jobs" in options.parts:
             longer = of_size | {"samples": JOBS_DATA * samples}
             cells.append({"kind": "jobs", **longer, "batch": BATCH[size], "rounds": options.rounds})
@@ -125,9 +133,16 @@ def on_one(kind, **task):
         if kind == "warm":
             task["copier"] = compiled(folder, "random_records.c", "-O2")
         task["folder"] = POOL
-        command = [sys.executable, "-m", "benchmarks.workers.reading", json.dumps(task | {"kind": kind})]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.workers.reading",
+            json.dumps(task | {"kind": kind}),
+        ]
         try:
-            done = subprocess.run(command, cwd=harness.ROOT, env=environment, capture_output=True, text=True)
+            done = subprocess.run(
+                command, cwd=harness.ROOT, env=environment, capture_output=True, text=True
+            )
         finally:
             shutil.rmtree(Path("/dev/shm") / POOL, ignore_errors=True)
         if done.returncode:
@@ -150,7 +165,9 @@ def slow_source(folder, mb_s):
 def compiled(folder, source, *flags):
     """A native program or library of the benchmarks."""
     program = f"{folder}/{Path(source).stem}"
-    subprocess.run(["cc", harness.ROOT / "benchmarks/native" / source, *flags, "-o", program], check=True)
+    subprocess.run(
+        ["cc", harness.ROOT / "benchmarks/native" / source, *flags, "-o", program], check=True
+    )
     return program
 
 
@@ -184,16 +201,26 @@ def rates(cell, what="samples_per_second"):
 
 
 def show_warm(cells):
-    rows = [("pixels", "", "one thread copies", "datacache", "tf.data cache", "of copies", "of tf.data")]
+    rows = [
+        ("pixels", "", "one thread copies", "datacache", "tf.data cache", "of copies", "of tf.data")
+    ]
     for cell in cells:
-        for what, text in (("samples_per_second", "whole epochs"), ("after_the_first", "after the first batch")):
+        for what, text in (
+            ("samples_per_second", "whole epochs"),
+            ("after_the_first", "after the first batch"),
+        ):
             of = rates(cell, what)
-            ratios = [ratio(cell, "datacache", "copies", what), ratio(cell, "datacache", "tf.data cache", what)]
+            ratios = [
+                ratio(cell, "datacache", "copies", what),
+                ratio(cell, "datacache", "tf.data cache", what),
+            ]
             absolute = [f"{of[name]:,.0f}/s" for name in ("copies", "datacache", "tf.data cache")]
             rows.append((str(cell["size"]), text, *absolute, *(f"{value:.2f}" for value in ratios)))
     if cells:
         gigabytes = cells[0]["samples"] * cells[0]["size"] ** 2 * 3 / 1e9
-        print(f"\n{gigabytes:.1f} GB read from memory in random order; medians, and medians of the rounds' ratios")
+        print(
+            f"\n{gigabytes:.1f} GB read from memory in random order; medians, and medians of the rounds' ratios"
+        )
         harness.show(rows)
 
 
@@ -204,9 +231,19 @@ def show_jobs(cells):
             ratios = [first / later for first, later in zip(of["first"], of["later"], strict=True)]
             low, middle, high = np.percentile(ratios, [25, 50, 75])
             first, later = (f"{statistics.median(of[what]):,.0f}/s" for what in ("first", "later"))
-            rows.append((f"{cell['size']}, {name}", first, later, f"{middle:.2f}", f"{low:.2f} to {high:.2f}"))
+            rows.append(
+                (
+                    f"{cell['size']}, {name}",
+                    first,
+                    later,
+                    f"{middle:.2f}",
+                    f"{low:.2f} to {high:.2f}",
+                )
+            )
     if cells:
-        print("\na new process on a warm pool: its first epoch and the three after it, in samples per second")
+        print(
+            "\na new process on a warm pool: its first epoch and the three after it, in samples per second"
+        )
         harness.show(rows)
 
 
@@ -227,7 +264,9 @@ def show_cold(cells):
         of = rates(cell)
         share = ratio(cell, "datacache, first epoch", "decoding", "samples_per_second")
         rows.append(("limit: decoding, on a source that is not slow", f"{of['decoding']:,.0f}", ""))
-        rows.append(("datacache, first epoch", f"{of['datacache, first epoch']:,.0f}", f"{share:.2f}"))
+        rows.append(
+            ("datacache, first epoch", f"{of['datacache, first epoch']:,.0f}", f"{share:.2f}")
+        )
         later_share = ratio(cell, "datacache, later", "decoding", "samples_per_second")
         rows.append(("datacache, later", f"{of['datacache, later']:,.0f}", f"{later_share:.2f}"))
     if len(rows) > 1:
@@ -238,7 +277,9 @@ def show_cold(cells):
 def show_memory(cells):
     rows = [("ranks", "data", *HELD)]
     for ranks in sorted({cell["ranks"] for cell in cells}):
-        of = {cell["what"]: cell["systems"][cell["what"]] for cell in cells if cell["ranks"] == ranks}
+        of = {
+            cell["what"]: cell["systems"][cell["what"]] for cell in cells if cell["ranks"] == ranks
+        }
         data = next(iter(of.values()))["data"]
         held = (f"{of[name]['held'] / 1e9:.2f} GB" if name in of else "" for name in HELD)
         rows.append((str(ranks), f"{data / 1e9:.2f} GB", *held))
@@ -248,7 +289,9 @@ def show_memory(cells):
 
 
 def show_training(cells):
-    rows = [("MB/s", "", "first epoch", "later epochs", "samples/s later", "I/O time of a later step")]
+    rows = [
+        ("MB/s", "", "first epoch", "later epochs", "samples/s later", "I/O time of a later step")
+    ]
     for cell in cells:
         systems = cell["systems"]
         alone = later(systems["no reading"])
@@ -256,7 +299,12 @@ def show_training(cells):
             first, steps = of["epochs"][0]["seconds"], of["epochs"][0]["steps"]
             waiting = max(0.0, later(of) - alone) / steps
             speed = of["samples"] / later(of)
-            times = (f"{first:.1f} s", f"{later(of):.1f} s", f"{speed:,.0f}", f"{waiting * 1e3:.1f} ms")
+            times = (
+                f"{first:.1f} s",
+                f"{later(of):.1f} s",
+                f"{speed:,.0f}",
+                f"{waiting * 1e3:.1f} ms",
+            )
             rows.append((str(cell["mb_s"]), name, *times))
     if cells:
         print("\ntraining with steps of 100 ms on the slow source (Fig. 9 of CommLib)")
@@ -267,7 +315,9 @@ def show_nodes(cells):
     for cell in cells:
         of = cell["systems"]
         steps = {name: statistics.median(of[name]["step_s"]) for name in ("replicate", "split")}
-        ratios = [b / a for a, b in zip(of["replicate"]["rounds_s"], of["split"]["rounds_s"], strict=True)]
+        ratios = [
+            b / a for a, b in zip(of["replicate"]["rounds_s"], of["split"]["rounds_s"], strict=True)
+        ]
         print(
             f"\n{cell['layout']} ranks, {cell['rate']}/s: an epoch of a cache in parts brings "
             f"{of['bytes']['measured'] / 1e6:.2f} MB over a node's link, predicted "

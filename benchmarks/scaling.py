@@ -47,11 +47,17 @@ FULL = {"models": ["vgg19", "resnet50"], "layouts": ["2x2", "4x2"], "gbits": [25
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     harness.add_arguments(parser, "scaling")
-    parser.add_argument("--models", nargs="*", choices=models.MODELS, help="which of the papers' models")
+    parser.add_argument(
+        "--models", nargs="*", choices=models.MODELS, help="which of the papers' models"
+    )
     parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
-    parser.add_argument("--gbits", nargs="*", type=float, help="bandwidth between real nodes, in Gb/s")
+    parser.add_argument(
+        "--gbits", nargs="*", type=float, help="bandwidth between real nodes, in Gb/s"
+    )
     parser.add_argument("--systems", nargs="*", help="schemes and peers")
     parser.add_argument("--dilation", type=float, help=f"D ({DILATION:g})")
     parser.add_argument("--steps", type=int, help="timed steps of each (3)")
@@ -68,7 +74,8 @@ def planned(options):
     programs = harness.by_worker(options.systems, "keras_fit").items()
     cases = itertools.product(options.models, options.layouts, options.gbits, programs)
     return harness.keyed(
-        {"model": model, "layout": layout, "gbit": gbit, "worker": worker, "systems": systems} | common
+        {"model": model, "layout": layout, "gbit": gbit, "worker": worker, "systems": systems}
+        | common
         for model, layout, gbit, (worker, systems) in cases
     )
 
@@ -76,7 +83,13 @@ def planned(options):
 def run(model, layout, gbit, worker, systems, dilation, steps):
     shrink = SHRINK.get(model, 1)
     rate = gbit * 1e9 / dilation / shrink**2
-    task = {"model": model, "shrink": shrink, "dilation": dilation, "systems": systems, "steps": steps}
+    task = {
+        "model": model,
+        "shrink": shrink,
+        "dilation": dilation,
+        "systems": systems,
+        "steps": steps,
+    }
     task["warm_up"] = WARM_UP[worker]
     options = harness.cluster(layout, f"{rate / 1e3:.0f}kbit")
     about = {"model": model, "layout": layout, "gbit": gbit, "rate_bits_per_s": rate}
@@ -89,7 +102,10 @@ def groups(cells):
     for cell in cells.values():
         rows = found.setdefault(group(cell), {})
         rows |= {system: row(system, figures, cell) for system, figures in cell["systems"].items()}
-    return {key: sorted(rows.values(), key=lambda r: r.get("step_s", math.inf)) for key, rows in found.items()}
+    return {
+        key: sorted(rows.values(), key=lambda r: r.get("step_s", math.inf))
+        for key, rows in found.items()
+    }
 
 
 def group(cell):
@@ -128,7 +144,15 @@ def show(cells):
             f"\n{name}{shrunk}, {layout} ranks, {gbit:g} Gb/s; time dilated by {dilation:g}, "
             f"links of {cell['rate_bits_per_s'] / 1e6:.0f} Mb/s, compute {compute_s:.2f} s"
         )
-        header = ("system", "step", "exposed", "ranks stalled", "efficiency", "bytes / link", "ideal step")
+        header = (
+            "system",
+            "step",
+            "exposed",
+            "ranks stalled",
+            "efficiency",
+            "bytes / link",
+            "ideal step",
+        )
         harness.show([header, *map(cells_of, rows)])
 
 
@@ -155,9 +179,23 @@ def plot(cells, path):
     def draw(axes):
         for axis, panel in zip(axes, panels, strict=True):
             for system, points in sorted(lines(found, panel).items()):
-                style = {"linestyle": "-" if system in SYSTEMS else "--", "color": f"C{names.index(system) % 10}"}
-                axis.plot(*zip(*sorted(points), strict=True), marker="o", label=system, markersize=4, **style)
-            axis.set(title=f"{panel[0]}, {panel[1]} ranks", xlabel="Gb/s between nodes", xscale="log", ylim=(0, 105))
+                style = {
+                    "linestyle": "-" if system in SYSTEMS else "--",
+                    "color": f"C{names.index(system) % 10}",
+                }
+                axis.plot(
+                    *zip(*sorted(points), strict=True),
+                    marker="o",
+                    label=system,
+                    markersize=4,
+                    **style,
+                )
+            axis.set(
+                title=f"{panel[0]}, {panel[1]} ranks",
+                xlabel="Gb/s between nodes",
+                xscale="log",
+                ylim=(0, 105),
+            )
             bandwidths = sorted({gbit for _, _, gbit, _ in found})
             axis.set_xticks(bandwidths, [f"{gbit:g}" for gbit in bandwidths])
             axis.minorticks_off()

@@ -32,19 +32,26 @@ ROUNDS = 15
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     harness.add_arguments(parser, "selection")
     parser.add_argument("--elements", nargs="*", type=int, help="lengths of the vectors")
-    parser.add_argument("--distributions", nargs="*", choices=FULL["distributions"], help="of the values")
+    parser.add_argument(
+        "--distributions", nargs="*", choices=FULL["distributions"], help="of the values"
+    )
     common = {"densities": DENSITIES}
     return harness.parse(parser, common | SHORT, common | FULL, SMALLEST)
 
 
 def planned(options):
     """The library and the ops for each distribution, length and density."""
-    cases = itertools.product(("library", "ops"), options.distributions, options.elements, options.densities)
+    cases = itertools.product(
+        ("library", "ops"), options.distributions, options.elements, options.densities
+    )
     return harness.keyed(
-        dict(zip(("kind", "distribution", "elements", "density"), case, strict=True)) for case in cases
+        dict(zip(("kind", "distribution", "elements", "density"), case, strict=True))
+        for case in cases
     )
 
 
@@ -55,7 +62,12 @@ def run(kind, distribution, elements, density):
         f"    exact {measured['exact_s'] / read_s:.2f} and mstopk {measured['mstopk_s'] / read_s:.2f} reads, "
         f"feedback {measured['feedback_s'] / add_s:.2f} additions, scatter {measured['scatter_s'] / zero_s:.2f} fills"
     )
-    return measured | {"kind": kind, "distribution": distribution, "elements": elements, "density": density}
+    return measured | {
+        "kind": kind,
+        "distribution": distribution,
+        "elements": elements,
+        "density": density,
+    }
 
 
 # ------------------------------------------------------------------- library
@@ -64,7 +76,9 @@ def run(kind, distribution, elements, density):
 def library(distribution, elements, density):
     """What the compiled benchmark says."""
     if distribution == "gradient":
-        return harness.native("selection", elements, density, "file", more=[drawn(distribution, elements)])
+        return harness.native(
+            "selection", elements, density, "file", more=[drawn(distribution, elements)]
+        )
     return harness.native("selection", elements, density, distribution)
 
 
@@ -74,11 +88,18 @@ def library(distribution, elements, density):
 def in_tensorflow(distribution, elements, density):
     """The ops and TensorFlow's own on one vector; and how much of it each method keeps."""
     k = max(1, round(density * elements))
-    x, residual = tf.constant(drawn(distribution, elements)), tf.constant(drawn(distribution, elements, seed=1))
+    x, residual = (
+        tf.constant(drawn(distribution, elements)),
+        tf.constant(drawn(distribution, elements, seed=1)),
+    )
     ranks = 16
     counts = [k] * ranks
     places = tf.concat(
-        [ops.top_k(tf.random.stateless_normal([elements], [r, 0]), k, "exact")[1] for r in range(ranks)], 0
+        [
+            ops.top_k(tf.random.stateless_normal([elements], [r, 0]), k, "exact")[1]
+            for r in range(ranks)
+        ],
+        0,
     )
     sent = tf.ones([ranks * k])
     level = tf.Variable(0.0)  # Not a constant: TensorFlow would fill once, while tracing.
@@ -117,7 +138,10 @@ def kept(x, k):
     for method in ops.METHODS:
         values, indices = ops.top_k(x, k, method)
         share = float(tf.norm(tf.cast(values, tf.float64))) / norm
-        figures[method] = {"recall": len(largest & set(indices.numpy().tolist())) / k, "norm": share}
+        figures[method] = {
+            "recall": len(largest & set(indices.numpy().tolist())) / k,
+            "norm": share,
+        }
     return {"kept": figures}
 
 
@@ -150,7 +174,10 @@ def real_gradient(elements, seed):
     with tf.GradientTape() as tape:
         value = loss(labels[640:704], model(images[640:704] / 16))
     gradient = np.concatenate(
-        [g.numpy().ravel() for g in tape.gradient(value, [v.value for v in model.trainable_variables])]
+        [
+            g.numpy().ravel()
+            for g in tape.gradient(value, [v.value for v in model.trainable_variables])
+        ]
     )
     # Pieces from all over the network.
     return np.resize(np.roll(gradient, -len(gradient) // 3), elements)
@@ -166,14 +193,33 @@ def show(cells):
             print(
                 f"\n{kind}: exact, mstopk, dgc, TensorFlow in reads; feedback in additions; scatter-add in zero fills"
             )
-            header = ("values", "elements", "density", "read", "exact", "mstopk", "mstopk / exact", "dgc", "TensorFlow")
-            header += ("addition", "feedback", "zero fill", "scatter", "recall, norm of mstopk", "norm of exact")
+            header = (
+                "values",
+                "elements",
+                "density",
+                "read",
+                "exact",
+                "mstopk",
+                "mstopk / exact",
+                "dgc",
+                "TensorFlow",
+            )
+            header += (
+                "addition",
+                "feedback",
+                "zero fill",
+                "scatter",
+                "recall, norm of mstopk",
+                "norm of exact",
+            )
             harness.show([header, *map(cells_of, own)])
 
 
 def cells_of(cell):
     milliseconds = lambda name: f"{1e3 * cell[f'{name}_s']:.2f} ms"  # noqa: E731
-    ratio = lambda name, to: f"{cell[f'{name}_s'] / cell[f'{to}_s']:.2f}" if f"{name}_s" in cell else ""  # noqa: E731
+    ratio = lambda name, to: (
+        f"{cell[f'{name}_s'] / cell[f'{to}_s']:.2f}" if f"{name}_s" in cell else ""
+    )  # noqa: E731
     kept = cell.get("kept")
     return (
         cell["distribution"],
@@ -197,12 +243,24 @@ def plot(cells, path):
 
     def draw(axes):
         for axis, kind in zip(axes, ("library", "ops"), strict=True):
-            for name, to in (("exact", "read"), ("mstopk", "read"), ("feedback", "add"), ("scatter", "zero")):
+            for name, to in (
+                ("exact", "read"),
+                ("mstopk", "read"),
+                ("feedback", "add"),
+                ("scatter", "zero"),
+            ):
                 for density, line in zip(DENSITIES, ("o--", "o-"), strict=True):
-                    own = [c for c in cells.values() if (c["kind"], c["density"]) == (kind, density)]
+                    own = [
+                        c for c in cells.values() if (c["kind"], c["density"]) == (kind, density)
+                    ]
                     points = sorted((c["elements"], c[f"{name}_s"] / c[f"{to}_s"]) for c in own)
                     if points:
-                        axis.plot(*zip(*points, strict=True), line, label=f"{name} / {to}, {density:g}", markersize=3)
+                        axis.plot(
+                            *zip(*points, strict=True),
+                            line,
+                            label=f"{name} / {to}, {density:g}",
+                            markersize=3,
+                        )
             axis.set(title=kind, xlabel="elements", xscale="log", ylim=(0, 6))
         axes[0].set_ylabel("ratio")
 

@@ -29,11 +29,15 @@ SMALLEST = COMMON | {"pairs": 1, "systems": ["fit", "allreduce"], "model": "goog
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     harness.add_arguments(parser, "wrapper")
     parser.add_argument("--pairs", type=int, help=f"pairs that are timed ({COMMON['pairs']})")
     parser.add_argument("--systems", nargs="*", help="schemes on two ranks, and `fit` on one")
-    parser.add_argument("--model", choices=models.MODELS, help="whose gradients are exchanged (resnet50)")
+    parser.add_argument(
+        "--model", choices=models.MODELS, help="whose gradients are exchanged (resnet50)"
+    )
     parser.add_argument("--bucket-mib", type=float, nargs="*", help="bucket sizes to try")
     return harness.parse(parser, COMMON, COMMON, SMALLEST)
 
@@ -45,13 +49,17 @@ def planned(options):
         for name in options.systems
         for bucket_mib in (options.bucket_mib if name != "fit" else [0])
     ]
-    return harness.keyed({"system": name, "model": options.model, "pairs": options.pairs} for name in names)
+    return harness.keyed(
+        {"system": name, "model": options.model, "pairs": options.pairs} for name in names
+    )
 
 
 def run(system, model, pairs):
     layout = "1x1" if system == "fit" else "1x2"
     return harness.in_lab(
-        harness.cluster(layout, "unshaped"), "wrapper", {"systems": [system], "model": model, "pairs": pairs}
+        harness.cluster(layout, "unshaped"),
+        "wrapper",
+        {"systems": [system], "model": model, "pairs": pairs},
     )
 
 
@@ -75,12 +83,16 @@ def median_interval(values):
 def ratios(cell):
     """The system, and ours / theirs of each pair."""
     ((system, figures),) = cell["systems"].items()
-    return system, [ours / theirs for ours, theirs in zip(figures["ours_s"], figures["theirs_s"], strict=True)]
+    return system, [
+        ours / theirs for ours, theirs in zip(figures["ours_s"], figures["theirs_s"], strict=True)
+    ]
 
 
 def show(cells):
     header = ("", "pairs", "ours", "theirs", "ratio", "95 % of the median", "quartiles")
-    print("\nsteps of two ranks on one machine by a scheme and buckets of so many MiB; of one rank, ten by `fit`")
+    print(
+        "\nsteps of two ranks on one machine by a scheme and buckets of so many MiB; of one rank, ten by `fit`"
+    )
     harness.show([header, *map(row, cells.values())])
 
 
@@ -99,7 +111,9 @@ def plot(cells, path):
     def draw(axes):
         found = dict(map(ratios, cells.values()))
         axes[0].boxplot(list(found.values()), showfliers=False)
-        axes[0].set_xticks(range(1, len(found) + 1), list(found), rotation=30, ha="right", fontsize=7)
+        axes[0].set_xticks(
+            range(1, len(found) + 1), list(found), rotation=30, ha="right", fontsize=7
+        )
         axes[0].axhline(1.0, color="grey", linestyle=":", label="theirs")
         axes[0].set_ylabel("time, ours / theirs")
 

@@ -45,7 +45,9 @@ class EpochIterator:
       ValueError: If a batch, or the rest of the epoch, has fewer samples than there are ranks.
     """
 
-    def __init__(self, order: Order, rank: int, ranks: int, state: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, order: Order, rank: int, ranks: int, state: dict[str, Any] | None = None
+    ) -> None:
         self.order, self._rank, self._ranks = order, rank, ranks
         self._next = Position() if state is None else order.load_state_dict(state)
         self._begin, self._trained = self._next, 0
@@ -74,7 +76,9 @@ class EpochIterator:
         """
         ambiguous = self.begins_within_an_epoch or (self._ranks > 1 and self._handed_out)
         if ambiguous and self.order.shuffle and not self._told:
-            raise RuntimeError(f"On several ranks, or within an epoch, it must be said which pass begins. {REMEDY}")
+            raise RuntimeError(
+                f"On several ranks, or within an epoch, it must be said which pass begins. {REMEDY}"
+            )
         self._handed_out = True
         return self._next, self.shares(self._next)
 
@@ -133,7 +137,9 @@ class EpochIterator:
           RuntimeError: If batches were handed out and nobody counted the steps.
         """
         if self._handed_out and not self._told:
-            raise RuntimeError(f"Batches are read ahead, so steps must be counted where they are trained. {REMEDY}")
+            raise RuntimeError(
+                f"Batches are read ahead, so steps must be counted where they are trained. {REMEDY}"
+            )
         return self.order.state_dict(self._position())
 
     def _position(self) -> Position:

@@ -78,9 +78,13 @@ class Cache:
         group: str | int | None = None,
     ) -> None:
         if verify not in get_args(Verify):
-            raise ValueError(f'`verify` must be "first", "always" or "never". Received: verify={verify!r}')
+            raise ValueError(
+                f'`verify` must be "first", "always" or "never". Received: verify={verify!r}'
+            )
         if partition not in get_args(Partitioning):
-            raise ValueError(f'`partition` must be "auto", "replicate" or "split". Received: partition={partition!r}')
+            raise ValueError(
+                f'`partition` must be "auto", "replicate" or "split". Received: partition={partition!r}'
+            )
         budget_bytes(budget, 1)
         _check_source(source)
         access = Access.of(group)
@@ -108,7 +112,11 @@ class Cache:
         log.info("%s", self)
 
     def dataset(
-        self, global_batch: int, seed: int = 0, shuffle: bool = True, state: dict[str, Any] | None = None
+        self,
+        global_batch: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        state: dict[str, Any] | None = None,
     ) -> tf.data.Dataset:
         """Batches of this rank: its share of each global batch.
 
@@ -209,8 +217,14 @@ class Cache:
         samples = np.arange(len(self._source))
         if memory is not None:
             samples = samples[memory.has_room(samples)]
-        bar = keras.utils.Progbar(len(samples), unit_name="sample") if progress and len(samples) else None
-        for count in done_in_windows(lambda window: self._reader.fill(self._levels.missing(window)), samples):
+        bar = (
+            keras.utils.Progbar(len(samples), unit_name="sample")
+            if progress and len(samples)
+            else None
+        )
+        for count in done_in_windows(
+            lambda window: self._reader.fill(self._levels.missing(window)), samples
+        ):
             if bar:
                 bar.add(count)
         return self.stats()
@@ -255,10 +269,16 @@ class Cache:
 
     def __str__(self) -> str:
         memory = self._levels.memory
-        kept = f"{memory.slots} of {len(self)} samples in {memory.folder}" if memory else "nothing in memory"
+        kept = (
+            f"{memory.slots} of {len(self)} samples in {memory.folder}"
+            if memory
+            else "nothing in memory"
+        )
         return f"datacache: {kept}, {memory.filled if memory else 0} ready"
 
-    def _new_epochs(self, global_batch: int, seed: int, shuffle: bool, state: dict[str, Any] | None) -> EpochIterator:
+    def _new_epochs(
+        self, global_batch: int, seed: int, shuffle: bool, state: dict[str, Any] | None
+    ) -> EpochIterator:
         order = Order(samples=len(self), global_batch=global_batch, seed=seed, shuffle=shuffle)
         place = launcher.place()
         return EpochIterator(order, place.rank, place.size, state)
@@ -268,7 +288,11 @@ class Cache:
 
 
 def _check_source(source: Any) -> None:
-    missing = [name for name in ("identity", "signature", "name", "decode", "__len__") if not hasattr(source, name)]
+    missing = [
+        name
+        for name in ("identity", "signature", "name", "decode", "__len__")
+        if not hasattr(source, name)
+    ]
     if not hasattr(source, "read") and not hasattr(source, "stream"):
         missing.append("read")
     if missing:
@@ -290,11 +314,15 @@ class RandomAccess:
         return len(self._cache)
 
     def __getitem__(self, sample: int) -> Any:
-        return tf.nest.map_structure(lambda array: array[0], self._cache._packed(np.array([sample])))
+        return tf.nest.map_structure(
+            lambda array: array[0], self._cache._packed(np.array([sample]))
+        )
 
 
 class _PyDataset(keras.utils.PyDataset):
-    def __init__(self, epochs: EpochIterator, packed: Callable[[np.ndarray], Any], arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, epochs: EpochIterator, packed: Callable[[np.ndarray], Any], arguments: dict[str, Any]
+    ) -> None:
         super().__init__(**arguments)
         self._epochs, self._read, self._lock = epochs, packed, threading.Lock()
         self._begin: Position | None = None

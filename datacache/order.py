@@ -61,7 +61,9 @@ class Order:
     def __post_init__(self) -> None:
         for name in ("samples", "global_batch"):
             if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1. Received: {name}={getattr(self, name)}")
+                raise ValueError(
+                    f"`{name}` must be at least 1. Received: {name}={getattr(self, name)}"
+                )
         if self.seed < 0:
             raise ValueError(f"`seed` must not be negative. Received: seed={self.seed}")
 
@@ -71,7 +73,9 @@ class Order:
             return np.arange(self.samples)
         return permutation(self.samples, self.seed, epoch)
 
-    def shares(self, position: Position, rank: int, ranks: int) -> Iterator[tuple[np.ndarray, Position]]:
+    def shares(
+        self, position: Position, rank: int, ranks: int
+    ) -> Iterator[tuple[np.ndarray, Position]]:
         """What one rank gets in the rest of an epoch.
 
         Args:

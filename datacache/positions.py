@@ -38,11 +38,17 @@ class Positions:
           RuntimeError: If the cache has made no dataset, or several, and `data` is not of one of them.
         """
         if not self._made:
-            raise RuntimeError("Positions are those of a dataset. Received: a cache without one. Call dataset() first.")
+            raise RuntimeError(
+                "Positions are those of a dataset. Received: a cache without one. Call dataset() first."
+            )
         found = [self._of[made] for made in _made_of(data) if made in self._of]
         candidates = found or self._made
         if len(candidates) > 1:
-            which = f"data made of {len(found)} of them" if found else f"data={data!r:.100}, which is of none of them"
+            which = (
+                f"data made of {len(found)} of them"
+                if found
+                else f"data={data!r:.100}, which is of none of them"
+            )
             raise RuntimeError(
                 f"It must be said which dataset is trained on, where a cache has made several. Received: a cache with "
                 f"{len(self._made)}, and {which}. Pass that one, or what `map` made of it: CachePosition(cache, data), "

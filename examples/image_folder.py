@@ -24,17 +24,32 @@ SIZE = 16
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--folder", type=Path, default="/tmp/datacache-digits", help="one folder per class; drawn if missing"
+        "--folder",
+        type=Path,
+        default="/tmp/datacache-digits",
+        help="one folder per class; drawn if missing",
     )
     parser.add_argument("--memory", default="auto", help="folder of the pool in memory")
-    parser.add_argument("--tfds", action="store_true", help="put them into a tensorflow-datasets builder first")
+    parser.add_argument(
+        "--tfds", action="store_true", help="put them into a tensorflow-datasets builder first"
+    )
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--global-batch", type=int, default=64, help="samples per step over all ranks together")
-    parser.add_argument("--disk", type=Path, help="folder on a local disk that keeps the files as read")
-    parser.add_argument("--partition", default="auto", help="auto, replicate, or split: a part on each node")
-    parser.add_argument("--goal", type=float, default=0.85, help="training accuracy below which the job fails")
+    parser.add_argument(
+        "--global-batch", type=int, default=64, help="samples per step over all ranks together"
+    )
+    parser.add_argument(
+        "--disk", type=Path, help="folder on a local disk that keeps the files as read"
+    )
+    parser.add_argument(
+        "--partition", default="auto", help="auto, replicate, or split: a part on each node"
+    )
+    parser.add_argument(
+        "--goal", type=float, default=0.85, help="training accuracy below which the job fails"
+    )
     return parser.parse_args()
 
 
@@ -60,7 +75,10 @@ def as_tfds(folder):
         VERSION = tfds.core.Version("1.0.0")
 
         def _info(self):
-            image, label = tfds.features.Image(shape=(None, None, 1)), tfds.features.ClassLabel(num_classes=10)
+            image, label = (
+                tfds.features.Image(shape=(None, None, 1)),
+                tfds.features.ClassLabel(num_classes=10),
+            )
             return tfds.core.DatasetInfo(
                 builder=self, features=tfds.features.FeaturesDict({"image": image, "label": label})
             )
@@ -70,7 +88,10 @@ def as_tfds(folder):
 
         def _generate_examples(self):
             for file in sorted(folder.glob("*/*.png")):
-                yield f"{file.parent.name}/{file.name}", {"image": str(file), "label": int(file.parent.name)}
+                yield (
+                    f"{file.parent.name}/{file.name}",
+                    {"image": str(file), "label": int(file.parent.name)},
+                )
 
     builder = Digits(data_dir=folder.with_name(f"{folder.name}-tfds"))
     if tp.rank() == 0:
@@ -116,7 +137,9 @@ def build_model():
 
 def train(options, source, preprocess):
     """Opens the cache and trains a model; returns seconds, megabytes read from the source, and the accuracy."""
-    cache = datacache.Cache(source, preprocess, memory=options.memory, disk=options.disk, partition=options.partition)
+    cache = datacache.Cache(
+        source, preprocess, memory=options.memory, disk=options.disk, partition=options.partition
+    )
     data = cache.dataset(options.global_batch).map(augment).prefetch(2)
     model = build_model()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -131,10 +154,16 @@ def train(options, source, preprocess):
     ]
     begin = time.perf_counter()
     verbose = 2 if tp.rank() == 0 else 0
-    history = model.fit(data, epochs=options.epochs, callbacks=callbacks, shuffle=False, verbose=verbose).history
+    history = model.fit(
+        data, epochs=options.epochs, callbacks=callbacks, shuffle=False, verbose=verbose
+    ).history
     seconds = time.perf_counter() - begin
     cache.close()
-    return {"seconds": seconds, "accuracy": history["accuracy"][-1], "read": sum(history["cache_source_megabytes"])}
+    return {
+        "seconds": seconds,
+        "accuracy": history["accuracy"][-1],
+        "read": sum(history["cache_source_megabytes"]),
+    }
 
 
 def main():

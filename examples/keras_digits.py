@@ -19,14 +19,22 @@ from tfposeidon.text import readable
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--global-batch", type=int, default=64, help="samples per step over all ranks together")
+    parser.add_argument(
+        "--global-batch", type=int, default=64, help="samples per step over all ranks together"
+    )
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--scheme", default="auto", help="auto, allreduce, asa, asa16 or 2dtar")
     parser.add_argument("--ranks-per-node", type=int, help="regroup the ranks into emulated nodes")
-    parser.add_argument("--checkpoint", metavar="FOLDER", help="save there after each epoch, and resume from it")
-    parser.add_argument("--goal", type=float, default=0.97, help="validation accuracy below which the job fails")
+    parser.add_argument(
+        "--checkpoint", metavar="FOLDER", help="save there after each epoch, and resume from it"
+    )
+    parser.add_argument(
+        "--goal", type=float, default=0.97, help="validation accuracy below which the job fails"
+    )
     return parser.parse_args()
 
 
@@ -34,7 +42,9 @@ def load_data(rank, size):
     """1,797 images of 8 x 8 pixels: every rank trains on its share, all validate on the same part."""
     digits = load_digits()
     images = (digits.images[..., np.newaxis] / 16).astype("float32")
-    x, x_val, y, y_val = train_test_split(images, digits.target, test_size=0.2, random_state=0, stratify=digits.target)
+    x, x_val, y, y_val = train_test_split(
+        images, digits.target, test_size=0.2, random_state=0, stratify=digits.target
+    )
     return (x[rank::size], y[rank::size]), (x_val, y_val)
 
 
@@ -61,7 +71,9 @@ def main():
     train, validation = load_data(topology.rank, topology.size)
 
     model = build_model()
-    optimizer = tp.DistributedOptimizer(keras.optimizers.Adam(options.learning_rate), scheme=options.scheme)
+    optimizer = tp.DistributedOptimizer(
+        keras.optimizers.Adam(options.learning_rate), scheme=options.scheme
+    )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
     callbacks = [
@@ -84,7 +96,9 @@ def main():
 
 def report(model, optimizer, accuracy, speeds, goal):
     """Prints what the job did, on rank 0; returns the exit status, the same on every rank."""
-    different = replicas.differences([*model.trainable_variables, *optimizer.variables], runtime.wire())
+    different = replicas.differences(
+        [*model.trainable_variables, *optimizer.variables], runtime.wire()
+    )
     if tp.rank() == 0:
         print(f"\n{optimizer.plan}\n")
         print(f"validation accuracy: {100 * accuracy:.2f} %")

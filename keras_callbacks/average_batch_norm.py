@@ -24,6 +24,10 @@ class AverageBatchNorm(keras.callbacks.Callback):
         self._average()
 
     def _average(self) -> None:
-        layers = [m for m in self.model._flatten_layers() if isinstance(m, keras.layers.BatchNormalization)]
+        layers = [
+            m
+            for m in self.model._flatten_layers()
+            if isinstance(m, keras.layers.BatchNormalization)
+        ]
         statistics = [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
         replicas.average(statistics, runtime.wire())

@@ -37,11 +37,14 @@ class CacheStatistics(keras.callbacks.Callback):
         self._before = self.cache.stats().to_dict()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        mine = {name: value - self._before[name] for name, value in self.cache.stats().to_dict().items()}
+        mine = {
+            name: value - self._before[name] for name, value in self.cache.stats().to_dict().items()
+        }
         ranks = exchange_objects(mine, runtime.wire(), "tp.cache")
         total = {name: sum(rank[name] for rank in ranks) for name in mine}
         values = {
-            "cache_hits": total["memory_hits"] / max(1, total["memory_hits"] + total["memory_misses"]),
+            "cache_hits": total["memory_hits"]
+            / max(1, total["memory_hits"] + total["memory_misses"]),
             "cache_source_megabytes": total["source_bytes"] / 1e6,
             "cache_wait_s": total["wait_s"] / len(ranks),
             "cache_healed": total["healed"],

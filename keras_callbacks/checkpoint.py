@@ -52,11 +52,17 @@ class Checkpoint(keras.callbacks.Callback):
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], every_n_steps: int | None = None, keep: int = 2, resume: bool = True
+        self,
+        folder: str | os.PathLike[str],
+        every_n_steps: int | None = None,
+        keep: int = 2,
+        resume: bool = True,
     ) -> None:
         super().__init__()
         if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"`every_n_steps` must be at least 1. Received: every_n_steps={every_n_steps}")
+            raise ValueError(
+                f"`every_n_steps` must be at least 1. Received: every_n_steps={every_n_steps}"
+            )
         if keep < 1:
             raise ValueError(f"`keep` must be at least 1. Received: keep={keep}")
         self.folder = folder
@@ -113,7 +119,9 @@ class Checkpoint(keras.callbacks.Callback):
         }
         metrics = self._metrics() if batches else []
         own = numbered(_values(self._own()), "own") | numbered(_values(metrics), "metric")
-        own |= numbered(_values(self._summed()), "sum") | {"pieces": _text([p.to_dict() for p in self._pieces()])}
+        own |= numbered(_values(self._summed()), "sum") | {
+            "pieces": _text([p.to_dict() for p in self._pieces()])
+        }
         self._files.start(meta, self._written_once() if runtime.rank() == 0 else {}, own)
         self._waited, self._look_at = 0, 1
 
@@ -133,13 +141,20 @@ class Checkpoint(keras.callbacks.Callback):
         if not optimizer.built:
             return {"scheme": policy, "trains": None}
         places = {id(variable): place for place, variable in enumerate(self.model.variables)}
-        strange = [variable.path for variable in optimizer._trainable_variables if id(variable) not in places]
+        strange = [
+            variable.path
+            for variable in optimizer._trainable_variables
+            if id(variable) not in places
+        ]
         if strange:
             raise SnapshotError(
                 f"Checkpoint saves variables of the model. Received: an optimizer that trains {strange[0]!r}, which is "
                 "not among them. Assign its layer to an attribute of the model."
             )
-        return {"scheme": policy, "trains": [places[id(variable)] for variable in optimizer._trainable_variables]}
+        return {
+            "scheme": policy,
+            "trains": [places[id(variable)] for variable in optimizer._trainable_variables],
+        }
 
     def _shared(self) -> list[Any]:
         return replicated_variables(self.model)
@@ -148,7 +163,11 @@ class Checkpoint(keras.callbacks.Callback):
         return list(self.model.non_trainable_variables)
 
     def _summed(self) -> list[Any]:
-        return [v for optimizer in optimizers(self.model) for v in getattr(optimizer, "rank_variables", [])]
+        return [
+            v
+            for optimizer in optimizers(self.model)
+            for v in getattr(optimizer, "rank_variables", [])
+        ]
 
     def _pieces(self) -> list[Piece]:
         return [
@@ -169,7 +188,9 @@ class Checkpoint(keras.callbacks.Callback):
         own = snapshot.own.get(runtime.rank(), next(iter(snapshot.own.values())))
         _assign(self._own(), listed(own, "own"))
         layers = {name: value for name, value in snapshot.shared.items() if name.startswith(_LAYER)}
-        layer_state.assign(self.model, {name.removeprefix(_LAYER): value for name, value in layers.items()})
+        layer_state.assign(
+            self.model, {name.removeprefix(_LAYER): value for name, value in layers.items()}
+        )
         self._restore_schemes(snapshot)
         _assign(self._summed(), self._redistributed(snapshot))
         self._pending_metrics = listed(own, "metric")
@@ -215,7 +236,10 @@ class Checkpoint(keras.callbacks.Callback):
         if all(exchange_objects(same, runtime.wire(), "tp.same_pieces")):
             return listed(snapshot.own[runtime.rank()], "sum")
         everybody = self._files.read_all_ranks(snapshot)
-        saved = [list(zip(_saved_pieces(own), listed(own, "sum"), strict=True)) for own in everybody.values()]
+        saved = [
+            list(zip(_saved_pieces(own), listed(own, "sum"), strict=True))
+            for own in everybody.values()
+        ]
         try:
             return redistributed(saved, list(zip(pieces, _values(self._summed()), strict=True)))
         except ValueError as error:
@@ -225,7 +249,9 @@ class Checkpoint(keras.callbacks.Callback):
             ) from error
 
     def _check(self, snapshot: Snapshot) -> None:
-        difference = first_difference(snapshot.meta["variables"], as_json(replicas.describe_any(self._shared())))
+        difference = first_difference(
+            snapshot.meta["variables"], as_json(replicas.describe_any(self._shared()))
+        )
         if difference:
             place, saved, built = difference
             raise SnapshotError(

@@ -67,7 +67,9 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         count = len(optimizers(self.model))
-        if self.given_optimizer is None and (count > 1 or self.model.optimizer not in optimizers(self.model)):
+        if self.given_optimizer is None and (
+            count > 1 or self.model.optimizer not in optimizers(self.model)
+        ):
             raise ValueError(
                 f"The callback has to know whose rate it sets. Received: a model with {count} DistributedOptimizer(s) "
                 "beside its own `optimizer`. Pass optimizer=..., and one callback for each."
@@ -106,7 +108,10 @@ class LearningRateSchedule(keras.callbacks.Callback):
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
         optimizer = self.optimizer
-        old, new = float(optimizer.learning_rate), float(self.initial_learning_rate * self.multiplier(epoch))
+        old, new = (
+            float(optimizer.learning_rate),
+            float(self.initial_learning_rate * self.multiplier(epoch)),
+        )
         if abs(new - old) <= 1e-7 * max(abs(old), abs(new)):
             return
         optimizer.learning_rate = new

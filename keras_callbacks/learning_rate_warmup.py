@@ -30,7 +30,9 @@ class LearningRateWarmup(LearningRateSchedule):
         optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
         if warmup_epochs <= 0:
-            raise ValueError(f"`warmup_epochs` must be above 0. Received: warmup_epochs={warmup_epochs}")
+            raise ValueError(
+                f"`warmup_epochs` must be above 0. Received: warmup_epochs={warmup_epochs}"
+            )
         self.warmup_epochs = warmup_epochs
         super().__init__(
             initial_learning_rate,

@@ -44,7 +44,10 @@ class MetricAverage(keras.callbacks.Callback):
 
 
 def _averages(logs: dict[str, Any], trained: float, validated: float) -> dict[str, float]:
-    mine = {name: [validated if name.startswith("val_") else trained, float(value)] for name, value in logs.items()}
+    mine = {
+        name: [validated if name.startswith("val_") else trained, float(value)]
+        for name, value in logs.items()
+    }
     everybody = exchange_objects(mine, runtime.wire(), "tp.metrics")
     pairs = {name: [metrics[name] for metrics in everybody if name in metrics] for name in mine}
     return {name: _weighted_mean(values) for name, values in pairs.items()}

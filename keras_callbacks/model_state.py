@@ -28,7 +28,10 @@ def replicated_variables(model: keras.Model) -> list[Any]:
     found = optimizers(model)
     if found == [model.optimizer] and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    return [*model.trainable_variables, *(variable for optimizer in found for variable in optimizer.variables)]
+    return [
+        *model.trainable_variables,
+        *(variable for optimizer in found for variable in optimizer.variables),
+    ]
 
 
 def _has_weights(model: keras.Model) -> bool:

@@ -32,9 +32,13 @@ class ReplicaCheck(keras.callbacks.Callback):
     def __init__(self, every_n_steps: int = 1000, action: str = "stop") -> None:
         super().__init__()
         if every_n_steps < 1:
-            raise ValueError(f"`every_n_steps` must be at least 1. Received: every_n_steps={every_n_steps}")
+            raise ValueError(
+                f"`every_n_steps` must be at least 1. Received: every_n_steps={every_n_steps}"
+            )
         if action not in ACTIONS:
-            raise ValueError(f"`action` must be one of {', '.join(ACTIONS)}. Received: action={action!r}")
+            raise ValueError(
+                f"`action` must be one of {', '.join(ACTIONS)}. Received: action={action!r}"
+            )
         self.every_n_steps = every_n_steps
         self.action = action
         self._steps = 0
@@ -58,8 +62,14 @@ class ReplicaCheck(keras.callbacks.Callback):
             f"{ranks} against rank 0."
         )
         if self.action == "stop":
-            raise RuntimeError(f'{problem} Use ReplicaCheck(action="repair") to go on with rank 0\'s values.')
-        runtime.say("tfposeidon: %s%s", problem, " All ranks get rank 0's." if self.action == "repair" else "")
+            raise RuntimeError(
+                f'{problem} Use ReplicaCheck(action="repair") to go on with rank 0\'s values.'
+            )
+        runtime.say(
+            "tfposeidon: %s%s",
+            problem,
+            " All ranks get rank 0's." if self.action == "repair" else "",
+        )
         if self.action == "repair":
             replicas.broadcast(variables, wire)
             layer_state.broadcast(self.model, wire)

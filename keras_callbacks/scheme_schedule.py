@@ -37,12 +37,17 @@ class SchemeSchedule(keras.callbacks.Callback):
 
     def __init__(self, schedule: Mapping[int, Any]) -> None:
         super().__init__()
-        self.schedule = {epoch: policies.parse(scheme) for epoch, scheme in sorted(schedule.items())}
+        self.schedule = {
+            epoch: policies.parse(scheme) for epoch, scheme in sorted(schedule.items())
+        }
         if min(self.schedule, default=None) != 0:
             raise ValueError(
                 f"`schedule` must say by which scheme epoch 0 goes. Received: epochs {list(self.schedule)}"
             )
-        corrected = {isinstance(p, policies.Uniform) and p.scheme.corrects_momentum for p in self.schedule.values()}
+        corrected = {
+            isinstance(p, policies.Uniform) and p.scheme.corrects_momentum
+            for p in self.schedule.values()
+        }
         if len(corrected) > 1:
             raise ValueError(
                 "Momentum must be either the schemes' or the optimizer's, all the time. Received: a schedule in which "
@@ -60,7 +65,9 @@ class SchemeSchedule(keras.callbacks.Callback):
                 "Compile the model with tp.DistributedOptimizer(...)."
             )
         if getattr(self.model, "_initial_epoch", None) is not None:
-            raise ValueError("SchemeSchedule must come before Checkpoint in the list of callbacks. Received: after it.")
+            raise ValueError(
+                "SchemeSchedule must come before Checkpoint in the list of callbacks. Received: after it."
+            )
         session.of(self.model).schedule_schemes()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -79,11 +86,15 @@ class SchemeSchedule(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Ranks that end an epoch together need the exchange that they know until its end.
-        if not self._skipping and not any(optimizer.exchange.watches_absence for optimizer in self._optimizers):
+        if not self._skipping and not any(
+            optimizer.exchange.watches_absence for optimizer in self._optimizers
+        ):
             self._change_if_flushed()
 
     def _change_if_flushed(self) -> None:
-        if self._next is not None and all(optimizer.exchange.has_flushed for optimizer in self._optimizers):
+        if self._next is not None and all(
+            optimizer.exchange.has_flushed for optimizer in self._optimizers
+        ):
             for optimizer in self._optimizers:
                 optimizer.change_scheme(self._next)
             retrace(self.model)

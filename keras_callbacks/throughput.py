@@ -57,7 +57,8 @@ class Throughput(keras.callbacks.Callback):
             return
         speed = {
             "samples_per_second": sum(samples for _, samples, _ in everybody) / slowest,
-            "exposed_communication": sum(exposed / (s or 1.0) for s, _, exposed in everybody) / len(everybody),
+            "exposed_communication": sum(exposed / (s or 1.0) for s, _, exposed in everybody)
+            / len(everybody),
             "megabytes_sent": self._bytes_sent() / 1e6,
         }
         logs.update(speed)
@@ -70,16 +71,22 @@ class Throughput(keras.callbacks.Callback):
     def _finish(self) -> None:
         # Keras sets its loss tracker back for validation, so this comes first and only once.
         if self._started is not None:
-            self._finished = [now - then for now, then in zip(self._now(), self._started, strict=True)]
+            self._finished = [
+                now - then for now, then in zip(self._now(), self._started, strict=True)
+            ]
             self._started = None
 
     def _now(self) -> tuple[float, float, float]:
-        samples = next((float(m.count.numpy()) for m in self.model.metrics if m.name == "loss"), 0.0)
+        samples = next(
+            (float(m.count.numpy()) for m in self.model.metrics if m.name == "loss"), 0.0
+        )
         exposed = sum(getattr(optimizer, "exposed_s", 0.0) for optimizer in optimizers(self.model))
         return time.perf_counter(), samples, exposed
 
     def _bytes_sent(self) -> float:
-        mine = sum(optimizer.plan.cost.bytes for optimizer in optimizers_of(self.model) if optimizer.built)
+        mine = sum(
+            optimizer.plan.cost.bytes for optimizer in optimizers_of(self.model) if optimizer.built
+        )
         return exchange_objects(mine, runtime.wire(), "tp.bytes")[0]
 
     def _write(self, speed: dict[str, float], epoch: int) -> None:

@@ -68,7 +68,9 @@ def pytest_collection_finish(session):
     gc.set_threshold(20_000, 20, 20)
     session.config.stash[AHEAD] = Ahead()
     for item in session.items:
-        if item.get_closest_marker("ahead") and not any(mark.args[0] for mark in item.iter_markers("skipif")):
+        if item.get_closest_marker("ahead") and not any(
+            mark.args[0] for mark in item.iter_markers("skipif")
+        ):
             session.config.stash[AHEAD].start(item)
 
 

@@ -19,12 +19,20 @@ SCHEMES = {
     "onebit": (schemes.OneBit(min_elements=0), None),
     "hitopk": (schemes.HierarchicalTopK(density=0.02, min_elements=0), None),
     "hitopk bfloat16": (
-        schemes.HierarchicalTopK(density=0.1, wire_dtype="bfloat16", select="dgc", momentum=0.5, min_elements=0),
+        schemes.HierarchicalTopK(
+            density=0.1, wire_dtype="bfloat16", select="dgc", momentum=0.5, min_elements=0
+        ),
         None,
     ),
-    "hitopk warm-up": (schemes.HierarchicalTopK(density=0.005, warmup_steps=3, min_elements=0), None),
+    "hitopk warm-up": (
+        schemes.HierarchicalTopK(density=0.005, warmup_steps=3, min_elements=0),
+        None,
+    ),
     "topk": (schemes.TopKAllGather(density=0.01, min_elements=0), None),
-    "topk float16": (schemes.TopKAllGather(density=0.01, wire_dtype="float16", min_elements=0), None),
+    "topk float16": (
+        schemes.TopKAllGather(density=0.01, wire_dtype="float16", min_elements=0),
+        None,
+    ),
 }
 """Scheme, and its rounding relative to the largest value: 0 for exact schemes, None for those with state."""
 
@@ -50,7 +58,10 @@ def fresh_state(scheme, length, topology):
 def settled_state(scheme, length, topology):
     """As it might be past the warm-up, where costs are those that `cost` says."""
     # With what is kept no value is 0, of which one bit has to say more.
-    return tuple(tf.fill(t.shape, 100.0 if t.shape.rank == 0 else 0.25) for t in fresh_state(scheme, length, topology))
+    return tuple(
+        tf.fill(t.shape, 100.0 if t.shape.rank == 0 else 0.25)
+        for t in fresh_state(scheme, length, topology)
+    )
 
 
 def check(name, length, wire, run=lambda function, *args: function(*args)):
@@ -72,11 +83,15 @@ def check(name, length, wire, run=lambda function, *args: function(*args)):
     np.testing.assert_array_equal(given.numpy(), mine, "the input was changed")
     if rounding is not None:
         tolerance = max(rounding, 2**-23) * 64
-        np.testing.assert_allclose(mean.numpy(), _mean(length, topology.size), rtol=0, atol=tolerance)
+        np.testing.assert_allclose(
+            mean.numpy(), _mean(length, topology.size), rtol=0, atol=tolerance
+        )
     return mean.numpy()
 
 
-def check_conservation(scheme, length, wire, steps, label, run=lambda function, *args: function(*args), flush_at=None):
+def check_conservation(
+    scheme, length, wire, steps, label, run=lambda function, *args: function(*args), flush_at=None
+):
     """Over all ranks, at every step: sum(gradient + old residual) = ranks x update + sum(new residual).
 
     With momentum correction the velocity that comes in takes the gradient's place.
@@ -91,7 +106,11 @@ def check_conservation(scheme, length, wire, steps, label, run=lambda function, 
     for step in range(steps):
         if step == flush_at:
             state = scheme.flushing(state)
-        mine = np.random.default_rng([step, length, topology.rank]).normal(size=length).astype("float32")
+        mine = (
+            np.random.default_rng([step, length, topology.rank])
+            .normal(size=length)
+            .astype("float32")
+        )
         before = _placed(slots, state, length)
         mean, state = run(exchange, tf.constant(mine), *state)
         after = _placed(slots, state, length)

@@ -91,7 +91,9 @@ class InProcessWire:
         for receiver, part in zip(group.ranks, mine, strict=True):
             if receiver != self.topology.rank:
                 self.cluster.count(self.topology.rank, receiver, part)
-        return tf.constant(np.concatenate([parts[group.index(self.topology.rank)] for parts in everybody]))
+        return tf.constant(
+            np.concatenate([parts[group.index(self.topology.rank)] for parts in everybody])
+        )
 
     def broadcast(self, tensor, root_rank, name):
         value = self._meet(tensor, self.topology.world, name)[root_rank]

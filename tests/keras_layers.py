@@ -79,7 +79,9 @@ CASES = {
     "Dense": Case((6,), lambda x: L.Dense(5, activation="relu")(x), ((6, 5),)),
     "DepthwiseConv1D": _sequence(lambda x: L.DepthwiseConv1D(3)(x)),
     "DepthwiseConv2D": _image(lambda x: L.DepthwiseConv2D(3)(x)),
-    "EinsumDense": _sequence(lambda x: L.EinsumDense("abc,cd->abd", (None, 5), bias_axes="d")(x), (6, 5)),
+    "EinsumDense": _sequence(
+        lambda x: L.EinsumDense("abc,cd->abd", (None, 5), bias_axes="d")(x), (6, 5)
+    ),
     "Embedding": Case((7,), lambda x: L.Embedding(VOCABULARY, 3)(x), ((VOCABULARY, 3),), "int32"),
     "GRU": _sequence(lambda x: L.GRU(4)(x)),
     "GRUCell": _sequence(lambda x: L.RNN(L.GRUCell(4))(x)),
@@ -90,7 +92,9 @@ CASES = {
     "LSTM": _sequence(lambda x: L.LSTM(4)(x)),
     "LSTMCell": _sequence(lambda x: L.RNN(L.LSTMCell(4))(x)),
     "LayerNormalization": _sequence(lambda x: L.LayerNormalization(axis=[1, 2])(x)),
-    "MultiHeadAttention": _sequence(_attention(L.MultiHeadAttention, 2, 4), (6, 2, 4), (6, 2, 4), (6, 2, 4), (2, 4, 6)),
+    "MultiHeadAttention": _sequence(
+        _attention(L.MultiHeadAttention, 2, 4), (6, 2, 4), (6, 2, 4), (6, 2, 4), (2, 4, 6)
+    ),
     "PReLU": _sequence(lambda x: L.PReLU()(x)),
     "RMSNormalization": _sequence(lambda x: L.RMSNormalization()(x)),
     "RNN": _sequence(lambda x: L.RNN(L.SimpleRNNCell(4))(x)),
@@ -101,7 +105,9 @@ CASES = {
     "SimpleRNN": _sequence(lambda x: L.SimpleRNN(4)(x)),
     "SimpleRNNCell": _sequence(lambda x: L.RNN(L.SimpleRNNCell(4))(x)),
     "SpectralNormalization": _sequence(lambda x: L.SpectralNormalization(L.Dense(5))(x), (6, 5)),
-    "StackedRNNCells": _sequence(lambda x: L.RNN(L.StackedRNNCells([L.GRUCell(3), L.LSTMCell(2)]))(x)),
+    "StackedRNNCells": _sequence(
+        lambda x: L.RNN(L.StackedRNNCells([L.GRUCell(3), L.LSTMCell(2)]))(x)
+    ),
     "TimeDistributed": _sequence(lambda x: L.TimeDistributed(L.Dense(5))(x), (6, 5)),
 }
 """By the name of the class."""
@@ -117,20 +123,35 @@ NOT_TRAINED = {
 
 def with_weights():
     """Names of all classes in `keras.layers` that make weights, or make or hold layers that do."""
-    classes = {value for value in vars(L).values() if inspect.isclass(value) and issubclass(value, L.Layer)}
-    return {cls.__name__ for cls in classes if cls is not L.Layer and (_makes_weights(cls) or _holds_layers(cls))}
+    classes = {
+        value for value in vars(L).values() if inspect.isclass(value) and issubclass(value, L.Layer)
+    }
+    return {
+        cls.__name__
+        for cls in classes
+        if cls is not L.Layer and (_makes_weights(cls) or _holds_layers(cls))
+    }
 
 
 def _makes_weights(cls):
     names = {name for base in _own_bases(cls) for name in _called(base)}
     if "add_weight" in names:
         return True
-    made = [getattr(sys.modules[base.__module__], name, None) for base in _own_bases(cls) for name in _called(base)]
-    return any(inspect.isclass(m) and issubclass(m, L.Layer) and m is not cls and _makes_weights(m) for m in made)
+    made = [
+        getattr(sys.modules[base.__module__], name, None)
+        for base in _own_bases(cls)
+        for name in _called(base)
+    ]
+    return any(
+        inspect.isclass(m) and issubclass(m, L.Layer) and m is not cls and _makes_weights(m)
+        for m in made
+    )
 
 
 def _holds_layers(cls):
-    return bool({"layer", "layers", "cell", "cells"} & set(inspect.signature(cls.__init__).parameters))
+    return bool(
+        {"layer", "layers", "cell", "cells"} & set(inspect.signature(cls.__init__).parameters)
+    )
 
 
 def _own_bases(cls):

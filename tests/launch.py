@@ -49,7 +49,15 @@ def horovodrun(size, *command, environment=None, hosts=None, timeout_s=LIMIT_S, 
 
 def lab(options, *command, environment=None, timeout_s=LIMIT_S, background=False):
     """Runs `command` in the lab; `options` is a string. Returns as `horovodrun` does."""
-    launcher = [sys.executable, "-m", "tfposeidon", "lab", *options.split(), "--", *map(str, command)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "tfposeidon",
+        "lab",
+        *options.split(),
+        "--",
+        *map(str, command),
+    ]
     process = start(launcher, environment)
     return process if background else finish(process, timeout_s)
 
@@ -83,7 +91,9 @@ def finish(process, timeout_s=LIMIT_S):
     except subprocess.TimeoutExpired:
         kill(process)
         output, _ = process.communicate()
-        raise AssertionError(f"the job did not end within {timeout_s} s:\n{output[-4000:]}") from None
+        raise AssertionError(
+            f"the job did not end within {timeout_s} s:\n{output[-4000:]}"
+        ) from None
     finally:
         label, begin = _running.pop(process, (_label(process.args), time.monotonic()))
         durations.append((label, time.monotonic() - begin))

@@ -54,8 +54,14 @@ def test_an_interrupted_benchmark_goes_on(tmp_path):
 
 
 OF_RESULTS = {
-    **{module.__name__.partition(".")[2]: module for module in (accuracy, exchange, hitopk_steps, large_batch, memory)},
-    **{module.__name__.partition(".")[2]: module for module in (norms, poseidon, reading, scaling, selection)},
+    **{
+        module.__name__.partition(".")[2]: module
+        for module in (accuracy, exchange, hitopk_steps, large_batch, memory)
+    },
+    **{
+        module.__name__.partition(".")[2]: module
+        for module in (norms, poseidon, reading, scaling, selection)
+    },
 }
 
 
@@ -70,7 +76,10 @@ def test_results_that_are_kept_are_shown_and_plotted(name, tmp_path, capsys):
 
 def test_no_results_are_kept_that_another_way_of_measuring_would_give():
     """They lie under the keys of what is measured now, so that it would be left out."""
-    cells = {name: json.loads((harness.RESULTS / f"{name}.json").read_text()).values() for name in ("scaling", "norms")}
+    cells = {
+        name: json.loads((harness.RESULTS / f"{name}.json").read_text()).values()
+        for name in ("scaling", "norms")
+    }
     assert all("l2_loss_s" in cell for cell in cells["norms"] if cell["kind"] == "op")
     unscaled = ("6dc15c3", "d3e6f76")
     peers = [cell for cell in cells["scaling"] if cell["worker"] in ("ddp", "mirrored")]
@@ -96,7 +105,9 @@ def test_the_smallest_reading_has_all_parts(monkeypatch, capsys):
     assert options.parts == reading.FULL["parts"]
     kinds = [job["kind"] for job in reading.planned(options).values()]
     assert kinds.count("memory") == kinds.count("jobs") == 1
-    reading.show_memory([{"ranks": 1, "what": "datacache", "systems": {"datacache": {"held": 2e9, "data": 1e9}}}])
+    reading.show_memory(
+        [{"ranks": 1, "what": "datacache", "systems": {"datacache": {"held": 2e9, "data": 1e9}}}]
+    )
     assert capsys.readouterr().out.splitlines()[-1].split() == ["1", "1.00", "GB", "2.00", "GB"]
 
 
@@ -104,18 +115,28 @@ def test_the_smallest_reading_has_all_parts(monkeypatch, capsys):
 def test_the_medians_interval_is_even_and_covers_95_percent(count):
     low, high = wrapper.median_interval(range(count))
     assert low == count - 1 - high
-    missed = [2 * sum(math.comb(count, heads) for heads in range(first + 1)) / 2**count for first in (low, low + 1)]
+    missed = [
+        2 * sum(math.comb(count, heads) for heads in range(first + 1)) / 2**count
+        for first in (low, low + 1)
+    ]
     assert missed[0] <= 0.05 < missed[1]
 
 
 def test_fit_finds_latency_and_bandwidth():
     latency_s, bandwidth = 0.004, 2e8
-    rows = [{"shaped_bytes": 2**p, "time_s": latency_s + 8 * 2**p / bandwidth} for p in range(10, 27)]
+    rows = [
+        {"shaped_bytes": 2**p, "time_s": latency_s + 8 * 2**p / bandwidth} for p in range(10, 27)
+    ]
     assert exchange.fit(rows) == pytest.approx((latency_s, bandwidth))
 
 
 def test_exchange_row_says_how_far_the_limit_is():
-    figures = {"step_s": [3.0, 1.1, 1.1], "busiest_bytes": 25_000_000, "sent_bytes": 26e6, "predicted_bytes": 26e6}
+    figures = {
+        "step_s": [3.0, 1.1, 1.1],
+        "busiest_bytes": 25_000_000,
+        "sent_bytes": 26e6,
+        "predicted_bytes": 26e6,
+    }
     cell = {"rate": "200mbit", "systems": {"2dtar:float16 1024": figures}}
     (row,) = exchange.rows(cell)
     assert (row["system"], row["length"], row["limit_s"]) == ("2dtar:float16", 1024, 1.0)
@@ -131,7 +152,11 @@ def test_scaling_row_tells_exposed_from_hidden_communication():
     task = {"model": "resnet50", "dilation": 4.0}
     compute_s = 4 * 256 / 1150
     cell = {"task": task, "rate_bits_per_s": 1e8}
-    figures = {"step_s": [2 * compute_s], "ranks_s": [[2 * compute_s, compute_s]], "sent_bytes": compute_s * 1e8 / 8}
+    figures = {
+        "step_s": [2 * compute_s],
+        "ranks_s": [[2 * compute_s, compute_s]],
+        "sent_bytes": compute_s * 1e8 / 8,
+    }
     row = scaling.row("asa", figures, cell)
     assert row["exposed_s"] == pytest.approx(compute_s)
     assert row["efficiency"] == pytest.approx(0.5)
@@ -146,7 +171,11 @@ def test_scaling_row_tells_exposed_from_hidden_communication():
 def test_links_shrink_with_the_square_of_the_factor(monkeypatch):
     """So that factor and matrix bytes keep their ratio to the link."""
     seen = {}
-    monkeypatch.setattr(harness, "in_lab", lambda options, worker, task: seen.update(options=options, task=task) or {})
+    monkeypatch.setattr(
+        harness,
+        "in_lab",
+        lambda options, worker, task: seen.update(options=options, task=task) or {},
+    )
     scaling.run("vgg19", "4x2", 25.0, "ddp", ["ddp"], dilation=4, steps=3)
     assert "--inter 390625kbit" in seen["options"]
     assert (seen["task"]["shrink"], seen["task"]["warm_up"]) == (4, 3)
@@ -163,10 +192,18 @@ def test_peers_run_in_programs_of_their_own():
 
 def test_exchange_gives_peers_jobs_of_their_own():
     options = argparse.Namespace(
-        layouts=["4x4"], rates=["1gbit"], lengths=[10, 25_557_032], systems=["hitopk:0.1", "ddp"], sparse=False
+        layouts=["4x4"],
+        rates=["1gbit"],
+        lengths=[10, 25_557_032],
+        systems=["hitopk:0.1", "ddp"],
+        sparse=False,
     )
     ours, ddp = exchange.planned(options).values()
-    assert (ours["worker"], ours["systems"], ours["lengths"]) == ("exchange", ["hitopk:0.1"], [1024])
+    assert (ours["worker"], ours["systems"], ours["lengths"]) == (
+        "exchange",
+        ["hitopk:0.1"],
+        [1024],
+    )
     assert (ddp["worker"], ddp["systems"]) == ("ddp", ["ddp"])
 
 
@@ -189,7 +226,10 @@ def test_selection_measures_ops(distribution, capsys):
 def test_selection_measures_the_library():
     figures = selection.run("library", "laplace", 5000, 0.01)
     assert figures["k"] == 50
-    assert all(figures[f"{name}_s"] > 0 for name in ("read", "exact", "mstopk", "add", "feedback", "zero", "scatter"))
+    assert all(
+        figures[f"{name}_s"] > 0
+        for name in ("read", "exact", "mstopk", "add", "feedback", "zero", "scatter")
+    )
 
 
 def test_steps_add_up(capsys):
@@ -235,7 +275,11 @@ def test_memory_is_that_beyond_an_optimizer_without_slots(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("answer", "text"),
-    [({"error": "Traceback\nValueError: no"}, "ValueError: no"), ({"step_s": [0.5]}, "500.0 ms"), ({"a": 1}, "a 1")],
+    [
+        ({"error": "Traceback\nValueError: no"}, "ValueError: no"),
+        ({"step_s": [0.5]}, "500.0 ms"),
+        ({"a": 1}, "a 1"),
+    ],
 )
 def test_summary(answer, text):
     assert summary(answer).strip() == text
@@ -262,12 +306,21 @@ def _poseidon_cell(model, layout, gbit, systems):
         }
         for system, share in systems.items()
     }
-    return {"model": model, "layout": layout, "gbit": gbit, "rate_bits_per_s": 1e9, "task": task, "systems": figures}
+    return {
+        "model": model,
+        "layout": layout,
+        "gbit": gbit,
+        "rate_bits_per_s": 1e9,
+        "task": task,
+        "systems": figures,
+    }
 
 
 def test_poseidons_figures(capsys, tmp_path):
     cells = {
-        "a": _poseidon_cell("vgg19_22k", "16x1", 10.0, {"ps-late": 0.25, "ps": 0.5, "hybcomm": 0.97}),
+        "a": _poseidon_cell(
+            "vgg19_22k", "16x1", 10.0, {"ps-late": 0.25, "ps": 0.5, "hybcomm": 0.97}
+        ),
         "b": _poseidon_cell("vgg19_22k", "8x1", 40.0, {"ps": 1.0}),
         "c": _poseidon_cell("vgg19_32", "8x1", 40.0, {"ps": 1.0, "ps-adam": 0.5, "hybcomm": 1.0}),
     }
@@ -292,8 +345,14 @@ def test_poseidons_jobs_are_those_of_the_figures(monkeypatch):
 def test_norms_in_parallel_pay_from_where_both_take_as_long():
     seconds = {"local": 8.0, "share": 2.0, "all-gather": 3.0}
     from_s = norms.crossover(seconds)
-    assert from_s == pytest.approx(from_s * seconds["share"] / seconds["local"] + seconds["all-gather"])
-    cell = {"model": "resnet50", "layout": "4x1", "systems": {name: {"step_s": [s]} for name, s in seconds.items()}}
+    assert from_s == pytest.approx(
+        from_s * seconds["share"] / seconds["local"] + seconds["all-gather"]
+    )
+    cell = {
+        "model": "resnet50",
+        "layout": "4x1",
+        "systems": {name: {"step_s": [s]} for name, s in seconds.items()},
+    }
     cell["systems"] |= {name: {"step_s": [1.0]} for name in ("all local", "all in parallel")}
     assert norms.parallel_row(cell)[5:8] == ("5000.00 ms", "1.60", "4000.00 ms")
     assert len(norms.shapes("resnet50")) == 161
@@ -302,14 +361,22 @@ def test_norms_in_parallel_pay_from_where_both_take_as_long():
 def test_large_batches_are_compared_with_the_small_one(capsys):
     last = [0.99, 0.5, *(0.98 for _ in large_batch.RULES)][: len(large_batch.RULES)]
     runs = {rule: [0.9, accuracy] for rule, accuracy in zip(large_batch.RULES, last, strict=True)}
-    large_batch.show({rule: {"rule": rule, "accuracies": accuracies} for rule, accuracies in runs.items()})
+    large_batch.show(
+        {rule: {"rule": rule, "accuracies": accuracies} for rule, accuracies in runs.items()}
+    )
     lines = capsys.readouterr().out.splitlines()
     below = ["0.00", "49.00", *("1.00" for _ in large_batch.RULES)][: len(large_batch.RULES)]
     assert [line.split()[-1] for line in lines[3:]] == below
 
 
 def test_norms_are_compared_with_both_of_tensorflows(capsys):
-    cell = {"kind": "op", "model": "resnet50", "tensorflow_s": 0.02, "l2_loss_s": 0.014, "native_s": 0.01}
+    cell = {
+        "kind": "op",
+        "model": "resnet50",
+        "tensorflow_s": 0.02,
+        "l2_loss_s": 0.014,
+        "native_s": 0.01,
+    }
     norms.show({"one": cell})
     assert capsys.readouterr().out.splitlines()[-1].split()[-2:] == ["2.0", "1.4"]
 

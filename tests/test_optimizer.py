@@ -28,7 +28,9 @@ def trained(optimizer, **options):
     return model
 
 
-@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}, {"jit_compile": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}, {"jit_compile": True}]
+)
 def test_one_rank_trains_as_keras_does(options):
     plain = trained(SGD(0.1, momentum=0.9), **options)
     ours = trained(tp.DistributedOptimizer(SGD(0.1, momentum=0.9)), **options)
@@ -41,7 +43,9 @@ def test_one_rank_trains_as_keras_does(options):
 def test_one_rank_keeps_the_momentum_of_sparse_schemes(options):
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.1, 0.03])
     plain = trained(SGD(schedule, momentum=0.9), **options)
-    ours = trained(tp.DistributedOptimizer(SGD(schedule), schemes.HierarchicalTopK(momentum=0.9)), **options)
+    ours = trained(
+        tp.DistributedOptimizer(SGD(schedule), schemes.HierarchicalTopK(momentum=0.9)), **options
+    )
     for a, b in zip(plain.get_weights(), ours.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
@@ -70,7 +74,11 @@ def test_schedules_work():
 @pytest.mark.parametrize("accumulation", [None, 3])
 def test_saved_models_load_and_go_on(tmp_path, accumulation):
     inner = keras.optimizers.Adam(0.01, gradient_accumulation_steps=accumulation)
-    model = trained(tp.DistributedOptimizer(inner, scheme=schemes.AllToAll(wire_dtype="bfloat16"), bucket_bytes=77))
+    model = trained(
+        tp.DistributedOptimizer(
+            inner, scheme=schemes.AllToAll(wire_dtype="bfloat16"), bucket_bytes=77
+        )
+    )
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert loaded.optimizer.get_config() == model.optimizer.get_config()
@@ -110,7 +118,9 @@ def test_weights_that_are_set_are_there():
     other.optimizer.set_weights(values)
     for variable, value in zip(other.optimizer.inner_optimizer.variables, values, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
-    with pytest.raises(ValueError, match=r"an array for each of the optimizer's variables.*Received: shapes \[\]"):
+    with pytest.raises(
+        ValueError, match=r"an array for each of the optimizer's variables.*Received: shapes \[\]"
+    ):
         other.optimizer.set_weights([])
     with pytest.raises(ValueError, match=r"must be built before its weights are set"):
         tp.DistributedOptimizer(SGD(0.1)).set_weights(values)
@@ -130,7 +140,10 @@ def test_mixed_precision_scales_inside():
     try:
         scaled, bare = models.mlp(), models.mlp()
         for model, factor in ((scaled, None), (bare, 1.0)):
-            model.compile(optimizer=tp.DistributedOptimizer(SGD(0.1, loss_scale_factor=factor)), loss=models.LOSS)
+            model.compile(
+                optimizer=tp.DistributedOptimizer(SGD(0.1, loss_scale_factor=factor)),
+                loss=models.LOSS,
+            )
             model.fit(*models.mlp.data(8), verbose=0)
     finally:
         keras.config.set_dtype_policy("float32")
@@ -149,7 +162,9 @@ def mixed_float16():
 @pytest.mark.usefixtures("mixed_float16")
 def test_auto_scale_loss_false_is_heard():
     model = models.mlp()
-    model.compile(optimizer=tp.DistributedOptimizer(SGD(0.1)), loss=models.LOSS, auto_scale_loss=False)
+    model.compile(
+        optimizer=tp.DistributedOptimizer(SGD(0.1)), loss=models.LOSS, auto_scale_loss=False
+    )
     model.fit(*models.mlp.data(8), verbose=0)
     assert type(model.optimizer.inner_optimizer) is SGD
 
@@ -157,7 +172,9 @@ def test_auto_scale_loss_false_is_heard():
 @pytest.mark.usefixtures("mixed_float16")
 def test_what_else_asks_for_an_optimizer_does_not_scale(capsys):
     model = models.mlp()
-    model.compile(optimizer=tp.DistributedOptimizer(SGD(0.1)), loss=models.LOSS, auto_scale_loss=False)
+    model.compile(
+        optimizer=tp.DistributedOptimizer(SGD(0.1)), loss=models.LOSS, auto_scale_loss=False
+    )
     model.summary()
     assert model.optimizer
     model.fit(*models.mlp.data(8), verbose=0)
@@ -183,7 +200,14 @@ def test_swapped_averages_of_weights_under_a_loss_scale(swap_on_epoch):
         model.compile(optimizer=wrap(SGD(0.5, use_ema=True, ema_momentum=0.5)), loss=models.LOSS)
         swap = keras.callbacks.SwapEMAWeights(swap_on_epoch)
         fit = model.fit(
-            x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, validation_data=(x, y), callbacks=[swap]
+            x,
+            y,
+            batch_size=4,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            validation_data=(x, y),
+            callbacks=[swap],
         )
         losses.append(fit.history["val_loss"])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)
@@ -193,9 +217,16 @@ def test_swapped_averages_of_weights_under_a_loss_scale(swap_on_epoch):
 def test_one_rank_leaves_xla_to_keras_unless_schemes_keep_something():
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
     with mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]):
-        for scheme, wanted in (("allreduce", True), ("hybcomm", True), ("hitopk", False), ([("x", "topk")], False)):
+        for scheme, wanted in (
+            ("allreduce", True),
+            ("hybcomm", True),
+            ("hitopk", False),
+            ([("x", "topk")], False),
+        ):
             model = models.mlp()
-            model.compile(optimizer=tp.DistributedOptimizer(SGD(0.1), scheme=scheme), loss=models.LOSS)
+            model.compile(
+                optimizer=tp.DistributedOptimizer(SGD(0.1), scheme=scheme), loss=models.LOSS
+            )
             assert model.jit_compile is wanted, scheme
 
 
@@ -248,7 +279,9 @@ def test_accumulation_of_gradients_that_are_missing_equals_keras():
         variables = [keras.Variable([1.0], name="a"), keras.Variable([2.0], name="b")]
         optimizer.build(variables)
         for step, flags in enumerate(present):
-            grads = [tf.constant([step + 1.0 + 10 * i]) if flag else None for i, flag in enumerate(flags)]
+            grads = [
+                tf.constant([step + 1.0 + 10 * i]) if flag else None for i, flag in enumerate(flags)
+            ]
             optimizer.apply(grads, variables)
         ends.append([float(v.numpy()[0]) for v in variables])
     np.testing.assert_allclose(*ends, rtol=1e-6)
@@ -297,7 +330,10 @@ def test_exclusions_from_weight_decay_reach_the_inner_optimizer():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tp.DistributedOptimizer("sgd"), r"must be a Keras 3 optimizer\. Received: 'sgd' of type str"),
+        (
+            lambda: tp.DistributedOptimizer("sgd"),
+            r"must be a Keras 3 optimizer\. Received: 'sgd' of type str",
+        ),
         (
             lambda: tp.DistributedOptimizer(tp.DistributedOptimizer(SGD())),
             "must be wrapped in DistributedOptimizer once",
@@ -307,11 +343,23 @@ def test_exclusions_from_weight_decay_reach_the_inner_optimizer():
             r'one of "auto", "hybcomm", "allreduce", "asa", "asa16", "2dtar"',
         ),
         (lambda: tp.DistributedOptimizer(SGD(), scheme=7), "Received: scheme=7"),
-        (lambda: tp.DistributedOptimizer(SGD(), scheme=[("kernel",)]), "pairs of a pattern and a scheme"),
-        (lambda: tp.DistributedOptimizer(SGD(), scheme={"(": "asa"}), "must be a regular expression"),
-        (lambda: tp.DistributedOptimizer(SGD(), bucket_bytes=-1), "`bucket_bytes` must be a whole number from 0"),
+        (
+            lambda: tp.DistributedOptimizer(SGD(), scheme=[("kernel",)]),
+            "pairs of a pattern and a scheme",
+        ),
+        (
+            lambda: tp.DistributedOptimizer(SGD(), scheme={"(": "asa"}),
+            "must be a regular expression",
+        ),
+        (
+            lambda: tp.DistributedOptimizer(SGD(), bucket_bytes=-1),
+            "`bucket_bytes` must be a whole number from 0",
+        ),
         (lambda: tp.DistributedOptimizer(SGD(), bucket_bytes=1.5), "Received: bucket_bytes=1.5"),
-        (lambda: tp.DistributedOptimizer(SGD()).plan, "There is a plan once the optimizer knows its variables"),
+        (
+            lambda: tp.DistributedOptimizer(SGD()).plan,
+            "There is a plan once the optimizer knows its variables",
+        ),
         (lambda: tp.init(ranks_per_node=0), "`ranks_per_node` must be at least 1"),
     ],
 )
@@ -323,12 +371,16 @@ def test_bad_input_is_refused(make, message):
 @pytest.mark.parametrize("dtype", ["int32", "complex64"])
 def test_variables_must_be_floating(dtype):
     variable = tf.Variable(tf.zeros([2], dtype), name="counts")
-    with pytest.raises(ValueError, match=rf"Only floating-point variables .*'counts:0' of dtype {dtype}"):
+    with pytest.raises(
+        ValueError, match=rf"Only floating-point variables .*'counts:0' of dtype {dtype}"
+    ):
         tp.DistributedOptimizer(SGD()).apply([tf.zeros([2], dtype)], [variable])
 
 
 def test_a_loss_scale_around_ours_is_refused():
-    with pytest.raises(ValueError, match=r"Write DistributedOptimizer\(LossScaleOptimizer\(optimizer\)\)"):
+    with pytest.raises(
+        ValueError, match=r"Write DistributedOptimizer\(LossScaleOptimizer\(optimizer\)\)"
+    ):
         keras.optimizers.LossScaleOptimizer(tp.DistributedOptimizer(SGD()))
 
 
@@ -365,17 +417,34 @@ def test_unknown_variables_are_refused():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: keras_callbacks.ReplicaCheck(every_n_steps=0), "`every_n_steps` must be at least 1"),
+        (
+            lambda: keras_callbacks.ReplicaCheck(every_n_steps=0),
+            "`every_n_steps` must be at least 1",
+        ),
         (lambda: keras_callbacks.ReplicaCheck(action="panic"), "one of stop, repair, report"),
-        (lambda: keras_callbacks.Checkpoint("x", every_n_steps=0), "`every_n_steps` must be at least 1"),
+        (
+            lambda: keras_callbacks.Checkpoint("x", every_n_steps=0),
+            "`every_n_steps` must be at least 1",
+        ),
         (lambda: keras_callbacks.Checkpoint("x", keep=0), "`keep` must be at least 1"),
-        (lambda: keras_callbacks.LearningRateWarmup(0.1, warmup_epochs=0), "`warmup_epochs` must be above 0"),
+        (
+            lambda: keras_callbacks.LearningRateWarmup(0.1, warmup_epochs=0),
+            "`warmup_epochs` must be above 0",
+        ),
         (lambda: keras_callbacks.LearningRateSchedule(-1, 1.0), "must not be negative"),
-        (lambda: keras_callbacks.SchemeSchedule({}), r"by which scheme epoch 0 goes. Received: epochs \[\]"),
-        (lambda: keras_callbacks.SchemeSchedule({1: "asa"}), r"by which scheme epoch 0 goes. Received: epochs \[1\]"),
+        (
+            lambda: keras_callbacks.SchemeSchedule({}),
+            r"by which scheme epoch 0 goes. Received: epochs \[\]",
+        ),
+        (
+            lambda: keras_callbacks.SchemeSchedule({1: "asa"}),
+            r"by which scheme epoch 0 goes. Received: epochs \[1\]",
+        ),
         (lambda: keras_callbacks.SchemeSchedule({0: "gossip"}), "`scheme` must be one of"),
         (
-            lambda: keras_callbacks.SchemeSchedule({0: schemes.HierarchicalTopK(momentum=0.9), 9: "2dtar"}),
+            lambda: keras_callbacks.SchemeSchedule(
+                {0: schemes.HierarchicalTopK(momentum=0.9), 9: "2dtar"}
+            ),
             "Momentum must be either the schemes' or the optimizer's",
         ),
     ],
@@ -390,7 +459,9 @@ def test_callbacks_refuse_a_rate_they_cannot_set():
     model = models.mlp()
     model.compile(optimizer=tp.DistributedOptimizer(SGD(schedule)), loss=models.LOSS)
     with pytest.raises(ValueError, match="can only set a plain learning rate"):
-        model.fit(*models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.LearningRateWarmup(0.1)])
+        model.fit(
+            *models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.LearningRateWarmup(0.1)]
+        )
 
 
 def test_a_schedule_of_schemes_needs_our_optimizer_and_comes_first():
@@ -400,7 +471,9 @@ def test_a_schedule_of_schemes_needs_our_optimizer_and_comes_first():
     with pytest.raises(ValueError, match=r"needs a DistributedOptimizer. Received: SGD"):
         model.fit(*models.mlp.data(8), verbose=0, callbacks=[schedule])
     model.compile(optimizer=tp.DistributedOptimizer(SGD()), loss=models.LOSS)
-    restored = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: setattr(model, "_initial_epoch", 1))
+    restored = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: setattr(model, "_initial_epoch", 1)
+    )
     with pytest.raises(ValueError, match=r"must come before Checkpoint"):
         model.fit(*models.mlp.data(8), verbose=0, callbacks=[restored, schedule])
 
@@ -409,7 +482,11 @@ def test_rules_choose_by_path():
     policy = policies.parse([("bias", "allreduce"), ("kernel", "asa16")])
     optimizer = tp.DistributedOptimizer(SGD(), scheme=policy)
     optimizer.build(models.mlp().trainable_variables)
-    chosen = {d.path.rpartition("/")[2]: str(b.scheme) for b in optimizer.plan.buckets for d in b.descriptions}
+    chosen = {
+        d.path.rpartition("/")[2]: str(b.scheme)
+        for b in optimizer.plan.buckets
+        for d in b.descriptions
+    }
     assert chosen == {"bias": "allreduce", "kernel": "asa(wire_dtype=float16)"}
     assert "rule 'kernel'" in str(optimizer.plan)
 
@@ -435,7 +512,9 @@ def test_sample_count_is_saved(sample_count):
 
 
 def test_sample_counts_refuse_what_they_cannot_count():
-    with pytest.raises(TypeError, match=r"`sample_count` must be a function.*Received: sample_count=8.*to apply"):
+    with pytest.raises(
+        TypeError, match=r"`sample_count` must be a function.*Received: sample_count=8.*to apply"
+    ):
         tp.DistributedOptimizer(SGD(0.1), sample_count=8)
     with pytest.raises(ValueError, match=r"`of` must be \"x\" or \"y\"\. Received: of='z'"):
         tp.sample_counts.Unmasked(of="z")

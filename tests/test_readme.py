@@ -9,13 +9,17 @@ from tests.launch import ROOT
 
 
 def test_the_example_runs(monkeypatch):
-    difference = re.search(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1].splitlines()
+    difference = re.search(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[
+        1
+    ].splitlines()
     code = "\n".join(line[2:] for line in difference if not line.startswith("-"))
     assert sum(line.startswith("+") for line in difference) == 5
     images = np.random.default_rng(0).integers(0, 255, (64, 28, 28), dtype=np.uint8)
     digits = np.random.default_rng(1).integers(0, 10, 64, dtype=np.uint8)
     # There are no downloads here; the shapes and types are MNIST's.
-    monkeypatch.setattr(keras.datasets.mnist, "load_data", lambda: ((images, digits), (images, digits)))
+    monkeypatch.setattr(
+        keras.datasets.mnist, "load_data", lambda: ((images, digits), (images, digits))
+    )
     names = {}
     exec(compile(code, "README.md", "exec"), names)
     assert "Plan for 1 rank(s)" in str(names["optimizer"].plan)

@@ -10,15 +10,23 @@ from tfposeidon.commands import check, install
 from tfposeidon.lab import command as lab
 
 COMMANDS = {
-    "check": (check, "report versions and topology, and run a small collective; also under horovodrun"),
-    "install": (install, "install TensorFlow if it is missing, and Horovod with the corrections it needs"),
+    "check": (
+        check,
+        "report versions and topology, and run a small collective; also under horovodrun",
+    ),
+    "install": (
+        install,
+        "install TensorFlow if it is missing, and Horovod with the corrections it needs",
+    ),
     "lab": (lab, "run a training script on emulated nodes with slow links between them"),
 }
 
 
 def main() -> int:
     """Runs the command that was asked for; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tfposeidon", description="Keras 3 training over slow networks.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tfposeidon", description="Keras 3 training over slow networks."
+    )
     parser.add_argument("--version", action="version", version=f"tfposeidon {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, help_text) in COMMANDS.items():

@@ -13,9 +13,19 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import opaque, unknown_zero
 from tfposeidon.exchange import replicas
 
-_OF_CONTROL_FLOW = (func_graphs.CondBranchFuncGraph, func_graphs.WhileCondFuncGraph, func_graphs.WhileBodyFuncGraph)
+_OF_CONTROL_FLOW = (
+    func_graphs.CondBranchFuncGraph,
+    func_graphs.WhileCondFuncGraph,
+    func_graphs.WhileBodyFuncGraph,
+)
 # What Horovod cannot add up goes as something wider.
-_WIDER = {"bfloat16": tf.float32, "bool": tf.int32, "int8": tf.int32, "uint8": tf.int32, "int16": tf.int32}
+_WIDER = {
+    "bfloat16": tf.float32,
+    "bool": tf.int32,
+    "int8": tf.int32,
+    "uint8": tf.int32,
+    "int16": tf.int32,
+}
 
 
 @tf.autograph.experimental.do_not_convert
@@ -38,7 +48,9 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
     >>> tp.broadcast_variables([weight])
     """
     if not 0 <= root_rank < runtime.size():
-        raise ValueError(f"`root_rank` must be a rank of the job, 0 to {runtime.size() - 1}. Received: {root_rank}")
+        raise ValueError(
+            f"`root_rank` must be a rank of the job, 0 to {runtime.size() - 1}. Received: {root_rank}"
+        )
     if not tf.executing_eagerly():
         raise ValueError(
             "Variables are broadcast once, before training. Received: a call of broadcast_variables in a tf.function. "
@@ -111,7 +123,9 @@ def all_gather(value: Any, name: str | None = None) -> tf.Tensor:
             "Tensors are joined along their first axis. Received: a scalar. Give it one: value[tf.newaxis]."
         )
     wire = runtime.wire()
-    return wire.all_gather(opaque(tensor, unknown_zero()), wire.topology.world, _name("all_gather", name))
+    return wire.all_gather(
+        opaque(tensor, unknown_zero()), wire.topology.world, _name("all_gather", name)
+    )
 
 
 @tf.autograph.experimental.do_not_convert
@@ -121,7 +135,9 @@ def barrier(name: str | None = None) -> None:
     Args:
       name: As in `all_reduce`.
     """
-    arrived = all_reduce(tf.ones([]), "sum", name or ("barrier" if tf.executing_eagerly() else None))
+    arrived = all_reduce(
+        tf.ones([]), "sum", name or ("barrier" if tf.executing_eagerly() else None)
+    )
     tf.debugging.assert_greater(arrived, 0.0)
 
 

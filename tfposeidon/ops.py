@@ -20,7 +20,9 @@ INT32_LENGTH = 2**31
 """Up to this many elements have int32 indices."""
 
 
-def top_k(x: Any, k: Any, method: str = "mstopk", *, steps: int = 30, seed: Any = 0) -> tuple[tf.Tensor, tf.Tensor]:
+def top_k(
+    x: Any, k: Any, method: str = "mstopk", *, steps: int = 30, seed: Any = 0
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Selects the `k` elements of largest magnitude.
 
     NaN and infinity count as larger than everything, so that they are never hidden.
@@ -54,7 +56,9 @@ def top_k(x: Any, k: Any, method: str = "mstopk", *, steps: int = 30, seed: Any 
     """
     x = _floating("x", x)
     options = _options(x, method, steps)
-    values, indices = library().tfposeidon_top_k(x=tf.cast(x, tf.float32), k=_scalar(k), seed=_scalar(seed), **options)
+    values, indices = library().tfposeidon_top_k(
+        x=tf.cast(x, tf.float32), k=_scalar(k), seed=_scalar(seed), **options
+    )
     return tf.cast(values, x.dtype) if x.dtype.size <= 4 else tf.gather(x, indices), indices
 
 
@@ -88,7 +92,11 @@ def error_feedback_top_k(
     """
     options = _options(_float32("gradient", gradient), method, steps, wire=wire_dtype or "float32")
     return library().tfposeidon_error_feedback_top_k(
-        residual=_float32("residual", residual), gradient=gradient, k=_scalar(k), seed=_scalar(seed), **options
+        residual=_float32("residual", residual),
+        gradient=gradient,
+        k=_scalar(k),
+        seed=_scalar(seed),
+        **options,
     )
 
 
@@ -133,7 +141,9 @@ def momentum_correction_top_k(
     )
 
 
-def scatter_add(values: Any, indices: Any, size: Any, counts: Sequence[Any] | tf.Tensor | None = None) -> tf.Tensor:
+def scatter_add(
+    values: Any, indices: Any, size: Any, counts: Sequence[Any] | tf.Tensor | None = None
+) -> tf.Tensor:
     """Sums sparse vectors, those of several ranks one after the other.
 
     Segments are added in their order, so that the result has the same bits on every rank.
@@ -161,7 +171,9 @@ def scatter_add(values: Any, indices: Any, size: Any, counts: Sequence[Any] | tf
     if indices.dtype not in (tf.int32, tf.int64):
         raise ValueError(f"`indices` must be int32 or int64. Received: dtype={indices.dtype.name}")
     whole = tf.shape(values, tf.int64)[:1] if counts is None else tf.cast(counts, tf.int64)
-    return library().tfposeidon_scatter_add(values=values, indices=indices, counts=whole, size=_scalar(size))
+    return library().tfposeidon_scatter_add(
+        values=values, indices=indices, counts=whole, size=_scalar(size)
+    )
 
 
 def encode(x: Any, wire_dtype: str) -> tf.Tensor:
@@ -264,7 +276,12 @@ def _options(x: tf.Tensor, method: str, steps: int, **more: Any) -> dict[str, An
     if steps < 0:
         raise ValueError(f"`steps` must not be negative. Received: steps={steps}")
     length = x.shape.num_elements() if x.shape.is_fully_defined() else 0
-    return {"method": method, "steps": steps, "index_type": tf.int64 if length > INT32_LENGTH else tf.int32, **more}
+    return {
+        "method": method,
+        "steps": steps,
+        "index_type": tf.int64 if length > INT32_LENGTH else tf.int32,
+        **more,
+    }
 
 
 def check_method(method: str) -> None:
@@ -281,14 +298,18 @@ def check_method(method: str) -> None:
 def _floating(name: str, tensor: Any) -> tf.Tensor:
     tensor = tf.convert_to_tensor(tensor)
     if not tensor.dtype.is_floating:
-        raise ValueError(f"`{name}` must be floating point. Received: dtype={tensor.dtype.name}, shape={tensor.shape}")
+        raise ValueError(
+            f"`{name}` must be floating point. Received: dtype={tensor.dtype.name}, shape={tensor.shape}"
+        )
     return tensor
 
 
 def _float32(name: str, tensor: Any) -> tf.Tensor:
     tensor = tf.convert_to_tensor(tensor)
     if tensor.dtype != tf.float32:
-        raise ValueError(f"`{name}` must be float32. Received: dtype={tensor.dtype.name}, shape={tensor.shape}")
+        raise ValueError(
+            f"`{name}` must be float32. Received: dtype={tensor.dtype.name}, shape={tensor.shape}"
+        )
     return tensor
 
 

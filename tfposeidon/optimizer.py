@@ -85,7 +85,10 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         steps = rule.gradient_accumulation_steps or gradient_accumulation_steps
         # Not LossScaleOptimizer's own: that would make state for a loss scale of this wrapper.
         keras.optimizers.Optimizer.__init__(
-            self, learning_rate=0.0, gradient_accumulation_steps=steps, name=name or "distributed_optimizer"
+            self,
+            learning_rate=0.0,
+            gradient_accumulation_steps=steps,
+            name=name or "distributed_optimizer",
         )
         rule.gradient_accumulation_steps = None
         self.inner_optimizer = inner_optimizer
@@ -97,7 +100,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def __bool__(self) -> bool:
         """True. Under `mixed_float16` only `compile(auto_scale_loss=False)` does not ask: nothing else tells."""
-        self._is_scaled_by_compile = self._is_scaled_by_compile or keras_patches.is_asked_by_compile()
+        self._is_scaled_by_compile = (
+            self._is_scaled_by_compile or keras_patches.is_asked_by_compile()
+        )
         return True
 
     @property
@@ -182,7 +187,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         }
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> DistributedOptimizer:
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: Any = None
+    ) -> DistributedOptimizer:
         """The inverse of `get_config`; needs neither Horovod nor a launcher."""
         objects: dict[str, Any] = {
             key: keras.saving.deserialize_keras_object(config[key], custom_objects=custom_objects)
@@ -205,7 +212,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
                 "The optimizer must be built before its weights are set. Received: one that is not. "
                 "Call fit, or optimizer.build(model.trainable_variables), first."
             )
-        wanted, given = ([tuple(array.shape) for array in arrays] for arrays in (self.variables, weights))
+        wanted, given = (
+            [tuple(array.shape) for array in arrays] for arrays in (self.variables, weights)
+        )
         if wanted != given:
             raise ValueError(
                 f"There must be an array for each of the optimizer's variables, in their shapes {wanted}. "
@@ -224,7 +233,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     # Nothing in here is for AutoGraph, which would convert all that a hand-written step calls.
     @tf.autograph.experimental.do_not_convert
-    def apply(self, grads: Iterable[Any], trainable_variables: Any = None, sample_count: Any = None) -> None:
+    def apply(
+        self, grads: Iterable[Any], trainable_variables: Any = None, sample_count: Any = None
+    ) -> None:
         """Averages gradients over all ranks and applies them.
 
         Args:
@@ -241,7 +252,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         grads = list(grads)
         if not grads:
             return
-        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        variables = list(
+            self._trainable_variables if trainable_variables is None else trainable_variables
+        )
         self._check(grads, variables)
         count = self._exchange.sample_count if sample_count is None else sample_count
         with self._exchange.call(grads, variables, count) as grads:
@@ -252,15 +265,21 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             self.build(variables)
         self._check_variables_are_known(variables)
         if len(grads) != len(variables):
-            raise ValueError(f"There must be a gradient per variable. Received: {len(grads)} and {len(variables)}.")
+            raise ValueError(
+                f"There must be a gradient per variable. Received: {len(grads)} and {len(variables)}."
+            )
         rules.check_all_variables(variables, self._trainable_variables, self._shards is not None)
 
-    def _accumulate(self, grads: list[Any], variables: list[Any], count: Any, update: _Update) -> None:
+    def _accumulate(
+        self, grads: list[Any], variables: list[Any], count: Any, update: _Update
+    ) -> None:
         """Calls `update` with these gradients, or, where several calls make one update, with the sums of all."""
         if self._accumulation is None:
             update(grads, count)
         else:
-            self._accumulation.add([self._get_variable_index(v) for v in variables], grads, count, update)
+            self._accumulation.add(
+                [self._get_variable_index(v) for v in variables], grads, count, update
+            )
 
     def _update(self, variables: list[Any], grads: list[Any], count: Any) -> None:
         means = self._exchange.means(grads, variables, count, self._shards)
@@ -362,7 +381,11 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     def _rank_state(self) -> list[tuple[Any, Piece]]:
         if self.built and not self._exchange.exchangers:
             self._exchange.exchanger(self._trainable_variables)
-        accumulated = self._accumulation.rank_state(runtime.rank(), runtime.size()) if self._accumulation else []
+        accumulated = (
+            self._accumulation.rank_state(runtime.rank(), runtime.size())
+            if self._accumulation
+            else []
+        )
         served = self._shards.rank_state if self._shards else ()
         return [*accumulated, *self._exchange.plans.rank_state(), *served]
 

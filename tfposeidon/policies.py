@@ -13,7 +13,15 @@ import keras
 from tfposeidon.communication.topology import Topology
 from tfposeidon.config import Configured
 from tfposeidon.gradients.description import Description
-from tfposeidon.schemes import REGISTRY, AllReduce, ByRows, FactorBroadcast, FactorScheme, Scheme, ShardedServer
+from tfposeidon.schemes import (
+    REGISTRY,
+    AllReduce,
+    ByRows,
+    FactorBroadcast,
+    FactorScheme,
+    Scheme,
+    ShardedServer,
+)
 from tfposeidon.schemes.sharded_server import PAIR_BYTES
 from tfposeidon.text import readable
 
@@ -117,7 +125,10 @@ class HybComm(Policy):
     def choose(self, description: Description, topology: Topology) -> Choice:
         factors = description.factors
         if factors is None:
-            return Choice(self._store, description.why_no_factors or "the first step tells whether it has factors")
+            return Choice(
+                self._store,
+                description.why_no_factors or "the first step tells whether it has factors",
+            )
         ranks = max(len(node) for node in topology.nodes)
         p, together = (len(topology.nodes), ranks) if len(topology.nodes) > 1 else (ranks, 1)
         one_row, _ = best_scheme_values(factors.left_columns, factors.right, 1, p)
@@ -171,7 +182,9 @@ class Rules(Policy):
 
     def __init__(self, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         pairs = rules.items() if isinstance(rules, Mapping) else rules
-        object.__setattr__(self, "rules", tuple((_checked(pattern), parse(scheme)) for pattern, scheme in pairs))
+        object.__setattr__(
+            self, "rules", tuple((_checked(pattern), parse(scheme)) for pattern, scheme in pairs)
+        )
         if self.updates_at_servers and self.reads_factors:
             raise ValueError(
                 "What servers update has to be known before the first step, and factors are known only then. "
@@ -184,7 +197,9 @@ class Rules(Policy):
             if re.search(pattern, description.path):
                 choice = policy.choose(description, topology)
                 asked_for = isinstance(policy, Uniform | Rules)
-                return choice._replace(reason=f"rule {pattern!r}" + ("" if asked_for else f": {choice.reason}"))
+                return choice._replace(
+                    reason=f"rule {pattern!r}" + ("" if asked_for else f": {choice.reason}")
+                )
         return Choice(Auto().choose(description, topology).scheme, "no rule matches")
 
     @property
@@ -200,11 +215,15 @@ class Rules(Policy):
         return any(policy.keeps_state for _, policy in self.rules)
 
     def get_config(self) -> dict[str, Any]:
-        return {"rules": [[p, keras.saving.serialize_keras_object(policy)] for p, policy in self.rules]}
+        return {
+            "rules": [[p, keras.saving.serialize_keras_object(policy)] for p, policy in self.rules]
+        }
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Rules:
-        return cls([(p, keras.saving.deserialize_keras_object(policy)) for p, policy in config["rules"]])
+        return cls(
+            [(p, keras.saving.deserialize_keras_object(policy)) for p, policy in config["rules"]]
+        )
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {"auto": Auto, "hybcomm": HybComm}
@@ -240,7 +259,9 @@ def parse(scheme: Any) -> Policy:
 def _parse_rules(rules: Any) -> Rules:
     pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
     if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"Rules must be pairs of a pattern and a scheme. Received: scheme={rules!r}")
+        raise ValueError(
+            f"Rules must be pairs of a pattern and a scheme. Received: scheme={rules!r}"
+        )
     return Rules(pairs)
 
 
@@ -248,5 +269,7 @@ def _checked(pattern: str) -> str:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise ValueError(f"A rule's pattern must be a regular expression. Received: {pattern!r} ({error})") from error
+        raise ValueError(
+            f"A rule's pattern must be a regular expression. Received: {pattern!r} ({error})"
+        ) from error
     return pattern

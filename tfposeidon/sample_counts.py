@@ -122,7 +122,9 @@ class Unmasked(Configured):
         """Counts the tokens of `(x, y, sample_weight)` or a part of it; scalar float32."""
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         tokens = _single({"x": x, "y": y}[self.of], self.of)
-        return tf.reduce_sum(tf.cast(tf.not_equal(tokens, tf.cast(self.padding, tokens.dtype)), tf.float32))
+        return tf.reduce_sum(
+            tf.cast(tf.not_equal(tokens, tf.cast(self.padding, tokens.dtype)), tf.float32)
+        )
 
 
 def _tensors(data: Any) -> list[tf.Tensor]:

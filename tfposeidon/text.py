@@ -20,7 +20,10 @@ def readable(size_bytes: float) -> str:
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines with columns as wide as their widest cell."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def bars(values: Sequence[float]) -> str:

@@ -46,7 +46,10 @@ class Reached(keras.callbacks.Callback):
         self.figures["iterations"].append(int(self.model.optimizer.iterations))
         self.figures["seconds"].append(self.seconds)
         if accuracy >= self.target and self.figures["reached_steps"] is None:
-            self.figures |= {"reached_steps": int(self.model.optimizer.iterations), "reached_s": self.seconds}
+            self.figures |= {
+                "reached_steps": int(self.model.optimizer.iterations),
+                "reached_s": self.seconds,
+            }
             self.model.stop_training = not self.goes_on
 
 
@@ -62,8 +65,14 @@ def data(rank, size):
 
 def model():
     layers = keras.layers
-    stack = [layers.Conv2D(32, 3, activation="relu"), layers.Conv2D(64, 3, activation="relu"), layers.Flatten()]
-    return keras.Sequential([keras.Input((8, 8, 1)), *stack, layers.Dense(64, activation="relu"), layers.Dense(10)])
+    stack = [
+        layers.Conv2D(32, 3, activation="relu"),
+        layers.Conv2D(64, 3, activation="relu"),
+        layers.Flatten(),
+    ]
+    return keras.Sequential(
+        [keras.Input((8, 8, 1)), *stack, layers.Dense(64, activation="relu"), layers.Dense(10)]
+    )
 
 
 def optimizer_and_scheme(system):
@@ -71,7 +80,10 @@ def optimizer_and_scheme(system):
     scheme = system if system == "hybcomm" else scheme_named(system)
     if not isinstance(scheme, SparseScheme):
         return {"inner_optimizer": keras.optimizers.SGD(RATE, momentum=MOMENTUM), "scheme": scheme}
-    return {"inner_optimizer": keras.optimizers.SGD(RATE), "scheme": dataclasses.replace(scheme, momentum=MOMENTUM)}
+    return {
+        "inner_optimizer": keras.optimizers.SGD(RATE),
+        "scheme": dataclasses.replace(scheme, momentum=MOMENTUM),
+    }
 
 
 def main():
@@ -87,7 +99,12 @@ def main():
         network.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
         reached = Reached(task.target, task.goes_on)
         callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.MetricAverage(), reached]
-        options = {"batch_size": BATCH_PER_RANK, "epochs": task.epochs, "verbose": 0, "callbacks": callbacks}
+        options = {
+            "batch_size": BATCH_PER_RANK,
+            "epochs": task.epochs,
+            "verbose": 0,
+            "callbacks": callbacks,
+        }
         network.fit(*train, validation_data=validation, **options)
         task.note(system, reached.figures)
 

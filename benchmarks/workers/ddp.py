@@ -19,7 +19,9 @@ from tfposeidon.lab.values import gradient_values
 try:
     import torch
 except ImportError as error:
-    raise ImportError("The peer `ddp` needs PyTorch. Install it: pip install torch==2.13.0") from error
+    raise ImportError(
+        "The peer `ddp` needs PyTorch. Install it: pip install torch==2.13.0"
+    ) from error
 
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -42,7 +44,11 @@ def main():
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("HOROVOD_GLOO_IFACE", "lo")
     distributed.init_process_group(
-        "gloo", init_method=f"tcp://{task.address(0)}", rank=task.rank, world_size=task.size, timeout=TIMEOUT
+        "gloo",
+        init_method=f"tcp://{task.address(0)}",
+        rank=task.rank,
+        world_size=task.size,
+        timeout=TIMEOUT,
     )
     for system in task.systems:
         try:
@@ -59,11 +65,17 @@ def measure(task, system):
     if system not in SYSTEMS:
         raise ValueError(f"`systems` must be of {', '.join(SYSTEMS)}. Received: {system!r}")
     if system == "ddp-powersgd" and task.warm_up < POWERSGD_WARM_UP:
-        raise ValueError(f"`warm_up` must be at least {POWERSGD_WARM_UP} for PowerSGD. Received: {task.warm_up}")
+        raise ValueError(
+            f"`warm_up` must be at least {POWERSGD_WARM_UP} for PowerSGD. Received: {task.warm_up}"
+        )
     torch_model = EmulatedModel(task.emulated(), task.dilation, seed=task.rank)
     # All ranks begin with zeros, which need not travel. As views of the buckets, gradients are not copied twice,
     # and means do not go where the values came from.
-    options = {"init_sync": False, "gradient_as_bucket_view": True, "bucket_cap_mb_list": bucket_caps_mib(task)}
+    options = {
+        "init_sync": False,
+        "gradient_as_bucket_view": True,
+        "bucket_cap_mb_list": bucket_caps_mib(task),
+    }
     parallel = torch.nn.parallel.DistributedDataParallel(torch_model, **options)
     if system == "ddp-fp16":
         parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -120,7 +132,9 @@ class EmulatedModel(torch.nn.Module):
         self.stream = Stream()
         pool = Pool(max(map(partial(values_needed, batch=model.batch), model.layers)), seed)
         self.layers = torch.nn.ModuleList(
-            EmulatedLayer(layer, model.batch, pool, partial(self.stream.run, dilation * forward_s), backward)
+            EmulatedLayer(
+                layer, model.batch, pool, partial(self.stream.run, dilation * forward_s), backward
+            )
             for layer, (forward_s, backward_s) in zip(model.layers, model.times(), strict=True)
             for backward in [partial(self.stream.run, dilation * backward_s)]
         )
@@ -194,7 +208,9 @@ def torch_shape(layer):
 
 def values_needed(layer, batch):
     """Of the largest piece that is cut for a layer."""
-    kernel = batch * layer.rows * max(layer.kernel) if layer.kind == "dense" else math.prod(layer.kernel)
+    kernel = (
+        batch * layer.rows * max(layer.kernel) if layer.kind == "dense" else math.prod(layer.kernel)
+    )
     return max(kernel, *layer.vectors, 1)
 
 

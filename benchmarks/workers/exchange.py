@@ -37,10 +37,14 @@ def measured(task, name, length, vector):
         return exchanged(scheme, vector, state, wire, label)
 
     slowest(wire, exchange)
-    repeats = max(LEAST_REPEATS, min(MOST_REPEATS, round(LEAST_S / max(slowest(wire, exchange), 1e-4))))
+    repeats = max(
+        LEAST_REPEATS, min(MOST_REPEATS, round(LEAST_S / max(slowest(wire, exchange), 1e-4)))
+    )
     sent = payload_bytes()
     times = [slowest(wire, exchange) for _ in range(repeats)]
-    costs = [scheme.cost(length, 4, wire.topology.seen_from(rank)) for rank in range(wire.topology.size)]
+    costs = [
+        scheme.cost(length, 4, wire.topology.seen_from(rank)) for rank in range(wire.topology.size)
+    ]
     nodes = [sum(costs[rank].cross_bytes for rank in node) for node in wire.topology.nodes]
     return {
         "step_s": times,
@@ -76,7 +80,9 @@ def fresh_state(scheme, length, wire):
 
 def exchanged(scheme, vector, state, wire, name):
     """The mean of a variable; `state` becomes the new one, as in the optimizer."""
-    mean, new = scheme.exchange(vector.read_value(), tuple(map(tf.convert_to_tensor, state)), wire, name)
+    mean, new = scheme.exchange(
+        vector.read_value(), tuple(map(tf.convert_to_tensor, state)), wire, name
+    )
     for variable, value in zip(state, new, strict=True):
         variable.assign(value)
     return mean

@@ -12,7 +12,12 @@ from tfposeidon.schemes import pairs, stages
 from tfposeidon.schemes.error_feedback import Feedback, Memory
 
 REPEATS = 15
-STEPS = ("reduce-scatter in the node", "selection", "all-gather across nodes", "accumulation, all-gather in the node")
+STEPS = (
+    "reduce-scatter in the node",
+    "selection",
+    "all-gather across nodes",
+    "accumulation, all-gather in the node",
+)
 
 
 def main():
@@ -36,7 +41,9 @@ class Prefixes:
         topology = wire.topology
         self.node = stages.Shards.even(elements, topology.node, owners=topology.positions)
         self.count = round(scheme.density * self.node.own(topology.rank))
-        self.feedback = Feedback(select=scheme.select, wire_dtype=scheme.wire_dtype, keep=True, momentum=0.0)
+        self.feedback = Feedback(
+            select=scheme.select, wire_dtype=scheme.wire_dtype, keep=True, momentum=0.0
+        )
         self.vector = tf.Variable(tf.random.stateless_normal([elements], [topology.rank, 0]))
         self.state = fresh_state(scheme, elements, wire)
 
@@ -44,10 +51,15 @@ class Prefixes:
         """A function for each step, that makes it and those before it."""
         functions = (self.scatter, self.select, self.gather, self.everything)
         label = f"steps.{self.scheme.density}".replace("0.", "0_")
-        return [tf.function(f, autograph=False).get_concrete_function(f"{label}.{f.__name__}") for f in functions]
+        return [
+            tf.function(f, autograph=False).get_concrete_function(f"{label}.{f.__name__}")
+            for f in functions
+        ]
 
     def scatter(self, name):
-        return stages.scatter_sum(self.vector.read_value(), self.node, self.wire, f"{name}.scatter", None)
+        return stages.scatter_sum(
+            self.vector.read_value(), self.node, self.wire, f"{name}.scatter", None
+        )
 
     def select(self, name):
         memory = Memory(self.state[1].read_value(), None)

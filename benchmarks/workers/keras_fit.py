@@ -22,7 +22,11 @@ from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
 
 COMPRESSION = {"horovod": "none", "horovod-fp16": "fp16"}
 # Layers of the emulated models that are dense, and those that are not.
-SCHEMES = {"hybcomm": "hybcomm", "ps-late": "ps", "ps-adam": [("dense[0-9]+/kernel", "adam"), (".*", "ps")]}
+SCHEMES = {
+    "hybcomm": "hybcomm",
+    "ps-late": "ps",
+    "ps-adam": [("dense[0-9]+/kernel", "adam"), (".*", "ps")],
+}
 
 
 class StepTimer(keras.callbacks.Callback):
@@ -46,7 +50,9 @@ class StepTimer(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         # Of every rank's node: sent and received.
-        self.node_bytes = exchange_objects((self._node_bytes() - self.before).tolist(), self.wire, "bench.bytes")
+        self.node_bytes = exchange_objects(
+            (self._node_bytes() - self.before).tolist(), self.wire, "bench.bytes"
+        )
 
     @staticmethod
     def _node_bytes():
@@ -98,11 +104,16 @@ def horovod(task, system, model, wire):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(model(data) - 0.5))
         gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
-        means = [hvd.allreduce(g, name=f"{system}.{i}", compression=compression) for i, g in enumerate(gradients)]
+        means = [
+            hvd.allreduce(g, name=f"{system}.{i}", compression=compression)
+            for i, g in enumerate(gradients)
+        ]
         optimizer.apply(means, model.trainable_variables)
         return loss
 
-    task.measure(system, lambda: float(step()), lambda seconds: exchange_objects(seconds, wire, "bench.step"))
+    task.measure(
+        system, lambda: float(step()), lambda seconds: exchange_objects(seconds, wire, "bench.step")
+    )
 
 
 def main():

@@ -30,7 +30,9 @@ def main():
     tp.init()
     (name,) = task.systems
     weight = keras.Variable(np.zeros(task.elements, "float32"), name="weight")
-    optimizer = tp.DistributedOptimizer(OPTIMIZERS[name](), scheme=tp.schemes.ShardedServer(update=task.update))
+    optimizer = tp.DistributedOptimizer(
+        OPTIMIZERS[name](), scheme=tp.schemes.ShardedServer(update=task.update)
+    )
 
     @tf.function
     def step(x):

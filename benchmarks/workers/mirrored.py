@@ -42,7 +42,9 @@ def cluster(task):
 def ring(pack_bytes):
     """How gradients travel: over gRPC, in packs of at least so many bytes, or as one for 0."""
     implementation = tf.distribute.experimental.CommunicationImplementation.RING
-    return tf.distribute.experimental.CommunicationOptions(bytes_per_pack=pack_bytes, implementation=implementation)
+    return tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=pack_bytes, implementation=implementation
+    )
 
 
 def pack_bytes(task, system):
@@ -63,7 +65,9 @@ def step_under(strategy, task, system):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(data, training=True))
         gradients = tape.gradient(loss, model.trainable_variables)
-        means = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, gradients, communication)
+        means = tf.distribute.get_replica_context().all_reduce(
+            tf.distribute.ReduceOp.MEAN, gradients, communication
+        )
         for variable, mean in zip(model.trainable_variables, means, strict=True):
             variable.value.assign_sub(LEARNING_RATE * mean)
 

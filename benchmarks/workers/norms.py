@@ -28,12 +28,19 @@ def main():
     for system, ranks, step in (
         ("local", [0], lambda: local_norms(variables, twice(variables))),
         ("share", [0], lambda: local_norms(largest, twice(largest))),
-        ("all-gather", everybody, lambda: gathered(own.read_value(), "float32", [2], wire, "bench.all_gather")),
+        (
+            "all-gather",
+            everybody,
+            lambda: gathered(own.read_value(), "float32", [2], wire, "bench.all_gather"),
+        ),
         ("all local", everybody, lambda: local_norms(variables, twice(variables))),
         ("all in parallel", everybody, lambda: in_parallel(variables, twice(variables))),
     ):
         compiled = tf.function(step, autograph=False)
-        times = [slowest(wire, compiled if topology.rank in ranks else lambda: None) for _ in range(task.rounds + 3)]
+        times = [
+            slowest(wire, compiled if topology.rank in ranks else lambda: None)
+            for _ in range(task.rounds + 3)
+        ]
         task.note(system, {"step_s": times[3:]})
 
 

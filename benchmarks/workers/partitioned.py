@@ -22,7 +22,9 @@ NUMBER_AND_LENGTH = 16
 
 
 def open_cache(task, partition):
-    cache = datacache.Cache(Drawn(task.pixels, task.samples), partition=partition, memory=f"/dev/shm/{partition}")
+    cache = datacache.Cache(
+        Drawn(task.pixels, task.samples), partition=partition, memory=f"/dev/shm/{partition}"
+    )
     cache.warm(progress=False)
     return cache
 
@@ -35,22 +37,37 @@ def bytes_on_the_link(task, cache, wire):
         pass
     exchange_objects(None, wire, "bench.end")
     of_one = task.pixels**2 * 3 + NUMBER_AND_LENGTH
-    mine = {"received": cache.stats().received - received, "measured": payload_bytes(direction="rx") - before}
+    mine = {
+        "received": cache.stats().received - received,
+        "measured": payload_bytes(direction="rx") - before,
+    }
     node = [
         found
         for rank, found in enumerate(exchange_objects(mine, wire, "bench.sum"))
         if rank in wire.topology.node.ranks
     ]
     predicted = of_one * sum(found["received"] for found in node)
-    task.note("bytes", {"predicted": predicted, "measured": statistics.median(found["measured"] for found in node)})
+    task.note(
+        "bytes",
+        {
+            "predicted": predicted,
+            "measured": statistics.median(found["measured"] for found in node),
+        },
+    )
 
 
 def steps(task, cache, wire):
     """Seconds of each step of `fit`, on every rank."""
-    layers = [keras.Input((task.pixels, task.pixels, 3)), keras.layers.Flatten(), keras.layers.Dense(task.width)]
+    layers = [
+        keras.Input((task.pixels, task.pixels, 3)),
+        keras.layers.Flatten(),
+        keras.layers.Dense(task.width),
+    ]
     model = keras.Sequential(layers)
     model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(1e-6), scheme="allreduce"), "mse")
-    data = cache.dataset(task.batch).map(lambda x: (tf.cast(x, "float32"), tf.zeros([tf.shape(x)[0], task.width])))
+    data = cache.dataset(task.batch).map(
+        lambda x: (tf.cast(x, "float32"), tf.zeros([tf.shape(x)[0], task.width]))
+    )
     timer = StepTimer(wire, task.warm_up)
     cache.begin_epoch(0, data)
     model.fit(data.prefetch(2), verbose=0, shuffle=False, callbacks=[timer])
@@ -68,7 +85,13 @@ def main():
         for name, cache in caches.items():
             times[name].append([max(step) for step in steps(task, cache, wire)])
     for name, rounds in times.items():
-        task.note(name, {"step_s": np.concatenate(rounds).tolist(), "rounds_s": [float(np.median(r)) for r in rounds]})
+        task.note(
+            name,
+            {
+                "step_s": np.concatenate(rounds).tolist(),
+                "rounds_s": [float(np.median(r)) for r in rounds],
+            },
+        )
     for cache in caches.values():
         cache.close()
 

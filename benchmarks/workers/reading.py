@@ -86,13 +86,18 @@ def warm(size, samples, batch, rounds, folder, copier):
     found = {name: [] for name in ("copies", *systems)}
     for turn in range(rounds + 1):
         # The first pass of each brings its pages in.
-        copied = float(subprocess.run(copies, check=True, capture_output=True, text=True).stdout.split()[1])
+        copied = float(
+            subprocess.run(copies, check=True, capture_output=True, text=True).stdout.split()[1]
+        )
         once = {"copies": (copied, copied)} | {name: rates(data) for name, data in systems.items()}
         for name, values in once.items():
             found[name] += [values] if turn else []
     cache.close()
     parts = {name: list(zip(*values, strict=True)) for name, values in found.items()}
-    return {name: {"samples_per_second": whole, "after_the_first": after} for name, (whole, after) in parts.items()}
+    return {
+        name: {"samples_per_second": whole, "after_the_first": after}
+        for name, (whole, after) in parts.items()
+    }
 
 
 # ---------------------------------------------------------------------- jobs
@@ -102,7 +107,9 @@ def _job(size, samples, batch, folder, found):
     """A new job on a pool that is there: opens it, gets a model ready, and reads four epochs."""
     cache = datacache.Cache(Drawn(size, samples), memory=Path("/dev/shm") / folder)
     data = cache.dataset(batch)
-    model = keras.Sequential([keras.Input((size, size, 3)), keras.layers.Conv2D(8, 3), keras.layers.Flatten()])
+    model = keras.Sequential(
+        [keras.Input((size, size, 3)), keras.layers.Conv2D(8, 3), keras.layers.Flatten()]
+    )
     model.compile("sgd", "mse")
     outputs = np.zeros((2, *model.output_shape[1:]), "float32")
     model.train_on_batch(np.zeros((2, size, size, 3), "float32"), outputs)
@@ -113,7 +120,10 @@ def _job(size, samples, batch, folder, found):
 def jobs(size, samples, batch, rounds, folder):
     """Epochs of new jobs on a warm pool: of the first one, which looks at checksums, and of the one after it."""
     spawn = multiprocessing.get_context("spawn")
-    cache, found = datacache.Cache(Drawn(size, samples), memory=Path("/dev/shm") / folder), spawn.Queue()
+    cache, found = (
+        datacache.Cache(Drawn(size, samples), memory=Path("/dev/shm") / folder),
+        spawn.Queue(),
+    )
     names = ("checksums not looked at yet", "checksums looked at in this boot")
     systems = {name: {"first": [], "later": []} for name in names}
     for _ in range(rounds):
@@ -140,8 +150,12 @@ def decoded(contents, label):
 def uncached(images, batch, **options):
     """What the tutorials say."""
     source = datacache.from_folder(images)
-    names = tf.data.Dataset.from_tensor_slices(([source.name(i) for i in range(len(source))], source._classes))
-    data = names.shuffle(len(source)).map(lambda name, label: decoded(tf.io.read_file(name), label), **options)
+    names = tf.data.Dataset.from_tensor_slices(
+        ([source.name(i) for i in range(len(source))], source._classes)
+    )
+    data = names.shuffle(len(source)).map(
+        lambda name, label: decoded(tf.io.read_file(name), label), **options
+    )
     return data.batch(batch).prefetch(tf.data.AUTOTUNE)
 
 
@@ -152,9 +166,13 @@ TUNED_READS = 64
 def tuned(images, batch):
     """Reads as a user who has tuned the pipeline would: many reads in parallel, in threads of the dataset's own."""
     source = datacache.from_folder(images)
-    names = tf.data.Dataset.from_tensor_slices(([source.name(i) for i in range(len(source))], source._classes))
+    names = tf.data.Dataset.from_tensor_slices(
+        ([source.name(i) for i in range(len(source))], source._classes)
+    )
     read = names.shuffle(len(source)).map(
-        lambda name, label: (tf.io.read_file(name), label), num_parallel_calls=TUNED_READS, deterministic=False
+        lambda name, label: (tf.io.read_file(name), label),
+        num_parallel_calls=TUNED_READS,
+        deterministic=False,
     )
     data = read.map(decoded, num_parallel_calls=tf.data.AUTOTUNE, deterministic=False)
     options = tf.data.Options()
@@ -164,7 +182,9 @@ def tuned(images, batch):
 
 def cold(images, batch, folder):
     """Epochs from a slow source: without a cache, the first one with it, and the second."""
-    cache = datacache.Cache(datacache.from_folder(images), decoded, memory=Path("/dev/shm") / folder)
+    cache = datacache.Cache(
+        datacache.from_folder(images), decoded, memory=Path("/dev/shm") / folder
+    )
     data = cache.dataset(batch)
     first = rate(data)
     later = statistics.median(rate(data) for _ in range(5))
@@ -210,7 +230,9 @@ def _hold(what, size, samples, folder, ready, leave, found):
             del batch
     tf.zeros(1)
     ready.wait()
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    lines = dict(
+        line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    )
     found.put(int(lines["Pss"].split()[0]) * 1024)
     leave.wait()
 
@@ -254,17 +276,25 @@ class Timer(keras.callbacks.Callback):
 
 def training(images, batch, step_s, epochs, folder):
     """Epochs of `fit` on a model whose step takes `step_s` on an accelerator."""
-    cache = datacache.Cache(datacache.from_folder(images), decoded, memory=Path("/dev/shm") / folder)
+    cache = datacache.Cache(
+        datacache.from_folder(images), decoded, memory=Path("/dev/shm") / folder
+    )
     data = {
         "tf.data": uncached(images, batch, num_parallel_calls=tf.data.AUTOTUNE),
         "tf.data, tuned": tuned(images, batch),
         "datacache": cache.dataset(batch),
     }
-    local = tf.data.Dataset.from_tensors((np.zeros((batch, 96, 96, 3), "uint8"), np.zeros(batch, "int64")))
+    local = tf.data.Dataset.from_tensors(
+        (np.zeros((batch, 96, 96, 3), "uint8"), np.zeros(batch, "int64"))
+    )
     data["no reading"] = local.repeat(-(-len(cache) // batch))
     answer = {}
     for name, batches in data.items():
-        layers = [keras.Input((96, 96, 3)), keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)]
+        layers = [
+            keras.Input((96, 96, 3)),
+            keras.layers.GlobalAveragePooling2D(),
+            keras.layers.Dense(10),
+        ]
         model = keras.Sequential(layers)
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         timer = Timer(step_s)

@@ -46,7 +46,11 @@ class Task:
     def address(self, rank):
         """Host and port for a rank of a peer to listen at; ports lie below those that systems give out themselves."""
         in_lab = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") == network.SWITCH_ADDRESS
-        host = network.address(rank // int(os.environ["HOROVOD_LOCAL_SIZE"])) if in_lab else "127.0.0.1"
+        host = (
+            network.address(rank // int(os.environ["HOROVOD_LOCAL_SIZE"]))
+            if in_lab
+            else "127.0.0.1"
+        )
         return f"{host}:{10_000 + int(os.environ.get('HOROVOD_GLOO_RENDEZVOUS_PORT', 0)) % 20_000 + rank}"
 
     def measure(self, system, step, everybody):
@@ -69,7 +73,10 @@ class Task:
     def note_times(self, system, times, sent_bytes, **more):
         """Notes each step's seconds on each rank, the slowest rank's apart, and what the node sent in all of them."""
         slowest = [max(step) for step in times]
-        self.note(system, {"step_s": slowest, "ranks_s": times, "sent_bytes": sent_bytes / len(times)} | more)
+        self.note(
+            system,
+            {"step_s": slowest, "ranks_s": times, "sent_bytes": sent_bytes / len(times)} | more,
+        )
 
     def note(self, system, answer):
         """Adds to the answer, and writes it beside and renames it."""
@@ -88,7 +95,9 @@ def summary(answer):
         return answer["error"].strip().splitlines()[-1]
     if "step_s" in answer:
         return f"{1e3 * statistics.median(answer['step_s']):10.1f} ms"
-    return ", ".join(f"{name} {value}" for name, value in answer.items() if not isinstance(value, list))
+    return ", ".join(
+        f"{name} {value}" for name, value in answer.items() if not isinstance(value, list)
+    )
 
 
 def payload_bytes(interface="eth0", direction="tx"):
@@ -96,5 +105,7 @@ def payload_bytes(interface="eth0", direction="tx"):
     folder = Path("/sys/class/net") / interface / "statistics"
     if not folder.exists():
         return 0
-    carried, packets = (int((folder / f"{direction}_{what}").read_text()) for what in ("bytes", "packets"))
+    carried, packets = (
+        int((folder / f"{direction}_{what}").read_text()) for what in ("bytes", "packets")
+    )
     return carried - HEADER_BYTES * packets

@@ -36,12 +36,18 @@ def in_turn(ours, theirs, pairs):
 def gradients(model):
     """A model's, in the order of the forward pass; variables, for constants would be folded."""
     layers = models.model(model).layers
-    shapes = [shape for layer in layers for shape in (layer.kernel, *((length,) for length in layer.vectors))]
+    shapes = [
+        shape
+        for layer in layers
+        for shape in (layer.kernel, *((length,) for length in layer.vectors))
+    ]
     return [tf.Variable(tf.fill(shape, 1e-3), name=f"g{i}") for i, shape in enumerate(shapes)]
 
 
 def _trained(given):
-    return [keras.Variable(tf.zeros_like(gradient), name=f"w{i}") for i, gradient in enumerate(given)]
+    return [
+        keras.Variable(tf.zeros_like(gradient), name=f"w{i}") for i, gradient in enumerate(given)
+    ]
 
 
 def wrapped(model, scheme, bucket_mib):
@@ -67,7 +73,9 @@ def horovods(model):
 
     @tf.function
     def step():
-        means = hvd.grouped_allreduce([v.read_value() for v in given], op=hvd.Average, name="grouped")
+        means = hvd.grouped_allreduce(
+            [v.read_value() for v in given], op=hvd.Average, name="grouped"
+        )
         optimizer.apply(means, trained)
 
     return step
@@ -91,7 +99,9 @@ def _fit(optimizer):
             layers.Dense(10),
         ]
     )
-    model.compile(optimizer=optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.compile(
+        optimizer=optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
     x = np.random.default_rng(0).normal(size=(BATCH, 32, 32, 3)).astype("float32")
     y = np.random.default_rng(1).integers(0, 10, BATCH)
     data = tf.data.Dataset.from_tensors((x, y)).repeat()

@@ -69,9 +69,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], description: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], description: str
+    ) -> argparse.ArgumentParser:
         help_text = description.partition("\n")[0].rstrip(".")
-        added = commands.add_parser(name, help=help_text[0].lower() + help_text[1:], description=description)
+        added = commands.add_parser(
+            name, help=help_text[0].lower() + help_text[1:], description=description
+        )
         added.formatter_class = argparse.RawDescriptionHelpFormatter
         added.set_defaults(run=run)
         return added
@@ -88,18 +92,31 @@ def _parser() -> argparse.ArgumentParser:
     _add_warm(command("warm", _warm, OF_WARM))
     rm = command("rm", _rm, OF_RM)
     folders(rm, "*", "a pool; with --all a folder of pools")
-    rm.add_argument("--all", action="store_true", help=f"all pools in these folders ({default_memory()})")
+    rm.add_argument(
+        "--all", action="store_true", help=f"all pools in these folders ({default_memory()})"
+    )
     return parser
 
 
 def _add_warm(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder with a folder of files for each class")
-    parser.add_argument("--disk", type=Path, required=True, metavar="FOLDER", help="on a local disk")
     parser.add_argument(
-        "--extensions", nargs="*", metavar="END", help="endings of the files to take, all if none is named (of images)"
+        "source", type=Path, metavar="SOURCE", help="folder with a folder of files for each class"
     )
-    parser.add_argument("--no-labels", action="store_true", help="for from_folder(..., labels=False)")
-    parser.add_argument("--group", metavar="NAME", help="for Cache(..., group=NAME), whose members share the files")
+    parser.add_argument(
+        "--disk", type=Path, required=True, metavar="FOLDER", help="on a local disk"
+    )
+    parser.add_argument(
+        "--extensions",
+        nargs="*",
+        metavar="END",
+        help="endings of the files to take, all if none is named (of images)",
+    )
+    parser.add_argument(
+        "--no-labels", action="store_true", help="for from_folder(..., labels=False)"
+    )
+    parser.add_argument(
+        "--group", metavar="NAME", help="for Cache(..., group=NAME), whose members share the files"
+    )
 
 
 def _ls(options: argparse.Namespace) -> int:
@@ -128,7 +145,11 @@ def _own_memory(closed: bool = True) -> list[Path]:
 
 def _row(report: Report) -> tuple[str, ...]:
     of = report.contents
-    samples = (of.plan.source, str(of.ready), str(of.slots), str(of.plan.part.samples)) if of else ("?",) * 4
+    samples = (
+        (of.plan.source, str(of.ready), str(of.slots), str(of.plan.part.samples))
+        if of
+        else ("?",) * 4
+    )
     state = "in use" if report.in_use else "idle"
     return (
         str(report.folder),
@@ -142,7 +163,9 @@ def _row(report: Report) -> tuple[str, ...]:
 def _stats(options: argparse.Namespace) -> int:
     of, report = contents(options.folder), look(options.folder)
     if report is None:
-        raise CacheError(f"A pool must stay to be looked at. Received: {options.folder}, which has gone.")
+        raise CacheError(
+            f"A pool must stay to be looked at. Received: {options.folder}, which has gone."
+        )
     facts = {
         "folder": str(report.folder),
         **_facts(of),
@@ -157,7 +180,11 @@ def _stats(options: argparse.Namespace) -> int:
 def _facts(of: Contents) -> dict[str, str]:
     part, layout = of.plan.part, of.plan.layout
     whose = f"of node {part.node}, which is one of {part.nodes}" if part.nodes > 1 else "of all"
-    room = "all" if of.slots == part.wanted else f"{of.slots} that have room, chosen by seed {part.seed},"
+    room = (
+        "all"
+        if of.slots == part.wanted
+        else f"{of.slots} that have room, chosen by seed {part.seed},"
+    )
     heap = "none, as all samples are of one size"
     if of.heap_used is not None and of.heap_capacity is not None:
         heap = f"{readable(of.heap_used)} used of at most {readable(of.heap_capacity)}"
@@ -172,7 +199,11 @@ def _facts(of: Contents) -> dict[str, str]:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    found = [path for folder in options.folders for path in (pools(folder) if folder.is_dir() else []) or [folder]]
+    found = [
+        path
+        for folder in options.folders
+        for path in (pools(folder) if folder.is_dir() else []) or [folder]
+    ]
     return max(_each(found, _verify_one))
 
 
@@ -217,10 +248,15 @@ def _warm(options: argparse.Namespace) -> int:
         for bar in bars:
             bar.close()
     counts = warmed.counts
-    print(f"{warmed.folder}: {counts.source_reads} files read ({readable(counts.source_bytes)}), {warmed.ready} ready")
+    print(
+        f"{warmed.folder}: {counts.source_reads} files read ({readable(counts.source_bytes)}), {warmed.ready} ready"
+    )
     if warmed.ready == warmed.samples:
         return DONE
-    print(f"{warmed.samples - warmed.ready} files have no room. Make room, or name another disk.", file=sys.stderr)
+    print(
+        f"{warmed.samples - warmed.ready} files have no room. Make room, or name another disk.",
+        file=sys.stderr,
+    )
     return WITHOUT_ROOM
 
 
@@ -233,9 +269,14 @@ def _access(group: str | None) -> Access:
 
 def _rm(options: argparse.Namespace) -> int:
     if not options.folders and not options.all:
-        raise CacheError("What to remove must be named. Received: nothing. Name pools, or say --all.")
+        raise CacheError(
+            "What to remove must be named. Received: nothing. Name pools, or say --all."
+        )
     roots = options.folders or _own_memory(closed=False)
-    return max(_each([path for root in roots for path in pools(root)] if options.all else roots, _rm_one), default=DONE)
+    return max(
+        _each([path for root in roots for path in pools(root)] if options.all else roots, _rm_one),
+        default=DONE,
+    )
 
 
 def _rm_one(folder: Path) -> int:

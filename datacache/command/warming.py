@@ -35,7 +35,10 @@ class Warmed:
 
 
 def warm(
-    source: RandomSource, disk: Path, started: Callable[[int], Callable[[int], None]], access: Access = PRIVATE
+    source: RandomSource,
+    disk: Path,
+    started: Callable[[int], Callable[[int], None]],
+    access: Access = PRIVATE,
 ) -> Warmed:
     """Reads what the disk lacks, as `datacache.Cache(..., disk=disk)` would: what is there is not read again.
 
@@ -59,6 +62,8 @@ def warm(
         done = started(len(lacking))
         for count in done_in_windows(stored.samples, lacking):
             done(count)
-        return Warmed(folder=pool.folder, samples=len(source), ready=pool.filled, counts=filling.counts.now())
+        return Warmed(
+            folder=pool.folder, samples=len(source), ready=pool.filled, counts=filling.counts.now()
+        )
     finally:
         stored.close()

@@ -66,7 +66,9 @@ def traced(source: Source, preprocess: Callable[..., Any] | None) -> Traced:
 def fingerprint(source: Source, traced: Traced, version: Any) -> str:
     """Of all that samples depend on: 64 hexadecimal digits."""
     # Another TensorFlow may decode otherwise.
-    return digest([source.identity, repr(traced.structure), traced.fingerprint, tf.__version__, version])
+    return digest(
+        [source.identity, repr(traced.structure), traced.fingerprint, tf.__version__, version]
+    )
 
 
 def _component(part: Any) -> tf.TensorSpec:
@@ -90,7 +92,11 @@ def _fingerprint(concrete: Any) -> str:
 
 
 def _of_outputs(
-    nodes: Any, arguments: Sequence[str], outputs: Sequence[str], bodies: dict[str, Any], within: tuple[str, ...]
+    nodes: Any,
+    arguments: Sequence[str],
+    outputs: Sequence[str],
+    bodies: dict[str, Any],
+    within: tuple[str, ...],
 ) -> str:
     """Of what outputs are made of: names of nodes and functions, and their order, differ between processes."""
     known = {name: f"argument {place}" for place, name in enumerate(arguments)}
@@ -115,7 +121,10 @@ def _of_outputs(
 def _from_arguments(nodes: Any) -> Iterator[Any]:
     """Each node after those that it reads."""
     by_name = {node.name: node for node in nodes}
-    reads = {node.name: [name.removeprefix("^").partition(":")[0] for name in node.input] for node in nodes}
+    reads = {
+        node.name: [name.removeprefix("^").partition(":")[0] for name in node.input]
+        for node in nodes
+    }
     for name in graphlib.TopologicalSorter(reads).static_order():
         if name in by_name:
             yield by_name[name]
@@ -129,13 +138,20 @@ def _of_attribute(value: Any, bodies: dict[str, Any], within: tuple[str, ...]) -
 
 
 def _of_function(function: Any, bodies: dict[str, Any], within: tuple[str, ...]) -> str:
-    attributes = {name: _of_attribute(value, bodies, within) for name, value in function.attr.items()}
+    attributes = {
+        name: _of_attribute(value, bodies, within) for name, value in function.attr.items()
+    }
     if function.name not in bodies or function.name in within:
         return digest([function.name, attributes])
     body = bodies[function.name]
     arguments = [argument.name for argument in body.signature.input_arg]
     outputs = [body.ret[output.name] for output in body.signature.output_arg]
-    return digest([attributes, _of_outputs(body.node_def, arguments, outputs, bodies, (*within, function.name))])
+    return digest(
+        [
+            attributes,
+            _of_outputs(body.node_def, arguments, outputs, bodies, (*within, function.name)),
+        ]
+    )
 
 
 def _of_capture(captured: Any, variables: Any) -> str:
@@ -165,7 +181,9 @@ def _warn(graph: Any) -> None:
             "changes"
         )
     random = sorted(
-        name for name in names if re.match(r"(Stateful)?(Random|Truncated|Parameterized|Multinomial)", name)
+        name
+        for name in names
+        if re.match(r"(Stateful)?(Random|Truncated|Parameterized|Multinomial)", name)
     )
     if random:
         log.warning(

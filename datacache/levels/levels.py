@@ -84,7 +84,9 @@ class Levels:
                 self._count(samples, made)
                 return arrays
 
-    def _filled(self, samples: np.ndarray, fill: Callable[[np.ndarray], dict[int, Arrays]]) -> dict[int, Arrays]:
+    def _filled(
+        self, samples: np.ndarray, fill: Callable[[np.ndarray], dict[int, Arrays]]
+    ) -> dict[int, Arrays]:
         if not samples.size:
             return {}
         self.filling.refuse_in_child(samples)
@@ -157,7 +159,10 @@ class Levels:
     def _checked(self, samples: np.ndarray, stored: list[Arrays]) -> list[Arrays]:
         made = self._make(stored, samples)
         name = self._stored.source.name
-        return [self.layout.check(arrays, name, sample) for arrays, sample in zip(made, samples.tolist(), strict=True)]
+        return [
+            self.layout.check(arrays, name, sample)
+            for arrays, sample in zip(made, samples.tolist(), strict=True)
+        ]
 
     def _pour(self, samples: np.ndarray) -> None:
         """Reads a stream from its beginning into the lowest pool, one process of the node for all."""
@@ -171,9 +176,13 @@ class Levels:
 
     def _pour_into(self, pool: Pool) -> None:
         lacking = set(
-            self.filling.lacking(pool, np.flatnonzero(pool.has_room(np.arange(len(self._stored.source))))).tolist()
+            self.filling.lacking(
+                pool, np.flatnonzero(pool.has_room(np.arange(len(self._stored.source))))
+            ).tolist()
         )
         for sample, arrays in enumerate(self._stored.all()):
             if sample in lacking:
                 stored = pool is self._stored.pool
-                pool.put(sample, arrays if stored else self._checked(np.array([sample]), [arrays])[0])
+                pool.put(
+                    sample, arrays if stored else self._checked(np.array([sample]), [arrays])[0]
+                )

@@ -69,14 +69,18 @@ def open_levels(
 
     @functools.cache
     def first() -> Arrays:
-        components = next(iter(stored.all())) if stored.streams else stored.samples(np.array([0]))[0]
+        components = (
+            next(iter(stored.all())) if stored.streams else stored.samples(np.array([0]))[0]
+        )
         return make([components], np.array([0]))[0]
 
     def layout() -> Layout:
         return on_disk.layout if on_disk else _layout(first(), traced, variable_shapes)
 
     def pool(folder: Path, room: Callable[[], int], node: int = 0, nodes: int = 1) -> Pool | None:
-        return _or_less(lambda: Pool(folder, lambda: _plan(layout(), source, room(), node, nodes), access))
+        return _or_less(
+            lambda: Pool(folder, lambda: _plan(layout(), source, room(), node, nodes), access)
+        )
 
     on_disk: Pool | None = None
     if decoded is not None:
@@ -93,7 +97,9 @@ def open_levels(
         in_memory = pool(folder, lambda: _in_memory(folder, needed() // nodes, budget), node, nodes)
     filling.get_ready(in_memory)
     _keep_index(source, access, [on_local, in_memory, on_disk])
-    levels = Levels(stored, make, in_memory.layout if in_memory else layout(), in_memory, on_disk, filling)
+    levels = Levels(
+        stored, make, in_memory.layout if in_memory else layout(), in_memory, on_disk, filling
+    )
     if first.cache_info().currsize:
         levels.put(0, first())
     return levels
@@ -105,7 +111,10 @@ def stored_pool(source: Source, root: str | os.PathLike[str], access: Access = P
     Raises:
       CacheError: If the folder holds something else, or there is no room.
     """
-    samples = [np.zeros([size or 0 for size in spec.shape], spec.dtype.as_numpy_dtype) for spec in source.signature]
+    samples = [
+        np.zeros([size or 0 for size in spec.shape], spec.dtype.as_numpy_dtype)
+        for spec in source.signature
+    ]
     layout = Layout.of(samples, [range(spec.shape.rank) for spec in source.signature])
     folder = Path(root) / f"stored-{digest(source.identity)[:NAME]}"
     return Pool(folder, lambda: _plan(layout, source, _of_a_disk(folder)), access)
@@ -162,7 +171,9 @@ def _plan(layout: Layout, source: Source, room: int, node: int = 0, nodes: int =
     of_one = layout.bytes + WORD
     slots = min(len(source), room // of_one)
     if slots == 0:
-        raise NoRoomError(f"A pool needs room before it begins. Received: {room} bytes, for samples of {of_one}.")
+        raise NoRoomError(
+            f"A pool needs room before it begins. Received: {room} bytes, for samples of {of_one}."
+        )
     part = Part(samples=len(source), slots=slots, node=node, nodes=nodes)
     return Plan(layout=layout, part=part, heap_bytes=room - part.kept * of_one, source=str(source))
 
@@ -170,7 +181,10 @@ def _plan(layout: Layout, source: Source, room: int, node: int = 0, nodes: int =
 def _layout(sample: Arrays, traced: Traced, variable_shapes: bool) -> Layout:
     if not variable_shapes:
         return Layout.of(sample)
-    return Layout.of(sample, [[axis for axis, size in enumerate(shape) if size is None] for shape in traced.shapes])
+    return Layout.of(
+        sample,
+        [[axis for axis, size in enumerate(shape) if size is None] for shape in traced.shapes],
+    )
 
 
 def _or_less(open_pool: Callable[[], Pool]) -> Pool | None:

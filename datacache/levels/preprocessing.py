@@ -27,7 +27,9 @@ class Preprocessing:
 
     def __init__(self, source: Source, traced: Traced, variable_shapes: bool) -> None:
         self._function, self._name = traced.function, source.name
-        alike = not variable_shapes and all(spec.shape.is_fully_defined() for spec in source.signature)
+        alike = not variable_shapes and all(
+            spec.shape.is_fully_defined() for spec in source.signature
+        )
         self._many = _over_many(source, traced) if alike else None
 
     def __call__(self, stored: list[Arrays], samples: np.ndarray) -> list[Arrays]:
@@ -44,7 +46,10 @@ class Preprocessing:
             # Where that fails they go one by one, to say which it was, or what differs between them.
             with contextlib.suppress(tf.errors.OpError):
                 columns = [np.stack(column) for column in zip(*stored, strict=True)]
-                return [list(parts) for parts in zip(*(part.numpy() for part in self._many(*columns)), strict=True)]
+                return [
+                    list(parts)
+                    for parts in zip(*(part.numpy() for part in self._many(*columns)), strict=True)
+                ]
         pairs = zip(stored, samples.tolist(), strict=True)
         return [self._one(components, sample) for components, sample in pairs]
 
@@ -65,7 +70,10 @@ def _over_many(source: Source, traced: Traced) -> Any:
 
     def over_many(*columns: tf.Tensor) -> Any:
         return tf.map_fn(
-            lambda parts: traced.function(*parts), columns, fn_output_signature=results, parallel_iterations=AT_A_TIME
+            lambda parts: traced.function(*parts),
+            columns,
+            fn_output_signature=results,
+            parallel_iterations=AT_A_TIME,
         )
 
     columns = [tf.TensorSpec([None, *spec.shape], spec.dtype) for spec in source.signature]

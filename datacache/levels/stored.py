@@ -102,7 +102,8 @@ class Stored:
 
     def _count(self, samples: list[Arrays]) -> None:
         self._counts.add(
-            source_reads=len(samples), source_bytes=sum(_bytes(array) for arrays in samples for array in arrays)
+            source_reads=len(samples),
+            source_bytes=sum(_bytes(array) for arrays in samples for array in arrays),
         )
 
 

@@ -43,7 +43,9 @@ class CropAndMirror:
                 "Use [0.0] * c to subtract nothing."
             )
         if self.size < 1:
-            raise ValueError(f"`size` must be at least 1. Received: size={self.size}. Give the model's input size.")
+            raise ValueError(
+                f"`size` must be at least 1. Received: size={self.size}. Give the model's input size."
+            )
         _check_not_negative("seed", self.seed)
 
     def __call__(self, images: np.ndarray, mode: str, number: int) -> np.ndarray:
@@ -64,9 +66,16 @@ class CropAndMirror:
         self._check(images, mean)
         _check_not_negative("number", number)
         prepared = np.empty((len(images), self.size, self.size, images.shape[3]), np.float32)
-        for target, image, (top, left, step) in zip(prepared, images, self._places(images, mode, number), strict=True):
+        for target, image, (top, left, step) in zip(
+            prepared, images, self._places(images, mode, number), strict=True
+        ):
             part = np.s_[top : top + self.size, left : left + self.size]
-            np.subtract(image[part], mean if mean.ndim == 1 else mean[part], out=target[:, ::step], casting="same_kind")
+            np.subtract(
+                image[part],
+                mean if mean.ndim == 1 else mean[part],
+                out=target[:, ::step],
+                casting="same_kind",
+            )
         return prepared
 
     def _places(self, images: np.ndarray, mode: str, number: int) -> np.ndarray:
@@ -76,7 +85,9 @@ class CropAndMirror:
         if mode != "train":
             return np.tile([*spare // 2, 1], (count, 1))
         draw = np.random.default_rng([self.seed, number])
-        return np.column_stack([draw.integers(0, spare + 1, (count, 2)), 1 - 2 * draw.integers(0, 2, count)])
+        return np.column_stack(
+            [draw.integers(0, spare + 1, (count, 2)), 1 - 2 * draw.integers(0, 2, count)]
+        )
 
     def _check(self, images: np.ndarray, mean: np.ndarray) -> None:
         if images.ndim != 4 or min(images.shape[1:3]) < self.size:

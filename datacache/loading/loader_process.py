@@ -71,22 +71,32 @@ def _attach(descriptor: Any) -> Memory:
 
 def views(memory: Memory, kinds: Kinds) -> list[np.ndarray]:
     """Arrays of these types and shapes, one after another in the memory, which grows as it must."""
-    sizes = [-(-dtype.itemsize * math.prod(shape) // ALIGNMENT) * ALIGNMENT for dtype, shape in kinds]
+    sizes = [
+        -(-dtype.itemsize * math.prod(shape) // ALIGNMENT) * ALIGNMENT for dtype, shape in kinds
+    ]
     offsets = list(itertools.accumulate(sizes, initial=0))
     # Nothing at all cannot be mapped.
     buffer = memory.mapping(max(offsets[-1], ALIGNMENT))
-    return [np.ndarray(shape, dtype, buffer, offset) for (dtype, shape), offset in zip(kinds, offsets, strict=False)]
+    return [
+        np.ndarray(shape, dtype, buffer, offset)
+        for (dtype, shape), offset in zip(kinds, offsets, strict=False)
+    ]
 
 
 class LoaderProcess:
     """The loader process, as the training process has it."""
 
     def __init__(self, load: Load, buffers: int) -> None:
-        self.memories = [Memory(os.memfd_create("datacache-parallel-loader")) for _ in range(buffers)]
+        self.memories = [
+            Memory(os.memfd_create("datacache-parallel-loader")) for _ in range(buffers)
+        ]
         context = multiprocessing.get_context("spawn")
         self._connection, end = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(end, load, self.memories), name="datacache parallel loader", daemon=True
+            target=_serve,
+            args=(end, load, self.memories),
+            name="datacache parallel loader",
+            daemon=True,
         )
         try:
             self._process.start()
@@ -118,7 +128,9 @@ class LoaderProcess:
     def reply(self, turn: int) -> Reply:
         """The next one of that pass; `EOFError` or `OSError` if the process has ended."""
         while True:
-            if self._process.sentinel in connection.wait([self._connection, self._process.sentinel]):
+            if self._process.sentinel in connection.wait(
+                [self._connection, self._process.sentinel]
+            ):
                 raise EOFError
             reply: Reply = self._connection.recv()
             if reply.turn == turn:
@@ -194,7 +206,12 @@ def _answer(turn: int, load: Load, memory: Memory, content: bytes) -> Reply:
         for view, array in zip(views(memory, kinds), arrays, strict=True):
             view[...] = array
     except Exception as error:  # noqa: BLE001 - the training process raises it
-        return Reply(turn=turn, kinds=[], error=f"{type(error).__name__}: {error}", trace=traceback.format_exc())
+        return Reply(
+            turn=turn,
+            kinds=[],
+            error=f"{type(error).__name__}: {error}",
+            trace=traceback.format_exc(),
+        )
     return Reply(turn=turn, rebuild=rebuild, kinds=kinds)
 
 
@@ -203,7 +220,15 @@ def _parts(batch: Any) -> tuple[list[np.ndarray], Callable[[list[np.ndarray]], A
     arrays = list(batch) if several else [batch]
     for array in arrays:
         if not isinstance(array, (np.ndarray, np.generic)) or array.dtype.hasobject:
-            kind = f"an array of {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
-            raise TypeError(f"A batch is an array, or a list or tuple of arrays, without objects. Received: {kind}.")
-    rebuild: Any = operator.itemgetter(0) if not several else list if isinstance(batch, list) else tuple
+            kind = (
+                f"an array of {array.dtype}"
+                if isinstance(array, np.ndarray)
+                else type(array).__name__
+            )
+            raise TypeError(
+                f"A batch is an array, or a list or tuple of arrays, without objects. Received: {kind}."
+            )
+    rebuild: Any = (
+        operator.itemgetter(0) if not several else list if isinstance(batch, list) else tuple
+    )
     return [np.asarray(array) for array in arrays], rebuild

@@ -18,7 +18,10 @@ log = logging.getLogger("tfposeidon")
 
 
 def gather(
-    records: np.ndarray, places: np.ndarray, into: np.ndarray | None, checksums: np.ndarray | None = None
+    records: np.ndarray,
+    places: np.ndarray,
+    into: np.ndarray | None,
+    checksums: np.ndarray | None = None,
 ) -> None:
     """`into[i] = records[places[i]]`; other Python threads run meanwhile.
 
@@ -34,7 +37,9 @@ def gather(
     places = np.ascontiguousarray(places, np.int64)
     # An address is taken as it is, so what is out of range would read other memory.
     if places.size and (places.min() < 0 or places.max() >= len(records)):
-        raise IndexError(f"`places` must be in 0..{len(records) - 1}. Received: {places.min()}..{places.max()}")
+        raise IndexError(
+            f"`places` must be in 0..{len(records) - 1}. Received: {places.min()}..{places.max()}"
+        )
     library = _compiled()
     if library is None or (checksums is not None and not _parts_at_a_time()):
         _gather_in_python(records, places, into, checksums)
@@ -60,7 +65,12 @@ def _gather_in_python(
 
 
 def mark(
-    words: np.ndarray, places: np.ndarray, seen: np.ndarray, agrees: np.ndarray, same: np.uint64, by: np.uint64
+    words: np.ndarray,
+    places: np.ndarray,
+    seen: np.ndarray,
+    agrees: np.ndarray,
+    same: np.uint64,
+    by: np.uint64,
 ) -> np.ndarray | None:
     """Marks those words, each in one piece, that still are what was seen, and sets to 0 those that do not agree.
 
@@ -81,7 +91,9 @@ def mark(
     was = np.empty(len(places), bool)
     wanted = (words, np.uint64), (places, np.int64), (seen, np.uint64), (agrees, bool)
     given = [np.ascontiguousarray(array, dtype) for array, dtype in wanted]
-    library.mark_words(*(array.ctypes.data for array in given), int(same), int(by), was.ctypes.data, len(places))
+    library.mark_words(
+        *(array.ctypes.data for array in given), int(same), int(by), was.ctypes.data, len(places)
+    )
     return was
 
 
@@ -132,25 +144,36 @@ def _parts_at_a_time() -> int:
 def _compiled() -> Any:
     if not LIBRARY.exists():
         log.warning(
-            "datacache: copying and reading are Python's, which is slower: no %s. Build: pip install .", LIBRARY
+            "datacache: copying and reading are Python's, which is slower: no %s. Build: pip install .",
+            LIBRARY,
         )
         return None
     library: Any = ctypes.CDLL(str(LIBRARY), use_errno=True)
     if not hasattr(library, "mark_words"):
         log.warning(
-            "datacache: copying and reading are Python's, which is slower: %s is old. Build: pip install .", LIBRARY
+            "datacache: copying and reading are Python's, which is slower: %s is old. Build: pip install .",
+            LIBRARY,
         )
         return None
     number, address = ctypes.c_int64, ctypes.c_void_p
-    library.gather_records.restype, library.gather_records.argtypes = None, [address, address, number, address, number]
+    library.gather_records.restype, library.gather_records.argtypes = (
+        None,
+        [address, address, number, address, number],
+    )
     check = library.check_records
     check.restype, check.argtypes = None, [*library.gather_records.argtypes, address, number]
     # It is over sooner than another thread would have given Python back.
     marking = library.mark_words = ctypes.PyDLL(str(LIBRARY)).mark_words
     bits = ctypes.c_uint64
-    marking.restype, marking.argtypes = None, [address, address, address, address, bits, bits, address, number]
+    marking.restype, marking.argtypes = (
+        None,
+        [address, address, address, address, bits, bits, address, number],
+    )
     library.in_memory.restype, library.in_memory.argtypes = number, [ctypes.c_char_p]
     library.map_pages.restype, library.map_pages.argtypes = number, [address, number, number]
     library.parts_at_a_time.restype, library.parts_at_a_time.argtypes = number, []
-    library.read_file.restype, library.read_file.argtypes = number, [ctypes.c_char_p, number, number, address]
+    library.read_file.restype, library.read_file.argtypes = (
+        number,
+        [ctypes.c_char_p, number, number, address],
+    )
     return library

@@ -99,7 +99,9 @@ class Exchange:
             self._over = True
             for _, _, future in [*asked, *self._asked]:
                 if not future.done():
-                    future.set_exception(self._error or RuntimeError("All ranks had closed the cache."))
+                    future.set_exception(
+                        self._error or RuntimeError("All ranks had closed the cache.")
+                    )
 
     def _next(self) -> list[tuple[int, int, Future[Arrays]]]:
         with self._wake:
@@ -113,7 +115,9 @@ class Exchange:
         wanted = np.bincount([owner for _, owner, _ in asked], minlength=size)
         counts = self._gather(wanted, "counts")
         given = counts[:, rank]
-        numbers = self._swap(np.array([sample for sample, _, _ in asked], np.int64), wanted, "numbers")
+        numbers = self._swap(
+            np.array([sample for sample, _, _ in asked], np.int64), wanted, "numbers"
+        )
         content, lengths = self._content(numbers, given)
         received = self._swap(lengths, given, "lengths")
         samples = self._swap(content, _by_rank(lengths, given), "samples")
@@ -139,8 +143,12 @@ class Exchange:
     def _gather(self, values: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
         return self._collective("gather", name, "int64")(np.array([values], np.int64)).numpy()
 
-    def _swap(self, values: np.ndarray, splits: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
-        return self._collective("swap", name, values.dtype.name)(values, np.array(splits, np.int32)).numpy()
+    def _swap(
+        self, values: np.ndarray, splits: Sequence[int] | np.ndarray, name: str
+    ) -> np.ndarray:
+        return self._collective("swap", name, values.dtype.name)(
+            values, np.array(splits, np.int32)
+        ).numpy()
 
     @functools.cache  # noqa: B019 - as long as the thread runs
     def _collective(self, kind: str, name: str, dtype: str) -> Any:
@@ -155,7 +163,9 @@ class Exchange:
 
         if kind == "gather":
             return tf.function(gather, [tf.TensorSpec([1, None], tf.int64)], autograph=False)
-        return tf.function(swap, [tf.TensorSpec([None], dtype), tf.TensorSpec([None], tf.int32)], autograph=False)
+        return tf.function(
+            swap, [tf.TensorSpec([None], dtype), tf.TensorSpec([None], tf.int32)], autograph=False
+        )
 
 
 def _by_rank(lengths: np.ndarray, given: np.ndarray) -> list[int]:

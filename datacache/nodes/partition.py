@@ -30,7 +30,9 @@ class Partition:
       keep: Whether this node keeps the samples of others, too.
     """
 
-    def __init__(self, levels: Levels, wire: Wire, name: str, homes: np.ndarray, keep: bool) -> None:
+    def __init__(
+        self, levels: Levels, wire: Wire, name: str, homes: np.ndarray, keep: bool
+    ) -> None:
         self._levels, self._topology, self._homes, self._keep = levels, wire.topology, homes, keep
         self._counts = levels.counts
         self._lock, self.closed = threading.Lock(), False
@@ -40,7 +42,10 @@ class Partition:
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
         """While steps of one window are read, the next window's samples are on their way."""
         begins = _windows(shares, WINDOW * self._topology.size)
-        windows = [np.concatenate(shares[begin:end]) for begin, end in itertools.pairwise([*begins, len(shares)])]
+        windows = [
+            np.concatenate(shares[begin:end])
+            for begin, end in itertools.pairwise([*begins, len(shares)])
+        ]
         waiting, lock = iter(windows), threading.Lock()
         self._forget()
         asked = 0
@@ -64,7 +69,11 @@ class Partition:
         self._levels.filling.refuse_in_child(samples)
         self._ask(samples)
         with self._lock:
-            coming = {sample: self._coming.pop(sample) for sample in samples.tolist() if sample in self._coming}
+            coming = {
+                sample: self._coming.pop(sample)
+                for sample in samples.tolist()
+                if sample in self._coming
+            }
         made = self._levels.fill(sample for sample in samples.tolist() if sample not in coming)
         for sample, future in coming.items():
             arrays = future.result()
@@ -84,7 +93,9 @@ class Partition:
     def _forget(self) -> None:
         """What came for a pass that was left early, and nobody has read."""
         with self._lock:
-            self._coming = {sample: future for sample, future in self._coming.items() if not future.done()}
+            self._coming = {
+                sample: future for sample, future in self._coming.items() if not future.done()
+            }
 
     def _ask(self, samples: np.ndarray) -> None:
         away = samples[self._homes[samples] != self._topology.node_index]
@@ -92,7 +103,9 @@ class Partition:
         away = self._levels.filling.absent(self._levels.memory, away)
         with self._lock:
             new = [sample for sample in away.tolist() if sample not in self._coming]
-            self._coming |= dict(zip(new, self._exchange.ask(new, list(map(self._owner, new))), strict=False))
+            self._coming |= dict(
+                zip(new, self._exchange.ask(new, list(map(self._owner, new))), strict=False)
+            )
 
     def _owner(self, sample: int) -> int:
         """The rank to ask: ranks of a node ask different ranks of another."""
@@ -102,7 +115,9 @@ class Partition:
     def _answer(self, samples: np.ndarray) -> list[Arrays]:
         self._counts.add(sent=len(samples))
         # Two ranks may have asked for the same one.
-        return self._levels.samples(samples, self._levels.fill(np.unique(self._levels.missing(samples))))
+        return self._levels.samples(
+            samples, self._levels.fill(np.unique(self._levels.missing(samples)))
+        )
 
     def _complete(self) -> bool:
         return self._keep and self._levels.complete

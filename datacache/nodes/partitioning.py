@@ -41,7 +41,9 @@ class Reader(Protocol):
         ...
 
 
-def shared_by(fingerprint: str, fits: Callable[[int, int], bool], partition: Partitioning) -> tuple[int, int]:
+def shared_by(
+    fingerprint: str, fits: Callable[[int, int], bool], partition: Partitioning
+) -> tuple[int, int]:
     """Which of how many nodes keeps its part of the samples; node 0 of 1 where each keeps all.
 
     Args:
@@ -56,15 +58,21 @@ def shared_by(fingerprint: str, fits: Callable[[int, int], bool], partition: Par
     if wire is None:
         return 0, 1
     node, nodes = wire.topology.node_index, len(wire.topology.nodes)
-    matters = partition == "auto" and nodes > 1 and wire.topology.rank == wire.topology.nodes[node][0]
-    found = exchange_objects([fingerprint, fits(node, nodes) if matters else True], wire, "tp.datacache")
+    matters = (
+        partition == "auto" and nodes > 1 and wire.topology.rank == wire.topology.nodes[node][0]
+    )
+    found = exchange_objects(
+        [fingerprint, fits(node, nodes) if matters else True], wire, "tp.datacache"
+    )
     for rank, (theirs, _) in enumerate(found):
         if theirs != found[0][0]:
             raise ValueError(
                 f"All ranks must open the same cache. Received: another source, `preprocess` or `version` on rank "
                 f"{rank} than on rank 0. See that nodes see the same files, with the same times, and run one script."
             )
-    replicated = partition == "replicate" or (partition == "auto" and all(theirs for _, theirs in found))
+    replicated = partition == "replicate" or (
+        partition == "auto" and all(theirs for _, theirs in found)
+    )
     return (0, 1) if replicated or nodes == 1 else (node, nodes)
 
 

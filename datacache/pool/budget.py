@@ -40,6 +40,8 @@ def budget_bytes(budget: int | str, free: int) -> int:
         or float(match[1]) == 0
         or (unit == "%" and float(match[1]) > 100)
     ):
-        raise ValueError(f'`budget` must be a size, as 10**9, "20GB" or "80%". Received: budget={budget!r}')
+        raise ValueError(
+            f'`budget` must be a size, as 10**9, "20GB" or "80%". Received: budget={budget!r}'
+        )
     wanted = float(match[1]) * (free / 100 if unit == "%" else UNITS[unit or ""])
     return int(min(wanted, free))

@@ -63,7 +63,9 @@ class Filling:
         """Those of these samples that a pool does not hold, whole or not."""
         return samples if pool is None else samples[~pool.ready(samples)]
 
-    def gathered(self, pool: Pool, samples: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays | None:
+    def gathered(
+        self, pool: Pool, samples: np.ndarray, into: Sequence[np.ndarray] | None
+    ) -> Arrays | None:
         """A batch of samples that a pool holds; `None` if some were torn or cleared, which are absent now."""
         if self._verify == "never":
             return pool.gather(samples, into)
@@ -74,7 +76,9 @@ class Filling:
     def _note(self, pool: Pool, torn: np.ndarray) -> None:
         if torn.size:
             self.counts.add(healed=len(torn))
-            log.warning("datacache: torn in %s, and made again: samples %s", pool.folder, torn.tolist())
+            log.warning(
+                "datacache: torn in %s, and made again: samples %s", pool.folder, torn.tolist()
+            )
 
     def through(
         self, pool: Pool | None, samples: np.ndarray, below: Callable[[np.ndarray], list[Arrays]]
@@ -93,7 +97,9 @@ class Filling:
         while (left := self.lacking(pool, left)).size:
             with pool.claim(left) as mine:
                 new = _by_number(mine, below)
-                if unkept := {sample for sample, arrays in new.items() if not pool.put(sample, arrays)}:
+                if unkept := {
+                    sample for sample, arrays in new.items() if not pool.put(sample, arrays)
+                }:
                     self._say_full(pool)
                 kept -= unkept
             made |= new
@@ -113,5 +119,7 @@ class Filling:
             )
 
 
-def _by_number(samples: np.ndarray, below: Callable[[np.ndarray], list[Arrays]]) -> dict[int, Arrays]:
+def _by_number(
+    samples: np.ndarray, below: Callable[[np.ndarray], list[Arrays]]
+) -> dict[int, Arrays]:
     return dict(zip(samples.tolist(), below(samples), strict=True)) if samples.size else {}

@@ -263,7 +263,9 @@ def _refuse_to_remove(directory: Directory) -> None:
     found = directory.names()
     if not found:
         raise no_cache(directory.path)
-    if strangers := found - FILES | {name for name in found if stat.S_ISDIR(directory.stat(name).st_mode)}:
+    if strangers := found - FILES | {
+        name for name in found if stat.S_ISDIR(directory.stat(name).st_mode)
+    }:
         raise CacheError(
             f"A cache must hold nothing else to be removed. Received: {directory.path}, which holds "
             f"{min(strangers)!r}. Look at it, and remove it by hand."

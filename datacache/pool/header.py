@@ -48,7 +48,8 @@ def check(directory: Directory) -> dict[str, Any]:
     about = _header(directory)
     if about["name"] != directory.path.resolve().name:
         raise DamagedError(
-            f"A cache must stay under its name. Received: {directory.path}, made as {about['name']}.", directory.path
+            f"A cache must stay under its name. Received: {directory.path}, made as {about['name']}.",
+            directory.path,
         )
     wanted = tail(about)
     for name, size in about["files"].items():
@@ -64,9 +65,13 @@ def _header(directory: Directory) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise no_cache(path) from error
     except ValueError as error:
-        raise DamagedError(f"A cache must be whole. Received: {path / HEADER}, which is no JSON.", path) from error
+        raise DamagedError(
+            f"A cache must be whole. Received: {path / HEADER}, which is no JSON.", path
+        ) from error
     if not isinstance(about, dict) or not isinstance(about.get("format"), int):
-        raise DamagedError(f"A cache must say what it holds. Received: {path / HEADER}, which does not.", path)
+        raise DamagedError(
+            f"A cache must say what it holds. Received: {path / HEADER}, which does not.", path
+        )
     if about["format"] > FORMAT:
         raise CacheError(
             f"A cache must be of a format up to {FORMAT}. Received: format {about['format']} in {path}. Use a newer "
@@ -79,7 +84,9 @@ def _header(directory: Directory) -> dict[str, Any]:
             path,
         )
     if about.pop("digest", None) != _digest(about):
-        raise DamagedError(f"A cache must be as it was made. Received: {path / HEADER}, which was changed.", path)
+        raise DamagedError(
+            f"A cache must be as it was made. Received: {path / HEADER}, which was changed.", path
+        )
     return about
 
 
@@ -89,15 +96,21 @@ def _check_file(directory: Directory, name: str, size: int, tail: bytes) -> None
     try:
         handle = directory.open(name, os.O_RDONLY)
     except FileNotFoundError as error:
-        raise DamagedError(f"A pool's files must be there. Received: no {path}.", directory.path) from error
+        raise DamagedError(
+            f"A pool's files must be there. Received: no {path}.", directory.path
+        ) from error
     try:
         found = os.fstat(handle).st_size
         if found != size + TAIL:
             raise DamagedError(
-                f"A pool's files must be whole. Received: {path} of {found} bytes, not {size + TAIL}.", directory.path
+                f"A pool's files must be whole. Received: {path} of {found} bytes, not {size + TAIL}.",
+                directory.path,
             )
         if os.pread(handle, TAIL, size) != tail:
-            raise DamagedError(f"A pool's files must be its own. Received: {path}, of another pool.", directory.path)
+            raise DamagedError(
+                f"A pool's files must be its own. Received: {path}, of another pool.",
+                directory.path,
+            )
     finally:
         os.close(handle)
 
@@ -113,12 +126,19 @@ def tail(about: dict[str, Any]) -> bytes:
 
 def no_cache(path: Path) -> CacheError:
     """For a folder that is none."""
-    return CacheError(f"A cache must have a {HEADER}. Received: {path}, without one. Name another folder.")
+    return CacheError(
+        f"A cache must have a {HEADER}. Received: {path}, without one. Name another folder."
+    )
 
 
 def drawn(directory: Directory, files: dict[str, int]) -> dict[str, Any]:
     """What a new pool with files of so many bytes says first."""
-    return {"format": FORMAT, "id": secrets.token_hex(ID), "name": directory.path.resolve().name, "files": files}
+    return {
+        "format": FORMAT,
+        "id": secrets.token_hex(ID),
+        "name": directory.path.resolve().name,
+        "files": files,
+    }
 
 
 def write(directory: Directory, about: dict[str, Any]) -> dict[str, Any]:

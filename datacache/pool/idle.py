@@ -31,8 +31,15 @@ def idle(root: Path, but: Path | None = None) -> list[Report]:
       root: Folder of pools. What lies on a disk, or may be anything but a pool, is left out.
       but: A pool to leave out.
     """
-    found = [look(path) for path in pools(root) if path != but and _in_memory(path)] if root.is_dir() else []
-    return sorted((one for one in found if one and not one.in_use and _is_surely(one)), key=lambda one: one.opened)
+    found = (
+        [look(path) for path in pools(root) if path != but and _in_memory(path)]
+        if root.is_dir()
+        else []
+    )
+    return sorted(
+        (one for one in found if one and not one.in_use and _is_surely(one)),
+        key=lambda one: one.opened,
+    )
 
 
 def make_room(root: Path, but: Path, room: Callable[[], int], enough: int) -> None:

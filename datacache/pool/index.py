@@ -50,7 +50,9 @@ class Index:
             except OSError as error:
                 if not says_full(error):
                     raise
-                raise NoRoomError(f"An index needs {size} bytes. Received: {folder}, without them.") from error
+                raise NoRoomError(
+                    f"An index needs {size} bytes. Received: {folder}, without them."
+                ) from error
             self.entries = np.ndarray((records, 2), np.int64, mmap.mmap(handle, size))
 
     @contextlib.contextmanager

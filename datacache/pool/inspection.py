@@ -127,14 +127,20 @@ def _report(directory: Directory) -> Report | None:
     try:
         return Report(folder=directory.path, contents=_contents(directory), **about)
     except (CacheError, OSError) as error:
-        return None if directory.has_gone else Report(folder=directory.path, trouble=str(error), **about)
+        return (
+            None
+            if directory.has_gone
+            else Report(folder=directory.path, trouble=str(error), **about)
+        )
 
 
 def _refused(folder: Path, error: CacheError) -> Report:
     """Of a folder that is not to be opened, such as somebody else's."""
     status = folder.stat(follow_symlinks=False)
     changed = datetime.fromtimestamp(status.st_mtime).astimezone()
-    return Report(folder=folder, bytes=0, made=changed, opened=changed, in_use=False, trouble=str(error))
+    return Report(
+        folder=folder, bytes=0, made=changed, opened=changed, in_use=False, trouble=str(error)
+    )
 
 
 def _contents(directory: Directory) -> Contents:
@@ -148,7 +154,10 @@ def _contents(directory: Directory) -> Contents:
     ready = int((_read(directory, "words", WORD)[:slots] >= READY).sum())
     used = capacity = None
     if plan.layout.varies:
-        used, capacity = int(_read(directory, "end", np.dtype(np.int64))[USED]), about["files"]["heap"]
+        used, capacity = (
+            int(_read(directory, "end", np.dtype(np.int64))[USED]),
+            about["files"]["heap"],
+        )
     return Contents(plan=plan, slots=slots, ready=ready, heap_used=used, heap_capacity=capacity)
 
 

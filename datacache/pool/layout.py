@@ -23,7 +23,9 @@ def as_array(value: Any) -> np.ndarray:
     """
     array = np.array(value, object) if isinstance(value, (bytes, str)) else np.asarray(value)
     if array.dtype.kind == "S":
-        raise ValueError(f"Texts must be Python's bytes. Received: an array of {array.dtype}. Use dtype=object.")
+        raise ValueError(
+            f"Texts must be Python's bytes. Received: an array of {array.dtype}. Use dtype=object."
+        )
     return array
 
 
@@ -59,7 +61,11 @@ class Component:
 
     def is_surely(self, value: Any) -> bool:
         """Whether it is an array that agrees, as most are; `False` if that takes a closer look."""
-        return isinstance(value, np.ndarray) and value.dtype == self._wanted and value.shape == self.shape
+        return (
+            isinstance(value, np.ndarray)
+            and value.dtype == self._wanted
+            and value.shape == self.shape
+        )
 
     @cached_property
     def _wanted(self) -> np.dtype[Any]:
@@ -93,7 +99,9 @@ class Component:
         return texts.reshape(shape)
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join('?' if size is None else str(size) for size in self.shape)}]"
+        return (
+            f"{self.dtype}[{', '.join('?' if size is None else str(size) for size in self.shape)}]"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +127,13 @@ class Layout:
         """
         arrays = [as_array(array) for array in sample]
         components = []
-        for place, (array, free) in enumerate(zip(arrays, varying or [()] * len(arrays), strict=True)):
+        for place, (array, free) in enumerate(
+            zip(arrays, varying or [()] * len(arrays), strict=True)
+        ):
             if array.dtype.kind not in "biufcO":
-                raise ValueError(f"Samples are numbers or bytes. Received: {array.dtype} for component {place}.")
+                raise ValueError(
+                    f"Samples are numbers or bytes. Received: {array.dtype} for component {place}."
+                )
             shape = tuple(None if axis in free else size for axis, size in enumerate(array.shape))
             dtype = TEXT if array.dtype.kind == "O" else array.dtype.name
             components.append(Component(dtype=dtype, shape=shape))
@@ -139,7 +151,10 @@ class Layout:
 
     def offsets(self, samples: int) -> list[int]:
         """Where the column of each component begins, and where the last one ends, with room for so many samples."""
-        sizes = [-(-samples * component.column_bytes // ALIGNMENT) * ALIGNMENT for component in self.components]
+        sizes = [
+            -(-samples * component.column_bytes // ALIGNMENT) * ALIGNMENT
+            for component in self.components
+        ]
         return list(itertools.accumulate(sizes, initial=0))
 
     def columns(self, buffer: Any, samples: int) -> list[np.ndarray]:
@@ -150,7 +165,9 @@ class Layout:
             arrays.append(np.ndarray((samples, *shape), dtype, buffer, offset))
         return arrays
 
-    def check(self, sample: Sequence[Any], name: Callable[[int], str], number: int) -> list[np.ndarray]:
+    def check(
+        self, sample: Sequence[Any], name: Callable[[int], str], number: int
+    ) -> list[np.ndarray]:
         """The sample's arrays, if they are of this layout.
 
         Args:
@@ -161,7 +178,9 @@ class Layout:
         Raises:
           ValueError: If they are not; it names the sample and the first difference.
         """
-        if len(sample) == len(self.components) and all(map(Component.is_surely, self.components, sample)):
+        if len(sample) == len(self.components) and all(
+            map(Component.is_surely, self.components, sample)
+        ):
             return list(sample)
         arrays = [as_array(array) for array in sample]
         if len(arrays) != len(self.components):
@@ -186,13 +205,19 @@ class Layout:
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Layout:
         """The inverse, of what JSON made of it."""
-        parts = [Component(dtype=part["dtype"], shape=tuple(part["shape"])) for part in content["components"]]
+        parts = [
+            Component(dtype=part["dtype"], shape=tuple(part["shape"]))
+            for part in content["components"]
+        ]
         return cls(components=tuple(parts))
 
 
 def batch(samples: Sequence[Sequence[Any]], layout: Layout) -> list[np.ndarray]:
     """Samples in one array per component, `[n, ...]`; what varies is padded at its end, with zeros or empty texts."""
-    return [_padded(list(arrays), of) for arrays, of in zip(zip(*samples, strict=True), layout.components, strict=True)]
+    return [
+        _padded(list(arrays), of)
+        for arrays, of in zip(zip(*samples, strict=True), layout.components, strict=True)
+    ]
 
 
 def _padded(arrays: list[Any], component: Component) -> np.ndarray:

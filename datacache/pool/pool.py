@@ -59,7 +59,10 @@ class Plan:
 
     def blueprint(self) -> Blueprint:
         """What a pool of it is made of."""
-        files = {"samples": self.layout.offsets(self.part.kept)[-1], "words": WORD.itemsize * self.part.kept}
+        files = {
+            "samples": self.layout.offsets(self.part.kept)[-1],
+            "words": WORD.itemsize * self.part.kept,
+        }
         growing = {}
         if self.layout.varies:
             files["end"], growing["heap"] = STATE_BYTES, self.heap_bytes
@@ -73,7 +76,9 @@ class Plan:
     def from_dict(cls, content: dict[str, Any]) -> Plan:
         """The inverse, of what JSON made of it."""
         return cls(
-            layout=Layout.from_dict(content["layout"]), part=Part(**content["part"]), source=content.get("source", "")
+            layout=Layout.from_dict(content["layout"]),
+            part=Part(**content["part"]),
+            source=content.get("source", ""),
         )
 
 
@@ -140,7 +145,14 @@ class Pool:
             if places.size:
                 words = self._words[places]
                 agrees = agree(words, self._checksums(places)[0])
-                mark(self._words, places[agrees], words[agrees], agrees[agrees], WRITTEN, self._looked_at)
+                mark(
+                    self._words,
+                    places[agrees],
+                    words[agrees],
+                    agrees[agrees],
+                    WRITTEN,
+                    self._looked_at,
+                )
             yield
 
     @property
@@ -192,7 +204,9 @@ class Pool:
     def _add(self, heap: Heap, arrays: Sequence[np.ndarray]) -> list[np.ndarray] | None:
         """Puts what varies into the heap, all or nothing; what the columns hold then."""
         pairs = list(zip(self.layout.components, arrays, strict=True))
-        contents = [component.encoded(array) if component.varies else b"" for component, array in pairs]
+        contents = [
+            component.encoded(array) if component.varies else b"" for component, array in pairs
+        ]
         begin = heap.add(b"".join(contents), self._extents)
         if begin is None:
             return None
@@ -206,9 +220,13 @@ class Pool:
         """Where the bytes of samples that are ready lie in the heap."""
         ready = self._words >= READY
         pairs = zip(self._columns, self.layout.components, strict=True)
-        return np.concatenate([column[ready, :2] for column, component in pairs if component.varies])
+        return np.concatenate(
+            [column[ready, :2] for column, component in pairs if component.varies]
+        )
 
-    def gather(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> list[np.ndarray] | None:
+    def gather(
+        self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None
+    ) -> list[np.ndarray] | None:
         """Copies samples that are ready: one array `[n, *shape]` for each component, padded where samples differ.
 
         Args:
@@ -220,11 +238,18 @@ class Pool:
         """
         if self._heap is not None:
             found = [self.sample(sample) for sample in samples.tolist()]
-            return None if None in found else batch([arrays for arrays in found if arrays is not None], self.layout)
+            return (
+                None
+                if None in found
+                else batch([arrays for arrays in found if arrays is not None], self.layout)
+            )
         return self._gathered(self._places[samples], into)
 
     def _gathered(
-        self, places: np.ndarray, into: Sequence[np.ndarray] | None, checksums: np.ndarray | None = None
+        self,
+        places: np.ndarray,
+        into: Sequence[np.ndarray] | None,
+        checksums: np.ndarray | None = None,
     ) -> list[np.ndarray]:
         targets = self._targets(len(places), into)
         for column, target in zip(self._columns, targets, strict=True):
@@ -270,7 +295,9 @@ class Pool:
             return [column[place] for column in self._columns]
         word = self._words[place]
         rows = [np.array(column[place]) for column in self._columns]
-        contents = [self._content(row, of) for row, of in zip(rows, self.layout.components, strict=True)]
+        contents = [
+            self._content(row, of) for row, of in zip(rows, self.layout.components, strict=True)
+        ]
         if word < READY or (word ^ self._words[place]) & WRITTEN:
             return None
         if None in contents:
@@ -278,7 +305,10 @@ class Pool:
             self._words[place] = 0
             return None
         found = zip(self.layout.components, contents, rows, strict=True)
-        return [of.decoded(content, row[2:].tolist()) if of.varies else row for of, content, row in found]
+        return [
+            of.decoded(content, row[2:].tolist()) if of.varies else row
+            for of, content, row in found
+        ]
 
     def _content(self, row: np.ndarray, component: Component) -> bytes | None:
         """A copy of what a sample has in the heap, if anything."""

@@ -12,8 +12,13 @@ from datacache.pool.layout import Component, Layout, as_array
 
 def packed(samples: Sequence[Arrays], layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     """All samples one after the other, `[bytes]` uint8, and the bytes of each, `[n]` int64."""
-    texts = [b"".join(_pack(*pair) for pair in zip(layout.components, sample, strict=True)) for sample in samples]
-    return np.frombuffer(b"".join(texts), np.uint8), np.array([len(text) for text in texts], np.int64)
+    texts = [
+        b"".join(_pack(*pair) for pair in zip(layout.components, sample, strict=True))
+        for sample in samples
+    ]
+    return np.frombuffer(b"".join(texts), np.uint8), np.array(
+        [len(text) for text in texts], np.int64
+    )
 
 
 def _pack(component: Component, array: np.ndarray) -> bytes:
@@ -35,6 +40,8 @@ def unpacked(content: np.ndarray, layout: Layout) -> Arrays:
             content = content[head + length :]
         else:
             dtype, shape = component.column
-            arrays.append(np.frombuffer(content[: component.column_bytes].tobytes(), dtype).reshape(shape))
+            arrays.append(
+                np.frombuffer(content[: component.column_bytes].tobytes(), dtype).reshape(shape)
+            )
             content = content[component.column_bytes :]
     return arrays

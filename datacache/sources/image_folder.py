@@ -81,9 +81,13 @@ def from_folder(
     """
     folder = Path(path)
     if isinstance(extensions, str):
-        raise ValueError(f"`extensions` must be several. Received: extensions={extensions!r}. Say [{extensions!r}].")
+        raise ValueError(
+            f"`extensions` must be several. Received: extensions={extensions!r}. Say [{extensions!r}]."
+        )
     if not folder.is_dir():
-        raise SourceError(f"A source must exist. Received: {folder}, which is no folder. Check the path and the mount.")
+        raise SourceError(
+            f"A source must exist. Received: {folder}, which is no folder. Check the path and the mount."
+        )
     return FolderSource(folder, extensions, labels)
 
 
@@ -109,7 +113,9 @@ def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, int,
                     folders.append(_below(Path(entry.path)))
                 elif entry.name.lower().endswith(endings):
                     about = _state(entry)
-                    found.append((os.path.relpath(entry.path, path), about.st_size, about.st_mtime_ns))
+                    found.append(
+                        (os.path.relpath(entry.path, path), about.st_size, about.st_mtime_ns)
+                    )
     return found
 
 
@@ -117,4 +123,6 @@ def _state(entry: os.DirEntry[str]) -> os.stat_result:
     try:
         return entry.stat()
     except OSError as error:
-        raise SourceError(f"A file must be there. Received: {error}. Remove it if it is a link.") from error
+        raise SourceError(
+            f"A file must be there. Received: {error}. Remove it if it is a link."
+        ) from error

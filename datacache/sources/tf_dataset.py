@@ -19,13 +19,20 @@ class DatasetSource:
         self._dataset, self._spec = dataset, dataset.element_spec
         self._samples = int(dataset.cardinality())
         if self._samples <= 0:
-            what = {tf.data.INFINITE_CARDINALITY: "infinitely many", 0: "no"}.get(self._samples, "unknown many")
+            what = {tf.data.INFINITE_CARDINALITY: "infinitely many", 0: "no"}.get(
+                self._samples, "unknown many"
+            )
             raise SourceError(
                 f"A dataset must have a known number of samples. Received: one with {what}. Use take(n), or "
                 "apply(tf.data.experimental.assert_cardinality(n))."
             )
         self.signature = tf.nest.flatten(self._spec)
-        self.identity = {"kind": "dataset", "key": key, "samples": self._samples, "spec": repr(self._spec)}
+        self.identity = {
+            "kind": "dataset",
+            "key": key,
+            "samples": self._samples,
+            "spec": repr(self._spec),
+        }
 
     def __len__(self) -> int:
         return self._samples

@@ -31,7 +31,10 @@ class TfdsSource:
         self._names = [os.path.basename(part.filename) for part in parts]
         self._ends = np.cumsum([part.take for part in parts])
         # What decoders do is in the graph, and their names in Python are another in each process.
-        files = [(os.path.basename(part.filename), part.skip, part.take, *_state(part.filename)) for part in parts]
+        files = [
+            (os.path.basename(part.filename), part.skip, part.take, *_state(part.filename))
+            for part in parts
+        ]
         self.identity = {"kind": "tfds", "name": builder.info.full_name, "files": digest(files)}
         self.signature: Sequence[Any] = [tf.TensorSpec([], tf.string)]
 
@@ -51,7 +54,9 @@ class TfdsSource:
 
     def keep_index(self, index: Index) -> None:
         """See `IndexedSource`."""
-        for number, ((shard, _), end) in enumerate(zip(self._shards, self._ends.tolist(), strict=True)):
+        for number, ((shard, _), end) in enumerate(
+            zip(self._shards, self._ends.tolist(), strict=True)
+        ):
             shard.keep_index(index, number, end)
 
     def decode(self, *stored: Any) -> Any:
@@ -144,7 +149,9 @@ def _state(path: str) -> tuple[int, int]:
     try:
         about = os.stat(path)
     except OSError as error:
-        raise SourceError(f"A split's files must be there. Received: {error}. Prepare it anew.") from error
+        raise SourceError(
+            f"A split's files must be there. Received: {error}. Prepare it anew."
+        ) from error
     return about.st_size, about.st_mtime_ns
 
 

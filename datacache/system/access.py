@@ -53,9 +53,13 @@ class Access:
         try:
             found = grp.getgrnam(group) if isinstance(group, str) else grp.getgrgid(group)
         except KeyError as error:
-            raise ValueError(f"`group` must be the name or number of a group. Received: group={group!r}") from error
+            raise ValueError(
+                f"`group` must be the name or number of a group. Received: group={group!r}"
+            ) from error
         if os.geteuid() and found.gr_gid not in (os.getegid(), *os.getgroups()):
-            raise ValueError(f"`group` must be one that this user is in. Received: group={group!r}. See: id")
+            raise ValueError(
+                f"`group` must be one that this user is in. Received: group={group!r}. See: id"
+            )
         return cls(group=found.gr_gid)
 
     @classmethod
@@ -182,7 +186,9 @@ class Directory:
     def has_gone(self) -> bool:
         """Whether its path leads elsewhere by now, or nowhere."""
         try:
-            return not os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.descriptor))
+            return not os.path.samestat(
+                os.stat(self.path, follow_symlinks=False), os.fstat(self.descriptor)
+            )
         except FileNotFoundError:
             return True
 
@@ -268,7 +274,9 @@ def _rename_new(old: Path, new: Path) -> bool:
     raise OSError(number, os.strerror(number), str(new))
 
 
-def _open(path: Path, name: Path | str, flags: int, folder: int | None = None, mode: int = 0) -> int:
+def _open(
+    path: Path, name: Path | str, flags: int, folder: int | None = None, mode: int = 0
+) -> int:
     try:
         return os.open(name, flags | WITHOUT_LINKS, mode, dir_fd=folder)
     except OSError as error:
@@ -309,17 +317,26 @@ def _tighten(handle: int, path: Path, status: os.stat_result, access: Access, mo
     if not mine or not surplus or surplus & OTHERS_WRITE:
         return False
     os.fchmod(handle, found & mode)
-    log.warning("datacache: closed %s to others, who could read it: mode %o, not %o", path, found & mode, found)
+    log.warning(
+        "datacache: closed %s to others, who could read it: mode %o, not %o",
+        path,
+        found & mode,
+        found,
+    )
     return True
 
 
-def _refuse_open(path: Path, folder: Path, status: os.stat_result, access: Access, mode: int) -> None:
+def _refuse_open(
+    path: Path, folder: Path, status: os.stat_result, access: Access, mode: int
+) -> None:
     found = stat.S_IMODE(status.st_mode)
     if found & ~mode or access.group not in (None, status.st_gid):
         name = shlex.quote(str(folder))
         mend = f"chmod -R go-rwx {name}"
         if access.group is not None:
-            mend = f"chgrp -R {access.group} {name} && chmod -R g+rwX,o-rwx {name} && chmod g+s {name}"
+            mend = (
+                f"chgrp -R {access.group} {name} && chmod -R g+rwX,o-rwx {name} && chmod g+s {name}"
+            )
         raise CacheError(
             f"A cache must be open to {access.users} only. Received: {path} with mode {found:o} and group "
             f"{status.st_gid}, not mode {mode:o}. If nobody else has written there, correct it: {mend}; "

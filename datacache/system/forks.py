@@ -42,7 +42,9 @@ def unshared(open_file: Callable[[], int]) -> Iterator[int]:
 
 @functools.cache
 def _watch() -> None:
-    os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_close_all)
+    os.register_at_fork(
+        before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_close_all
+    )
 
 
 def _close_all() -> None:

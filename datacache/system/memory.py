@@ -57,13 +57,17 @@ def available_memory(proc: Path = PROC) -> int:
     Args:
       proc: Where the kernel tells of processes.
     """
-    return max(0, min(left - total // SPARE for total, left in (_machine(proc), *_containers(proc))))
+    return max(
+        0, min(left - total // SPARE for total, left in (_machine(proc), *_containers(proc)))
+    )
 
 
 def is_memory(device: int, proc: Path = PROC) -> bool:
     """Whether files of this device lie in memory."""
     name = f"{major(device)}:{minor(device)}"
-    return any(mount.device == name and mount.file_system in ("tmpfs", "ramfs") for mount in _mounts(proc))
+    return any(
+        mount.device == name and mount.file_system in ("tmpfs", "ramfs") for mount in _mounts(proc)
+    )
 
 
 def _machine(proc: Path) -> tuple[int, int]:
@@ -79,7 +83,9 @@ def _containers(proc: Path) -> Iterator[tuple[int, int]]:
         if number != "0" and "memory" not in controllers.split(","):
             continue
         for mount in _mounts(proc):
-            if mount.file_system == version.file_system and (version is V2 or "memory" in mount.options):
+            if mount.file_system == version.file_system and (
+                version is V2 or "memory" in mount.options
+            ):
                 yield from _around(mount, path, version)
 
 
@@ -91,7 +97,9 @@ def _around(mount: _Mount, path: str, version: _Version) -> Iterator[tuple[int, 
         limit = _limit(cgroup / version.limit)
         if limit is not None:
             caches = _numbers(cgroup / "memory.stat")
-            used = int((cgroup / version.used).read_text()) - sum(caches.get(name, 0) for name in version.given_back)
+            used = int((cgroup / version.used).read_text()) - sum(
+                caches.get(name, 0) for name in version.given_back
+            )
             yield limit, limit - used
         if cgroup == mount.point:
             return
@@ -111,7 +119,13 @@ def _mounts(proc: Path) -> Iterator[_Mount]:
         before, _, after = line.partition(" - ")
         _, _, device, root, point, *_ = before.split()
         file_system, *_, options = after.split()
-        yield _Mount(device=device, root=root, point=Path(point), file_system=file_system, options=options.split(","))
+        yield _Mount(
+            device=device,
+            root=root,
+            point=Path(point),
+            file_system=file_system,
+            options=options.split(","),
+        )
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -27,7 +27,9 @@ def four_jobs():
         for ranks, steps in ((1, 2), (2, 1), (4, 3), (2, 100)):
             done = horovodrun(ranks, CASES / "part_of_an_epoch.py", folder, SAMPLES, steps)
             assert done.returncode == 0, done.stdout[-4000:]
-        numbers = [int(line) for file in folder.glob("numbers-*.txt") for line in file.read_text().split()]
+        numbers = [
+            int(line) for file in folder.glob("numbers-*.txt") for line in file.read_text().split()
+        ]
         return numbers, json.loads((folder / "state.json").read_text())
 
 

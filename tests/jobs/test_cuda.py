@@ -44,7 +44,9 @@ def compiled():
     """What a process finds in the library after it was compiled for one architecture; each takes as long again."""
     with tempfile.TemporaryDirectory() as folder:
         build = [sys.executable, "setup.py", "-q", "build_ext", "--cuda", "--gpus", "90"]
-        done = finish(start([*build, "--build-lib", f"{folder}/lib", "--build-temp", f"{folder}/temp"]))
+        done = finish(
+            start([*build, "--build-lib", f"{folder}/lib", "--build-temp", f"{folder}/temp"])
+        )
         assert done.returncode == 0, done.stdout
         library = f"{folder}/lib/tfposeidon/native/_ops.so"
         done = finish(start([sys.executable, "-c", REGISTERED, library, *ON_HOST]))
@@ -59,12 +61,19 @@ def test_gpu_kernels_compile_and_register_on_a_tensorflow_without_gpus(outcome):
     assert has_gpu_kernels
     for op, on_host in ON_HOST.items():
         # Mostly two types of index, or of wire, on each device.
-        assert sorted(found[op]) == sorted([["CPU", []], ["GPU", on_host]] * (1 if op in ONE_TYPE else 2)), op
+        assert sorted(found[op]) == sorted(
+            [["CPU", []], ["GPU", on_host]] * (1 if op in ONE_TYPE else 2)
+        ), op
 
 
 def test_asking_for_gpu_kernels_first_loses_no_op():
     code = "from tfposeidon import native, ops; native.has_gpu_kernels(); print(ops.top_k([1.0, 2.0], 1)[1].numpy())"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.stdout.strip().endswith("[1]")

@@ -50,8 +50,13 @@ def _check_gone(output):
 FAULT_S = 60
 """By then training has begun, also on a busy machine."""
 FAULTS = {
-    f"--kill 1@{FAULT_S}": ["tfposeidon lab: rank 1 was ended by SIGKILL", "No word from rank(s) [1]"],
-    f"--stop 1@{FAULT_S}+3600": ["No word from rank(s) [1]: late, stopped, killed (out of memory?) or cut off"],
+    f"--kill 1@{FAULT_S}": [
+        "tfposeidon lab: rank 1 was ended by SIGKILL",
+        "No word from rank(s) [1]",
+    ],
+    f"--stop 1@{FAULT_S}+3600": [
+        "No word from rank(s) [1]: late, stopped, killed (out of memory?) or cut off"
+    ],
     f"--cut 1@{FAULT_S}": ["rank 0 lost its peers", "No word from rank(s) [1]"],
 }
 
@@ -60,7 +65,9 @@ def faulty(fault):
     """A job of two nodes that trains until the fault ends it; and the lab's report."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        done = lab(f"--nodes 2 --inter 200mbit {fault} --report {report}", sys.executable, SCRIPT, "none")
+        done = lab(
+            f"--nodes 2 --inter 200mbit {fault} --report {report}", sys.executable, SCRIPT, "none"
+        )
         return done, json.loads(report.read_text()) if report.exists() else None
 
 
@@ -84,7 +91,9 @@ def test_hosts_of_different_size_are_nodes_of_different_size(outcome):
     assert "3 rank(s) on 2 node(s) (2 + 1)" in outcome.stdout
 
 
-@ahead(lambda: horovodrun(1, "-c", "import tfposeidon as tp; print(tp.init(), tp.rank(), tp.size())"))
+@ahead(
+    lambda: horovodrun(1, "-c", "import tfposeidon as tp; print(tp.init(), tp.rank(), tp.size())")
+)
 def test_a_job_without_troubles_ends_in_good_order(outcome):
     assert outcome.returncode == 0
     assert "1 rank(s) on 1 node(s) (1 x 1) 0 1" in outcome.stdout

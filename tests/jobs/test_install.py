@@ -10,7 +10,9 @@ from tests.launch import ROOT
 def test_setup_without_tensorflow_says_which_command_to_run(tmp_path):
     venv.create(tmp_path / "bare", with_pip=True)
     python = tmp_path / "bare" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "setuptools<80"], capture_output=True, timeout=300)
+    subprocess.run(
+        [python, "-m", "pip", "install", "-q", "setuptools<80"], capture_output=True, timeout=300
+    )
     command = [python, "setup.py", "build", "--build-base", tmp_path / "build"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
@@ -24,6 +26,8 @@ def test_commands_have_help_and_need_no_tensorflow():
         "import runpy; sys.argv = ['tfposeidon', 'install', '--help']; "
         "runpy.run_module('tfposeidon', run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert "--horovod-only" in done.stdout

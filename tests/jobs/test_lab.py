@@ -57,7 +57,8 @@ def test_links_have_the_rate_that_was_asked_for(tmp_path):
     """Both directions, one node slower than the other, with little let through in one burst."""
     path = tmp_path / "report.json"
     _check_rates(
-        f"--nodes 3 --inter 100mbit --slow 2=20mbit --report {path}", {"0>1": 1e8, "1>0": 1e8, "0>2": 2e7, "2>0": 2e7}
+        f"--nodes 3 --inter 100mbit --slow 2=20mbit --report {path}",
+        {"0>1": 1e8, "1>0": 1e8, "0>2": 2e7, "2>0": 2e7},
     )
     links = report(path)["traffic"]
     assert [link["rate_bits_per_s"] for link in links] == [1e8, 1e8, 2e7]
@@ -117,10 +118,18 @@ def test_faults_happen_when_they_should(tmp_path):
     path = tmp_path / "report.json"
     done = probe(f"--nodes 3 --stop 0@1+2 --cut 1@1.5 --kill 2@5 --report {path}", "tick")
     assert done.returncode == 128 + signal.SIGKILL, done.stdout
-    gaps = {line.split()[0]: float(line.split()[2]) for line in done.stdout.splitlines() if " gap " in line}
+    gaps = {
+        line.split()[0]: float(line.split()[2])
+        for line in done.stdout.splitlines()
+        if " gap " in line
+    }
     assert 1.8 < gaps["[0]"] < 2.6, done.stdout
     assert "[1] lost the switch" in done.stdout
-    for text in ("stop rank 0 after 1 s", "continue rank 0 after 3 s", "cut node 1's link after 1.5 s"):
+    for text in (
+        "stop rank 0 after 1 s",
+        "continue rank 0 after 3 s",
+        "cut node 1's link after 1.5 s",
+    ):
         assert f"tfposeidon lab: {text}" in done.stdout
     assert report(path)["ranks"][2]["status"] == -signal.SIGKILL
     assert 4.5 < report(path)["ranks"][2]["wall_s"] < 6.5
@@ -141,7 +150,10 @@ def test_nothing_is_left(number):
     process.send_signal(number)
     process.wait(60)
     deadline = time.monotonic() + 60
-    while any(os.path.exists(f"/proc/{pid}") for pid in below if pid != process.pid) and time.monotonic() < deadline:
+    while (
+        any(os.path.exists(f"/proc/{pid}") for pid in below if pid != process.pid)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
     assert not [pid for pid in below if pid != process.pid and os.path.exists(f"/proc/{pid}")]
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
@@ -202,9 +214,22 @@ def _check_as_another_user(tmp_path):
     script = tmp_path / "hello.sh"
     script.write_text("echo hello from $HOROVOD_HOSTNAME")
     shutil.copytree(ROOT / "tfposeidon", tmp_path / "tfposeidon")
-    arguments = ["-m", "tfposeidon", "lab", "--nodes", "2", "--inter", "1mbit", "--", "sh", str(script)]
+    arguments = [
+        "-m",
+        "tfposeidon",
+        "lab",
+        "--nodes",
+        "2",
+        "--inter",
+        "1mbit",
+        "--",
+        "sh",
+        str(script),
+    ]
     command = [*BECOME, _python_of_others(), *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, env=OUR_PACKAGES)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, env=OUR_PACKAGES
+    )
     assert done.returncode == 0, done.stderr
     assert "[1] hello from node1" in done.stdout
 
@@ -219,7 +244,9 @@ def _python_of_others():
         tried = [*BECOME, "unshare", "--user", str(python), "-c", needed]
         if subprocess.run(tried, capture_output=True, env=OUR_PACKAGES).returncode == 0:
             return python
-    pytest.skip("another user cannot make a user namespace, or finds no Python of this version in it")
+    pytest.skip(
+        "another user cannot make a user namespace, or finds no Python of this version in it"
+    )
 
 
 def test_missing_tools_are_named(tmp_path):

@@ -15,7 +15,8 @@ from tests.on_ranks.worker import cases
 MODULES = ("contract_table", "layout")
 
 pytestmark = pytest.mark.skipif(
-    not (hvd.mpi_built() and shutil.which("mpirun")), reason="Horovod was built without MPI, or there is no mpirun"
+    not (hvd.mpi_built() and shutil.which("mpirun")),
+    reason="Horovod was built without MPI, or there is no mpirun",
 )
 
 
@@ -24,7 +25,12 @@ def test_schemes_over_mpi(tmp_path):
     worker = ["tests/on_ranks/worker.py", str(tmp_path / "results.json"), "2", *MODULES]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
     done = subprocess.run(
-        [*launcher, *worker], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        [*launcher, *worker],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())

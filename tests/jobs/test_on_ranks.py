@@ -14,9 +14,24 @@ from tests.on_ranks.worker import cases
 WORLDS = {
     # name: ranks, or options of the lab; ranks per node (0: as the launcher says); modules
     "1": (1, 0, ["contract_table"]),
-    "2": (2, 0, ["contract_table", "losses", "optimizer_features", "refusals", "memory", "public_collectives"]),
+    "2": (
+        2,
+        0,
+        [
+            "contract_table",
+            "losses",
+            "optimizer_features",
+            "refusals",
+            "memory",
+            "public_collectives",
+        ],
+    ),
     "2 with a timeline": (2, 0, ["wait_free"]),
-    "2 for callbacks": (2, 0, ["callbacks", "several_optimizers", "layer_state", "presence", "stateful"]),
+    "2 for callbacks": (
+        2,
+        0,
+        ["callbacks", "several_optimizers", "layer_state", "presence", "stateful"],
+    ),
     "2x1 for models": (2, 1, ["hub", "applications", "layers", "factor_accumulation"]),
     "3": (3, 0, ["contract_table", "uneven"]),
     "2+1": (3, 2, ["contract_table", "caching"]),
@@ -37,7 +52,11 @@ def results(world):
         script = ROOT / "tests" / "on_ranks" / "worker.py"
         worker = (script, path, ranks_per_node, *modules)
         in_lab = isinstance(ranks, str)
-        launch = functools.partial(lab, ranks, sys.executable) if in_lab else functools.partial(horovodrun, ranks)
+        launch = (
+            functools.partial(lab, ranks, sys.executable)
+            if in_lab
+            else functools.partial(horovodrun, ranks)
+        )
         done = launch(*worker, environment=_environment(modules))
         problems = json.loads(path.read_text()) if path.exists() else {}
     return problems, done
@@ -45,12 +64,16 @@ def results(world):
 
 def _environment(modules):
     """Horovod's settings for a job: see docs/environment.md for what timelines and short cycles cost."""
-    return {"HOROVOD_TIMELINE": "DYNAMIC"} if "wait_free" in modules else {"HOROVOD_CYCLE_TIME": "5"}
+    return (
+        {"HOROVOD_TIMELINE": "DYNAMIC"} if "wait_free" in modules else {"HOROVOD_CYCLE_TIME": "5"}
+    )
 
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize(("world", "case"), [(w, c) for w in WORLDS for c in cases(WORLDS[w][2])])
+        metafunc.parametrize(
+            ("world", "case"), [(w, c) for w in WORLDS for c in cases(WORLDS[w][2])]
+        )
 
 
 def test_on_ranks(world, case, record_property):

@@ -24,7 +24,9 @@ def answers(worker, systems):
         task = {"model": MODEL, "shrink": SHRINK, "dilation": 0.05, "warm_up": 3, "steps": 4}
         task |= {"systems": systems, "result": str(result)}
         module = f"benchmarks.workers.{worker}"
-        done = lab(f"--nodes {RANKS} --inter 200mbit", sys.executable, "-m", module, json.dumps(task))
+        done = lab(
+            f"--nodes {RANKS} --inter 200mbit", sys.executable, "-m", module, json.dumps(task)
+        )
         assert done.returncode == 0, done.stdout
         found = json.loads(result.read_text())
     assert list(found) == systems
@@ -66,7 +68,10 @@ def test_pytorch_ddp_sends_what_its_hooks_leave(outcome):
     check(found["ddp-fp16"], all_reduce_bytes(parameters(), element_bytes=2))
     check(found["ddp-powersgd"], all_reduce_bytes(powersgd_elements()))
     assert found["ddp-powersgd"]["sent_bytes"] < found["ddp"]["sent_bytes"] / 5
-    assert "`systems` must be of ddp, ddp-fp16, ddp-powersgd. Received: 'unknown'" in found["unknown"]["error"]
+    assert (
+        "`systems` must be of ddp, ddp-fp16, ddp-powersgd. Received: 'unknown'"
+        in found["unknown"]["error"]
+    )
 
 
 @ahead(lambda: answers("mirrored", ["mirrored", "mirrored-packs"]))

@@ -30,7 +30,9 @@ def test_importing_starts_nothing():
         "import sys, tfposeidon, keras_callbacks, horovod.tensorflow as hvd; assert not hvd.is_initialized(); "
         "import threading; print(len(threading.enumerate()))"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.strip() == "1", done.stderr
 
 
@@ -46,5 +48,7 @@ print(type(model.optimizer.inner_optimizer).__name__, hasattr(model.train_step, 
 
 def test_the_first_line_of_a_process_is_enough():
     """Python looks `model.compile` up before it makes the optimizer that compile gets."""
-    done = subprocess.run([sys.executable, "-c", ONE_LINE], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_LINE], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.split() == ["LossScaleOptimizer", "True"], done.stderr

@@ -4,11 +4,11 @@ import numpy as np
 
 from tests.launch import horovodrun
 from tests.on_ranks.training import check_equal
-from tests.test_server_update import trained
+from tests.server.test_server_update import trained
 
 FIRST_HALF = """
 import sys, keras, tfposeidon as tp
-from tests.test_server_update import trained
+from tests.server.test_server_update import trained
 tp.init()
 trained(sys.argv[1], epochs=1, ranks=2)
 """

@@ -9,12 +9,12 @@ import tempfile
 import time
 
 from tests.launch import ROOT, ahead
-from tests.test_snapshots import WIRE
+from tests.state.test_snapshots import WIRE
 from tfposeidon.state.snapshots import Snapshots
 
 WRITER = """
 import sys, numpy as np
-from tests.test_snapshots import WIRE, Snapshots
+from tests.state.test_snapshots import WIRE, Snapshots
 files = Snapshots(sys.argv[1], WIRE)
 for step in range(int(sys.argv[2]), 10**6):
     print(step, flush=True)
@@ -30,7 +30,9 @@ def kills():
         for _ in range(6):
             command = [sys.executable, "-c", WRITER, folder, str(newest + 1)]
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+            )
             for _ in range(3):
                 process.stdout.readline()
             time.sleep(pauses.uniform(0, 0.02))

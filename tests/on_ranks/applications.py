@@ -34,7 +34,9 @@ def case_they_train(wire):
         keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(1)
         plan, classifier = _trained(name, wire)
-        schemes = {d.path: bucket.scheme.name for bucket in plan.buckets for d in bucket.descriptions}
+        schemes = {
+            d.path: bucket.scheme.name for bucket in plan.buckets for d in bucket.descriptions
+        }
         # Two samples a rank: the classifier's factors are fewer.
         assert schemes[classifier] == "sfb", (name, schemes)
         assert "ps" in schemes.values()

@@ -40,7 +40,9 @@ def _folder(wire):
 
 def _open(wire, folder, preprocess=drawn.decode, **arguments):
     memory = folder / f"memory{wire.topology.node_index}"
-    return datacache.Cache(datacache.from_folder(folder / "images"), preprocess, memory=memory, **arguments)
+    return datacache.Cache(
+        datacache.from_folder(folder / "images"), preprocess, memory=memory, **arguments
+    )
 
 
 def _over_ranks(wire, value):
@@ -52,7 +54,9 @@ def _check_epochs(wire, cache, seed=3):
     order = datacache.Order(samples=SAMPLES, global_batch=BATCH, seed=seed)
     for epoch in range(3):
         mine = drawn.numbers(cache.counted(data), SAMPLES)
-        shares = order.shares(datacache.Position(epoch=epoch), wire.topology.rank, wire.topology.size)
+        shares = order.shares(
+            datacache.Position(epoch=epoch), wire.topology.rank, wire.topology.size
+        )
         assert mine == [number for share, _ in shares for number in share]
         assert sorted(itertools.chain(*_over_ranks(wire, mine))) == list(range(SAMPLES))
     positions = _over_ranks(wire, cache.state_dict())
@@ -71,7 +75,10 @@ def case_epochs_are_exact_and_the_source_is_read_once(wire):
         cache.close()
         again = _open(wire, folder)
         again.warm(progress=False)
-        assert _over_ranks(wire, len(again._levels.missing(np.arange(SAMPLES)))) == [0] * wire.topology.size
+        assert (
+            _over_ranks(wire, len(again._levels.missing(np.arange(SAMPLES))))
+            == [0] * wire.topology.size
+        )
         _check_epochs(wire, again)
         assert sum(_over_ranks(wire, again.stats().source_reads)) == 0
         again.close()
@@ -93,7 +100,9 @@ def case_each_node_keeps_its_part(wire):
         home = memory.has_room(np.arange(SAMPLES))
         order = datacache.Order(samples=SAMPLES, global_batch=BATCH, seed=3)
         positions = [datacache.Position(epoch=epoch) for epoch in range(3)]
-        shares = [s for p in positions for s, _ in order.shares(p, wire.topology.rank, wire.topology.size)]
+        shares = [
+            s for p in positions for s, _ in order.shares(p, wire.topology.rank, wire.topology.size)
+        ]
         assert cache.stats().received == sum(int((~home[share]).sum()) for share in shares)
         cache.close()
         assert not (folder / f"memory{wire.topology.node_index}" / cache.fingerprint[:20]).exists()
@@ -102,7 +111,10 @@ def case_each_node_keeps_its_part(wire):
 def case_parts_that_do_not_fit_are_read_through(wire):
     with _folder(wire) as folder:
         cache = _open(
-            wire, folder, budget=5 * (8 * 8 * 3 + 8 + 8) + 100, disk=folder / f"disk{wire.topology.node_index}"
+            wire,
+            folder,
+            budget=5 * (8 * 8 * 3 + 8 + 8) + 100,
+            disk=folder / f"disk{wire.topology.node_index}",
         )
         _check_epochs(wire, cache)
         reads = sum(_over_ranks(wire, cache.stats().source_reads))
@@ -112,14 +124,20 @@ def case_parts_that_do_not_fit_are_read_through(wire):
 
 def case_texts_and_many_sizes_travel(wire):
     def preprocess(contents, label):
-        return {"pixels": drawn.decode(contents, label)[0][: label + 1], "text": contents, "label": label}
+        return {
+            "pixels": drawn.decode(contents, label)[0][: label + 1],
+            "text": contents,
+            "label": label,
+        }
 
     with _folder(wire) as folder:
         cache = _open(wire, folder, preprocess, partition="split", variable_shapes=True)
         order, state = datacache.Order(samples=SAMPLES, global_batch=BATCH), None
         for _ in range(2):
             for batch in cache.counted(cache.dataset(BATCH, state=state)):
-                for pixels, text, label in zip(batch["pixels"], batch["text"], batch["label"], strict=True):
+                for pixels, text, label in zip(
+                    batch["pixels"], batch["text"], batch["label"], strict=True
+                ):
                     expected = tf.io.decode_png(text)[: label + 1]
                     np.testing.assert_array_equal(pixels[: label + 1], expected)
                     assert not np.any(pixels[label + 1 :])
@@ -130,7 +148,9 @@ def case_texts_and_many_sizes_travel(wire):
 def case_training_with_it(wire):
     with _folder(wire) as folder:
         cache = _open(wire, folder, partition="split")
-        data = cache.dataset(BATCH).map(lambda pixels, label: (tf.cast(pixels, "float32") / 255, label))
+        data = cache.dataset(BATCH).map(
+            lambda pixels, label: (tf.cast(pixels, "float32") / 255, label)
+        )
         model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(drawn.CLASSES)])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss)
@@ -162,7 +182,9 @@ def case_ranks_with_other_functions(wire):
         Raises(ValueError, "All ranks must open the same cache. Received: another source, `pre"),
     ):
         factor = tf.constant(wire.topology.rank, tf.int64)
-        _open(wire, folder, lambda contents, label: (drawn.decode(contents, label)[0], label * factor))
+        _open(
+            wire, folder, lambda contents, label: (drawn.decode(contents, label)[0], label * factor)
+        )
 
 
 def case_passes_must_be_told_apart(wire):
@@ -170,7 +192,9 @@ def case_passes_must_be_told_apart(wire):
         cache = _open(wire, folder)
         data = cache.dataset(BATCH)
         assert len(list(data))
-        with Raises(Exception, "On several ranks, or within an epoch, it must be said which pass begins"):
+        with Raises(
+            Exception, "On several ranks, or within an epoch, it must be said which pass begins"
+        ):
             list(data)
         plain = cache.dataset(BATCH, shuffle=False)
         assert drawn.numbers(plain, SAMPLES) == drawn.numbers(plain, SAMPLES)
@@ -192,7 +216,9 @@ class _Counting:
             self.sent[name] = self.sent.get(name, 0) + int(away) * tensor.dtype.size
             return splits
 
-        counted = tf.ensure_shape(tf.numpy_function(count, [tf.stack(splits)], tf.int32), [group.size])
+        counted = tf.ensure_shape(
+            tf.numpy_function(count, [tf.stack(splits)], tf.int32), [group.size]
+        )
         return self._wire.all_to_all(tensor, tf.unstack(counted), group, name)
 
 
@@ -200,13 +226,22 @@ def case_bytes_of_rounds(wire):
     """A rank sends samples with their lengths, and the numbers of those that it wants."""
     counting, size, rank = _Counting(wire), wire.topology.size, wire.topology.rank
     samples = [
-        drawn.decode(tf.io.encode_png(drawn.image(number)), tf.constant(1, tf.int64)) for number in range(SAMPLES)
+        drawn.decode(tf.io.encode_png(drawn.image(number)), tf.constant(1, tf.int64))
+        for number in range(SAMPLES)
     ]
     samples = [[part.numpy() for part in sample] for sample in samples]
     layout = Layout.of(samples[0])
-    exchange = Exchange(counting, "test.exchange", layout, lambda numbers: [samples[n] for n in numbers], lambda: False)
+    exchange = Exchange(
+        counting,
+        "test.exchange",
+        layout,
+        lambda numbers: [samples[n] for n in numbers],
+        lambda: False,
+    )
     asked = list(range(rank, SAMPLES, size))
-    for number, future in zip(asked, exchange.ask(asked, [(rank + 1) % size] * len(asked)), strict=True):
+    for number, future in zip(
+        asked, exchange.ask(asked, [(rank + 1) % size] * len(asked)), strict=True
+    ):
         np.testing.assert_array_equal(future.result()[0], samples[number][0])
     exchange.close()
     given = len(range((rank - 1) % size, SAMPLES, size))

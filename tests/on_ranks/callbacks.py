@@ -36,7 +36,9 @@ def _noisy():
 
 def _compiled(build=models.mlp, optimizer=None, scheme="auto", **options):
     model = build()
-    model.compile(optimizer=tp.DistributedOptimizer(optimizer or sgd(), scheme), loss=models.LOSS, **options)
+    model.compile(
+        optimizer=tp.DistributedOptimizer(optimizer or sgd(), scheme), loss=models.LOSS, **options
+    )
     return model
 
 
@@ -52,7 +54,14 @@ def case_broadcast_variables(wire):
     x, y = models.mlp.data(8)
     model.optimizer.build(model.trainable_variables)
     model.optimizer.variables[2].assign(model.optimizer.variables[2] + wire.topology.rank)
-    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
+    model.fit(
+        x,
+        y,
+        batch_size=4,
+        shuffle=False,
+        verbose=0,
+        callbacks=[keras_callbacks.BroadcastVariables()],
+    )
     everything = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
     same_on_all_ranks(everything, wire)
     assert any("seed" in v.path for v in model.variables), "no seed generator was compared"
@@ -72,10 +81,15 @@ class Unbuilt(keras.Model):
 
 def case_broadcast_to_a_model_that_is_not_built(wire):
     x, y = models.mlp.data(8)
-    for data in ({"x": x, "y": y, "batch_size": 4}, {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(4)}):
+    for data in (
+        {"x": x, "y": y, "batch_size": 4},
+        {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(4)},
+    ):
         keras.utils.set_random_seed(wire.topology.rank)
         model = _compiled(Unbuilt)
-        model.fit(**data, shuffle=False, verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
+        model.fit(
+            **data, shuffle=False, verbose=0, callbacks=[keras_callbacks.BroadcastVariables()]
+        )
         same_on_all_ranks(model.get_weights(), wire)
         assert int(model.optimizer.iterations) == 2
 
@@ -83,7 +97,9 @@ def case_broadcast_to_a_model_that_is_not_built(wire):
 def case_generators_say_that_the_model_must_be_built(wire):
     batch = models.mlp.data(4)
     with Raises(RuntimeError, "Call the model on one batch, or model.build"):
-        _compiled(Unbuilt).fit((batch for _ in range(2)), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
+        _compiled(Unbuilt).fit(
+            (batch for _ in range(2)), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()]
+        )
 
 
 def case_broadcast_names_the_first_difference(wire):
@@ -111,11 +127,15 @@ def case_metric_average(wire):
     ).history
     logs = model.evaluate(x[mine], y[mine], batch_size=4, verbose=0, return_dict=True)
     whole = model.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
-    everybody = exchange_objects([logs["loss"], history["val_loss"][0], history["loss"][0]], wire, "losses")
+    everybody = exchange_objects(
+        [logs["loss"], history["val_loss"][0], history["loss"][0]], wire, "losses"
+    )
     assert everybody[0][0] != everybody[1][0]
     assert everybody[0][1:] == everybody[1][1:]
     np.testing.assert_allclose(history["val_accuracy"][0], whole["accuracy"], rtol=1e-6)
-    np.testing.assert_allclose(everybody[0][1], np.average([e[0] for e in everybody], weights=sizes), rtol=1e-5)
+    np.testing.assert_allclose(
+        everybody[0][1], np.average([e[0] for e in everybody], weights=sizes), rtol=1e-5
+    )
 
 
 class _Worse(keras.callbacks.Callback):
@@ -133,7 +153,9 @@ def case_keras_callbacks_decide_alike(wire):
         keras.callbacks.ReduceLROnPlateau("loss", patience=1, factor=0.5),
         keras.callbacks.EarlyStopping("loss", patience=3),
     ]
-    history = model.fit(*models.mlp.data(8), batch_size=4, epochs=10, verbose=0, callbacks=callbacks)
+    history = model.fit(
+        *models.mlp.data(8), batch_size=4, epochs=10, verbose=0, callbacks=callbacks
+    )
     epochs = exchange_objects(len(history.epoch), wire, "epochs")
     rates = exchange_objects(float(model.optimizer.learning_rate), wire, "rates")
     assert epochs == [4, 4]
@@ -150,7 +172,13 @@ def case_warmup_and_momentum_correction(wire):
     model = _compiled(optimizer=SGD(0.8, momentum=0.9))
     warmup = keras_callbacks.LearningRateWarmup(0.8, warmup_epochs=2)
     schedule = keras_callbacks.LearningRateSchedule(0.8, lambda epoch: 0.1, start_epoch=3)
-    model.fit(*models.mlp.data(16), batch_size=4, epochs=4, verbose=0, callbacks=[warmup, schedule, Record()])
+    model.fit(
+        *models.mlp.data(16),
+        batch_size=4,
+        epochs=4,
+        verbose=0,
+        callbacks=[warmup, schedule, Record()],
+    )
     expected = [*np.linspace(0.4, 0.8, 9)[:8], *[0.8] * 4, *[0.08] * 4]
     np.testing.assert_allclose(Record.rates, expected, rtol=1e-5)
 
@@ -165,7 +193,13 @@ def case_a_schedule_right_behind_warmup(wire):
     model = _compiled(optimizer=SGD(0.8, momentum=0.9))
     warmup = keras_callbacks.LearningRateWarmup(0.8, warmup_epochs=2)
     schedule = keras_callbacks.LearningRateSchedule(0.8, lambda epoch: 0.1, start_epoch=2)
-    model.fit(*models.mlp.data(16), batch_size=4, epochs=4, verbose=0, callbacks=[warmup, schedule, Record()])
+    model.fit(
+        *models.mlp.data(16),
+        batch_size=4,
+        epochs=4,
+        verbose=0,
+        callbacks=[warmup, schedule, Record()],
+    )
     expected = [*np.linspace(0.4, 0.8, 9)[:8], *[0.08] * 8]
     np.testing.assert_allclose(Record.rates, expected, rtol=1e-5)
 
@@ -191,7 +225,9 @@ def case_average_batch_norm(wire):
     means = exchange_objects(layer.moving_mean.numpy().tolist(), wire, "means")
     assert means[0] != means[1]
     model.evaluate(x, y, verbose=0, callbacks=[keras_callbacks.AverageBatchNorm()])
-    np.testing.assert_allclose(layer.moving_mean.numpy(), np.mean(means, axis=0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        layer.moving_mean.numpy(), np.mean(means, axis=0), rtol=1e-5, atol=1e-6
+    )
     same_on_all_ranks([layer.moving_mean.numpy(), layer.moving_variance.numpy()], wire)
 
 
@@ -212,7 +248,9 @@ def _checked_fit(action):
 
 
 def case_replica_check_stops(wire):
-    with Raises(RuntimeError, r"After 4 steps .*dense_1/kernel.* on rank\(s\) \[1\] against rank 0"):
+    with Raises(
+        RuntimeError, r"After 4 steps .*dense_1/kernel.* on rank\(s\) \[1\] against rank 0"
+    ):
         _checked_fit("stop")
 
 
@@ -229,7 +267,9 @@ def case_replica_check_reports(wire):
         model = _checked_fit("report")
     assert len(lines) == (2 if wire.topology.rank == 0 else 0), lines
     for steps, line in zip((4, 8), lines, strict=False):
-        assert re.search(rf"After {steps} steps .*dense_1/kernel.* on rank\(s\) \[1\] against rank 0\.$", line), line
+        assert re.search(
+            rf"After {steps} steps .*dense_1/kernel.* on rank\(s\) \[1\] against rank 0\.$", line
+        ), line
     digests = exchange_objects(models.digest(model.get_weights()), wire, "digests")
     assert digests[0] != digests[1]
 
@@ -272,7 +312,16 @@ EPOCHS = 2
 BATCHES = 3
 
 
-def _job(build, folder, make_optimizer, callbacks=(), epochs=EPOCHS, every_n_steps=None, scheme="auto", **fit):
+def _job(
+    build,
+    folder,
+    make_optimizer,
+    callbacks=(),
+    epochs=EPOCHS,
+    every_n_steps=None,
+    scheme="auto",
+    **fit,
+):
     """A run that always sees the same data in the same order."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(5)
@@ -303,7 +352,12 @@ def check_resumes_everywhere(wire, build, make_optimizer, scheme="auto", callbac
     """Restores at every step, and compares the rest of the run with one that was not interrupted."""
     folder = _folder(wire)
     whole, history = _job(
-        build, os.path.join(folder, "whole"), make_optimizer, callbacks, every_n_steps=1, scheme=scheme
+        build,
+        os.path.join(folder, "whole"),
+        make_optimizer,
+        callbacks,
+        every_n_steps=1,
+        scheme=scheme,
     )
     names = sorted(os.listdir(os.path.join(folder, "whole")))
     assert len(names) == EPOCHS * BATCHES + EPOCHS
@@ -316,7 +370,9 @@ def check_resumes_everywhere(wire, build, make_optimizer, scheme="auto", callbac
         for a, b in zip(_state(resumed), _state(whole), strict=True):
             np.testing.assert_array_equal(a, b, f"resumed from {name}")
         for metric, values in rest.items():
-            np.testing.assert_allclose(values, history[metric][-len(values) :], rtol=1e-6, err_msg=f"{metric} {name}")
+            np.testing.assert_allclose(
+                values, history[metric][-len(values) :], rtol=1e-6, err_msg=f"{metric} {name}"
+            )
     if wire.topology.rank == 0:
         shutil.rmtree(folder)
 
@@ -359,7 +415,9 @@ def case_a_fit_after_a_resumed_one_begins_at_its_beginning(wire):
 
 
 def case_resume_at_every_step_with_accumulation(wire):
-    check_resumes_everywhere(wire, models.mlp, lambda: SGD(0.1, momentum=0.9, gradient_accumulation_steps=2))
+    check_resumes_everywhere(
+        wire, models.mlp, lambda: SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
+    )
 
 
 def case_full_disk_leaves_the_last_snapshot(wire):
@@ -375,7 +433,10 @@ def case_full_disk_leaves_the_last_snapshot(wire):
 
     snapshots._save = save
     try:
-        with Raises(snapshots.SnapshotError, "rank 1: OSError.*No space left.*last whole one is snapshot-000002"):
+        with Raises(
+            snapshots.SnapshotError,
+            "rank 1: OSError.*No space left.*last whole one is snapshot-000002",
+        ):
             _job(models.mlp, folder, sgd, epochs=4)
     finally:
         snapshots._save = original
@@ -422,7 +483,8 @@ def case_checkpoint_of_another_model_is_refused(wire):
     folder = _folder(wire)
     _job(models.mlp, folder, sgd, epochs=1)
     with Raises(
-        snapshots.SnapshotError, "same model and optimizer. The first difference is variable 0: .*20, 32.*20, 16"
+        snapshots.SnapshotError,
+        "same model and optimizer. The first difference is variable 0: .*20, 32.*20, 16",
     ):
         _job(_noisy, folder, sgd)
     exchange_objects(None, wire, "done")

@@ -42,7 +42,9 @@ def _check_constant_gradient(scheme):
 
 
 def _check_same_bits(array, wire):
-    everybody = wire.all_gather(tf.constant(array[None]), wire.topology.world, "contract/compare").numpy()
+    everybody = wire.all_gather(
+        tf.constant(array[None]), wire.topology.world, "contract/compare"
+    ).numpy()
     for other in everybody:
         np.testing.assert_array_equal(other, everybody[0])
 
@@ -52,4 +54,6 @@ def case_bytes_on_the_wire(wire):
     if hvd.mpi_enabled():
         return
     ranks = range(wire.topology.size)
-    counting.check(wire, "lo", lambda cost: sum(cost(wire.topology.seen_from(r)).bytes for r in ranks))
+    counting.check(
+        wire, "lo", lambda cost: sum(cost(wire.topology.seen_from(r)).bytes for r in ranks)
+    )

@@ -30,10 +30,14 @@ def check(wire, interface, expect):
         label = f"bytes.{interface}.{name}".replace(" ", "_")
         vector = tf.constant(contract.gradient(LENGTH, wire.topology.rank))
         state = contract.settled_state(scheme, LENGTH, wire.topology)
-        exchange = tf.function(lambda x, *state, scheme=scheme, label=label: scheme.exchange(x, state, wire, label)[0])
+        exchange = tf.function(
+            lambda x, *state, scheme=scheme, label=label: scheme.exchange(x, state, wire, label)[0]
+        )
         exchange = functools.partial(exchange, vector, *state)
         exchange()
-        check_carried(exchange, interface, wire, expect(functools.partial(scheme.cost, LENGTH, 4)), name)
+        check_carried(
+            exchange, interface, wire, expect(functools.partial(scheme.cost, LENGTH, 4)), name
+        )
 
 
 def check_carried(exchange, interface, wire, expected, label, talk=0):

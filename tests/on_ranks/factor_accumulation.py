@@ -9,7 +9,14 @@ from tests.on_ranks import models
 from tests.on_ranks.callbacks import check_resumes_everywhere
 from tests.on_ranks.factors import KERNELS, _large_table, _tokens
 from tests.on_ranks.models import same_on_all_ranks
-from tests.on_ranks.training import BATCH, STEPS, check_close, check_equal, train_alone, train_together
+from tests.on_ranks.training import (
+    BATCH,
+    STEPS,
+    check_close,
+    check_equal,
+    train_alone,
+    train_together,
+)
 
 ACCUMULATED = 2
 
@@ -29,7 +36,10 @@ def case_equal_to_one_process(wire):
     ):
         start = build()
         reference = train_alone(models.copy(build, start), data, accumulating())
-        for scheme in ([(variable, "sfb"), (".*", "allreduce")], [(variable, "adam"), (".*", "ps")]):
+        for scheme in (
+            [(variable, "sfb"), (".*", "allreduce")],
+            [(variable, "adam"), (".*", "ps")],
+        ):
             optimizer = tp.DistributedOptimizer(accumulating(), scheme=scheme)
             weights = train_together(models.copy(build, start), data, optimizer, wire)
             check_equal(weights, reference)
@@ -77,7 +87,9 @@ def case_batches_that_weigh_differently(wire):
         reference.compile(optimizer=inner, loss=models.LOSS)
         reference.train_on_batch(x, y)
         model = models.copy(models.mlp, start)
-        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=KERNELS, gradient_accumulation_steps=2)
+        optimizer = tp.DistributedOptimizer(
+            keras.optimizers.SGD(0.1), scheme=KERNELS, gradient_accumulation_steps=2
+        )
         model.compile(optimizer=optimizer, loss=models.LOSS)
         for step in range(2):
             part = 2 * wire.topology.rank + step

@@ -11,7 +11,16 @@ import tensorflow as tf
 import tfposeidon as tp
 from tests.on_ranks import models
 from tests.on_ranks.models import same_on_all_ranks
-from tests.on_ranks.training import BATCH, STEPS, adam, check_close, check_equal, sgd, train_alone, train_together
+from tests.on_ranks.training import (
+    BATCH,
+    STEPS,
+    adam,
+    check_close,
+    check_equal,
+    sgd,
+    train_alone,
+    train_together,
+)
 from tests.on_ranks.wait_free import _ancestors, check_independent, traced
 
 KERNELS = [("kernel", "sfb"), (".*", "allreduce")]
@@ -34,7 +43,9 @@ def case_factors_train_like_matrices(wire):
 def _large_table():
     """An embedding of which a batch meets few rows, and twice some of them."""
     tokens, table = keras.Input((4,), dtype="int32"), keras.layers.Embedding(500, 8)
-    return keras.Model(tokens, keras.layers.Dense(models.CLASSES)(keras.layers.Flatten()(table(tokens))))
+    return keras.Model(
+        tokens, keras.layers.Dense(models.CLASSES)(keras.layers.Flatten()(table(tokens)))
+    )
 
 
 def _tokens(count):
@@ -53,7 +64,9 @@ def case_embeddings_send_rows(wire):
             weights = train_together(models.copy(_large_table, start), data, optimizer, wire)
             check_equal(weights, reference)
             same_on_all_ranks(weights, wire)
-            (bucket,) = [b for b in optimizer.plan.buckets if "embeddings" in b.descriptions[0].path]
+            (bucket,) = [
+                b for b in optimizer.plan.buckets if "embeddings" in b.descriptions[0].path
+            ]
             assert bucket.scheme.name == ("sfb" if scheme == "hybcomm" else "adam")
             assert bucket.descriptions[0].factors.rows == 4 * BATCH // wire.topology.size
             assert "sent as a dense matrix" not in str(optimizer.plan)
@@ -94,12 +107,20 @@ def case_factors_in_half_precision(wire):
     data = models.mlp.data(STEPS * BATCH)
     start = models.mlp()
     reference = train_together(
-        models.copy(models.mlp, start), data, tp.DistributedOptimizer(sgd(), scheme="allreduce"), wire
+        models.copy(models.mlp, start),
+        data,
+        tp.DistributedOptimizer(sgd(), scheme="allreduce"),
+        wire,
     )
     optimizer = tp.DistributedOptimizer(sgd(), scheme=KERNELS)
     weights = train_together(models.copy(models.mlp, start), data, optimizer, wire)
     same_on_all_ranks(weights, wire)
-    sent = [d.factors.dtype for b in optimizer.plan.buckets for d in b.descriptions if b.scheme.name == "sfb"]
+    sent = [
+        d.factors.dtype
+        for b in optimizer.plan.buckets
+        for d in b.descriptions
+        if b.scheme.name == "sfb"
+    ]
     assert sent == ["float16"] * 3, sent
     check_close(weights, reference, start.get_weights(), 2e-3)
 
@@ -108,8 +129,12 @@ def case_the_local_product_is_gone_and_nothing_waits(wire):
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=KERNELS, bucket_bytes=0)
     graph = traced(models.mlp(), optimizer, models.mlp.data(4))
     check_independent(graph, 6)
-    kept = set().union(*(_ancestors(op) | {op} for op in graph.get_operations() if op.op_def.is_stateful))
-    products = [op for op in graph.get_operations() if op.type == "MatMul" and op.get_attr("transpose_a")]
+    kept = set().union(
+        *(_ancestors(op) | {op} for op in graph.get_operations() if op.op_def.is_stateful)
+    )
+    products = [
+        op for op in graph.get_operations() if op.type == "MatMul" and op.get_attr("transpose_a")
+    ]
     local = [op for op in products if "gradient_tape" in op.name]
     assert len(local) == 3, [op.name for op in products]
     assert not kept & set(local), "the local product is still computed"
@@ -124,7 +149,9 @@ def case_hybcomm_says_what_it_weighed(wire):
     nodes, k = len(wire.topology.nodes), BATCH // wire.topology.size
     p, k = (nodes, k * len(wire.topology.nodes[0])) if nodes > 1 else (wire.topology.size, k)
     plan = json.loads(optimizer.plan.to_json())
-    chosen = {"/".join(v["path"].split("/")[-2:]): (b, v) for b in plan["buckets"] for v in b["variables"]}
+    chosen = {
+        "/".join(v["path"].split("/")[-2:]): (b, v) for b in plan["buckets"] for v in b["variables"]
+    }
     for layer in model.layers:
         m, n = layer.kernel.shape
         bucket, variable = chosen[f"{layer.name}/kernel"]
@@ -162,7 +189,10 @@ def case_no_factors_at_all(wire):
         [keras.Input((10, 10, 2)), keras.layers.Conv2D(models.CLASSES, 10), keras.layers.Flatten()]
     )
     optimizer = tp.DistributedOptimizer(sgd(), scheme="sfb")
-    with pytest.raises(ValueError, match=r"'sfb' needs gradients.*none.*conv2d.*Conv2DBackpropFilter.*Use \"hybcomm\""):
+    with pytest.raises(
+        ValueError,
+        match=r"'sfb' needs gradients.*none.*conv2d.*Conv2DBackpropFilter.*Use \"hybcomm\"",
+    ):
         train_together(model, models.cnn.data(BATCH), optimizer, wire)
 
 
@@ -183,7 +213,13 @@ def case_another_batch_size_is_weighed_anew(wire):
     model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme="hybcomm"), loss=models.LOSS)
     names = lambda: [bucket.scheme.name for bucket in model.optimizer.plan.buckets]  # noqa: E731
     for batch_size, has_factors in ((2, True), (120, False), (2, True)):
-        model.fit(x[: 2 * batch_size], y[: 2 * batch_size], batch_size=batch_size, shuffle=False, verbose=0)
+        model.fit(
+            x[: 2 * batch_size],
+            y[: 2 * batch_size],
+            batch_size=batch_size,
+            shuffle=False,
+            verbose=0,
+        )
         assert ("sfb" in names()) == has_factors, (batch_size, str(model.optimizer.plan))
         same_on_all_ranks(model.get_weights(), wire)
 
@@ -205,7 +241,9 @@ def case_a_trace_without_factors_sends_the_matrix(wire):
 
         tf.function(lambda: step(lambda g: g))()
         is_last = wire.topology.rank == wire.topology.size - 1
-        tf.function(lambda: step(lambda g: tf.clip_by_value(g, -1e9, 1e9) if is_last or regularised else g))()
+        tf.function(
+            lambda: step(lambda g: tf.clip_by_value(g, -1e9, 1e9) if is_last or regularised else g)
+        )()
         return weight.numpy()
 
     expected = start.astype("float64")
@@ -214,7 +252,10 @@ def case_a_trace_without_factors_sends_the_matrix(wire):
     weight = train(regularised=False)
     np.testing.assert_allclose(weight, expected, atol=1e-4 * np.abs(expected).max())
     same_on_all_ranks([weight], wire)
-    with pytest.raises(ValueError, match=r"regularised must have factors in all traces.*ClipByValue|Minimum|Maximum"):
+    with pytest.raises(
+        ValueError,
+        match=r"regularised must have factors in all traces.*ClipByValue|Minimum|Maximum",
+    ):
         train(regularised=True)
 
 

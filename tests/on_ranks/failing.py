@@ -40,7 +40,9 @@ def main(kind):
     model = models.mlp()
     model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss=models.LOSS)
     epochs = 10_000 if kind == "none" else 1
-    model.fit(*models.mlp.data(40), batch_size=4, epochs=epochs, verbose=0, callbacks=[Trouble(kind)])
+    model.fit(
+        *models.mlp.data(40), batch_size=4, epochs=epochs, verbose=0, callbacks=[Trouble(kind)]
+    )
     print("the job went on", flush=True)
 
 

@@ -35,7 +35,9 @@ def main(folder, trouble):
     memory = Path(folder) / f"memory{tp.rank()}"
     cache = datacache.Cache(source, drawn.decode, memory=memory, partition="split")
     data = cache.dataset(8).map(lambda pixels, label: (tf.cast(pixels, "float32"), label))
-    model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(drawn.CLASSES)])
+    model = keras.Sequential(
+        [keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(drawn.CLASSES)]
+    )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(1e-3)), loss)
     callbacks = [keras_callbacks.CachePosition(cache), *([Trouble()] if trouble == "raise" else [])]

@@ -95,7 +95,9 @@ class _HandWritten:
     def __call__(self, model, x, y, rows):
         if self.step is None:
             batch = tf.TensorSpec([None, WIDTH])
-            self.step = tf.function(lambda x, y: self._step(model, x, y), input_signature=[batch, batch])
+            self.step = tf.function(
+                lambda x, y: self._step(model, x, y), input_signature=[batch, batch]
+            )
         return lambda: self.step(x, y)
 
     def _step(self, model, x, y):
@@ -124,7 +126,9 @@ def case_bytes_follow_the_rows_of_each_step(wire):
 
 def _check(name, make, many, wire):
     model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(WIDTH, use_bias=False)])
-    model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme="hybcomm"), loss="mse")
+    model.compile(
+        optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme="hybcomm"), loss="mse"
+    )
     sent = []
     for rows, scheme in ((2, "sfb"), (many, "ps"), (2, "sfb")):
         batch = np.random.default_rng(0).normal(size=(rows, WIDTH)).astype("float32")

@@ -28,7 +28,9 @@ def _bert():
 
 
 def _vit():
-    backbone = keras_hub.models.ViTBackbone((SIDE, SIDE, 3), 8, num_layers=1, num_heads=2, hidden_dim=16, mlp_dim=32)
+    backbone = keras_hub.models.ViTBackbone(
+        (SIDE, SIDE, 3), 8, num_layers=1, num_heads=2, hidden_dim=16, mlp_dim=32
+    )
     return keras.Model(backbone.input, keras.layers.Dense(models.CLASSES)(backbone.output[:, 0]))
 
 
@@ -51,13 +53,20 @@ def _of_text(backbone, **more):
     padding = keras.ops.cast(keras.ops.not_equal(tokens, 0), "int32")
     given = {name: make(tokens) for name, make in more.items()}
     output = backbone({"token_ids": tokens, "padding_mask": padding, **given})
-    pooled = output["pooled_output"] if isinstance(output, dict) else keras.layers.GlobalAveragePooling1D()(output)
+    pooled = (
+        output["pooled_output"]
+        if isinstance(output, dict)
+        else keras.layers.GlobalAveragePooling1D()(output)
+    )
     return keras.Model(tokens, keras.layers.Dense(models.CLASSES)(pooled))
 
 
 def _texts(count):
     generator = np.random.default_rng(0)
-    tokens, lengths = generator.integers(1, TOKENS, (count, 8)), generator.integers(3, 9, (count, 1))
+    tokens, lengths = (
+        generator.integers(1, TOKENS, (count, 8)),
+        generator.integers(3, 9, (count, 1)),
+    )
     return np.where(np.arange(8) < lengths, tokens, 0), generator.integers(0, models.CLASSES, count)
 
 
@@ -73,12 +82,18 @@ def _check(wire, build, data, make_optimizer, schemes):
     reference = train_alone(models.copy(build, start), data, make_optimizer())
     moved = max(np.abs(a - b).max() for a, b in zip(reference, start.get_weights(), strict=True))
     assert moved > 1e-3, "nothing was learnt, so nothing was compared"
-    mine = models.of_any_length(*models.share(data, BATCH, wire.topology), BATCH // wire.topology.size)
+    mine = models.of_any_length(
+        *models.share(data, BATCH, wire.topology), BATCH // wire.topology.size
+    )
     for scheme in schemes:
         model = models.copy(build, start)
-        model.compile(optimizer=tp.DistributedOptimizer(make_optimizer(), scheme=scheme), loss=models.LOSS)
+        model.compile(
+            optimizer=tp.DistributedOptimizer(make_optimizer(), scheme=scheme), loss=models.LOSS
+        )
         model.fit(mine, shuffle=False, verbose=0)
-        same_on_all_ranks([*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)], wire)
+        same_on_all_ranks(
+            [*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)], wire
+        )
         if scheme is not SPARSE:
             check_equal(model.get_weights(), reference)
 

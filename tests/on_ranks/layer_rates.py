@@ -46,7 +46,11 @@ def case_lars(wire):
 
 
 def case_lars_with_the_other_ratio(wire):
-    _compare(wire, lambda **options: lars(ratio="norm_of_sum", nesterov=True, **options), [("2dtar", "auto")])
+    _compare(
+        wire,
+        lambda **options: lars(ratio="norm_of_sum", nesterov=True, **options),
+        [("2dtar", "auto")],
+    )
 
 
 def case_lamb(wire):
@@ -62,8 +66,15 @@ def case_embeddings(wire):
 
 
 def case_clipping_and_ema(wire):
-    for options in ({"global_clipnorm": 0.1, "use_ema": True, "ema_overwrite_frequency": 3}, {"clipnorm": 0.05}):
-        _compare(wire, lambda options=options, **more: lars(**options, **more), [("asa", True), (SERVED, "auto")])
+    for options in (
+        {"global_clipnorm": 0.1, "use_ema": True, "ema_overwrite_frequency": 3},
+        {"clipnorm": 0.05},
+    ):
+        _compare(
+            wire,
+            lambda options=options, **more: lars(**options, **more),
+            [("asa", True), (SERVED, "auto")],
+        )
 
 
 def case_accumulation(wire):
@@ -83,10 +94,15 @@ def case_mixed_precision_with_an_overflow(wire):
     x = 300 * x
     for scheme, parallel in (("asa", True), (SERVED, "auto")):
         model = models.mlp()
-        model.compile(optimizer=tp.DistributedOptimizer(lars(parallel=parallel), scheme=scheme), loss=models.LOSS)
+        model.compile(
+            optimizer=tp.DistributedOptimizer(lars(parallel=parallel), scheme=scheme),
+            loss=models.LOSS,
+        )
         before = model.get_weights()
         share = models.share((x, y), BATCH, wire.topology)
-        model.fit(*share, batch_size=BATCH // wire.topology.size, epochs=4, verbose=0, shuffle=False)
+        model.fit(
+            *share, batch_size=BATCH // wire.topology.size, epochs=4, verbose=0, shuffle=False
+        )
         same_on_all_ranks(model.get_weights(), wire)
         assert all(np.isfinite(w).all() for w in model.get_weights())
         assert any((a != b).any() for a, b in zip(before, model.get_weights(), strict=True))
@@ -94,7 +110,9 @@ def case_mixed_precision_with_an_overflow(wire):
 
 def case_two_lists_of_variables(wire):
     """As two networks that one optimizer trains in turn: each has norms of its own, and names of its own."""
-    a, b = ([keras.Variable(np.full((n, n), 2.0 + i), name=f"w{i}") for i in range(3)] for n in (2, 3))
+    a, b = (
+        [keras.Variable(np.full((n, n), 2.0 + i), name=f"w{i}") for i in range(3)] for n in (2, 3)
+    )
     optimizer = tp.DistributedOptimizer(lars(parallel=True), scheme="asa")
     optimizer.build([*a, *b])
 
@@ -108,7 +126,11 @@ def case_two_lists_of_variables(wire):
     inner = optimizer.inner_optimizer
     assert inner.norms is local_norms
     alone = lars()
-    expected = [keras.Variable(np.full(v.shape, 2.0 + i), name=v.name) for part in (a, b) for i, v in enumerate(part)]
+    expected = [
+        keras.Variable(np.full(v.shape, 2.0 + i), name=v.name)
+        for part in (a, b)
+        for i, v in enumerate(part)
+    ]
     alone.build(expected)
     for size in (1.0, 2.0, 3.0):
         for part in (expected[:3], expected[3:]):
@@ -118,22 +140,38 @@ def case_two_lists_of_variables(wire):
 
 
 def case_few_layers_of_other_dtypes(wire):
-    for dtypes in (["float16"], ["bfloat16"], ["float64"], ["float64", "float32"], ["float32", "float64"]):
+    for dtypes in (
+        ["float16"],
+        ["bfloat16"],
+        ["float64"],
+        ["float64", "float32"],
+        ["float32", "float64"],
+    ):
         for parallel in (True, "auto"):
-            made = [keras.Variable(np.full((2, 2), 2.0), dtype=d, name=f"w{i}") for i, d in enumerate(dtypes)]
+            made = [
+                keras.Variable(np.full((2, 2), 2.0), dtype=d, name=f"w{i}")
+                for i, d in enumerate(dtypes)
+            ]
             optimizer = tp.DistributedOptimizer(lars(parallel=parallel), scheme="allreduce")
             optimizer.apply([tf.ones([2, 2], d) for d in dtypes], made)
             for variable in made:
                 # |w| = 4, |g| = 2, decay 0.01: 2 - 2.0 * 0.02 * 4 / 2.04 * 1.02.
-                np.testing.assert_allclose(tf.cast(variable.value, "float64"), np.full((2, 2), 1.92), rtol=1e-2)
+                np.testing.assert_allclose(
+                    tf.cast(variable.value, "float64"), np.full((2, 2), 1.92), rtol=1e-2
+                )
 
 
 def case_ranks_that_take_norms_otherwise(wire):
-    for options in ({"parallel": wire.topology.rank == 0}, {"exclude": ["kernel"] if wire.topology.rank else None}):
+    for options in (
+        {"parallel": wire.topology.rank == 0},
+        {"exclude": ["kernel"] if wire.topology.rank else None},
+    ):
         optimizer = tp.DistributedOptimizer(lars(**options), scheme="asa")
         model = models.mlp()
         optimizer.build(model.trainable_variables)
-        with Raises(RuntimeError, f"{'parallel' if 'parallel' in options else 'excluded'}.*on rank"):
+        with Raises(
+            RuntimeError, f"{'parallel' if 'parallel' in options else 'excluded'}.*on rank"
+        ):
             optimizer.apply([tf.ones(v.shape) for v in model.trainable_variables])
 
 
@@ -142,7 +180,11 @@ def case_the_plan_says_who_takes_norms(wire):
         ("asa", True, "norms of 3 layers: each rank a share (parallel=True)"),
         ("asa", False, "norms of 3 layers: all on every rank (parallel=False)"),
         ("asa", "auto", "(measured once: "),
-        (SERVED, "auto", "norms of layers: of the servers' parts, their squares are summed over the ranks"),
+        (
+            SERVED,
+            "auto",
+            "norms of layers: of the servers' parts, their squares are summed over the ranks",
+        ),
     ):
         optimizer = tp.DistributedOptimizer(lars(parallel=parallel), scheme=scheme)
         train_together(models.mlp(), models.mlp.data(BATCH), optimizer, wire)

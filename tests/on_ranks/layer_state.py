@@ -53,7 +53,10 @@ class Table(L.Layer):
 def _model(rank):
     """Every layer adapted to this rank's share."""
     random = np.random.default_rng(rank)
-    numbers, words = keras.Input((3,), name="numbers"), keras.Input((), dtype="string", name="words")
+    numbers, words = (
+        keras.Input((3,), name="numbers"),
+        keras.Input((), dtype="string", name="words"),
+    )
     wholes = keras.Input((1,), dtype="int64", name="wholes")
     normalised, binned = L.Normalization(), L.Discretization(num_bins=4, output_mode="one_hot")
     mine = np.roll(WORDS, rank)[: 6 + rank]
@@ -92,12 +95,19 @@ def _predictions(model):
 
 def case_broadcast_sends_it(wire):
     model = _model(wire.topology.rank)
-    assert len(set(map(str, exchange_objects(_predictions(model), wire, "before")))) == wire.topology.size
+    assert (
+        len(set(map(str, exchange_objects(_predictions(model), wire, "before"))))
+        == wire.topology.size
+    )
     model.fit(_data(), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
     everybody = exchange_objects(_predictions(model), wire, "after")
     assert everybody[0] == everybody[1]
-    vocabularies = [layer.get_vocabulary() for layer in model.layers if hasattr(layer, "get_vocabulary")]
-    texts = exchange_objects([[str(token) for token in words] for words in vocabularies], wire, "vocabularies")
+    vocabularies = [
+        layer.get_vocabulary() for layer in model.layers if hasattr(layer, "get_vocabulary")
+    ]
+    texts = exchange_objects(
+        [[str(token) for token in words] for words in vocabularies], wire, "vocabularies"
+    )
     assert len(texts[0]) == 3
     assert texts[0] == texts[1]
     model.fit(_data(), verbose=0, callbacks=[keras_callbacks.ReplicaCheck(every_n_steps=1)])
@@ -106,7 +116,9 @@ def case_broadcast_sends_it(wire):
 def case_what_was_traced_before_is_traced_anew(wire):
     """Also where the statistics follow from variables that were sent."""
     normalised = L.Normalization()
-    normalised.adapt(np.random.default_rng(wire.topology.rank).normal(wire.topology.rank, 1, (64, 3)))
+    normalised.adapt(
+        np.random.default_rng(wire.topology.rank).normal(wire.topology.rank, 1, (64, 3))
+    )
     model = keras.Sequential([keras.Input((3,)), normalised, L.Dense(1)])
     model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
     x = np.ones((4, 3), "float32")
@@ -121,7 +133,9 @@ def case_the_roots_state_stays_as_it_is(wire):
     model = _model(wire.topology.rank)
     before = _predictions(model)
     tables = layer_state.read(model)
-    model.fit(_data(), verbose=0, steps_per_epoch=1, callbacks=[keras_callbacks.BroadcastVariables(1)])
+    model.fit(
+        _data(), verbose=0, steps_per_epoch=1, callbacks=[keras_callbacks.BroadcastVariables(1)]
+    )
     if wire.topology.rank == 1:
         for name, value in layer_state.read(model).items():
             np.testing.assert_array_equal(value, tables[name])
@@ -133,7 +147,9 @@ def case_replica_check_sees_it(wire):
         def on_train_begin(self, logs=None):
             if wire.topology.rank == 1:
                 self.model.layers[-1].get_weights()
-                layer = next(layer for layer in self.model.layers if isinstance(layer, L.Normalization))
+                layer = next(
+                    layer for layer in self.model.layers if isinstance(layer, L.Normalization)
+                )
                 layer.mean = layer.mean + 1.0
 
     def fit(action):
@@ -149,7 +165,9 @@ def case_replica_check_sees_it(wire):
         model = fit("repair")
     everybody = exchange_objects(_predictions(model), wire, "repaired")
     assert everybody[0] == everybody[1]
-    assert len([line for line in lines if "All ranks get rank 0's" in line]) == (wire.topology.rank == 0)
+    assert len([line for line in lines if "All ranks get rank 0's" in line]) == (
+        wire.topology.rank == 0
+    )
 
 
 def case_what_cannot_be_sent_is_refused(wire):
@@ -162,13 +180,17 @@ def case_what_cannot_be_sent_is_refused(wire):
         if fits:
             fit()
         else:
-            with Raises(ValueError, "Tables in layers must be alike on all ranks.*Received: layer 'table"):
+            with Raises(
+                ValueError, "Tables in layers must be alike on all ranks.*Received: layer 'table"
+            ):
                 fit()
 
 
 def case_checkpoints_hold_it(wire):
     """A job that goes on with layers that are not adapted, or to something else, predicts what was saved."""
-    folder = exchange_objects(tempfile.mkdtemp() if wire.topology.rank == 0 else "", wire, "folder")[0]
+    folder = exchange_objects(
+        tempfile.mkdtemp() if wire.topology.rank == 0 else "", wire, "folder"
+    )[0]
     model = _model(wire.topology.rank)
     callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.Checkpoint(folder)]
     model.fit(_data(), verbose=0, callbacks=callbacks)

@@ -70,7 +70,10 @@ def _check_plan(plan, expected):
         for description, choice in zip(bucket.descriptions, bucket.choices, strict=True):
             if description.factors is None:
                 assert description.why_no_factors, description.path
-                assert description.why_no_factors in choice.reason, (description.path, choice.reason)
+                assert description.why_no_factors in choice.reason, (
+                    description.path,
+                    choice.reason,
+                )
             else:
                 factors.append(tuple(description.shape))
     assert sorted(factors) == sorted(expected)

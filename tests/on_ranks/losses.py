@@ -31,7 +31,9 @@ def _tagged(count):
     generator = np.random.default_rng(0)
     place, batch = np.arange(count) % BATCH, np.arange(count) // BATCH
     lengths = np.where(place < FIRST, LENGTH, np.where(batch % 4 == 3, 0, 2))
-    tokens = np.where(np.arange(LENGTH) < lengths[:, None], generator.integers(1, 11, (count, LENGTH)), 0)
+    tokens = np.where(
+        np.arange(LENGTH) < lengths[:, None], generator.integers(1, 11, (count, LENGTH)), 0
+    )
     return tokens, generator.integers(0, models.CLASSES, (count, LENGTH))
 
 
@@ -45,7 +47,11 @@ def _trained(start, build, data, batch, optimizer, loss):
     model = models.copy(build, start)
     model.compile(optimizer=optimizer, loss=loss)
     # Of a length that Keras does not know: ranks tell one another at each step whether they have a batch.
-    model.fit(tf.data.Dataset.from_tensor_slices(data).batch(batch).filter(lambda *_: True), shuffle=False, verbose=0)
+    model.fit(
+        tf.data.Dataset.from_tensor_slices(data).batch(batch).filter(lambda *_: True),
+        shuffle=False,
+        verbose=0,
+    )
     return model.get_weights()
 
 
@@ -70,7 +76,9 @@ class _OneProcess:
         """
         inner = keras.optimizers.SGD(self.rate * times)
         optimizer = tp.DistributedOptimizer(inner, sample_count=sample_count)
-        weights = _trained(self.start, self.build, *_mine(self.data, wire), optimizer, loss or self.loss)
+        weights = _trained(
+            self.start, self.build, *_mine(self.data, wire), optimizer, loss or self.loss
+        )
         assert int(optimizer.iterations) == BATCHES
         same_on_all_ranks(weights, wire)
         furthest = max(np.abs(a - b).max() for a, b in zip(weights, self.end, strict=True))
@@ -114,13 +122,17 @@ def case_sums_over_samples(wire):
     """Also those that are left as vectors: a gradient is that of their sum. The mean of ranks' sums is a P-th of it."""
     data = models.mlp.data(BATCHES * BATCH)
     for reduction in ("sum", "none"):
-        one = _OneProcess(_linear, data, CrossEntropy(from_logits=True, reduction=reduction), RATE / BATCH)
+        one = _OneProcess(
+            _linear, data, CrossEntropy(from_logits=True, reduction=reduction), RATE / BATCH
+        )
         assert one.distance(wire, times=tp.size()) > FAR
         assert one.distance(wire, tp.sample_counts.equal, times=tp.size()) < EXACT
     # With a regulariser, of which there is one and not P.
     loss = CrossEntropy(from_logits=True, reduction="sum")
     one = _OneProcess(models.mlp, data, loss, RATE / BATCH)
-    assert one.distance(wire, tp.sample_counts.equal, loss=lambda y, p: tp.size() * loss(y, p)) < EXACT
+    assert (
+        one.distance(wire, tp.sample_counts.equal, loss=lambda y, p: tp.size() * loss(y, p)) < EXACT
+    )
 
 
 def _linear():
@@ -146,7 +158,9 @@ def case_accumulated_tokens(wire):
     reference.train_on_batch(*both)
     model = models.copy(_tagger, start)
     inner = keras.optimizers.SGD(RATE, gradient_accumulation_steps=BATCHES)
-    model.compile(optimizer=tp.DistributedOptimizer(inner, sample_count=Unmasked(of="x")), loss=loss)
+    model.compile(
+        optimizer=tp.DistributedOptimizer(inner, sample_count=Unmasked(of="x")), loss=loss
+    )
     mine, batch = _mine((x, y), wire)
     model.fit(*mine, batch_size=batch, shuffle=False, verbose=0)
     for weight, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
@@ -155,7 +169,12 @@ def case_accumulated_tokens(wire):
 
 def case_a_count_for_each_sample_is_refused(wire):
     model = models.mlp()
-    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(RATE), sample_count=lambda data: tf.ones_like(data[1]))
+    optimizer = tp.DistributedOptimizer(
+        keras.optimizers.SGD(RATE), sample_count=lambda data: tf.ones_like(data[1])
+    )
     model.compile(optimizer=optimizer, loss=models.LOSS)
-    with Raises(ValueError, r"`sample_count` must give one number for the batch. Received: shape \(.*Take its sum"):
+    with Raises(
+        ValueError,
+        r"`sample_count` must give one number for the batch. Received: shape \(.*Take its sum",
+    ):
         model.fit(*models.mlp.data(8), verbose=0)

@@ -14,7 +14,9 @@ SGD = keras.optimizers.SGD
 
 def case_memory_does_not_grow(wire):
     # A leak of one copy of these gradients per step would be 1 GB.
-    model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(25_000), keras.layers.Dense(models.CLASSES)])
+    model = keras.Sequential(
+        [keras.Input((20,)), keras.layers.Dense(25_000), keras.layers.Dense(models.CLASSES)]
+    )
     model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
     data = tf.data.Dataset.from_tensor_slices(models.mlp.data(8)).batch(8).repeat()
     model.fit(data, steps_per_epoch=100, verbose=0)

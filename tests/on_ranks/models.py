@@ -31,7 +31,9 @@ def _tokens(count):
 
 def mlp():
     layer = keras.layers.Dense
-    return _model((20,), layer(32, activation="relu"), layer(16, kernel_regularizer="l2"), layer(CLASSES))
+    return _model(
+        (20,), layer(32, activation="relu"), layer(16, kernel_regularizer="l2"), layer(CLASSES)
+    )
 
 
 def cnn():
@@ -44,13 +46,19 @@ def attention():
     tokens = keras.Input((8,), dtype="int32")
     embedded = keras.layers.Embedding(11, 16)(tokens)
     attended = keras.layers.MultiHeadAttention(2, 8)(embedded, embedded)
-    pooled = keras.layers.GlobalAveragePooling1D()(keras.layers.LayerNormalization()(embedded + attended))
+    pooled = keras.layers.GlobalAveragePooling1D()(
+        keras.layers.LayerNormalization()(embedded + attended)
+    )
     return keras.Model(tokens, keras.layers.Dense(CLASSES)(pooled))
 
 
 def embedding():
     return _model(
-        (8,), keras.layers.Embedding(11, 16), keras.layers.LSTM(8), keras.layers.Dense(CLASSES), dtype="int32"
+        (8,),
+        keras.layers.Embedding(11, 16),
+        keras.layers.LSTM(8),
+        keras.layers.Dense(CLASSES),
+        dtype="int32",
     )
 
 

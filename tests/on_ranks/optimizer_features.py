@@ -20,10 +20,14 @@ SGD = keras.optimizers.SGD
 SERVED = tp.schemes.ShardedServer(update="server", pair_bytes=256)
 
 
-def _compare(wire, make_optimizer, build=models.mlp, batches=8, compile=None, reference_fit=None, **fit):
+def _compare(
+    wire, make_optimizer, build=models.mlp, batches=8, compile=None, reference_fit=None, **fit
+):
     data = build.data(batches * BATCH)
     start = build()
-    reference = train_alone(models.copy(build, start), data, make_optimizer(), **(reference_fit or {}))
+    reference = train_alone(
+        models.copy(build, start), data, make_optimizer(), **(reference_fit or {})
+    )
     for scheme in ("asa", SERVED, "hybcomm"):
         optimizer = tp.DistributedOptimizer(make_optimizer(), scheme=scheme)
         weights = train_together(models.copy(build, start), data, optimizer, wire, compile, **fit)
@@ -64,9 +68,19 @@ def case_accumulation(wire):
 
 def case_fit_traces_the_step_once(wire):
     """TensorFlow traces a step twice whose first trace makes variables."""
-    for scheme in ("allreduce", "asa16", "hybcomm", SERVED, tp.schemes.HierarchicalTopK(min_elements=0)):
+    for scheme in (
+        "allreduce",
+        "asa16",
+        "hybcomm",
+        SERVED,
+        tp.schemes.HierarchicalTopK(min_elements=0),
+    ):
         model = models.mlp()
-        model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme=scheme), loss=models.LOSS, metrics=["accuracy"])
+        model.compile(
+            optimizer=tp.DistributedOptimizer(sgd(), scheme=scheme),
+            loss=models.LOSS,
+            metrics=["accuracy"],
+        )
         traces = _counted(model)
         model.fit(*models.mlp.data(16), batch_size=4, epochs=2, verbose=0)
         assert len(traces) == 1, (scheme, len(traces))
@@ -86,7 +100,9 @@ def case_accumulation_exchanges_once_per_update(wire):
     with mock.patch.object(wire, "all_reduce", wraps=wire.all_reduce) as spy:
         for step in range(1, 9):
             _eager_step(model, optimizer, x, y)
-            assert spy.call_count == 2 * (step // 4), "counts and one bucket, one exchange of both per four calls"
+            assert spy.call_count == 2 * (step // 4), (
+                "counts and one bucket, one exchange of both per four calls"
+            )
 
 
 def _eager_step(model, optimizer, x, y):
@@ -207,7 +223,9 @@ class CutAndTiled(keras.layers.Layer):
 def _cut_and_tiled():
     tokens = keras.Input((None,), dtype="int32")
     hidden = CutAndTiled(name="cut_and_tiled")(keras.layers.Embedding(11, 8)(tokens))
-    return keras.Model(tokens, keras.layers.Dense(models.CLASSES)(keras.layers.GlobalAveragePooling1D()(hidden)))
+    return keras.Model(
+        tokens, keras.layers.Dense(models.CLASSES)(keras.layers.GlobalAveragePooling1D()(hidden))
+    )
 
 
 _cut_and_tiled.data = models.embedding.data
@@ -217,7 +235,9 @@ def case_gradients_without_a_static_shape(wire):
     data = _cut_and_tiled.data(4 * BATCH)
     start = _cut_and_tiled()
     reference = train_alone(models.copy(_cut_and_tiled, start), data, SGD(0.1))
-    mine = models.of_any_length(*models.share(data, BATCH, wire.topology), BATCH // wire.topology.size)
+    mine = models.of_any_length(
+        *models.share(data, BATCH, wire.topology), BATCH // wire.topology.size
+    )
     for scheme in (*(scheme for scheme, _ in contract.SCHEMES.values()), SERVED, "hybcomm"):
         model = models.copy(_cut_and_tiled, start)
         optimizer = tp.DistributedOptimizer(SGD(0.1), scheme=scheme)
@@ -225,7 +245,9 @@ def case_gradients_without_a_static_shape(wire):
         model.compile(optimizer=optimizer, loss=models.LOSS)
         model.fit(mine, verbose=0)
         same_on_all_ranks(model.get_weights(), wire)
-        assert not all(shape.is_fully_defined() for shape in shapes), "TensorFlow knows the shapes: nothing was tested"
+        assert not all(shape.is_fully_defined() for shape in shapes), (
+            "TensorFlow knows the shapes: nothing was tested"
+        )
         if scheme == "hybcomm" or (scheme.exact and getattr(scheme, "wire_dtype", None) is None):
             check_equal(model.get_weights(), reference)
 
@@ -310,7 +332,11 @@ def case_unequal_batches_in_fit(wire):
     x, y = models.mlp.data(BATCH + 8)
     start = models.mlp()
     reference = train_alone(models.copy(models.mlp, start), (x, y), sgd())
-    mine = [0, 1, 2, 3, 4, 5, 12, 13, 14, 15, 16, 17] if wire.topology.rank == 0 else [6, 7, 8, 9, 10, 11, 18, 19]
+    mine = (
+        [0, 1, 2, 3, 4, 5, 12, 13, 14, 15, 16, 17]
+        if wire.topology.rank == 0
+        else [6, 7, 8, 9, 10, 11, 18, 19]
+    )
     for scheme in ("allreduce", SERVED, "hybcomm"):
         model = models.copy(models.mlp, start)
         model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme=scheme), loss=models.LOSS)
@@ -324,7 +350,9 @@ def case_no_samples_no_say(wire):
         optimizer = tp.DistributedOptimizer(SGD(1.0, gradient_accumulation_steps=steps))
         for _ in range(steps or 1):
             empty = wire.topology.rank == 1
-            optimizer.apply([tf.constant([np.nan if empty else 3.0])], [weight], sample_count=0 if empty else 5)
+            optimizer.apply(
+                [tf.constant([np.nan if empty else 3.0])], [weight], sample_count=0 if empty else 5
+            )
         np.testing.assert_allclose(weight.numpy(), [-3.0])
 
 
@@ -335,7 +363,9 @@ def case_bfloat16_variables(wire):
     before = [w.astype("float32") for w in model.get_weights()]
     model.fit(*models.cnn.data(8), batch_size=4, verbose=0)
     assert model.trainable_variables[0].dtype == "bfloat16"
-    assert any((w.astype("float32") != b).any() for w, b in zip(model.get_weights(), before, strict=True))
+    assert any(
+        (w.astype("float32") != b).any() for w, b in zip(model.get_weights(), before, strict=True)
+    )
     same_on_all_ranks(model.get_weights(), wire)
 
 
@@ -397,7 +427,9 @@ def case_without_counts_it_is_a_mean_of_means(wire):
 
 def case_save_and_load(wire):
     model = models.mlp()
-    optimizer = tp.DistributedOptimizer(SGD(0.1, momentum=0.9), scheme=[("kernel", "asa16"), (".*", "allreduce")])
+    optimizer = tp.DistributedOptimizer(
+        SGD(0.1, momentum=0.9), scheme=[("kernel", "asa16"), (".*", "allreduce")]
+    )
     model.compile(optimizer=optimizer, loss=models.LOSS)
     model.fit(*models.mlp.data(16), batch_size=8, verbose=0)
     with tempfile.TemporaryDirectory() as folder:

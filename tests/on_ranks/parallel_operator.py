@@ -8,7 +8,8 @@ from tests.on_ranks.checks import Raises
 from tests.on_ranks.models import same_on_all_ranks
 
 WEIGHTS = [
-    np.random.default_rng(i).normal(size=shape) for i, shape in enumerate([(64, 3), (1,), (7, 5), (2, 2), (90,)])
+    np.random.default_rng(i).normal(size=shape)
+    for i, shape in enumerate([(64, 3), (1,), (7, 5), (2, 2), (90,)])
 ]
 
 
@@ -35,7 +36,9 @@ def case_fewer_items_than_ranks(wire):
 
 def case_pairs(wire):
     pairs = list(zip(weights(), weights()[::-1], strict=True))
-    found = tp.parallel_tensor_operator(lambda some: tf.stack([norms(pair) for pair in some]), pairs)
+    found = tp.parallel_tensor_operator(
+        lambda some: tf.stack([norms(pair) for pair in some]), pairs
+    )
     np.testing.assert_array_equal(found, tf.stack([norms(pair) for pair in pairs]))
 
 
@@ -58,7 +61,9 @@ def case_at_every_step_of_a_loop(wire):
 
     @tf.function
     def step():
-        for variable, norm in zip(variables, tf.unstack(tp.parallel_tensor_operator(norms, variables), 5), strict=True):
+        for variable, norm in zip(
+            variables, tf.unstack(tp.parallel_tensor_operator(norms, variables), 5), strict=True
+        ):
             variable.assign(variable / norm)
 
     for _ in range(3):
@@ -81,7 +86,9 @@ def case_parts_that_do_not_fit(wire):
     def columns(some):
         return tf.zeros([len(some), 2 if wire.topology.rank else 3])
 
-    with Raises(RuntimeError, r"fit together.*float32 \[\?, 3\] on rank 0, float32 \[\?, 2\] on rank 1"):
+    with Raises(
+        RuntimeError, r"fit together.*float32 \[\?, 3\] on rank 0, float32 \[\?, 2\] on rank 1"
+    ):
         tp.parallel_tensor_operator(columns, weights())
 
 
@@ -92,7 +99,9 @@ def case_a_function_that_fails_on_one_rank(wire):
         return norms(some)
 
     expected = (
-        (KeyError, "no such layer") if wire.topology.rank == 1 else (RuntimeError, "on rank 1: KeyError.*no such")
+        (KeyError, "no such layer")
+        if wire.topology.rank == 1
+        else (RuntimeError, "on rank 1: KeyError.*no such")
     )
     with Raises(*expected):
         tp.parallel_tensor_operator(fails, weights())
@@ -105,7 +114,9 @@ def case_a_function_that_fails_on_one_rank(wire):
 def case_what_is_no_tensor_on_one_rank(wire):
     mine = [weights()[0], None] if wire.topology.rank == 1 else weights()[:2]
     expected = (
-        (ValueError, "NoneType") if wire.topology.rank == 1 else (RuntimeError, "on rank 1: ValueError.*NoneType")
+        (ValueError, "NoneType")
+        if wire.topology.rank == 1
+        else (RuntimeError, "on rank 1: ValueError.*NoneType")
     )
     with Raises(*expected):
         tp.parallel_tensor_operator(norms, mine)
@@ -125,10 +136,16 @@ def case_bad_input(wire):
         (norms, [], "tensors of known shapes"),
         (norms, scalar, "along its first axis. Received: shape ()"),
         (lambda some: scalar, weights(), "must return a tensor .m, .... .*float32, shape ()"),
-        (lambda some: tf.cast(norms(some), tf.bfloat16), weights(), "a dtype that Horovod carries.*bfloat16"),
+        (
+            lambda some: tf.cast(norms(some), tf.bfloat16),
+            weights(),
+            "a dtype that Horovod carries.*bfloat16",
+        ),
     ):
         # Whoever has no part learns it from others.
         with Raises((ValueError, RuntimeError), problem):
             tp.parallel_tensor_operator(function, tensors)
     with Raises(ValueError, "Collectives cannot be compiled by XLA"):
-        tf.function(lambda: tp.parallel_tensor_operator(norms, weights()), jit_compile=True, autograph=False)()
+        tf.function(
+            lambda: tp.parallel_tensor_operator(norms, weights()), jit_compile=True, autograph=False
+        )()

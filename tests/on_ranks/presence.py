@@ -20,7 +20,9 @@ class _Trained:
 
     def __init__(self, optimizer, name):
         self.optimizer = optimizer
-        self.variables = [keras.Variable(np.ones(SHAPE, "float32"), name=f"{name}_{place}") for place in range(3)]
+        self.variables = [
+            keras.Variable(np.ones(SHAPE, "float32"), name=f"{name}_{place}") for place in range(3)
+        ]
         self._step = tf.function(self._apply, reduce_retracing=False)
 
     def _apply(self, gradients, present):
@@ -43,11 +45,17 @@ def _gradients(step, rank):
 def _check_like_one_process(wire, scheme, presence):
     """`presence(step, rank)` says which gradients there are; those of nobody are no gradients in one process either."""
     make = lambda: keras.optimizers.AdamW(0.1, weight_decay=0.05)  # noqa: E731
-    ours, alone = _Trained(tp.DistributedOptimizer(make(), scheme), "ours"), _Trained(make(), "alone")
+    ours, alone = (
+        _Trained(tp.DistributedOptimizer(make(), scheme), "ours"),
+        _Trained(make(), "alone"),
+    )
     ranks = range(wire.topology.size)
     for step in range(6):
         flags = [presence(step, rank) for rank in ranks]
-        given = [[g * there for g, there in zip(_gradients(step, r), flags[r], strict=True)] for r in ranks]
+        given = [
+            [g * there for g, there in zip(_gradients(step, r), flags[r], strict=True)]
+            for r in ranks
+        ]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             mine = flags[wire.topology.rank]
@@ -73,7 +81,9 @@ def case_a_gradient_that_begins(wire):
 
 def case_heads_in_turn(wire):
     for scheme in SCHEMES[:5]:
-        _check_like_one_process(wire, scheme, lambda step, rank: (True, step % 2 == 0, step % 2 == 1))
+        _check_like_one_process(
+            wire, scheme, lambda step, rank: (True, step % 2 == 0, step % 2 == 1)
+        )
 
 
 def case_a_gradient_on_one_rank_only(wire):
@@ -95,11 +105,15 @@ def case_what_a_sparse_scheme_kept_still_arrives(wire):
     shape = (64, 32)
     scheme = tp.schemes.TopKAllGather(density=0.1, min_elements=0)
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1.0), scheme)
-    variables = [keras.Variable(np.ones(shape, "float32"), name=f"kept_{place}") for place in range(2)]
+    variables = [
+        keras.Variable(np.ones(shape, "float32"), name=f"kept_{place}") for place in range(2)
+    ]
 
     @tf.function(reduce_retracing=False)
     def step(gradients, present):
-        optimizer.apply([g if there else None for g, there in zip(gradients, present, strict=True)], variables)
+        optimizer.apply(
+            [g if there else None for g, there in zip(gradients, present, strict=True)], variables
+        )
 
     gradients = np.random.default_rng(wire.topology.rank).normal(size=(2, *shape)).astype("float32")
     step([tf.constant(g) for g in gradients], (True, False))
@@ -108,9 +122,15 @@ def case_what_a_sparse_scheme_kept_still_arrives(wire):
         step([tf.zeros(shape)] * 2, (False, True))
         step([tf.zeros(shape)] * 2, (True, False))
     assert {bucket.scheme for bucket in optimizer.plan.buckets} == {scheme}
-    sums = wire.all_reduce(tf.constant(gradients[0].ravel()), wire.topology.world, "kept").numpy().reshape(shape)
+    sums = (
+        wire.all_reduce(tf.constant(gradients[0].ravel()), wire.topology.world, "kept")
+        .numpy()
+        .reshape(shape)
+    )
     for variable in variables:
-        np.testing.assert_allclose(variable.numpy(), 1.0 - sums / wire.topology.size, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            variable.numpy(), 1.0 - sums / wire.topology.size, rtol=1e-4, atol=1e-5
+        )
     same_on_all_ranks([v.numpy() for v in variables], wire)
 
 
@@ -118,7 +138,9 @@ def case_a_regularised_variable_by_factors_needs_its_gradient_everywhere(wire):
     """Each rank adds the regulariser's part by itself: one without a gradient would part from the others."""
     model = models.mlp()
     x, y = models.mlp.data(8)
-    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), [("kernel", "sfb"), (".*", "allreduce")])
+    optimizer = tp.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), [("kernel", "sfb"), (".*", "allreduce")]
+    )
 
     @tf.function
     def step(x, y, without):
@@ -126,10 +148,14 @@ def case_a_regularised_variable_by_factors_needs_its_gradient_everywhere(wire):
             loss = models.LOSS(y, model(x, training=True)) + sum(model.losses)
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply(
-            [None if place == without else g for place, g in enumerate(gradients)], model.trainable_variables
+            [None if place == without else g for place, g in enumerate(gradients)],
+            model.trainable_variables,
         )
 
     step(x, y, -1)
     assert optimizer.plan.buckets[0].descriptions, "there is a plan"
-    with Raises(tf.errors.InvalidArgumentError, "a gradient on all ranks or on none. Received: .*dense_1/kernel"):
+    with Raises(
+        tf.errors.InvalidArgumentError,
+        "a gradient on all ranks or on none. Received: .*dense_1/kernel",
+    ):
         step(x, y, 2 if wire.topology.rank == 1 else -2)

@@ -15,7 +15,11 @@ PORT = 5000
 
 def environment():
     seen = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD")}
-    seen |= {"host": socket.gethostname(), "folder": os.getcwd(), "address of node1": socket.gethostbyname("node1")}
+    seen |= {
+        "host": socket.gethostname(),
+        "folder": os.getcwd(),
+        "address of node1": socket.gethostbyname("node1"),
+    }
     print(json.dumps(seen | {"interfaces": sorted(os.listdir("/sys/class/net"))}))
 
 
@@ -24,7 +28,9 @@ def rates(size_bytes):
     for other in range(1, SIZE):
         for sender, receiver in ((0, other), (other, 0)):
             if receiver == RANK:
-                _receive(int(size_bytes), f"{sender}>{receiver}", PORT + 2 * other + (receiver == 0))
+                _receive(
+                    int(size_bytes), f"{sender}>{receiver}", PORT + 2 * other + (receiver == 0)
+                )
             elif sender == RANK:
                 with _connect(receiver, PORT + 2 * other + (receiver == 0)) as peer:
                     peer.sendall(bytes(int(size_bytes)))
@@ -110,7 +116,9 @@ def fail():
     if RANK == 1:
         print("last words of rank 1")
         sys.exit(3)
-    signal.signal(signal.SIGTERM, lambda *_: (print("rank 0 was asked to end", flush=True), sys.exit(0)))
+    signal.signal(
+        signal.SIGTERM, lambda *_: (print("rank 0 was asked to end", flush=True), sys.exit(0))
+    )
     time.sleep(60)
 
 

@@ -43,13 +43,17 @@ def case_several_in_one_graph(wire):
         mean, twice, total, everybody = outer(tf.constant(float(wire.topology.rank + turn)))
         expected = np.arange(size) + turn
         np.testing.assert_allclose(everybody.numpy(), expected)
-        np.testing.assert_allclose([mean, twice, total], [expected.mean(), 2 * expected.mean(), expected.sum()])
+        np.testing.assert_allclose(
+            [mean, twice, total], [expected.mean(), 2 * expected.mean(), expected.sum()]
+        )
 
 
 def case_in_loops_and_branches(wire):
     """Which TensorFlow names by a number of the process."""
     if wire.topology.rank == 0:
-        tf.function(lambda x: [tf.cond(x > i, lambda: x, lambda: -x) for i in range(10)])(tf.constant(1.0))
+        tf.function(lambda x: [tf.cond(x > i, lambda: x, lambda: -x) for i in range(10)])(
+            tf.constant(1.0)
+        )
 
     @tf.function
     def total():
@@ -65,7 +69,9 @@ def case_in_loops_and_branches(wire):
 def case_all_gather_of_unequal_parts(wire):
     rank, size = wire.topology.rank, wire.topology.size
     for joined in _both(lambda: tp.all_gather(tf.fill([rank + 1, 2], rank))):
-        np.testing.assert_array_equal(joined.numpy()[:, 0], np.repeat(np.arange(size), np.arange(size) + 1))
+        np.testing.assert_array_equal(
+            joined.numpy()[:, 0], np.repeat(np.arange(size), np.arange(size) + 1)
+        )
     with Raises(ValueError, "along their first axis. Received: a scalar"):
         tp.all_gather(1.0)
 
@@ -106,7 +112,9 @@ def case_a_hand_written_loop_starts_and_stays_alike(wire):
 
 def case_what_is_refused(wire):
     weight = keras.Variable([1.0])
-    with Raises(ValueError, f"must be a rank of the job, 0 to {wire.topology.size - 1}. Received: 9"):
+    with Raises(
+        ValueError, f"must be a rank of the job, 0 to {wire.topology.size - 1}. Received: 9"
+    ):
         tp.broadcast_variables([weight], 9)
     with Raises(ValueError, "Received: a call of broadcast_variables in a tf.function"):
         tf.function(lambda: tp.broadcast_variables([weight]))()

@@ -15,21 +15,31 @@ SGD = keras.optimizers.SGD
 
 
 def case_different_accumulation_is_refused(wire):
-    optimizer = tp.DistributedOptimizer(SGD(0.1, gradient_accumulation_steps=2 + wire.topology.rank))
+    optimizer = tp.DistributedOptimizer(
+        SGD(0.1, gradient_accumulation_steps=2 + wire.topology.rank)
+    )
     with Raises(RuntimeError, "All ranks must exchange alike.*gradient_accumulation_steps"):
         optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
 
 
 def case_different_callbacks_are_refused(wire):
-    with Raises(RuntimeError, "All ranks must communicate alike. Received: 'here' on rank 0, 'there' on rank 1"):
+    with Raises(
+        RuntimeError,
+        "All ranks must communicate alike. Received: 'here' on rank 0, 'there' on rank 1",
+    ):
         exchange_objects(1, wire, ("here", "there")[wire.topology.rank])
 
 
 def case_different_models_are_refused(wire):
     width = 3 + wire.topology.rank
-    model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(width), keras.layers.Dense(models.CLASSES)])
+    model = keras.Sequential(
+        [keras.Input((20,)), keras.layers.Dense(width), keras.layers.Dense(models.CLASSES)]
+    )
     model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
-    with Raises(RuntimeError, r"first difference is variable 0: .*kernel' \(20, 3\).*\(20, 4\) float32 on rank 1"):
+    with Raises(
+        RuntimeError,
+        r"first difference is variable 0: .*kernel' \(20, 3\).*\(20, 4\) float32 on rank 1",
+    ):
         model.fit(*models.mlp.data(8), verbose=0)
 
 
@@ -56,7 +66,10 @@ def case_xla_is_refused_when_asked_for(wire):
 def case_xla_is_kept_off_where_a_gpu_would_turn_it_on(wire):
     model = models.mlp()
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
-    with LogLines() as lines, mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]):
+    with (
+        LogLines() as lines,
+        mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]),
+    ):
         plain = models.mlp()
         plain.compile(optimizer=sgd(), loss=models.LOSS)
         assert plain.jit_compile, "the simulated GPU does not turn XLA on, so nothing was tested"

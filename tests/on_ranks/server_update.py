@@ -41,7 +41,11 @@ def _bytes(variables):
 
 
 def case_state_is_a_pth(wire):
-    for make_optimizer in (sgd, adam, lambda: keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=1e-3)):
+    for make_optimizer in (
+        sgd,
+        adam,
+        lambda: keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=1e-3),
+    ):
         model, optimizer, reference = _trained(wire, make_optimizer)
         inner = optimizer.inner_optimizer
         whole = _bytes(reference.variables) - _bytes(inner.variables[:2])
@@ -106,7 +110,9 @@ def case_gathered_for_what_saves_on_one_rank(wire):
         callbacks = [keras_callbacks.GatherState()]
         if wire.topology.rank == 0:
             callbacks.append(keras.callbacks.ModelCheckpoint(os.path.join(folder, "{epoch}.keras")))
-        model.fit(*models.mlp.data(2 * BATCH), batch_size=BATCH, epochs=2, verbose=0, callbacks=callbacks)
+        model.fit(
+            *models.mlp.data(2 * BATCH), batch_size=BATCH, epochs=2, verbose=0, callbacks=callbacks
+        )
         assert len(os.listdir(folder)) == (2 if wire.topology.rank == 0 else 0)
 
 
@@ -158,7 +164,9 @@ def case_some_variables_served(wire):
     data = models.mlp.data(4 * BATCH)
     start = models.mlp()
     for clip in ({"global_clipnorm": 0.1}, {"clipnorm": 0.05}):
-        reference = train_alone(models.copy(models.mlp, start), data, SGD(0.5, momentum=0.9, **clip))
+        reference = train_alone(
+            models.copy(models.mlp, start), data, SGD(0.5, momentum=0.9, **clip)
+        )
         inner = SGD(0.5, momentum=0.9, **clip)
         optimizer = tp.DistributedOptimizer(inner, scheme=[("kernel", SERVED), (".*", "allreduce")])
         weights = train_together(models.copy(models.mlp, start), data, optimizer, wire)
@@ -169,7 +177,9 @@ def case_some_variables_served(wire):
 
 
 def case_clipped_under_a_loss_scale(wire):
-    inner = lambda: keras.optimizers.LossScaleOptimizer(SGD(0.5, global_clipnorm=0.1), initial_scale=64.0)  # noqa: E731
+    inner = lambda: keras.optimizers.LossScaleOptimizer(
+        SGD(0.5, global_clipnorm=0.1), initial_scale=64.0
+    )  # noqa: E731
     data = models.mlp.data(4 * BATCH)
     start = models.mlp()
     reference = train_alone(models.copy(models.mlp, start), data, SGD(0.5, global_clipnorm=0.1))
@@ -211,7 +221,9 @@ def case_state_loaded_on_one_rank_is_spread(wire):
 def case_averages_are_not_constrained(wire):
     def build():
         constrained = keras.layers.Dense(8, kernel_constraint=keras.constraints.UnitNorm())
-        return keras.Sequential([keras.Input((20,)), constrained, keras.layers.Dense(models.CLASSES)])
+        return keras.Sequential(
+            [keras.Input((20,)), constrained, keras.layers.Dense(models.CLASSES)]
+        )
 
     build.data = models.mlp.data
     _trained(wire, lambda: SGD(0.5, use_ema=True, ema_momentum=0.5), build)

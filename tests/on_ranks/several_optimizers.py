@@ -26,8 +26,12 @@ class Gan(keras.Model):
         super().__init__()
         self.d_steps = d_steps
         layer = keras.layers.Dense
-        self.generator = keras.Sequential([keras.Input((3,)), layer(8, activation="relu"), layer(4)])
-        self.discriminator = keras.Sequential([keras.Input((4,)), layer(8, activation="relu"), layer(1)])
+        self.generator = keras.Sequential(
+            [keras.Input((3,)), layer(8, activation="relu"), layer(4)]
+        )
+        self.discriminator = keras.Sequential(
+            [keras.Input((4,)), layer(8, activation="relu"), layer(1)]
+        )
         self.loss_fn = keras.losses.BinaryCrossentropy(from_logits=True)
 
     def compile(self, d_optimizer, g_optimizer):
@@ -40,20 +44,28 @@ class Gan(keras.Model):
         for _ in range(self.d_steps):
             with tf.GradientTape() as tape:
                 fakes, reals = self.discriminator(self.generator(noise)), self.discriminator(real)
-                d_loss = self.loss_fn(tf.ones_like(fakes), fakes) + self.loss_fn(tf.zeros_like(reals), reals)
+                d_loss = self.loss_fn(tf.ones_like(fakes), fakes) + self.loss_fn(
+                    tf.zeros_like(reals), reals
+                )
             weights = self.discriminator.trainable_weights
-            self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights, strict=True))
+            self.d_optimizer.apply_gradients(
+                zip(tape.gradient(d_loss, weights), weights, strict=True)
+            )
         with tf.GradientTape() as tape:
             fakes = self.discriminator(self.generator(noise))
             g_loss = self.loss_fn(tf.zeros_like(fakes), fakes)
         weights = self.generator.trainable_weights
-        self.optimizers["generator"][0].apply_gradients(zip(tape.gradient(g_loss, weights), weights, strict=True))
+        self.optimizers["generator"][0].apply_gradients(
+            zip(tape.gradient(g_loss, weights), weights, strict=True)
+        )
         return {"d_loss": d_loss, "g_loss": g_loss}
 
 
 def _data(count):
     random = np.random.default_rng(3)
-    return random.normal(size=(count, 3)).astype("float32"), random.normal(2, 1, (count, 4)).astype("float32")
+    return random.normal(size=(count, 3)).astype("float32"), random.normal(2, 1, (count, 4)).astype(
+        "float32"
+    )
 
 
 def _batches(pieces):
@@ -79,7 +91,10 @@ def _gan(wrap, d_steps=1, scheme="allreduce"):
 
 
 def _state(model):
-    return [v.numpy() for v in (*model.variables, *(v for o in optimizers_of(model) for v in o.variables))]
+    return [
+        v.numpy()
+        for v in (*model.variables, *(v for o in optimizers_of(model) for v in o.variables))
+    ]
 
 
 def case_all_optimizers_are_found(wire):
@@ -96,7 +111,9 @@ def case_unequal_batches_equal_one_process(wire):
         model.fit(noise[mine], real[mine], batch_size=5, epochs=4, shuffle=False, verbose=0)
         whole.fit(noise, real, batch_size=8, epochs=4, shuffle=False, verbose=0)
         for ours, theirs in zip(model.variables, whole.variables, strict=True):
-            np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=2e-4, atol=2e-6, err_msg=ours.path)
+            np.testing.assert_allclose(
+                ours.numpy(), theirs.numpy(), rtol=2e-4, atol=2e-6, err_msg=ours.path
+            )
         same_on_all_ranks(_state(model), wire)
 
 
@@ -109,21 +126,36 @@ def case_ranks_with_fewer_batches(wire):
         same_on_all_ranks(_state(model), wire)
 
 
-def _job(folder, epochs, every_n_steps=None, optimizer=lambda: ADAM(0.01, gradient_accumulation_steps=2)):
+def _job(
+    folder, epochs, every_n_steps=None, optimizer=lambda: ADAM(0.01, gradient_accumulation_steps=2)
+):
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(11 + tp.rank())
     model = Gan()
     model.compile(*(tp.DistributedOptimizer(optimizer()) for _ in range(2)))
     noise, real = _data(12)
     mine = slice(tp.rank(), None, tp.size())
-    callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.Checkpoint(folder, every_n_steps, keep=100)]
-    model.fit(noise[mine], real[mine], batch_size=2, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+    callbacks = [
+        keras_callbacks.BroadcastVariables(),
+        keras_callbacks.Checkpoint(folder, every_n_steps, keep=100),
+    ]
+    model.fit(
+        noise[mine],
+        real[mine],
+        batch_size=2,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=callbacks,
+    )
     rank_state = [v.numpy() for o in optimizers_of(model) for v in o.rank_variables]
     return [*_state(model), *rank_state]
 
 
 def case_resume_at_every_step(wire):
-    folder = exchange_objects(tempfile.mkdtemp() if wire.topology.rank == 0 else "", wire, "folder")[0]
+    folder = exchange_objects(
+        tempfile.mkdtemp() if wire.topology.rank == 0 else "", wire, "folder"
+    )[0]
     whole = _job(os.path.join(folder, "whole"), 2, every_n_steps=1)
     names = sorted(os.listdir(os.path.join(folder, "whole")))
     assert len(names) == 8
@@ -141,12 +173,21 @@ def case_resume_at_every_step(wire):
 
 def case_broadcast_gives_the_state_of_all_optimizers(wire):
     model = _gan(True)
-    for optimizer, part in zip(optimizers_of(model), (model.discriminator, model.generator), strict=True):
+    for optimizer, part in zip(
+        optimizers_of(model), (model.discriminator, model.generator), strict=True
+    ):
         optimizer.build(part.trainable_variables)
         for variable in optimizer.variables[2:]:
             variable.assign(variable + wire.topology.rank)
     noise, real = _data(4)
-    model.fit(noise, real, batch_size=2, shuffle=False, verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
+    model.fit(
+        noise,
+        real,
+        batch_size=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=[keras_callbacks.BroadcastVariables()],
+    )
     same_on_all_ranks(_state(model), wire)
 
 
@@ -155,16 +196,25 @@ def case_callbacks_take_all_optimizers(wire):
     with Raises(ValueError, "whose rate it sets. Received: a model with 2 DistributedOptimizer"):
         model.fit(*_data(4), verbose=0, callbacks=[keras_callbacks.LearningRateSchedule(0.1, 1.0)])
     g_optimizer = model.optimizers["generator"][0]
-    schedule = keras_callbacks.LearningRateSchedule(0.5, lambda epoch: 1 / (epoch + 1), optimizer=g_optimizer)
+    schedule = keras_callbacks.LearningRateSchedule(
+        0.5, lambda epoch: 1 / (epoch + 1), optimizer=g_optimizer
+    )
     schemes = keras_callbacks.SchemeSchedule({0: "asa", 1: "2dtar"})
     history = model.fit(
-        *_data(8), batch_size=4, epochs=2, verbose=0, callbacks=[schedule, schemes, keras_callbacks.Throughput()]
+        *_data(8),
+        batch_size=4,
+        epochs=2,
+        verbose=0,
+        callbacks=[schedule, schemes, keras_callbacks.Throughput()],
     ).history
     assert float(model.d_optimizer.learning_rate) == np.float32(0.01)
     assert float(g_optimizer.learning_rate) == 0.25
     plans = [optimizer.plan for optimizer in optimizers_of(model)]
     assert {bucket.scheme.name for plan in plans for bucket in plan.buckets} == {"2dtar"}
-    assert history["megabytes_sent"][-1] * 1e6 == exchange_objects(sum(p.cost.bytes for p in plans), wire, "b")[0]
+    assert (
+        history["megabytes_sent"][-1] * 1e6
+        == exchange_objects(sum(p.cost.bytes for p in plans), wire, "b")[0]
+    )
 
 
 class _StopAtStep2(keras.callbacks.Callback):
@@ -183,7 +233,9 @@ def case_stop_in_the_middle_of_an_epoch(wire):
         model = models.mlp()
         optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.05))
         model.compile(optimizer=optimizer, loss=models.LOSS, run_eagerly=eagerly)
-        history = model.fit(*models.mlp.data(16), batch_size=4, epochs=3, verbose=0, callbacks=[_StopAtStep2(ranks)])
+        history = model.fit(
+            *models.mlp.data(16), batch_size=4, epochs=3, verbose=0, callbacks=[_StopAtStep2(ranks)]
+        )
         assert len(history.epoch) == 1
         assert int(model.optimizer.iterations) == 2
         same_on_all_ranks(model.get_weights(), wire)

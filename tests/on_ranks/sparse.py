@@ -27,7 +27,9 @@ def case_conservation(wire):
     for turn, (kind, more) in enumerate(itertools.product(KINDS, options)):
         scheme = kind(density=0.02, **more)
         compiled = lambda function, *args: tf.function(function)(*args)  # noqa: E731
-        mean, _ = contract.check_conservation(scheme, LENGTH, wire, 5, f"sparse.{turn}", compiled, flush_at=4)
+        mean, _ = contract.check_conservation(
+            scheme, LENGTH, wire, 5, f"sparse.{turn}", compiled, flush_at=4
+        )
         same_on_all_ranks([mean], wire)
 
 
@@ -75,7 +77,9 @@ def case_a_changed_loss_scale_does_not_change_what_was_kept(wire):
     given = _Given(wire, HierarchicalTopK(density=0.02, min_elements=0), 0.1, inner)
     given.go(0.1, 3, scale=64.0)
     # One rank overflows: the step is skipped everywhere, and the scale falls.
-    given.step(tf.fill([LENGTH], np.float32(np.inf) if wire.topology.rank == 0 else np.float32(1.0)))
+    given.step(
+        tf.fill([LENGTH], np.float32(np.inf) if wire.topology.rank == 0 else np.float32(1.0))
+    )
     assert float(inner.dynamic_scale) == 32.0
     given.go(0.1, 3, scale=32.0)
     given.optimizer.exchange.flush()
@@ -102,7 +106,9 @@ def case_resume_at_every_step(wire):
 
 
 def case_resume_under_a_schedule_of_schemes(wire):
-    schedule = keras_callbacks.SchemeSchedule({0: TopKAllGather(density=0.05, min_elements=0), 1: "2dtar"})
+    schedule = keras_callbacks.SchemeSchedule(
+        {0: TopKAllGather(density=0.05, min_elements=0), 1: "2dtar"}
+    )
     check_resumes_everywhere(wire, models.mlp, sgd, callbacks=[schedule])
 
 
@@ -115,23 +121,43 @@ def case_no_collective_waits_for_another_bucket(wire):
 def case_a_schedule_of_schemes_loses_nothing(wire):
     """A loss that is linear in the weights: their end says which gradients were applied."""
     x = np.random.default_rng(wire.topology.rank).normal(size=(24, 500)).astype("float32")
-    everybody = [np.random.default_rng(rank).normal(size=(24, 500)) for rank in range(wire.topology.size)]
+    everybody = [
+        np.random.default_rng(rank).normal(size=(24, 500)) for rank in range(wire.topology.size)
+    ]
     for steps_per_execution, accumulated in ((1, None), (2, None), (1, 3)):
         model = keras.Sequential([keras.Input((500,)), keras.layers.Dense(1, use_bias=False)])
         start = model.get_weights()[0]
         model.compile(
-            optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulated)),
+            optimizer=tp.DistributedOptimizer(
+                keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulated)
+            ),
             loss=lambda _, predicted: tf.reduce_mean(predicted),
             steps_per_execution=steps_per_execution,
         )
-        schedule = {0: TopKAllGather(density=0.01, min_elements=0), 1: HierarchicalTopK(min_elements=0), 3: "2dtar"}
+        schedule = {
+            0: TopKAllGather(density=0.01, min_elements=0),
+            1: HierarchicalTopK(min_elements=0),
+            3: "2dtar",
+        }
         callbacks = [keras_callbacks.SchemeSchedule(schedule)]
         with LogLines() as lines:
-            model.fit(x, np.zeros(24), batch_size=4, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
+            model.fit(
+                x,
+                np.zeros(24),
+                batch_size=4,
+                epochs=4,
+                shuffle=False,
+                verbose=0,
+                callbacks=callbacks,
+            )
         assert wire.topology.rank or any("epoch 3 goes by" in line for line in lines), lines
         assert model.optimizer.plan.buckets[0].scheme == tp.schemes.Torus2D()
-        assert not any(piece.members for piece in model.optimizer.rank_pieces), "the torus keeps nothing"
-        expected = start - 0.1 * 4 * 6 / (accumulated or 1) * np.mean(everybody, axis=(0, 1))[:, None]
+        assert not any(piece.members for piece in model.optimizer.rank_pieces), (
+            "the torus keeps nothing"
+        )
+        expected = (
+            start - 0.1 * 4 * 6 / (accumulated or 1) * np.mean(everybody, axis=(0, 1))[:, None]
+        )
         np.testing.assert_allclose(model.get_weights()[0], expected, atol=1e-4)
 
 
@@ -140,8 +166,13 @@ def case_momentum_correction_at_density_1_is_momentum(wire):
     data = models.mlp.data(STEPS * BATCH)
     start = models.mlp()
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([4], [0.05, 0.02])
-    reference = train_alone(models.copy(models.mlp, start), data, keras.optimizers.SGD(schedule, momentum=0.9))
-    for scheme in (HierarchicalTopK(momentum=0.9, density=1.0), HierarchicalTopK(momentum=0.9, min_elements=10**6)):
+    reference = train_alone(
+        models.copy(models.mlp, start), data, keras.optimizers.SGD(schedule, momentum=0.9)
+    )
+    for scheme in (
+        HierarchicalTopK(momentum=0.9, density=1.0),
+        HierarchicalTopK(momentum=0.9, min_elements=10**6),
+    ):
         optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(schedule), scheme=scheme)
         weights = train_together(models.copy(models.mlp, start), data, optimizer, wire)
         check_equal(weights, reference)
@@ -151,9 +182,18 @@ def case_momentum_correction_scales_the_velocity_of_schemes(wire):
     """The callback's: what it does to the optimizer's velocity, it does to the scheme's."""
     data = models.mlp.data(STEPS * BATCH)
     start = models.mlp()
-    fit = {"epochs": 2, "callbacks": [keras_callbacks.LearningRateSchedule(0.05, lambda epoch: 0.2 if epoch else 1.0)]}
-    reference = train_alone(models.copy(models.mlp, start), data, keras.optimizers.SGD(0.05, momentum=0.9), **fit)
-    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.05), HierarchicalTopK(momentum=0.9, density=1.0))
+    fit = {
+        "epochs": 2,
+        "callbacks": [
+            keras_callbacks.LearningRateSchedule(0.05, lambda epoch: 0.2 if epoch else 1.0)
+        ],
+    }
+    reference = train_alone(
+        models.copy(models.mlp, start), data, keras.optimizers.SGD(0.05, momentum=0.9), **fit
+    )
+    optimizer = tp.DistributedOptimizer(
+        keras.optimizers.SGD(0.05), HierarchicalTopK(momentum=0.9, density=1.0)
+    )
     weights = train_together(models.copy(models.mlp, start), data, optimizer, wire, **fit)
     check_equal(weights, reference)
 
@@ -162,7 +202,11 @@ def case_small_variables_go_densely(wire):
     model = models.mlp()
     optimizer = tp.DistributedOptimizer(sgd(), scheme=HierarchicalTopK(min_elements=600))
     optimizer.build(model.trainable_variables)
-    schemes = {d.path.split("/", 1)[-1]: b.scheme.name for b in optimizer.plan.buckets for d in b.descriptions}
+    schemes = {
+        d.path.split("/", 1)[-1]: b.scheme.name
+        for b in optimizer.plan.buckets
+        for d in b.descriptions
+    }
     assert set(schemes.values()) == {"allreduce", "hitopk"}, schemes
     assert "fewer than 600 elements for hitopk" in str(optimizer.plan)
 
@@ -180,5 +224,7 @@ def case_what_to_know_of_the_optimizer_is_said(wire):
         assert advice.replace("\\", "") in str(given.optimizer.plan)
     corrected = HierarchicalTopK(momentum=0.9, min_elements=0)
     given = _Given(wire, corrected, 0.1, keras.optimizers.SGD(0.1, momentum=0.9))
-    with Raises(ValueError, r"takes the place of the optimizer's momentum.*Use SGD\(momentum=0.0\)"):
+    with Raises(
+        ValueError, r"takes the place of the optimizer's momentum.*Use SGD\(momentum=0.0\)"
+    ):
         given.step(tf.ones(LENGTH))

@@ -50,7 +50,9 @@ def case_conservation(wire):
     optimizer, weight = _made()
     step = tf.function(lambda x: optimizer.apply([x], [weight]))
     for turn in range(5):
-        gradient = np.random.default_rng([turn, wire.topology.rank]).normal(size=5).astype("float32")
+        gradient = (
+            np.random.default_rng([turn, wire.topology.rank]).normal(size=5).astype("float32")
+        )
         before, old = weight.numpy(), [v.numpy() for v in optimizer.rank_variables] or [np.zeros(5)]
         step(tf.constant(gradient))
         new = optimizer.rank_variables[0].numpy()

@@ -25,7 +25,10 @@ def train_alone(model, data, optimizer, **fit):
 
 def dense_rows(optimizer):
     """Keras's optimizers update a row once per repetition of a token: the reference must not."""
-    apply, dense = optimizer.apply, lambda g: tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g
+    apply, dense = (
+        optimizer.apply,
+        lambda g: tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g,
+    )
     optimizer.apply = lambda grads, variables=None: apply([dense(g) for g in grads], variables)
     return optimizer
 
@@ -34,7 +37,13 @@ def train_together(model, data, optimizer, wire, compile=None, **fit):
     """Each rank gets its share of each batch."""
     model.compile(optimizer=optimizer, loss=models.LOSS, **(compile or {}))
     share = models.share(data, BATCH, wire.topology)
-    options = {"batch_size": BATCH // wire.topology.size, "epochs": 1, "shuffle": False, "verbose": 0, **fit}
+    options = {
+        "batch_size": BATCH // wire.topology.size,
+        "epochs": 1,
+        "shuffle": False,
+        "verbose": 0,
+        **fit,
+    }
     model.fit(*share, **options)
     return model.get_weights()
 
@@ -50,7 +59,9 @@ def check_close(weights, reference, start, share):
     for weight, expected, before in zip(weights, reference, start, strict=True):
         moved = np.linalg.norm(expected - before)
         assert moved > 0, "nothing was learnt, so nothing was compared"
-        assert (off := np.linalg.norm(weight - expected) / moved) <= share, f"{off:.2g} of what training moved"
+        assert (off := np.linalg.norm(weight - expected) / moved) <= share, (
+            f"{off:.2g} of what training moved"
+        )
 
 
 def _compare(build, make_optimizer, wire, schemes=EXACT):

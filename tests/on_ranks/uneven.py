@@ -36,7 +36,9 @@ def case_known_lengths(wire):
     model, optimizer = _compiled()
     x, y = models.mlp.data(4 * (3 + wire.topology.rank))
     with LogLines() as lines:
-        history = model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[keras_callbacks.MetricAverage()])
+        history = model.fit(
+            x, y, batch_size=4, epochs=2, verbose=0, callbacks=[keras_callbacks.MetricAverage()]
+        )
     _check_together(model, optimizer, wire, 6)
     losses = exchange_objects(history.history["loss"], wire, "losses")
     assert losses[0] == losses[1] == losses[2]
@@ -92,14 +94,20 @@ def case_steps_per_execution(wire):
 def case_steps_per_execution_and_callbacks_that_communicate(wire):
     model, optimizer = _compiled(steps_per_execution=2)
     x, y = models.mlp.data(4 * (3 + 2 * wire.topology.rank))
-    model.fit(x, y, batch_size=4, verbose=0, callbacks=[keras_callbacks.ReplicaCheck(every_n_steps=1)])
+    model.fit(
+        x, y, batch_size=4, verbose=0, callbacks=[keras_callbacks.ReplicaCheck(every_n_steps=1)]
+    )
     _check_together(model, optimizer, wire, 3)
 
 
 def case_servers_that_update(wire):
     """Ranks without data push nothing, and take part in norms and pulls all the same."""
     scaled = keras.optimizers.LossScaleOptimizer
-    for inner in (sgd(), keras.optimizers.SGD(0.1, global_clipnorm=0.1), scaled(sgd(), initial_scale=8.0)):
+    for inner in (
+        sgd(),
+        keras.optimizers.SGD(0.1, global_clipnorm=0.1),
+        scaled(sgd(), initial_scale=8.0),
+    ):
         model, optimizer = _compiled(SERVED, inner)
         model.fit(_of_unknown_length(3 + wire.topology.rank), epochs=2, verbose=0)
         _check_together(model, optimizer, wire, 6)
@@ -167,14 +175,20 @@ def case_ranks_that_part_are_told(wire):
     ):
         model, optimizer = _compiled()
         with Raises(RuntimeError, f"All ranks must train alike. Received: {what}"):
-            model.fit(*models.mlp.data(8), batch_size=4, epochs=4, verbose=0, callbacks=[_Part(change)])
+            model.fit(
+                *models.mlp.data(8), batch_size=4, epochs=4, verbose=0, callbacks=[_Part(change)]
+            )
         assert int(optimizer.iterations) == 4
 
 
 def case_another_first_epoch_is_refused(wire):
     model, _ = _compiled()
-    with Raises(RuntimeError, "All ranks must train alike. Received: epoch 0 on rank 0, 1 on rank 1"):
-        model.fit(*models.mlp.data(8), epochs=3, initial_epoch=min(wire.topology.rank, 1), verbose=0)
+    with Raises(
+        RuntimeError, "All ranks must train alike. Received: epoch 0 on rank 0, 1 on rank 1"
+    ):
+        model.fit(
+            *models.mlp.data(8), epochs=3, initial_epoch=min(wire.topology.rank, 1), verbose=0
+        )
 
 
 class _StopOnRank1(keras.callbacks.Callback):
@@ -185,6 +199,8 @@ class _StopOnRank1(keras.callbacks.Callback):
 
 def case_one_rank_that_stops_stops_all(wire):
     model, optimizer = _compiled()
-    history = model.fit(*models.mlp.data(8), batch_size=4, epochs=5, verbose=0, callbacks=[_StopOnRank1()])
+    history = model.fit(
+        *models.mlp.data(8), batch_size=4, epochs=5, verbose=0, callbacks=[_StopOnRank1()]
+    )
     assert len(history.epoch) == 2
     _check_together(model, optimizer, wire, 4)

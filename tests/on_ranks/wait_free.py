@@ -47,7 +47,9 @@ def _bucket_of(op, graph):
     if op.type not in ("If", "StatelessIf"):
         return None
     branch = graph._get_function(op.get_attr("then_branch").name).graph
-    return next((name for inner in branch.get_operations() if (name := _bucket_of(inner, branch))), None)
+    return next(
+        (name for inner in branch.get_operations() if (name := _bucket_of(inner, branch))), None
+    )
 
 
 def check_independent(graph, buckets):
@@ -61,13 +63,17 @@ def check_independent(graph, buckets):
 
 def case_no_collective_waits_for_another_bucket(wire):
     for scheme, _ in contract.SCHEMES.values():
-        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=scheme, bucket_bytes=0)
+        optimizer = tp.DistributedOptimizer(
+            keras.optimizers.SGD(0.1), scheme=scheme, bucket_bytes=0
+        )
         check_independent(traced(models.mlp(), optimizer, models.mlp.data(4)), 6)
 
 
 def case_nor_with_loss_scaling_and_clipping(wire):
     keras.config.set_dtype_policy("mixed_float16")
-    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1, global_clipnorm=1.0), bucket_bytes=0)
+    optimizer = tp.DistributedOptimizer(
+        keras.optimizers.SGD(0.1, global_clipnorm=1.0), bucket_bytes=0
+    )
     check_independent(traced(models.mlp(), optimizer, models.mlp.data(4)), 6)
 
 
@@ -86,7 +92,9 @@ class Slow(keras.layers.Layer):
 def _pause_backward(tensor, pause_s):
     @tf.custom_gradient
     def identity(x):
-        return tf.identity(x), lambda gradient: tf.ensure_shape(_delayed(gradient, pause_s), x.shape)
+        return tf.identity(x), lambda gradient: tf.ensure_shape(
+            _delayed(gradient, pause_s), x.shape
+        )
 
     return identity(tensor)
 
@@ -105,7 +113,11 @@ def _delayed(tensor, pause_s):
 def case_timeline_shows_the_overlap(wire):
     pause_s, layers = 0.3, 4
     model = keras.Sequential(
-        [keras.Input((512,)), *(Slow(pause_s) for _ in range(layers)), keras.layers.Dense(models.CLASSES)]
+        [
+            keras.Input((512,)),
+            *(Slow(pause_s) for _ in range(layers)),
+            keras.layers.Dense(models.CLASSES),
+        ]
     )
     model.compile(optimizer=tp.DistributedOptimizer(sgd(), bucket_bytes=2**20), loss=models.LOSS)
     batch = models._floats(4, 512)
@@ -120,16 +132,24 @@ def case_timeline_shows_the_overlap(wire):
     if wire.topology.rank == 0:
         order = sorted(done, key=done.get)
         # The last two are the first layer's kernel and, with its bias, all small variables: they come together.
-        assert order[:-2] == sorted(order, key=lambda name: int(name.rpartition("_")[2]))[:-2], order
+        assert order[:-2] == sorted(order, key=lambda name: int(name.rpartition("_")[2]))[:-2], (
+            order
+        )
         # The top bucket is through the wire while the layers below are still computing.
         ahead = done[order[-1]] - done[order[0]]
-        assert ahead > (layers - 2) * pause_s * 1e6, f"{ahead / 1e6:.2f} s between first and last exchange: {done}"
+        assert ahead > (layers - 2) * pause_s * 1e6, (
+            f"{ahead / 1e6:.2f} s between first and last exchange: {done}"
+        )
 
 
 def _completions(text):
     """When each bucket's exchange ended, in microseconds, from Horovod's timeline."""
     events = json.loads(text.rstrip().rstrip(",") + ("" if text.rstrip().endswith("]") else "]"))
-    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name" and "name" in e["args"]}
+    names = {
+        e["pid"]: e["args"]["name"]
+        for e in events
+        if e.get("name") == "process_name" and "name" in e["args"]
+    }
     done = {}
     for event in events:
         name = names.get(event.get("pid"), "")
@@ -160,7 +180,9 @@ def _exposed_s(delayed, backward_s):
     """
     keras.utils.clear_session(free_memory=False)
     model = keras.Sequential([keras.Input((512,)), Slow(0.0), Slow(backward_s)])
-    optimizer = tp.DistributedOptimizer(sgd(), scheme=[(delayed, Delayed()), (".*", "allreduce")], bucket_bytes=0)
+    optimizer = tp.DistributedOptimizer(
+        sgd(), scheme=[(delayed, Delayed()), (".*", "allreduce")], bucket_bytes=0
+    )
     model.compile(optimizer=optimizer, loss="mse")
     batch = np.ones((4, 512), "float32")
     model.train_on_batch(batch, batch)

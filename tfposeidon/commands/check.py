@@ -36,7 +36,11 @@ def main(options: argparse.Namespace) -> int:
         print(f"tfposeidon check: {error}", file=sys.stderr)
         return 1
     if topology.rank == 0:
-        print("\n".join([*lines, f"collective    sums are right on all {topology.size} rank(s)", *problems]))
+        print(
+            "\n".join(
+                [*lines, f"collective    sums are right on all {topology.size} rank(s)", *problems]
+            )
+        )
     return 1 if problems else 0
 
 
@@ -86,7 +90,10 @@ def _horovod_build() -> list[str]:
             f"There are {gpus} GPU(s), but Horovod was built without NCCL. Remove {install.cache_folder()} and run: "
             "python -m tfposeidon install --horovod-only"
         )
-    return [f"built with    {', '.join(built)}; ranks find one another over {controller}", f"GPUs          {gpus}"]
+    return [
+        f"built with    {', '.join(built)}; ranks find one another over {controller}",
+        f"GPUs          {gpus}",
+    ]
 
 
 def _collective() -> list[str]:
@@ -118,6 +125,10 @@ def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
     from tfposeidon.schemes import FactorScheme
 
     if isinstance(scheme, FactorScheme):
-        return scheme.exchange_factors(Factors(vector[:1, None], tf.ones_like(vector)[None]), wire, f"check.{name}")
-    state = scheme.flushing(tuple(tf.zeros(slot.shape) for slot in scheme.slots(vector.shape[0], wire.topology)))
+        return scheme.exchange_factors(
+            Factors(vector[:1, None], tf.ones_like(vector)[None]), wire, f"check.{name}"
+        )
+    state = scheme.flushing(
+        tuple(tf.zeros(slot.shape) for slot in scheme.slots(vector.shape[0], wire.topology))
+    )
     return scheme.exchange(vector, state, wire, f"check.{name}")[0]

@@ -151,7 +151,11 @@ def horovod_flags() -> dict[str, str]:
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
     }
     if nvidia_driver_present():
-        flags |= {"HOROVOD_GPU": "CUDA", "HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "SHARED"}
+        flags |= {
+            "HOROVOD_GPU": "CUDA",
+            "HOROVOD_GPU_OPERATIONS": "NCCL",
+            "HOROVOD_NCCL_LINK": "SHARED",
+        }
     return flags
 
 
@@ -216,7 +220,16 @@ def _build_into(folder: Path) -> Path:
 def _corrected_source(scratch: Path) -> Path:
     requirement = f"horovod=={HOROVOD_VERSION}"
     _say(f"downloading the source of {requirement}")
-    _pip("download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", str(scratch), requirement)
+    _pip(
+        "download",
+        "--no-deps",
+        "--no-binary",
+        ":all:",
+        "--no-build-isolation",
+        "-d",
+        str(scratch),
+        requirement,
+    )
     archive = next(scratch.glob("horovod-*.tar.gz"))
     with tarfile.open(archive) as tar:
         tar.extractall(scratch, filter="data")
@@ -230,10 +243,22 @@ def _compile(source: Path, target: Path, scratch: Path) -> None:
     environment = os.environ | horovod_flags() | {"MAKEFLAGS": f"-j{os.cpu_count()}"}
     if nvidia_driver_present():
         environment |= _nccl_environment(scratch)
-    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "-w", str(target)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-v",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(target),
+    ]
     log = cache_folder() / "horovod-build.log"
     with log.open("w") as stream:
-        result = subprocess.run([*command, str(source)], env=environment, stdout=stream, stderr=subprocess.STDOUT)
+        result = subprocess.run(
+            [*command, str(source)], env=environment, stdout=stream, stderr=subprocess.STDOUT
+        )
     if result.returncode:
         raise InstallError(
             f"{_compilers_last_lines(log)}\n\nHorovod could not be built; all lines are in {log}. "
@@ -312,7 +337,9 @@ def _pip(*arguments: str) -> None:
     result = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if result.returncode:
         tail = "\n".join(result.stderr.splitlines()[-TAIL_LINES:])
-        raise InstallError(f"{tail}\n\n`pip {' '.join(arguments)}` failed; its last lines are above.")
+        raise InstallError(
+            f"{tail}\n\n`pip {' '.join(arguments)}` failed; its last lines are above."
+        )
 
 
 def _say(text: str) -> None:

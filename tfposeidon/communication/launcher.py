@@ -15,8 +15,18 @@ from typing import Any
 
 RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 SIZE = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-LOCAL_RANK = ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-LOCAL_SIZE = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
+LOCAL_RANK = (
+    "HOROVOD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "SLURM_LOCALID",
+)
+LOCAL_SIZE = (
+    "HOROVOD_LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_NTASKS_PER_NODE",
+)
 
 STALL_WARNING = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 STALL_LIMIT = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
@@ -71,7 +81,9 @@ class Store:
         Raises:
           OSError: If the store cannot be reached.
         """
-        request = urllib.request.Request(self._url(key), data=json.dumps(value).encode(), method="PUT")
+        request = urllib.request.Request(
+            self._url(key), data=json.dumps(value).encode(), method="PUT"
+        )
         urllib.request.urlopen(request, timeout=STORE_TIMEOUT_S).close()
 
     def get(self, key: str) -> Any:
@@ -94,7 +106,9 @@ class Store:
         deadline = time.monotonic() + timeout_s
         while (value := self.get(key)) is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{key!r} did not appear in the launcher's store within {timeout_s:.0f} s")
+                raise TimeoutError(
+                    f"{key!r} did not appear in the launcher's store within {timeout_s:.0f} s"
+                )
             time.sleep(0.05)
         return value
 

@@ -109,7 +109,9 @@ def _start_over_mpi(hvd: Any) -> HorovodWire:
     for rank, host in enumerate(exchange_objects(socket.gethostname(), world, "tp.hosts")):
         nodes.setdefault(host, []).append(rank)
     topology = Topology(hvd.rank(), tuple(map(tuple, nodes.values())))
-    return HorovodWire(topology, {group: hvd.add_process_set(list(group.ranks)) for group in topology.groups()})
+    return HorovodWire(
+        topology, {group: hvd.add_process_set(list(group.ranks)) for group in topology.groups()}
+    )
 
 
 def _find_topology(place: launcher.Place, ranks_per_node: int | None) -> Topology:
@@ -120,7 +122,9 @@ def _find_topology(place: launcher.Place, ranks_per_node: int | None) -> Topolog
         return Topology(0, ((0,),))
     sizes = launcher.node_sizes(store, place)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return Topology(place.rank, tuple(tuple(range(s, s + n)) for s, n in zip(starts, sizes, strict=True)))
+    return Topology(
+        place.rank, tuple(tuple(range(s, s + n)) for s, n in zip(starts, sizes, strict=True))
+    )
 
 
 def _check_layout_in_store(topology: Topology) -> None:
@@ -157,11 +161,16 @@ def _check_horovod() -> None:
     except ModuleNotFoundError as error:
         raise ImportError(f"tfposeidon needs Horovod ({error}). {remedy}") from error
     except ImportError as error:
-        raise ImportError(f"Horovod is here, but not for this TensorFlow ({error}). {remedy}") from error
+        raise ImportError(
+            f"Horovod is here, but not for this TensorFlow ({error}). {remedy}"
+        ) from error
 
 
 def _set_limits(stall_timeout_s: float | None, transport_timeout_s: float | None) -> None:
-    for name, value in (("stall_timeout_s", stall_timeout_s), ("transport_timeout_s", transport_timeout_s)):
+    for name, value in (
+        ("stall_timeout_s", stall_timeout_s),
+        ("transport_timeout_s", transport_timeout_s),
+    ):
         if value is not None and value < 1:
             raise ValueError(f"`{name}` must be at least 1 second. Received: {name}={value}")
     if stall_timeout_s is not None or launcher.STALL_LIMIT not in os.environ:
@@ -204,4 +213,6 @@ def _pin_gpu(local_rank: int) -> None:
         tf.config.set_visible_devices(own, "GPU")
         tf.config.experimental.set_memory_growth(own, True)
     except RuntimeError as error:
-        log.warning("TensorFlow was in use before tfposeidon.init(); its GPUs stay as they are (%s)", error)
+        log.warning(
+            "TensorFlow was in use before tfposeidon.init(); its GPUs stay as they are (%s)", error
+        )

@@ -40,9 +40,13 @@ class Topology:
     def __post_init__(self) -> None:
         ranks = sorted(rank for node in self.nodes for rank in node)
         if not ranks or ranks != list(range(len(ranks))) or not all(self.nodes):
-            raise ValueError(f"`nodes` must hold each rank from 0 exactly once. Received: nodes={self.nodes}")
+            raise ValueError(
+                f"`nodes` must hold each rank from 0 exactly once. Received: nodes={self.nodes}"
+            )
         if not 0 <= self.rank < len(ranks):
-            raise ValueError(f"`rank` must be one of the {len(ranks)} ranks. Received: rank={self.rank}")
+            raise ValueError(
+                f"`rank` must be one of the {len(ranks)} ranks. Received: rank={self.rank}"
+            )
 
     @classmethod
     def regular(cls, rank: int, size: int, ranks_per_node: int) -> Topology:
@@ -107,5 +111,7 @@ class Topology:
 
     def __str__(self) -> str:
         sizes = [len(node) for node in self.nodes]
-        layout = f"{len(sizes)} x {sizes[0]}" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
+        layout = (
+            f"{len(sizes)} x {sizes[0]}" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
+        )
         return f"{self.size} rank(s) on {len(sizes)} node(s) ({layout})"

@@ -42,7 +42,9 @@ class Wire(Protocol):
 
     topology: Topology
 
-    def all_reduce(self, tensor: tf.Tensor, group: Group, name: str, scale: float = 1.0) -> tf.Tensor:
+    def all_reduce(
+        self, tensor: tf.Tensor, group: Group, name: str, scale: float = 1.0
+    ) -> tf.Tensor:
         """`scale` times the sum over the group; `[n]` -> `[n]`, the same bits on every rank."""
         ...
 
@@ -50,7 +52,9 @@ class Wire(Protocol):
         """Concatenation along the first axis in the group's order; parts may differ in length."""
         ...
 
-    def all_to_all(self, tensor: tf.Tensor, splits: Sequence[int | tf.Tensor], group: Group, name: str) -> tf.Tensor:
+    def all_to_all(
+        self, tensor: tf.Tensor, splits: Sequence[int | tf.Tensor], group: Group, name: str
+    ) -> tf.Tensor:
         """Sends `splits[i]` of the first axis to the group's rank `i`; returns what came, in the group's order."""
         ...
 
@@ -71,7 +75,9 @@ class HorovodWire:
         self.topology = topology
         self._process_sets = process_sets
 
-    def all_reduce(self, tensor: tf.Tensor, group: Group, name: str, scale: float = 1.0) -> tf.Tensor:
+    def all_reduce(
+        self, tensor: tf.Tensor, group: Group, name: str, scale: float = 1.0
+    ) -> tf.Tensor:
         if group.size == 1:
             return tensor if scale == 1.0 else tensor * tf.cast(scale, tensor.dtype)
         ops = _horovod_ops()
@@ -88,10 +94,15 @@ class HorovodWire:
         if group.size == 1:
             return tensor
         return _horovod_ops().allgather(
-            tensor, name=name + _suffix.get(), ignore_name_scope=True, process_set=self._process_set(group)
+            tensor,
+            name=name + _suffix.get(),
+            ignore_name_scope=True,
+            process_set=self._process_set(group),
         )
 
-    def all_to_all(self, tensor: tf.Tensor, splits: Sequence[int | tf.Tensor], group: Group, name: str) -> tf.Tensor:
+    def all_to_all(
+        self, tensor: tf.Tensor, splits: Sequence[int | tf.Tensor], group: Group, name: str
+    ) -> tf.Tensor:
         if group.size == 1:
             return tensor
         received, _ = _horovod_ops().alltoall(
@@ -106,7 +117,9 @@ class HorovodWire:
     def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
         if self.topology.size == 1:
             return tensor
-        return _horovod_ops().broadcast(tensor, root_rank, name=name + _suffix.get(), ignore_name_scope=True)
+        return _horovod_ops().broadcast(
+            tensor, root_rank, name=name + _suffix.get(), ignore_name_scope=True
+        )
 
     def _process_set(self, group: Group) -> Any:
         if group == self.topology.world:
@@ -168,9 +181,13 @@ def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
     text = json.dumps([name, value]).encode()
     world = wire.topology.world
     lengths = wire.all_gather(tf.constant([len(text)], tf.int64), world, f"{name}.lengths").numpy()
-    joined = wire.all_gather(tf.constant(list(text), tf.uint8), world, f"{name}.texts").numpy().tobytes()
+    joined = (
+        wire.all_gather(tf.constant(list(text), tf.uint8), world, f"{name}.texts").numpy().tobytes()
+    )
     ends = lengths.cumsum()
-    pairs = [json.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+    pairs = [
+        json.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)
+    ]
     for rank, (other, _) in enumerate(pairs):
         if other != pairs[0][0]:
             raise RuntimeError(
@@ -183,8 +200,14 @@ def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
 def broadcast_bytes(content: bytes, wire: Wire, root_rank: int, name: str) -> bytes:
     """The `content` of `root_rank`. Eager; every rank may give another length."""
     length = wire.broadcast(tf.constant([len(content)], tf.int64), root_rank, f"{name}.length")
-    mine = np.frombuffer(content, np.uint8) if wire.topology.rank == root_rank else np.zeros(int(length[0]), np.uint8)
-    received: bytes = wire.broadcast(tf.constant(mine), root_rank, f"{name}.bytes").numpy().tobytes()
+    mine = (
+        np.frombuffer(content, np.uint8)
+        if wire.topology.rank == root_rank
+        else np.zeros(int(length[0]), np.uint8)
+    )
+    received: bytes = (
+        wire.broadcast(tf.constant(mine), root_rank, f"{name}.bytes").numpy().tobytes()
+    )
     return received
 
 

@@ -133,7 +133,9 @@ class AgreedPlans:
             rows = exchanger.rows.numpy()
         return with_rows(exchanger.plan, rows, self.policy)
 
-    def _plan_with_factors(self, grads: list[Any], variables: list[Any], replicated: list[Any]) -> None:
+    def _plan_with_factors(
+        self, grads: list[Any], variables: list[Any], replicated: list[Any]
+    ) -> None:
         """Plans again, now that the ops are there that make the gradients."""
         exchanger = self._exchangers[_key(variables)]
         descriptions = [describe(v) for v in variables]
@@ -150,7 +152,9 @@ class AgreedPlans:
         key = _key(variables)
         exchanger = self._exchangers[key]
         served = any(bucket.server for bucket in exchanger.plan.buckets)
-        self._norms[key] = layer_norms.choose(inner_optimizer, variables, served, exchanger.wire, f"{exchanger.prefix}")
+        self._norms[key] = layer_norms.choose(
+            inner_optimizer, variables, served, exchanger.wire, f"{exchanger.prefix}"
+        )
         if self._norms[key].note:
             self._note(self._norms[key].note)
 
@@ -167,7 +171,9 @@ class AgreedPlans:
             if isinstance(grad, tf.IndexedSlices) and describe(variable).path not in by_rows:
                 self._note(f"{describe(variable).path}: rows are summed and sent as a dense matrix")
             if grad is None:
-                self._note(f"{describe(variable).path}: no gradient on rank {runtime.rank()}, zeros are sent")
+                self._note(
+                    f"{describe(variable).path}: no gradient on rank {runtime.rank()}, zeros are sent"
+                )
         for text in (advice.sparsity_advice(plan, inner_optimizer), advice.processor_advice(plan)):
             if text:
                 self._note(text)
@@ -185,5 +191,7 @@ def _weighing(settings: dict[str, Any]) -> str:
     if settings["sample_count"]:
         return f"ranks weigh by {settings['sample_count']}: exact for losses that are means over what it counts"
     if settings["counted"]:
-        return "ranks weigh by their number of samples: exact for losses that are means over samples"
+        return (
+            "ranks weigh by their number of samples: exact for losses that are means over samples"
+        )
     return "no sample_count was given: ranks weigh the same, unequal batches give a mean of means"

@@ -35,7 +35,9 @@ def first_difference(a: list[list[Any]], b: list[list[Any]]) -> tuple[int, str, 
     """Place and readable content where two lists part, or `None`."""
     if a == b:
         return None
-    place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    place = next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
     return place, _readable(a, place), _readable(b, place)
 
 

@@ -50,7 +50,9 @@ class Exchanger:
       seen: Where schemes keep anything: 1 for each variable of theirs that has had a gradient, as a variable.
     """
 
-    def __init__(self, plan: Plan, wire: Wire, zeros: Zeros | None = None, rows: tf.Variable | None = None) -> None:
+    def __init__(
+        self, plan: Plan, wire: Wire, zeros: Zeros | None = None, rows: tf.Variable | None = None
+    ) -> None:
         self.plan = plan
         self.wire = wire
         self.prefix: str | None = None
@@ -59,7 +61,9 @@ class Exchanger:
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.afterwards: Callable[[list[Any]], list[Any]] | None = None
         dtypes = {"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}
-        dtypes |= {d.factors.dtype for bucket in plan.buckets for d in bucket.descriptions if d.factors}
+        dtypes |= {
+            d.factors.dtype for bucket in plan.buckets for d in bucket.descriptions if d.factors
+        }
         self._zeros = Zeros() if zeros is None else zeros
         for dtype in sorted(dtypes):
             self._zeros[dtype]
@@ -71,7 +75,12 @@ class Exchanger:
             [_variable(slot, index) for slot in bucket.slots(plan.topology)]
             for index, bucket in enumerate(plan.buckets)
         ]
-        kept = {member for bucket in plan.buckets if bucket.slots(plan.topology) for member in bucket.members}
+        kept = {
+            member
+            for bucket in plan.buckets
+            if bucket.slots(plan.topology)
+            for member in bucket.members
+        }
         self._kept = [float(member in kept) for member, _ in enumerate(self._descriptions())]
         self.seen = _seen(len(self._kept)) if kept else None
 
@@ -79,7 +88,10 @@ class Exchanger:
         """Goes on for another exchanger of the same variables, with what it keeps for buckets of the same scheme."""
         self.prefix, self.seen, self._at_first = other.prefix, other.seen, other._at_first
         self.calls, self._calls = other.calls, other._calls
-        kept = {(b.members, b.scheme): state for b, state in zip(other.plan.buckets, other.states, strict=True)}
+        kept = {
+            (b.members, b.scheme): state
+            for b, state in zip(other.plan.buckets, other.states, strict=True)
+        }
         self.states = [
             kept.get((bucket.members, bucket.scheme), state)
             for bucket, state in zip(self.plan.buckets, self.states, strict=True)
@@ -105,12 +117,16 @@ class Exchanger:
             everybody = exchange_objects(mine, self.wire, f"{prefix}.agree")
         _check_same_settings([other["settings"] for other in everybody])
         check_same_variables([other["variables"] for other in everybody])
-        self._at_first = [any(flags) for flags in zip(*(other["present"] for other in everybody), strict=True)]
+        self._at_first = [
+            any(flags) for flags in zip(*(other["present"] for other in everybody), strict=True)
+        ]
         self.prefix = prefix
 
     def groups(self, places: Sequence[int]) -> list[list[int]]:
         """Places of variables, apart by whether any rank had a gradient at the first step: mostly they go together."""
-        groups = [[place for place in places if self._at_first[place] == then] for then in (True, False)]
+        groups = [
+            [place for place in places if self._at_first[place] == then] for then in (True, False)
+        ]
         return [group for group in groups if group]
 
     @contextlib.contextmanager
@@ -123,7 +139,9 @@ class Exchanger:
         with numbered(number):
             yield
 
-    def presence(self, gradients: Sequence[Any], sample_count: Any = None, here: bool = True) -> Presence:
+    def presence(
+        self, gradients: Sequence[Any], sample_count: Any = None, here: bool = True
+    ) -> Presence:
         """Counts samples, ranks and gradients over the job: one small all-reduce, sent when the step starts.
 
         Args:
@@ -140,15 +158,25 @@ class Exchanger:
             mine = tf.concat([count[tf.newaxis], tf.constant(flags) + zero], 0)
             total = self.wire.all_reduce(mine, self.wire.topology.world, f"{self.prefix}.samples")
             ranks = tf.cast(self.wire.topology.size, tf.float32)
-            weight = None if sample_count is None else tf.math.divide_no_nan(count * ranks, total[0])
+            weight = (
+                None if sample_count is None else tf.math.divide_no_nan(count * ranks, total[0])
+            )
             self._check_regularised(total[2:], total[1])
             return Presence(weight, ranks - total[1], total[2:] > 0.0)
 
     def _check_regularised(self, holders: tf.Tensor, present: tf.Tensor) -> None:
         """Each rank adds a regulariser's part to what came as factors, and can do so only where it has a gradient."""
-        members = ((b, m, d) for b in self.plan.buckets for m, d in zip(b.members, b.descriptions, strict=True))
+        members = (
+            (b, m, d)
+            for b in self.plan.buckets
+            for m, d in zip(b.members, b.descriptions, strict=True)
+        )
         for bucket, member, description in members:
-            if bucket.takes_factors and description.factors is not None and description.factors.has_local:
+            if (
+                bucket.takes_factors
+                and description.factors is not None
+                and description.factors.has_local
+            ):
                 rule = (
                     "A variable that is regularised and sent by factors must have a gradient on all ranks or on none. "
                     f"Received: {description.path!r}, with a gradient on some. Give it another scheme by a rule."
@@ -159,7 +187,9 @@ class Exchanger:
     def now_seen(self, presence: Presence) -> tf.Tensor:
         """What `seen` becomes with a step that counts."""
         assert self.seen is not None
-        return tf.maximum(self.seen, tf.cast(presence.somewhere, tf.float32) * tf.constant(self._kept))
+        return tf.maximum(
+            self.seen, tf.cast(presence.somewhere, tf.float32) * tf.constant(self._kept)
+        )
 
     def expected(self, presence: Presence) -> tf.Tensor:
         """Which variables have a mean to apply: a gradient on some rank, or one that a scheme has kept and sends late.
@@ -198,7 +228,11 @@ class Exchanger:
             else:
                 mean, state = self._exchange_bucket(index, bucket, gradients, weight, rescale)
             states.append(state)
-            tensors = self._own_parts(mean, bucket) if bucket.server else _split(mean, bucket.descriptions)
+            tensors = (
+                self._own_parts(mean, bucket)
+                if bucket.server
+                else _split(mean, bucket.descriptions)
+            )
             for member, tensor in zip(bucket.members, tensors, strict=True):
                 means[member] = tensor
         self._keep_rows(rows)
@@ -207,18 +241,28 @@ class Exchanger:
     def _keep_rows(self, rows: dict[int, tf.Tensor]) -> None:
         if rows:
             with tf.device("/CPU:0"):
-                new = tf.stack([rows.get(index, tf.zeros([])) for index in range(self.rows.shape[0])])
+                new = tf.stack(
+                    [rows.get(index, tf.zeros([])) for index in range(self.rows.shape[0])]
+                )
                 # What nobody has anything for, as at the end of an epoch, is no step.
                 self.rows.assign(tf.where(new > 0.0, new, self.rows))
 
     def _exchange_factors(
         self, index: int, bucket: Bucket, gradients: Sequence[Any], weight: tf.Tensor | None
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        factors, name = [gradients[member] for member in bucket.members], f"{self.prefix}.bucket_{index}"
+        factors, name = (
+            [gradients[member] for member in bucket.members],
+            f"{self.prefix}.bucket_{index}",
+        )
         return factor_exchange.exchange(bucket, factors, weight, self.wire, name, self._zeros)
 
     def _exchange_bucket(
-        self, index: int, bucket: Bucket, gradients: Sequence[Any], weight: tf.Tensor | None, rescale: tf.Tensor | None
+        self,
+        index: int,
+        bucket: Bucket,
+        gradients: Sequence[Any],
+        weight: tf.Tensor | None,
+        rescale: tf.Tensor | None,
     ) -> tuple[tf.Tensor, State]:
         name = f"{self.prefix}.bucket_{index}"
         vector = self._flatten(bucket, gradients)
@@ -245,10 +289,16 @@ class Exchanger:
         """
         shown = [
             part
-            for part, (begin, end) in zip(parts, bucket.served_parts(self.wire.topology), strict=True)
+            for part, (begin, end) in zip(
+                parts, bucket.served_parts(self.wire.topology), strict=True
+            )
             if begin < end
         ]
-        own = tf.cast(tf.concat(shown, 0), bucket.dtype) if shown else zeros([0], self._zeros[bucket.dtype])
+        own = (
+            tf.cast(tf.concat(shown, 0), bucket.dtype)
+            if shown
+            else zeros([0], self._zeros[bucket.dtype])
+        )
         name = f"{self.prefix}.bucket_{self.plan.buckets.index(bucket)}"
         assert bucket.server is not None
         return _split(bucket.server.pull(own, bucket.length, self.wire, name), bucket.descriptions)
@@ -272,12 +322,17 @@ class Exchanger:
     def has_flushed(self) -> bool:
         """Whether all that schemes had kept was sent since `flush`."""
         pairs = zip(self.plan.buckets, self.states, strict=True)
-        return all(bucket.scheme.has_flushed(tuple(map(tf.convert_to_tensor, state))) for bucket, state in pairs)
+        return all(
+            bucket.scheme.has_flushed(tuple(map(tf.convert_to_tensor, state)))
+            for bucket, state in pairs
+        )
 
     def flush(self) -> None:
         """Makes all exchanges from now on send everything, what schemes have kept included."""
         for bucket, variables in zip(self.plan.buckets, self.states, strict=True):
-            state = bucket.scheme.flushing(tuple(tf.convert_to_tensor(variable) for variable in variables))
+            state = bucket.scheme.flushing(
+                tuple(tf.convert_to_tensor(variable) for variable in variables)
+            )
             for variable, value in zip(variables, state, strict=True):
                 variable.assign(value)
 
@@ -328,7 +383,11 @@ class Exchanger:
         return opaque(vector, self._zeros["int32"])
 
     def _descriptions(self) -> list[Description]:
-        pairs = [(m, d) for b in self.plan.buckets for m, d in zip(b.members, b.descriptions, strict=True)]
+        pairs = [
+            (m, d)
+            for b in self.plan.buckets
+            for m, d in zip(b.members, b.descriptions, strict=True)
+        ]
         return [description for _, description in sorted(pairs, key=lambda pair: pair[0])]
 
 
@@ -339,7 +398,9 @@ def _seen(count: int) -> tf.Variable:
 
 def _variable(slot: Slot, bucket: int) -> tf.Variable:
     with tf.init_scope():
-        return tf.Variable(tf.zeros(slot.shape), trainable=False, name=f"bucket_{bucket}_{slot.name}")
+        return tf.Variable(
+            tf.zeros(slot.shape), trainable=False, name=f"bucket_{bucket}_{slot.name}"
+        )
 
 
 def _rows(buckets: int) -> tf.Variable:
@@ -353,12 +414,16 @@ def _weighted(vector: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
     return tf.cond(
         weight == 1.0,
         lambda: vector,
-        lambda: tf.where(weight > 0.0, vector * tf.cast(weight, vector.dtype), tf.zeros_like(vector)),
+        lambda: tf.where(
+            weight > 0.0, vector * tf.cast(weight, vector.dtype), tf.zeros_like(vector)
+        ),
     )
 
 
 def _split(vector: tf.Tensor, descriptions: Sequence[Description]) -> list[tf.Tensor]:
-    parts = tf.split(vector, [d.length for d in descriptions]) if len(descriptions) > 1 else [vector]
+    parts = (
+        tf.split(vector, [d.length for d in descriptions]) if len(descriptions) > 1 else [vector]
+    )
     return [tf.reshape(part, d.shape) for part, d in zip(parts, descriptions, strict=True)]
 
 

@@ -50,7 +50,9 @@ def _read(gradient: Any, description: Description, replicated: Collection[Any]) 
     return sufficient_factors.read(gradient, description.shape, description.dtype, replicated)
 
 
-def agreed(descriptions: Sequence[Description], everybody: Sequence[Sequence[Found]]) -> list[Description]:
+def agreed(
+    descriptions: Sequence[Description], everybody: Sequence[Sequence[Found]]
+) -> list[Description]:
     """Descriptions with the factors that all ranks have."""
     return [
         dataclasses.replace(description, **_merged([found[place] for found in everybody]))
@@ -59,12 +61,19 @@ def agreed(descriptions: Sequence[Description], everybody: Sequence[Sequence[Fou
 
 
 def _merged(found: Sequence[Found]) -> dict[str, Any]:
-    why = next((f"{one['why_not']} (rank {rank})" for rank, one in enumerate(found) if "why_not" in one), "")
+    why = next(
+        (f"{one['why_not']} (rank {rank})" for rank, one in enumerate(found) if "why_not" in one),
+        "",
+    )
     if not why and any(one != found[0] for one in found):
         why = "its factors have other shapes, or its local term other constants, on different ranks"
     if why:
         return {"factors": None, "why_no_factors": why}
-    return {"factors": FactorShape(**{name: value for name, value in found[0].items() if name != "constants"})}
+    return {
+        "factors": FactorShape(
+            **{name: value for name, value in found[0].items() if name != "constants"}
+        )
+    }
 
 
 def check(plan: Plan, policy: Policy) -> None:
@@ -79,7 +88,9 @@ def check(plan: Plan, policy: Policy) -> None:
     """
     if any(bucket.takes_factors for bucket in plan.buckets):
         return
-    for description in (d for bucket in plan.buckets for d in bucket.descriptions if len(d.shape) > 1):
+    for description in (
+        d for bucket in plan.buckets for d in bucket.descriptions if len(d.shape) > 1
+    ):
         scheme = policy.choose(description, plan.topology).scheme
         if isinstance(scheme, FactorScheme):
             raise ValueError(
@@ -103,7 +114,9 @@ def taken(gradients: Sequence[Any], plan: Plan, replicated: Collection[Any]) -> 
         assert agreed is not None
         try:
             factors = _read(taken[member], description, replicated)
-            reason = "" if factors.shape == agreed else f"its factors are {factors.shape}, not {agreed}"
+            reason = (
+                "" if factors.shape == agreed else f"its factors are {factors.shape}, not {agreed}"
+            )
         except NoFactorsError as error:
             reason = str(error)
         if reason and agreed.has_local:
@@ -112,7 +125,9 @@ def taken(gradients: Sequence[Any], plan: Plan, replicated: Collection[Any]) -> 
                 f"{description.path!r}, which had them in the first: {reason}. Give it another scheme by a rule."
             )
         if reason:
-            log.warning("tfposeidon: %s goes as a whole matrix in this trace: %s.", description.path, reason)
+            log.warning(
+                "tfposeidon: %s goes as a whole matrix in this trace: %s.", description.path, reason
+            )
         else:
             taken[member] = factors
     return taken

@@ -18,7 +18,12 @@ from tfposeidon.schemes.by_rows import ByRows, mean_products
 
 
 def exchange(
-    bucket: Bucket, gradients: Sequence[Any], weight: tf.Tensor | None, wire: Wire, name: str, zero: Zeros
+    bucket: Bucket,
+    gradients: Sequence[Any],
+    weight: tf.Tensor | None,
+    wire: Wire,
+    name: str,
+    zero: Zeros,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Counts the rows of all ranks, then exchanges them.
 
@@ -44,7 +49,9 @@ def exchange(
         mean = mean_products(bucket.scheme, sent, bucket.dtype, wire, name)
     mean = tf.ensure_shape(mean, [bucket.length])
     if any(one.local is not None for one in factors):
-        mean += tf.concat([_local(one, d, zero) for one, d in zip(factors, bucket.descriptions, strict=True)], 0)
+        mean += tf.concat(
+            [_local(one, d, zero) for one, d in zip(factors, bucket.descriptions, strict=True)], 0
+        )
     return mean, rows
 
 

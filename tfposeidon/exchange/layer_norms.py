@@ -30,7 +30,11 @@ def in_parallel(wire: Wire, name: str) -> Norms:
         begin, end = balanced(sizes, wire.topology.size)[wire.topology.rank]
         # That of all, and not of this rank's share.
         dtype, width = norm_dtype(rows), len(rows[0])
-        own = tf.cast(local_norms(variables[begin:end], rows[begin:end]), dtype) if begin < end else None
+        own = (
+            tf.cast(local_norms(variables[begin:end], rows[begin:end]), dtype)
+            if begin < end
+            else None
+        )
         return tf.ensure_shape(gathered(own, dtype.name, [width], wire, name), [len(rows), width])
 
     return norms
@@ -71,7 +75,9 @@ class Choice(NamedTuple):
     note: str = ""
 
 
-def choose(optimizer: Any, variables: Sequence[Any], served: bool, wire: Wire, prefix: str) -> Choice:
+def choose(
+    optimizer: Any, variables: Sequence[Any], served: bool, wire: Wire, prefix: str
+) -> Choice:
     """Who takes the norms that a layer-wise optimizer asks for, at the first trace of a step.
 
     Args:
@@ -85,7 +91,9 @@ def choose(optimizer: Any, variables: Sequence[Any], served: bool, wire: Wire, p
     if not isinstance(inner, LayerWiseOptimizer) or wire.topology.size == 1:
         return Choice()
     if served:
-        return Choice(note="norms of layers: of the servers' parts, their squares are summed over the ranks")
+        return Choice(
+            note="norms of layers: of the servers' parts, their squares are summed over the ranks"
+        )
     layers = inner.scaled(variables)
     parallel = in_parallel(wire, f"{prefix}.norms_of_layers")
     wanted, why = inner.parallel, f"parallel={inner.parallel}"
@@ -125,7 +133,10 @@ def _measured(layers: Sequence[Any], wire: Wire, prefix: str) -> tuple[float, fl
         return 0.0, 0.0
     with tf.init_scope():
         candidates = [local_norms, in_parallel(wire, f"{prefix}.measured_norms")]
-        mine = [_seconds(norms, layers, wire, f"{prefix}.norms_{place}") for place, norms in enumerate(candidates)]
+        mine = [
+            _seconds(norms, layers, wire, f"{prefix}.norms_{place}")
+            for place, norms in enumerate(candidates)
+        ]
         everybody = exchange_objects(mine, wire, f"{prefix}.norms_measured")
     local_s, parallel_s = (max(times) for times in zip(*everybody, strict=True))
     return local_s, parallel_s

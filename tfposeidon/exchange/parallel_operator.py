@@ -12,7 +12,18 @@ from tfposeidon.communication import runtime, surroundings
 from tfposeidon.communication.partition import balanced, even
 from tfposeidon.communication.wire import Wire, exchange_objects, opaque, unknown_zero, zeros
 
-CARRIED = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
+CARRIED = (
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "bool",
+)
 """Dtypes that Horovod carries."""
 
 # Collectives are matched by name, and all ranks call alike.
@@ -90,7 +101,9 @@ def over(wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str) ->
     return gathered(result, *_agreed(everybody), wire, f"{name}.all_gather")
 
 
-def gathered(own: tf.Tensor | None, dtype: str, shape: list[int], wire: Wire, name: str) -> tf.Tensor:
+def gathered(
+    own: tf.Tensor | None, dtype: str, shape: list[int], wire: Wire, name: str
+) -> tf.Tensor:
     """The results of all ranks one after the other (Eq. 14), where it is known that they fit together.
 
     Args:
@@ -103,7 +116,9 @@ def gathered(own: tf.Tensor | None, dtype: str, shape: list[int], wire: Wire, na
     rows = zeros([0, *shape], unknown_zero(dtype)) if own is None else opaque(own, unknown_zero())
     whole = tf.ensure_shape(wire.all_gather(rows, wire.topology.world, name), [None, *shape])
     # Horovod has one, which would be a part of what it should be.
-    return tf.raw_ops.PreventGradient(input=whole, message="a parallel tensor operator has no gradient")
+    return tf.raw_ops.PreventGradient(
+        input=whole, message="a parallel tensor operator has no gradient"
+    )
 
 
 def _items(tensors: Any) -> Any:
@@ -121,7 +136,9 @@ def _items(tensors: Any) -> Any:
 
 def _parts(items: Any, ranks: int) -> list[tuple[int, int]]:
     if isinstance(items, list):
-        return balanced([sum(t.shape.num_elements() for t in tf.nest.flatten(item)) for item in items], ranks)
+        return balanced(
+            [sum(t.shape.num_elements() for t in tf.nest.flatten(item)) for item in items], ranks
+        )
     if items.shape.rank == 0 or items.shape[0] == 0:
         raise ValueError(
             f"A parallel tensor operator cuts a tensor along its first axis. Received: shape {items.shape}. Compute it "
@@ -132,7 +149,11 @@ def _parts(items: Any, ranks: int) -> list[tuple[int, int]]:
 
 def _result(result: Any) -> tf.Tensor:
     result = tf.convert_to_tensor(result)
-    if not result.shape.rank or not result.shape[1:].is_fully_defined() or result.dtype.name not in CARRIED:
+    if (
+        not result.shape.rank
+        or not result.shape[1:].is_fully_defined()
+        or result.dtype.name not in CARRIED
+    ):
         raise ValueError(
             "The function of a parallel tensor operator must return a tensor [m, ...] of known shape but for m, and of "
             f"a dtype that Horovod carries: {', '.join(CARRIED)}. Received: {result.dtype.name}, shape "
@@ -161,7 +182,9 @@ def _agreed(everybody: list[dict[str, Any]]) -> tuple[str, list[int]]:
                 f"{_difference(everybody[0]['tensors'], other['tensors'])} on rank {rank}. Build the same list, in the "
                 "same order, on every rank."
             )
-    results = {rank: other["result"] for rank, other in enumerate(everybody) if other["result"] is not None}
+    results = {
+        rank: other["result"] for rank, other in enumerate(everybody) if other["result"] is not None
+    }
     first = min(results)
     for rank, result in results.items():
         if result != results[first]:
@@ -174,8 +197,14 @@ def _agreed(everybody: list[dict[str, Any]]) -> tuple[str, list[int]]:
 
 
 def _difference(first: list[Any], other: list[Any]) -> str:
-    place = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
-    here, there = (str(items[place]) if place < len(items) else f"none (there are {place})" for items in (first, other))
+    place = next(
+        (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
+        min(len(first), len(other)),
+    )
+    here, there = (
+        str(items[place]) if place < len(items) else f"none (there are {place})"
+        for items in (first, other)
+    )
     return f"Received, first at item {place}: {here} on rank 0, {there}"
 
 

@@ -35,7 +35,9 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
 
     @tf.function
     def received() -> list[tf.Tensor]:
-        return [_broadcast(v, wire, root_rank, f"tp.broadcast_{i}") for i, v in enumerate(variables)]
+        return [
+            _broadcast(v, wire, root_rank, f"tp.broadcast_{i}") for i, v in enumerate(variables)
+        ]
 
     for variable, value in zip(variables, received(), strict=True):
         variable.assign(value)
@@ -45,7 +47,9 @@ def average(variables: Sequence[Any], wire: Wire) -> None:
     """Gives every rank the mean over ranks of floating-point variables, each in float32."""
     if wire.topology.size == 1 or not variables:
         return
-    flat = tf.concat([tf.reshape(tf.cast(tf.convert_to_tensor(v), tf.float32), [-1]) for v in variables], 0)
+    flat = tf.concat(
+        [tf.reshape(tf.cast(tf.convert_to_tensor(v), tf.float32), [-1]) for v in variables], 0
+    )
     mean = wire.all_reduce(flat, wire.topology.world, "tp.average", scale=1.0 / wire.topology.size)
     sizes = [d.length for d in describe_any(variables)]
     for variable, part in zip(variables, tf.split(mean, sizes), strict=True):
@@ -78,11 +82,15 @@ def differences(variables: Sequence[Any], wire: Wire) -> dict[str, list[int]]:
 
 def different_arrays(arrays: Mapping[str, np.ndarray], wire: Wire) -> dict[str, list[int]]:
     """Name of each array that is not bit-equal everywhere, or missing on some rank -> the ranks unlike rank 0."""
-    mine = {name: zlib.crc32(np.ascontiguousarray(array).tobytes()) for name, array in arrays.items()}
+    mine = {
+        name: zlib.crc32(np.ascontiguousarray(array).tobytes()) for name, array in arrays.items()
+    }
     everybody = exchange_objects(mine, wire, "tp.arrays")
     names = dict.fromkeys(name for sums in everybody for name in sums)
     found = {
-        name: [rank for rank, sums in enumerate(everybody) if sums.get(name) != everybody[0].get(name)]
+        name: [
+            rank for rank, sums in enumerate(everybody) if sums.get(name) != everybody[0].get(name)
+        ]
         for name in names
     }
     return {name: ranks for name, ranks in found.items() if ranks}

@@ -76,8 +76,12 @@ class Means:
         """Assigns the schemes' new state, if the step counts: everybody took part, it moves, and all is finite."""
         if not self.state:
             return
-        counts = self.moves if self.everybody is None else tf.logical_and(self.everybody, self.moves)
-        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(m)) for m in self.values if m is not None])
+        counts = (
+            self.moves if self.everybody is None else tf.logical_and(self.everybody, self.moves)
+        )
+        finite = tf.reduce_all(
+            [tf.reduce_all(tf.math.is_finite(m)) for m in self.values if m is not None]
+        )
 
         def assign() -> None:
             for variable, value in self.state:
@@ -105,7 +109,11 @@ class Step:
     """
 
     def __init__(
-        self, optimizer: Any, policy: Policy, bucket_bytes: int, sample_count: sample_counts.SampleCount | None
+        self,
+        optimizer: Any,
+        policy: Policy,
+        bucket_bytes: int,
+        sample_count: sample_counts.SampleCount | None,
     ) -> None:
         self._optimizer = optimizer
         self.plans = AgreedPlans(policy, bucket_bytes)
@@ -119,7 +127,9 @@ class Step:
         """Makes the variables in which steps leave what they have measured."""
         with tf.init_scope():
             self._absent = tf.Variable(0.0, trainable=False, name="absent")
-            self._exposed_s = tf.Variable(tf.zeros([], tf.float64), trainable=False, name="exposed_s")
+            self._exposed_s = tf.Variable(
+                tf.zeros([], tf.float64), trainable=False, name="exposed_s"
+            )
 
     # ------------------------------------------------------------------ one step
 
@@ -146,11 +156,15 @@ class Step:
         inner = self._optimizer.inner_optimizer
         self.plans.agree(gradients, variables, inner, self._settings(count))
         exchanger = self.exchanger(variables)
-        gradients = factor_agreement.taken(gradients, exchanger.plan, [*variables, *inner.variables])
+        gradients = factor_agreement.taken(
+            gradients, exchanger.plan, [*variables, *inner.variables]
+        )
         with exchanger.call():
             yield gradients
 
-    def means(self, gradients: list[Any], variables: list[Any], count: Any, server: Server | None = None) -> Means:
+    def means(
+        self, gradients: list[Any], variables: list[Any], count: Any, server: Server | None = None
+    ) -> Means:
         """Exchanges gradients.
 
         Args:
@@ -172,7 +186,9 @@ class Step:
         sent = factor_agreement.as_planned(gradients, exchanger.plan)
         ready = _time_after(sent)
         rate = self._rate(variables)
-        values, states = exchanger.exchange(sent, presence.weight, None if rate is None else rate.rescale)
+        values, states = exchanger.exchange(
+            sent, presence.weight, None if rate is None else rate.rescale
+        )
         if server is not None:
             values = server.completed(values)
         self._exposed_s.assign_add(_time_after(values) - ready)
@@ -183,7 +199,11 @@ class Step:
             state += [(rate.variable, rate.now), (exchanger.seen, exchanger.now_seen(presence))]
         return Means(
             values,
-            missing=tuple(exchanger.groups([index for index, gradient in enumerate(gradients) if gradient is None])),
+            missing=tuple(
+                exchanger.groups(
+                    [index for index, gradient in enumerate(gradients) if gradient is None]
+                )
+            ),
             expected=exchanger.expected(presence),
             everybody=presence.absent == 0.0 if self._watches_absence else None,
             moves=True if rate is None else rate.now > 0.0,
@@ -219,7 +239,10 @@ class Step:
             "counted": count is not None,
             "sample_count": self.weigh_by and sample_counts.name(self.weigh_by),
             "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
-            "optimizer": [type(optimizer.inner_optimizer).__name__, type(innermost(optimizer)).__name__],
+            "optimizer": [
+                type(optimizer.inner_optimizer).__name__,
+                type(innermost(optimizer)).__name__,
+            ],
             **layer_norms.settings(optimizer.inner_optimizer),
         }
 
@@ -298,10 +321,14 @@ class _Rate:
     rescale: tf.Tensor
 
 
-def _apply_expected(values: list[Any], missing: Sequence[list[int]], expected: tf.Tensor, apply: Apply) -> None:
+def _apply_expected(
+    values: list[Any], missing: Sequence[list[int]], expected: tf.Tensor, apply: Apply
+) -> None:
     """Applies means of variables that have a gradient on some rank; see `Means`."""
     if not any(value is not None for value in values):
-        tf.debugging.Assert(False, ["There must be a gradient on some rank. Received: none for any variable."])
+        tf.debugging.Assert(
+            False, ["There must be a gradient on some rank. Received: none for any variable."]
+        )
         return
     if not missing:
         apply(values)
@@ -318,11 +345,15 @@ def _apply_expected(values: list[Any], missing: Sequence[list[int]], expected: t
         tf.debugging.Assert(tf.reduce_all(found), [rule, found])
         _apply_expected(values, others, expected, apply)
 
-    tf.cond(tf.reduce_any(found), with_group, lambda: _apply_expected(without, others, expected, apply))
+    tf.cond(
+        tf.reduce_any(found), with_group, lambda: _apply_expected(without, others, expected, apply)
+    )
 
 
 def _time_after(gradients: list[Any]) -> tf.Tensor:
-    with tf.control_dependencies([tensor for g in gradients if g is not None for tensor in _tensors(g)]):
+    with tf.control_dependencies(
+        [tensor for g in gradients if g is not None for tensor in _tensors(g)]
+    ):
         return tf.timestamp()
 
 

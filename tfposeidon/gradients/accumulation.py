@@ -28,7 +28,10 @@ class Accumulation:
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], steps: int) -> None:
         self.steps = steps
-        self._sums = [_Sum(optimizer, variable, f"accumulated_{i}", steps) for i, variable in enumerate(variables)]
+        self._sums = [
+            _Sum(optimizer, variable, f"accumulated_{i}", steps)
+            for i, variable in enumerate(variables)
+        ]
         self._weight = optimizer.add_variable((), dtype="float32", name="accumulated_weight")
         self._calls = optimizer.add_variable((), dtype="int", name="accumulated_calls")
 
@@ -39,7 +42,11 @@ class Accumulation:
         return [*sums, weight, (self._calls, Piece(name="accumulated_calls"))]
 
     def add(
-        self, places: Sequence[int], gradients: Sequence[Any], count: Any, update: Callable[[list[Any], Any], None]
+        self,
+        places: Sequence[int],
+        gradients: Sequence[Any],
+        count: Any,
+        update: Callable[[list[Any], Any], None],
     ) -> None:
         """Adds gradients; if this call is due, gives their mean to `update`.
 
@@ -105,7 +112,9 @@ class _Sum:
         assert self.stack is not None
         rows = tf.shape(factors.right)[0]
         # With as many in every step, the matrix would be fewer: it is kept instead.
-        too_many = rows * self.steps > factors.enough_rows * (2 if factors.right.dtype.size == 2 else 1)
+        too_many = rows * self.steps > factors.enough_rows * (
+            2 if factors.right.dtype.size == 2 else 1
+        )
         matrix = tf.cond(
             too_many,
             lambda: self._plus_matrix(self._whole(factors), weight),
@@ -122,7 +131,9 @@ class _Sum:
     def _plus_matrix(self, gradient: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
         dense = tf.cast(gradient, self.matrix.dtype)
         # No samples, no say: a mean over an empty batch is not a number.
-        return self.matrix + tf.where(weight > 0.0, dense * tf.cast(weight, dense.dtype), tf.zeros_like(dense))
+        return self.matrix + tf.where(
+            weight > 0.0, dense * tf.cast(weight, dense.dtype), tf.zeros_like(dense)
+        )
 
     def mean(self, value: Any, total: tf.Tensor) -> Any:
         if isinstance(value, _Stacked):
@@ -135,7 +146,11 @@ class _Sum:
         if isinstance(value, _Stacked):
             assert self.stack is not None
             self.stack.keep(value, due)
-            tf.cond(tf.logical_or(due, value.is_matrix), lambda: self._assign(value.matrix, due), lambda: None)
+            tf.cond(
+                tf.logical_or(due, value.is_matrix),
+                lambda: self._assign(value.matrix, due),
+                lambda: None,
+            )
             return
         self._assign(value, due)
         if self.stack is not None:
@@ -165,12 +180,20 @@ class _Stack:
         wide = "float64" if matrix.dtype == "float64" else "float32"
         with tf.init_scope():
             self.left, self.right = (_growing([0, 0], wide, part) for part in ("left", "right"))
-            self.indices, self.weights = _growing([0], "int32", "indices"), _growing([0], "float32", "weights")
+            self.indices, self.weights = (
+                _growing([0], "int32", "indices"),
+                _growing([0], "float32", "weights"),
+            )
             self.local = _growing([0], wide, "local")
             self.weight = tf.Variable(0.0, trainable=False, name="weight")
 
     def rank_state(self, name: str, rank: int, size: int) -> list[tuple[Any, Piece]]:
-        parts = {"left": self.left, "right": self.right, "indices": self.indices, "weights": self.weights}
+        parts = {
+            "left": self.left,
+            "right": self.right,
+            "indices": self.indices,
+            "weights": self.weights,
+        }
         rows = [
             (variable, Piece(name=f"{name}_{part}", offset=rank, holders=size, joined=True))
             for part, variable in parts.items()
@@ -178,7 +201,9 @@ class _Stack:
         local = self.local, Piece(name=f"{name}_local")
         return [*rows, local, (self.weight, Piece(name=f"{name}_weight", holders=size))]
 
-    def plus(self, factors: Factors, weight: tf.Tensor, matrix: tf.Tensor, is_matrix: tf.Tensor) -> _Stacked:
+    def plus(
+        self, factors: Factors, weight: tf.Tensor, matrix: tf.Tensor, is_matrix: tf.Tensor
+    ) -> _Stacked:
         rows = tf.shape(factors.right)[0]
         if isinstance(factors, Rows):
             left = tf.concat([self.indices, factors.left], 0)
@@ -192,7 +217,11 @@ class _Stack:
         factors = value.factors
         rows = tf.where(due, 0, tf.size(value.weights))
         left = self.indices if isinstance(factors, Rows) else self.left
-        for variable, tensor in ((left, factors.left), (self.right, factors.right), (self.weights, value.weights)):
+        for variable, tensor in (
+            (left, factors.left),
+            (self.right, factors.right),
+            (self.weights, value.weights),
+        ):
             variable.assign(tf.cast(tensor[:rows], variable.dtype))
         self.weight.assign(tf.where(due, 0.0, value.weight))
         if factors.local is not None:
@@ -207,13 +236,17 @@ class _Stack:
         right = self.right * tf.cast(self.weights, self.right.dtype)[:, tf.newaxis]
         product = tf.cond(
             tf.size(self.indices) > 0,
-            lambda: tf.math.unsorted_segment_sum(right, tf.convert_to_tensor(self.indices), self.shape[0]),
+            lambda: tf.math.unsorted_segment_sum(
+                right, tf.convert_to_tensor(self.indices), self.shape[0]
+            ),
             lambda: tf.linalg.matmul(self.left, right, transpose_a=True),
         )
         total = tf.reshape(product, [-1])
         # Without a condition, of which TensorFlow 2.21 took the wrong branch behind the one above.
         local = tf.concat([self.local, tf.zeros_like(total)], 0)[: tf.size(total)]
-        return tf.cast(tf.reshape(total + local * tf.cast(self.weight, local.dtype), self.shape), self.dtype)
+        return tf.cast(
+            tf.reshape(total + local * tf.cast(self.weight, local.dtype), self.shape), self.dtype
+        )
 
     def clear(self) -> None:
         for variable in (self.left, self.right, self.indices, self.weights, self.local):
@@ -233,7 +266,12 @@ class _Stacked:
     """
 
     def __init__(
-        self, factors: Factors, weights: tf.Tensor, weight: tf.Tensor, matrix: tf.Tensor, is_matrix: tf.Tensor
+        self,
+        factors: Factors,
+        weights: tf.Tensor,
+        weight: tf.Tensor,
+        matrix: tf.Tensor,
+        is_matrix: tf.Tensor,
     ) -> None:
         self.factors, self.weights, self.weight = factors, weights, weight
         self.matrix, self.is_matrix = matrix, is_matrix
@@ -251,7 +289,10 @@ class _Stacked:
         )
         # A 16-bit product is multiplied by its weights where it arrives.
         weight = weights if right.dtype.size == 2 else None
-        left, right = (tf.ensure_shape(t, [None, *s.shape[1:]]) for t, s in ((left, mean.left), (right, mean.right)))
+        left, right = (
+            tf.ensure_shape(t, [None, *s.shape[1:]])
+            for t, s in ((left, mean.left), (right, mean.right))
+        )
         return replace(mean, left=left, right=right, weight=weight)
 
     def _with_matrix(
@@ -268,13 +309,17 @@ class _Stacked:
             rounded = tf.cast(rest, mean.right.dtype)
             terms.append(as_product(rounded, mean.shape))
             rest -= tf.cast(rounded, rest.dtype)
-        left, right = (tf.concat(parts, 0) for parts in zip(*((t.left, t.right) for t in terms), strict=True))
+        left, right = (
+            tf.concat(parts, 0) for parts in zip(*((t.left, t.right) for t in terms), strict=True)
+        )
         more = tf.shape(right)[0] - tf.size(weights)
         return left, right, tf.concat([weights, tf.ones([more], weights.dtype)], 0)
 
 
 def _growing(shape: list[int], dtype: str, name: str) -> tf.Variable:
-    return tf.Variable(tf.zeros(shape, dtype), shape=[None] * len(shape), trainable=False, name=name)
+    return tf.Variable(
+        tf.zeros(shape, dtype), shape=[None] * len(shape), trainable=False, name=name
+    )
 
 
 def _below(above: tf.Variable, tensor: tf.Tensor) -> tf.Tensor:

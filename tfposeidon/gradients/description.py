@@ -69,7 +69,9 @@ def describe(variable: Any) -> Description:
             f"Only floating-point variables can be trained with DistributedOptimizer. Received: variable "
             f"{path!r} of dtype {dtype.name}. Set `trainable=False` on it."
         )
-    return Description(path, tuple(variable.shape), "float32" if dtype == tf.bfloat16 else dtype.name)
+    return Description(
+        path, tuple(variable.shape), "float32" if dtype == tf.bfloat16 else dtype.name
+    )
 
 
 def merge_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -89,7 +91,13 @@ def dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.Tens
     if gradient is None:
         return wire.zeros(description.shape, zero)
     if isinstance(gradient, tf.IndexedSlices):
-        gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, description.shape[0])
+        gradient = tf.math.unsorted_segment_sum(
+            gradient.values, gradient.indices, description.shape[0]
+        )
     gradient = tf.cast(gradient, description.dtype)
     # TensorFlow knows no shape of what comes from a variable that is cut or tiled to the batch. The variable has it.
-    return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, description.shape)
+    return (
+        gradient
+        if gradient.shape.is_fully_defined()
+        else tf.ensure_shape(gradient, description.shape)
+    )

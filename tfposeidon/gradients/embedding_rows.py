@@ -75,7 +75,9 @@ def read(gradient: tf.IndexedSlices, shape: Sequence[int]) -> Rows:
 
 def as_rows(gradient: Any, like: FactorShape) -> Rows:
     """Any gradient as rows, all of them: for a rank whose peers expect rows and which has a matrix."""
-    matrix = tf.reshape(tf.cast(tf.convert_to_tensor(gradient), like.dtype), [like.left, like.right])
+    matrix = tf.reshape(
+        tf.cast(tf.convert_to_tensor(gradient), like.dtype), [like.left, like.right]
+    )
     return Rows(tf.range(like.left), matrix, table=like.left)
 
 

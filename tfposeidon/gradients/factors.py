@@ -80,7 +80,9 @@ class Factors:
     @property
     def shape(self) -> FactorShape:
         """Without rows, which are not always known."""
-        return FactorShape(None, *self.widths, dtype=self.left.dtype.name, has_local=self.local is not None)
+        return FactorShape(
+            None, *self.widths, dtype=self.left.dtype.name, has_local=self.local is not None
+        )
 
     @property
     def enough_rows(self) -> int:
@@ -118,7 +120,9 @@ class Factors:
         columns = [self.shape.left_columns, self.right.shape[1]]
         if dtype.size == 2:
             left, right, weight = tf.split(rows, [*columns, WEIGHT_COLUMNS], axis=1)
-            right = tf.cast(right, tf.float32) * tf.reduce_sum(tf.cast(weight, tf.float32), axis=1, keepdims=True)
+            right = tf.cast(right, tf.float32) * tf.reduce_sum(
+                tf.cast(weight, tf.float32), axis=1, keepdims=True
+            )
         else:
             left, right = tf.split(rows, columns, axis=1)
         return tf.reshape(self._multiplied(left, right), [-1])
@@ -134,7 +138,12 @@ class Factors:
         # No samples, no say: what comes from an empty batch need not be a number.
         left, right = (_unless_empty(tensor, weight) for tensor in (self.left, self.right))
         if right.dtype.size == 2:
-            return replace(self, left=left, right=right, weight=weight if self.weight is None else self.weight * weight)
+            return replace(
+                self,
+                left=left,
+                right=right,
+                weight=weight if self.weight is None else self.weight * weight,
+            )
         return replace(self, left=left, right=right * _column(tf.cast(weight, right.dtype)))
 
 
@@ -155,6 +164,8 @@ class NoFactorsError(Exception):
 
 def as_factors(gradient: Any, like: FactorShape) -> Factors:
     """Any gradient as a product with the unit matrix: for a rank whose peers expect factors and which has none."""
-    matrix = tf.reshape(tf.cast(tf.convert_to_tensor(gradient), like.dtype), [like.left, like.right])
+    matrix = tf.reshape(
+        tf.cast(tf.convert_to_tensor(gradient), like.dtype), [like.left, like.right]
+    )
     unit = tf.eye(min(like.left, like.right), dtype=like.dtype)
     return Factors(unit, matrix) if like.left <= like.right else Factors(tf.transpose(matrix), unit)

@@ -32,7 +32,9 @@ class _Product:
         if len(shape) != 2 or None not in (self.left.shape[1], self.right.shape[1]):
             return self
         pairs = zip((self.left, self.right), shape, strict=True)
-        return _Product(*(tf.ensure_shape(tensor, [tensor.shape[0], width]) for tensor, width in pairs))
+        return _Product(
+            *(tf.ensure_shape(tensor, [tensor.shape[0], width]) for tensor, width in pairs)
+        )
 
     def cast(self, dtype: tf.DType) -> _Product:
         return _Product(tf.cast(self.left, dtype), tf.cast(self.right, dtype))
@@ -54,7 +56,9 @@ def read(gradient: Any, shape: Sequence[int], dtype: str, replicated: Collection
         raise NoFactorsError("it is no tensor of a graph")
     products, locals_ = _terms(gradient)
     if not products:
-        raise NoFactorsError(f"it comes from {_source(gradient).type}, which is no product of two matrices")
+        raise NoFactorsError(
+            f"it comes from {_source(gradient).type}, which is no product of two matrices"
+        )
     products = [p.of_width(shape) for p in products]
     widths = {(p.left.shape[1], p.right.shape[1]) for p in products}
     (m, n), *others = widths
@@ -82,7 +86,9 @@ def _terms(tensor: tf.Tensor) -> tuple[list[_Product], list[tf.Tensor]]:
     op = _source(tensor)
     if op.type in ("AddN", "AddV2", "Add") and len({str(t.shape) for t in op.inputs}) == 1:
         pairs = [_terms(term) for term in op.inputs]
-        return [p for products, _ in pairs for p in products], [t for _, others in pairs for t in others]
+        return [p for products, _ in pairs for p in products], [
+            t for _, others in pairs for t in others
+        ]
     product = _product(op)
     return ([product], []) if product else ([], [tensor])
 
@@ -131,7 +137,9 @@ def _batched_product(tensor: tf.Tensor, axes: tf.Tensor) -> _Product | None:
     right = tf.linalg.matrix_transpose(right) if op.get_attr("adj_y") else right
     if left.shape.rank != right.shape.rank or not left.shape[-1] or not right.shape[-1]:
         return None
-    return _Product(tf.reshape(left, [-1, left.shape[-1]]), tf.reshape(right, [-1, right.shape[-1]]))
+    return _Product(
+        tf.reshape(left, [-1, left.shape[-1]]), tf.reshape(right, [-1, right.shape[-1]])
+    )
 
 
 def _is_over_batch(axes: tf.Tensor, rank: int | None) -> bool:
@@ -145,7 +153,11 @@ def _is_over_batch(axes: tf.Tensor, rank: int | None) -> bool:
         sizes = [shape.shape[0] for shape in axes.op.inputs]
         return rank is not None and None not in sizes and max(sizes) == rank - 2
     value = _value(axes)
-    return rank is not None and value is not None and sorted(axis % rank for axis in value) == list(range(rank - 2))
+    return (
+        rank is not None
+        and value is not None
+        and sorted(axis % rank for axis in value) == list(range(rank - 2))
+    )
 
 
 def _value(tensor: tf.Tensor) -> Any:
@@ -175,9 +187,13 @@ def _constants_of_replicated(tensors: Sequence[tf.Tensor], known: set[int]) -> s
         seen[op.name] = op
         unknown = op.type == "Placeholder" and id(_captured(op.outputs[0])) not in known
         if unknown or (op.op_def.is_stateful and op.type != "ReadVariableOp"):
-            raise NoFactorsError(f"a term that is no product depends on {op.name!r}, which may differ between ranks")
+            raise NoFactorsError(
+                f"a term that is no product depends on {op.name!r}, which may differ between ranks"
+            )
         ahead.extend(t.op for t in op.inputs)
-    constants = sorted(op.get_attr("value").SerializeToString() for op in seen.values() if op.type == "Const")
+    constants = sorted(
+        op.get_attr("value").SerializeToString() for op in seen.values() if op.type == "Const"
+    )
     return hashlib.sha256(b"".join(constants)).hexdigest() if tensors else ""
 
 
@@ -185,6 +201,9 @@ def _captured(placeholder: tf.Tensor) -> Any:
     """What a function's input stands for outside of all functions."""
     for outside, inside in getattr(placeholder.graph, "captures", ()):
         if inside is placeholder:
-            nested = not isinstance(outside, tf.__internal__.EagerTensor) and outside.op.type == "Placeholder"
+            nested = (
+                not isinstance(outside, tf.__internal__.EagerTensor)
+                and outside.op.type == "Placeholder"
+            )
             return _captured(outside) if nested else outside
     return placeholder

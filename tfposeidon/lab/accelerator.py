@@ -40,7 +40,9 @@ class Accelerator:
         values = gradient_values(length + self._spare, self._generator)
         self._pool = tf.Variable(values, trainable=False, name="gradient_values")
 
-    def work(self, token: tf.Tensor, seconds: float, *, first: bool = False) -> tuple[tf.Tensor, tf.Tensor]:
+    def work(
+        self, token: tf.Tensor, seconds: float, *, first: bool = False
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Waits once `token` is there.
 
         Returns:
@@ -82,13 +84,22 @@ class EmulatedLayer(keras.layers.Layer):
         **options: Any,
     ) -> None:
         super().__init__(name=layer.name.replace("/", "_"), **options)
-        self.layer, self.forward_s, self.backward_s, self.first = layer, forward_s, backward_s, first
+        self.layer, self.forward_s, self.backward_s, self.first = (
+            layer,
+            forward_s,
+            backward_s,
+            first,
+        )
         self._accelerator = accelerator
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
-        self.parameters = [self.add_weight(shape=self.layer.kernel, initializer="zeros", name="kernel")]
+        self.parameters = [
+            self.add_weight(shape=self.layer.kernel, initializer="zeros", name="kernel")
+        ]
         for number, length in enumerate(self.layer.vectors):
-            self.parameters.append(self.add_weight(shape=(length,), initializer="zeros", name=f"vector_{number}"))
+            self.parameters.append(
+                self.add_weight(shape=(length,), initializer="zeros", name=f"vector_{number}")
+            )
 
     def call(self, token: tf.Tensor) -> tf.Tensor:
         @tf.custom_gradient
@@ -98,11 +109,17 @@ class EmulatedLayer(keras.layers.Layer):
             def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
                 back, place = self._accelerator.work(upstream, self.backward_s)
                 kernel = self._kernel_gradient(token.shape[0], place)
-                return [back, kernel, *(self._accelerator.values((n,), place) for n in self.layer.vectors)]
+                return [
+                    back,
+                    kernel,
+                    *(self._accelerator.values((n,), place) for n in self.layer.vectors),
+                ]
 
             return passed, backward
 
-        return work(token, *(keras.ops.convert_to_tensor(parameter) for parameter in self.parameters))
+        return work(
+            token, *(keras.ops.convert_to_tensor(parameter) for parameter in self.parameters)
+        )
 
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
         return input_shape
@@ -111,7 +128,9 @@ class EmulatedLayer(keras.layers.Layer):
         if self.layer.kind != "dense":
             return self._accelerator.values(self.layer.kernel, place)
         rows = batch * self.layer.rows
-        inputs, outputs = (self._accelerator.values((rows, width), place) for width in self.layer.kernel)
+        inputs, outputs = (
+            self._accelerator.values((rows, width), place) for width in self.layer.kernel
+        )
         return tf.matmul(inputs, outputs, transpose_a=True)
 
 
@@ -133,10 +152,14 @@ def emulated_model(
       ValueError: If `dilation` is not positive.
     """
     if not dilation > 0:
-        raise ValueError(f"`dilation` must be positive. Received: dilation={dilation}. Use 1 for the papers' times.")
+        raise ValueError(
+            f"`dilation` must be positive. Received: dilation={dilation}. Use 1 for the papers' times."
+        )
     accelerator = Accelerator(_pool_length(model), stream or Stream(), seed)
     value = inputs = keras.Input((1,), batch_size=model.batch)
-    for number, (layer, (forward_s, backward_s)) in enumerate(zip(model.layers, model.times(), strict=True)):
+    for number, (layer, (forward_s, backward_s)) in enumerate(
+        zip(model.layers, model.times(), strict=True)
+    ):
         times = (dilation * forward_s, dilation * backward_s)
         value = EmulatedLayer(layer, *times, accelerator, first=number == 0)(value)
     return keras.Model(inputs, value, name=model.name.replace("/", "_by_"))
@@ -144,5 +167,9 @@ def emulated_model(
 
 def _pool_length(model: models.Model) -> int:
     cut = [math.prod(layer.kernel) for layer in model.layers if layer.kind != "dense"]
-    factors = [model.batch * layer.rows * max(layer.kernel) for layer in model.layers if layer.kind == "dense"]
+    factors = [
+        model.batch * layer.rows * max(layer.kernel)
+        for layer in model.layers
+        if layer.kind == "dense"
+    ]
     return max([*cut, *factors, *(length for layer in model.layers for length in layer.vectors)])

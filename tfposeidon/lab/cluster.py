@@ -68,15 +68,22 @@ class Cluster:
     def check_node(self, option: str, node: int) -> None:
         """Refuses a node that is not there, naming the option that asked for it."""
         if not 0 <= node < self.nodes:
-            raise ValueError(f"`{option}` names one of the nodes 0..{self.nodes - 1}. Received: node {node}")
+            raise ValueError(
+                f"`{option}` names one of the nodes 0..{self.nodes - 1}. Received: node {node}"
+            )
 
     def check_rank(self, option: str, rank: int) -> None:
         """Refuses a rank that is not there, naming the option that asked for it."""
         if not 0 <= rank < self.size:
-            raise ValueError(f"`{option}` names one of the ranks 0..{self.size - 1}. Received: rank {rank}")
+            raise ValueError(
+                f"`{option}` names one of the ranks 0..{self.size - 1}. Received: rank {rank}"
+            )
 
     def __str__(self) -> str:
-        parts = [f"{self.nodes} x {self.per_node} ranks", f"{readable_rate(self.inter)} between nodes"]
+        parts = [
+            f"{self.nodes} x {self.per_node} ranks",
+            f"{readable_rate(self.inter)} between nodes",
+        ]
         parts += [f"{readable_rate(self.intra)} within"] if self.intra else []
         parts += [f"{readable_rate(rate)} for node {node}" for node, rate in self.slow]
         parts += [f"{1e3 * self.rtt:g} ms round trip"] if self.rtt else []

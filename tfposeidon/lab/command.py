@@ -45,39 +45,81 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rate, time = _type(units.rate), _type(units.duration)
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--nodes", type=int, required=True, metavar="M", help="number of nodes")
-    cluster.add_argument("--per-node", type=int, default=1, metavar="N", help="ranks on each node (1)")
-    cluster.add_argument("--inter", type=rate, metavar="RATE", help="of a node's link, each way: 200mbit (unshaped)")
-    cluster.add_argument("--intra", type=rate, metavar="RATE", help="between ranks of a node: 10gbit (unshaped)")
     cluster.add_argument(
-        "--rtt", type=time, default=0.0, metavar="TIME", help="time that a round trip takes longer: 1ms"
+        "--per-node", type=int, default=1, metavar="N", help="ranks on each node (1)"
     )
     cluster.add_argument(
-        "--jitter", type=time, default=0.0, metavar="TIME", help="by which each way varies, at most half of rtt: 100us"
+        "--inter", type=rate, metavar="RATE", help="of a node's link, each way: 200mbit (unshaped)"
     )
     cluster.add_argument(
-        "--loss", type=_type(units.share), default=0.0, metavar="SHARE", help="packets that get lost: 0.1%%"
+        "--intra", type=rate, metavar="RATE", help="between ranks of a node: 10gbit (unshaped)"
     )
     cluster.add_argument(
-        "--slow", type=_type(_slow), action="append", default=[], metavar="NODE=RATE", help="another rate for one node"
+        "--rtt",
+        type=time,
+        default=0.0,
+        metavar="TIME",
+        help="time that a round trip takes longer: 1ms",
     )
-    trouble = parser.add_argument_group("faults, each as often as wanted; seconds count from the start of the ranks")
+    cluster.add_argument(
+        "--jitter",
+        type=time,
+        default=0.0,
+        metavar="TIME",
+        help="by which each way varies, at most half of rtt: 100us",
+    )
+    cluster.add_argument(
+        "--loss",
+        type=_type(units.share),
+        default=0.0,
+        metavar="SHARE",
+        help="packets that get lost: 0.1%%",
+    )
+    cluster.add_argument(
+        "--slow",
+        type=_type(_slow),
+        action="append",
+        default=[],
+        metavar="NODE=RATE",
+        help="another rate for one node",
+    )
+    trouble = parser.add_argument_group(
+        "faults, each as often as wanted; seconds count from the start of the ranks"
+    )
     for name, reader, form, help_text in (
         ("--kill", faults.kill, "RANK@SECONDS", "kill a rank"),
         ("--stop", faults.stop, "RANK@SECONDS+SECONDS", "stop a rank (SIGSTOP) for some time"),
         ("--cut", faults.cut, "NODE@SECONDS", "cut a node's link for good"),
     ):
         trouble.add_argument(
-            name, dest="faults", type=_type(reader), action="extend", default=[], metavar=form, help=help_text
+            name,
+            dest="faults",
+            type=_type(reader),
+            action="extend",
+            default=[],
+            metavar=form,
+            help=help_text,
         )
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--show", choices=("all", "first"), default="all", help="every rank's output, or rank 0's (all)"
+        "--show",
+        choices=("all", "first"),
+        default="all",
+        help="every rank's output, or rank 0's (all)",
     )
-    output.add_argument("--report", type=Path, metavar="FILE", help="also write what was seen as JSON")
     output.add_argument(
-        "--rank-memory", type=_type(units.size), default=4e8, metavar="SIZE", help="that each rank will need (400mb)"
+        "--report", type=Path, metavar="FILE", help="also write what was seen as JSON"
     )
-    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each rank runs")
+    output.add_argument(
+        "--rank-memory",
+        type=_type(units.size),
+        default=4e8,
+        metavar="SIZE",
+        help="that each rank will need (400mb)",
+    )
+    parser.add_argument(
+        "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each rank runs"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -112,13 +154,19 @@ def request(options: argparse.Namespace) -> Request:
     for fault in options.faults:
         check = cluster.check_node if fault.kind == "cut" else cluster.check_rank
         check(f"--{fault.kind}", fault.target)
-    command = options.command_line[1:] if options.command_line[:1] == ["--"] else options.command_line
+    command = (
+        options.command_line[1:] if options.command_line[:1] == ["--"] else options.command_line
+    )
     if not command:
         raise ValueError("A command is missing. Put it last: ... -- python train.py")
     if not shutil.which(command[0]):
-        raise ValueError(f"The command must be there. Received: {command[0]!r}, which is neither on PATH nor a program")
+        raise ValueError(
+            f"The command must be there. Received: {command[0]!r}, which is neither on PATH nor a program"
+        )
     show = None if options.show == "all" else {0}
-    return Request(cluster=cluster, command=command, faults=options.faults, show=show, report=options.report)
+    return Request(
+        cluster=cluster, command=command, faults=options.faults, show=show, report=options.report
+    )
 
 
 def _check_horovod() -> None:
@@ -130,13 +178,17 @@ def _check_horovod() -> None:
 
 def _check_report(path: Path | None) -> None:
     if path and (path.is_dir() or not os.access(path.resolve().parent, os.W_OK)):
-        raise ValueError(f"`--report` must name a file in a directory that can be written. Received: {path}")
+        raise ValueError(
+            f"`--report` must name a file in a directory that can be written. Received: {path}"
+        )
 
 
 def _check_memory(cluster: Cluster, rank_bytes: float) -> None:
     """More ranks than fit would be killed one by one, minutes later."""
     lines = Path("/proc/meminfo").read_text().splitlines()
-    free_bytes = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    free_bytes = next(
+        1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")
+    )
     if cluster.size * rank_bytes > free_bytes:
         raise ValueError(
             f"All ranks must fit into memory. Received: {cluster.size} ranks of {rank_bytes / 1e9:g} GB (what "

@@ -85,7 +85,9 @@ class DelayLine:
         return max(0.0, self._held[0].due_s - now_s) if self._held else None
 
 
-def start(node_devices: Sequence[str], switch_devices: Sequence[str], line: DelayLine) -> subprocess.Popen[str]:
+def start(
+    node_devices: Sequence[str], switch_devices: Sequence[str], line: DelayLine
+) -> subprocess.Popen[str]:
     """Makes the devices in this network namespace, and a process that passes frames between them.
 
     The devices stay connected when they are moved to other namespaces.
@@ -93,7 +95,12 @@ def start(node_devices: Sequence[str], switch_devices: Sequence[str], line: Dela
     Raises:
       UnavailableError: If the machine has no TAP devices, with the remedy.
     """
-    options = {"delay_s": line.delay_s, "jitter_s": line.jitter_s, "loss": line.loss, "seed": line.seed}
+    options = {
+        "delay_s": line.delay_s,
+        "jitter_s": line.jitter_s,
+        "loss": line.loss,
+        "seed": line.seed,
+    }
     argument = json.dumps({"nodes": node_devices, "switch": switch_devices, "line": options})
     command = [sys.executable, "-m", "tfposeidon.lab.delay_line", argument]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -110,7 +117,9 @@ def start(node_devices: Sequence[str], switch_devices: Sequence[str], line: Dela
 
 def _tap(name: str, offload: bool) -> int:
     device = os.open(TUN_DEVICE, os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR))
+    fcntl.ioctl(
+        device, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR)
+    )
     fcntl.ioctl(device, TUNSETOFFLOAD, OFFLOAD_CHECKSUM | OFFLOAD_TSO4 if offload else 0)
     return device
 

@@ -37,7 +37,9 @@ def stop(text: str) -> list[Fault]:
     >>> [str(fault) for fault in stop("1@30+5")]
     ['stop rank 1 after 30 s', 'continue rank 1 after 35 s']
     """
-    rank, at_s, for_s = _numbers(r"(\d+)@([\d.]+)\+([\d.]+)", text, "RANK@SECONDS+SECONDS, like 1@30+5")
+    rank, at_s, for_s = _numbers(
+        r"(\d+)@([\d.]+)\+([\d.]+)", text, "RANK@SECONDS+SECONDS, like 1@30+5"
+    )
     return [
         Fault(kind="stop", target=int(rank), at_s=at_s),
         Fault(kind="continue", target=int(rank), at_s=at_s + for_s),

@@ -49,7 +49,9 @@ class Layer:
         image = self.kind == "convolution" and channels[0] == IMAGE_CHANNELS
         inputs = channels[0] if image else _divided(channels[0], factor)
         kernel = (*window, inputs, _divided(channels[1], factor))
-        return replace(self, kernel=kernel, vectors=tuple(_divided(length, factor) for length in self.vectors))
+        return replace(
+            self, kernel=kernel, vectors=tuple(_divided(length, factor) for length in self.vectors)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,9 @@ class Model:
           ValueError: If `factor` is below 1.
         """
         if not factor >= 1:
-            raise ValueError(f"`factor` must be at least 1. Received: factor={factor}. Use 1 for the full size.")
+            raise ValueError(
+                f"`factor` must be at least 1. Received: factor={factor}. Use 1 for the full size."
+            )
         batch = _divided(self.batch, factor)
         return replace(
             self,
@@ -165,11 +169,15 @@ def _branches(
     return ends
 
 
-def _dense(name: str, inputs: int, outputs: int, *, rows: int = 1, vectors: int = 1, more: float = 0) -> Layer:
+def _dense(
+    name: str, inputs: int, outputs: int, *, rows: int = 1, vectors: int = 1, more: float = 0
+) -> Layer:
     """With `vectors` vectors of one value per output; `more` FLOPs are of products without a kernel."""
     flops = 2 * inputs * outputs * rows + more
     lengths = (outputs,) * vectors
-    return Layer(name=name, kernel=(inputs, outputs), kind="dense", vectors=lengths, flops=flops, rows=rows)
+    return Layer(
+        name=name, kernel=(inputs, outputs), kind="dense", vectors=lengths, flops=flops, rows=rows
+    )
 
 
 def _classifier(*widths: int) -> Iterator[Layer]:
@@ -188,7 +196,9 @@ def _vgg19(classes: int) -> Iterator[Layer]:
     """Simonyan and Zisserman 2015, Table 1, E."""
     channels = IMAGE_CHANNELS
     for stage, (count, width) in enumerate(((2, 64), (2, 128), (4, 256), (4, 512), (4, 512))):
-        channels = yield from _branches(f"stage{stage + 1}", channels, f" 3x3x{width}" * count, 224 >> stage)
+        channels = yield from _branches(
+            f"stage{stage + 1}", channels, f" 3x3x{width}" * count, 224 >> stage
+        )
     yield from _classifier(7 * 7 * channels, 4096, 4096, classes)
 
 
@@ -201,7 +211,9 @@ def _resnet(*blocks: int) -> Iterator[Layer]:
         for block in range(1, count + 1):
             shortcut = f" | 1x1x{4 * width}" if block == 1 else ""
             branches = f"1x1x{width} 3x3x{width} 1x1x{4 * width}{shortcut}"
-            yield from _branches(f"stage{stage + 1}/block{block}", channels, branches, side, vectors=2)
+            yield from _branches(
+                f"stage{stage + 1}/block{block}", channels, branches, side, vectors=2
+            )
             channels = 4 * width
     yield from _classifier(channels, 1000)
 
@@ -233,7 +245,11 @@ INCEPTION_V3 = (  # output side, output side of the branches' ends, branches
     *((35, 35, f"1x1x64 | 1x1x48 5x5x64 | 1x1x64 3x3x96 3x3x96 | 1x1x{n}") for n in (32, 64, 64)),
     (35, 17, "3x3x384 | 1x1x64 3x3x96 3x3x96"),
     *(
-        (17, 17, f"1x1x192 | 1x1x{n} 1x7x{n} 7x1x192 | 1x1x{n} 7x1x{n} 1x7x{n} 7x1x{n} 1x7x192 | 1x1x192")
+        (
+            17,
+            17,
+            f"1x1x192 | 1x1x{n} 1x7x{n} 7x1x192 | 1x1x{n} 7x1x{n} 1x7x{n} 7x1x{n} 1x7x192 | 1x1x192",
+        )
         for n in (128, 160, 160, 192)
     ),
     (17, 8, "1x1x192 3x3x320 | 1x1x192 1x7x192 7x1x192 3x3x192"),
@@ -254,7 +270,9 @@ def _inception_v3() -> Iterator[Layer]:
 
 def _embedding(name: str, entries: int, width: int, length: int, *, vectors: int = 0) -> Layer:
     lengths = (width,) * vectors
-    return Layer(name=name, kernel=(entries, width), kind="embedding", vectors=lengths, flops=0, rows=length)
+    return Layer(
+        name=name, kernel=(entries, width), kind="embedding", vectors=lengths, flops=0, rows=length
+    )
 
 
 def _transformer(
@@ -281,7 +299,9 @@ def _transformer(
 
 # Vaswani et al. 2017, base, and BERT-base (Devlin et al. 2019) without its pooler and segment embedding. The latter
 # stands for CommLib's Transformer, of which only the 110 M parameters and the 256 words are told.
-BASE = {f"encoder{place}": 1 for place in range(1, 7)} | {f"decoder{place}": 2 for place in range(1, 7)}
+BASE = {f"encoder{place}": 1 for place in range(1, 7)} | {
+    f"decoder{place}": 2 for place in range(1, 7)
+}
 BERT = {f"encoder{place}": 1 for place in range(1, 13)}
 
 POSEIDON = "Poseidon (Zhang et al. 2017), section 5.1 and Table 3; Titan X"
@@ -302,12 +322,24 @@ def _models() -> Iterator[Model]:
     yield inception
     vgg19 = _model("vgg19", _vgg19(1000), 256, 560, COMMLIB)
     yield vgg19
-    yield replace(vgg19, name="vgg19_32", batch=32, throughput=38.5, source=f"{POSEIDON}, TensorFlow")
-    yield _model("vgg19_22k", _vgg19(21_841), 32, 34.8, f"{POSEIDON}, TensorFlow unmodified (34.5 under Poseidon)")
+    yield replace(
+        vgg19, name="vgg19_32", batch=32, throughput=38.5, source=f"{POSEIDON}, TensorFlow"
+    )
+    yield _model(
+        "vgg19_22k",
+        _vgg19(21_841),
+        32,
+        34.8,
+        f"{POSEIDON}, TensorFlow unmodified (34.5 under Poseidon)",
+    )
     resnet50 = _model("resnet50", _resnet(3, 4, 6, 3), 256, 1150, f"{COMMLIB}, 224 x 224")
     yield resnet50
-    yield replace(resnet50, name="resnet50_96", throughput=4400, source=f"{COMMLIB}, Table 4, 96 x 96")
-    source = "Not published: inception_v3's throughput scaled by FLOPs; batch of Poseidon, section 5.1"
+    yield replace(
+        resnet50, name="resnet50_96", throughput=4400, source=f"{COMMLIB}, Table 4, 96 x 96"
+    )
+    source = (
+        "Not published: inception_v3's throughput scaled by FLOPs; batch of Poseidon, section 5.1"
+    )
     resnet152 = _model("resnet152", _resnet(3, 8, 36, 3), 32, inception.throughput, source)
     yield replace(resnet152, throughput=inception.throughput * inception.flops / resnet152.flops)
     base = _transformer(BASE, width=512, tokens=37_000, length=25)

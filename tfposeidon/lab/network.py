@@ -54,7 +54,9 @@ class Traffic:
 class Network:
     """The links of a cluster; made by `network()`."""
 
-    def __init__(self, cluster: Cluster, holders: list[int], line: subprocess.Popen[str] | None) -> None:
+    def __init__(
+        self, cluster: Cluster, holders: list[int], line: subprocess.Popen[str] | None
+    ) -> None:
         self.cluster = cluster
         self._holders = holders
         self._line = line
@@ -62,7 +64,17 @@ class Network:
     def entering(self, node: int) -> list[str]:
         """What to put before a command so that it runs on a node, in the present directory."""
         target = str(self._holders[node])
-        return ["nsenter", "--target", target, "--net", "--uts", "--mount", "env", "--chdir", str(Path.cwd())]
+        return [
+            "nsenter",
+            "--target",
+            target,
+            "--net",
+            "--uts",
+            "--mount",
+            "env",
+            "--chdir",
+            str(Path.cwd()),
+        ]
 
     def cut(self, node: int) -> None:
         """Pulls the cable at the switch."""
@@ -91,8 +103,14 @@ class Network:
           UnavailableError: If the links are dead, because the delay line is.
         """
         if self._line is not None and self._line.poll() is not None:
-            raise UnavailableError(f"the process that delays packets has ended, with status {self._line.returncode}")
-        lines = (line.split(":", 1) for line in Path("/proc/self/net/dev").read_text().splitlines() if ":" in line)
+            raise UnavailableError(
+                f"the process that delays packets has ended, with status {self._line.returncode}"
+            )
+        lines = (
+            line.split(":", 1)
+            for line in Path("/proc/self/net/dev").read_text().splitlines()
+            if ":" in line
+        )
         counters = {name.strip(): int(values.split()[0]) for name, values in lines}
         return [counters[port(node)] for node in range(self.cluster.nodes)]
 
@@ -183,12 +201,24 @@ def _queue(rate: float | None) -> list[str]:
     """A token bucket, or, where nothing is shaped, a plain queue, because it counts."""
     if rate is None:
         return ["pfifo", "limit", "10000"]
-    return ["tbf", "rate", f"{rate:.0f}bit", "burst", str(burst_bytes(rate)), "limit", str(queue_bytes(rate))]
+    return [
+        "tbf",
+        "rate",
+        f"{rate:.0f}bit",
+        "burst",
+        str(burst_bytes(rate)),
+        "limit",
+        str(queue_bytes(rate)),
+    ]
 
 
 def _queues(*tc: str) -> dict[str, dict[str, int]]:
     """The counters of every root queue, by interface."""
-    return {queue["dev"]: queue for queue in json.loads(_call(*tc, "-s", "-j", "qdisc", "show")) if "root" in queue}
+    return {
+        queue["dev"]: queue
+        for queue in json.loads(_call(*tc, "-s", "-j", "qdisc", "show"))
+        if "root" in queue
+    }
 
 
 def _call(*command: str, text: str | None = None) -> str:

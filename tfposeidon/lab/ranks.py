@@ -126,7 +126,9 @@ class Job:
 
     async def _watch(self, rank: Rank) -> None:
         streams = ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr))
-        output = [asyncio.create_task(self._pass_on(rank, source, sink)) for source, sink in streams]
+        output = [
+            asyncio.create_task(self._pass_on(rank, source, sink)) for source, sink in streams
+        ]
         # Process.wait() would also wait for the pipes, which what the rank has started may hold open.
         while (status := rank.process.returncode) is None:
             await asyncio.sleep(LOOK_S)
@@ -141,7 +143,9 @@ class Job:
         if failed_first:
             self._fail(rank)
 
-    async def _pass_on(self, rank: Rank, source: asyncio.StreamReader | None, sink: IO[str]) -> None:
+    async def _pass_on(
+        self, rank: Rank, source: asyncio.StreamReader | None, sink: IO[str]
+    ) -> None:
         assert source is not None
         rest = b""
         while chunk := await source.read(CHUNK_BYTES):
@@ -173,12 +177,19 @@ class Job:
 
     async def _end(self, last_words_s: float) -> None:
         """Ends what still runs: after some time for last words by SIGTERM, then by SIGKILL."""
-        for number, wait_s in ((None, last_words_s), (signal.SIGTERM, TERMINATION_S), (signal.SIGKILL, 0.0)):
+        for number, wait_s in (
+            (None, last_words_s),
+            (signal.SIGTERM, TERMINATION_S),
+            (signal.SIGKILL, 0.0),
+        ):
             for rank in self.ranks:
                 if number is not None:
                     rank.signal(number)
             deadline = time.monotonic() + wait_s
-            while any(rank.process.returncode is None for rank in self.ranks) and time.monotonic() < deadline:
+            while (
+                any(rank.process.returncode is None for rank in self.ranks)
+                and time.monotonic() < deadline
+            ):
                 await asyncio.sleep(0.05)
 
     async def _happen(self, fault: Fault) -> None:

@@ -39,14 +39,19 @@ class Report:
     sent_over_time: Sequence[tuple[float, Sequence[int]]]
 
     @classmethod
-    def of(cls, cluster: Cluster, command: Sequence[str], job: Job, traffic: Sequence[Traffic]) -> Report:
+    def of(
+        cls, cluster: Cluster, command: Sequence[str], job: Job, traffic: Sequence[Traffic]
+    ) -> Report:
         """What there is to say about a job that has ended."""
         return cls(
             cluster=cluster,
             command=command,
             exit_status=job.status,
             wall_s=job.wall_s,
-            ranks=[{"rank": r.number, "node": r.node, "status": r.status, "wall_s": r.wall_s} for r in job.ranks],
+            ranks=[
+                {"rank": r.number, "node": r.node, "status": r.status, "wall_s": r.wall_s}
+                for r in job.ranks
+            ],
             traffic=traffic,
             sent_over_time=job.samples,
         )
@@ -74,8 +79,20 @@ class Report:
     def __str__(self) -> str:
         slowest = max(self.ranks, key=lambda rank: rank["wall_s"])["rank"]
         head = f"{self.cluster}: {shlex.join(self.command)}"
-        tail = f"{self.wall_s:.1f} s (the slowest was rank {slowest}), exit status {self.exit_status}"
-        header = ("link of", "sent", "packets", "used", "received", "packets", "used", "dropped", "sent over time")
+        tail = (
+            f"{self.wall_s:.1f} s (the slowest was rank {slowest}), exit status {self.exit_status}"
+        )
+        header = (
+            "link of",
+            "sent",
+            "packets",
+            "used",
+            "received",
+            "packets",
+            "used",
+            "dropped",
+            "sent over time",
+        )
         rows = [self._row(node, traffic) for node, traffic in enumerate(self.traffic)]
         return "\n".join(["", head, tail, *table([header, *rows])])
 
@@ -97,7 +114,11 @@ class Report:
         points = [(at_s, counts[node]) for at_s, counts in self.sent_over_time]
         stride = -(-len(points) // LONGEST_BARS) or 1
         points = [*points[:-1:stride], *points[-1:]]
-        rates = [8 * (after - before) / (b - a) for (a, before), (b, after) in itertools.pairwise(points) if b > a]
+        rates = [
+            8 * (after - before) / (b - a)
+            for (a, before), (b, after) in itertools.pairwise(points)
+            if b > a
+        ]
         full = self.cluster.rate(node) or max([*rates, 1.0])
         return [rate / full for rate in rates]
 

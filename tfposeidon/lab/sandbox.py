@@ -49,7 +49,16 @@ def run(module: str, arguments: list[str]) -> int:
       UnavailableError: If tools or rights are missing.
     """
     # setpriv: should this process be killed, the kernel kills what is inside with it.
-    command = ["setpriv", "--pdeathsig", "KILL", *_namespaces(), sys.executable, "-m", module, *arguments]
+    command = [
+        "setpriv",
+        "--pdeathsig",
+        "KILL",
+        *_namespaces(),
+        sys.executable,
+        "-m",
+        module,
+        *arguments,
+    ]
     heard, asking = os.pipe()
     asked: list[int] = []
     inside: subprocess.Popen[bytes] | None = None
@@ -74,16 +83,22 @@ def _namespaces() -> tuple[str, ...]:
     missing = [tool for tool in TOOLS if not shutil.which(tool)]
     if missing:
         packages = sorted({TOOLS[tool] for tool in missing})
-        raise UnavailableError(f"{', '.join(missing)} not found. Install: apt-get install {' '.join(packages)}")
+        raise UnavailableError(
+            f"{', '.join(missing)} not found. Install: apt-get install {' '.join(packages)}"
+        )
     errors = []
     for rights in ((), AS_USER) if os.geteuid() == 0 else (AS_USER,):
         command = (*NAMESPACES, *rights)
-        probe = subprocess.run([*command, "sh", "-c", PROBE], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        probe = subprocess.run(
+            [*command, "sh", "-c", PROBE], capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
         if probe.returncode == 0:
             return command
         errors.append(f"  {shlex.join(command)}: {' '.join(probe.stderr.split())}")
     raise UnavailableError(
-        "the lab needs network namespaces, as root or through user namespaces. Tried:\n" + "\n".join(errors) + "\n"
+        "the lab needs network namespaces, as root or through user namespaces. Tried:\n"
+        + "\n".join(errors)
+        + "\n"
         "Run it with sudo, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
         "kernel.apparmor_restrict_unprivileged_userns=0); a container needs --privileged. The kernel needs veth, "
         "bridge and sch_tbf."

@@ -36,7 +36,9 @@ def library() -> Any:
 
 def in_xla() -> bool:
     """Whether what is traced will be compiled by XLA, which knows no op of ours."""
-    return not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    return not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(
+        tf.compat.v1.get_default_graph()
+    )
 
 
 @functools.cache

@@ -47,5 +47,7 @@ def whole(name: str, value: Any, least: int, remedy: str) -> int:
       ValueError: If it is no whole number from `least`.
     """
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
-        raise ValueError(f"`{name}` must be a whole number from {least}. Received: {name}={value!r}. {remedy}")
+        raise ValueError(
+            f"`{name}` must be a whole number from {least}. Received: {name}={value!r}. {remedy}"
+        )
     return int(value)

@@ -75,7 +75,9 @@ def is_scale_or_shift(variable: Any) -> bool:
 
 
 def _checked(patterns: Any) -> tuple[str, ...]:
-    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+    if not isinstance(patterns, list | tuple) or not all(
+        isinstance(pattern, str) for pattern in patterns
+    ):
         raise ValueError(
             "`exclude` must be None, a list of patterns, or a function of a variable. "
             f'Received: exclude={patterns!r}. Give for example ["bias", "gamma", "beta"], or [] to exclude nothing.'
@@ -92,7 +94,9 @@ def _checked(patterns: Any) -> tuple[str, ...]:
 
 
 def _places_with(pattern: str, variables: Sequence[Any]) -> frozenset[int]:
-    return frozenset(place for place, variable in enumerate(variables) if re.search(pattern, path_of(variable)))
+    return frozenset(
+        place for place, variable in enumerate(variables) if re.search(pattern, path_of(variable))
+    )
 
 
 def _name_of(rule: Callable[[Any], bool]) -> str:
@@ -101,4 +105,6 @@ def _name_of(rule: Callable[[Any], bool]) -> str:
 
 def _warn_of_idle(what: str, remedy: str, variables: Sequence[Any]) -> None:
     paths = ", ".join(repr(path_of(variable)) for variable in variables[:3])
-    warnings.warn(f"`exclude` {what}. The paths are such as {paths}. {remedy}", UserWarning, stacklevel=3)
+    warnings.warn(
+        f"`exclude` {what}. The paths are such as {paths}. {remedy}", UserWarning, stacklevel=3
+    )

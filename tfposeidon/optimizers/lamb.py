@@ -66,7 +66,9 @@ class LAMB(LayerWiseOptimizer):
         parallel: bool | str = "auto",
         **options: Any,
     ) -> None:
-        super().__init__(learning_rate, weight_decay=weight_decay, exclude=exclude, parallel=parallel, **options)
+        super().__init__(
+            learning_rate, weight_decay=weight_decay, exclude=exclude, parallel=parallel, **options
+        )
         self.beta_1 = checks.number("beta_1", beta_1, checks.BELOW_1, "Use 0.9.")
         self.beta_2 = checks.number("beta_2", beta_2, checks.BELOW_1, "Use 0.999.")
         self.epsilon = checks.number("epsilon", epsilon, checks.POSITIVE, "Use 1e-6.")

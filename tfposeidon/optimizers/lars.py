@@ -79,11 +79,18 @@ class LARS(LayerWiseOptimizer):
         parallel: bool | str = "auto",
         **options: Any,
     ) -> None:
-        super().__init__(learning_rate, weight_decay=weight_decay, exclude=exclude, parallel=parallel, **options)
-        self.momentum = checks.number("momentum", momentum, checks.BELOW_1, "Use 0.9, or 0.0 for none.")
+        super().__init__(
+            learning_rate, weight_decay=weight_decay, exclude=exclude, parallel=parallel, **options
+        )
+        self.momentum = checks.number(
+            "momentum", momentum, checks.BELOW_1, "Use 0.9, or 0.0 for none."
+        )
         self.nesterov = _checked_nesterov(nesterov, self.momentum)
         self.trust_coefficient = checks.number(
-            "trust_coefficient", trust_coefficient, checks.POSITIVE, "Use 0.001, or exclude variables from the ratio."
+            "trust_coefficient",
+            trust_coefficient,
+            checks.POSITIVE,
+            "Use 0.001, or exclude variables from the ratio.",
         )
         self.ratio = _checked_ratio(ratio)
         self.epsilon = checks.number("epsilon", epsilon, checks.NOT_NEGATIVE, "Use 0.0 for none.")
@@ -125,7 +132,9 @@ class LARS(LayerWiseOptimizer):
 
 def _checked_nesterov(nesterov: Any, momentum: float) -> bool:
     if not isinstance(nesterov, bool):
-        raise ValueError(f"`nesterov` must be True or False. Received: nesterov={nesterov!r}. Leave it out for False.")
+        raise ValueError(
+            f"`nesterov` must be True or False. Received: nesterov={nesterov!r}. Leave it out for False."
+        )
     if nesterov and not momentum:
         raise ValueError(
             f"`nesterov` needs momentum. Received: nesterov=True, momentum={momentum}. Use momentum=0.9, or leave "

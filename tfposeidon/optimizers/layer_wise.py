@@ -38,12 +38,22 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     """
 
     def __init__(
-        self, learning_rate: Any, *, weight_decay: float, exclude: Exclude, parallel: bool | str, **options: Any
+        self,
+        learning_rate: Any,
+        *,
+        weight_decay: float,
+        exclude: Exclude,
+        parallel: bool | str,
+        **options: Any,
     ) -> None:
         if isinstance(learning_rate, numbers.Real):
             remedy = "Give a number such as 0.1, or a schedule."
-            learning_rate = checks.number("learning_rate", learning_rate, checks.NOT_NEGATIVE, remedy)
-        decay = checks.number("weight_decay", weight_decay, checks.NOT_NEGATIVE, "Use 0.0 for none.")
+            learning_rate = checks.number(
+                "learning_rate", learning_rate, checks.NOT_NEGATIVE, remedy
+            )
+        decay = checks.number(
+            "weight_decay", weight_decay, checks.NOT_NEGATIVE, "Use 0.0 for none."
+        )
         super().__init__(learning_rate=learning_rate, weight_decay=decay, **options)
         self._exclusion = Exclusion(exclude)
         self.parallel = _checked_parallel(parallel)
@@ -61,7 +71,11 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
 
     def scaled(self, variables: Sequence[Any]) -> list[Any]:
         """Those of these variables that are not excluded."""
-        return [variable for variable in variables if self._get_variable_index(variable) not in self._excluded]
+        return [
+            variable
+            for variable in variables
+            if self._get_variable_index(variable) not in self._excluded
+        ]
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Moves one variable, and its state."""
@@ -73,18 +87,30 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         Raises:
           ValueError: If `exclude` is a function.
         """
-        return {**super().get_config(), "exclude": self._exclusion.get_config(), "parallel": self.parallel}
+        return {
+            **super().get_config(),
+            "exclude": self._exclusion.get_config(),
+            "parallel": self.parallel,
+        }
 
     def add_variable_from_reference(
-        self, reference_variable: Any, name: str | None = None, initializer: Any = "zeros", dtype: str | None = None
+        self,
+        reference_variable: Any,
+        name: str | None = None,
+        initializer: Any = "zeros",
+        dtype: str | None = None,
     ) -> keras.Variable:
         """As Keras does it, or with another dtype than the variable has."""
         if dtype is None:
-            return super().add_variable_from_reference(reference_variable, name=name, initializer=initializer)
+            return super().add_variable_from_reference(
+                reference_variable, name=name, initializer=initializer
+            )
         native_variable = of_tensorflow(reference_variable)
         path = path_of(reference_variable).replace("/", "_").replace(":", "_")
         with tf.device(native_variable.device):
-            return self.add_variable(native_variable.shape, dtype=dtype, initializer=initializer, name=f"{path}_{name}")
+            return self.add_variable(
+                native_variable.shape, dtype=dtype, initializer=initializer, name=f"{path}_{name}"
+            )
 
     # ------------------------------------------------------------------ the rule
 
@@ -112,7 +138,9 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     def _is_excluded(self, variable: Any) -> bool:
         return self._get_variable_index(variable) in self._excluded
 
-    def _new_state(self, variables: Sequence[Any], *names: str) -> list[list[keras.Variable | None]]:
+    def _new_state(
+        self, variables: Sequence[Any], *names: str
+    ) -> list[list[keras.Variable | None]]:
         """One list for each name, of zeros like the variables; ordered by variable, then by name, as in Keras."""
         rows = [[self._state_for(variable, name) for name in names] for variable in variables]
         return [[row[place] for row in rows] for place in range(len(names))]
@@ -127,7 +155,9 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     def _apply_weight_decay(self, variables: Any) -> None:
         """Nothing: the rule has it inside, and it must not happen twice."""
 
-    def _distributed_tf_update_step(self, distribution: Any, grads_and_vars: Any, learning_rate: Any) -> None:
+    def _distributed_tf_update_step(
+        self, distribution: Any, grads_and_vars: Any, learning_rate: Any
+    ) -> None:
         if tf.distribute.has_strategy():
             # There a variable is one for each replica, and updated where it is.
             super()._distributed_tf_update_step(distribution, grads_and_vars, learning_rate)
@@ -138,9 +168,14 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         """Directions of all variables, then the norms of all, then the steps."""
         variables = [variable for _, variable in pairs]
         gradients = [_widened(gradient, variable) for gradient, variable in pairs]
-        values = [tf.cast(variable, gradient.dtype) for variable, gradient in zip(variables, gradients, strict=True)]
+        values = [
+            tf.cast(variable, gradient.dtype)
+            for variable, gradient in zip(variables, gradients, strict=True)
+        ]
         steps = [self._direction(*each) for each in zip(gradients, values, variables, strict=True)]
-        places = [place for place, variable in enumerate(variables) if not self._is_excluded(variable)]
+        places = [
+            place for place, variable in enumerate(variables) if not self._is_excluded(variable)
+        ]
         rows = [[values[i], self._measured(gradients[i], values[i], steps[i])] for i in places]
         ratios = self._ratios_of([variables[i] for i in places], rows)
         for place, ratio in zip(places, ratios, strict=True):
@@ -148,7 +183,9 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         for variable, step in zip(variables, steps, strict=True):
             self._move(variable, step * tf.cast(learning_rate, step.dtype))
 
-    def _ratios_of(self, variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    def _ratios_of(
+        self, variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]
+    ) -> list[tf.Tensor]:
         if not variables:
             return []
         norms = self.norms(variables, rows)
@@ -171,7 +208,9 @@ def local_norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -
 
 def norm_dtype(rows: Sequence[Sequence[tf.Tensor]]) -> tf.DType:
     """That of their norms: float64 if one of them is, else float32."""
-    return tf.float64 if any(tensor.dtype.size > 4 for row in rows for tensor in row) else tf.float32
+    return (
+        tf.float64 if any(tensor.dtype.size > 4 for row in rows for tensor in row) else tf.float32
+    )
 
 
 def _norm(tensor: tf.Tensor) -> tf.Tensor:
@@ -205,5 +244,7 @@ def _widened(gradient: Any, variable: Any) -> tf.Tensor:
 
 def _checked_parallel(parallel: Any) -> bool | str:
     if not isinstance(parallel, bool) and parallel != "auto":
-        raise ValueError(f'`parallel` must be True, False or "auto". Received: parallel={parallel!r}. Leave it out.')
+        raise ValueError(
+            f'`parallel` must be True, False or "auto". Received: parallel={parallel!r}. Leave it out.'
+        )
     return parallel

@@ -59,9 +59,15 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
         self.peak_learning_rate = checks.number(
             "peak_learning_rate", peak_learning_rate, checks.POSITIVE, "Give for example 1.0."
         )
-        self.warmup_steps = checks.whole("warmup_steps", warmup_steps, 0, "Use 0 for none, or by_epochs.")
-        self.decay_steps = checks.whole("decay_steps", decay_steps, 1, "Count the steps after the warm-up.")
-        self.initial_learning_rate = self._up_to_peak("initial_learning_rate", initial_learning_rate)
+        self.warmup_steps = checks.whole(
+            "warmup_steps", warmup_steps, 0, "Use 0 for none, or by_epochs."
+        )
+        self.decay_steps = checks.whole(
+            "decay_steps", decay_steps, 1, "Count the steps after the warm-up."
+        )
+        self.initial_learning_rate = self._up_to_peak(
+            "initial_learning_rate", initial_learning_rate
+        )
         self.end_learning_rate = self._up_to_peak("end_learning_rate", end_learning_rate)
         self.power = checks.number("power", power, checks.POSITIVE, "Use 1 for a straight line.")
         self.name = name
@@ -96,7 +102,10 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
         with tf.name_scope(self.name):
             since_peak = tf.cast(step, dtype) - self.warmup_steps
             left = 1.0 - tf.clip_by_value(since_peak / self.decay_steps, 0.0, 1.0)
-            decayed = self.end_learning_rate + (self.peak_learning_rate - self.end_learning_rate) * left**self.power
+            decayed = (
+                self.end_learning_rate
+                + (self.peak_learning_rate - self.end_learning_rate) * left**self.power
+            )
             rise = self.peak_learning_rate - self.initial_learning_rate
             # With no warm-up there is no step before the peak, and this is not taken.
             rising = self.peak_learning_rate + rise * since_peak / max(1, self.warmup_steps)
@@ -116,12 +125,18 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
 
     def _up_to_peak(self, name: str, value: Any) -> float:
         peak = self.peak_learning_rate
-        rule = checks.Range(f"a number in [0, peak_learning_rate={peak}]", lambda rate: 0.0 <= rate <= peak)
+        rule = checks.Range(
+            f"a number in [0, peak_learning_rate={peak}]", lambda rate: 0.0 <= rate <= peak
+        )
         return checks.number(name, value, rule, "Use 0.0, or a higher peak.")
 
 
 def cosine_decay_by_epochs(
-    peak_learning_rate: float, warmup_epochs: float, decay_epochs: float, steps_per_epoch: int, **options: Any
+    peak_learning_rate: float,
+    warmup_epochs: float,
+    decay_epochs: float,
+    steps_per_epoch: int,
+    **options: Any,
 ) -> keras.optimizers.schedules.CosineDecay:
     """Keras's `CosineDecay`: from 0 up to the peak, then down along a cosine; epochs need not be whole.
 
@@ -140,7 +155,9 @@ def cosine_decay_by_epochs(
     >>> [round(float(schedule(step)), 3) for step in (0, 2, 4, 7, 10)]
     [0.0, 4.0, 8.0, 4.0, 0.0]
     """
-    peak = checks.number("peak_learning_rate", peak_learning_rate, checks.POSITIVE, "Give for example 1.0.")
+    peak = checks.number(
+        "peak_learning_rate", peak_learning_rate, checks.POSITIVE, "Give for example 1.0."
+    )
     warmup_steps, decay_steps = _in_steps(warmup_epochs, decay_epochs, steps_per_epoch)
     cosine = keras.optimizers.schedules.CosineDecay
     if not warmup_steps:
@@ -151,6 +168,8 @@ def cosine_decay_by_epochs(
 def _in_steps(warmup_epochs: Any, decay_epochs: Any, steps_per_epoch: Any) -> tuple[int, int]:
     steps = checks.whole("steps_per_epoch", steps_per_epoch, 1, "Count the batches of one rank.")
     warmup = checks.number("warmup_epochs", warmup_epochs, checks.NOT_NEGATIVE, "Use 0 for none.")
-    decay = checks.number("decay_epochs", decay_epochs, checks.POSITIVE, "Count the epochs after the warm-up.")
+    decay = checks.number(
+        "decay_epochs", decay_epochs, checks.POSITIVE, "Count the epochs after the warm-up."
+    )
     # Less than half a step is a step: something has to come down.
     return round(warmup * steps), max(1, round(decay * steps))

@@ -14,14 +14,22 @@ from tfposeidon.planning.plan import Plan
 
 def processor_advice(plan: Plan) -> str:
     """Says so where native ops copy what lies on a GPU to the processor and back."""
-    schemes = {bucket.scheme.name: bucket.scheme for bucket in plan.buckets if bucket.slots(plan.topology)}
+    schemes = {
+        bucket.scheme.name: bucket.scheme for bucket in plan.buckets if bucket.slots(plan.topology)
+    }
     if not schemes or not tf.config.list_physical_devices("GPU"):
         return ""
     built = native.has_gpu_kernels()
-    names = ", ".join(sorted(name for name, scheme in schemes.items() if not (built and scheme.has_gpu_kernels)))
+    names = ", ".join(
+        sorted(name for name, scheme in schemes.items() if not (built and scheme.has_gpu_kernels))
+    )
     if not names:
         return ""
-    why = "there is no GPU kernel" if built else "tfposeidon was built without nvcc: install CUDA and build again"
+    why = (
+        "there is no GPU kernel"
+        if built
+        else "tfposeidon was built without nvcc: install CUDA and build again"
+    )
     return f"{names}: what is sent is made on the processor, as {why}"
 
 

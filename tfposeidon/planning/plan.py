@@ -71,7 +71,11 @@ class Bucket:
     @property
     def server(self) -> ShardedServer | None:
         """The scheme, if it is servers that update the variables, and not every rank."""
-        return self.scheme if isinstance(self.scheme, ShardedServer) and self.scheme.update == "server" else None
+        return (
+            self.scheme
+            if isinstance(self.scheme, ShardedServer) and self.scheme.update == "server"
+            else None
+        )
 
     def served_parts(self, topology: Topology) -> tuple[tuple[int, int], ...]:
         """Begin and end of what `topology.rank` serves of each member, in elements; (0, 0) for nothing."""
@@ -101,7 +105,9 @@ class Bucket:
         """As a step took it whose variables had so many rows, all of them and all ranks together."""
         rows /= len(self.members)
         known = tuple(
-            dataclasses.replace(d, factors=d.factors and dataclasses.replace(d.factors, rows=rows / topology.size))
+            dataclasses.replace(
+                d, factors=d.factors and dataclasses.replace(d.factors, rows=rows / topology.size)
+            )
             for d in self.descriptions
         )
         return dataclasses.replace(
@@ -134,7 +140,12 @@ class Plan:
     def to_json(self) -> str:
         """The plan for machines: topology, notes, buckets with scheme and bytes, and for each variable the reason."""
         buckets = [self._bucket_to_dict(bucket) for bucket in self.buckets]
-        content = {"nodes": self.topology.nodes, "rank": self.topology.rank, "buckets": buckets, "notes": self.notes}
+        content = {
+            "nodes": self.topology.nodes,
+            "rank": self.topology.rank,
+            "buckets": buckets,
+            "notes": self.notes,
+        }
         return json.dumps(content, indent=2)
 
     def _bucket_to_dict(self, bucket: Bucket) -> dict[str, Any]:
@@ -143,7 +154,12 @@ class Plan:
             "options": bucket.scheme.get_config(),
             "dtype": bucket.dtype,
             "variables": [
-                {"path": d.path, "shape": d.shape, "reason": choice.reason, "candidates": dict(choice.candidates)}
+                {
+                    "path": d.path,
+                    "shape": d.shape,
+                    "reason": choice.reason,
+                    "candidates": dict(choice.candidates),
+                }
                 for d, choice in zip(bucket.descriptions, bucket.choices, strict=True)
             ],
             "cost": dataclasses.asdict(bucket.cost(self.topology)),
@@ -151,9 +167,27 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"Plan for {self.topology}, as rank {self.topology.rank} sends it, per step:"]
-        header = ("bucket", "variable", "shape", "dtype", "scheme", "in the node", "across nodes", "reason")
+        header = (
+            "bucket",
+            "variable",
+            "shape",
+            "dtype",
+            "scheme",
+            "in the node",
+            "across nodes",
+            "reason",
+        )
         rows = [row for i, bucket in enumerate(self.buckets) for row in self._rows(i, bucket)]
-        total = ("total", "", "", "", "", readable(self.cost.node_bytes), readable(self.cost.cross_bytes), "")
+        total = (
+            "total",
+            "",
+            "",
+            "",
+            "",
+            readable(self.cost.node_bytes),
+            readable(self.cost.cross_bytes),
+            "",
+        )
         lines += table([header, *rows, total])
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -164,7 +198,12 @@ class Plan:
         rows: list[tuple[str, ...]] = []
         above = ""
         for place, (d, choice) in enumerate(zip(bucket.descriptions, bucket.choices, strict=True)):
-            head = (str(index) if place == 0 else "", d.path, "x".join(map(str, d.shape)) or "scalar", d.dtype)
+            head = (
+                str(index) if place == 0 else "",
+                d.path,
+                "x".join(map(str, d.shape)) or "scalar",
+                d.dtype,
+            )
             # Once for all variables of a bucket that have it in common.
             reason, above = "" if choice.reason == above else choice.reason, choice.reason
             rows.append((*head, *(figures if place == 0 else ("", "", "")), reason))
@@ -190,18 +229,26 @@ def make_plan(
         description = descriptions[member]
         choice = _choice(policy, description, topology)
         scheme = choice.scheme
-        new = Bucket(members=(member,), descriptions=(description,), scheme=scheme, choices=(choice,))
+        new = Bucket(
+            members=(member,), descriptions=(description,), scheme=scheme, choices=(choice,)
+        )
         if 4 * description.bytes >= bucket_bytes or new.goes_alone:
             buckets.append(new)
             continue
-        key = (scheme, description.dtype, description.factors if isinstance(scheme, ByRows) else None)
+        key = (
+            scheme,
+            description.dtype,
+            description.factors if isinstance(scheme, ByRows) else None,
+        )
         open_bucket = filling.get(key)
         if open_bucket is None or open_bucket.bytes + new.bytes > bucket_bytes:
             filling[key] = new
             buckets += [open_bucket] if open_bucket else []
         else:
             filling[key] = open_bucket.joined(new)
-    last_first = _fitted(sorted([*buckets, *filling.values()], key=lambda bucket: -bucket.members[-1]), topology)
+    last_first = _fitted(
+        sorted([*buckets, *filling.values()], key=lambda bucket: -bucket.members[-1]), topology
+    )
     remarks = [b.scheme.note(b.length, topology) for b in last_first]
     remarks = [f"bucket {i}: {remark}" for i, remark in enumerate(remarks) if remark]
     return Plan(buckets=tuple(last_first), topology=topology, notes=(*notes, *remarks))
@@ -216,7 +263,10 @@ def with_rows(plan: Plan, rows: Sequence[float], policy: Policy) -> Plan:
       policy: That of the plan.
     """
     pairs = zip(plan.buckets, rows, strict=False)
-    buckets = [b.with_rows(float(n), policy, plan.topology) if b.takes_factors and n else b for b, n in pairs]
+    buckets = [
+        b.with_rows(float(n), policy, plan.topology) if b.takes_factors and n else b
+        for b, n in pairs
+    ]
     return dataclasses.replace(plan, buckets=tuple(buckets))
 
 

@@ -32,7 +32,11 @@ def check_server_update(policy: Policy, inner: Any) -> None:
     optimizer = innermost(inner)
     rule = next(cls for cls in type(optimizer).__mro__ if "update_step" in vars(cls))
     completed = isinstance(optimizer, LayerWiseOptimizer)
-    if rule not in ELEMENTWISE and not completed and not getattr(optimizer, "updates_elementwise", False):
+    if (
+        rule not in ELEMENTWISE
+        and not completed
+        and not getattr(optimizer, "updates_elementwise", False)
+    ):
         names = ", ".join([*(cls.__name__ for cls in ELEMENTWISE), "LARS", "LAMB"])
         raise ValueError(
             f'update="server" gives the optimizer parts of variables, which {names} can work on. Received: '
@@ -63,7 +67,9 @@ def check_all_variables(given: list[Any], built: list[Any], served: bool) -> Non
 
 def check_callbacks(policy: Policy, callbacks: list[Any]) -> None:
     """Refuses callbacks that reach for variables of the inner optimizer, where these are parts."""
-    if policy.updates_at_servers and any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks):
+    if policy.updates_at_servers and any(
+        isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks
+    ):
         raise ValueError(
             'With update="server" averages of weights lie with the servers. Received: SwapEMAWeights. Leave it out (at '
             'the end of fit the weights become their averages), or use update="worker".'

@@ -39,7 +39,9 @@ class AllReduce(VectorScheme):
     def exact(self) -> bool:
         return self.wire_dtype is None
 
-    def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
         world = wire.topology.world
         if self.wire_dtype is None:
             return wire.all_reduce(gradient, world, name, scale=1.0 / world.size), state

@@ -41,7 +41,9 @@ class AllToAll(VectorScheme):
     def exact(self) -> bool:
         return self.wire_dtype is None
 
-    def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
         shards = stages.Shards.even(gradient.shape[0], wire.topology.world)
         total = stages.scatter_sum(gradient, shards, wire, f"{name}.scatter", self.wire_dtype)
         mean = total / tf.cast(wire.topology.size, gradient.dtype)

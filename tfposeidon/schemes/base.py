@@ -52,7 +52,9 @@ class Scheme(Configured, ABC):
     def __str__(self) -> str:
         """The name, and the options that differ from their defaults."""
         shown = [f for f in fields(self) if f.repr]  # type: ignore[arg-type]
-        options = [f"{f.name}={getattr(self, f.name)}" for f in shown if getattr(self, f.name) != f.default]
+        options = [
+            f"{f.name}={getattr(self, f.name)}" for f in shown if getattr(self, f.name) != f.default
+        ]
         return f"{self.name}({', '.join(options)})" if options else self.name
 
     @property
@@ -100,7 +102,9 @@ class VectorScheme(Scheme):
     """A scheme for gradients as one vector, of one variable or of several."""
 
     @abstractmethod
-    def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
         """Exchanges one bucket.
 
         Args:

@@ -53,17 +53,26 @@ class ByRows(Scheme):
         )
 
     def get_config(self) -> dict[str, Any]:
-        schemes = {part: keras.saving.serialize_keras_object(getattr(self, part)) for part in ("few", "many")}
+        schemes = {
+            part: keras.saving.serialize_keras_object(getattr(self, part))
+            for part in ("few", "many")
+        }
         return {**schemes, "limit": self.limit}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ByRows:
-        schemes = {part: keras.saving.deserialize_keras_object(config[part]) for part in ("few", "many")}
+        schemes = {
+            part: keras.saving.deserialize_keras_object(config[part]) for part in ("few", "many")
+        }
         return cls(**{**config, **schemes})
 
 
 def mean_products(
-    scheme: FactorScheme | VectorScheme, factors: Sequence[Factors], dtype: str, wire: Wire, name: str
+    scheme: FactorScheme | VectorScheme,
+    factors: Sequence[Factors],
+    dtype: str,
+    wire: Wire,
+    name: str,
 ) -> tf.Tensor:
     """Exchanges the factors of some variables, or their products, which are only then computed.
 
@@ -80,5 +89,7 @@ def mean_products(
     if isinstance(scheme, VectorScheme):
         products = [tf.cast(one.own_product, dtype) for one in factors]
         return scheme.exchange(tf.concat(products, 0), (), wire, name)[0]
-    means = [scheme.exchange_factors(one, wire, f"{name}.{place}") for place, one in enumerate(factors)]
+    means = [
+        scheme.exchange_factors(one, wire, f"{name}.{place}") for place, one in enumerate(factors)
+    ]
     return tf.concat([tf.cast(mean, dtype) for mean in means], 0)

@@ -45,7 +45,9 @@ def shares(length: int, parts: int) -> list[int]:
 def sent(topology: Topology, messages: dict[int, float], *, steps: int, flops: float = 0.0) -> Cost:
     """Sums messages (receiver -> bytes) by the kind of link that they take from this rank."""
     me = topology.rank
-    node = sum(size for peer, size in messages.items() if peer != me and topology.same_node(me, peer))
+    node = sum(
+        size for peer, size in messages.items() if peer != me and topology.same_node(me, peer)
+    )
     cross = sum(size for peer, size in messages.items() if not topology.same_node(me, peer))
     return Cost(steps=steps, node_bytes=node, cross_bytes=cross, flops=flops)
 
@@ -61,7 +63,9 @@ def ring_all_reduce(topology: Topology, group: Group, size_bytes: float) -> Cost
     return sent(topology, {neighbour: 2 * size_bytes * (p - 1) / p}, steps=2 * (p - 1))
 
 
-def all_to_all(topology: Topology, group: Group, split_bytes: list[float], flops: float = 0.0) -> Cost:
+def all_to_all(
+    topology: Topology, group: Group, split_bytes: list[float], flops: float = 0.0
+) -> Cost:
     """Part `i` goes straight to the group's rank `i`. P - 1 steps, all that is not one's own is sent."""
     messages = dict(zip(group.ranks, split_bytes, strict=True))
     return sent(topology, messages, steps=group.size - 1, flops=flops)
@@ -87,4 +91,6 @@ def tree_broadcast(topology: Topology, root: int, size_bytes: float) -> Cost:
     place = (topology.rank - root) % p
     rounds = (p - 1).bit_length()
     receivers = [place + 2**i for i in range(rounds) if place < 2**i and place + 2**i < p]
-    return sent(topology, {(root + receiver) % p: size_bytes for receiver in receivers}, steps=rounds)
+    return sent(
+        topology, {(root + receiver) % p: size_bytes for receiver in receivers}, steps=rounds
+    )

@@ -78,9 +78,15 @@ class Feedback:
         """
         if memory.residual is None:
             return Sent(*ops.top_k(gradient, k, self.select, seed=seed)), memory
-        options: dict[str, Any] = {"method": self.select, "wire_dtype": self.wire_dtype, "seed": seed}
+        options: dict[str, Any] = {
+            "method": self.select,
+            "wire_dtype": self.wire_dtype,
+            "seed": seed,
+        }
         if memory.velocity is None:
-            values, indices, residual = ops.error_feedback_top_k(memory.residual, gradient, k, **options)
+            values, indices, residual = ops.error_feedback_top_k(
+                memory.residual, gradient, k, **options
+            )
             return Sent(values, indices), Memory(residual, None)
         values, indices, residual, velocity = ops.momentum_correction_top_k(
             memory.residual, gradient, memory.velocity, k, self.momentum, **options

@@ -46,11 +46,15 @@ class FactorBroadcast(FactorScheme):
             return self
         few, many = (replace(self, sums_in_node=sums) for sums in (False, True))
         # Every rank of an even layout sends as much.
-        one_row, sums = (way.factor_cost(replace(factors, rows=1), topology).node_bytes for way in (few, many))
+        one_row, sums = (
+            way.factor_cost(replace(factors, rows=1), topology).node_bytes for way in (few, many)
+        )
         if not one_row:
             return self
         by_rows = ByRows(few=few, many=many, limit=int(topology.size * sums / one_row))
-        return by_rows if factors.rows is None else by_rows.taken(round(factors.rows * topology.size))
+        return (
+            by_rows if factors.rows is None else by_rows.taken(round(factors.rows * topology.size))
+        )
 
     def exchange_factors(self, factors: Factors, wire: Wire, name: str) -> tf.Tensor:
         topology, rows = wire.topology, factors.packed
@@ -75,7 +79,9 @@ class FactorBroadcast(FactorScheme):
             shards = stages.Shards.even(factors.left * factors.right, topology.node)
             itemsize = factors.matrix_bytes // (factors.left * factors.right)
             total += stages.cost_by_levels(shards, None, itemsize, topology, None)
-        return total + Cost(flops=2.0 * ranks * (factors.rows or 0) * factors.left_columns * factors.right)
+        return total + Cost(
+            flops=2.0 * ranks * (factors.rows or 0) * factors.left_columns * factors.right
+        )
 
     def _stages(self, topology: Topology) -> dict[str, Group]:
         if topology.across is None or _uneven(topology):

@@ -44,7 +44,9 @@ class OneBit(VectorScheme):
 
     def __post_init__(self) -> None:
         if self.min_elements < 0:
-            raise ValueError(f"`min_elements` must not be negative. Received: min_elements={self.min_elements}")
+            raise ValueError(
+                f"`min_elements` must not be negative. Received: min_elements={self.min_elements}"
+            )
 
     @property
     def exact(self) -> bool:
@@ -56,7 +58,9 @@ class OneBit(VectorScheme):
 
     def slots(self, length: int, topology: Topology) -> tuple[Slot, ...]:
         node = stages.Shards.even(length, topology.node, owners=topology.positions)
-        residual = Slot(name="residual", shape=(node.own(topology.rank),), offset=node.offset(topology.rank))
+        residual = Slot(
+            name="residual", shape=(node.own(topology.rank),), offset=node.offset(topology.rank)
+        )
         return Slot(name="mode", shape=()), residual
 
     def rescaled(self, state: State, factor: tf.Tensor) -> State:
@@ -70,7 +74,9 @@ class OneBit(VectorScheme):
     def has_flushed(self, state: State) -> bool:
         return float(state[0]) == FLUSHED
 
-    def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
         topology, (mode, residual) = wire.topology, state
         node = stages.Shards.even(gradient.shape[0], topology.node, owners=topology.positions)
         shard = stages.scatter_sum(gradient, node, wire, f"{name}.node_scatter", None)
@@ -85,7 +91,9 @@ class OneBit(VectorScheme):
             codes = wire.all_gather(code, topology.across, f"{name}.bits_across")
             return ops.one_bit_sum(codes, residual.shape[0]), kept
 
-        total, kept = tf.cond(mode < SENDING, everything, bits) if self._codes(topology) else everything()
+        total, kept = (
+            tf.cond(mode < SENDING, everything, bits) if self._codes(topology) else everything()
+        )
         mean = stages.gather(total / topology.size, node, wire, f"{name}.node_gather")
         return tf.cast(mean, gradient.dtype), (tf.where(mode < SENDING, FLUSHED, mode), kept)
 
@@ -102,9 +110,15 @@ class OneBit(VectorScheme):
 
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
         node = stages.Shards.even(length, topology.node, owners=topology.positions)
-        total = stages.scatter_sum_cost(node, itemsize, topology, None) + stages.gather_cost(node, 4, topology, None)
+        total = stages.scatter_sum_cost(node, itemsize, topology, None) + stages.gather_cost(
+            node, 4, topology, None
+        )
         if topology.across is None or not self._codes(topology):
             return total
         own = node.own(topology.rank)
         sent = [4.0 * ops.one_bit_size(own)] * topology.across.size
-        return total + cost.ring_all_gather(topology, topology.across, sent) + Cost(flops=len(sent) * own)
+        return (
+            total
+            + cost.ring_all_gather(topology, topology.across, sent)
+            + Cost(flops=len(sent) * own)
+        )

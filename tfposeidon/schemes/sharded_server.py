@@ -52,9 +52,13 @@ class ShardedServer(VectorScheme):
                 f"`pair_bytes` must be positive. Received: pair_bytes={self.pair_bytes}. Leave it out for 2 MB."
             )
         if self.update not in ("worker", "server"):
-            raise ValueError(f'`update` must be "worker" or "server". Received: update={self.update!r}')
+            raise ValueError(
+                f'`update` must be "worker" or "server". Received: update={self.update!r}'
+            )
 
-    def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
         node, across = stages.levels(gradient.shape[0], wire.topology)
         return stages.mean_by_levels(gradient, node, across, wire, name, None), state
 

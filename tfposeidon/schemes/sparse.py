@@ -77,7 +77,9 @@ class SparseScheme(VectorScheme):
         check_wire_dtype(self.wire_dtype)
         for name in ("warmup_steps", "min_elements"):
             if getattr(self, name) < 0:
-                raise ValueError(f"`{name}` must not be negative. Received: {name}={getattr(self, name)}")
+                raise ValueError(
+                    f"`{name}` must not be negative. Received: {name}={getattr(self, name)}"
+                )
         _ = self._feedback
 
     @property
@@ -122,7 +124,9 @@ class SparseScheme(VectorScheme):
 
     # --------------------------------------------------------------- exchange
 
-    def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
         layout = self._layout(gradient.shape[0], wire.topology)
         steps, memory = self._checked(state, layout)
         shard = stages.scatter_sum(gradient, layout.node, wire, f"{name}.node_scatter", None)
@@ -145,7 +149,9 @@ class SparseScheme(VectorScheme):
         steps = tf.where(steps < 0.0, FLUSHED, steps + 1.0)
         return tf.cast(mean, gradient.dtype), (steps, *kept)
 
-    def _dense_mean(self, everything: tf.Tensor, layout: _Layout, wire: Wire, name: str) -> tf.Tensor:
+    def _dense_mean(
+        self, everything: tf.Tensor, layout: _Layout, wire: Wire, name: str
+    ) -> tf.Tensor:
         mean = everything / wire.topology.size
         if layout.across is not None:
             across = stages.Shards.even(layout.length, layout.across)
@@ -153,7 +159,9 @@ class SparseScheme(VectorScheme):
             mean = stages.gather(part, across, wire, f"{name}.across_gather")
         return stages.gather(mean, layout.node, wire, f"{name}.node_gather")
 
-    def _sparse_mean(self, sent: Sent, layout: _Layout, steps: Any, wire: Wire, name: str) -> tf.Tensor:
+    def _sparse_mean(
+        self, sent: Sent, layout: _Layout, steps: Any, wire: Wire, name: str
+    ) -> tf.Tensor:
         packed = pairs.pack(sent.values, sent.indices, self.wire_dtype)
         if layout.across is not None:
             packed = wire.all_gather(packed, layout.across, f"{name}.pairs_across")
@@ -167,12 +175,20 @@ class SparseScheme(VectorScheme):
         return self._accumulate(packed, owned, offsets, sum(layout.node.lengths), wire)
 
     def _accumulate(
-        self, packed: tf.Tensor, groups: list[tuple[int, Any]], offsets: list[int], length: int, wire: Wire
+        self,
+        packed: tf.Tensor,
+        groups: list[tuple[int, Any]],
+        offsets: list[int],
+        length: int,
+        wire: Wire,
     ) -> tf.Tensor:
         """The mean of all ranks, `[length]`, from pairs in the order of positions and, in these, of nodes."""
         values, indices, counts = pairs.unpack(packed, groups, self.wire_dtype)
         if any(offsets):
-            per_group = [tf.fill([count * k], offset) for (count, k), offset in zip(groups, offsets, strict=True)]
+            per_group = [
+                tf.fill([count * k], offset)
+                for (count, k), offset in zip(groups, offsets, strict=True)
+            ]
             indices += tf.concat(per_group, 0)
         # Divided before they are spread: k values per rank instead of all.
         mean = ops.scatter_add(values / wire.topology.size, indices, length, counts)
@@ -197,7 +213,9 @@ class SparseScheme(VectorScheme):
         if not self._gathers_pairs(layout):
             return total + stages.gather_cost(layout.node, 4, topology, None)
         parts = [width * layout.nodes * self._count(n) for n in layout.node.lengths]
-        return total + cost.ring_all_gather(topology, layout.node.group, [float(part) for part in parts])
+        return total + cost.ring_all_gather(
+            topology, layout.node.group, [float(part) for part in parts]
+        )
 
     def note(self, length: int, topology: Topology) -> str:
         if not self._is_dense(self._layout(length, topology)):
@@ -209,7 +227,10 @@ class SparseScheme(VectorScheme):
     @cached_property
     def _feedback(self) -> Feedback:
         return Feedback(
-            select=self.select, wire_dtype=self.wire_dtype, keep=self.error_feedback, momentum=self.momentum
+            select=self.select,
+            wire_dtype=self.wire_dtype,
+            keep=self.error_feedback,
+            momentum=self.momentum,
         )
 
     def _layout(self, length: int, topology: Topology) -> _Layout:
@@ -251,7 +272,9 @@ class SparseScheme(VectorScheme):
     def _is_dense(self, layout: _Layout) -> bool:
         """Whether pairs are more bytes than values, at the final density, or nothing is sent at all."""
         alone = layout.nodes == 1 and layout.node.group.size == 1
-        return alone or all(bool(self._outweigh(layout, self._count(n), n)) for n in layout.node.lengths)
+        return alone or all(
+            bool(self._outweigh(layout, self._count(n), n)) for n in layout.node.lengths
+        )
 
     def _outweigh(self, layout: _Layout, k: Any, length: int) -> Any:
         # Across nodes a dense sum moves each value twice; on one node what is saved is a gather.

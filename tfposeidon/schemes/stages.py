@@ -44,7 +44,9 @@ class Shards:
         return sum(self.lengths[: self.group.index(rank)])
 
 
-def scatter_sum(vector: tf.Tensor, shards: Shards, wire: Wire, name: str, wire_dtype: str | None) -> tf.Tensor:
+def scatter_sum(
+    vector: tf.Tensor, shards: Shards, wire: Wire, name: str, wire_dtype: str | None
+) -> tf.Tensor:
     """Sums over the group; each rank gets its own shard.
 
     Args:
@@ -75,7 +77,9 @@ def gather(encoded: tf.Tensor, shards: Shards, wire: Wire, name: str) -> tf.Tens
     return tf.ensure_shape(wire.all_gather(encoded, shards.group, name), [sum(shards.lengths)])
 
 
-def scatter_sum_cost(shards: Shards, itemsize: int, topology: Topology, wire_dtype: str | None) -> Cost:
+def scatter_sum_cost(
+    shards: Shards, itemsize: int, topology: Topology, wire_dtype: str | None
+) -> Cost:
     """P - 1 messages of a shard each, P - 1 additions per owned element."""
     width = wire_itemsize(wire_dtype, itemsize)
     flops = (shards.group.size - 1) * shards.own(topology.rank)
@@ -100,7 +104,12 @@ def levels(length: int, topology: Topology) -> tuple[Shards, Shards | None]:
 
 
 def mean_by_levels(
-    vector: tf.Tensor, node: Shards, across: Shards | None, wire: Wire, name: str, wire_dtype: str | None
+    vector: tf.Tensor,
+    node: Shards,
+    across: Shards | None,
+    wire: Wire,
+    name: str,
+    wire_dtype: str | None,
 ) -> tf.Tensor:
     """The mean over all ranks: summed in the node, then across nodes, and gathered the same way back."""
     own = own_mean_by_levels(vector, node, across, wire, name, wire_dtype)
@@ -108,7 +117,12 @@ def mean_by_levels(
 
 
 def own_mean_by_levels(
-    vector: tf.Tensor, node: Shards, across: Shards | None, wire: Wire, name: str, wire_dtype: str | None
+    vector: tf.Tensor,
+    node: Shards,
+    across: Shards | None,
+    wire: Wire,
+    name: str,
+    wire_dtype: str | None,
 ) -> tf.Tensor:
     """The mean of what this rank owns: summed in the node, then across nodes."""
     shard = scatter_sum(vector, node, wire, f"{name}.node_scatter", wire_dtype)
@@ -120,7 +134,12 @@ def own_mean_by_levels(
 
 
 def gather_by_levels(
-    own: tf.Tensor, node: Shards, across: Shards | None, wire: Wire, name: str, wire_dtype: str | None
+    own: tf.Tensor,
+    node: Shards,
+    across: Shards | None,
+    wire: Wire,
+    name: str,
+    wire_dtype: str | None,
 ) -> tf.Tensor:
     """The inverse: every rank gets what all ranks own."""
     encoded = encode(own, wire_dtype)

@@ -45,9 +45,13 @@ class Torus2D(VectorScheme):
     def exact(self) -> bool:
         return self.wire_dtype is None
 
-    def exchange(self, gradient: tf.Tensor, state: State, wire: Wire, name: str) -> tuple[tf.Tensor, State]:
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
         node, across = stages.levels(gradient.shape[0], wire.topology)
         return stages.mean_by_levels(gradient, node, across, wire, name, self.wire_dtype), state
 
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
-        return stages.cost_by_levels(*stages.levels(length, topology), itemsize, topology, self.wire_dtype)
+        return stages.cost_by_levels(
+            *stages.levels(length, topology), itemsize, topology, self.wire_dtype
+        )

@@ -9,7 +9,9 @@ from tfposeidon import ops
 WIRE_DTYPES = ("float16", "bfloat16")
 
 
-def check_wire_dtype(wire_dtype: str | None, allowed: tuple[str, ...] = WIRE_DTYPES, remedy: str = "") -> None:
+def check_wire_dtype(
+    wire_dtype: str | None, allowed: tuple[str, ...] = WIRE_DTYPES, remedy: str = ""
+) -> None:
     """Refuses a wire type that makes no sense.
 
     Raises:
@@ -17,7 +19,9 @@ def check_wire_dtype(wire_dtype: str | None, allowed: tuple[str, ...] = WIRE_DTY
     """
     if wire_dtype is not None and wire_dtype not in allowed:
         names = ", ".join(f'"{name}"' for name in allowed)
-        raise ValueError(f"`wire_dtype` must be None or one of {names}. Received: wire_dtype={wire_dtype!r}. {remedy}")
+        raise ValueError(
+            f"`wire_dtype` must be None or one of {names}. Received: wire_dtype={wire_dtype!r}. {remedy}"
+        )
 
 
 def wire_itemsize(wire_dtype: str | None, itemsize: int) -> int:

@@ -34,7 +34,9 @@ class _Slot(NamedTuple):
 
     def place(self, optimizer: Any) -> int:
         """Where it is among the optimizer's variables, by which Keras saves it."""
-        return next(place for place, variable in enumerate(optimizer.variables) if variable is self.variable)
+        return next(
+            place for place, variable in enumerate(optimizer.variables) if variable is self.variable
+        )
 
 
 class Shard(keras.Variable):
@@ -46,7 +48,10 @@ class Shard(keras.Variable):
         self._whole_path = describe(whole).path.replace(":", "_")
         dtype = keras.backend.standardize_dtype(whole.dtype)
         super().__init__(
-            tf.zeros([length], dtype), dtype=dtype, trainable=True, name=whole.name.partition(":")[0].rpartition("/")[2]
+            tf.zeros([length], dtype),
+            dtype=dtype,
+            trainable=True,
+            name=whole.name.partition(":")[0].rpartition("/")[2],
         )
 
     @property
@@ -75,7 +80,10 @@ class ServerShards:
             _check_trained_by_gradient(variables[member])
         # Where a rank serves nothing of a variable it has one zero: it can be clipped, decayed, and shown a NaN.
         with tf.init_scope():
-            shards = {m: Shard(variables[m], max(1, end - begin)) for m, (begin, end) in self._parts.items()}
+            shards = {
+                m: Shard(variables[m], max(1, end - begin))
+                for m, (begin, end) in self._parts.items()
+            }
         self.targets = [shards.get(member, variable) for member, variable in enumerate(variables)]
         self._slots: list[_Slot] = []
         self._gathered: tuple[int, dict[int, np.ndarray]] | None = None
@@ -130,14 +138,21 @@ class ServerShards:
         self._loaded = {}
         self._refresh()
         # What was clipped by whole norms would be clipped once more by those of this rank's parts, to rounding.
-        with _set_to_none(self._inner, "clipnorm", "global_clipnorm"), layer_norms.used(self._inner, self._norms()):
+        with (
+            _set_to_none(self._inner, "clipnorm", "global_clipnorm"),
+            layer_norms.used(self._inner, self._norms()),
+        ):
             means.update(lambda found: self._optimizer.apply(found, self.targets))
         self._pull({member for member, mean in enumerate(means.values) if mean is not None})
 
     def _norms(self) -> Norms | None:
         # Collectives have their names once ranks have agreed.
         name = f"{self._exchanger.prefix}.norms_of_layers"
-        return layer_norms.of_parts(self._exchanger.wire, self._is_served, name) if self._parts else None
+        return (
+            layer_norms.of_parts(self._exchanger.wire, self._is_served, name)
+            if self._parts
+            else None
+        )
 
     def _is_served(self, variable: Any) -> bool:
         return any(of_tensorflow(self.targets[member]) is variable for member in self._parts)
@@ -149,8 +164,13 @@ class ServerShards:
 
     def own_parts(self, gradients: Sequence[Any]) -> list[Any]:
         """Gradients as `Exchanger.exchange` returns them, where there is but one rank and nothing to exchange."""
-        dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
-        return [g if g is None or m not in self._parts else tf.reshape(g, [-1]) for m, g in enumerate(dense)]
+        dense = [
+            None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients
+        ]
+        return [
+            g if g is None or m not in self._parts else tf.reshape(g, [-1])
+            for m, g in enumerate(dense)
+        ]
 
     def _refresh(self) -> None:
         """Takes values from the variables: what callbacks, constraints or loading did to them counts."""
@@ -163,7 +183,9 @@ class ServerShards:
         """Gives the variables the values that all servers have for them now."""
         for bucket in self._buckets:
             shards = [tf.convert_to_tensor(self.targets[member]) for member in bucket.members]
-            for member, value in zip(bucket.members, self._exchanger.pull(bucket, shards), strict=True):
+            for member, value in zip(
+                bucket.members, self._exchanger.pull(bucket, shards), strict=True
+            ):
                 variable = self._variables[member]
                 value = tf.cast(value, variable.dtype)
                 constraint = variable.constraint if member in constrained else None
@@ -196,7 +218,9 @@ class ServerShards:
             if whole is None:
                 whole = np.zeros(self._variables[slot.member].shape)
             dtype = tf.float32 if slot.variable.dtype == "bfloat16" else slot.variable.dtype
-            flat = wire.broadcast(tf.reshape(tf.cast(whole, dtype), [-1]), rank, f"tp.scatter_state_{number}")
+            flat = wire.broadcast(
+                tf.reshape(tf.cast(whole, dtype), [-1]), rank, f"tp.scatter_state_{number}"
+            )
             begin, end = self._parts[slot.member]
             if begin < end:
                 slot.variable.assign(flat[begin:end])
@@ -223,7 +247,11 @@ class ServerShards:
             raise RuntimeError(
                 "The optimizer's state lies on all ranks, because servers update, and has to be gathered before it is "
                 f"saved. Received: saving at step {self._step()}, "
-                + (f"gathered at step {self._gathered[0]}. " if self._gathered else "not gathered on this rank. ")
+                + (
+                    f"gathered at step {self._gathered[0]}. "
+                    if self._gathered
+                    else "not gathered on this rank. "
+                )
                 + "Have all ranks call optimizer.gather_state(), give fit keras_callbacks.GatherState() before what "
                 "saves, or save with keras_callbacks.Checkpoint, which needs no gathering."
             )
@@ -257,7 +285,11 @@ class ServerShards:
     def _exclude_from_weight_decay(self) -> None:
         """Shards of variables that are excluded, by themselves or by name, are excluded too."""
         # TensorFlow's name, unlike Keras's own, says in which layer a variable is.
-        members = [m for m in self._parts if not self._inner._use_weight_decay(of_tensorflow(self._variables[m]))]
+        members = [
+            m
+            for m in self._parts
+            if not self._inner._use_weight_decay(of_tensorflow(self._variables[m]))
+        ]
         if members:
             excluded = {self._inner._var_key(self.targets[member]) for member in members}
             self._inner._exclude_from_weight_decay |= excluded
@@ -265,13 +297,19 @@ class ServerShards:
     @contextmanager
     def _noting_slots(self) -> Iterator[None]:
         """What the optimizer makes for a shard meanwhile is noted: afterwards there is no telling."""
-        members = {id(target): member for member, target in enumerate(self.targets) if member in self._parts}
+        members = {
+            id(target): member
+            for member, target in enumerate(self.targets)
+            if member in self._parts
+        }
         make = self._inner.add_variable_from_reference
 
         def note(reference_variable: Any, name: str | None = None, **options: Any) -> Any:
             variable = make(reference_variable, name=name, **options)
             if id(reference_variable) in members:
-                self._slots.append(_Slot(name or "state", variable, members[id(reference_variable)]))
+                self._slots.append(
+                    _Slot(name or "state", variable, members[id(reference_variable)])
+                )
             return variable
 
         self._inner.add_variable_from_reference = note

@@ -12,7 +12,9 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.optimizers.wrapping import innermost
 
 
-def completed(gradients: list[Any], served: Sequence[int], optimizer: Any, wire: Wire, name: str) -> list[Any]:
+def completed(
+    gradients: list[Any], served: Sequence[int], optimizer: Any, wire: Wire, name: str
+) -> list[Any]:
     """Clips by norms of whole gradients, and shows values that are not finite to all ranks.
 
     The optimizer must not clip once more: norms of parts differ between ranks.
@@ -37,7 +39,9 @@ def completed(gradients: list[Any], served: Sequence[int], optimizer: Any, wire:
     # Clipped before the loss scale is taken off, so the limit is scaled.
     scale = tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
     known = dict(zip(served, squares, strict=True))
-    norms = {m: known[m] if m in known else _square(g) for m, g in enumerate(result) if g is not None}
+    norms = {
+        m: known[m] if m in known else _square(g) for m, g in enumerate(result) if g is not None
+    }
     if inner.global_clipnorm:
         norms = dict.fromkeys(norms, tf.add_n(list(norms.values())))
     limit = (inner.clipnorm or inner.global_clipnorm) * scale
@@ -46,11 +50,15 @@ def completed(gradients: list[Any], served: Sequence[int], optimizer: Any, wire:
     return result
 
 
-def _reduced(parts: Sequence[tf.Tensor], wire: Wire, name: str) -> tuple[list[tf.Tensor], tf.Tensor]:
+def _reduced(
+    parts: Sequence[tf.Tensor], wire: Wire, name: str
+) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Squared norm of each gradient, and whether all of them are finite, over all ranks."""
     if not parts:
         return [], tf.constant(True)
-    unbounded = tf.add_n([tf.reduce_sum(tf.cast(~tf.math.is_finite(part), tf.float32)) for part in parts])
+    unbounded = tf.add_n(
+        [tf.reduce_sum(tf.cast(~tf.math.is_finite(part), tf.float32)) for part in parts]
+    )
     total = wire.all_reduce(tf.stack([*map(_square, parts), unbounded]), wire.topology.world, name)
     *squares, unbounded = tf.unstack(total)
     return squares, unbounded == 0.0

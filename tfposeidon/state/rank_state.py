@@ -53,7 +53,12 @@ class Piece:
             begin, end = max(start, self.offset), min(start + elements, self.offset + length)
             if begin < end:
                 inside = slice(begin - start, end - start)
-                yield (self.name, path), elements, inside, slice(begin - self.offset, end - self.offset)
+                yield (
+                    (self.name, path),
+                    elements,
+                    inside,
+                    slice(begin - self.offset, end - self.offset),
+                )
             start += elements
 
 
@@ -86,7 +91,9 @@ def redistributed(saved: Sequence[State], wanted: State) -> list[np.ndarray]:
             for key, elements, inside, place in piece.overlaps(array.size):
                 total = totals.setdefault(key, np.zeros(elements, array.dtype))
                 total[inside] += array[place]
-    unwanted = set(totals) - {(piece.name, path) for piece, _ in wanted for path, _ in piece.members}
+    unwanted = set(totals) - {
+        (piece.name, path) for piece, _ in wanted for path, _ in piece.members
+    }
     if unwanted:
         name, path = min(unwanted)
         raise ValueError(f"there is a {name} of {path}, which another scheme sends now")
@@ -96,21 +103,33 @@ def redistributed(saved: Sequence[State], wanted: State) -> list[np.ndarray]:
     ]
 
 
-def _scalar(piece: Piece, shaped: np.ndarray, scalars: dict[tuple[str, str], np.ndarray]) -> np.ndarray:
+def _scalar(
+    piece: Piece, shaped: np.ndarray, scalars: dict[tuple[str, str], np.ndarray]
+) -> np.ndarray:
     """The number that all members had; as it is now, where there was none."""
-    found = {path: scalars[piece.name, path] for path, _ in piece.members if (piece.name, path) in scalars}
+    found = {
+        path: scalars[piece.name, path]
+        for path, _ in piece.members
+        if (piece.name, path) in scalars
+    }
     if len({float(number) for number in found.values()}) > 1:
         shown = ", ".join(f"{float(number):g} of {path}" for path, number in found.items())
         raise ValueError(f"variables of one bucket had different {piece.name}: {shown}")
     return next(iter(found.values()), shaped)
 
 
-def _wanted(piece: Piece, shaped: np.ndarray, totals: dict[Any, np.ndarray], whole: dict[str, Any]) -> np.ndarray:
+def _wanted(
+    piece: Piece, shaped: np.ndarray, totals: dict[Any, np.ndarray], whole: dict[str, Any]
+) -> np.ndarray:
     if not piece.members:
         arrays = whole.get(piece.name, [np.zeros_like(shaped)])
         if piece.joined:
             return _below_one_another(arrays[piece.offset :: piece.holders], shaped)
-        return np.asarray(np.sum(arrays, axis=0) / piece.holders, shaped.dtype) if piece.holders else arrays[0]
+        return (
+            np.asarray(np.sum(arrays, axis=0) / piece.holders, shaped.dtype)
+            if piece.holders
+            else arrays[0]
+        )
     result = np.zeros_like(shaped)
     for key, _, inside, place in piece.overlaps(shaped.size):
         if key in totals:

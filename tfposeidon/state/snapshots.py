@@ -108,7 +108,9 @@ class Snapshots:
         Raises:
           SnapshotError: As `write`.
         """
-        if self._writing is not None and all(exchange_objects(self._writing[2].done(), self.wire, "tp.snapshot.poll")):
+        if self._writing is not None and all(
+            exchange_objects(self._writing[2].done(), self.wire, "tp.snapshot.poll")
+        ):
             self.finish()
         return self._writing is None
 
@@ -122,7 +124,9 @@ class Snapshots:
             return
         (part, final, written), self._writing = self._writing, None
         self._raise_together("write", written.result()[1])
-        self._together("finish", lambda: self._rename(part, final) if self.wire.topology.rank == 0 else None)
+        self._together(
+            "finish", lambda: self._rename(part, final) if self.wire.topology.rank == 0 else None
+        )
 
     def read_latest(self) -> Snapshot | None:
         """The newest snapshot that every rank can read, or `None` if there are none at all.
@@ -162,7 +166,9 @@ class Snapshots:
         if not snapshot.same_layout:
             return snapshot.own
         ranks = [rank for node in snapshot.meta["nodes"] for rank in node]
-        own, problem = _attempt(lambda: {rank: _load(snapshot.folder / f"rank-{rank}.npz") for rank in ranks})
+        own, problem = _attempt(
+            lambda: {rank: _load(snapshot.folder / f"rank-{rank}.npz") for rank in ranks}
+        )
         everybody = exchange_objects(problem, self.wire, "tp.read_all_ranks")
         if any(everybody):
             raise SnapshotError(
@@ -172,7 +178,9 @@ class Snapshots:
         return own
 
     def _names(self) -> list[str]:
-        return sorted(p.name for p in self.folder.glob("snapshot-*")) if self.folder.exists() else []
+        return (
+            sorted(p.name for p in self.folder.glob("snapshot-*")) if self.folder.exists() else []
+        )
 
     def _next_name(self) -> str:
         names = self._names()
@@ -214,7 +222,9 @@ def _fresh(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _write_files(folder: Path, rank: int, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
+def _write_files(
+    folder: Path, rank: int, meta: dict[str, Any], shared: Arrays, own: Arrays
+) -> None:
     _save(folder / f"rank-{rank}.npz", own)
     if rank == 0:
         _save(folder / "model.npz", shared)

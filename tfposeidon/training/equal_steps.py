@@ -30,7 +30,10 @@ def _may_stop(callback: Any) -> bool:
         return False
     hooks = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
     base = keras.callbacks.Callback
-    return any(getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook) for hook in hooks)
+    return any(
+        getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook)
+        for hook in hooks
+    )
 
 
 class EqualSteps(keras.callbacks.Callback):
@@ -50,15 +53,21 @@ class EqualSteps(keras.callbacks.Callback):
         self._may_stop = may_stop
 
     def on_train_begin(self, logs: Any = None) -> None:
-        everybody = exchange_objects([self.params.get("steps"), self._may_stop], runtime.wire(), "tp.steps")
+        everybody = exchange_objects(
+            [self.params.get("steps"), self._may_stop], runtime.wire(), "tp.steps"
+        )
         steps = [number for number, _ in everybody]
         known = None not in steps
         # Keras gives this dictionary to all callbacks: rates by fractions of an epoch are alike only if its steps are.
         self.params["steps"] = min(steps) if known else None
         equal = known and len(set(steps)) == 1
-        self._limit = min(steps) if equal or (known and self.model.steps_per_execution == 1) else None
+        self._limit = (
+            min(steps) if equal or (known and self.model.steps_per_execution == 1) else None
+        )
         if not equal:
-            counts = ", ".join("unknown" if s is None else str(s) for s in sorted(set(steps), key=str))
+            counts = ", ".join(
+                "unknown" if s is None else str(s) for s in sorted(set(steps), key=str)
+            )
             runtime.say(
                 "tfposeidon: ranks have different or unknown numbers of batches (%s); each epoch ends on all ranks "
                 "after the fewest that any of them has.",
@@ -148,7 +157,10 @@ def _check_known(limit: int | None) -> None:
 
 def _alike(model: keras.Model, epoch: int) -> dict[str, Any]:
     """What ranks must hold alike beside the weights, as JSON can carry it."""
-    alike: dict[str, Any] = {"epoch": epoch, "trainable variables": [v.path for v in model.trainable_variables]}
+    alike: dict[str, Any] = {
+        "epoch": epoch,
+        "trainable variables": [v.path for v in model.trainable_variables],
+    }
     for number, optimizer in enumerate(session.optimizers_of(model)):
         inner = innermost(optimizer)
         of_which = f" of optimizer {number}" if number else ""

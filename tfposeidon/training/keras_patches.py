@@ -35,7 +35,9 @@ _WITH_AUTOMATIC_XLA: weakref.WeakSet[Any] = weakref.WeakSet()
 def is_asked_by_compile() -> bool:
     """Whether the caller's caller is Keras's own `compile`."""
     asking = sys._getframe(2)
-    return asking.f_code.co_name == "compile" and str(asking.f_globals.get("__name__")).startswith("keras.")
+    return asking.f_code.co_name == "compile" and str(asking.f_globals.get("__name__")).startswith(
+        "keras."
+    )
 
 
 def patch_keras(optimizer_class: type) -> None:
@@ -109,7 +111,10 @@ def _put_scale_inside(optimizer: Any) -> None:
     An inner optimizer with a `loss_scale_factor` of its own (1.0 for none at all) stays as it is.
     """
     inner = optimizer.inner_optimizer
-    if isinstance(inner, keras.optimizers.LossScaleOptimizer) or inner.loss_scale_factor is not None:
+    if (
+        isinstance(inner, keras.optimizers.LossScaleOptimizer)
+        or inner.loss_scale_factor is not None
+    ):
         return
     scaled = keras.optimizers.LossScaleOptimizer(inner)
     if optimizer.built:
@@ -197,12 +202,20 @@ def _specification(x: Any, y: Any, sample_weight: Any) -> Any:
     """Shapes and dtypes of a batch; `None` for generators, from which looking would take one."""
     if isinstance(x, tf.data.Dataset):
         return x.element_spec
-    arrays = x[0] if isinstance(x, keras.utils.PyDataset) else keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
-    if not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in keras.tree.flatten(arrays)):
+    arrays = (
+        x[0]
+        if isinstance(x, keras.utils.PyDataset)
+        else keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+    )
+    if not all(
+        hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in keras.tree.flatten(arrays)
+    ):
         return None
     return keras.tree.map_structure(_batch_of, arrays)
 
 
 def _batch_of(array: Any) -> tf.TensorSpec:
     dtype = keras.backend.standardize_dtype(array.dtype)
-    return tf.TensorSpec([None, *array.shape[1:]], keras.config.floatx() if dtype == "float64" else dtype)
+    return tf.TensorSpec(
+        [None, *array.shape[1:]], keras.config.floatx() if dtype == "float64" else dtype
+    )

@@ -26,7 +26,11 @@ _LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
 _KEPT_ELSEWHERE = (keras.layers.TextVectorization,)  # In the lookup layer inside it.
 # Whose finalize_state begins with what this rank counted.
 _KEEP_WHAT_THEY_COUNTED = (*_LOOKUPS, *_KEPT_ELSEWHERE, keras.layers.Discretization)
-_TABLES = tf.lookup.StaticHashTable | tf.lookup.experimental.MutableHashTable | tf.lookup.experimental.DenseHashTable
+_TABLES = (
+    tf.lookup.StaticHashTable
+    | tf.lookup.experimental.MutableHashTable
+    | tf.lookup.experimental.DenseHashTable
+)
 
 
 def read(model: keras.Model) -> State:
@@ -108,9 +112,17 @@ def _read(layer: Any) -> State:
     if isinstance(layer, keras.layers.Normalization):
         # One that is not built has no variance.
         values = {name: getattr(layer, name, None) for name in ("mean", "variance")}
-        return {name: np.asarray(value, "float32") for name, value in values.items() if value is not None}
+        return {
+            name: np.asarray(value, "float32")
+            for name, value in values.items()
+            if value is not None
+        }
     if isinstance(layer, keras.layers.Discretization):
-        return {} if layer.bin_boundaries is None else {"bin_boundaries": np.asarray(layer.bin_boundaries, "float64")}
+        return (
+            {}
+            if layer.bin_boundaries is None
+            else {"bin_boundaries": np.asarray(layer.bin_boundaries, "float64")}
+        )
     if isinstance(layer, _LOOKUPS):
         return _read_lookup(layer)
     if hasattr(layer, "save_assets"):
@@ -186,4 +198,6 @@ def _read_tables(layer: Any) -> State:
 
 def _pairs(table: Any) -> np.ndarray:
     keys, values = table.export()
-    return np.asarray(sorted(f"{key}: {value}" for key, value in zip(keys.numpy(), values.numpy(), strict=True)))
+    return np.asarray(
+        sorted(f"{key}: {value}" for key, value in zip(keys.numpy(), values.numpy(), strict=True))
+    )

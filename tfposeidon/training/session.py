@@ -44,7 +44,10 @@ def optimizers_of(model: Any) -> list[Any]:
     """
     layers = model._flatten_layers(include_self=False)
     holders = [model, *(layer for layer in layers if not getattr(layer, "compiled", False))]
-    held = [getattr(model, "optimizer", None), *(v for holder in holders for v in _inside(list(vars(holder).values())))]
+    held = [
+        getattr(model, "optimizer", None),
+        *(v for holder in holders for v in _inside(list(vars(holder).values()))),
+    ]
     return list({id(value): value for value in held if is_distributed(value)}.values())
 
 
@@ -141,14 +144,25 @@ class Session:
         Raises:
           RuntimeError: If this rank has done no step, so that it does not know what to contribute to.
         """
-        exchangers = [exchanger for optimizer in self._watched for exchanger in optimizer.exchange.exchangers]
-        calls = [(exchanger, number) for exchanger in exchangers for number in range(exchanger.calls)]
+        exchangers = [
+            exchanger for optimizer in self._watched for exchanger in optimizer.exchange.exchangers
+        ]
+        calls = [
+            (exchanger, number) for exchanger in exchangers for number in range(exchanger.calls)
+        ]
         if not calls:
-            raise RuntimeError("A rank without a single batch cannot end an epoch. Give every rank data.")
+            raise RuntimeError(
+                "A rank without a single batch cannot end an epoch. Give every rank data."
+            )
         if self._runs_eagerly:
             # One after the other, as in the others' steps.
             while (
-                min([int(exchanger.contribute_nothing_eagerly(number)[0]) for exchanger, number in calls])
+                min(
+                    [
+                        int(exchanger.contribute_nothing_eagerly(number)[0])
+                        for exchanger, number in calls
+                    ]
+                )
                 < runtime.size()
             ):
                 pass

@@ -1,0 +1,134 @@
+"""Starting up: limits, layouts, GPUs, and Horovods that do not fit."""
+
+import os
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import tensorflow as tf
+
+import tfposeidon as tp
+from tfposeidon.commands import check
+from tfposeidon.communication import launcher, runtime
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    monkeypatch.setattr(runtime, "_wire", None)
+    for name in (launcher.STALL_LIMIT, launcher.STALL_WARNING, launcher.TRANSPORT_LIMIT):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_init_twice_is_one_start():
+    assert tp.init() is tp.init()
+    assert (tp.rank(), tp.size()) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "warning", "limit"), [(None, "60", "300"), (20, "5", "20"), (3600, "60", "3600")]
+)
+def test_stall_limits(fresh, asked, warning, limit):
+    runtime._set_limits(asked, 45)
+    assert os.environ[launcher.STALL_WARNING] == warning
+    assert os.environ[launcher.STALL_LIMIT] == limit
+    assert os.environ[launcher.TRANSPORT_LIMIT] == "45"
+
+
+def test_what_the_environment_says_stays(fresh, monkeypatch):
+    monkeypatch.setenv(launcher.STALL_LIMIT, "77")
+    runtime._set_limits(None, None)
+    assert os.environ[launcher.STALL_LIMIT] == "77"
+    assert launcher.TRANSPORT_LIMIT not in os.environ
+
+
+@pytest.mark.parametrize("name", ["stall_timeout_s", "transport_timeout_s"])
+def test_limits_must_make_sense(fresh, name):
+    with pytest.raises(
+        ValueError, match=rf"`{name}` must be at least 1 second\. Received: {name}=0"
+    ):
+        tp.init(**{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ({"horovod": None, "horovod.tensorflow": None}, "tfposeidon needs Horovod"),
+        ({"horovod.tensorflow": None}, "install --horovod-only"),
+    ],
+)
+def test_a_missing_horovod_names_the_command(fresh, module, message):
+    with mock.patch.dict(sys.modules, module), pytest.raises(ImportError, match=message):
+        tp.init()
+
+
+def test_a_horovod_without_tensorflow_names_the_command(fresh, monkeypatch):
+    class NotBuilt:
+        def find_spec(self, name, path=None, target=None):
+            if name == "horovod.tensorflow":
+                raise ImportError("Extension horovod.tensorflow has not been built")
+
+    monkeypatch.setattr(sys, "meta_path", [NotBuilt(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "horovod.tensorflow")
+    with pytest.raises(
+        ImportError,
+        match=r"not for this TensorFlow .*Run: python -m tfposeidon install --horovod-only",
+    ):
+        tp.init()
+
+
+def _running(size, local_size):
+    return SimpleNamespace(rank=lambda: 0, size=lambda: size, local_size=lambda: local_size)
+
+
+def test_a_horovod_that_runs_is_adopted_without_groups():
+    assert runtime._adopt(_running(4, 4), None).topology.nodes == ((0, 1, 2, 3),)
+
+
+def test_a_horovod_that_runs_has_no_groups_to_offer():
+    with pytest.raises(
+        RuntimeError, match=r"needs? 4 groups\. Replace hvd.init\(\) by tfposeidon.init\(\)"
+    ):
+        runtime._adopt(_running(4, 2), None)
+
+
+def test_another_layout_is_refused():
+    topology = runtime.Topology.regular(0, 4, 2)
+    with pytest.raises(RuntimeError, match="already runs as 4 rank"):
+        runtime._check_same_layout(topology, 4)
+
+
+def test_each_rank_of_a_node_gets_its_gpu():
+    gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(4)]
+    with (
+        mock.patch.object(tf.config, "list_physical_devices", return_value=gpus),
+        mock.patch.object(tf.config, "set_visible_devices") as visible,
+        mock.patch.object(tf.config.experimental, "set_memory_growth") as growth,
+    ):
+        runtime._pin_gpu(2)
+    visible.assert_called_once_with(gpus[2], "GPU")
+    growth.assert_called_once_with(gpus[2], True)
+
+
+def test_check_reports(capsys):
+    assert check.main(SimpleNamespace(ranks_per_node=None)) == 0
+    said = capsys.readouterr().out
+    assert "tensorflow    2.21" in said
+    assert "sums are right on all 1 rank(s)" in said
+
+
+@pytest.mark.parametrize(
+    ("versions", "remedy"),
+    [
+        ({"horovod": None}, "horovod is missing. Run: python -m tfposeidon install"),
+        ({"horovod": "0.28.1"}, "Received: 0.28.1 without them"),
+        ({"keras": "3.9.0"}, "Keras 3.15.* is needed. Received: 3.9.0"),
+    ],
+)
+def test_check_names_the_remedy(monkeypatch, capsys, versions, remedy):
+    real = check._version
+    monkeypatch.setattr(
+        check, "_version", lambda name: versions.get(name, "x") if name in versions else real(name)
+    )
+    assert check.main(SimpleNamespace(ranks_per_node=None)) == 1
+    assert remedy in capsys.readouterr().err

@@ -1,0 +1,350 @@
+"""Pools and other users of the node: whatever they made beforehand, nothing of theirs is taken, nor ours given."""
+
+import contextlib
+import grp
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datacache.errors import CacheError
+from datacache.pool import folder as folders
+from datacache.pool.folder import own_memory, remove
+from datacache.pool.index import ENTRY, Index
+from datacache.pool.inspection import look, pools
+from datacache.pool.layout import Layout
+from datacache.pool.part import Part
+from datacache.pool.pool import Plan, Pool, existing
+from datacache.system.access import PRIVATE, Access, Directory
+from tests.launch import ROOT
+
+SAMPLES = 5
+LAYOUT = Layout.of([np.zeros(3, "uint8"), np.array(b"", object)])
+NOBODY = 65534
+AS_NOBODY = """
+import os
+import numpy.testing
+from pathlib import Path
+from tests.datacache.test_access import *
+os.setgroups([])
+os.setgid({group})
+os.setuid({user})
+os.umask(0)
+shared = Path({shared!r})
+"""
+another_user = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user, too")
+
+
+def pool(path, access=PRIVATE):
+    return Pool(
+        path,
+        lambda: Plan(layout=LAYOUT, part=Part(samples=SAMPLES, slots=SAMPLES), heap_bytes=1000),
+        access,
+    )
+
+
+def sample(number):
+    return [np.full(3, number, "uint8"), np.array(b"x" * number, object)]
+
+
+def nobody(shared, script, group=NOBODY):
+    """Runs it as another user, who makes files that are open to all; returns the JSON that it prints, if any."""
+    whole = AS_NOBODY.format(user=NOBODY, group=group, shared=str(shared)) + script
+    done = subprocess.run(
+        [sys.executable, "-c", whole], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout or "null")
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """A folder as /dev/shm is: everybody makes what they like there, and removes their own."""
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o1777)
+    monkeypatch.setattr(folders, "SHARED_MEMORY", str(path))
+    yield path
+    shutil.rmtree(path)
+
+
+def filled(path, access=PRIVATE):
+    made = pool(path, access)
+    for number in range(SAMPLES):
+        made.put(number, sample(number))
+    return made
+
+
+def check_all(found):
+    assert found.torn(np.arange(SAMPLES)).size == 0
+    for number in range(SAMPLES):
+        for array, expected in zip(found.sample(number), sample(number), strict=True):
+            np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize("umask", [0, 0o22, 0o77])
+def test_pools_are_their_users_alone(shared, umask):
+    before = os.umask(umask)
+    try:
+        made = filled(own_memory() / "deep" / "pool")
+    finally:
+        os.umask(before)
+    with made.claim(np.arange(2)):
+        paths = list(own_memory().rglob("*"))
+    assert len(paths) == 9
+    assert {path.stat().st_mode & 0o7777 for path in paths if path.is_dir()} == {0o700}
+    assert {path.stat().st_mode & 0o7777 for path in paths if path.is_file()} == {0o600}
+    assert own_memory().stat().st_mode & 0o7777 == 0o700
+
+
+@another_user
+def test_others_neither_read_nor_lock(shared):
+    filled(own_memory() / "pool")
+    files = [str(path) for path in (own_memory(), *own_memory().rglob("*"))]
+    assert len(files) == 9
+    script = f"import json; print(json.dumps([f for f in {files} if os.access(f, os.R_OK) or os.access(f, os.W_OK)]))"
+    assert nobody(shared, script) == []
+
+
+@another_user
+def test_what_another_user_made_is_refused(shared):
+    """Folders under our name, pools of theirs in the place of ours, and folders that they let us write to."""
+    ours, theirs = own_memory().name, "shared / 'theirs'"
+    shutil.rmtree(shared / ours)
+    nobody(shared, f"filled({theirs}); (shared / {ours!r}).mkdir(); (shared / 'free').mkdir()")
+    before = {path: path.stat().st_mtime_ns for path in shared.rglob("*")}
+    with pytest.raises(
+        CacheError,
+        match=rf"made by who uses it. Received: .*{ours}, made by user {NOBODY}, for user 0",
+    ):
+        own_memory()
+    for name in ("theirs", "free"):
+        with pytest.raises(
+            CacheError,
+            match=rf"Received: .*{name}, made by user {NOBODY}, for user 0. Look who made",
+        ):
+            pool(shared / name)
+        with pytest.raises(CacheError, match=rf"made by user {NOBODY}"):
+            remove(shared / name)
+    with pytest.raises(CacheError, match=rf"made by user {NOBODY}"):
+        existing(shared / "theirs")
+    assert shared / "theirs" in pools(shared)
+    assert f"made by user {NOBODY}" in look(shared / "theirs").trouble
+    assert {path: path.stat().st_mtime_ns for path in shared.rglob("*")} == before
+
+
+def test_links_are_not_followed(shared):
+    victim = shared / "victim"
+    victim.write_text("mine")
+    elsewhere = filled(shared / "elsewhere").folder
+    (shared / "link").symlink_to(elsewhere)
+    for opened in (pool, existing, remove):
+        with pytest.raises(
+            CacheError,
+            match=r"must not lie behind links. Received: .*link, a link to .*elsewhere. Look",
+        ):
+            opened(shared / "link")
+    names = sorted(path.name for path in elsewhere.iterdir())
+    assert names == ["claims", "end", "header.json", "heap", "samples", "users", "words"]
+    for name in [*names, "header.part"]:
+        # In a pool, and in what is left of one.
+        for header in (True, False):
+            folder = shared / f"{name}{header}"
+            opened = filled(folder)
+            if not header:
+                opened.close()
+                (folder / "header.json").unlink()
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).symlink_to(victim)
+            if (header and name != "header.part") or name in ("users", "claims", "header.json"):
+                with pytest.raises(CacheError, match=r"a link to .*victim"):
+                    pool(folder)
+            else:
+                # What is left of one is removed, links and all, before anything is written.
+                check_all(filled(folder))
+            assert victim.read_text() == "mine"
+
+
+def test_folders_and_files_that_others_can_write_to(shared):
+    made = filled(shared / "pool")
+    for path, mode in (
+        (made.folder, 0o757),
+        (made.folder / "heap", 0o620),
+        (made.folder / "users", 0o602),
+    ):
+        before = path.stat().st_mode & 0o7777
+        path.chmod(mode)
+        with pytest.raises(
+            CacheError,
+            match=rf"open to user \d+ only. Received: {path} with mode {mode:o} .*not mode {before:o}. If nob",
+        ) as refused:
+            pool(made.folder)
+        (remedy,) = re.findall(r"correct it: (.*); otherwise", str(refused.value))
+        assert remedy == f"chmod -R go-rwx {made.folder}"
+        assert path.stat().st_mode & 0o7777 == mode
+        subprocess.run(remedy, shell=True, check=True)
+        check_all(pool(made.folder))
+        assert path.stat().st_mode & 0o7777 == before
+    check_all(pool(made.folder))
+    (made.folder / "claims").unlink()
+    os.mkfifo(made.folder / "claims")
+    with pytest.raises(
+        CacheError,
+        match=r"consist of folders and files. Received: .*claims, which is something else",
+    ):
+        pool(made.folder)
+
+
+def test_what_others_could_only_read_is_closed_to_them(shared, caplog):
+    """Nobody else can have written there; whoever only looks changes nothing."""
+    with contextlib.closing(filled(shared / "pool")) as made:
+        paths = {made.folder: 0o755, made.folder / "heap": 0o640, made.folder / "users": 0o604}
+    for path, mode in paths.items():
+        path.chmod(mode)
+    assert "must be open to" in look(made.folder).trouble
+    with pytest.raises(CacheError, match=r"open to user \d+ only"):
+        existing(made.folder)
+    assert {path: path.stat().st_mode & 0o7777 for path in paths} == paths
+    with caplog.at_level(logging.WARNING, "tfposeidon"):
+        check_all(pool(made.folder))
+    assert {path.stat().st_mode & 0o7777 for path in paths} == {0o700, 0o600}
+    assert caplog.text.count("to others, who could read it") == 3
+    remaining = own_memory()
+    remaining.chmod(0o755)
+    assert own_memory().stat().st_mode & 0o7777 == 0o700
+
+
+def test_a_groups_folder_is_corrected_by_what_its_error_says(shared):
+    access = Access(group=os.getegid())
+    made = filled(shared / "own")
+    made.folder.chmod(0o2772)
+    with pytest.raises(CacheError, match=r"correct it") as refused:
+        pool(made.folder, access)
+    subprocess.run(
+        re.findall(r"correct it: (.*); otherwise", str(refused.value))[0], shell=True, check=True
+    )
+    check_all(pool(made.folder, access))
+
+
+def test_a_groups_folder_is_there_once_it_is_the_groups(shared, monkeypatch):
+    """Another rank would refuse it, and a kill in between would leave it so."""
+    access, path, given = Access(group=os.getegid()), shared / "root", []
+
+    def give(self, handle, mode):
+        given.append(path.exists())
+        before(self, handle, mode)
+
+    before = Access.give
+    monkeypatch.setattr(Access, "give", give)
+    Directory.made(path, access).close()
+    assert given == [False]
+    # Whoever comes second takes what is there, empty or not.
+    was = path.stat().st_ino
+    monkeypatch.setattr(os.path, "lexists", lambda _: False)
+    Directory.made(path, access).close()
+    assert path.stat().st_ino == was
+    assert list(shared.iterdir()) == [path]
+    # Where the file system cannot do it.
+    monkeypatch.setattr("datacache.system.access._rename_new", lambda *_: False)
+    Directory.made(shared / "other", access).close()
+    assert sorted(shared.iterdir()) == [shared / "other", path]
+    assert {one.stat().st_mode & 0o7777 for one in shared.iterdir()} == {0o2770}
+
+
+def test_an_index_outlives_its_pool(shared):
+    with contextlib.closing(filled(shared / "pool")) as made:
+        index = Index(made.folder, SAMPLES)
+    with index.alone(3):
+        pass
+    remove(made.folder)
+    with index.alone(3):
+        index.entries[3] = 7
+    assert not made.folder.exists()
+
+
+def test_an_index_is_opened_as_its_pool(shared):
+    folder, victim = filled(shared / "pool").folder, shared / "victim"
+    path = folder / "index"
+    Index(folder, SAMPLES).entries[:] = 7
+    assert path.stat().st_mode & 0o7777 == 0o600
+    path.chmod(0o602)
+    with pytest.raises(CacheError, match=rf"open to user \d+ only. Received: {path} with mode 602"):
+        Index(folder, SAMPLES)
+    path.chmod(0o600)
+    for left in (0, 2, SAMPLES, 100):
+        os.truncate(path, left * ENTRY)
+        assert (
+            Index(folder, SAMPLES).entries[:, 0] == np.where(np.arange(SAMPLES) < left, 7, 0)
+        ).all()
+        Index(folder, SAMPLES).entries[:] = 7
+    path.unlink()
+    victim.write_text("mine")
+    path.symlink_to(victim)
+    with pytest.raises(CacheError, match=r"a link to .*victim"):
+        Index(folder, SAMPLES)
+    assert victim.read_text() == "mine"
+
+
+@another_user
+def test_groups_share_where_asked(shared):
+    access = Access.of(NOBODY)
+    assert Access.of(grp.getgrgid(NOBODY).gr_name) == access
+    root = own_memory(access)
+    assert root == shared / f"datacache-group-{NOBODY}"
+    made, index = filled(root / "ours", access), Index(root / "ours", SAMPLES, access)
+    modes = {path.stat().st_mode & 0o7777 for path in [root, *root.rglob("*")]}
+    assert modes == {0o2770, 0o660}
+    assert {path.stat().st_gid for path in root.rglob("*")} == {NOBODY}
+    script = """
+import json
+access = Access.of(65534)
+theirs = pool(own_memory(access) / 'ours', access)
+check_all(theirs)
+theirs._words[2] = 0
+theirs.put(2, sample(2))
+index = Index(own_memory(access) / 'ours', SAMPLES, access)
+with index.alone(2):
+    index.entries[2] = 7
+filled(own_memory(access) / 'theirs', access)
+print(json.dumps([path.name for path in pools(own_memory(access)) if not look(path).trouble]))
+"""
+    begin = (
+        f"from datacache.pool import folder as folders\nfolders.SHARED_MEMORY = {str(shared)!r}\n"
+    )
+    assert nobody(shared, begin + script) == ["ours", "theirs"]
+    check_all(made)
+    assert index.entries[:, 1].tolist() == [0, 0, 7, 0, 0]
+    check_all(pool(root / "theirs", access))
+    check_all(existing(root / "theirs"))
+    for opened, asked in ((root / "ours", PRIVATE), (filled(shared / "own").folder, access)):
+        with pytest.raises(
+            CacheError,
+            match=r"must be open to .* only. Received: .*To share with a group, pass `group`",
+        ):
+            pool(opened, asked)
+    # One that the group may use, made by somebody who is not in it.
+    (root / "ours").chmod(0o2770)
+    os.chown(root / "ours", 1, NOBODY)
+    with pytest.raises(CacheError, match=r"ours, made by user 1, for members of group 65534"):
+        pool(root / "ours", access)
+
+
+def test_groups_that_are_none(monkeypatch):
+    with pytest.raises(
+        ValueError,
+        match=r"`group` must be the name or number of a group. Received: group='no such'",
+    ):
+        Access.of("no such")
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    monkeypatch.setattr(os, "getgroups", lambda: [])
+    with pytest.raises(
+        ValueError, match=r"`group` must be one that this user is in. Received: group=65534"
+    ):
+        Access.of(65534)

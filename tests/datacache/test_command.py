@@ -1,0 +1,472 @@
+"""`python -m datacache`: pools are listed, looked at, filled and removed, and no job is disturbed."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import datacache
+from datacache.command.main import main
+from datacache.pool import inspection
+from datacache.pool.layout import Layout
+from datacache.pool.part import Part
+from datacache.pool.pool import Plan, Pool, existing
+from tests import drawn
+
+SAMPLES = 12
+ROOT = Path(__file__).parents[2]
+SIMPLE = Layout.of([np.zeros((5, 3), "uint8"), np.float32(0)])
+VARYING = Layout.of([np.array(b"", object), np.float32(0)])
+
+
+def _filled(folder, ready=SAMPLES, layout=SIMPLE, **of_part):
+    """A pool that nobody has open, with its first samples."""
+    part = Part(**{"samples": SAMPLES, "slots": SAMPLES} | of_part)
+    pool = Pool(
+        folder, lambda: Plan(layout=layout, part=part, heap_bytes=10**4, source="images in /data")
+    )
+    samples = np.flatnonzero(pool.has_room(np.arange(SAMPLES)))
+    for number in samples[:ready]:
+        first = (
+            np.full((5, 3), number, "uint8")
+            if layout is SIMPLE
+            else np.array(b"x" * number, object)
+        )
+        pool.put(number, [first, np.float32(number)])
+    pool.close()
+    return folder
+
+
+@pytest.fixture
+def pools(tmp_path):
+    """A folder of pools: one whole, one of texts that has room for a few, one in part."""
+    root = tmp_path / "pools"
+    _filled(root / "a")
+    _filled(root / "b", layout=VARYING, slots=5)
+    _filled(root / "c", ready=2, node=1, nodes=2)
+    return root
+
+
+def _state(root):
+    """Of all that is in a folder: what changes if somebody writes."""
+    return {
+        path: (path.stat().st_mtime_ns, path.stat().st_size) for path in [root, *root.rglob("*")]
+    }
+
+
+def _listed(capsys, *folders):
+    assert main(["ls", "--json", *map(str, folders)]) == 0
+    return {Path(one["folder"]).name: one for one in json.loads(capsys.readouterr().out)}
+
+
+def test_ls(pools, capsys):
+    (pools / "notes.txt").write_text("no pool")
+    (pools / "thesis").mkdir()
+    user = existing(pools / "b")
+    before = _state(pools)
+    assert main(["ls", str(pools)]) == 0
+    heading, *rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    cells = [[cell.strip() for cell in row if cell] for row in rows]
+    assert heading[0].split() == ["FOLDER"]
+    assert [row[:5] for row in cells] == [
+        [str(pools / "a"), "images in /data", "12", "12", "12"],
+        [str(pools / "b"), "images in /data", "5", "5", "12"],
+        [str(pools / "c"), "images in /data", "2", "6", "12"],
+    ]
+    assert [row[-1] for row in cells] == ["idle", "in use", "idle"]
+    assert _state(pools) == before
+    user.close()
+    assert main(["ls", str(pools / "b"), str(pools / "a")]) == 0
+    assert capsys.readouterr().out.count("idle") == 2
+
+
+def test_ls_for_machines(pools, capsys):
+    os.utime(pools / "a" / "users", (0, 0))
+    found = _listed(capsys, pools)
+    assert list(found) == ["a", "b", "c"]
+    one = found["b"]
+    assert (one["ready"], one["slots"], one["samples"], one["in_use"], one["trouble"]) == (
+        5,
+        5,
+        SAMPLES,
+        False,
+        "",
+    )
+    assert one["layout"]["components"][0] == {"dtype": "string", "shape": []}
+    assert one["heap_capacity"] == 10**4
+    assert 0 < one["heap_used"] <= one["bytes"]
+    assert (found["c"]["node"], found["c"]["nodes"], found["c"]["slots"]) == (1, 2, 6)
+    assert found["a"]["opened"].startswith(("1970", "1969"))
+    existing(pools / "a").close()
+    assert (
+        found["a"]["made"][:4] == _listed(capsys, pools)["a"]["opened"][:4] == time.strftime("%Y")
+    )
+
+
+def test_ls_of_this_user(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("datacache.command.main.default_memory", lambda: str(tmp_path / "shm"))
+    assert main(["ls"]) == 0
+    assert capsys.readouterr().out == f"No pools in {tmp_path}/shm.\n"
+    _filled(tmp_path / "shm" / "one")
+    assert main(["ls"]) == 0
+    assert f"{tmp_path}/shm/one" in capsys.readouterr().out
+    # What the error of a folder that others can write to says.
+    (tmp_path / "shm").chmod(0o777)
+    assert main(["ls"]) == 2
+    assert f"remove it: python -m datacache rm --all {tmp_path}/shm. To" in capsys.readouterr().err
+    _filled(tmp_path / "shm" / "two")
+    (tmp_path / "shm" / "two").chmod(0o777)
+    assert main(["rm", "--all", f"{tmp_path}/shm/two"]) == 0
+    assert not (tmp_path / "shm" / "two").exists()
+    assert main(["rm", "--all"]) == 0
+    assert not (tmp_path / "shm" / "one").exists()
+    disk = _filled(tmp_path / "disk" / "one")
+    (tmp_path / "shm").rmdir()
+    (tmp_path / "shm").symlink_to(disk.parent)
+    for command in (["ls"], ["rm", "--all"]):
+        assert main(command) == 2
+        assert "A cache must not lie behind links. Received: " in capsys.readouterr().err
+    assert disk.exists()
+
+
+def _newer(folder):
+    header = json.loads((folder / "header.json").read_text())
+    (folder / "header.json").write_text(json.dumps(header | {"format": 99}))
+
+
+def _cut(name):
+    return lambda folder: os.truncate(folder / name, 3)
+
+
+DAMAGE = {
+    "newer": (_newer, r"A cache must be of a format up to 2. Received: format 99"),
+    "no JSON": (
+        _cut("header.json"),
+        r"A cache must be whole. Received: .*which is no JSON. Remove",
+    ),
+    "list": (
+        lambda f: (f / "header.json").write_text("{}"),
+        r"must say what it holds. Received: .*which does not",
+    ),
+    "made": (
+        lambda f: (f / "header.json").unlink(),
+        r"must be finished. Received: .*being made, or was left by a kill",
+    ),
+    "short": (
+        _cut("samples"),
+        r"files must be whole. Received: .*samples of 3 bytes, not 320. Remove",
+    ),
+    "words": (
+        lambda f: (f / "words").unlink(),
+        r"files must be there. Received: no .*words. Remove",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_broken_pools_are_said_and_removed(pools, capsys, damage):
+    apply, text = DAMAGE[damage]
+    apply(pools / "a")
+    found = _listed(capsys, pools)
+    assert list(found) == ["a", "b", "c"]
+    assert "layout" not in found["a"]
+    assert re.search(text, found["a"]["trouble"])
+    assert main(["ls", str(pools)]) == 0
+    said = capsys.readouterr().out
+    assert "broken, idle" in said
+    assert f"{pools}/a cannot be used. {found['a']['trouble']}\n" in said
+    for command in ("stats", "verify"):
+        assert main([command, str(pools / "a")]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err) == ("", f"datacache: {found['a']['trouble']}\n")
+    assert main(["rm", str(pools / "a")]) == 0
+    assert not (pools / "a").exists()
+
+
+def test_what_goes_while_it_is_listed(pools, capsys, monkeypatch):
+    """It may go before any of the steps in which `ls` looks at it."""
+    going, steps = iter(range(0)), 0
+
+    def watched(step):
+        def wrapped(*given):
+            if next(going, None) == 0:
+                shutil.rmtree(pools / "b")
+            return step(*given)
+
+        return wrapped
+
+    for name in (
+        "_like_a_pool",
+        "_report",
+        "_taken",
+        "_changed",
+        "_in_use",
+        "_contents",
+        "check",
+        "_read",
+    ):
+        monkeypatch.setattr(inspection, name, watched(getattr(inspection, name)))
+    while True:
+        going, steps = iter(range(steps, -1, -1)), steps + 1
+        assert not _listed(capsys, pools)["a"]["trouble"]
+        if (pools / "b").exists():
+            break
+        _filled(pools / "b", layout=VARYING)
+    assert steps > 20
+
+
+def test_stats(pools, capsys):
+    user = existing(pools / "b")
+    assert main(["stats", str(pools / "b")]) == 0
+    facts = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert facts["source"] == "images in /data"
+    assert facts["samples"] == "5 ready of 5 kept of 12"
+    assert facts["part"] == "5 that have room, chosen by seed 0, of all"
+    assert facts["sample"] == "string[], float32[]"
+    assert facts["columns"] == "20 B for each sample, 192 B"
+    assert facts["heap"].endswith("used of at most 10.00 kB")
+    assert facts["opened"].endswith("in use")
+    user.close()
+    assert main(["stats", str(pools / "c")]) == 0
+    said = capsys.readouterr().out
+    assert "all of node 1, which is one of 2" in said
+    assert "none, as all samples are of one size" in said
+    assert main(["stats", str(pools)]) == 2
+    assert capsys.readouterr().err.startswith(
+        "datacache: A cache must have a header.json. Received: "
+    )
+
+
+def test_torn_samples_are_found_and_made_again(pools, capsys):
+    assert main(["verify", str(pools)]) == 0
+    assert capsys.readouterr().out == (
+        f"{pools}/a: 12 whole, 0 torn\n{pools}/b: 5 whole, 0 torn\n{pools}/c: 2 whole, 0 torn\n"
+    )
+    user = existing(pools / "a")
+    user._columns[0][[3, 7]] ^= 1
+    assert main(["verify", str(pools / "a"), str(pools / "nowhere")]) == 2
+    out, err = capsys.readouterr()
+    assert out == f"{pools}/a: 10 whole, 2 torn, which jobs make again\n"
+    assert err.startswith(f"datacache: A cache must have a header.json. Received: {pools}/nowhere")
+    assert not (pools / "nowhere").exists()
+    assert np.flatnonzero(~user.ready(np.arange(SAMPLES))).tolist() == [3, 7]
+    user.put(3, [np.zeros((5, 3), "uint8"), np.float32(3)])
+    user._columns[0][3] += 1
+    user.close()
+    assert main(["verify", str(pools)]) == 1
+    assert "a: 10 whole, 1 torn" in capsys.readouterr().out
+
+
+def test_rm_leaves_what_is_in_use(pools, capsys):
+    user = existing(pools / "b")
+    assert main(["rm", "--all", str(pools)]) == 2
+    out, err = capsys.readouterr()
+    assert [line.partition(": freed ")[0] for line in out.splitlines()] == [
+        f"{pools}/a",
+        f"{pools}/c",
+    ]
+    assert err.startswith(
+        f"datacache: A cache must not be in use to be removed. Received: {pools}/b"
+    )
+    assert sorted(path.name for path in pools.iterdir()) == ["b"]
+    user.close()
+    bytes_ = _listed(capsys, pools)["b"]["bytes"]
+    assert bytes_ >= 2**12
+    assert main(["rm", str(pools / "b")]) == 0
+    assert capsys.readouterr().out == f"{pools}/b: freed {bytes_ / 1e3:.2f} kB\n"
+    assert main(["rm", "--all", str(pools)]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_rm_removes_nothing_of_others(pools, capsys):
+    (pools / "a" / "thesis.tex").write_text("x")
+    (pools / "mine").mkdir()
+    (pools / "mine" / "lock").write_text("x")
+    (pools / "mine" / "notes").write_text("x")
+    (pools / "empty").mkdir()
+    before = _state(pools)
+    for folder, text in (
+        (
+            "a",
+            "A cache must hold nothing else to be removed. Received: .*holds 'thesis.tex'. Look at it",
+        ),
+        ("mine", "A cache must hold nothing else to be removed. Received: .*holds 'notes'"),
+        ("empty", "A cache must have a header.json"),
+        ("nowhere", "A cache must have a header.json"),
+        (".", "A cache must hold nothing else to be removed. Received: .*pools, which holds 'a'"),
+    ):
+        assert main(["rm", str(pools / folder)]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert re.search(text, err)
+    assert _state(pools) == before
+    assert main(["rm", "--all", str(pools)]) == 2
+    assert sorted(path.name for path in pools.iterdir()) == ["a", "empty", "mine"]
+    assert (pools / "a" / "header.json").exists()
+
+
+def test_errors_are_one_line(tmp_path, capsys):
+    assert main(["rm"]) == 2
+    assert capsys.readouterr().err == (
+        "datacache: What to remove must be named. Received: nothing. Name pools, or say --all.\n"
+    )
+    assert main(["ls", str(tmp_path / "nowhere")]) == 2
+    assert "Pools are in folders. Received: " in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["list"])
+
+
+def test_nobody_waits_for_ls(pools):
+    """What `ls` asks for would wait if others could hold it: it does not, and gives it back."""
+    handle = os.open(pools / "a" / "users", os.O_RDWR)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert inspection.look(pools / "a").in_use
+    lock = os.open(pools / "a", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert inspection.look(pools / "a").in_use
+    os.close(handle)
+    assert inspection.look(pools / "a").in_use, "somebody makes, opens or removes it"
+    os.close(lock)
+    assert not inspection.look(pools / "a").in_use
+    for name in ("a/users", "a"):
+        handle = os.open(pools / name, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(handle)
+
+
+def test_who_opens_a_pool_while_ls_looks_has_it_alone(pools, monkeypatch):
+    """`ls` has what says so for a moment, but not while the folder is anybody else's."""
+    found = []
+
+    def probed(handle, how):
+        # Within it another process opens the pool, or would if the folder were not locked.
+        flock(handle, how)
+        if how & fcntl.LOCK_EX and os.readlink(f"/proc/self/fd/{handle}").endswith("users"):
+            beside = os.open(pools / "a", os.O_RDONLY)
+            try:
+                flock(beside, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found.append("open")
+            except BlockingIOError:
+                found.append("locked")
+            finally:
+                os.close(beside)
+
+    flock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", probed)
+    assert not inspection.look(pools / "a").in_use
+    assert found == ["locked"]
+
+
+def _run(*arguments):
+    script = "import sys; from datacache.command.main import main; status = main(sys.argv[1:]); "
+    script += "print('tensorflow' in sys.modules, 'keras' in sys.modules, file=sys.stderr); sys.exit(status)"
+    return subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_tensorflow_stays_away(pools):
+    for command, status in (
+        (["ls", pools], 0),
+        (["stats", pools / "a"], 0),
+        (["verify", pools], 0),
+        (["rm", pools / "c"], 0),
+        (["rm", pools / "c"], 2),
+    ):
+        done = _run(*command)
+        assert (done.returncode, done.stderr.splitlines()[-1]) == (status, "False False"), (
+            done.stderr
+        )
+    # A program that does not read to the end, as `head`, is no error.
+    ends = f"set -o pipefail; {sys.executable} -m datacache ls --json {pools} | true"
+    done = subprocess.run(
+        ["bash", "-c", ends], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture
+def images(tmp_path):
+    return drawn.folder(tmp_path / "images", SAMPLES)
+
+
+def test_warm_disks(images, tmp_path, capsys):
+    disk = tmp_path / "disk"
+    assert main(["warm", str(images), "--disk", str(disk)]) == 0
+    (folder,) = disk.iterdir()
+    size = sum(path.stat().st_size + 8 for path in images.rglob("*.png"))
+    assert capsys.readouterr() == (
+        f"{folder}: {SAMPLES} files read ({size / 1e3:.2f} kB), {SAMPLES} ready\n",
+        "",
+    )
+    cache = datacache.Cache(
+        datacache.from_folder(images), drawn.decode, memory=tmp_path / "memory", disk=disk
+    )
+    assert sorted(drawn.numbers(cache.dataset(5), SAMPLES)) == list(range(SAMPLES))
+    assert (cache.stats().source_reads, cache.stats().disk_hits) == (0, SAMPLES)
+    cache.close()
+    pool = existing(folder)
+    pool._words[[2, 5]] = 0
+    pool.close()
+    assert main(["warm", str(images), "--disk", str(disk)]) == 0
+    assert f": 2 files read ({size / SAMPLES * 2 / 1e3:.0f}"[:14] in capsys.readouterr().out
+
+
+def test_warm_disks_of_a_group(images, tmp_path, capsys):
+    command = ["warm", str(images), "--disk", str(tmp_path / "disk"), "--group"]
+    assert main([*command, str(os.getegid())]) == 0
+    (folder,) = (tmp_path / "disk").iterdir()
+    assert folder.stat().st_mode & 0o7777 == 0o2770
+    assert main([*command, "no such"]) == 2
+    assert (
+        "`group` must be the name or number of a group. Received: group='no such'"
+        in capsys.readouterr().err
+    )
+
+
+def test_warm_takes_what_the_source_takes(images, tmp_path, capsys):
+    (images / "class0" / "00000.png").rename(images / "class0" / "00000.dat")
+    for options, samples in (
+        (["--extensions", ".DAT"], 1),
+        (["--extensions"], SAMPLES),
+        (["--no-labels"], SAMPLES - 1),
+        ([], SAMPLES - 1),
+    ):
+        assert main(["warm", str(images), "--disk", str(tmp_path / "disk"), *options]) == 0
+        assert f" {samples} files read" in capsys.readouterr().out
+    assert len(list((tmp_path / "disk").iterdir())) == 4
+
+
+def test_warm_without_success(images, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("datacache.levels.stored.FIRST_PAUSE_S", 0.001)
+    disk = ["--disk", str(tmp_path / "disk")]
+    assert main(["warm", str(tmp_path / "nowhere"), *disk]) == 2
+    assert "datacache: A source must exist. Received: " in capsys.readouterr().err
+    monkeypatch.setattr("datacache.levels.opening.OF_A_DISK", "1800B")
+    assert main(["warm", str(images), *disk]) == 1
+    out, err = capsys.readouterr()
+    assert err.endswith(" files have no room. Make room, or name another disk.\n")
+    assert 0 < int(out.split()[-2]) < SAMPLES
+    monkeypatch.setattr("datacache.levels.opening.OF_A_DISK", "9B")
+    assert main(["warm", str(images), "--disk", str(tmp_path / "other")]) == 2
+    assert "A pool needs room before it begins. Received: 9 bytes" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr("datacache.levels.stored.FIRST_PAUSE_S", 0.001)
+    source = datacache.from_folder(images)
+    monkeypatch.setattr("datacache.sources.image_folder.from_folder", lambda *_, **__: source)
+    (images / "class0" / "00003.png").unlink()
+    assert main(["warm", str(images), "--disk", str(tmp_path / "third")]) == 2
+    assert "A sample must be readable. Received: " in (err := capsys.readouterr().err)
+    assert "00003.png, 4 times" in err

@@ -1,0 +1,330 @@
+"""Levels under faults: whatever is killed, torn or full, every sample is f(its number), and nobody has to clean up."""
+
+import functools
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from datacache.levels.levels import Levels
+from datacache.levels.stored import Stored
+from datacache.pool.filling import Filling
+from datacache.pool.layout import Layout
+from datacache.pool.part import Part
+from datacache.pool.pool import Plan, Pool
+from datacache.statistics import Counts
+
+SAMPLES, BATCHES = 300, 23
+BATCH = -(-SAMPLES // BATCHES)
+READ = np.dtype([("job", "int32"), ("sample", "int32")])
+"""What the log of reads says of each."""
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def f(index):
+    """The cached sample of that number."""
+    draw = np.random.default_rng(index)
+    return [
+        draw.integers(0, 256, (6, 5)).astype("uint8"),
+        np.array(index),
+        np.array(draw.bytes(index % 40), object),
+    ]
+
+
+class Source:
+    """Stored samples are texts, and each read leaves a record in a log that all processes share."""
+
+    identity, signature = "test", ()
+
+    def __init__(self, log):
+        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def __len__(self):
+        return SAMPLES
+
+    def name(self, sample):
+        return f"number {sample}"
+
+    def decode(self, *stored):
+        raise NotImplementedError("These levels have a function in NumPy.")
+
+    def read(self, sample):
+        os.write(self._log, np.array((os.getpid(), sample), READ).tobytes())
+        return [np.array(str(sample).encode(), object)]
+
+
+def make(stored, samples):
+    """From stored samples to cached ones."""
+    assert len(samples) == len(stored)
+    return [f(int(components[0][()])) for components in stored]
+
+
+def open_levels(folder, source=None, slots=SAMPLES, heap_bytes=10**6, lower=True):
+    """Memory, and below it decoded and stored samples on a disk."""
+    part = Part(samples=SAMPLES, slots=slots)
+    layout = Layout.of(f(0))
+    filling = Filling("first", Counts())
+    text = Layout.of([np.array(b"", object)])
+    whole = Part(samples=SAMPLES, slots=SAMPLES)
+    stored = (
+        Pool(folder / "stored", lambda: Plan(layout=text, part=whole, heap_bytes=10**6))
+        if lower
+        else None
+    )
+    decoded = (
+        Pool(folder / "decoded", lambda: Plan(layout=layout, part=whole, heap_bytes=10**6))
+        if lower
+        else None
+    )
+    memory = Pool(folder / "memory", lambda: Plan(layout=layout, part=part, heap_bytes=heap_bytes))
+    return Levels(
+        Stored(source or Source(folder / "log"), stored, filling),
+        make,
+        layout,
+        memory,
+        decoded,
+        filling,
+    )
+
+
+def check_epoch(levels, seed):
+    """Reads every sample once, in batches, and looks at each."""
+    for numbers in np.array_split(np.random.default_rng(seed).permutation(SAMPLES), BATCHES):
+        pixels, index, texts = levels.batch(numbers)
+        for place, number in enumerate(numbers):
+            expected = f(number)
+            np.testing.assert_array_equal(pixels[place], expected[0])
+            assert (index[place], texts[place]) == (expected[1], expected[2][()])
+
+
+def _reads(folder):
+    return (folder / "log").stat().st_size // READ.itemsize
+
+
+def _epochs(folder, seed, epochs, make_source=Source):
+    levels = open_levels(folder, make_source(folder / "log"))
+    for epoch in epochs:
+        check_epoch(levels, seed + epoch)
+
+
+class Paced(Source):
+    """Each read waits for a permit."""
+
+    def __init__(self, log, permits):
+        super().__init__(log)
+        self._permits = permits
+
+    def read(self, sample):
+        self._permits.acquire()
+        return super().read(sample)
+
+
+class Deadly(Source):
+    """Kills its process so many seconds after a certain read of it."""
+
+    def __init__(self, log, reads, pause_s, began):
+        super().__init__(log)
+        self._left, self._pause_s = itertools.count(1 - reads), pause_s
+        began.set()
+
+    def read(self, sample):
+        found = super().read(sample)
+        if next(self._left) == 0:
+            _kill() if self._pause_s == 0 else threading.Timer(self._pause_s, _kill).start()
+        return found
+
+
+def _kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_kills_at_any_moment(tmp_path):
+    """Jobs die beside a steady one that fills and reads the same pools, while they read and soon after.
+
+    Samples of the batch that a job had in flight are read again, no others.
+    """
+    draw, kills, most_reads = np.random.default_rng(0), 5, 8
+    assert kills * (most_reads + BATCH) < SAMPLES // 2, "every job must have something left to read"
+    permits = SPAWN.Semaphore(0)
+    paced = functools.partial(Paced, permits=permits)
+    steady = SPAWN.Process(
+        target=_epochs, args=(tmp_path, 0, itertools.count(), paced), daemon=True
+    )
+    steady.start()
+    for kill in range(kills):
+        began = SPAWN.Event()
+        deadly = functools.partial(
+            Deadly,
+            reads=int(draw.integers(1, most_reads + 1)),
+            pause_s=kill % 2 * draw.uniform(0, 0.005),
+            began=began,
+        )
+        # In an order of its own: behind the steady job it would find nothing to read.
+        job = SPAWN.Process(
+            target=_epochs,
+            args=(tmp_path, 1000 * (kill + 1), itertools.count(), deadly),
+            daemon=True,
+        )
+        job.start()
+        assert began.wait(60)
+        _permit_until_dead(permits, job)
+        assert job.exitcode == -signal.SIGKILL
+    steady.kill()
+    steady.join()
+    levels = open_levels(tmp_path)
+    check_epoch(levels, 99)
+    assert levels.counts.now().healed == 0
+    assert _reads(tmp_path) > SAMPLES, "no kill came while a sample was in flight"
+    _check_what_was_read_again(tmp_path)
+    levels.close()
+
+
+def _permit_until_dead(permits, job):
+    """Lets the steady job go on, slowly, for the other may wait for what it holds; and then with its next batch."""
+    for _ in range(6000):
+        permits.release()
+        job.join(0.01)
+        if not job.is_alive():
+            break
+    for _ in range(BATCH):
+        permits.release()
+
+
+def _check_what_was_read_again(folder):
+    """Only the last samples of a killed job, and each job reads a sample once."""
+    log = np.fromfile(folder / "log", READ)
+    last = {job: set(log["sample"][log["job"] == job][-BATCH:]) for job in set(log["job"])}
+    for sample in range(SAMPLES):
+        *lost, _ = jobs = log["job"][log["sample"] == sample]
+        assert len(set(jobs)) == len(jobs), f"a job has read sample {sample} twice"
+        assert all(sample in last[job] for job in lost), (
+            f"sample {sample} was read by {jobs}, and was not in flight"
+        )
+
+
+def test_jobs_that_begin_at_once_read_everything_once(tmp_path):
+    jobs = [SPAWN.Process(target=_epochs, args=(tmp_path, 10 * job, range(2))) for job in range(3)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert [job.exitcode for job in jobs] == [0, 0, 0]
+    assert _reads(tmp_path) == SAMPLES
+
+
+@pytest.mark.parametrize("level", ["memory", "decoded", "stored"])
+def test_bits_that_flip_heal_from_the_level_below(tmp_path, level):
+    levels = open_levels(tmp_path)
+    check_epoch(levels, 0)
+    levels.close()
+    if level != "memory":
+        for name in ("memory", "decoded")[: 1 + (level == "stored")]:
+            _remove(tmp_path / name)
+    for name, size in (("samples", 64), ("heap", 8)):
+        with (tmp_path / level / name).open("r+b") as stream:
+            stream.seek(size)
+            byte = stream.read(1)
+            stream.seek(size)
+            stream.write(bytes([byte[0] ^ 255]))
+    levels = open_levels(tmp_path)
+    check_epoch(levels, 1)
+    assert levels.counts.now().healed in (1, 2)
+    assert _reads(tmp_path) == SAMPLES + (levels.counts.now().healed if level == "stored" else 0)
+    levels.close()
+
+
+def _remove(folder):
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+
+
+@pytest.mark.parametrize("slots", [1, 100, SAMPLES])
+def test_little_room_is_used_and_the_rest_read_through(tmp_path, slots):
+    levels = open_levels(tmp_path, slots=slots, heap_bytes=2000)
+    for epoch in range(3):
+        check_epoch(levels, epoch)
+    stats = levels.counts.now()
+    assert stats.unkept > 0
+    assert stats.memory_hits == 2 * (3 * SAMPLES - stats.unkept) // 3
+    assert _reads(tmp_path) == SAMPLES
+    levels.close()
+
+
+def test_who_clears_disturbs_no_other(tmp_path):
+    """Others read each sample whole, and make again what has gone; all of it has room again afterwards."""
+    levels, other = (
+        open_levels(tmp_path, heap_bytes=12_000),
+        open_levels(tmp_path, heap_bytes=12_000),
+    )
+    ends = threading.Event()
+
+    def clear():
+        while not ends.wait(0.003):
+            levels.memory.clear()
+
+    clearing = threading.Thread(target=clear)
+    clearing.start()
+    for epoch in range(5):
+        check_epoch(other, epoch)
+    ends.set()
+    clearing.join()
+    check_epoch(other, 0)
+    assert other.memory.filled == SAMPLES
+    assert other.counts.now().healed == 0
+    assert _reads(tmp_path) == SAMPLES
+    for opened in (levels, other):
+        opened.close()
+
+
+FULL = """
+import sys, pathlib, logging
+sys.path.insert(0, {root!r})
+from tests.datacache.test_levels import *
+folder = pathlib.Path({folder!r})
+levels = open_levels(folder, Source({log!r}), heap_bytes=10**9, lower=False)
+for epoch in range(3):
+    check_epoch(levels, epoch)
+print(levels.counts.now().unkept, levels.memory.filled)
+"""
+
+
+def test_a_full_disk_is_one_level_less(tmp_path):
+    """A tmpfs with room for the columns, and not for all that differs in size."""
+    root, disk = os.getcwd(), tmp_path / "disk"
+    disk.mkdir()
+    script = FULL.format(root=root, folder=str(disk), log=str(tmp_path / "log"))
+    inside = f"mount -t tmpfs -o size=44k none {disk} && head -c 8k /dev/zero > {disk}/other && exec {sys.executable} -"
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", inside]
+    done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    unkept, filled = map(int, done.stdout.split())
+    assert unkept > 0
+    assert filled < SAMPLES
+
+
+def test_a_batch_that_stalls_holds_up_no_other(tmp_path):
+    free = threading.Event()
+
+    class Stalling(Source):
+        def read(self, sample):
+            assert sample != 5 or free.wait(30)
+            return super().read(sample)
+
+    levels = open_levels(tmp_path, Stalling(tmp_path / "log"))
+    late = threading.Thread(target=levels.batch, args=(np.array([4, 5]),))
+    late.start()
+    others = np.array([number for number in range(SAMPLES) if number not in (4, 5)])
+    assert levels.batch(others)[1].tolist() == others.tolist()
+    assert late.is_alive()
+    free.set()
+    late.join()
+    check_epoch(levels, 0)
+    assert _reads(tmp_path) == SAMPLES
+    levels.close()

@@ -1,0 +1,405 @@
+"""Parallel loading: what comes is what `load` returns, in order, ahead of time, and whatever is killed."""
+
+import functools
+import gc
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datacache.loading.crop_and_mirror import CropAndMirror
+from datacache.loading.loader_process import Requests
+from datacache.loading.parallel_loader import LoaderError, ParallelLoader
+
+LIMIT_S = 300
+MODES = {"train": 1, "validate": -1}
+
+
+def load(mode, item):
+    """A batch of other shapes and types for each item, in each of the structures."""
+    draw = np.random.default_rng(item)
+    images = MODES[mode] * draw.normal(size=(1 + item % 5, 3, 1 + 7 * item))
+    labels = np.full(item % 3, item, ("uint8", ">i4", "float16", "bool", "complex64")[item % 5])
+    texts = np.array([mode.encode(), b"x" * item])
+    several = [images.T, labels[::-1], np.float32(item), texts]
+    return (several, tuple(several), images, np.array(item), [])[item % 5]
+
+
+def same_size(mode, item):
+    return np.full(1000, MODES[mode] * item)
+
+
+def fails(mode, item):
+    if item == "object":
+        return np.array([mode, None])
+    if item == "exit":
+        sys.exit(7)
+    return np.array(100 // item)
+
+
+def about_itself(mode, item):
+    """Its process, whether TensorFlow is there, and what it has open."""
+    links = [
+        os.readlink(f"/proc/self/fd/{name}")
+        for name in os.listdir("/proc/self/fd")
+        if not _is_gone(name)
+    ]
+    return np.array(os.getpid()), np.array("tensorflow" in sys.modules), np.array(links)
+
+
+def _is_gone(name):
+    return not os.path.lexists(f"/proc/self/fd/{name}")
+
+
+def leaves_traces(folder, mode, item):
+    """Says when it begins an item and when it is through."""
+    (folder / f"begun {mode} {item}").touch()
+    if item == "forever":
+        (folder / "pid").write_text(str(os.getpid()))
+        threading.Event().wait()
+    (folder / f"done {mode} {item}").touch()
+    return np.full(9, item)
+
+
+def _until(condition):
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.005)
+
+
+def _assert_same(batch, expected):
+    assert type(batch) is type(expected)
+    if not isinstance(batch, np.ndarray):
+        assert len(batch) == len(expected)
+        for one, other in zip(batch, expected, strict=True):
+            _assert_same(one, np.asarray(other))
+    else:
+        assert batch.dtype == expected.dtype
+        np.testing.assert_array_equal(batch, expected, strict=True)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def loader(request):
+    with ParallelLoader(load, buffers=request.param) as loader:
+        yield loader
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_batches_are_those_of_load(loader, mode):
+    items = [int(item) for item in np.random.default_rng(0).permutation(60)]
+    received = 0
+    for item, batch in zip(items, loader.batches(mode, items), strict=True):
+        _assert_same(batch, load(mode, item))
+        received += 1
+    assert received == 60
+    assert list(loader.batches(mode, [])) == []
+
+
+@pytest.mark.parametrize("leave_after", [0, 1, 2, 5])
+def test_nothing_stale_after_a_switch(loader, leave_after):
+    for first, second in itertools.permutations(MODES):
+        training = loader.batches(first, itertools.count())
+        for item in range(leave_after):
+            _assert_same(next(training), load(first, item))
+        for item, batch in zip(range(3, 9), loader.batches(second, range(3, 9)), strict=True):
+            _assert_same(batch, load(second, item))
+        training.close()
+
+
+def test_the_first_of_two_passes_is_over(loader):
+    training, validation = (loader.batches(mode, range(9)) for mode in MODES)
+    next(training)
+    next(validation)
+    with pytest.raises(
+        RuntimeError, match=r"Batches must be those of the last pass. Received: .*second Parallel"
+    ):
+        next(training)
+    _assert_same(next(validation), load("validate", 1))
+
+
+@pytest.mark.parametrize("buffers", [2, 3])
+def test_it_reads_ahead_while_the_last_batch_stays(tmp_path, buffers):
+    taken = []
+    items = (taken.append(item) or item for item in itertools.count())
+    with ParallelLoader(functools.partial(leaves_traces, tmp_path), buffers) as loader:
+        for item, batch in zip(range(5), loader.batches("train", items), strict=False):
+            ahead = item + buffers - 1
+            _until((tmp_path / f"done train {ahead}").exists)
+            assert taken == list(range(ahead + 1)), "and no further"
+            assert not (tmp_path / f"begun train {ahead + 1}").exists()
+            assert batch.tolist() == [item] * 9
+
+
+@pytest.mark.parametrize("buffers", [2, 3])
+def test_batches_take_turns_in_memory_without_a_copy(buffers):
+    with ParallelLoader(same_size, buffers) as loader:
+        batches = list(loader.batches("train", range(7)))
+    for (place, one), (other_place, other) in itertools.combinations(enumerate(batches), 2):
+        assert np.shares_memory(one, other) == ((place - other_place) % buffers == 0)
+    assert [batch[0] for batch in batches[-buffers:]] == list(range(7 - buffers, 7)), (
+        "they stay after `stop`"
+    )
+
+
+def test_errors_come_over_and_the_loader_goes_on():
+    with ParallelLoader(fails) as loader:
+        batches = loader.batches("train", [10, 0, 20])
+        assert next(batches) == 10
+        with pytest.raises(
+            LoaderError, match=r"Received: ZeroDivisionError.* for mode='train', item=0. .*leave"
+        ) as got:
+            next(batches)
+        assert "in fails" in got.value.__notes__[0]
+        assert list(batches) == []
+        child = loader._child
+        for item, text in (
+            ("object", "without objects. Received: an array of object"),
+            ("x", "TypeError"),
+        ):
+            with pytest.raises(LoaderError, match=rf"{text}.*item='{item}'"):
+                next(loader.batches("validate", [item]))
+        assert next(loader.batches("train", [20])) == 5
+        assert loader._child is child
+        with pytest.raises(
+            LoaderError, match=r"exit code 7, before the batch of mode='train', item='exit'"
+        ):
+            next(loader.batches("train", ["exit"]))
+        assert next(loader.batches("train", [20])) == 5
+
+
+def test_what_is_over_is_not_loaded():
+    here, there = multiprocessing.Pipe()
+    requests = Requests(there)
+    requests.start()
+    for request in [(1, 0, b""), (1, 1, b""), (2, 0, b"")]:
+        here.send(request)
+    _until(lambda: requests._queue.qsize() == 3)
+    assert next(iter(requests)) == (2, 0, b"")
+    for request in [(2, 1, b""), None]:
+        here.send(request)
+    requests.join()
+    assert list(requests) == []
+    here.close()
+    there.close()
+
+
+def test_what_cannot_be_sent():
+    with pytest.raises(
+        ValueError, match=r"`buffers` must be at least 2, .*Received: buffers=1. Call `load`"
+    ):
+        ParallelLoader(load, buffers=1)
+    with pytest.raises(
+        TypeError, match=r"`load` must be picklable. Received: <function .*top level"
+    ):
+        ParallelLoader(lambda mode, item: None).start()
+    with (
+        ParallelLoader(same_size) as loader,
+        pytest.raises(TypeError, match=r"Items must be picklable. Received: item=<unlocked"),
+    ):
+        next(loader.batches("train", [threading.Lock()]))
+
+
+def test_a_killed_loader_is_an_error_and_another_begins():
+    loader = ParallelLoader(about_itself)
+    loader.start()
+    loader.stop()
+    # What earlier tests left for the collector would count.
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    pids = set()
+    for _ in range(2):
+        batches = loader.batches("train", itertools.count())
+        pids.add(pid := int(next(batches)[0]))
+        os.kill(pid, signal.SIGINT)
+        assert next(batches)[0] == pid, "Ctrl-C is for the training process"
+        assert loader._child._connection.poll(LIMIT_S)
+        os.kill(pid, signal.SIGKILL)
+        _until(lambda: not loader._child.alive)
+        with pytest.raises(
+            LoaderError, match=r"exit code -9, before .*item=2. .*memory was short.*starts another"
+        ):
+            next(batches)
+    loader.start()
+    pids.add(pid := int(next(loader.batches("train", [0]))[0]))
+    os.kill(pid, signal.SIGKILL)
+    _until(lambda: not loader._child.alive)
+    pids.add(int(next(loader.batches("train", [0]))[0]))
+    assert len(pids) == 4
+    for _ in range(2):
+        loader.stop()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_nothing_has_a_name_in_shared_memory_and_no_tensorflow_loads():
+    with ParallelLoader(about_itself) as loader:
+        _, tensorflow, links = list(loader.batches("train", range(3)))[-1]
+        assert not tensorflow
+        assert any(link.startswith("/memfd:datacache") for link in links)
+        ours = Path("/proc/self/maps").read_text().splitlines()
+        assert any("/memfd:datacache" in line for line in ours)
+        assert not [link for link in links if link.startswith("/dev/shm")]
+
+
+def test_stop_while_busy(tmp_path):
+    with ParallelLoader(functools.partial(leaves_traces, tmp_path)) as loader:
+        batches = loader.batches("train", [1, "forever", 2])
+        batch = next(batches)
+        _until((tmp_path / "begun train forever").exists)
+    assert batch.tolist() == [1] * 9
+    assert _ended(int((tmp_path / "pid").read_text()))
+    with pytest.raises(RuntimeError, match="a pass that `stop` or another pass has ended"):
+        next(batches)
+    assert next(loader.batches("train", [5])).tolist() == [5] * 9
+    loader.stop()
+
+
+TRAINS = """
+import functools, os, pathlib, sys, time
+from tests.datacache.test_parallel_loader import ParallelLoader, about_itself, leaves_traces
+if __name__ == "__main__":
+    idle = ParallelLoader(about_itself)
+    busy = ParallelLoader(functools.partial(leaves_traces, pathlib.Path(sys.argv[1])))
+    pid = next(idle.batches("train", [0]))[0]
+    next(busy.batches("train", [0, "forever"]))
+    fork = os.fork()
+    if fork:
+        print(pid, fork, flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_loaders_end_with_a_killed_training_process(tmp_path):
+    (tmp_path / "trains.py").write_text(TRAINS)
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(tmp_path / "trains.py"), str(tmp_path)]
+    with subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": str(root)}, stdout=subprocess.PIPE
+    ) as process:
+        idle, fork = map(int, process.stdout.readline().split())
+        _until((tmp_path / "begun train forever").exists)
+        _until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        busy = int((tmp_path / "pid").read_text())
+        assert not _ended(idle)
+        assert not _ended(busy)
+        process.kill()
+    try:
+        _until(lambda: _ended(idle) and _ended(busy))
+        assert not _ended(fork), "and its descriptors did not keep them"
+    finally:
+        os.kill(fork, signal.SIGKILL)
+
+
+def test_a_script_without_a_guard_is_told(tmp_path):
+    (tmp_path / "trains.py").write_text(
+        "from tests.datacache.test_parallel_loader import ParallelLoader, load\n"
+        "next(ParallelLoader(load).batches('train', [0]))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "trains.py"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert (
+        "exit code 1, before the batch of mode='train', item=0. What it printed says why"
+        in done.stderr
+    )
+    assert 'must begin its work under `if __name__ == "__main__":`' in done.stderr
+
+
+def _ended(pid):
+    """Also where nobody has taken note of it: a zombie runs no more."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (8, 9, 7, 3)).astype("uint8")
+
+
+@pytest.mark.parametrize("mean", [IMAGES.mean(0), [1.0, 2.0, 3.0]], ids=["image", "channels"])
+@pytest.mark.parametrize("size", [1, 4, 7])
+def test_crops_are_parts_of_the_images_less_the_mean(mean, size):
+    prepare = CropAndMirror(mean, size, seed=3)
+    whole = IMAGES - np.asarray(mean, "float32")
+    tops, lefts = 10 - size, 8 - size
+    seen = set()
+    for number in range(20):
+        batch = prepare(IMAGES, "train", number)
+        assert batch.dtype == np.float32
+        np.testing.assert_array_equal(
+            batch, CropAndMirror(mean, size, seed=3)(IMAGES, "train", number)
+        )
+        for image, got in zip(whole, batch, strict=True):
+            found = {
+                (top, left, step)
+                for top, left, step in itertools.product(range(tops), range(lefts), (1, -1))
+                if np.array_equal(image[top : top + size, left : left + size][:, ::step], got)
+            }
+            assert found
+            seen |= found
+    assert len(seen) > tops * lefts, "most places, and mirrored ones"
+    top, left = (9 - size) // 2, (7 - size) // 2
+    expected = whole[:, top : top + size, left : left + size]
+    np.testing.assert_array_equal(prepare(IMAGES, "validate", 0), expected)
+
+
+def test_other_numbers_and_seeds_crop_otherwise():
+    prepare = CropAndMirror([0.0] * 3, 4)
+    batches = [prepare(IMAGES, "train", number) for number in (0, 1)] + [
+        CropAndMirror([0] * 3, 4, 1)(IMAGES, "train", 0)
+    ]
+    assert all((one != other).any() for one, other in itertools.combinations(batches, 2))
+
+
+def test_it_prepares_in_the_loader():
+    prepare = CropAndMirror(IMAGES.mean(0), 4)
+    expected = [prepare(IMAGES, mode, 2) for mode in MODES]
+    with ParallelLoader(functools.partial(_prepared, prepare)) as loader:
+        for mode, batch in zip(MODES, expected, strict=True):
+            np.testing.assert_array_equal(next(loader.batches(mode, [2])), batch)
+
+
+def _prepared(prepare, mode, item):
+    return prepare(IMAGES, mode, item)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: CropAndMirror([[0.0]], 4),
+            r"`mean` must be of shape \[h, w, c\] or \[c\]. Received: .*\[1, 1\]",
+        ),
+        (lambda: CropAndMirror([0.0], 0), "`size` must be at least 1. Received: size=0"),
+        (lambda: CropAndMirror([0.0], 1, -1), "`seed` must not be negative. Received: seed=-1"),
+        (
+            lambda: CropAndMirror([0.0], 1)(IMAGES, "train", 0),
+            r"mean of shape \[1\], images of shape \[8, 9, 7, 3\]",
+        ),
+        (
+            lambda: CropAndMirror([0.0] * 3, 8)(IMAGES, "train", 0),
+            r"at least `size`. Received: .*7, 3\], size=8",
+        ),
+        (
+            lambda: CropAndMirror([0.0] * 3, 1)(IMAGES[0], "train", 0),
+            r"shape \[n, h, w, c\].* \[9, 7, 3\]",
+        ),
+        (
+            lambda: CropAndMirror([0.0] * 3, 1)(IMAGES, "train", -1),
+            "`number` must not be negative. .*number=-1",
+        ),
+    ],
+)
+def test_preparations_that_do_not_fit(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()

@@ -1,0 +1,79 @@
+"""Lists cut for ranks, and the parallel tensor operator on ranks in one process."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.in_process import Cluster
+from tfposeidon.communication import partition
+from tfposeidon.communication.topology import Topology
+from tfposeidon.exchange import layer_norms
+from tfposeidon.optimizers.layer_wise import local_norms
+
+SHAPES = [(64, 3), (), (7, 5), (2, 2), (90,), (1, 1), (30, 30)]
+TENSORS = [
+    np.random.default_rng(i).normal(size=shape).astype("float32") for i, shape in enumerate(SHAPES)
+]
+
+
+def largest(sizes, cuts):
+    return max(sum(sizes[begin:end]) for begin, end in itertools.pairwise([0, *cuts, len(sizes)]))
+
+
+@pytest.mark.parametrize("parts", range(1, 8))
+@pytest.mark.parametrize("seed", range(6))
+def test_no_other_cuts_are_better(seed, parts):
+    sizes = np.random.default_rng(seed).integers(0, 20, 7).tolist()
+    cut = partition.balanced(sizes, parts)
+    assert len(cut) == parts
+    assert [cut[0][0], cut[-1][1]] == [0, 7]
+    assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(cut))
+    best = min(
+        largest(sizes, cuts)
+        for cuts in itertools.combinations_with_replacement(range(8), parts - 1)
+    )
+    assert max(sum(sizes[begin:end]) for begin, end in cut) == best
+
+
+@pytest.mark.parametrize(("length", "parts"), [(0, 3), (2, 5), (7, 3), (12, 4)])
+def test_even_parts(length, parts):
+    cut = partition.even(length, parts)
+    sizes = [end - begin for begin, end in cut]
+    assert sum(sizes) == length
+    assert max(sizes) - min(sizes) <= 1
+    assert [begin for begin, _ in cut[1:]] == [end for _, end in cut[:-1]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 16])
+def test_norms_in_parallel_are_those_of_one_rank_bit_by_bit(ranks):
+    cluster = Cluster(Topology.regular(0, ranks, ranks).nodes)
+    rows = [[tf.constant(t), tf.constant(2 * t)] for t in TENSORS]
+    expected = local_norms(TENSORS, rows).numpy()
+    for found in cluster.run(lambda wire: layer_norms.in_parallel(wire, "norms")(TENSORS, rows)):
+        np.testing.assert_array_equal(found, expected)
+    # Two numbers a layer reach each other rank, and nothing else does.
+    assert sum(cluster.sent.values()) == 4 * 2 * len(TENSORS) * (ranks - 1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e25, 1e-25])
+def test_norms_of_parts_are_those_of_the_whole(scale):
+    ranks = 3
+    whole = [scale * TENSORS[0].reshape(-1), scale * TENSORS[4]]
+    expected = [np.linalg.norm(t.astype("float64")) for t in whole]
+
+    def run(wire):
+        mine = np.array_split(whole[0], ranks)[wire.topology.rank]
+        variables, rows = (
+            ["in parts", "whole"],
+            [[tf.constant(mine)] * 2, [tf.constant(whole[1])] * 2],
+        )
+        return layer_norms.of_parts(wire, lambda variable: variable == "in parts", "squares")(
+            variables, rows
+        )
+
+    results = Cluster(Topology.regular(0, ranks, ranks).nodes).run(run)
+    for found in results:
+        np.testing.assert_array_equal(found, results[0])
+        np.testing.assert_allclose(found, np.transpose([expected] * 2), rtol=1e-6)

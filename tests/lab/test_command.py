@@ -1,0 +1,89 @@
+"""The lab's parts that need no namespaces: its delay line, its report, and what it refuses."""
+
+import sys
+
+import pytest
+
+from tfposeidon.lab.cluster import Cluster
+from tfposeidon.lab.delay_line import DelayLine
+from tfposeidon.lab.report import Report
+
+
+def test_packets_are_late_within_bounds_and_never_overtake():
+    line = DelayLine(delay_s=0.01, jitter_s=0.004, loss=0.0)
+    for number in range(1000):
+        line.take(bytes([number % 256]), target=number % 2, now_s=number * 1e-3)
+    assert line.due(0.0059) == []
+    came, now_s = [], 0.0
+    while (wait_s := line.until_next(now_s)) is not None:
+        now_s += wait_s
+        came += [(now_s, target, frame) for target, frame in line.due(now_s)]
+    for target in (0, 1):
+        frames = [(at_s, frame[0]) for at_s, to, frame in came if to == target]
+        assert [frame for _, frame in frames] == [number % 256 for number in range(target, 1000, 2)]
+        late = [
+            at_s - number * 1e-3
+            for (at_s, _), number in zip(frames, range(target, 1000, 2), strict=True)
+        ]
+        assert 0.006 <= min(late) < 0.008
+        assert 0.013 < max(late) <= 0.0141
+
+
+def test_packets_are_lost_in_the_share_that_was_asked_for():
+    line = DelayLine(delay_s=0.0, jitter_s=0.0, loss=0.1)
+    for _ in range(10_000):
+        line.take(b"", target=0, now_s=0.0)
+    assert 800 < 10_000 - len(line.due(1.0)) < 1200
+
+
+def test_load_over_time_is_a_share_of_the_link():
+    cluster = Cluster(nodes=1, inter=8e6)
+    samples = [(0.0, [0]), (0.5, [250_000]), (1.5, [1_250_000]), (1.6, [1_250_000])]
+    report = Report(
+        cluster=cluster,
+        command=["x"],
+        exit_status=0,
+        wall_s=1.6,
+        ranks=[],
+        traffic=[],
+        sent_over_time=samples,
+    )
+    assert report._load(0) == pytest.approx([0.5, 1.0, 0.0])
+
+
+REFUSED = {
+    "--nodes 2 --": "A command is missing. Put it last",
+    "--nodes 0 -- true": "`--nodes` must be in 1..250. Received: 0",
+    "--nodes 2 --per-node 0 -- true": "`--per-node` must be at least 1. Received: 0",
+    "--nodes 2 --inter 200 -- true": "A rate must be in 8kbit..1tbit. Received: '200'",
+    "--nodes 2 --inter fast -- true": "A rate is a number with a unit, like 200mbit",
+    "--nodes 2 --rtt 1 -- true": "A time is a number with a unit",
+    "--nodes 2 --rtt 1ms --jitter 1ms -- true": "`--jitter` must not exceed half of `--rtt`",
+    "--nodes 2 --loss 100% -- true": "A share must be below 100%",
+    "--nodes 2 --kill 1 -- true": "A fault reads RANK@SECONDS, like 1@30. Received: '1'",
+    "--nodes 2 --kill 2@1 -- true": "`--kill` names one of the ranks 0..1. Received: rank 2",
+    "--nodes 2 --stop 1@1 -- true": "RANK@SECONDS+SECONDS",
+    "--nodes 2 --cut 2@1 -- true": "`--cut` names one of the nodes 0..1. Received: node 2",
+    "--nodes 2 --slow 2=1mbit -- true": "`--slow` names one of the nodes 0..1. Received: node 2",
+    "--nodes 2 --slow 1 -- true": "A slow node reads NODE=RATE",
+    "--nodes 2 -- no-such-program": "The command must be there. Received: 'no-such-program'",
+    "--nodes 200 --per-node 100 -- true": "All ranks must fit into memory. Received: 20000 ranks of 0.4 GB",
+    "--nodes 2 --report /no/such/folder/r.json -- true": "`--report` must name a file in a directory that",
+    "--nodes 2 --report /tmp -- true": "`--report` must name a file in a directory that can be written. Received: /tmp",
+    "--nodes 2 --inter 2000000tbit -- true": "A rate must be in 8kbit..1tbit",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_bad_input_is_refused_before_anything_starts(arguments, capsys, monkeypatch):
+    from tfposeidon import __main__
+    from tfposeidon.lab import sandbox
+
+    monkeypatch.setattr(sandbox, "run", lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr(sys, "argv", ["tfposeidon", "lab", *arguments.split()])
+    try:
+        status = __main__.main()
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert REFUSED[arguments] in capsys.readouterr().err

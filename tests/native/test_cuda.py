@@ -1,0 +1,34 @@
+"""What is said and done where GPU kernels are missing; `tests/jobs/test_cuda.py` compiles them."""
+
+import shutil
+
+import tensorflow as tf
+
+from tfposeidon import native, policies
+from tfposeidon.communication.topology import Topology
+from tfposeidon.gradients.description import Description
+from tfposeidon.planning import advice
+from tfposeidon.planning.plan import make_plan
+
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def test_gpu_kernels_are_there_where_tensorflow_has_gpus():
+    assert native.has_gpu_kernels() == (NVCC is not None and tf.test.is_built_with_cuda())
+
+
+def test_the_plan_says_that_selection_leaves_the_gpu(monkeypatch):
+    """Here with a GPU that only seems to be there."""
+    variables = [Description(path="kernel", shape=(100, 100), dtype="float32")]
+    for scheme, words in (
+        (
+            "hitopk",
+            "hitopk: what is sent is made on the processor, as tfposeidon was built without nvcc",
+        ),
+        ("allreduce", ""),
+    ):
+        plan = make_plan(variables, policies.parse(scheme), Topology.regular(0, 4, 2), 1 << 20)
+        assert advice.processor_advice(plan) == ""
+        with monkeypatch.context() as patch:
+            patch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0"])
+            assert advice.processor_advice(plan)[: len(words) or None] == words

@@ -1,0 +1,354 @@
+"""Every scheme over every layout, on the in-process wire: values, names, bytes; and bad input."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import contract
+from tests.in_process import Cluster, InProcessWire
+from tfposeidon import policies, schemes
+from tfposeidon.communication.topology import Topology
+from tfposeidon.communication.wire import Zeros
+from tfposeidon.exchange import factor_exchange
+from tfposeidon.gradients.description import Description
+from tfposeidon.gradients.factors import Factors, FactorShape
+from tfposeidon.planning.plan import Bucket
+
+SPARSE = (schemes.HierarchicalTopK, schemes.TopKAllGather)
+LAYOUTS = {
+    "1": ((0,),),
+    "1x2": ((0, 1),),
+    "2x1": ((0,), (1,)),
+    "1x3": ((0, 1, 2),),
+    "2+1": ((0, 1), (2,)),
+    "2x2": ((0, 1), (2, 3)),
+    "interleaved 2x2": ((0, 2), (1, 3)),
+    "3+1+2": ((0, 1, 2), (3,), (4, 5)),
+    "3x2": ((0, 1), (2, 3), (4, 5)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scheme", contract.SCHEMES)
+@pytest.mark.parametrize("length", contract.LENGTHS)
+def test_contract(scheme, length, layout):
+    _check(scheme, length, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("scheme", [name for name in contract.SCHEMES if " " not in name])
+def test_contract_on_128_ranks(scheme):
+    _check(scheme, 16 * 8 * 5 + 3, Topology.regular(0, 128, 8).nodes)
+
+
+def _check(name, length, nodes):
+    cluster = Cluster(nodes)
+    means = cluster.run(lambda wire: contract.check(name, length, wire))
+    for mean in means:
+        np.testing.assert_array_equal(mean, means[0], "ranks differ")
+    for rank in range(len(means)):
+        cost = contract.SCHEMES[name][0].cost(length, 4, Topology(rank, nodes))
+        # A ring's chunks differ by an element where the ranks do not divide the length.
+        slack = 2 * 4 * len(means) if name.startswith("allreduce") else 0
+        assert cluster.bytes_of(rank) == pytest.approx(
+            (cost.node_bytes, cost.cross_bytes), abs=slack
+        )
+        assert len(set(cluster.names[rank])) == len(cluster.names[rank])
+
+
+def test_torus_sends_what_its_docstring_says():
+    m, n, d = 16, 8, 16 * 8 * 1000
+    cost = schemes.Torus2D().cost(d, 4, Topology.regular(5, m * n, n))
+    assert cost.node_bytes == 4 * 2 * d * (n - 1) / n
+    assert cost.cross_bytes == 4 * 2 * d * (m - 1) / (m * n)
+    assert cost.steps == 2 * (n - 1) + 2 * (m - 1)
+
+
+def test_sixteen_bits_halve_the_bytes():
+    topology = Topology.regular(0, 8, 4)
+    for scheme in (schemes.AllToAll, schemes.Torus2D):
+        assert (
+            scheme(wire_dtype="bfloat16").cost(4096, 4, topology).bytes * 2
+            == scheme().cost(4096, 4, topology).bytes
+        )
+
+
+@pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2", "3+1+2"])
+@pytest.mark.parametrize("density", [0.001, 0.03, 0.5, 1.0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"select": "exact", "wire_dtype": "float16"},
+        {"select": "dgc", "momentum": 0.9, "wire_dtype": "bfloat16"},
+        {"warmup_steps": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", SPARSE)
+def test_conservation(kind, options, density, layout):
+    scheme = kind(density=density, **options)
+    cluster = Cluster(LAYOUTS[layout])
+    ends = cluster.run(
+        lambda wire: contract.check_conservation(scheme, 997, wire, 5, "x", flush_at=4)[0]
+    )
+    for mean in ends:
+        np.testing.assert_array_equal(mean, ends[0], "ranks differ")
+
+
+@pytest.mark.parametrize("layout", ["1", "2x1", "1x3", "2+1", "2x2", "3+1+2"])
+@pytest.mark.parametrize("length", [1, 31, 9_001])
+def test_conservation_of_one_bit(length, layout):
+    cluster = Cluster(LAYOUTS[layout])
+    check = lambda wire: contract.check_conservation(
+        schemes.OneBit(), length, wire, 5, "x", flush_at=4
+    )[0]  # noqa: E731
+    ends = cluster.run(check)
+    for mean in ends:
+        np.testing.assert_array_equal(mean, ends[0], "ranks differ")
+
+
+def test_one_bit_is_a_bit():
+    bits = 8 * schemes.OneBit().cost(2**24, 4, Topology.regular(0, 8, 1)).cross_bytes
+    assert bits / 7 / 2**24 == pytest.approx(1 + 96 / 4096)
+    with pytest.raises(
+        ValueError, match=r"`min_elements` must not be negative\. Received: min_elements=-1"
+    ):
+        schemes.OneBit(min_elements=-1)
+
+
+@pytest.mark.parametrize("scheme", contract.SCHEMES)
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_non_finite_input_reaches_every_rank(scheme, poison):
+    def exchange(wire):
+        vector = np.ones(9, np.float32)
+        vector[4] = poison if wire.topology.rank == 1 else 1.0
+        made = contract.SCHEMES[scheme][0]
+        state = contract.settled_state(made, 9, wire.topology)
+        mean, _ = made.exchange(tf.constant(vector), state, wire, "x")
+        return np.isfinite(mean.numpy())
+
+    for finite in Cluster(((0, 1), (2, 3))).run(exchange):
+        assert not finite[4]
+        # A bit says no more than that something of its sign was not finite.
+        assert finite.sum() == 8 or scheme == "onebit"
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"density": 0}, r"`density` must be in \(0, 1\]. Received: density=0. Use AllReduce\(\)"),
+        ({"density": 1.5}, r"`density` must be in \(0, 1\]. Received: density=1.5"),
+        ({"density": float("nan")}, r"`density` must be in \(0, 1\]. Received: density=nan"),
+        ({"select": "sort"}, r"must be one of .*Received: 'sort'"),
+        ({"wire_dtype": "int8"}, r"`wire_dtype` must be None or .*Received: wire_dtype='int8'"),
+        ({"momentum": 1.0}, r"`momentum` must be in \[0, 1\). Received: momentum=1.0"),
+        ({"momentum": 0.9, "error_feedback": False}, r"Momentum correction needs error feedback"),
+        ({"warmup_steps": -1}, r"`warmup_steps` must not be negative. Received: warmup_steps=-1"),
+        ({"min_elements": -1}, r"`min_elements` must not be negative. Received: min_elements=-1"),
+    ],
+)
+def test_bad_input_to_sparse_schemes(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**options)
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_state_of_another_layout_is_refused(kind):
+    scheme = kind()
+    state = contract.fresh_state(scheme, 101, Topology(0, LAYOUTS["2x2"]))
+    wrong = (state[0], state[1][:-1])
+    wire = InProcessWire(Cluster(LAYOUTS["1"]), 0)
+    with pytest.raises(
+        ValueError, match=r"must be that of this rank's shard, .*Received: shapes .*another layout"
+    ):
+        scheme.exchange(tf.zeros([101]), wrong, wire, "x")
+
+
+def test_more_elements_than_indices_are_refused():
+    with pytest.raises(
+        ValueError, match=r"int32, for up to 2\^31 elements a bucket. Received: 2147483649"
+    ):
+        schemes.TopKAllGather().slots(2**31 + 1, Topology(0, LAYOUTS["2x2"]))
+
+
+def test_hierarchical_top_k_sends_what_its_docstring_says():
+    """Shi et al. 2021, Eq. 7, 9 and 10, with indices."""
+    m, n, d = 16, 8, 16 * 8 * 10_000
+    topology = Topology.regular(5, m * n, n)
+    cost = schemes.HierarchicalTopK(density=0.01).cost(d, 4, topology)
+    k = 0.01 * d / n
+    assert cost.cross_bytes == 8 * (m - 1) * k
+    assert cost.node_bytes == 4 * (n - 1) * d / n + 8 * (n - 1) * m * k
+    halves = schemes.HierarchicalTopK(density=0.01, wire_dtype="bfloat16").cost(d, 4, topology)
+    assert halves.cross_bytes == 6 * (m - 1) * k
+    # More pairs than values: the sums of the shards are gathered.
+    cost = schemes.HierarchicalTopK(density=0.04).cost(d, 4, topology)
+    assert cost.node_bytes == 2 * 4 * (n - 1) * d / n
+    flat = schemes.TopKAllGather(density=0.001).cost(d, 4, topology)
+    assert flat.bytes == 8 * (m * n - 1) * 0.001 * d
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_what_is_no_saving_goes_densely_and_the_plan_says_so(kind):
+    topology = Topology(0, LAYOUTS["2x2"])
+    dense = kind(density=0.6)
+    assert "more bytes in pairs than all values: sent densely" in dense.note(5000, topology)
+    assert kind(density=0.01).note(5000, topology) == ""
+    assert (
+        dense.cost(5000, 4, topology).cross_bytes
+        <= 1.01 * kind(density=0.5).cost(5000, 4, topology).cross_bytes
+    )
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_without_error_feedback_the_rest_is_lost(kind):
+    scheme = kind(density=0.1, error_feedback=False, select="exact")
+
+    def exchange(wire):
+        gradient = tf.constant(np.arange(100, dtype="float32") * (wire.topology.rank + 1))
+        mean, state = scheme.exchange(
+            gradient, contract.fresh_state(scheme, 100, wire.topology), wire, "x"
+        )
+        assert len(state) == 1
+        return mean.numpy()
+
+    for mean in Cluster(LAYOUTS["2x1"]).run(exchange):
+        np.testing.assert_allclose(mean, np.where(np.arange(100) < 90, 0, 1.5 * np.arange(100)))
+
+
+def test_warm_up_ends_at_the_density():
+    scheme = schemes.TopKAllGather(density=0.01, warmup_steps=4, select="exact")
+    state = contract.fresh_state(scheme, 1000, Topology(0, LAYOUTS["2x1"]))
+
+    def exchange(wire):
+        nonzero, own = [], state
+        for step in range(6):
+            gradient = np.random.default_rng([step, 0]).normal(size=1000).astype("float32")
+            mean, own = scheme.exchange(tf.constant(gradient), own, wire, f"x.{step}")
+            nonzero.append(np.count_nonzero(mean))
+        return nonzero
+
+    for nonzero in Cluster(LAYOUTS["2x1"]).run(exchange):
+        # Both ranks have the same gradients: at densities 1, 0.32, 0.1, 0.03, 0.01, 0.01.
+        assert nonzero == [1000, 316, 100, 32, 10, 10]
+
+
+@pytest.mark.parametrize("scheme", [schemes.AllReduce, schemes.AllToAll, schemes.Torus2D])
+def test_unknown_wire_dtype_is_refused(scheme):
+    with pytest.raises(
+        ValueError, match=r"`wire_dtype` must be None or .*Received: wire_dtype='int8'"
+    ):
+        scheme(wire_dtype="int8")
+
+
+def test_all_reduce_points_elsewhere_for_bfloat16():
+    with pytest.raises(ValueError, match=r'Use AllToAll\(wire_dtype="bfloat16"\)'):
+        schemes.AllReduce(wire_dtype="bfloat16")
+
+
+def test_schemes_print_what_differs_from_their_defaults():
+    assert str(schemes.Torus2D()) == "2dtar"
+    assert str(schemes.AllToAll(wire_dtype="float16")) == "asa(wire_dtype=float16)"
+
+
+FACTOR_SCHEMES = (
+    schemes.FactorBroadcast(),
+    schemes.FactorBroadcast(sums_in_node=True),
+    schemes.FactorServer(),
+    schemes.FactorServer(server=1),
+)
+
+
+@pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2", "interleaved 2x2", "3x2"])
+@pytest.mark.parametrize("scheme", FACTOR_SCHEMES, ids=repr)
+def test_factors_of_any_number_of_rows(scheme, layout):
+    """Every rank with another number of rows, one with none."""
+    nodes = LAYOUTS[layout]
+    size = sum(map(len, nodes))
+    draw = [np.random.default_rng(rank) for rank in range(size)]
+    rows = [(draw[r].normal(size=(r, 7)), draw[r].normal(size=(r, 5))) for r in range(size)]
+    factors = [Factors(*(tf.constant(part, tf.float32) for part in pair)) for pair in rows]
+    means = Cluster(nodes).run(
+        lambda wire: scheme.exchange_factors(factors[wire.topology.rank], wire, "x").numpy()
+    )
+    expected = sum(left.T @ right for left, right in rows) / size
+    for mean in means:
+        np.testing.assert_allclose(mean.reshape(7, 5), expected, atol=1e-5)
+        np.testing.assert_array_equal(mean, means[0])
+
+
+@pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2", "3x2"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("scheme", FACTOR_SCHEMES, ids=repr)
+def test_factors_send_what_is_predicted(scheme, layout, dtype):
+    nodes = LAYOUTS[layout]
+    cluster = Cluster(nodes)
+    factors = Factors(tf.ones([3, 7], dtype), tf.ones([3, 5], dtype))
+    cluster.run(lambda wire: scheme.exchange_factors(factors, wire, "x"))
+    for rank in range(cluster.topology.size):
+        cost = scheme.factor_cost(FactorShape(3, 7, 5, dtype), Topology(rank, nodes))
+        assert cluster.bytes_of(rank) == (cost.node_bytes, cost.cross_bytes)
+
+
+BY_ROWS = (
+    schemes.ByRows(few=schemes.FactorBroadcast(), many=schemes.ShardedServer(), limit=12),
+    schemes.ByRows(
+        few=schemes.FactorBroadcast(), many=schemes.FactorBroadcast(sums_in_node=True), limit=12
+    ),
+)
+
+
+@pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2", "3x2"])
+@pytest.mark.parametrize("scheme", BY_ROWS, ids=str)
+@pytest.mark.parametrize("many", [False, True])
+def test_all_ranks_take_the_branch_that_suits_their_rows(many, scheme, layout):
+    """Of two variables, one without rows on the first rank; bytes are those of the scheme taken, and of one number."""
+    nodes = LAYOUTS[layout]
+    cluster = Cluster(nodes)
+    size = cluster.topology.size
+    shape = FactorShape(None, 7, 5, "float32", has_local=True)
+    description = Description("kernel", (7, 5), "float32", shape)
+    choice = policies.Choice(scheme, "")
+    bucket = Bucket(
+        members=(0, 1), descriptions=(description,) * 2, scheme=scheme, choices=(choice,) * 2
+    )
+    counts = [12 if many else 2] * size
+    drawn = [np.random.default_rng(rank).normal(size=(2, 12, 12)) for rank in range(size)]
+
+    def exchange(wire):
+        rank = wire.topology.rank
+        rows = [drawn[rank][i][: counts[rank]].astype("float32") for i in range(2)]
+        factors = [
+            Factors(tf.constant(r[:, :7]), tf.constant(r[:, 7:]), tf.ones([7, 5])) for r in rows
+        ]
+        mean, total = factor_exchange.exchange(
+            bucket, factors, tf.constant(1.0), wire, "x", Zeros()
+        )
+        return mean.numpy(), float(total)
+
+    results = cluster.run(exchange)
+    expected = [
+        1 + sum(d[i][:n, :7].T @ d[i][:n, 7:] for d, n in zip(drawn, counts, strict=True)) / size
+        for i in (0, 1)
+    ]
+    assert {total for _, total in results} == {2.0 * sum(counts)}
+    taken = scheme.taken(sum(counts))
+    assert taken == (scheme.many if 12 * size > 12 and many else scheme.few)
+    shown = bucket.with_rows(
+        2 * sum(counts), policies.Uniform(schemes.FactorBroadcast()), cluster.topology
+    )
+    for rank, (mean, _) in enumerate(results):
+        np.testing.assert_allclose(mean.reshape(2, 7, 5), expected, atol=1e-5)
+        np.testing.assert_array_equal(mean, results[0][0])
+        cost = shown.cost(Topology(rank, nodes))
+        # One number of 32 bits goes round beside them, in pieces that the ring makes.
+        for sent, predicted in zip(
+            cluster.bytes_of(rank), (cost.node_bytes, cost.cross_bytes), strict=True
+        ):
+            assert 0 <= sent - predicted <= 8
+
+
+def test_a_pair_size_must_be_positive():
+    with pytest.raises(ValueError, match=r"`pair_bytes` must be positive. Received: pair_bytes=0"):
+        schemes.ShardedServer(pair_bytes=0)

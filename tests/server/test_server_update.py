@@ -1,0 +1,180 @@
+"""Servers that update: their state on other ranks, one rank alone, and what is refused."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.in_process import Cluster, InProcessWire
+from tests.on_ranks import models
+from tests.on_ranks.training import adam, check_equal, sgd, train_alone
+from tests.state.test_rank_state import LAYOUTS
+from tfposeidon.communication.topology import Topology
+from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.gradients.description import describe
+from tfposeidon.planning.plan import make_plan
+from tfposeidon.policies import Uniform
+from tfposeidon.server.shards import ServerShards
+from tfposeidon.state.rank_state import redistributed
+from tfposeidon.state.snapshots import SnapshotError
+
+SERVED = tp.schemes.ShardedServer(update="server", pair_bytes=256)
+SHAPES = [(30, 10), (7,), (8, 8), (501,)]
+# Trains half of a job with two ranks on halves of each batch, and leaves a snapshot.
+
+
+def _shards(nodes, rank, variables, bucket_bytes):
+    plan = make_plan(
+        [describe(v) for v in variables], Uniform(SERVED), Topology(rank, nodes), bucket_bytes
+    )
+    shards = ServerShards(Exchanger(plan, InProcessWire(Cluster(nodes), rank)), variables)
+    shards.build(keras.optimizers.Adam())
+    return shards
+
+
+def _everybody(layout, variables, bucket_bytes):
+    nodes = LAYOUTS[layout]
+    return [
+        _shards(nodes, rank, variables, bucket_bytes) for rank in range(Topology(0, nodes).size)
+    ]
+
+
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", LAYOUTS)
+def test_each_value_of_the_state_is_on_one_rank_whatever_the_layout(before, after):
+    variables = [
+        keras.Variable(np.zeros(shape), name=f"weight_{i}") for i, shape in enumerate(SHAPES)
+    ]
+    generator = np.random.default_rng(0)
+    whole = {
+        (name, v.path): generator.normal(size=v.shape)
+        for v in variables
+        for name in ("momentum", "velocity")
+    }
+    saved = []
+    for shards in _everybody(before, variables, 1600):
+        pieces = [(piece, variable) for variable, piece in shards.rank_state]
+        saved.append(
+            [(p, _part(whole[p.name, p.members[0][0]], p.offset, v.shape[0])) for p, v in pieces]
+        )
+    # Also with other buckets: what counts are the variables.
+    covered = {key: np.zeros(array.size) for key, array in whole.items()}
+    for shards in _everybody(after, variables, 400):
+        wanted = [(piece, variable.numpy()) for variable, piece in shards.rank_state]
+        for (piece, _), array in zip(wanted, redistributed(saved, wanted), strict=True):
+            key = piece.name, piece.members[0][0]
+            covered[key][piece.offset :][: array.size] += 1
+            np.testing.assert_allclose(
+                array, _part(whole[key], piece.offset, array.size), rtol=1e-6
+            )
+    assert all((times == 1).all() for times in covered.values())
+
+
+def _part(array, offset, length):
+    """Behind the end there is one zero, on ranks that serve nothing of a variable."""
+    return np.append(array.reshape(-1), 0.0)[offset : offset + length]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_servers_hold_equal_shares(layout):
+    variables = [
+        keras.Variable(np.zeros((400, 100)), name="kernel"),
+        keras.Variable(np.zeros(100), name="bias"),
+    ]
+    held = [
+        sum(v.shape[0] for v, p in shards.rank_state if p.offset < p.members[0][1])
+        for shards in _everybody(layout, variables, 2**20)
+    ]
+    nodes = LAYOUTS[layout]
+    positions = min(map(len, nodes))
+    share = 2 * 40_100 / (len(nodes) * positions)
+    # To one pair; ranks beyond the positions that all nodes have serve nothing.
+    assert all(n == 0 or abs(n - share) <= 2 * SERVED.pair_bytes / 4 for n in held), held
+    assert sum(n > 0 for n in held) == len(nodes) * positions
+
+
+def trained(folder, epochs, ranks=1):
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(3)
+    model = models.mlp()
+    model.compile(optimizer=tp.DistributedOptimizer(adam(), scheme=SERVED), loss=models.LOSS)
+    x, y = models.mlp.data(32)
+    rows = np.arange(32).reshape(4, ranks, -1)[:, tp.rank() if ranks > 1 else 0].reshape(-1)
+    checkpoint = keras_callbacks.Checkpoint(folder)
+    model.fit(
+        x[rows],
+        y[rows],
+        batch_size=8 // ranks,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=[checkpoint],
+    )
+    return model
+
+
+def test_one_rank_alone_trains_as_keras_does(tmp_path):
+    data = models.mlp.data(48)
+    start = models.mlp()
+    for make_optimizer in (sgd, adam, lambda: keras.optimizers.SGD(0.5, clipnorm=0.05)):
+        reference = train_alone(models.copy(models.mlp, start), data, make_optimizer(), epochs=2)
+        model = models.copy(models.mlp, start)
+        model.compile(
+            optimizer=tp.DistributedOptimizer(make_optimizer(), scheme=SERVED), loss=models.LOSS
+        )
+        model.fit(*data, batch_size=12, shuffle=False, verbose=0)
+        model.save(tmp_path / "model.keras")
+        loaded = keras.saving.load_model(tmp_path / "model.keras")
+        loaded.fit(*data, batch_size=12, shuffle=False, verbose=0)
+        check_equal(loaded.get_weights(), reference)
+
+
+def test_variables_of_tensorflow():
+    with tf.name_scope("layer"):
+        weight, inner = tf.Variable(tf.ones([4, 5]), name="weight"), keras.optimizers.Adam(0.1)
+    optimizer = tp.DistributedOptimizer(inner, scheme=SERVED)
+    tf.function(lambda: optimizer.apply([tf.ones([4, 5])], [weight]))()
+    np.testing.assert_allclose(weight.numpy(), 0.9, atol=1e-5)
+    assert [piece.members for piece in optimizer.rank_pieces] == [(("layer/weight:0", 20),)] * 2
+    assert "layer_weight_0_momentum" in inner.variables[2].path
+
+
+def test_state_is_saved_in_its_own_type():
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), scheme=SERVED)
+    weight = keras.Variable(np.zeros(3), dtype="float64", name="weight")
+    optimizer.apply([tf.constant([1 / 3, 1e-30, 2.0], tf.float64)], [weight])
+    store = {}
+    optimizer.inner_optimizer.save_own_variables(store)
+    np.testing.assert_array_equal(store["2"], weight.numpy())
+
+
+def test_a_checkpoint_of_the_workers_is_refused(tmp_path):
+    trained(tmp_path, epochs=1)
+    model = models.mlp()
+    model.compile(optimizer=tp.DistributedOptimizer(adam(), scheme="ps"), loss=models.LOSS)
+    with pytest.raises(SnapshotError, match="same model and optimizer"):
+        model.fit(*models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.Checkpoint(tmp_path)])
+
+
+class _Elementwise(keras.optimizers.Lamb):
+    updates_elementwise = True
+
+
+@pytest.mark.parametrize(
+    "optimizer", [keras.optimizers.Lamb, keras.optimizers.Adafactor, keras.optimizers.Muon]
+)
+def test_rules_that_need_whole_variables_are_refused(optimizer):
+    message = f'SGD, .* can work on. Received: {optimizer.__name__}, .*Use ShardedServer\\(update="worker"\\)'
+    with pytest.raises(ValueError, match=message):
+        tp.DistributedOptimizer(optimizer(), scheme=SERVED)
+    tp.DistributedOptimizer(optimizer(), scheme="ps")
+    tp.DistributedOptimizer(_Elementwise(), scheme=SERVED)
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(ValueError, match=r"`update` must be .*Received: update='both'"):
+        tp.schemes.ShardedServer(update="both")
+    with pytest.raises(ValueError, match="factors are known only then"):
+        tp.DistributedOptimizer(sgd(), scheme=[("kernel", SERVED), (".*", "hybcomm")])

@@ -1,0 +1,143 @@
+"""State of sparse schemes moved onto other ranks: sums are kept."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.in_process import Cluster, InProcessWire
+from tfposeidon import schemes
+from tfposeidon.communication.topology import Topology
+from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.gradients.description import Description
+from tfposeidon.planning.plan import make_plan
+from tfposeidon.policies import Uniform
+from tfposeidon.state.rank_state import Piece, redistributed
+
+LAYOUTS = {
+    "1x1": ((0,),),
+    "2x1": ((0,), (1,)),
+    "1x2": ((0, 1),),
+    "2x2": ((0, 1), (2, 3)),
+    "2+1": ((0, 1), (2,)),
+    "3x2": ((0, 1), (2, 3), (4, 5)),
+}
+SIZES = (300, 7, 64, 501)
+VARIABLES = [
+    Description(path=f"layer_{i}/kernel", shape=(n,), dtype="float32") for i, n in enumerate(SIZES)
+]
+
+
+def _exchanger(scheme, nodes, rank, bucket_bytes):
+    plan = make_plan(VARIABLES, Uniform(scheme), Topology(rank, nodes), bucket_bytes)
+    return Exchanger(plan, InProcessWire(Cluster(nodes), rank))
+
+
+def _states(scheme, nodes, bucket_bytes):
+    """Every rank's pieces and variables."""
+    ranks = range(Topology(0, nodes).size)
+    exchangers = [_exchanger(scheme, nodes, rank, bucket_bytes) for rank in ranks]
+    return [
+        list(zip(e.pieces(), [v for bucket in e.states for v in bucket], strict=True))
+        for e in exchangers
+    ]
+
+
+def _totals(states):
+    """Quantity and variable -> its sum over all ranks."""
+    result = {}
+    for state in states:
+        for piece, array in state:
+            for key, elements, inside, place in piece.overlaps(array.size):
+                result.setdefault(key, np.zeros(elements))[inside] += array[place]
+    return result
+
+
+@pytest.mark.parametrize("scheme", [schemes.HierarchicalTopK, schemes.TopKAllGather])
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", LAYOUTS)
+def test_sums_survive_any_change_of_layout(scheme, before, after):
+    scheme = scheme(momentum=0.9, min_elements=0)
+    generator = np.random.default_rng(0)
+    saved = []
+    for state in _states(scheme, LAYOUTS[before], 1600):
+        arrays = [
+            7 if piece.scalar else generator.integers(-999, 999, v.shape) for piece, v in state
+        ]
+        saved.append(
+            [(p, np.asarray(a, "float32")) for (p, _), a in zip(state, arrays, strict=True)]
+        )
+    # Also with other buckets: what counts are the variables.
+    wanted = [[(p, v.numpy()) for p, v in state] for state in _states(scheme, LAYOUTS[after], 400)]
+    new = [list(zip([p for p, _ in w], redistributed(saved, w), strict=True)) for w in wanted]
+    before_totals, after_totals = _totals(saved), _totals(new)
+    assert len(before_totals) == 2 * len(VARIABLES)
+    for key, total in before_totals.items():
+        assert np.abs(total).max() > 0
+        np.testing.assert_allclose(after_totals[key], total, rtol=1e-5, atol=1e-3)
+    numbers = [float(a) for state in new for p, a in state if p.scalar]
+    assert len(numbers) > len(LAYOUTS[after])
+    assert set(numbers) == {7.0}
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 6), (4, 4)])
+def test_whole_arrays_are_shared_out(before, after):
+    gradient, counter = Piece(name="accumulated_0", holders=after), Piece(name="accumulated_1")
+    saved = [[(gradient, np.full(3, rank + 1.0)), (counter, np.int64(5))] for rank in range(before)]
+    parts = [
+        redistributed(saved, [(gradient, np.zeros(3)), (counter, np.int64(0))])
+        for _ in range(after)
+    ]
+    np.testing.assert_allclose(np.sum([p[0] for p in parts], axis=0), sum(range(1, before + 1)))
+    assert all(p[1] == 5 for p in parts)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 6), (4, 4)])
+def test_rows_of_factors_are_shared_out(before, after):
+    """Those of a rank stay together, and each is on one rank; one had none."""
+    saved = []
+    for rank in range(before):
+        name, rows = "accumulated_0_left", np.full((rank, 3), float(rank))
+        saved.append(
+            [
+                (
+                    Piece(name=name, offset=rank, holders=before, joined=True),
+                    rows if rank else np.zeros((0, 0)),
+                )
+            ]
+        )
+    parts = []
+    for rank in range(after):
+        piece = Piece(name=name, offset=rank, holders=after, joined=True)
+        parts += redistributed(saved, [(piece, np.zeros((0, 0)))])
+    rows = sorted(row[0] for part in parts if part.size for row in part)
+    assert rows == [rank for rank in range(before) for _ in range(rank)]
+    assert sum(part.shape[0] for part in parts) == len(rows)
+
+
+def test_what_nobody_wants_is_an_error():
+    piece = Piece(name="residual", members=(("dense/kernel", 4),), holders=1)
+    with pytest.raises(
+        ValueError, match="there is a residual of dense/kernel, which another scheme sends now"
+    ):
+        redistributed([[(piece, np.ones(4))]], [])
+
+
+def test_scalars_go_with_the_variables_of_their_bucket():
+    """Not by the order of buckets: then one would get another's."""
+    a, b = (Piece(name="steps", members=((path, 4),), scalar=True) for path in "ab")
+    both = Piece(name="steps", members=(("a", 4), ("b", 4)), scalar=True)
+    new = Piece(name="steps", members=(("c", 4),), scalar=True)
+    saved = [[(a, np.float32(3)), (b, np.float32(5))]]
+    shaped = np.float32(0)
+    assert redistributed(saved, [(b, shaped), (a, shaped), (new, shaped)]) == [5, 3, 0]
+    with pytest.raises(
+        ValueError, match="variables of one bucket had different steps: 3 of a, 5 of b"
+    ):
+        redistributed(saved, [(both, shaped)])
+    assert redistributed([[(both, np.float32(2))]], [(b, shaped), (a, shaped)]) == [2, 2]
+
+
+def test_pieces_survive_json():
+    piece = Piece(name="residual", members=(("a", 4), ("b", 2)), offset=3, holders=2)
+    assert Piece.from_dict(json.loads(json.dumps(piece.to_dict()))) == piece

@@ -1,0 +1,110 @@
+"""Snapshots survive a kill at any moment, and refuse what is damaged."""
+
+import json
+import os
+import shutil
+
+import keras
+import numpy as np
+import pytest
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.on_ranks import models
+from tfposeidon.communication.topology import Topology
+from tfposeidon.communication.wire import HorovodWire
+from tfposeidon.state.snapshots import SnapshotError, Snapshots
+
+WIRE = HorovodWire(Topology(0, ((0,),)), {})
+
+
+def test_no_snapshots_is_a_fresh_start(tmp_path):
+    assert Snapshots(tmp_path / "none", WIRE).read_latest() is None
+
+
+def test_older_ones_are_deleted_whatever_their_step(tmp_path):
+    files = Snapshots(tmp_path, WIRE, keep=2)
+    for step in (1, 2, 3, 3):
+        files.write({}, {"a": np.array([step])}, {})
+    assert sorted(os.listdir(tmp_path)) == ["snapshot-000003", "snapshot-000004"]
+
+
+def test_only_damaged_snapshots_is_an_error(tmp_path):
+    Snapshots(tmp_path, WIRE).write({}, {"a": np.arange(1000)}, {})
+    path = tmp_path / "snapshot-000001" / "model.npz"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(
+        SnapshotError, match=r"must be readable on every rank.*snapshot-000001.*or empty it"
+    ):
+        Snapshots(tmp_path, WIRE).read_latest()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SnapshotError, match=r"could not be written .*there is none yet"):
+        Snapshots(tmp_path / "file" / "folder", WIRE).write({}, {}, {})
+
+
+def test_other_buckets_take_their_state_over(tmp_path):
+    """On one rank the scheme keeps momentum, by bucket; resumed with many small buckets, the run stays the same."""
+
+    def trained(folder, epochs, bucket_bytes):
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(0)
+        model = models.mlp()
+        scheme = tp.schemes.HierarchicalTopK(momentum=0.9, min_elements=0, warmup_steps=100)
+        optimizer = tp.DistributedOptimizer(
+            keras.optimizers.SGD(0.1), scheme, bucket_bytes=bucket_bytes
+        )
+        model.compile(optimizer=optimizer, loss=models.LOSS)
+        callbacks = [keras_callbacks.Checkpoint(folder)]
+        model.fit(
+            *models.mlp.data(24),
+            batch_size=8,
+            epochs=epochs,
+            shuffle=False,
+            verbose=0,
+            callbacks=callbacks,
+        )
+        return model
+
+    trained(tmp_path / "a", 1, 1 << 22)
+    resumed, whole = trained(tmp_path / "a", 2, 64), trained(tmp_path / "b", 2, 1 << 22)
+    assert len(resumed.optimizer.plan.buckets) > len(whole.optimizer.plan.buckets)
+    assert {
+        float(v.numpy()) for v in resumed.optimizer.rank_variables if v.name.endswith("_steps:0")
+    } == {6.0}
+    for a, b in zip(resumed.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def _fit(folder, epochs):
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    model = models.mlp()
+    inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
+    model.compile(optimizer=tp.DistributedOptimizer(inner), loss=models.LOSS)
+    checkpoint = keras_callbacks.Checkpoint(folder)
+    model.fit(
+        *models.mlp.data(24),
+        batch_size=8,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=[checkpoint],
+    )
+    return model
+
+
+def test_another_number_of_ranks_keeps_the_sum(tmp_path):
+    first = _fit(tmp_path, 1)
+    held = [v.numpy() for v in first.optimizer.rank_variables]
+    folder = tmp_path / "snapshot-000001"
+    shutil.copy(folder / "rank-0.npz", folder / "rank-1.npz")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | {"nodes": [[0], [1]]}))
+    resumed = _fit(tmp_path, 1)
+    for now, then in zip(resumed.optimizer.rank_variables, held, strict=True):
+        factor = 2 if then.dtype.kind == "f" else 1
+        np.testing.assert_allclose(now.numpy(), factor * then)
+    assert any(np.abs(then).max() > 0 for then in held)
