@@ -1,0 +1,161 @@
+"""Prints how the code is built: folders, files, complexity, members, docstrings, README.
+
+    python -m benchmarks.structure v0.1 HEAD     # a table with one column per revision
+    python -m benchmarks.structure --missing     # public functions whose `Args` are not complete
+
+A function is public when neither its name nor that of its class begins with an underscore. Its
+`Args` are complete when the section names every parameter; functions without parameters,
+properties, and methods marked `@override`, whose contract stands at the base class, are not
+counted. For a class with a constructor of its own, the section may be that of the class.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tfposeidon.text import table
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("tfposeidon", "datacache", "keras_callbacks")
+COMPLEXITY = 10
+NOT_COUNTED = {"property", "override", "overload", "cached_property", "setter"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("revisions", nargs="*", help="git revisions; none is the working tree")
+    parser.add_argument(
+        "--missing", action="store_true", help="list public functions without complete Args"
+    )
+    options = parser.parse_args()
+    if options.missing:
+        print(*missing(ROOT), sep="\n")
+        return
+    columns = [figures_at(revision) for revision in options.revisions] or [figures(ROOT)]
+    rows = [[name, *(str(column[name]) for column in columns)] for name in columns[0]]
+    print(*table([["", *(options.revisions or ["working tree"])], *rows]), sep="\n")
+
+
+def figures_at(revision: str) -> dict[str, object]:
+    """Returns the figures of a revision, read from an archive of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(
+            ["git", "archive", revision], cwd=ROOT, stdout=subprocess.PIPE, check=True
+        )
+        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+        return figures(Path(folder))
+
+
+def figures(root: Path) -> dict[str, object]:
+    """Returns the figures of a tree by what they say."""
+    sources = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
+    functions = [entry for path in sources for entry in public_functions(path)]
+    complete = sum(complete_args(*entry) for entry in functions)
+    return {
+        "modules in the largest flat folder": max(
+            len([p for p in folder.glob("*.py") if p.name != "__init__.py"])
+            for folder in {path.parent for path in sources}
+        ),
+        "lines of the largest file": max(len(path.read_text().splitlines()) for path in sources),
+        f"functions over complexity {COMPLEXITY}": complex_functions(root),
+        "lines over 100 columns": sum(
+            len(line) > 100 for path in sources for line in path.read_text().splitlines()
+        ),
+        "comment lines per 100 lines of code": f"{comments(sources):.1f}",
+        "public members of DistributedOptimizer": members(root, "DistributedOptimizer"),
+        "public functions with complete Args": f"{100 * complete / len(functions):.0f} %",
+        "words of the README": len((root / "README.md").read_text().split()),
+    }
+
+
+def public_functions(path: Path) -> Iterator[tuple[ast.FunctionDef, str]]:
+    """Yields public functions that take parameters, each with the docstring of its class."""
+
+    def visit(body: list[ast.stmt], of_class: str) -> Iterator[tuple[ast.FunctionDef, str]]:
+        for node in body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield from visit(node.body, ast.get_docstring(node) or "")
+            elif isinstance(node, ast.FunctionDef) and parameters(node):
+                public = not node.name.startswith("_") or node.name == "__init__"
+                if public and not NOT_COUNTED & set(map(decorator_name, node.decorator_list)):
+                    yield node, of_class
+
+    return visit(ast.parse(path.read_text()).body, "")
+
+
+def decorator_name(decorator: ast.expr) -> str:
+    """Returns the last part of a decorator's name."""
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Returns the names of what a caller passes."""
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    stars = [star for star in (arguments.vararg, arguments.kwarg) if star]
+    return [
+        argument.arg
+        for argument in (*named, *stars)
+        if argument.arg not in ("self", "cls") and not argument.arg.startswith("_")
+    ]
+
+
+def complete_args(function: ast.FunctionDef, of_class: str) -> bool:
+    """Tells whether the docstring's `Args` name every parameter."""
+    documented = ast.get_docstring(function) or ""
+    if function.name == "__init__":
+        documented += "\n" + of_class
+    section = re.search(r"^(?:Args|Attributes):\n((?:(?:[ \t].*)?\n?)*)", documented, re.MULTILINE)
+    names = re.findall(r"^\s+`?\*{0,2}(\w+)`?\s*[:(,]", section[1], re.MULTILINE) if section else []
+    return set(parameters(function)) <= set(names)
+
+
+def complex_functions(root: Path) -> int:
+    """Counts functions over the complexity, as ruff sees them."""
+    found = subprocess.run(
+        [
+            *(sys.executable, "-m", "ruff", "check", "--isolated", "--select", "C901"),
+            *("--config", f"lint.mccabe.max-complexity={COMPLEXITY}", "--output-format=concise"),
+            *(str(root / package) for package in PACKAGES),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    return found.stdout.count("C901")
+
+
+def comments(sources: list[Path]) -> float:
+    """Returns lines of comment per hundred lines of code that are neither comment nor empty."""
+    lines = [line.strip() for path in sources for line in path.read_text().splitlines()]
+    commented = sum(line.startswith("#") for line in lines)
+    return 100 * commented / sum(bool(line) and not line.startswith("#") for line in lines)
+
+
+def members(root: Path, name: str) -> int:
+    """Counts public methods and properties that a class of `tfposeidon/optimizer.py` defines."""
+    tree = ast.parse((root / "tfposeidon/optimizer.py").read_text())
+    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    return sum(
+        isinstance(node, ast.FunctionDef) and not node.name.startswith("_") for node in found.body
+    )
+
+
+def missing(root: Path) -> Iterator[str]:
+    """Yields where public functions lack `Args`, as `path:line: name`."""
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            for function, of_class in public_functions(path):
+                if not complete_args(function, of_class):
+                    yield f"{path.relative_to(root)}:{function.lineno}: {function.name}"
+
+
+if __name__ == "__main__":
+    main()
