@@ -12,24 +12,29 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfposeidon.commands import versions
+
 HOROVOD_VERSION = "0.28.1"
 CORRECTED_MARK = "+tfposeidon.2"
-TENSORFLOW_VERSION = "2.21.*"
-KERAS_VERSION = "3.15.*"
+KERAS_VERSION = f"{versions.KERAS}.*"
 BUILD_TOOLS = ("setuptools<80", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml")
 TAIL_LINES = 25
+LIBRARY = Path(__file__).parents[1] / "native" / "_ops.so"
 
 
 class InstallError(RuntimeError):
@@ -125,11 +130,44 @@ def nvidia_driver_present() -> bool:
     return Path("/proc/driver/nvidia/version").exists()
 
 
-def tensorflow_requirement() -> str:
-    """The CPU wheel (half the size) unless there is a GPU to use."""
+def tensorflow_requirement(release: str | None = None) -> str:
+    """Returns what pip is asked for: the CPU wheel (half the size) unless there is a GPU to use.
+
+    Args:
+      release: Such as `"2.20"`; default the one that the native library was built for, else the newest that is
+        supported on this Python.
+    """
+    built_for_release = versions.release_of(built_for() or versions.tensorflow_releases()[-1])
+    release = release or built_for_release
     if nvidia_driver_present():
-        return f"tensorflow[and-cuda]=={TENSORFLOW_VERSION}"
-    return f"tensorflow-cpu=={TENSORFLOW_VERSION}"
+        return f"tensorflow[and-cuda]=={release}.*"
+    return f"tensorflow-cpu=={release}.*"
+
+
+def built_for(library: Path = LIBRARY) -> str | None:
+    """Returns the version of TensorFlow that the native library was compiled for; `None` if that is not known.
+
+    Args:
+      library: The file, which is read and not loaded.
+    """
+    if not library.exists():
+        return None
+    match = re.search(rb"tfposeidon built for TensorFlow ([0-9a-z.]+)", library.read_bytes())
+    return match[1].decode() if match else None
+
+
+def finds(module: str) -> bool:
+    """Returns whether a module is in the environment that pip installs into, or in that of the build."""
+    return _finds(module, [*sys.path, sysconfig.get_path("purelib")])
+
+
+def target_has(module: str) -> bool:
+    """Returns whether a module is in the environment that pip installs into, also from an isolated build."""
+    return _finds(module, [sysconfig.get_path("purelib")])
+
+
+def _finds(module: str, path: list[str]) -> bool:
+    return importlib.machinery.PathFinder.find_spec(module, path) is not None
 
 
 def cache_folder() -> Path:
@@ -173,13 +211,28 @@ def cache_key() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def install_tensorflow() -> None:
-    """Installs TensorFlow and Keras where they are missing; keeps what is there."""
-    if _tensorflow_version():
-        return
-    requirement = tensorflow_requirement()
-    _say(f"installing {requirement} and keras=={KERAS_VERSION}")
-    _pip("install", requirement, f"keras=={KERAS_VERSION}")
+def install_tensorflow(release: str | None = None) -> None:
+    """Installs TensorFlow and Keras where they are missing; keeps what is there.
+
+    Args:
+      release: Such as `"2.20"`; default: see `tensorflow_requirement`.
+
+    Raises:
+      UnsupportedVersionError: If there are no wheels of `release` for this Python.
+      InstallError: If another release is installed already.
+    """
+    if release:
+        versions.require_tensorflow("tensorflow", release)
+    present = _tensorflow_version()
+    if present is None:
+        requirement = tensorflow_requirement(release)
+        _say(f"installing {requirement} and keras=={KERAS_VERSION}")
+        _pip("install", requirement, f"keras=={KERAS_VERSION}")
+    elif release and versions.release_of(present.split()[1]) != release:
+        raise InstallError(
+            f"TensorFlow is kept where it is installed. Received: --tensorflow {release} and {present}. "
+            f"Run: pip install '{present.split()[0]}=={release}.*', then python -m tfposeidon install"
+        )
 
 
 def install_horovod() -> None:
@@ -187,12 +240,15 @@ def install_horovod() -> None:
 
     Raises:
       InstallError: With the last lines of the compiler, and what to install.
+      UnsupportedVersionError: If the installed TensorFlow is not supported.
     """
-    if _tensorflow_version() is None:
+    present = _tensorflow_version()
+    if present is None:
         raise InstallError(
             "Horovod is built against TensorFlow, which is missing here. "
             "Run: python -m tfposeidon install (without --horovod-only)."
         )
+    versions.require_tensorflow(*present.split())
     folder = cache_folder() / cache_key()
     wheels = sorted(folder.glob("horovod-*.whl"))
     if not wheels:
@@ -349,15 +405,21 @@ def _say(text: str) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m tfposeidon install`."""
     parser.add_argument("--horovod-only", action="store_true", help="leave TensorFlow as it is")
+    parser.add_argument(
+        "--tensorflow",
+        choices=versions.TENSORFLOW,
+        help="the release to install where there is none; default: the newest that is supported on this Python",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
     """Runs `python -m tfposeidon install`; returns the exit status."""
     try:
+        versions.require_python()
         if not options.horovod_only:
-            install_tensorflow()
+            install_tensorflow(options.tensorflow)
         install_horovod()
-    except InstallError as error:
+    except (InstallError, versions.UnsupportedVersionError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
