@@ -1,8 +1,9 @@
 """Builds wheels with setuptools, against the TensorFlow of the environment that pip installs into.
 
-Native ops are compiled with TensorFlow's headers. Where that environment has no TensorFlow, the newest supported one is
-put into pip's isolated build environment, so that `pip install` works in an empty environment too. `python -m tfposeidon
-install` then adds the same release of TensorFlow, which the library names, and Horovod.
+Native ops are compiled with TensorFlow's headers. Where that environment has no TensorFlow, the
+newest supported release is put into pip's isolated build environment, so that `pip install` works
+in an empty environment too. `python -m tfposeidon install` then adds Horovod, and TensorFlow in the
+release that the library was built for.
 """
 
 from __future__ import annotations

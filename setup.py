@@ -16,7 +16,7 @@ from tfposeidon.commands import install, versions
 
 NATIVE = Path("tfposeidon/native")
 CUDA_SOURCE = NATIVE / "lib/gpu/gpu.cu"
-# No fused multiply-add, which not every processor has: all must round alike. Instruction sets beyond the
+# No fused multiply-add, which not every CPU has: all must round alike. Instruction sets beyond the
 # baseline are chosen at run time (native/lib/passes.cc).
 FLAGS = ["-O3", "-g0", "-Wall", "-Wextra", "-Wno-psabi", "-ffp-contract=off", "-fvisibility=hidden"]
 # From the V100 on, as far as nvcc knows them; the last also as PTX, for what comes after it.
@@ -31,7 +31,7 @@ CUDA_FLAGS = [
 
 
 def require_supported() -> None:
-    """Ends the build with a remedy if Python is not supported, or TensorFlow neither installed nor supported."""
+    """Ends the build with a remedy where Python is not supported or TensorFlow is missing."""
     try:
         versions.require_python()
     except versions.UnsupportedVersionError as error:
@@ -45,7 +45,7 @@ def require_supported() -> None:
 
 
 class BuildNative(build_ext):
-    """Compiles the native ops with the flags of the installed TensorFlow, GPU kernels too where it has GPUs."""
+    """Compiles the native ops with the flags of TensorFlow, and GPU kernels where it has GPUs."""
 
     user_options = [
         *build_ext.user_options,
@@ -53,7 +53,8 @@ class BuildNative(build_ext):
         (
             "gpus=",
             None,
-            f"GPU architectures, such as 80,90; default: what nvcc knows of {','.join(map(str, GPUS))}",
+            "GPU architectures, such as 80,90; "
+            f"default: what nvcc knows of {','.join(map(str, GPUS))}",
         ),
     ]
     boolean_options = [*build_ext.boolean_options, "cuda"]
@@ -79,11 +80,11 @@ class BuildNative(build_ext):
             ) from None
 
     def get_ext_filename(self, fullname: str) -> str:
-        """TensorFlow loads it, not Python: the name has no tag of an interpreter."""
+        """Returns a name without an interpreter's tag: TensorFlow loads the library, not Python."""
         return os.path.join(*fullname.split(".")) + ".so"
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
-        """None: ops register themselves."""
+        """Returns none: ops register themselves."""
         return []
 
     def build_extensions(self) -> None:
@@ -94,7 +95,7 @@ class BuildNative(build_ext):
         except versions.UnsupportedVersionError as error:
             sys.exit(f"\n{error}\n")
         # What an earlier build has left is of this Python, but perhaps of another TensorFlow.
-        self.force |= tensorflow != self.built_for()
+        self.force = self.force or tensorflow != self.built_for()
         for extension in self.extensions:
             if extension.language == "c":
                 extension.extra_compile_args = FLAGS
@@ -166,7 +167,7 @@ def tensorflow_flags() -> tuple[str, list[str], list[str], bool]:
     )
     environment = dict(os.environ)
     if install.target_has("tensorflow"):
-        # Without pip's isolated environment: what counts is the TensorFlow that will load the library.
+        # Without pip's isolated environment: the TensorFlow that will load the library counts.
         environment.pop("PYTHONPATH", None)
     output = subprocess.run(
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
@@ -175,12 +176,12 @@ def tensorflow_flags() -> tuple[str, list[str], list[str], bool]:
 
 
 def native_files(*suffixes: str) -> list[str]:
-    """Those of the native library that end so."""
+    """Returns the native library's files with these suffixes, sorted."""
     return sorted(str(path) for path in NATIVE.rglob("*") if path.suffix in suffixes)
 
 
 def native() -> Extension:
-    """The library of native ops; made anew when any of its files is newer."""
+    """Returns the library of native ops, which is rebuilt when any of its files is newer."""
     files = native_files(".cc", ".cu", ".h", ".inc")
     sources = [name for name in native_files(".cc") if not name.endswith("_gpu.cc")]
     return Extension(
@@ -189,13 +190,13 @@ def native() -> Extension:
 
 
 def records() -> Extension:
-    """What reads samples and copies them into batches: plain C, which needs no TensorFlow."""
+    """Returns the library that reads and copies samples: plain C, which needs no TensorFlow."""
     sources = [f"datacache/native/{name}.c" for name in ("files", "pages", "records")]
     return Extension("datacache.native._records", sources, language="c")
 
 
 def version() -> str:
-    """The one in `tfposeidon/__init__.py`."""
+    """Returns the version in `tfposeidon/__init__.py`."""
     text = Path(__file__).with_name("tfposeidon").joinpath("__init__.py").read_text()
     return re.search(r'__version__ = "(.+)"', text)[1]
 

@@ -1,11 +1,13 @@
 """Runs tests and a job of two ranks on every supported pair of Python and TensorFlow.
 
-For each pair an environment of its own is made, with TensorFlow and Horovod by `python -m tfposeidon install` and
-tfposeidon from its sdist. There run `python -m tfposeidon check`, a part of the fast tests, and
-`examples/keras_digits.py` on two ranks. Tests see the installed packages and not those of this folder.
+For each pair an environment of its own is made, with TensorFlow and Horovod by
+`python -m tfposeidon install` and tfposeidon from its sdist. Then `python -m tfposeidon check` runs,
+a part of the fast tests, and `examples/keras_digits.py` on two ranks. Tests see the installed
+packages and not those of this folder.
 
-Interpreters are found by name (`python3.12`), on the path or in pyenv's folder; pairs whose interpreter is missing are
-skipped. Results are kept as JSON: pairs that have passed are not run again. It ends with a table in Markdown.
+Interpreters are found by name (`python3.12`), on the path or in pyenv's folder; pairs whose
+interpreter is missing are skipped. Results are kept as JSON: pairs that have passed are not run
+again. It ends with a table in Markdown.
 
     make test-versions
     python -m tests.versions --pairs 3.13-2.21 3.12-2.19 --tests fast
@@ -39,7 +41,7 @@ CORE = (
     "test_optimizer.py",
     "test_readme.py",
 )
-"""What runs with `--tests core`: the rooms that TensorFlow, Keras, Horovod and the compiler can break."""
+"""What runs with `--tests core`: rooms that TensorFlow, Keras, Horovod or a compiler can break."""
 LIMIT_S = 3600
 TAIL_LINES = 15
 
@@ -61,12 +63,12 @@ class Pair:
         self.tests = self.folder / "tests"
 
     def run(self, *command, cwd=None):
-        """Runs `python command` in the environment, at low priority; adds what it says to the log."""
+        """Runs `python command` in the environment; adds what it says to the log."""
         program = [str(self.environment / "bin" / "python"), *map(str, command)]
         return self.call(program, cwd or self.folder)
 
     def call(self, command, cwd):
-        """Runs any command; adds what it says to the log.
+        """Runs any command at low priority; adds what it says to the log.
 
         Raises:
           subprocess.CalledProcessError: If it fails.
@@ -94,7 +96,8 @@ class Pair:
         code = (
             "import importlib.metadata as m, json, platform;"
             "names = ['tensorflow', 'tensorflow-cpu', 'keras', 'numpy', 'horovod'];"
-            "found = {d.metadata['Name'].lower().replace('_', '-'): d.version for d in m.distributions()};"
+            "found = {d.metadata['Name'].lower().replace('_', '-'): d.version"
+            " for d in m.distributions()};"
             "print(json.dumps({'python': platform.python_version(),"
             "**{name: found[name] for name in names if name in found}}))"
         )

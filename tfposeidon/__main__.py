@@ -14,8 +14,8 @@ except versions.UnsupportedVersionError as error:
     sys.exit(str(error))
 
 # An older Python refuses the syntax of these.
-from tfposeidon.commands import check, install  # noqa: E402
-from tfposeidon.lab import command as lab  # noqa: E402
+from tfposeidon.commands import check, install
+from tfposeidon.lab import command as lab
 
 COMMANDS = {
     "check": (

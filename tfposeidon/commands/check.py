@@ -76,9 +76,9 @@ def _check_tensorflow() -> None:
     built_for = install.built_for()
     if built_for and versions.release_of(built_for) != versions.release_of(version):
         raise CheckError(
-            f"The native library must be built for the TensorFlow that loads it. Received: TensorFlow {version}, and "
-            f"a library for {built_for}. In tfposeidon's folder run: pip install --force-reinstall --no-deps "
-            "--no-cache-dir ."
+            "The native library must be built for the TensorFlow that loads it. "
+            f"Received: TensorFlow {version} and a library for {built_for}. "
+            "Run in tfposeidon's folder: pip install --force-reinstall --no-deps ."
         )
 
 

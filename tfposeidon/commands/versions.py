@@ -1,7 +1,8 @@
-"""Releases of Python, TensorFlow and Keras that tfposeidon supports; others are refused with a remedy.
+"""Releases of Python, TensorFlow and Keras that tfposeidon supports, and errors that refuse others.
 
-`setup.py` and `build_backend.py` import this module where nothing is installed, and `python -m tfposeidon` on a Python
-that may be too old: it uses the standard library only, and no syntax that is newer than Python 3.7.
+`setup.py` and `build_backend.py` import this module where nothing is installed, and
+`python -m tfposeidon` on a Python that may be too old: it uses the standard library only, and no
+syntax that is newer than Python 3.7.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 PYTHON = ("3.11", "3.12", "3.13")
 TENSORFLOW = ("2.19", "2.20", "2.21")
 FIRST_TENSORFLOW = {"3.13": "2.20"}
-"""First release of TensorFlow that has wheels for a Python, where that is not the first of `TENSORFLOW`."""
+"""First TensorFlow with wheels for a Python, where it is not the first of `TENSORFLOW`."""
 KERAS = "3.15"
 
 
@@ -34,13 +35,14 @@ def require_python() -> None:
     if running_python() not in PYTHON:
         received = ".".join(map(str, sys.version_info[:3]))
         raise UnsupportedVersionError(
-            f"tfposeidon needs Python {either(PYTHON)}. Received: Python {received} in {sys.executable}. "
+            f"tfposeidon needs Python {either(PYTHON)}. "
+            f"Received: Python {received} in {sys.executable}. "
             f"Make an environment with one of them: python{PYTHON[-1]} -m venv .venv"
         )
 
 
 def tensorflow_releases(python: str | None = None) -> tuple[str, ...]:
-    """Returns the supported releases of TensorFlow that a Python can install, oldest first.
+    """Returns the supported releases of TensorFlow with wheels for a Python, oldest first.
 
     Args:
       python: Release of Python, such as `"3.12"`; default the running one.
@@ -63,13 +65,11 @@ def require_tensorflow(package: str, version: str) -> None:
     releases = tensorflow_releases()
     if release in releases:
         return
-    if release in TENSORFLOW:
-        rule = f"On Python {running_python()} tfposeidon needs TensorFlow {either(releases)}: {release} has no wheels"
-    else:
-        rule = f"tfposeidon needs TensorFlow {either(releases)}"
+    where = f" on Python {running_python()}" if release in TENSORFLOW else ""
     raise UnsupportedVersionError(
-        f"{rule}. Received: {package} {version}. "
-        f"Run: pip install '{package}=={releases[-1]}.*', then python -m tfposeidon install --horovod-only"
+        f"tfposeidon needs TensorFlow {either(releases)}{where}. Received: {package} {version}. "
+        f"Run: pip install '{package}=={releases[-1]}.*', "
+        "then python -m tfposeidon install --horovod-only"
     )
 
 
