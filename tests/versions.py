@@ -1,9 +1,9 @@
 """Runs tests and a job of two ranks on every supported pair of Python and TensorFlow.
 
 For each pair an environment of its own is made, with TensorFlow and Horovod by
-`python -m tfposeidon install` and tfposeidon from its sdist. Then `python -m tfposeidon check` runs,
-a part of the fast tests, and `examples/keras_digits.py` on two ranks. Tests see the installed
-packages and not those of this folder.
+`python -m tfposeidon install` and tfposeidon from its sdist. What runs there is
+`python -m tfposeidon check`, a part of the fast tests, and `examples/keras_digits.py` on two ranks.
+Tests see the installed packages and not those of this folder.
 
 Interpreters are found by name (`python3.12`), on the path or in pyenv's folder; pairs whose
 interpreter is missing are skipped. Results are kept as JSON: pairs that have passed are not run
