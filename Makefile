@@ -47,7 +47,7 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest -m fast
 
-# An environment for each pair, and Horovod built for it: half an hour each on two cores, without interpreters that are missing.
+# An environment of 2 GB for each pair, with Horovod built for it; pairs that have passed are not run again.
 test-versions: setup
 	$(BIN)/python -m tests.versions
 

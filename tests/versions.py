@@ -127,8 +127,8 @@ def make_environment(pair, options):
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in names.stdout.splitlines():
-        # Without results of benchmarks, which are large, and what was deleted and not committed.
-        if (ROOT / name).exists() and not name.startswith("docs/results/"):
+        # Not what was deleted and not committed.
+        if (ROOT / name).exists():
             for home in [pair.source] + [pair.tests] * (name.split("/")[0] not in PACKAGES):
                 (home / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, home / name)
