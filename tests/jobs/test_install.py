@@ -22,7 +22,8 @@ def test_setup_without_tensorflow_says_which_command_to_run(tmp_path):
 
 def test_commands_have_help_and_need_no_tensorflow():
     script = (
-        "import sys; sys.modules['tensorflow'] = sys.modules['keras'] = sys.modules['horovod'] = None; "
+        "import sys; "
+        "sys.modules['tensorflow'] = sys.modules['keras'] = sys.modules['horovod'] = None; "
         "import runpy; sys.argv = ['tfposeidon', 'install', '--help']; "
         "runpy.run_module('tfposeidon', run_name='__main__')"
     )

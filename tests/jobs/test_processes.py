@@ -1,4 +1,4 @@
-"""What a process does that begins: importing starts nothing, one line is enough, and files need no more than Keras."""
+"""Importing starts nothing, one line is enough to train, and saved files need only Keras."""
 
 import os
 import subprocess
@@ -27,7 +27,8 @@ def test_inner_optimizer_loads_without_tfposeidon(tmp_path):
 
 def test_importing_starts_nothing():
     script = (
-        "import sys, tfposeidon, keras_callbacks, horovod.tensorflow as hvd; assert not hvd.is_initialized(); "
+        "import sys, tfposeidon, keras_callbacks, horovod.tensorflow as hvd; "
+        "assert not hvd.is_initialized(); "
         "import threading; print(len(threading.enumerate()))"
     )
     done = subprocess.run(

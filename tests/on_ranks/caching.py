@@ -1,4 +1,4 @@
-"""A cache on ranks: one copy per node, every sample once per epoch over all ranks, and the source read once."""
+"""A cache on ranks: one copy per node, each sample once per epoch, and the source read once."""
 
 import contextlib
 import itertools
@@ -68,7 +68,8 @@ def case_epochs_are_exact_and_the_source_is_read_once(wire):
         cache = _open(wire, folder)
         _check_epochs(wire, cache)
         reads = sum(_over_ranks(wire, cache.stats().source_reads))
-        # On each node one rank at most reads the first sample to see its bytes, and one to make the pool.
+        # On each node at most one rank reads the first sample to see its size, and one to make the
+        # pool.
         nodes = len(wire.topology.nodes)
         assert SAMPLES <= reads <= (SAMPLES if nodes == 1 else SAMPLES + 2 * nodes)
         assert cache._levels.memory.slots == SAMPLES
