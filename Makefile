@@ -46,10 +46,12 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest -m fast
 
+NATIVE_SOURCES = $(shell git ls-files '*.c' '*.cc' '*.cu' '*.h' '*.inc')
 SPHINX := $(BIN)/python -m sphinx -W --keep-going -q -b html docs
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(SPHINX) build/docs
@@ -81,6 +83,7 @@ endif
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(NATIVE_SOURCES)
 
 # Short versions, half an hour; --full in place of --results ... gives those of docs/results.md.
 BENCH := build/bench
