@@ -14,7 +14,7 @@ import statistics
 import keras
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import figures, harness
 from benchmarks.workers.accuracy import MOMENTUM, data, model
 from tfposeidon.optimizers import LAMB, LARS
 from tfposeidon.optimizers.schedules import PolynomialDecayWithWarmup
@@ -51,6 +51,7 @@ RULES = {
     ),
     "LAMB": (SMALL * FACTOR, lambda rate: LAMB(rate(0.02), weight_decay=1e-4)),
 }
+OURS = ("LARS", "LAMB")
 COMMON = {"rules": list(RULES), "epochs": EPOCHS}
 SHORT, FULL = COMMON | {"seeds": [0]}, COMMON | {"seeds": [0, 1, 2]}
 SMALLEST = {
@@ -117,22 +118,47 @@ def show(cells):
     harness.show(rows)
 
 
-def plot(cells, path):
-    """Validation accuracy over epochs, mean and range over seeds."""
+COLORS = {
+    "SGD, small batch": "#000000",
+    "SGD, 2 x rate and warm-up": "#a5c4e8",
+    "SGD, 4 x rate and warm-up": "#6fa8d6",
+    "SGD, 8 x rate and warm-up": "#1f5a96",
+    "LARS": "#9d0b28",
+    "LAMB": "#7d4fd6",
+}
+"""Of the rules that do not diverge; those that do are below the axis."""
+LOWEST = 80
 
-    def draw(axes):
-        for place, rule in enumerate(RULES):
+
+def plot(cells, path):
+    """Saves validation accuracy over epochs, mean and range over seeds."""
+
+    def draw(figure, axes):
+        below = []
+        for rule in RULES:
             curves = 100 * np.array([cell["accuracies"] for cell in runs_of(cells, rule)])
             if not curves.size:
                 continue
+            if curves.max() < LOWEST:
+                below.append(f"{rule}: {curves[:, -1].mean():.0f} %")
+                continue
             epochs = range(1, curves.shape[1] + 1)
-            axes[0].plot(
-                epochs, curves.mean(0), f"C{place}", label=f"{rule} ({RULES[rule][0]})", linewidth=1
+            ours = rule in OURS
+            style = {"linestyle": "-" if ours else "--", "linewidth": 2.4 if ours else 1.5}
+            style |= {"color": COLORS.get(rule, "#777777")}
+            label = f"{rule} ({RULES[rule][0]})"
+            axes[0].plot(epochs, curves.mean(0), label=label, **style)
+            axes[0].fill_between(
+                epochs, curves.min(0), curves.max(0), color=style["color"], alpha=0.12, linewidth=0
             )
-            axes[0].fill_between(epochs, curves.min(0), curves.max(0), color=f"C{place}", alpha=0.2)
-        axes[0].set(xlabel="epoch", ylabel="validation accuracy, %", ylim=(80, 100))
+        axes[0].set(xlabel="epoch", ylabel="validation accuracy, %", ylim=(LOWEST, 100.5))
+        axes[0].grid(axis="y")
+        if below:
+            text = "below the axis: " + "; ".join(below)
+            axes[0].annotate(text, (0.99, 0.02), xycoords="axes fraction", ha="right", fontsize=9)
+        figures.legend(figure, columns=3, more=[f"{rule} ({RULES[rule][0]})" for rule in OURS])
 
-    harness.plot(path, 1, draw)
+    figures.save(path, 1, draw, height_in=4.4)
 
 
 def main():
