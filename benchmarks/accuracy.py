@@ -113,7 +113,8 @@ def plot(cells, path):
     if all(cell.get("task", {}).get("goes_on") for cell in cells.values()):
         plot_curves(found, path)
     else:
-        plot_needed(found, path)
+        targets = {cell.get("task", {}).get("target", TARGET) for cell in cells.values()}
+        plot_needed(found, path, max(targets))
 
 
 def runs_of(cells):
@@ -125,11 +126,11 @@ def runs_of(cells):
     return found
 
 
-def plot_needed(found, path):
+def plot_needed(found, path, target):
     """Saves seconds and steps to the target: the median of the seeds as a bar, each as a point."""
 
     def draw(_, axes):
-        needs = {"reached_s": "seconds to the target", "reached_steps": "steps to the target"}
+        needs = {"reached_s": f"seconds to {target:.0%}", "reached_steps": f"steps to {target:.0%}"}
         for axis, (what, label) in zip(axes, needs.items(), strict=True):
             values = {
                 system: [run[what] for run in runs if run[what] is not None]
@@ -141,7 +142,7 @@ def plot_needed(found, path):
             figures.bars(axis, medians, form="", names=axis is axes[0], limit=limit(values))
             for index, own in enumerate(values.values()):
                 axis.plot(own, [index] * len(own), "o", color="black", markersize=5)
-            axis.set(xlabel=f"{label} (bar: median, points: seeds)")
+            axis.set_xlabel(f"{label} (bar: median, points: seeds)")
 
     figures.save(path, 2, draw, height_in=1.2 + 0.32 * len(found))
 
@@ -174,7 +175,7 @@ def plot_curves(found, path):
             label, value, options = CURVES[name]
             for system, runs in found.items():
                 curves = np.array([list(map(value, curve(run, name))) for run in runs])
-                epochs = range(1, curves.shape[1] + 1)
+                epochs = runs[0].get("iterations", range(1, curves.shape[1] + 1))
                 style = figures.line(system) | {"marker": "", "linewidth": 1.8}
                 axis.plot(epochs, curves.mean(0), **style)
                 axis.fill_between(
@@ -185,9 +186,12 @@ def plot_curves(found, path):
                     alpha=0.13,
                     linewidth=0,
                 )
-            axis.set(xlabel="epoch", ylabel=label, **options)
+            axis.set(xlabel="steps" if noted else "epoch", ylabel=label, **options)
+            if name == "errors":
+                axis.yaxis.set_major_formatter("{x:g}")
             axis.grid(axis="y")
-        figures.legend(figure, columns=5)
+        title = "lines: mean of the seeds; bands: their range"
+        figures.legend(figure, columns=5, title=title)
 
     figures.save(path, len(names), draw, columns=3, height_in=3.4)
 

@@ -81,7 +81,20 @@ STYLES = {
     "tf.data": Style("tf.data", "#a5c4e8", ours=False),
     "tf.data, tuned": Style("tf.data, tuned", "#3b6fb5", ours=False),
     "datacache": Style("datacache", "#b5179e"),
+    "fit": Style("fit on one rank", "#7f8c8d"),
+    "SGD, small batch": Style("SGD, small batch", "#1a1a1a", ours=False),
+    "SGD, scaled rate": Style("SGD, scaled rate", "#d9d2c5", ours=False),
+    "SGD, 2 x rate and warm-up": Style("SGD, 2 x rate and warm-up", "#b3cde3", ours=False),
+    "SGD, 4 x rate and warm-up": Style("SGD, 4 x rate and warm-up", "#7aa5c9", ours=False),
+    "SGD, 8 x rate and warm-up": Style("SGD, 8 x rate and warm-up", "#35618a", ours=False),
+    "SGD, scaled rate and warm-up": Style("SGD, scaled rate and warm-up", "#bfb5a2", ours=False),
+    "LARS": Style("LARS", "#c44900"),
+    "LAMB": Style("LAMB", "#6a5acd"),
 }
+PARTS = ("#264653", "#2a9d8f", "#e0b84c", "#c1666b")
+"""Colors of what is no system: steps of an exchange, parts of a computation."""
+BASELINE = "#b8b8b8"
+"""Color of what parts are compared with."""
 MODELS = {
     "googlenet": "GoogLeNet",
     "resnet50": "ResNet-50",
@@ -151,13 +164,14 @@ def bars(axis, values, form="{:,.0f}", names=True, limit=None):
     axis.tick_params(left=False, labelleft=names)
 
 
-def legend(figure, columns=4, more=()):
+def legend(figure, columns=4, more=(), title=None):
     """Puts one legend for all panels below the figure, with our systems in bold.
 
     Args:
       figure: Figure with labeled lines or bars.
       columns: Number of entries in a line.
       more: Labels to be printed in bold beside those of our systems.
+      title: Line above the entries; by default it says what is bold and dashed, if both occur.
     """
     found = {}
     for axis in figure.axes:
@@ -167,10 +181,12 @@ def legend(figure, columns=4, more=()):
     labels = sorted(found, key=lambda name: order.index(name) if name in order else len(order))
     ours = {own.label for own in STYLES.values() if own.ours} | set(more)
     theirs = {own.label for own in STYLES.values() if not own.ours}
+    if title is None and theirs & set(labels):
+        title = "bold: tfposeidon; dashed or hatched: peers"
     drawn = figure.legend(
         [found[label] for label in labels],
         labels,
-        title="bold: tfposeidon; dashed or hatched: peers" if theirs & set(labels) else None,
+        title=title,
         loc="outside lower center",
         ncols=columns,
         handlelength=3,

@@ -60,17 +60,13 @@ def readable(name):
     return f"{figures.ranks(layout)}, {figures.rate(rate)}, top {100 * density:g} %"
 
 
-COLORS = ("#3f1a8a", "#f08a3c", "#5fa8a0", "#c9b3f0")
-"""Of the steps, which are parts of one system."""
-
-
 def plot(cells, path):
     """Saves a bar for each layout, link and density, made of the four steps."""
 
     def draw(figure, axes):
         names, steps = zip(*rows(cells), strict=True)
         begins = [0.0] * len(names)
-        for index, (label, color) in enumerate(zip(STEPS, COLORS, strict=True)):
+        for index, (label, color) in enumerate(zip(STEPS, figures.PARTS, strict=True)):
             widths = [1e3 * own[index] for own in steps]
             axes[0].barh(names, widths, left=begins, label=label, color=color, height=0.7)
             begins = [begin + width for begin, width in zip(begins, widths, strict=True)]

@@ -51,7 +51,6 @@ RULES = {
     ),
     "LAMB": (SMALL * FACTOR, lambda rate: LAMB(rate(0.02), weight_decay=1e-4)),
 }
-OURS = ("LARS", "LAMB")
 COMMON = {"rules": list(RULES), "epochs": EPOCHS}
 SHORT, FULL = COMMON | {"seeds": [0]}, COMMON | {"seeds": [0, 1, 2]}
 SMALLEST = {
@@ -118,16 +117,8 @@ def show(cells):
     harness.show(rows)
 
 
-COLORS = {
-    "SGD, small batch": "#000000",
-    "SGD, 2 x rate and warm-up": "#a5c4e8",
-    "SGD, 4 x rate and warm-up": "#6fa8d6",
-    "SGD, 8 x rate and warm-up": "#1f5a96",
-    "LARS": "#9d0b28",
-    "LAMB": "#7d4fd6",
-}
-"""Of the rules that do not diverge; those that do are below the axis."""
 LOWEST = 80
+"""Accuracy in percent at which the axis begins."""
 
 
 def plot(cells, path):
@@ -143,11 +134,8 @@ def plot(cells, path):
                 below.append(f"{rule}: {curves[:, -1].mean():.0f} %")
                 continue
             epochs = range(1, curves.shape[1] + 1)
-            ours = rule in OURS
-            style = {"linestyle": "-" if ours else "--", "linewidth": 2.4 if ours else 1.5}
-            style |= {"color": COLORS.get(rule, "#777777")}
-            label = f"{rule} ({RULES[rule][0]})"
-            axes[0].plot(epochs, curves.mean(0), label=label, **style)
+            style = figures.line(rule) | {"marker": "", "label": named(rule)}
+            axes[0].plot(epochs, curves.mean(0), **style)
             axes[0].fill_between(
                 epochs, curves.min(0), curves.max(0), color=style["color"], alpha=0.12, linewidth=0
             )
@@ -156,9 +144,19 @@ def plot(cells, path):
         if below:
             text = "below the axis: " + "; ".join(below)
             axes[0].annotate(text, (0.99, 0.02), xycoords="axes fraction", ha="right", fontsize=9)
-        figures.legend(figure, columns=3, more=[f"{rule} ({RULES[rule][0]})" for rule in OURS])
+        figures.legend(
+            figure,
+            columns=3,
+            more=[named(rule) for rule in RULES if figures.style(rule).ours],
+            title="rule (batch); bold: tfposeidon; lines: mean of the seeds; bands: their range",
+        )
 
     figures.save(path, 1, draw, height_in=4.4)
+
+
+def named(rule):
+    """Returns the rule with its batch."""
+    return f"{rule} ({RULES[rule][0]})"
 
 
 def main():

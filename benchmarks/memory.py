@@ -76,7 +76,7 @@ def show(cells):
     )
 
 
-COLORS = {"worker": "#a3a3a3", "server": "#5f9e3d"}
+COLORS = {"worker": figures.BASELINE, "server": figures.style("ps").color}
 """By where the update is made: on every rank, or on the servers of shards."""
 
 
@@ -109,9 +109,9 @@ def plot(cells, path):
                     textcoords="offset points",
                     va="center",
                 )
-            mark.set_label("of which slots")
+            mark.set_label("slots")
             axis.set_yticks(range(len(names)), names)
-            axis.set(title=figures.ranks(layout), xlabel="MB on a rank", xlim=(0, 1.15 * most))
+            axis.set(title=figures.ranks(layout), xlabel="MB on a rank, beyond plain SGD", xlim=(0, 1.15 * most))
             axis.invert_yaxis()
             axis.tick_params(left=False)
         figures.legend(figure, columns=3)

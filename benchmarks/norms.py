@@ -195,10 +195,14 @@ def crossover(seconds):
 
 
 LINES = {
-    "local": {"label": "every rank for itself", "color": "#a3a3a3", "linestyle": "--"},
-    "share": {"label": "largest share", "color": "#6abf8b", "linewidth": 1.4},
-    "all-gather": {"label": "all-gather", "color": "#eab32f", "linewidth": 1.4},
-    "both": {"label": "in parallel: share and all-gather", "color": "#9d0b28", "linewidth": 2.4},
+    "local": {"label": "every rank for itself", "color": figures.BASELINE, "linestyle": "--"},
+    "share": {"label": "largest share", "color": figures.PARTS[1], "linewidth": 1.4},
+    "all-gather": {"label": "all-gather", "color": figures.PARTS[2], "linewidth": 1.4},
+    "both": {
+        "label": "in parallel: share and all-gather",
+        "color": figures.PARTS[0],
+        "linewidth": 2.4,
+    },
 }
 
 

@@ -159,7 +159,7 @@ def plot(cells, path):
 
 def line(system):
     """Returns the line of a system, broader for the store: it often lies under that of HybComm."""
-    wider = {"linewidth": 5, "markersize": 9} if system == "ps" else {}
+    wider = {"linewidth": 4.5, "markersize": 8} if system == "ps" else {}
     return figures.line(system) | wider
 
 
@@ -179,6 +179,7 @@ def draw_nodes(axis, model, found):
         ylabel="speed-up",
         xticks=(1, 2, 4, 8, 16),
         ylim=(0, 17),
+        yticks=range(0, 17, 4),
     )
     axis.grid(axis="y")
 
@@ -212,6 +213,7 @@ def draw_bandwidth(axis, model, found):
         xlabel="bandwidth, Gb/s",
         ylabel="speed-up",
         ylim=(0, 1.08 * most),
+        yticks=range(0, most + 1, max(1, most // 4)),
         xlim=(0, 1.05 * FAST),
     )
     axis.grid(axis="y")

@@ -238,7 +238,6 @@ def cells_of(cell):
     )
 
 
-COLORS = {"exact": "#9d0b28", "mstopk": "#4b2499", "feedback": "#177245", "scatter": "#a86f00"}
 RATIOS = (
     ("exact", "read", "exact selection / read"),
     ("mstopk", "read", "MSTopK / read"),
@@ -254,8 +253,8 @@ def plot(cells, path):
     def draw(figure, axes):
         for axis, (kind, density) in zip(axes, cases, strict=True):
             own = [c for c in cells.values() if (c["kind"], c["density"]) == (kind, density)]
-            for name, to, label in RATIOS:
-                draw_ratio(axis, own, name, to, label)
+            for (name, to, label), color in zip(RATIOS, figures.PARTS, strict=True):
+                draw_ratio(axis, own, (name, to), label=label, color=color)
             axis.axhline(1, **figures.REFERENCE)
             names = {"library": "C++ library", "ops": "TensorFlow ops"}
             axis.set(
@@ -266,21 +265,23 @@ def plot(cells, path):
                 ylim=(0, 6),
             )
             axis.grid(axis="y")
-        figures.legend(figure, more=[label for *_, label in RATIOS])
+        title = "lines: median of the distributions of values; bands: their range"
+        figures.legend(figure, more=[label for *_, label in RATIOS], title=title)
 
     figures.save(path, len(cases), draw)
 
 
-def draw_ratio(axis, cells, name, to, label):
-    """Draws one ratio over length: the median of the distributions, and their range."""
+def draw_ratio(axis, cells, names, label, color):
+    """Draws the ratio of two times over length: the median of the distributions, and their range."""
     found = {}
+    name, to = names
     for cell in cells:
         found.setdefault(cell["elements"], []).append(cell[f"{name}_s"] / cell[f"{to}_s"])
     lengths = sorted(found)
     medians = [statistics.median(found[length]) for length in lengths]
-    axis.plot(lengths, medians, "o-", color=COLORS[name], label=label, linewidth=2, markersize=5)
+    axis.plot(lengths, medians, "o-", color=color, label=label, linewidth=2, markersize=5)
     low, high = ([of(found[length]) for length in lengths] for of in (min, max))
-    axis.fill_between(lengths, low, high, color=COLORS[name], alpha=0.13, linewidth=0)
+    axis.fill_between(lengths, low, high, color=color, alpha=0.13, linewidth=0)
 
 
 def main():

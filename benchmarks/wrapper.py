@@ -147,7 +147,7 @@ def readable(system):
     ('fit on one rank', 'all-to-all, 16 bits, buckets of 4 MiB')
     """
     if system == "fit":
-        return "fit on one rank"
+        return figures.style(system).label
     scheme, bucket_mib = system.rsplit(" ", 1)
     return f"{figures.style(scheme).label}, buckets of {bucket_mib} MiB"
 
