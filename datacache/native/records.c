@@ -1,7 +1,7 @@
 // Copies records in any order into a batch, past the caches, and looks at their checksums on the way.
 //
 // A batch is larger than what caches keep, and is read elsewhere: storing it the usual way would read each line of it
-// first, and push out what is in use. See docs/results.md for what that makes of a batch.
+// first, and push out what is in use. See docs/results/reading.md for what that makes of a batch.
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
