@@ -2,8 +2,8 @@
 // way.
 //
 // A batch is larger than what caches keep, and is read elsewhere: storing it the usual way would
-// read each line of it first, and push out what is in use. See docs/results.md for what that makes
-// of a batch.
+// read each line of it first, and push out what is in use. See docs/results/reading.md for what
+// that makes of a batch.
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
