@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_callbacks.model_state import optimizers, replicated_variables
+from tfposeidon import ranges
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
@@ -59,12 +60,9 @@ class Checkpoint(keras.callbacks.Callback):
         resume: bool = True,
     ) -> None:
         super().__init__()
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(
-                f"`every_n_steps` must be at least 1. Received: every_n_steps={every_n_steps}"
-            )
-        if keep < 1:
-            raise ValueError(f"`keep` must be at least 1. Received: keep={keep}")
+        if every_n_steps is not None:
+            ranges.check_number("every_n_steps", every_n_steps, ranges.AT_LEAST_1)
+        ranges.check_integer("keep", keep, 1)
         self.folder = folder
         self.every_n_steps = every_n_steps
         self.keep = keep

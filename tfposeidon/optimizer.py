@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfposeidon import arguments, policies, sample_counts
+from tfposeidon import arguments, policies, ranges, sample_counts
 from tfposeidon.communication import runtime, surroundings
 from tfposeidon.exchange import layer_norms
 from tfposeidon.exchange.step import Step
@@ -77,7 +77,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         arguments.check_no_more_arguments(others)
         surroundings.check_surroundings()
         arguments.check_inner(inner_optimizer, DistributedOptimizer)
-        arguments.check_bucket_bytes(bucket_bytes)
+        bucket_bytes = ranges.check_integer("bucket_bytes", bucket_bytes, 0)
         arguments.check_sample_count(sample_count)
         policy = policies.parse(scheme)
         rules.check_server_update(policy, inner_optimizer)

@@ -7,6 +7,7 @@ import os
 import socket
 from typing import Any
 
+from tfposeidon import ranges
 from tfposeidon.communication import failure, launcher
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import HorovodWire, Wire, exchange_objects
@@ -171,8 +172,8 @@ def _set_limits(stall_timeout_s: float | None, transport_timeout_s: float | None
         ("stall_timeout_s", stall_timeout_s),
         ("transport_timeout_s", transport_timeout_s),
     ):
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` must be at least 1 second. Received: {name}={value}")
+        if value is not None:
+            ranges.check_number(name, value, ranges.AT_LEAST_1, "It is in seconds.")
     if stall_timeout_s is not None or launcher.STALL_LIMIT not in os.environ:
         limit = round(stall_timeout_s or DEFAULT_STALL_TIMEOUT_S)
         os.environ[launcher.STALL_LIMIT] = str(limit)
