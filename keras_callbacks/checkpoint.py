@@ -18,7 +18,7 @@ from tfposeidon import ranges
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
-from tfposeidon.exchange.agreement import as_json, first_difference
+from tfposeidon.exchange.variable_agreement import as_json, first_difference
 from tfposeidon.state.rank_state import Piece, redistributed
 from tfposeidon.state.snapshots import Snapshot, SnapshotError, Snapshots, listed, numbered
 from tfposeidon.training import layer_state, session

@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 from tfposeidon import ranges
-from tfposeidon.communication import failure, launcher
+from tfposeidon.communication import agreement, failure, launcher
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import HorovodWire, Wire, exchange_objects
 
@@ -136,10 +136,11 @@ def _check_layout_in_store(topology: Topology) -> None:
     mine = [list(node) for node in topology.nodes]
     if topology.rank == 0:
         store.put("layout", mine)
-    elif (first := store.wait_for("layout", LAYOUT_PATIENCE_S)) != mine:
-        raise RuntimeError(
-            f"All ranks must see the same nodes. Received: {first} on rank 0, {mine} on rank {topology.rank}. "
-            "Pass the same `ranks_per_node` to tfposeidon.init() everywhere."
+    else:
+        agreement.require_equal(
+            {0: store.wait_for("layout", LAYOUT_PATIENCE_S), topology.rank: mine},
+            "All ranks must see the same nodes",
+            "Pass the same `ranks_per_node` to tfposeidon.init() everywhere.",
         )
 
 

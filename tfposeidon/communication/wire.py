@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
+from tfposeidon.communication import agreement
 from tfposeidon.communication.topology import Group, Topology
 
 # Of the names of all collectives that are called, or traced, in a `numbered` block.
@@ -188,12 +189,12 @@ def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
     pairs = [
         json.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)
     ]
-    for rank, (other, _) in enumerate(pairs):
-        if other != pairs[0][0]:
-            raise RuntimeError(
-                f"All ranks must communicate alike. Received: {pairs[0][0]!r} on rank 0, {other!r} on rank {rank}. "
-                "Give every rank the same callbacks, in the same order, and the same number of epochs and evaluations."
-            )
+    agreement.require_equal(
+        [name for name, _ in pairs],
+        "All ranks must communicate alike",
+        "Give every rank the same callbacks, in the same order, and the same number of epochs and "
+        "evaluations.",
+    )
     return [value for _, value in pairs]
 
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfposeidon.communication import agreement
 from tfposeidon.communication.wire import Wire, Zeros, exchange_objects, numbered, opaque, zeros
 from tfposeidon.exchange import factor_exchange
-from tfposeidon.exchange.agreement import REMEDY, as_json, check_same_variables
+from tfposeidon.exchange.variable_agreement import REMEDY, as_json, check_same_variables
 from tfposeidon.gradients.description import Description, dense
 from tfposeidon.planning.plan import Bucket, Plan
 from tfposeidon.schemes.base import Slot, State, VectorScheme
@@ -115,7 +116,12 @@ class Exchanger:
         }
         with tf.init_scope():
             everybody = exchange_objects(mine, self.wire, f"{prefix}.agree")
-        _check_same_settings([other["settings"] for other in everybody])
+        agreement.require_equal(
+            [other["settings"] for other in everybody],
+            "All ranks must exchange alike",
+            REMEDY,
+            agreement.at_first_entry(),
+        )
         check_same_variables([other["variables"] for other in everybody])
         self._at_first = [
             any(flags) for flags in zip(*(other["present"] for other in everybody), strict=True)
@@ -425,11 +431,3 @@ def _split(vector: tf.Tensor, descriptions: Sequence[Description]) -> list[tf.Te
         tf.split(vector, [d.length for d in descriptions]) if len(descriptions) > 1 else [vector]
     )
     return [tf.reshape(part, d.shape) for part, d in zip(parts, descriptions, strict=True)]
-
-
-def _check_same_settings(everybody: Sequence[dict[str, Any]]) -> None:
-    for rank, other in enumerate(everybody):
-        if other != everybody[0]:
-            raise RuntimeError(
-                f"All ranks must exchange alike. Received: {everybody[0]} on rank 0, {other} on rank {rank}. {REMEDY}"
-            )
