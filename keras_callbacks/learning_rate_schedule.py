@@ -125,7 +125,7 @@ def _velocities(optimizer: Any) -> list[Any]:
     """
     velocities = list(getattr(innermost(optimizer), "momentums", []))
     if isinstance(optimizer, DistributedOptimizer):
-        pairs = zip(optimizer.rank_variables, optimizer.rank_pieces, strict=True)
+        pairs = zip(optimizer.rank_variables, optimizer.rank_descriptions, strict=True)
         velocities += [variable for variable, piece in pairs if piece.name == "velocity"]
     return velocities
 

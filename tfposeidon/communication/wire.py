@@ -21,12 +21,12 @@ import tensorflow as tf
 from tfposeidon.communication import agreement
 from tfposeidon.communication.topology import Group, Topology
 
-# Of the names of all collectives that are called, or traced, in a `numbered` block.
+# Of the names of all collectives that are called, or traced, in a `numbered_names` block.
 _suffix = contextvars.ContextVar("suffix", default="")
 
 
 @contextlib.contextmanager
-def numbered(number: int) -> Iterator[None]:
+def numbered_names(number: int) -> Iterator[None]:
     """Names all collectives inside anew: for code that one graph calls several times, from 0.
 
     TensorFlow would make names unique by itself, but in each branch and on a rank that is out of data in another way.

@@ -19,7 +19,7 @@ from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.planning import advice, rules
 from tfposeidon.planning.plan import Plan, make_plan, with_rows
 from tfposeidon.policies import Policy
-from tfposeidon.state.rank_state import Piece
+from tfposeidon.state.rank_state import StateDescription
 
 # Collectives are matched by name. Planners take their number at their first step, which all ranks
 # reach together, and not when they are made: a rank may make or load more of them than others.
@@ -39,7 +39,7 @@ class AgreedPlans:
         self.bucket_bytes = bucket_bytes
         self._exchangers: dict[Any, Exchanger] = {}
         self._effective_rates: dict[Any, EffectiveRate] = {}
-        self._norms: dict[Any, layer_norms.Choice] = {}
+        self._norms: dict[Any, layer_norms.NormMethod] = {}
         self._notes: dict[str, None] = {}
         self._zeros = Zeros()
 
@@ -59,7 +59,7 @@ class AgreedPlans:
 
     def norms(self, variables: list[Any]) -> Norms | None:
         """How a layer-wise optimizer takes norms of these variables; as it likes, where `None`."""
-        return self._norms.get(_key(variables), layer_norms.Choice()).norms
+        return self._norms.get(_key(variables), layer_norms.NormMethod()).norms
 
     @property
     def exchangers(self) -> list[Exchanger]:
@@ -67,13 +67,13 @@ class AgreedPlans:
         return list(self._exchangers.values())
 
     @property
-    def agreed(self) -> list[Exchanger]:
+    def agreed_exchangers(self) -> list[Exchanger]:
         """Those that have been in a step, in the order of their first."""
         return [exchanger for exchanger in self.exchangers if exchanger.prefix]
 
     def plan(self, variables: list[Any], inner_optimizer: Any) -> Plan:
         """All plans as one, as the last step followed them; before the first step, that for `variables`."""
-        plans = [self._of_last_step(exchanger) for exchanger in self.agreed]
+        plans = [self._of_last_step(exchanger) for exchanger in self.agreed_exchangers]
         if not plans:
             plans = [self.exchanger(variables, inner_optimizer).plan]
         buckets = tuple(itertools.chain(*(plan.buckets for plan in plans)))
@@ -115,13 +115,18 @@ class AgreedPlans:
         self._norms.clear()
         self._notes.clear()
 
-    def rank_state(self) -> Iterator[tuple[Any, Piece]]:
+    def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
         """Variables that schemes keep on this rank, and what each of them is."""
-        for number, (key, exchanger) in enumerate(self._exchangers.items()):
+        for key, exchanger in self._exchangers.items():
             if any(exchanger.states):
-                yield from zip(itertools.chain(*exchanger.states), exchanger.pieces(), strict=True)
-                yield self._effective_rates[key].variable, Piece(name=f"update_rate_{number}")
-                yield exchanger.seen, Piece(name=f"seen_{number}")
+                yield from zip(
+                    itertools.chain(*exchanger.states), exchanger.describe_states(), strict=True
+                )
+                # By the variables, and not by a number: another run may meet the lists in another order.
+                members = exchanger.members
+                rate = StateDescription(name="effective_rate", members=members)
+                yield self._effective_rates[key].variable, rate
+                yield exchanger.had_gradient, StateDescription(name="had_gradient", members=members)
 
     def _plan(self, descriptions: list[Description]) -> Plan:
         topology = runtime.wire().topology
@@ -139,11 +144,11 @@ class AgreedPlans:
         """Plans again, now that the ops are there that make the gradients."""
         exchanger = self._exchangers[_key(variables)]
         descriptions = [describe(v) for v in variables]
-        found = factor_agreement.find(grads, descriptions, replicated)
+        found = factor_agreement.find_factors(grads, descriptions, replicated)
         with tf.init_scope():
             everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
-        plan = self._plan(factor_agreement.agreed(descriptions, everybody))
-        factor_agreement.check(plan, self.policy)
+        plan = self._plan(factor_agreement.merge_findings(descriptions, everybody))
+        factor_agreement.check_any_factors(plan, self.policy)
         new = Exchanger(plan, exchanger.wire, self._zeros, exchanger.rows)
         new.take_over(exchanger)
         self._exchangers[_key(variables)] = new
@@ -152,7 +157,7 @@ class AgreedPlans:
         key = _key(variables)
         exchanger = self._exchangers[key]
         served = any(bucket.server for bucket in exchanger.plan.buckets)
-        self._norms[key] = layer_norms.choose(
+        self._norms[key] = layer_norms.choose_norms(
             inner_optimizer, variables, served, exchanger.wire, f"{exchanger.prefix}"
         )
         if self._norms[key].note:

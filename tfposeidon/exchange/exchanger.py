@@ -14,13 +14,20 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfposeidon.communication import agreement
-from tfposeidon.communication.wire import Wire, Zeros, exchange_objects, numbered, opaque, zeros
+from tfposeidon.communication.wire import (
+    Wire,
+    Zeros,
+    exchange_objects,
+    numbered_names,
+    opaque,
+    zeros,
+)
 from tfposeidon.exchange import factor_exchange
 from tfposeidon.exchange.variable_agreement import REMEDY, as_json, check_same_variables
 from tfposeidon.gradients.description import Description, dense
 from tfposeidon.planning.plan import Bucket, Plan
 from tfposeidon.schemes.base import Slot, State, VectorScheme
-from tfposeidon.state.rank_state import Piece
+from tfposeidon.state.rank_state import StateDescription
 
 
 class Presence(NamedTuple):
@@ -30,7 +37,7 @@ class Presence(NamedTuple):
     """Float32: this rank's share of all samples, times the number of ranks; `None` for equal weights."""
     absent: tf.Tensor
     """Float32: ranks that had no batch left and contributed nothing."""
-    somewhere: tf.Tensor
+    any_gradient: tf.Tensor
     """Bool, one for each variable: whether any rank has a gradient."""
 
 
@@ -57,7 +64,7 @@ class Exchanger:
         self.plan = plan
         self.wire = wire
         self.prefix: str | None = None
-        self._at_first: list[bool] = []
+        self._present_at_first_step: list[bool] = []
         self.calls = 0
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.afterwards: Callable[[list[Any]], list[Any]] | None = None
@@ -69,7 +76,9 @@ class Exchanger:
         for dtype in sorted(dtypes):
             self._zeros[dtype]
         used = Zeros()
-        self._used = {bucket.dtype: used[bucket.dtype] for bucket in plan.buckets if bucket.server}
+        self._push_sinks = {
+            bucket.dtype: used[bucket.dtype] for bucket in plan.buckets if bucket.server
+        }
         # For as many buckets as there might be: which there are is known in a trace, which should make no variables.
         self.rows = _rows(len(self._descriptions())) if rows is None else rows
         self.states: list[list[tf.Variable]] = [
@@ -83,11 +92,15 @@ class Exchanger:
             for member in bucket.members
         }
         self._kept = [float(member in kept) for member, _ in enumerate(self._descriptions())]
-        self.seen = _seen(len(self._kept)) if kept else None
+        self.had_gradient = _had_gradient(len(self._kept)) if kept else None
 
     def take_over(self, other: Exchanger) -> None:
         """Goes on for another exchanger of the same variables, with what it keeps for buckets of the same scheme."""
-        self.prefix, self.seen, self._at_first = other.prefix, other.seen, other._at_first
+        self.prefix, self.had_gradient, self._present_at_first_step = (
+            other.prefix,
+            other.had_gradient,
+            other._present_at_first_step,
+        )
         self.calls, self._calls = other.calls, other._calls
         kept = {
             (b.members, b.scheme): state
@@ -123,15 +136,16 @@ class Exchanger:
             agreement.at_first_entry(),
         )
         check_same_variables([other["variables"] for other in everybody])
-        self._at_first = [
+        self._present_at_first_step = [
             any(flags) for flags in zip(*(other["present"] for other in everybody), strict=True)
         ]
         self.prefix = prefix
 
-    def groups(self, places: Sequence[int]) -> list[list[int]]:
+    def group_by_first_step(self, places: Sequence[int]) -> list[list[int]]:
         """Places of variables, apart by whether any rank had a gradient at the first step: mostly they go together."""
         groups = [
-            [place for place in places if self._at_first[place] == then] for then in (True, False)
+            [place for place in places if self._present_at_first_step[place] == then]
+            for then in (True, False)
         ]
         return [group for group in groups if group]
 
@@ -142,25 +156,28 @@ class Exchanger:
         number = 0 if tf.executing_eagerly() else self._calls.get(graph, 0)
         self._calls[graph] = number + 1
         self.calls = max(self.calls, number + 1)
-        with numbered(number):
+        with numbered_names(number):
             yield
 
     def presence(
-        self, gradients: Sequence[Any], sample_count: Any = None, here: bool = True
+        self, gradients: Sequence[Any], sample_count: Any = None, has_batch: bool = True
     ) -> Presence:
         """Counts samples, ranks and gradients over the job: one small all-reduce, sent when the step starts.
 
         Args:
           gradients: Of this rank; `None` where there is none.
           sample_count: Behind them, or `None` for equal weights.
-          here: Whether it has a batch, which may be one in which nothing counts.
+          has_batch: Whether it has a batch, which may be one in which nothing counts.
         """
         # On the processor: a GPU would have to be waited for before anybody can branch on the weight.
         with tf.device("/CPU:0"):
             # A static batch size is a constant, which must not reach a collective.
             zero = self._zeros["float32"].read_value()
             count = tf.cast(1.0 if sample_count is None else sample_count, tf.float32) + zero
-            flags = [float(here), *(float(here and gradient is not None) for gradient in gradients)]
+            flags = [
+                float(has_batch),
+                *(float(has_batch and gradient is not None) for gradient in gradients),
+            ]
             mine = tf.concat([count[tf.newaxis], tf.constant(flags) + zero], 0)
             total = self.wire.all_reduce(mine, self.wire.topology.world, f"{self.prefix}.samples")
             ranks = tf.cast(self.wire.topology.size, tf.float32)
@@ -190,11 +207,11 @@ class Exchanger:
                 count = holders[member]
                 tf.debugging.Assert(tf.logical_or(count == 0.0, count == present), [rule])
 
-    def now_seen(self, presence: Presence) -> tf.Tensor:
+    def updated_had_gradient(self, presence: Presence) -> tf.Tensor:
         """What `seen` becomes with a step that counts."""
-        assert self.seen is not None
+        assert self.had_gradient is not None
         return tf.maximum(
-            self.seen, tf.cast(presence.somewhere, tf.float32) * tf.constant(self._kept)
+            self.had_gradient, tf.cast(presence.any_gradient, tf.float32) * tf.constant(self._kept)
         )
 
     def expected(self, presence: Presence) -> tf.Tensor:
@@ -203,9 +220,9 @@ class Exchanger:
         Returns:
           Bool, one for each variable, the same on all ranks.
         """
-        if self.seen is None:
-            return presence.somewhere
-        return tf.logical_or(presence.somewhere, self.seen > 0.0)
+        if self.had_gradient is None:
+            return presence.any_gradient
+        return tf.logical_or(presence.any_gradient, self.had_gradient > 0.0)
 
     def exchange(
         self,
@@ -277,7 +294,7 @@ class Exchanger:
         if bucket.server:
             own = bucket.server.push(vector, self.wire, name)
             # TensorFlow leaves out a push whose result nobody uses: that of a rank that serves nothing of it.
-            self._used[bucket.dtype].assign(tf.reduce_sum(own[:1]))
+            self._push_sinks[bucket.dtype].assign(tf.reduce_sum(own[:1]))
             return own, ()
         assert isinstance(bucket.scheme, VectorScheme)
         return bucket.scheme.exchange(vector, self._state(index, rescale), self.wire, name)
@@ -309,20 +326,27 @@ class Exchanger:
         assert bucket.server is not None
         return _split(bucket.server.pull(own, bucket.length, self.wire, name), bucket.descriptions)
 
-    def pieces(self) -> list[Piece]:
-        """What each variable of `states` is, in their order."""
-        return [piece for bucket in self.plan.buckets for piece in self._pieces(bucket)]
+    @property
+    def members(self) -> tuple[tuple[str, int], ...]:
+        """Path and number of elements of each variable, in their order."""
+        return tuple((d.path, d.length) for d in self._descriptions())
 
-    def _pieces(self, bucket: Bucket) -> Iterator[Piece]:
+    def describe_states(self) -> list[StateDescription]:
+        """What each variable of `states` is, in their order."""
+        return [piece for bucket in self.plan.buckets for piece in self._describe_states(bucket)]
+
+    def _describe_states(self, bucket: Bucket) -> Iterator[StateDescription]:
         topology = self.plan.topology
         everybody = [bucket.slots(topology.seen_from(rank)) for rank in range(topology.size)]
         members = tuple((d.path, d.length) for d in bucket.descriptions)
         for place, slot in enumerate(bucket.slots(topology)):
             if slot.shape:
                 holders = sum(slots[place].shape[0] for slots in everybody) // bucket.length
-                yield Piece(name=slot.name, members=members, offset=slot.offset, holders=holders)
+                yield StateDescription(
+                    name=slot.name, members=members, offset=slot.offset, owners=holders
+                )
             else:
-                yield Piece(name=slot.name, members=members, scalar=True)
+                yield StateDescription(name=slot.name, members=members, scalar=True)
 
     @property
     def has_flushed(self) -> bool:
@@ -373,8 +397,8 @@ class Exchanger:
           The same.
         """
         nothing = [None] * len(self._descriptions())
-        with numbered(number):
-            absent = self.presence(nothing, 0.0, here=False).absent
+        with numbered_names(number):
+            absent = self.presence(nothing, 0.0, has_batch=False).absent
             means, _ = self.exchange(nothing, None)
             if self.afterwards is not None:
                 means = self.afterwards(means)
@@ -397,7 +421,7 @@ class Exchanger:
         return [description for _, description in sorted(pairs, key=lambda pair: pair[0])]
 
 
-def _seen(count: int) -> tf.Variable:
+def _had_gradient(count: int) -> tf.Variable:
     with tf.init_scope():
         return tf.Variable(tf.zeros([count]), trainable=False, name="seen")
 

@@ -67,10 +67,14 @@ def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf
     >>> tp.parallel_tensor_operator(lambda some: tf.stack([tf.reduce_sum(w) for w in some]), weights).numpy().tolist()
     [4.0, 6.0]
     """
-    return over(runtime.wire(), function, tensors, f"tp.parallel_tensor_operator_{next(_numbers)}")
+    return run_in_parallel(
+        runtime.wire(), function, tensors, f"tp.parallel_tensor_operator_{next(_numbers)}"
+    )
 
 
-def over(wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str) -> tf.Tensor:
+def run_in_parallel(
+    wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str
+) -> tf.Tensor:
     """See `parallel_tensor_operator`.
 
     Args:
@@ -85,7 +89,7 @@ def over(wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str) ->
         surroundings.check_graph()
         items = _items(tensors)
         description = _description(items)
-        begin, end = _parts(items, wire.topology.size)[wire.topology.rank]
+        begin, end = _cut(items, wire.topology.size)[wire.topology.rank]
         result = _result(function(items[begin:end])) if begin < end else None
     except Exception as error:  # noqa: BLE001
         problem = error
@@ -98,10 +102,10 @@ def over(wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str) ->
         everybody = exchange_objects(mine, wire, name)
     if problem is not None:
         raise problem
-    return gathered(result, *_agreed(everybody), wire, f"{name}.all_gather")
+    return gather_results(result, *_agreed(everybody), wire, f"{name}.all_gather")
 
 
-def gathered(
+def gather_results(
     own: tf.Tensor | None, dtype: str, shape: list[int], wire: Wire, name: str
 ) -> tf.Tensor:
     """The results of all ranks one after the other (Eq. 14), where it is known that they fit together.
@@ -134,7 +138,7 @@ def _items(tensors: Any) -> Any:
     return items
 
 
-def _parts(items: Any, ranks: int) -> list[tuple[int, int]]:
+def _cut(items: Any, ranks: int) -> list[tuple[int, int]]:
     if isinstance(items, list):
         return balanced(
             [sum(t.shape.num_elements() for t in tf.nest.flatten(item)) for item in items], ranks

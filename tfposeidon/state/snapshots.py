@@ -255,11 +255,11 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def numbered(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
+def to_named_arrays(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
     """Names for a list of arrays in a file: its order is what identifies them."""
     return {f"{prefix}{i}": array for i, array in enumerate(arrays)}
 
 
-def listed(arrays: Arrays, prefix: str) -> list[np.ndarray]:
-    """The inverse of `numbered`."""
+def to_array_list(arrays: Arrays, prefix: str) -> list[np.ndarray]:
+    """The inverse of `to_named_arrays`."""
     return [arrays[f"{prefix}{i}"] for i in range(sum(name.startswith(prefix) for name in arrays))]
