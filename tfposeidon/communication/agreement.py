@@ -1,7 +1,8 @@
 """The check of what must be equal on all ranks, and its message.
 
-Ranks send what they hold with `wire.exchange_objects`, and each of them checks what it has received. All receive the
-same, so all raise the same error: none is left waiting for the others in its next collective.
+Ranks send what they hold with `wire.exchange_objects`, and each of them checks what it has
+received. All receive the same, so all raise the same error: none is left waiting for the others in
+its next collective.
 """
 
 from __future__ import annotations
@@ -72,12 +73,12 @@ def require_equal(
       error: Type of the error.
 
     Raises:
-      RuntimeError: Or `error`, if values differ. It names the first rank whose value is another than that of the
-        lowest rank, and shows both.
+      RuntimeError: Or `error`, if values differ. It names the first rank whose value is another
+        than that of the lowest rank, and shows both.
 
-    >>> require_equal([0.1, 0.1, 0.2], "All ranks must use one rate", "Set it on all.")
+    >>> require_equal([1, 1, 2], "All ranks must use one rate", "Set it on all.")
     Traceback (most recent call last):
-    RuntimeError: All ranks must use one rate. Received: 0.1 on rank 0, 0.2 on rank 2. Set it on all.
+    RuntimeError: All ranks must use one rate. Received: 1 on rank 0, 2 on rank 2. Set it on all.
     """
     values = received if isinstance(received, Mapping) else dict(enumerate(received))
     lowest = min(values)

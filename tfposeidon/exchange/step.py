@@ -232,7 +232,7 @@ class Step:
         if not any(self.exchanger(variables).states):
             return None
         effective = self.plans.effective_rate(variables)
-        now = effective.now(self._optimizer.inner_optimizer)
+        now = effective.current(self._optimizer.inner_optimizer)
         return _Rate(effective.variable, now, effective.rescale(now))
 
     def _settings(self, count: Any) -> dict[str, Any]:

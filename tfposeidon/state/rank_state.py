@@ -1,7 +1,8 @@
 """Moves state that differs from rank to rank onto other ranks, keeping its sums.
 
-A residual is what a rank has not sent yet: what counts is its sum over all ranks, element by element. So the vectors of
-all ranks are put together by variable, and cut anew for the ranks and buckets that there are now.
+A residual is what a rank has not sent yet: what counts is its sum over all ranks, element by
+element. So the vectors of all ranks are put together by variable, and cut anew for the ranks and
+buckets that there are now.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ class StateDescription:
 
     Attributes:
       name: Name of the quantity, the same on all ranks.
-      members: Variables that it belongs to: path and number of elements of each, in order. Empty for what needs no
-        variables to be told apart, such as an accumulated gradient, whose name has a number.
+      members: Variables that it belongs to: path and number of elements of each, in order. Empty
+        for what needs no variables to be told apart, such as an accumulated gradient, whose name
+        has a number.
       offset: Index in the bucket, the members one after the other, at which it begins.
-      owners: Number of ranks that own a share of each element, to be summed; 0 for what is equal on all ranks.
-      concatenated: Whether what ranks own does not add up, but stands one below the other, as the rows of factors do.
-        Then `owners` is the number of ranks that share the arrays out, and `offset` is the index of this one.
-      scalar: Whether it is one number for all members, equal on all ranks, such as a count of steps.
+      owners: Number of ranks that own a share of each element, to be summed; 0 for what is equal on
+        all ranks.
+      concatenated: Whether what ranks own does not add up, but stands one below the other, as the
+        rows of factors do. Then `owners` is the number of ranks that share the arrays out, and
+        `offset` is the index of this one.
+      scalar: Whether it is one number for all members, equal on all ranks, such as a count of
+        steps.
 
     >>> residual = StateDescription(name="residual", members=(("kernel", 6),), offset=2, owners=1)
     >>> StateDescription.from_dict(residual.to_dict()) == residual
@@ -79,8 +84,9 @@ class StateDescription:
           length: Number of elements of the array.
 
         Yields:
-          Quantity and path of the variable, its number of elements, the slice of the variable that the array holds,
-          and the slice of the array that holds it. Nothing where the array is never cut.
+          Quantity and path of the variable, its number of elements, the slice of the variable that
+          the array holds, and the slice of the array that holds it. Nothing where the array is
+          never cut.
         """
         start = 0
         for path, elements in self.members if self.is_cut else ():
@@ -116,15 +122,16 @@ def redistribute(saved: Sequence[RankState], wanted: RankState) -> list[np.ndarr
 
     Args:
       saved: State of each rank that there was.
-      wanted: State of one rank that there is now: only descriptions, shapes and dtypes are read, and the values of
-        scalars that nobody has saved.
+      wanted: State of one rank that there is now: only descriptions, shapes and dtypes are read,
+        and the values of scalars that nobody has saved.
 
     Returns:
-      One array for each description: this rank's part of the sum over all ranks, divided by its owners; what is equal
-      on all ranks stays as it is, and what nobody has saved is zeros.
+      One array for each description: this rank's part of the sum over all ranks, divided by its
+      owners; what is equal on all ranks stays as it is, and what nobody has saved is zeros.
 
     Raises:
-      ValueError: If something was saved that nobody wants, or variables that share a bucket now had different scalars.
+      ValueError: If something was saved that nobody wants, or variables that share a bucket now had
+        different scalars.
     """
     found = _put_together(saved)
     _check_all_wanted(found, wanted)
