@@ -14,12 +14,19 @@ import numpy as np
 import tensorflow as tf
 
 from keras_callbacks.model_state import optimizers, replicated_variables
+from tfposeidon import ranges
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
-from tfposeidon.exchange.agreement import as_json, first_difference
-from tfposeidon.state.rank_state import Piece, redistributed
-from tfposeidon.state.snapshots import Snapshot, SnapshotError, Snapshots, listed, numbered
+from tfposeidon.exchange.variable_agreement import as_json, first_difference
+from tfposeidon.state.rank_state import StateDescription, redistribute
+from tfposeidon.state.snapshots import (
+    Snapshot,
+    SnapshotError,
+    Snapshots,
+    to_array_list,
+    to_named_arrays,
+)
 from tfposeidon.training import layer_state, session
 from tfposeidon.training.skip_batches import SkipBatches, is_skipping, retrace
 
@@ -59,12 +66,9 @@ class Checkpoint(keras.callbacks.Callback):
         resume: bool = True,
     ) -> None:
         super().__init__()
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(
-                f"`every_n_steps` must be at least 1. Received: every_n_steps={every_n_steps}"
-            )
-        if keep < 1:
-            raise ValueError(f"`keep` must be at least 1. Received: keep={keep}")
+        if every_n_steps is not None:
+            ranges.check_number("every_n_steps", every_n_steps, ranges.AT_LEAST_1)
+        ranges.check_integer("keep", keep, 1)
         self.folder = folder
         self.every_n_steps = every_n_steps
         self.keep = keep
@@ -118,9 +122,11 @@ class Checkpoint(keras.callbacks.Callback):
             "optimizers": [self._described(optimizer) for optimizer in optimizers(self.model)],
         }
         metrics = self._metrics() if batches else []
-        own = numbered(_values(self._own()), "own") | numbered(_values(metrics), "metric")
-        own |= numbered(_values(self._summed()), "sum") | {
-            "pieces": _text([p.to_dict() for p in self._pieces()])
+        own = to_named_arrays(_values(self._own()), "own") | to_named_arrays(
+            _values(metrics), "metric"
+        )
+        own |= to_named_arrays(_values(self._summed()), "sum") | {
+            "pieces": _text([p.to_dict() for p in self._descriptions()])
         }
         self._files.start(meta, self._written_once() if runtime.rank() == 0 else {}, own)
         self._waited, self._look_at = 0, 1
@@ -133,7 +139,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _written_once(self) -> dict[str, np.ndarray]:
         layers = {f"{_LAYER}{name}": value for name, value in layer_state.read(self.model).items()}
-        return numbered(_values(self._shared()), "shared") | layers
+        return to_named_arrays(_values(self._shared()), "shared") | layers
 
     def _described(self, optimizer: Any) -> dict[str, Any]:
         """Its scheme, and where among the model's variables those are that it trains; `None` if nobody knows yet."""
@@ -169,11 +175,11 @@ class Checkpoint(keras.callbacks.Callback):
             for v in getattr(optimizer, "rank_variables", [])
         ]
 
-    def _pieces(self) -> list[Piece]:
+    def _descriptions(self) -> list[StateDescription]:
         return [
             replace(piece, name=f"{piece.name} of optimizer {number}" if number else piece.name)
             for number, optimizer in enumerate(optimizers(self.model))
-            for piece in getattr(optimizer, "rank_pieces", [])
+            for piece in getattr(optimizer, "rank_descriptions", [])
         ]
 
     def _metrics(self) -> list[Any]:
@@ -184,16 +190,16 @@ class Checkpoint(keras.callbacks.Callback):
     def _restore(self, snapshot: Snapshot) -> None:
         self._build_optimizers(snapshot)
         self._check(snapshot)
-        _assign(self._shared(), listed(snapshot.shared, "shared"))
+        _assign(self._shared(), to_array_list(snapshot.shared, "shared"))
         own = snapshot.own.get(runtime.rank(), next(iter(snapshot.own.values())))
-        _assign(self._own(), listed(own, "own"))
+        _assign(self._own(), to_array_list(own, "own"))
         layers = {name: value for name, value in snapshot.shared.items() if name.startswith(_LAYER)}
         layer_state.assign(
             self.model, {name.removeprefix(_LAYER): value for name, value in layers.items()}
         )
         self._restore_schemes(snapshot)
         _assign(self._summed(), self._redistributed(snapshot))
-        self._pending_metrics = listed(own, "metric")
+        self._pending_metrics = to_array_list(own, "metric")
         self._steps = snapshot.meta["steps"]
         self.model._initial_epoch = snapshot.meta["epoch"]
         runtime.say(
@@ -231,17 +237,17 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _redistributed(self, snapshot: Snapshot) -> list[np.ndarray]:
         """State whose sum over ranks counts: this rank's own, or its part of the sum on another layout."""
-        pieces = self._pieces()
-        same = snapshot.same_layout and _saved_pieces(snapshot.own[runtime.rank()]) == pieces
+        pieces = self._descriptions()
+        same = snapshot.same_layout and _saved_descriptions(snapshot.own[runtime.rank()]) == pieces
         if all(exchange_objects(same, runtime.wire(), "tp.same_pieces")):
-            return listed(snapshot.own[runtime.rank()], "sum")
+            return to_array_list(snapshot.own[runtime.rank()], "sum")
         everybody = self._files.read_all_ranks(snapshot)
         saved = [
-            list(zip(_saved_pieces(own), listed(own, "sum"), strict=True))
+            list(zip(_saved_descriptions(own), to_array_list(own, "sum"), strict=True))
             for own in everybody.values()
         ]
         try:
-            return redistributed(saved, list(zip(pieces, _values(self._summed()), strict=True)))
+            return redistribute(saved, list(zip(pieces, _values(self._summed()), strict=True)))
         except ValueError as error:
             raise SnapshotError(
                 f"A checkpoint must be of the same schemes. Received: {error}. Use those it was made with, or "
@@ -264,8 +270,8 @@ def _text(value: Any) -> np.ndarray:
     return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 
-def _saved_pieces(own: dict[str, np.ndarray]) -> list[Piece]:
-    return [Piece.from_dict(content) for content in json.loads(own["pieces"].tobytes())]
+def _saved_descriptions(own: dict[str, np.ndarray]) -> list[StateDescription]:
+    return [StateDescription.from_dict(content) for content in json.loads(own["pieces"].tobytes())]
 
 
 def _values(variables: Sequence[Any]) -> list[np.ndarray]:

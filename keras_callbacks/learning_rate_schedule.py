@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_callbacks.model_state import optimizers
+from tfposeidon import ranges
 from tfposeidon.optimizer import DistributedOptimizer
 from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.training.skip_batches import is_skipping
@@ -46,10 +47,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
         super().__init__()
-        if initial_learning_rate < 0:
-            raise ValueError(
-                f"`initial_learning_rate` must not be negative. Received: initial_learning_rate={initial_learning_rate}"
-            )
+        ranges.check_number("initial_learning_rate", initial_learning_rate, ranges.NOT_NEGATIVE)
         self.initial_learning_rate = initial_learning_rate
         self.multiplier = multiplier if callable(multiplier) else lambda _: multiplier
         self.start_epoch = start_epoch
@@ -127,7 +125,7 @@ def _velocities(optimizer: Any) -> list[Any]:
     """
     velocities = list(getattr(innermost(optimizer), "momentums", []))
     if isinstance(optimizer, DistributedOptimizer):
-        pairs = zip(optimizer.rank_variables, optimizer.rank_pieces, strict=True)
+        pairs = zip(optimizer.rank_variables, optimizer.rank_descriptions, strict=True)
         velocities += [variable for variable, piece in pairs if piece.name == "velocity"]
     return velocities
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 
 from keras_callbacks.learning_rate_schedule import LearningRateSchedule
+from tfposeidon import ranges
 from tfposeidon.communication import runtime
 
 
@@ -29,10 +30,7 @@ class LearningRateWarmup(LearningRateSchedule):
         steps_per_epoch: int | None = None,
         optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
-        if warmup_epochs <= 0:
-            raise ValueError(
-                f"`warmup_epochs` must be above 0. Received: warmup_epochs={warmup_epochs}"
-            )
+        ranges.check_number("warmup_epochs", warmup_epochs, ranges.POSITIVE)
         self.warmup_epochs = warmup_epochs
         super().__init__(
             initial_learning_rate,

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from keras_callbacks.model_state import replicated_variables
+from tfposeidon import ranges
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import replicas
 from tfposeidon.training import layer_state
@@ -31,10 +32,7 @@ class ReplicaCheck(keras.callbacks.Callback):
 
     def __init__(self, every_n_steps: int = 1000, action: str = "stop") -> None:
         super().__init__()
-        if every_n_steps < 1:
-            raise ValueError(
-                f"`every_n_steps` must be at least 1. Received: every_n_steps={every_n_steps}"
-            )
+        ranges.check_number("every_n_steps", every_n_steps, ranges.AT_LEAST_1)
         if action not in ACTIONS:
             raise ValueError(
                 f"`action` must be one of {', '.join(ACTIONS)}. Received: action={action!r}"

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfposeidon import arguments, policies, sample_counts
+from tfposeidon import arguments, policies, ranges, sample_counts
 from tfposeidon.communication import runtime, surroundings
 from tfposeidon.exchange import layer_norms
 from tfposeidon.exchange.step import Step
@@ -19,7 +19,7 @@ from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.planning import rules
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.server.shards import ServerShards
-from tfposeidon.state.rank_state import Piece
+from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training import keras_patches
 
 _Update = Callable[[list[Any], Any], None]
@@ -77,7 +77,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         arguments.check_no_more_arguments(others)
         surroundings.check_surroundings()
         arguments.check_inner(inner_optimizer, DistributedOptimizer)
-        arguments.check_bucket_bytes(bucket_bytes)
+        bucket_bytes = ranges.check_integer("bucket_bytes", bucket_bytes, 0)
         arguments.check_sample_count(sample_count)
         policy = policies.parse(scheme)
         rules.check_server_update(policy, inner_optimizer)
@@ -153,7 +153,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         return [variable for variable, _ in self._rank_state()]
 
     @property
-    def rank_pieces(self) -> list[Piece]:
+    def rank_descriptions(self) -> list[StateDescription]:
         """What each of `rank_variables` is: with it, state can be moved onto other ranks."""
         return [piece for _, piece in self._rank_state()]
 
@@ -283,7 +283,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _update(self, variables: list[Any], grads: list[Any], count: Any) -> None:
         means = self._exchange.means(grads, variables, count, self._shards)
-        with layer_norms.used(self.inner_optimizer, self._exchange.plans.norms(variables)):
+        with layer_norms.override_norms(
+            self.inner_optimizer, self._exchange.plans.norms(variables)
+        ):
             if self._shards is None:
                 means.update(lambda found: self.inner_optimizer.apply(found, variables))
             else:
@@ -378,7 +380,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         if self._accumulation is not None:
             self._accumulation.reset()
 
-    def _rank_state(self) -> list[tuple[Any, Piece]]:
+    def _rank_state(self) -> list[tuple[Any, StateDescription]]:
         if self.built and not self._exchange.exchangers:
             self._exchange.exchanger(self._trainable_variables)
         accumulated = (

@@ -14,7 +14,7 @@ from datacache.levels.levels import Levels
 from datacache.nodes.partition import Partition
 from datacache.pool.filling import Arrays
 from datacache.pool.part import homes
-from tfposeidon.communication import launcher, runtime
+from tfposeidon.communication import agreement, launcher, runtime
 from tfposeidon.communication.wire import Wire, exchange_objects
 
 Partitioning = Literal["auto", "replicate", "split"]
@@ -64,12 +64,14 @@ def shared_by(
     found = exchange_objects(
         [fingerprint, fits(node, nodes) if matters else True], wire, "tp.datacache"
     )
-    for rank, (theirs, _) in enumerate(found):
-        if theirs != found[0][0]:
-            raise ValueError(
-                f"All ranks must open the same cache. Received: another source, `preprocess` or `version` on rank "
-                f"{rank} than on rank 0. See that nodes see the same files, with the same times, and run one script."
-            )
+    agreement.require_equal(
+        [theirs for theirs, _ in found],
+        "All ranks must open the same cache",
+        "Fingerprints follow from the source, `preprocess` and `version`: see that nodes see the same "
+        "files, with the same times, and run one script.",
+        lambda first, other: (f"fingerprint {first}", other),
+        ValueError,
+    )
     replicated = partition == "replicate" or (
         partition == "auto" and all(theirs for _, theirs in found)
     )

@@ -105,7 +105,7 @@ def case_generators_say_that_the_model_must_be_built(wire):
 def case_broadcast_names_the_first_difference(wire):
     model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(4 + wire.topology.rank)])
     model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss="mse")
-    with Raises(RuntimeError, r"first difference is variable 0: .*\(20, 4\).*\(20, 5\)"):
+    with Raises(RuntimeError, r"first difference at variable 0: .*\(20, 4\).*\(20, 5\)"):
         model.fit(*models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
 
 

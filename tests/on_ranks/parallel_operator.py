@@ -75,7 +75,7 @@ def case_at_every_step_of_a_loop(wire):
 def case_other_tensors_on_a_rank(wire):
     mine = weights()[: 3 if wire.topology.rank else 4]
     problem = (
-        r"same tensors.*first at item 3: \[\['float32', \[2, 2\]\]\] on rank 0, "
+        r"same tensors.*first difference at item 3: \[\['float32', \[2, 2\]\]\] on rank 0, "
         r"none \(there are 3\)"
     )
     with Raises(RuntimeError, problem):

@@ -54,7 +54,7 @@ def case_state_is_a_pth(wire):
         padding = 4 * slots * len(model.trainable_variables)
         share = whole / wire.topology.size + slots * SERVED.pair_bytes
         assert _bytes(inner.variables[2:]) <= share + padding, (whole, _bytes(inner.variables[2:]))
-        pairs = zip(optimizer.rank_variables, optimizer.rank_pieces, strict=True)
+        pairs = zip(optimizer.rank_variables, optimizer.rank_descriptions, strict=True)
         kept = [v for v, p in pairs if p.offset < p.members[0][1]]
         held = sum(exchange_objects(int(_bytes(kept)), wire, "held"))
         assert held == whole, (held, whole)

@@ -152,7 +152,7 @@ def case_a_schedule_of_schemes_loses_nothing(wire):
             )
         assert wire.topology.rank or any("epoch 3 goes by" in line for line in lines), lines
         assert model.optimizer.plan.buckets[0].scheme == tp.schemes.Torus2D()
-        assert not any(piece.members for piece in model.optimizer.rank_pieces), (
+        assert not any(piece.members for piece in model.optimizer.rank_descriptions), (
             "the torus keeps nothing"
         )
         expected = (

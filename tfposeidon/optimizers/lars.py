@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfposeidon.optimizers import checks
+from tfposeidon import ranges
 from tfposeidon.optimizers.exclusion import Exclude
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, ratio_or_1
 
@@ -82,18 +82,20 @@ class LARS(LayerWiseOptimizer):
         super().__init__(
             learning_rate, weight_decay=weight_decay, exclude=exclude, parallel=parallel, **options
         )
-        self.momentum = checks.number(
-            "momentum", momentum, checks.BELOW_1, "Use 0.9, or 0.0 for none."
+        self.momentum = ranges.check_number(
+            "momentum", momentum, ranges.BELOW_1, "Use 0.9, or 0.0 for none."
         )
         self.nesterov = _checked_nesterov(nesterov, self.momentum)
-        self.trust_coefficient = checks.number(
+        self.trust_coefficient = ranges.check_number(
             "trust_coefficient",
             trust_coefficient,
-            checks.POSITIVE,
+            ranges.POSITIVE,
             "Use 0.001, or exclude variables from the ratio.",
         )
         self.ratio = _checked_ratio(ratio)
-        self.epsilon = checks.number("epsilon", epsilon, checks.NOT_NEGATIVE, "Use 0.0 for none.")
+        self.epsilon = ranges.check_number(
+            "epsilon", epsilon, ranges.NOT_NEGATIVE, "Use 0.0 for none."
+        )
 
     def build(self, variables: Sequence[Any]) -> None:
         """Makes a velocity for each variable, if there is momentum."""

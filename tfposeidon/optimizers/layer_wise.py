@@ -10,9 +10,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfposeidon import native, ops
+from tfposeidon import native, ops, ranges
 from tfposeidon.gradients.description import of_tensorflow, path_of
-from tfposeidon.optimizers import checks
 from tfposeidon.optimizers.exclusion import Exclude, Exclusion
 
 Norms = Callable[[Sequence[Any], Sequence[Sequence[tf.Tensor]]], tf.Tensor]
@@ -48,11 +47,11 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     ) -> None:
         if isinstance(learning_rate, numbers.Real):
             remedy = "Give a number such as 0.1, or a schedule."
-            learning_rate = checks.number(
-                "learning_rate", learning_rate, checks.NOT_NEGATIVE, remedy
+            learning_rate = ranges.check_number(
+                "learning_rate", learning_rate, ranges.NOT_NEGATIVE, remedy
             )
-        decay = checks.number(
-            "weight_decay", weight_decay, checks.NOT_NEGATIVE, "Use 0.0 for none."
+        decay = ranges.check_number(
+            "weight_decay", weight_decay, ranges.NOT_NEGATIVE, "Use 0.0 for none."
         )
         super().__init__(learning_rate=learning_rate, weight_decay=decay, **options)
         self._exclusion = Exclusion(exclude)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfposeidon import ops
+from tfposeidon import ops, ranges
 
 
 class Memory(NamedTuple):
@@ -54,8 +54,7 @@ class Feedback:
 
     def __post_init__(self) -> None:
         ops.check_method(self.select)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"`momentum` must be in [0, 1). Received: momentum={self.momentum}")
+        ranges.check_number("momentum", self.momentum, ranges.BELOW_1)
         if self.momentum and not self.keep:
             raise ValueError(
                 f"Momentum correction needs error feedback. Received: momentum={self.momentum}, error_feedback=False."

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from tfposeidon import ops
+from tfposeidon import ops, ranges
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import cost, stages
@@ -43,10 +43,7 @@ class OneBit(VectorScheme):
     min_elements: int = 4096
 
     def __post_init__(self) -> None:
-        if self.min_elements < 0:
-            raise ValueError(
-                f"`min_elements` must not be negative. Received: min_elements={self.min_elements}"
-            )
+        ranges.check_number("min_elements", self.min_elements, ranges.NOT_NEGATIVE)
 
     @property
     def exact(self) -> bool:

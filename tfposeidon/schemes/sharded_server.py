@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
+from tfposeidon import ranges
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
@@ -47,10 +48,9 @@ class ShardedServer(VectorScheme):
     update: str = "worker"
 
     def __post_init__(self) -> None:
-        if self.pair_bytes <= 0:
-            raise ValueError(
-                f"`pair_bytes` must be positive. Received: pair_bytes={self.pair_bytes}. Leave it out for 2 MB."
-            )
+        ranges.check_number(
+            "pair_bytes", self.pair_bytes, ranges.POSITIVE, "Leave it out for 2 MB."
+        )
         if self.update not in ("worker", "server"):
             raise ValueError(
                 f'`update` must be "worker" or "server". Received: update={self.update!r}'

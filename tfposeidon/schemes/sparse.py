@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon import ops
+from tfposeidon import ops, ranges
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import cost, pairs, stages
@@ -70,16 +70,12 @@ class SparseScheme(VectorScheme):
     min_elements: int = 4096
 
     def __post_init__(self) -> None:
-        if not 0 < self.density <= 1:
-            raise ValueError(
-                f"`density` must be in (0, 1]. Received: density={self.density}. Use AllReduce() to send everything."
-            )
+        ranges.check_number(
+            "density", self.density, ranges.FRACTION, "Use AllReduce() to send everything."
+        )
         check_wire_dtype(self.wire_dtype)
         for name in ("warmup_steps", "min_elements"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"`{name}` must not be negative. Received: {name}={getattr(self, name)}"
-                )
+            ranges.check_number(name, getattr(self, name), ranges.NOT_NEGATIVE)
         _ = self._feedback
 
     @property

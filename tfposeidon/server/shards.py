@@ -22,7 +22,7 @@ from tfposeidon.gradients.description import describe, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.server import whole_gradients
-from tfposeidon.state.rank_state import Piece
+from tfposeidon.state.rank_state import StateDescription
 
 
 class _Slot(NamedTuple):
@@ -103,7 +103,7 @@ class ServerShards:
         self._inner._all_reduce_sum_gradients = list
 
     @property
-    def rank_state(self) -> Iterator[tuple[Any, Piece]]:
+    def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
         """State of this rank's shards, and what each variable of it is."""
         for slot in self._slots:
             begin, end = self._parts[slot.member]
@@ -112,7 +112,10 @@ class ServerShards:
             # What stands for nothing lies behind the end.
             offset = begin if begin < end else description.length
             members = ((description.path, description.length),)
-            yield slot.variable, Piece(name=slot.name, members=members, offset=offset, holders=1)
+            yield (
+                slot.variable,
+                StateDescription(name=slot.name, members=members, offset=offset, owners=1),
+            )
 
     def without_slots(self, variables: Sequence[Any]) -> list[Any]:
         """Those of the inner optimizer's variables that are equal on all ranks."""
@@ -140,7 +143,7 @@ class ServerShards:
         # What was clipped by whole norms would be clipped once more by those of this rank's parts, to rounding.
         with (
             _set_to_none(self._inner, "clipnorm", "global_clipnorm"),
-            layer_norms.used(self._inner, self._norms()),
+            layer_norms.override_norms(self._inner, self._norms()),
         ):
             means.update(lambda found: self._optimizer.apply(found, self.targets))
         self._pull({member for member, mean in enumerate(means.values) if mean is not None})
@@ -149,7 +152,7 @@ class ServerShards:
         # Collectives have their names once ranks have agreed.
         name = f"{self._exchanger.prefix}.norms_of_layers"
         return (
-            layer_norms.of_parts(self._exchanger.wire, self._is_served, name)
+            layer_norms.sharded_norms(self._exchanger.wire, self._is_served, name)
             if self._parts
             else None
         )

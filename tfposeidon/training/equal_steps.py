@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfposeidon.communication import runtime
+from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.training import session
@@ -175,15 +175,13 @@ def _number(value: Any) -> float | None:
 
 
 def _check_alike(everybody: list[dict[str, Any]]) -> None:
-    for rank, other in enumerate(everybody):
-        for what, value in everybody[0].items():
-            if other[what] != value:
-                raise RuntimeError(
-                    f"All ranks must train alike. Received: {what} {_shown(value, other[what])} on rank 0, "
-                    f"{_shown(other[what], value)} on rank {rank}. Callbacks that set or restore it belong on all "
-                    "ranks and must see the same metrics there (keras_callbacks.MetricAverage); of what one rank "
-                    "restores, use keras_callbacks.Checkpoint."
-                )
+    agreement.require_equal(
+        everybody,
+        "All ranks must train alike",
+        "Callbacks that set or restore it belong on all ranks and must see the same metrics there "
+        "(keras_callbacks.MetricAverage); of what one rank restores, use keras_callbacks.Checkpoint.",
+        agreement.at_first_entry(lambda first, other: (_shown(first, other), _shown(other, first))),
+    )
 
 
 def _shown(value: Any, other: Any) -> str:
