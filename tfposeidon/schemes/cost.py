@@ -36,12 +36,6 @@ class Cost:
         )
 
 
-def shares(length: int, parts: int) -> list[int]:
-    """Cuts `length` elements into `parts` that differ by one at most, the larger first."""
-    quotient, remainder = divmod(length, parts)
-    return [quotient + (part < remainder) for part in range(parts)]
-
-
 def sent(topology: Topology, messages: dict[int, float], *, steps: int, flops: float = 0.0) -> Cost:
     """Sums messages (receiver -> bytes) by the kind of link that they take from this rank."""
     me = topology.rank

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
+from tfposeidon.communication import partition
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import cost
@@ -33,7 +34,8 @@ class Shards:
     def even(cls, length: int, group: Group, owners: int | None = None) -> Shards:
         """Shares that differ by one element at most, over the first `owners` of the group."""
         owners = group.size if owners is None else owners
-        return cls(group, (*cost.shares(length, owners), *([0] * (group.size - owners))))
+        lengths = [end - begin for begin, end in partition.even(length, owners)]
+        return cls(group, (*lengths, *([0] * (group.size - owners))))
 
     def own(self, rank: int) -> int:
         """Elements that `rank` owns."""
