@@ -174,7 +174,7 @@ class AgreedPlans:
                 self._note(
                     f"{describe(variable).path}: no gradient on rank {runtime.rank()}, zeros are sent"
                 )
-        for text in (advice.sparsity_advice(plan, inner_optimizer), advice.processor_advice(plan)):
+        for text in (advice.sparsity_advice(plan, inner_optimizer), advice.cpu_advice(plan)):
             if text:
                 self._note(text)
                 runtime.say("tfposeidon: %s.", text)

@@ -12,7 +12,7 @@ from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.planning.plan import Plan
 
 
-def processor_advice(plan: Plan) -> str:
+def cpu_advice(plan: Plan) -> str:
     """Says so where native ops copy what lies on a GPU to the processor and back."""
     schemes = {
         bucket.scheme.name: bucket.scheme for bucket in plan.buckets if bucket.slots(plan.topology)

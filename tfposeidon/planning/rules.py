@@ -31,10 +31,10 @@ def check_server_update(policy: Policy, inner: Any) -> None:
         return
     optimizer = innermost(inner)
     rule = next(cls for cls in type(optimizer).__mro__ if "update_step" in vars(cls))
-    completed = isinstance(optimizer, LayerWiseOptimizer)
+    norms_are_summed = isinstance(optimizer, LayerWiseOptimizer)
     if (
         rule not in ELEMENTWISE
-        and not completed
+        and not norms_are_summed
         and not getattr(optimizer, "updates_elementwise", False)
     ):
         names = ", ".join([*(cls.__name__ for cls in ELEMENTWISE), "LARS", "LAMB"])
