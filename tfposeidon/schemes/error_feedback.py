@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfposeidon import ops
 
 
-class Memory(NamedTuple):
+class FeedbackState(NamedTuple):
     """What lasts from step to step: `[n]` float32 each, `None` where it is not kept."""
 
     residual: tf.Tensor | None
@@ -25,7 +25,7 @@ class Memory(NamedTuple):
         return tuple(tensor for tensor in self if tensor is not None)
 
 
-class Sent(NamedTuple):
+class Selection(NamedTuple):
     """The selected elements: `[k]` float32, with a residual rounded to the wire's type, and `[k]` int32, ascending."""
 
     values: tf.Tensor
@@ -33,7 +33,7 @@ class Sent(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feedback:
+class ErrorFeedback:
     """How elements are selected, and what becomes of the others.
 
     Args:
@@ -62,13 +62,17 @@ class Feedback:
             )
 
     def select_from(
-        self, gradient: tf.Tensor, memory: Memory, k: int | tf.Tensor, seed: tf.Tensor | int = 0
-    ) -> tuple[Sent, Memory]:
+        self,
+        gradient: tf.Tensor,
+        state: FeedbackState,
+        k: int | tf.Tensor,
+        seed: tf.Tensor | int = 0,
+    ) -> tuple[Selection, FeedbackState]:
         """Selects `k` elements of what has been kept and `gradient`.
 
         Args:
           gradient: `[n]` float32.
-          memory: Of this rank.
+          state: Of this rank.
           k: 0 to n.
           seed: Of MSTopK's window.
 
@@ -76,28 +80,28 @@ class Feedback:
           What is sent and the new memory; `scatter(values) + new residual = residual + gradient`, with the
           velocity in place of the gradient if there is one.
         """
-        if memory.residual is None:
-            return Sent(*ops.top_k(gradient, k, self.select, seed=seed)), memory
+        if state.residual is None:
+            return Selection(*ops.top_k(gradient, k, self.select, seed=seed)), state
         options: dict[str, Any] = {
             "method": self.select,
             "wire_dtype": self.wire_dtype,
             "seed": seed,
         }
-        if memory.velocity is None:
+        if state.velocity is None:
             values, indices, residual = ops.error_feedback_top_k(
-                memory.residual, gradient, k, **options
+                state.residual, gradient, k, **options
             )
-            return Sent(values, indices), Memory(residual, None)
+            return Selection(values, indices), FeedbackState(residual, None)
         values, indices, residual, velocity = ops.momentum_correction_top_k(
-            memory.residual, gradient, memory.velocity, k, self.momentum, **options
+            state.residual, gradient, state.velocity, k, self.momentum, **options
         )
-        return Sent(values, indices), Memory(residual, velocity)
+        return Selection(values, indices), FeedbackState(residual, velocity)
 
-    def all_of(self, gradient: tf.Tensor, memory: Memory) -> tuple[tf.Tensor, Memory]:
+    def all_of(self, gradient: tf.Tensor, state: FeedbackState) -> tuple[tf.Tensor, FeedbackState]:
         """Everything there is, `[n]`, as when `k` is `n`; but velocity goes on: nothing was delayed."""
-        if memory.residual is None:
-            return gradient, memory
-        if memory.velocity is None:
-            return memory.residual + gradient, Memory(tf.zeros_like(gradient), None)
-        velocity = self.momentum * memory.velocity + gradient
-        return memory.residual + velocity, Memory(tf.zeros_like(gradient), velocity)
+        if state.residual is None:
+            return gradient, state
+        if state.velocity is None:
+            return state.residual + gradient, FeedbackState(tf.zeros_like(gradient), None)
+        velocity = self.momentum * state.velocity + gradient
+        return state.residual + velocity, FeedbackState(tf.zeros_like(gradient), velocity)

@@ -15,7 +15,7 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import cost, pairs, stages
 from tfposeidon.schemes.base import Scheme, Slot, State, VectorScheme
 from tfposeidon.schemes.cost import Cost
-from tfposeidon.schemes.error_feedback import Feedback, Memory, Sent
+from tfposeidon.schemes.error_feedback import ErrorFeedback, FeedbackState, Selection
 from tfposeidon.schemes.wire_format import check_wire_dtype
 
 MAX_LENGTH = 2**31
@@ -95,7 +95,7 @@ class SparseScheme(VectorScheme):
         return self.min_elements
 
     @property
-    def for_small(self) -> Scheme | None:
+    def for_small_variables(self) -> Scheme | None:
         # The optimizer's momentum is 0, so it is kept here, too.
         return replace(self, density=1.0, min_elements=0) if self.corrects_momentum else None
 
@@ -137,10 +137,10 @@ class SparseScheme(VectorScheme):
             return self._dense_mean(everything, layout, wire, name), new.kept
 
         def sparse() -> tuple[tf.Tensor, State]:
-            sent, new = self._feedback.select_from(
+            selection, new = self._feedback.select_from(
                 shard, memory, self._count(layout.length, steps), self._seed(steps, layout)
             )
-            return self._sparse_mean(sent, layout, steps, wire, name), new.kept
+            return self._sparse_mean(selection, layout, steps, wire, name), new.kept
 
         if self._is_dense(layout):
             mean, kept = dense()
@@ -160,9 +160,9 @@ class SparseScheme(VectorScheme):
         return stages.gather(mean, layout.node, wire, f"{name}.node_gather")
 
     def _sparse_mean(
-        self, sent: Sent, layout: _Layout, steps: Any, wire: Wire, name: str
+        self, selection: Selection, layout: _Layout, steps: Any, wire: Wire, name: str
     ) -> tf.Tensor:
-        packed = pairs.pack(sent.values, sent.indices, self.wire_dtype)
+        packed = pairs.pack(selection.values, selection.indices, self.wire_dtype)
         if layout.across is not None:
             packed = wire.all_gather(packed, layout.across, f"{name}.pairs_across")
         if not self._gathers_pairs(layout):
@@ -225,8 +225,8 @@ class SparseScheme(VectorScheme):
     # -------------------------------------------------------------- decisions
 
     @cached_property
-    def _feedback(self) -> Feedback:
-        return Feedback(
+    def _feedback(self) -> ErrorFeedback:
+        return ErrorFeedback(
             select=self.select,
             wire_dtype=self.wire_dtype,
             keep=self.error_feedback,
@@ -244,7 +244,7 @@ class SparseScheme(VectorScheme):
         across = seen.across if seen.across is not None and seen.across.size > 1 else None
         return _Layout(node, across, len(seen.nodes), topology.rank)
 
-    def _checked(self, state: State, layout: _Layout) -> tuple[tf.Tensor, Memory]:
+    def _checked(self, state: State, layout: _Layout) -> tuple[tf.Tensor, FeedbackState]:
         steps, *kept = state
         expected = [[], *[[layout.length]] * (self.error_feedback + self.corrects_momentum)]
         received = [tensor.shape.as_list() for tensor in state]
@@ -253,7 +253,7 @@ class SparseScheme(VectorScheme):
                 f"State must be that of this rank's shard, {expected}. Received: shapes {received}. It was made for "
                 "another layout of nodes, or another scheme."
             )
-        return steps, Memory(*[*kept, None, None][:2])
+        return steps, FeedbackState(*[*kept, None, None][:2])
 
     def _count(self, length: int, steps: tf.Tensor | None = None) -> Any:
         """Elements selected of a shard: at least one, if it has any. A tensor during warm-up."""
