@@ -18,7 +18,6 @@ from tfposeidon.schemes import (
     AllReduce,
     ByRows,
     FactorBroadcast,
-    FactorScheme,
     Scheme,
     ShardedServer,
 )
@@ -68,11 +67,11 @@ class Uniform(Policy):
 
     @property
     def reads_factors(self) -> bool:
-        return isinstance(self.scheme, FactorScheme)
+        return self.scheme.needs_factors
 
     @property
     def updates_at_servers(self) -> bool:
-        return isinstance(self.scheme, ShardedServer) and self.scheme.update == "server"
+        return self.scheme.updates_at_servers
 
     @property
     def keeps_state(self) -> bool:
@@ -142,7 +141,7 @@ class HybComm(Policy):
         if factors.rows is None:
             return Choice(by_rows, f"sfb up to K={int(most)}, ps beyond, P={p}")
         k = together * factors.rows
-        scheme = by_rows.taken(round(factors.rows * topology.size))
+        scheme = by_rows.for_rows(round(factors.rows * topology.size))
         sign = "<=" if scheme == by_rows.few else ">"
         reason = f"sfb {readable(k * one_row)} {sign} ps {readable(ps)} with K={k:g}, P={p}"
         return Choice(scheme, reason, (("sfb", k * one_row), ("ps", ps)))

@@ -13,7 +13,7 @@ from typing import Any
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description
 from tfposeidon.policies import Choice, Policy
-from tfposeidon.schemes import AllReduce, ByRows, FactorScheme, Scheme, ShardedServer, VectorScheme
+from tfposeidon.schemes import AllReduce, Scheme, ShardedServer
 from tfposeidon.schemes.base import Slot
 from tfposeidon.schemes.cost import Cost
 from tfposeidon.text import readable, table
@@ -61,21 +61,20 @@ class Bucket:
     @property
     def takes_factors(self) -> bool:
         """Whether gradients are exchanged as products of two thin matrices, or may be."""
-        return isinstance(self.scheme, FactorScheme | ByRows)
+        return self.scheme.takes_factors
 
     @property
     def goes_alone(self) -> bool:
         """Whether no other variable may share it."""
-        return isinstance(self.scheme, FactorScheme)
+        return self.scheme.needs_factors
 
     @property
     def server(self) -> ShardedServer | None:
         """The scheme, if it is servers that update the variables, and not every rank."""
-        return (
-            self.scheme
-            if isinstance(self.scheme, ShardedServer) and self.scheme.update == "server"
-            else None
-        )
+        if not self.scheme.updates_at_servers:
+            return None
+        assert isinstance(self.scheme, ShardedServer)
+        return self.scheme
 
     def served_parts(self, topology: Topology) -> tuple[tuple[int, int], ...]:
         """Begin and end of what `topology.rank` serves of each member, in elements; (0, 0) for nothing."""
@@ -94,12 +93,9 @@ class Bucket:
 
     def cost(self, topology: Topology) -> Cost:
         """What `topology.rank` spends on it; of two schemes, before the first step, that for many rows."""
-        scheme = self.scheme.many if isinstance(self.scheme, ByRows) else self.scheme
-        if isinstance(scheme, FactorScheme):
-            factors = [d.factors for d in self.descriptions if d.factors]
-            return sum((scheme.factor_cost(one, topology) for one in factors), Cost())
-        assert isinstance(scheme, VectorScheme)
-        return scheme.cost(self.length, self.descriptions[0].itemsize, topology)
+        factors = [d.factors for d in self.descriptions if d.factors]
+        itemsize = self.descriptions[0].itemsize
+        return self.scheme.bucket_cost(self.length, itemsize, factors, topology)
 
     def with_rows(self, rows: float, policy: Policy, topology: Topology) -> Bucket:
         """As a step took it whose variables had so many rows, all of them and all ranks together."""
@@ -113,7 +109,7 @@ class Bucket:
         return dataclasses.replace(
             self,
             descriptions=known,
-            scheme=self.scheme.taken(rows) if isinstance(self.scheme, ByRows) else self.scheme,
+            scheme=self.scheme.for_rows(rows),
             choices=tuple(_choice(policy, d, topology) for d in known),
         )
 
@@ -238,7 +234,7 @@ def make_plan(
         key = (
             scheme,
             description.dtype,
-            description.factors if isinstance(scheme, ByRows) else None,
+            description.factors if scheme.takes_factors else None,
         )
         open_bucket = filling.get(key)
         if open_bucket is None or open_bucket.bytes + new.bytes > bucket_bytes:
@@ -272,12 +268,12 @@ def with_rows(plan: Plan, rows: Sequence[float], policy: Policy) -> Plan:
 
 def _fitted(buckets: list[Bucket], topology: Topology) -> list[Bucket]:
     """Schemes for factors as they suit their variables."""
-    load = [0.0] * topology.size
+    served_bytes = [0.0] * topology.size
     fitted = []
     for bucket in buckets:
         scheme, factors = bucket.scheme, bucket.descriptions[0].factors
-        if isinstance(scheme, FactorScheme) and factors is not None:
-            scheme = scheme.fitted(factors, topology, load)
+        if factors is not None:
+            scheme = scheme.fitted(factors, topology, served_bytes)
         fitted.append(dataclasses.replace(bucket, scheme=scheme))
     return fitted
 
@@ -285,14 +281,14 @@ def _fitted(buckets: list[Bucket], topology: Topology) -> list[Bucket]:
 def _choice(policy: Policy, description: Description, topology: Topology) -> Choice:
     """The policy's, except for variables that are too small for the scheme, or whose gradients are no products."""
     choice = policy.choose(description, topology)
-    if isinstance(choice.scheme, FactorScheme) and len(description.shape) < 2:
+    if choice.scheme.needs_factors and len(description.shape) < 2:
         return choice._replace(scheme=AllReduce(), reason=f"no matrix for {choice.scheme.name}")
-    if isinstance(choice.scheme, FactorScheme) and description.why_no_factors:
+    if choice.scheme.needs_factors and description.why_no_factors:
         why = f"no factors for {choice.scheme.name}: {description.why_no_factors}"
         return choice._replace(scheme=AllReduce(), reason=why)
     if description.length >= choice.scheme.min_length:
         return choice
     return choice._replace(
-        scheme=choice.scheme.for_small or AllReduce(),
+        scheme=choice.scheme.for_small_variables or AllReduce(),
         reason=f"fewer than {choice.scheme.min_length} elements for {choice.scheme.name}",
     )

@@ -40,7 +40,7 @@ class FactorBroadcast(FactorScheme):
     def __str__(self) -> str:
         return f"{self.name}(sums_in_node=True)" if self.sums_in_node else self.name
 
-    def fitted(self, factors: FactorShape, topology: Topology, load: list[float]) -> Scheme:
+    def fitted(self, factors: FactorShape, topology: Topology, served_bytes: list[float]) -> Scheme:
         """With sums in the node where they are fewer bytes there, which rows decide."""
         if self.sums_in_node is not None or _uneven(topology):
             return self
@@ -53,7 +53,9 @@ class FactorBroadcast(FactorScheme):
             return self
         by_rows = ByRows(few=few, many=many, limit=int(topology.size * sums / one_row))
         return (
-            by_rows if factors.rows is None else by_rows.taken(round(factors.rows * topology.size))
+            by_rows
+            if factors.rows is None
+            else by_rows.for_rows(round(factors.rows * topology.size))
         )
 
     def exchange_factors(self, factors: Factors, wire: Wire, name: str) -> tf.Tensor:

@@ -35,10 +35,12 @@ class FactorServer(FactorScheme):
     def __str__(self) -> str:
         return self.name
 
-    def fitted(self, factors: FactorShape, topology: Topology, load: list[float]) -> FactorServer:
+    def fitted(
+        self, factors: FactorShape, topology: Topology, served_bytes: list[float]
+    ) -> FactorServer:
         """On the server that has least."""
-        server = min(range(len(load)), key=load.__getitem__)
-        load[server] += factors.matrix_bytes
+        server = min(range(len(served_bytes)), key=served_bytes.__getitem__)
+        served_bytes[server] += factors.matrix_bytes
         return replace(self, server=server)
 
     def exchange_factors(self, factors: Factors, wire: Wire, name: str) -> tf.Tensor:

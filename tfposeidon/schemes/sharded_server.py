@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import tensorflow as tf
+from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
@@ -55,6 +56,11 @@ class ShardedServer(VectorScheme):
             raise ValueError(
                 f'`update` must be "worker" or "server". Received: update={self.update!r}'
             )
+
+    @property
+    @override
+    def updates_at_servers(self) -> bool:
+        return self.update == "server"
 
     def exchange(
         self, gradient: tf.Tensor, state: State, wire: Wire, name: str
