@@ -40,7 +40,7 @@ class Prefixes:
         self.scheme, self.wire = scheme, wire
         topology = wire.topology
         self.node = stages.Shards.even(elements, topology.node, owners=topology.positions)
-        self.count = round(scheme.density * self.node.own(topology.rank))
+        self.count = round(scheme.density * self.node.length_of(topology.rank))
         self.feedback = ErrorFeedback(
             select=scheme.select, wire_dtype=scheme.wire_dtype, keep=True, momentum=0.0
         )

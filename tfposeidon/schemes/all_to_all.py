@@ -1,4 +1,4 @@
-"""Theano-MPI's exchange: all-to-all, local sum, all-gather, with a half-precision wire if wanted."""
+"""Theano-MPI's exchange: all-to-all, local sum, all-gather; in 16 bits on the wire if wanted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one abstraction: a scheme maps gradients and its own state to the mean gradient and new state.
+"""The one abstraction: a scheme maps gradients and its state to the mean gradient and new state.
 
 A `VectorScheme` takes gradients as they are, a `FactorScheme` as the product of two thin matrices.
 """
@@ -60,7 +60,7 @@ class Scheme(Configured, ABC):
     """Whether it can exchange only gradients that are products of two thin matrices."""
 
     takes_factors: ClassVar[bool] = False
-    """Whether steps give it the factors of gradients, from which it may still make their products."""
+    """Whether it is given the factors of gradients, of which it may still make their products."""
 
     def __str__(self) -> str:
         """Returns the name, and the options that differ from their defaults."""
@@ -205,7 +205,7 @@ class VectorScheme(Scheme):
         """Exchanges one bucket.
 
         Args:
-          gradient: `[n]` floating point, `n` static and the same on every rank; it is left as it is.
+          gradient: `[n]` floating point, `n` static and the same on every rank; not changed.
           state: Tensors of `slots`.
           wire: The collectives to use.
           name: Prefix for their names: unique per bucket, the same on every rank.
@@ -241,7 +241,7 @@ class VectorScheme(Scheme):
 
 
 class FactorScheme(Scheme):
-    """A scheme for one variable whose gradient is a product of two thin matrices; it keeps nothing."""
+    """A scheme for one variable whose gradient is a product of two thin matrices, without state."""
 
     needs_factors: ClassVar[bool] = True
     takes_factors: ClassVar[bool] = True

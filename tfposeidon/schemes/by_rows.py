@@ -58,7 +58,7 @@ class ByRows(Scheme):
     def bucket_cost(
         self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
     ) -> Cost:
-        """Predicts the cost of many rows, as before the first step, which tells how many there are."""
+        """Predicts the cost of many rows: before the first step nobody knows how many there are."""
         return self.many.bucket_cost(length, itemsize, factors, topology)
 
     @override

@@ -1,6 +1,7 @@
-"""Error feedback: what a selection leaves behind is added to the next gradient, so that nothing is lost.
+"""Error feedback: what a selection leaves behind is added to the next gradient, so none is lost.
 
-It wraps the selection and not the scheme: in the hierarchical exchange the residual is that of the shard.
+It wraps the selection and not the scheme: in the hierarchical exchange the residual is that of the
+shard.
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ class FeedbackState(NamedTuple):
 
     @property
     def kept(self) -> tuple[tf.Tensor, ...]:
-        """Those that there are."""
+        """Those of the two that are kept."""
         return tuple(tensor for tensor in self if tensor is not None)
 
 
 class Selection(NamedTuple):
-    """The selected elements: `[k]` float32, with a residual rounded to the wire's type, and `[k]` int32, ascending."""
+    """The selected elements.
+
+    Attributes:
+      values: `[k]` float32; rounded to the wire's type where there is a residual, which takes the
+        rounding error.
+      indices: `[k]` int32, ascending.
+    """
 
     values: tf.Tensor
     indices: tf.Tensor
@@ -40,11 +47,12 @@ class ErrorFeedback:
       select: A method of `tfposeidon.ops.top_k`.
       wire_dtype: What values are rounded to; the rounding error stays in the residual.
       keep: Whether there is a residual. Without one, what is not sent is lost.
-      momentum: Of momentum correction, 0 for none: velocity is accumulated before selection, and masked where
-        something was sent (Lin et al. 2018, section 3).
+      momentum: Coefficient of momentum correction, 0 for none: velocity is accumulated before
+        selection, and masked where something was sent (Lin et al. 2018, section 3).
 
     Raises:
-      ValueError: If an argument makes no sense.
+      ValueError: If `select` is unknown, `momentum` is not in [0, 1), or there is momentum without
+        a residual.
     """
 
     select: str
@@ -55,10 +63,14 @@ class ErrorFeedback:
     def __post_init__(self) -> None:
         ops.check_method(self.select)
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"`momentum` must be in [0, 1). Received: momentum={self.momentum}")
+            raise ValueError(
+                f"`momentum` must be in [0, 1). Received: momentum={self.momentum}. "
+                "Use 0.0 for none."
+            )
         if self.momentum and not self.keep:
             raise ValueError(
-                f"Momentum correction needs error feedback. Received: momentum={self.momentum}, error_feedback=False."
+                f"Momentum correction needs error feedback. Received: momentum={self.momentum}, "
+                "error_feedback=False. Use error_feedback=True, or momentum=0.0."
             )
 
     def select_from(
@@ -68,17 +80,17 @@ class ErrorFeedback:
         k: int | tf.Tensor,
         seed: tf.Tensor | int = 0,
     ) -> tuple[Selection, FeedbackState]:
-        """Selects `k` elements of what has been kept and `gradient`.
+        """Selects `k` elements of the residual plus `gradient`.
 
         Args:
           gradient: `[n]` float32.
-          state: Of this rank.
-          k: 0 to n.
-          seed: Of MSTopK's window.
+          state: This rank's.
+          k: Number of elements, from 0 to `n`.
+          seed: Seed of MSTopK's random window; other methods have none.
 
         Returns:
-          What is sent and the new memory; `scatter(values) + new residual = residual + gradient`, with the
-          velocity in place of the gradient if there is one.
+          What is sent, and the new state: `scatter(values) + new residual = residual + gradient`,
+          with the velocity in place of the gradient if there is one.
         """
         if state.residual is None:
             return Selection(*ops.top_k(gradient, k, self.select, seed=seed)), state
@@ -97,11 +109,23 @@ class ErrorFeedback:
         )
         return Selection(values, indices), FeedbackState(residual, velocity)
 
-    def all_of(self, gradient: tf.Tensor, state: FeedbackState) -> tuple[tf.Tensor, FeedbackState]:
-        """Everything there is, `[n]`, as when `k` is `n`; but velocity goes on: nothing was delayed."""
+    def select_all(
+        self, gradient: tf.Tensor, state: FeedbackState
+    ) -> tuple[tf.Tensor, FeedbackState]:
+        """Sends all elements, as if `k` were `n`, except that velocity is kept.
+
+        Args:
+          gradient: `[n]` float32.
+          state: This rank's.
+
+        Returns:
+          The residual plus the gradient (or the velocity), `[n]` float32, and the new state, whose
+          residual is zero.
+        """
         if state.residual is None:
             return gradient, state
         if state.velocity is None:
             return state.residual + gradient, FeedbackState(tf.zeros_like(gradient), None)
+        # Velocity is masked where elements were late, and here none was.
         velocity = self.momentum * state.velocity + gradient
         return state.residual + velocity, FeedbackState(tf.zeros_like(gradient), velocity)

@@ -30,8 +30,8 @@ class Torus2D(WithWireDtype, VectorScheme):
     Raises:
       ValueError: If `wire_dtype` is anything else.
 
-    Cost: 2 (n - 1) steps and 2 d (n - 1) / n elements sent per rank in the node; 2 (m - 1) steps and
-    2 d (m - 1) / (m n) across nodes, for d elements.
+    Cost: 2 (n - 1) steps and 2 d (n - 1) / n elements sent per rank in the node; 2 (m - 1) steps
+    and 2 d (m - 1) / (m n) across nodes, for d elements.
     Source: Shi et al. 2021 (CommLib), section 5.3; Mikami et al. 2018. Differs: each stage that
     reduces is an all-to-all with a local sum (Theano-MPI's, see `stages`); where nodes differ in
     size, shards go to the positions that every node has and the other ranks only contribute.
@@ -50,11 +50,11 @@ class Torus2D(WithWireDtype, VectorScheme):
     def exchange(
         self, gradient: tf.Tensor, state: State, wire: Wire, name: str
     ) -> tuple[tf.Tensor, State]:
-        node, across = stages.levels(gradient.shape[0], wire.topology)
+        node, across = stages.shards_by_level(gradient.shape[0], wire.topology)
         return stages.mean_by_levels(gradient, node, across, wire, name, self.wire_dtype), state
 
     @override
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
         return stages.cost_by_levels(
-            *stages.levels(length, topology), itemsize, topology, self.wire_dtype
+            *stages.shards_by_level(length, topology), itemsize, topology, self.wire_dtype
         )
