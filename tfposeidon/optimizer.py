@@ -95,20 +95,12 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self._exchange = Step(self, policy, bucket_bytes, sample_count)
         self._accumulation: Accumulation | None = None
         self._shards: ServerShards | None = None
-        self._is_scaled_by_compile = False
         keras_patches.patch_keras(DistributedOptimizer)
 
     def __bool__(self) -> bool:
         """True. Under `mixed_float16` only `compile(auto_scale_loss=False)` does not ask: nothing else tells."""
-        self._is_scaled_by_compile = (
-            self._is_scaled_by_compile or keras_patches.is_asked_by_compile()
-        )
+        keras_patches.note_question_of_compile(self)
         return True
-
-    @property
-    def is_scaled_by_compile(self) -> bool:
-        """Whether the model it was given to scales losses under `mixed_float16`, unless that was declined."""
-        return self._is_scaled_by_compile
 
     # ------------------------------------------------------------------ state
 

@@ -346,7 +346,7 @@ def test_all_ranks_take_the_branch_that_suits_their_rows(many, scheme, layout):
         for i in (0, 1)
     ]
     assert {total for _, total in results} == {2.0 * sum(counts)}
-    taken = scheme.taken(sum(counts))
+    taken = scheme.for_rows(sum(counts))
     assert taken == (scheme.many if 12 * size > 12 and many else scheme.few)
     shown = bucket.with_rows(
         2 * sum(counts), policies.Uniform(schemes.FactorBroadcast()), cluster.topology

@@ -139,9 +139,8 @@ def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
     import tensorflow as tf
 
     from tfposeidon.gradients.factors import Factors
-    from tfposeidon.schemes import FactorScheme
 
-    if isinstance(scheme, FactorScheme):
+    if scheme.needs_factors:
         return scheme.exchange_factors(
             Factors(vector[:1, None], tf.ones_like(vector)[None]), wire, f"check.{name}"
         )

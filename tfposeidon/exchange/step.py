@@ -29,7 +29,7 @@ class Server(Protocol):
     def own_parts(self, gradients: Sequence[Any]) -> list[Any]:
         """The parts that this rank serves, where there is but one rank."""
 
-    def completed(self, means: list[Any]) -> list[Any]:
+    def clip_by_whole_norms(self, means: list[Any]) -> list[Any]:
         """Means as the inner optimizer may see them: clipped by norms over all ranks."""
 
 
@@ -178,7 +178,9 @@ class Step:
         """
         if not self._exchanges(variables):
             rows = [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-            return Means(rows if server is None else server.completed(server.own_parts(rows)))
+            return Means(
+                rows if server is None else server.clip_by_whole_norms(server.own_parts(rows))
+            )
         assert self._absent is not None
         assert self._exposed_s is not None
         exchanger = self.exchanger(variables)
@@ -190,7 +192,7 @@ class Step:
             sent, presence.weight, None if rate is None else rate.rescale
         )
         if server is not None:
-            values = server.completed(values)
+            values = server.clip_by_whole_norms(values)
         self._exposed_s.assign_add(_time_after(values) - ready)
         # Read by nobody in most steps; a collective whose result is not used would be left out.
         self._absent.assign(presence.absent)

@@ -25,7 +25,7 @@ from tfposeidon.server import whole_gradients
 from tfposeidon.state.rank_state import StateDescription
 
 
-class _Slot(NamedTuple):
+class _ShardSlot(NamedTuple):
     """State that the optimizer keeps for one shard."""
 
     name: str
@@ -85,7 +85,7 @@ class ServerShards:
                 for m, (begin, end) in self._parts.items()
             }
         self.targets = [shards.get(member, variable) for member, variable in enumerate(variables)]
-        self._slots: list[_Slot] = []
+        self._slots: list[_ShardSlot] = []
         self._gathered: tuple[int, dict[int, np.ndarray]] | None = None
         self._loaded: dict[int, np.ndarray] = {}
 
@@ -122,7 +122,7 @@ class ServerShards:
         own = {id(slot.variable) for slot in self._slots}
         return [variable for variable in variables if id(variable) not in own]
 
-    def completed(self, means: list[Any]) -> list[Any]:
+    def clip_by_whole_norms(self, means: list[Any]) -> list[Any]:
         """Gradients as the inner optimizer may see them, which knows only a part of some.
 
         Args:
@@ -130,13 +130,14 @@ class ServerShards:
         """
         served = [member for member in self._parts if means[member] is not None]
         name = f"{self._exchanger.prefix}.norms"
-        return whole_gradients.completed(means, served, self._optimizer, self._exchanger.wire, name)
+        wire = self._exchanger.wire
+        return whole_gradients.clip_by_whole_norms(means, served, self._optimizer, wire, name)
 
     def apply(self, means: Means) -> None:
         """Applies the inner optimizer to what this rank serves and to what stays whole, and pulls.
 
         Args:
-          means: With values from `completed`.
+          means: With values from `clip_by_whole_norms`.
         """
         self._loaded = {}
         self._refresh()
@@ -196,7 +197,7 @@ class ServerShards:
 
     def _contribute_nothing(self, means: list[Any]) -> list[Any]:
         """Takes part in what follows others' exchange, with values as they are."""
-        means = self.completed(means)
+        means = self.clip_by_whole_norms(means)
         self._refresh()
         self._pull(constrained=set())
         return means
@@ -229,7 +230,7 @@ class ServerShards:
                 slot.variable.assign(flat[begin:end])
         self._loaded = {}
 
-    def _gather(self, slot: _Slot, name: str) -> np.ndarray:
+    def _gather(self, slot: _ShardSlot, name: str) -> np.ndarray:
         topology = self._exchanger.wire.topology
         begin, end = self._parts[slot.member]
         own = tf.convert_to_tensor(slot.variable)[: end - begin]
@@ -311,7 +312,7 @@ class ServerShards:
             variable = make(reference_variable, name=name, **options)
             if id(reference_variable) in members:
                 self._slots.append(
-                    _Slot(name or "state", variable, members[id(reference_variable)])
+                    _ShardSlot(name or "state", variable, members[id(reference_variable)])
                 )
             return variable
 

@@ -32,12 +32,20 @@ _WITH_AUTOMATIC_XLA: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models for which `jit_compile="auto"` chose XLA."""
 
 
-def is_asked_by_compile() -> bool:
-    """Whether the caller's caller is Keras's own `compile`."""
+_SCALED_BY_COMPILE: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Optimizers that Keras's `compile` would have wrapped in a loss scale under `mixed_float16`."""
+
+
+def note_question_of_compile(optimizer: Any) -> None:
+    """Notes that losses are to be scaled for an optimizer, if the caller's caller is Keras's own `compile`.
+
+    Args:
+      optimizer: Whose `__bool__` was called: `compile(auto_scale_loss=False)` does not ask it.
+    """
     asking = sys._getframe(2)
-    return asking.f_code.co_name == "compile" and str(asking.f_globals.get("__name__")).startswith(
-        "keras."
-    )
+    module = str(asking.f_globals.get("__name__"))
+    if asking.f_code.co_name == "compile" and module.startswith("keras."):
+        _SCALED_BY_COMPILE.add(optimizer)
 
 
 def patch_keras(optimizer_class: type) -> None:
@@ -101,7 +109,7 @@ def _scale_losses(model: Any) -> None:
     optimizer = model.optimizer
     if model.dtype_policy.name != "mixed_float16" or not session.is_distributed(optimizer):
         return
-    if optimizer.is_scaled_by_compile:
+    if optimizer in _SCALED_BY_COMPILE:
         _put_scale_inside(optimizer)
 
 
