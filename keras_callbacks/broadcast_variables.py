@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_callbacks.model_state import optimizers, replicated_variables
+from keras_callbacks._model_state import optimizers, replicated_variables
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import replicas
 from tfposeidon.training import layer_state

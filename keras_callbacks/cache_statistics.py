@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import tensorflow as tf
 
+from keras_callbacks._tensorboard import ScalarWriter
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 
@@ -27,11 +27,10 @@ class CacheStatistics(keras.callbacks.Callback):
     def __init__(self, cache: Any, log_dir: str | None = None) -> None:
         super().__init__()
         self.cache, self.log_dir = cache, log_dir
-        self._writer: Any = None
+        self._scalars = ScalarWriter(log_dir)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if self.log_dir and runtime.rank() == 0:
-            self._writer = tf.summary.create_file_writer(str(self.log_dir))
+        self._scalars.open()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._before = self.cache.stats().to_dict()
@@ -51,11 +50,8 @@ class CacheStatistics(keras.callbacks.Callback):
         }
         if logs is not None:
             logs.update(values)
-        if self._writer is not None:
-            with self._writer.as_default():
-                for name, value in values.items():
-                    tf.summary.scalar(name.replace("cache_", "cache/"), value, step=epoch)
+        tags = {name.replace("cache_", "cache/"): value for name, value in values.items()}
+        self._scalars.write(tags, epoch)
 
     def on_train_end(self, logs: Any = None) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self._scalars.close()

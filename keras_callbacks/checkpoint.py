@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_callbacks.model_state import optimizers, replicated_variables
+from keras_callbacks._model_state import optimizers, replicated_variables
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
@@ -21,7 +21,6 @@ from tfposeidon.exchange.agreement import as_json, first_difference
 from tfposeidon.state.rank_state import Piece, redistributed
 from tfposeidon.state.snapshots import Snapshot, SnapshotError, Snapshots, listed, numbered
 from tfposeidon.training import layer_state, session
-from tfposeidon.training.skip_batches import SkipBatches, is_skipping, retrace
 
 _LAYER = "layer."
 
@@ -75,7 +74,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._waited = self._look_at = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self.model._initial_epoch = None
+        self._session = session.of(self.model)
+        self._session.begin_where_asked()
         self._files = Snapshots(self.folder, runtime.wire(), self.keep)
         snapshot = self._files.read_latest() if self.resume else None
         if snapshot is not None:
@@ -89,7 +89,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._pending_metrics = []
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._skipping = is_skipping(self.model)
+        self._skipping = self._session.is_skipping
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._skipping:
@@ -105,7 +105,7 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         self._files.finish()
         # Keras would begin the next fit there, too.
-        self.model._initial_epoch = None
+        self._session.begin_where_asked()
 
     # ---------------------------------------------------------------- writing
 
@@ -195,15 +195,13 @@ class Checkpoint(keras.callbacks.Callback):
         _assign(self._summed(), self._redistributed(snapshot))
         self._pending_metrics = listed(own, "metric")
         self._steps = snapshot.meta["steps"]
-        self.model._initial_epoch = snapshot.meta["epoch"]
+        self._session.resume_at(snapshot.meta["epoch"], snapshot.meta["batches"])
         runtime.say(
             "tfposeidon: resumed from %s at epoch %d, batch %d.",
             self.folder,
             snapshot.meta["epoch"],
             snapshot.meta["batches"],
         )
-        if snapshot.meta["batches"]:
-            self.model.train_function = SkipBatches(self.model, snapshot.meta["batches"])
 
     def _build_optimizers(self, snapshot: Snapshot) -> None:
         """Those that learn in a step what they train, such as a GAN's: for what they trained when they were saved."""
@@ -216,9 +214,9 @@ class Checkpoint(keras.callbacks.Callback):
         """Under a schedule of schemes, those that made the saved state."""
         for optimizer, saved in self._with_saved(snapshot):
             policy = keras.saving.deserialize_keras_object(saved["scheme"])
-            if session.of(self.model).schedules_schemes and policy != optimizer.policy:
+            if self._session.has_scheme_changes and policy != optimizer.policy:
                 optimizer.change_scheme(policy)
-                retrace(self.model)
+                self._session.retrace()
 
     def _with_saved(self, snapshot: Snapshot) -> list[tuple[Any, dict[str, Any]]]:
         found, saved = optimizers(self.model), snapshot.meta["optimizers"]

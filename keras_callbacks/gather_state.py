@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_callbacks.model_state import optimizers
+from keras_callbacks._model_state import optimizers
 
 
 class GatherState(keras.callbacks.Callback):

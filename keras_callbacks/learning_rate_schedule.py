@@ -8,10 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_callbacks.model_state import optimizers
+from keras_callbacks._model_state import optimizers
 from tfposeidon.optimizer import DistributedOptimizer
 from tfposeidon.optimizers.wrapping import innermost
-from tfposeidon.training.skip_batches import is_skipping
+from tfposeidon.training import session
 
 
 class LearningRateSchedule(keras.callbacks.Callback):
@@ -96,7 +96,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         # A resumed epoch's first batches were trained on before, and their rates are in the state.
-        if not self.staircase and not is_skipping(self.model):
+        if not self.staircase and not session.of(self.model).is_skipping:
             assert self.steps_per_epoch
             self._set(self._epoch + batch / self.steps_per_epoch)
 

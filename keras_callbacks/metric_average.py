@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from keras_callbacks._model_state import samples_seen
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 
@@ -39,8 +40,9 @@ class MetricAverage(keras.callbacks.Callback):
             logs.update(_averages(logs, trained, self._validated))
 
     def _samples_seen(self) -> float:
-        tracker = next((m for m in self.model.metrics if m.name == "loss"), None)
-        return float(tracker.count.numpy()) if tracker is not None else 1.0
+        # Without a loss tracker nobody counts, and ranks weigh the same.
+        seen = samples_seen(self.model)
+        return 1.0 if seen is None else seen
 
 
 def _averages(logs: dict[str, Any], trained: float, validated: float) -> dict[str, float]:

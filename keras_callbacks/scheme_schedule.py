@@ -10,7 +10,6 @@ import keras
 from tfposeidon import policies
 from tfposeidon.communication import runtime
 from tfposeidon.training import session
-from tfposeidon.training.skip_batches import is_skipping, retrace
 
 
 class SchemeSchedule(keras.callbacks.Callback):
@@ -58,17 +57,18 @@ class SchemeSchedule(keras.callbacks.Callback):
         self._skipping = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._optimizers = session.optimizers_of(self.model)
+        self._session = session.of(self.model)
+        self._optimizers = self._session.optimizers
         if not self._optimizers:
             raise ValueError(
                 f"SchemeSchedule needs a DistributedOptimizer. Received: {type(self.model.optimizer).__name__}. "
                 "Compile the model with tp.DistributedOptimizer(...)."
             )
-        if getattr(self.model, "_initial_epoch", None) is not None:
+        if self._session.is_resumed:
             raise ValueError(
                 "SchemeSchedule must come before Checkpoint in the list of callbacks. Received: after it."
             )
-        session.of(self.model).schedule_schemes()
+        self._session.announce_scheme_changes()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._change_if_flushed()
@@ -82,7 +82,7 @@ class SchemeSchedule(keras.callbacks.Callback):
             self._change_if_flushed()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._skipping = is_skipping(self.model)
+        self._skipping = self._session.is_skipping
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Ranks that end an epoch together need the exchange that they know until its end.
@@ -97,5 +97,5 @@ class SchemeSchedule(keras.callbacks.Callback):
         ):
             for optimizer in self._optimizers:
                 optimizer.change_scheme(self._next)
-            retrace(self.model)
+            self._session.retrace()
             self._next = None

@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from keras_callbacks.model_state import optimizers
+from keras_callbacks._model_state import optimizers, samples_seen
+from keras_callbacks._tensorboard import ScalarWriter
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.training.session import optimizers_of
@@ -31,12 +31,11 @@ class Throughput(keras.callbacks.Callback):
     def __init__(self, log_dir: str | None = None) -> None:
         super().__init__()
         self.log_dir = log_dir
-        self._writer: Any = None
+        self._scalars = ScalarWriter(log_dir)
         self._started: tuple[float, float, float] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if self.log_dir and runtime.rank() == 0:
-            self._writer = tf.summary.create_file_writer(str(self.log_dir))
+        self._scalars.open()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._started = None
@@ -62,11 +61,10 @@ class Throughput(keras.callbacks.Callback):
             "megabytes_sent": self._bytes_sent() / 1e6,
         }
         logs.update(speed)
-        self._write(speed, epoch)
+        self._scalars.write({f"throughput/{name}": value for name, value in speed.items()}, epoch)
 
     def on_train_end(self, logs: Any = None) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self._scalars.close()
 
     def _finish(self) -> None:
         # Keras sets its loss tracker back for validation, so this comes first and only once.
@@ -77,9 +75,7 @@ class Throughput(keras.callbacks.Callback):
             self._started = None
 
     def _now(self) -> tuple[float, float, float]:
-        samples = next(
-            (float(m.count.numpy()) for m in self.model.metrics if m.name == "loss"), 0.0
-        )
+        samples = samples_seen(self.model) or 0.0
         exposed = sum(getattr(optimizer, "exposed_s", 0.0) for optimizer in optimizers(self.model))
         return time.perf_counter(), samples, exposed
 
@@ -88,10 +84,3 @@ class Throughput(keras.callbacks.Callback):
             optimizer.plan.cost.bytes for optimizer in optimizers_of(self.model) if optimizer.built
         )
         return exchange_objects(mine, runtime.wire(), "tp.bytes")[0]
-
-    def _write(self, speed: dict[str, float], epoch: int) -> None:
-        if self._writer is None:
-            return
-        with self._writer.as_default():
-            for name, value in speed.items():
-                tf.summary.scalar(f"throughput/{name}", value, step=epoch)

@@ -10,16 +10,15 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.training import session
-from tfposeidon.training.skip_batches import is_skipping
 
 
-def around(callbacks: list[Any]) -> list[Any]:
+def with_equal_epochs(callbacks: list[Any]) -> list[Any]:
     """Callbacks for `fit` on several ranks.
 
     What counts steps comes before the others, because they may communicate at the end of an epoch;
     what ends training comes after them, because they may ask for it.
     """
-    return [EqualSteps(may_stop=any(map(_may_stop, callbacks))), *callbacks, EqualEnd()]
+    return [EqualSteps(may_stop=any(map(_may_stop, callbacks))), *callbacks, AgreedStop()]
 
 
 def _may_stop(callback: Any) -> bool:
@@ -88,15 +87,15 @@ class EqualSteps(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._limit is not None and batch >= self._limit:
             raise StopIteration
-        self._skipping = is_skipping(self.model)
-        self._before = self._session.steps if self._watches else 0
+        self._skipping = self._session.is_skipping
+        self._before = self._session.steps_done if self._watches else 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._done = batch + 1
         self._trained = self._trained or not self._skipping
         if not self._watches or self._skipping:
             return
-        cut_short = self._session.steps - self._before < self.model.steps_per_execution
+        cut_short = self._session.steps_done - self._before < self.model.steps_per_execution
         if cut_short or self._session.absent_ranks:
             raise StopIteration
 
@@ -122,7 +121,7 @@ class EqualSteps(keras.callbacks.Callback):
             )
 
 
-class EqualEnd(keras.callbacks.Callback):
+class AgreedStop(keras.callbacks.Callback):
     """Stops training on all ranks after the epoch in which any rank wants to stop, and keeps them from parting.
 
     Before the first epoch and after each, ranks compare what has to be alike beside the weights.

@@ -1,14 +1,16 @@
 """What Keras's training loop has to know of a `DistributedOptimizer`.
 
 Keras gives an optimizer no way to see the model it trains. So the first `DistributedOptimizer` of a
-process wraps three methods of `keras.Model`; models with other optimizers pass through untouched.
+process wraps five methods of `keras.Model`; models with other optimizers pass through untouched.
 They are methods that Keras looks up after the optimizer was made, even in one line such as
 `model.compile(optimizer=tp.DistributedOptimizer(...))`, for which `compile` itself is too early.
 
 - `_resolve_auto_jit_compile`: `jit_compile="auto"` means no XLA, which cannot compile what schemes do.
 - `make_train_function`: under `mixed_float16` the loss scale goes inside; the train step tells the
   optimizer how many samples a batch has, so that unequal batches are weighed right.
-- `fit`: one progress bar, and epochs that end on all ranks after the same step (`equal_steps`).
+- `fit`: output of one rank, and epochs that end on all ranks after the same step (`equal_steps`).
+- `fit`, `evaluate`, `predict`: `verbose="auto"` shows no progress bar where there is no terminal
+  (`verbosity`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import tensorflow as tf
 
 from tfposeidon.communication import runtime
 from tfposeidon.planning import rules
-from tfposeidon.training import equal_steps, session
+from tfposeidon.training import equal_steps, session, verbosity
 
 _WITH_AUTOMATIC_XLA: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models for which `jit_compile="auto"` chose XLA."""
@@ -46,11 +48,13 @@ def patch_keras(optimizer_class: type) -> None:
     Args:
       optimizer_class: `DistributedOptimizer`; models with optimizers of other classes pass through untouched.
     """
-    session.recognize(optimizer_class)
+    session.register_optimizer_class(optimizer_class)
     replacements = {
         "_resolve_auto_jit_compile": _resolve_auto_jit_compile,
         "make_train_function": _make_train_function,
         "fit": _fit,
+        "evaluate": _without_progress_bar,
+        "predict": _without_progress_bar,
     }
     for name, replacement in replacements.items():
         home = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
@@ -81,7 +85,7 @@ def _resolve_auto_jit_compile(original: Any, call: inspect.BoundArguments) -> bo
 def _suits_xla(model: Any) -> bool:
     if all(optimizer.exchange.suits_xla for optimizer in session.optimizers_of(model)):
         return True
-    session.of(model).keep_xla_off()
+    session.of(model).log_xla_is_off()
     return False
 
 
@@ -132,7 +136,7 @@ def _count_samples(model: Any) -> None:
 
     @functools.wraps(step)
     def train_step(data: Any) -> Any:
-        with session.of(model).step(data):
+        with session.of(model).train_step(data):
             return step(data)
 
     train_step._tfposeidon = True  # type: ignore[attr-defined]
@@ -145,17 +149,28 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         return original(*call.args, **call.kwargs)
     call.apply_defaults()
     _prepare(model, call.arguments)
-    if runtime.size() == 1:
-        return original(*call.args, **call.kwargs)
     if call.arguments["verbose"] == "auto" and runtime.rank() != 0:
         call.arguments["verbose"] = 0
+    call.arguments["verbose"] = verbosity.resolve(call.arguments["verbose"])
+    if runtime.size() == 1:
+        return original(*call.args, **call.kwargs)
     callbacks = call.arguments["callbacks"]
     if not isinstance(callbacks, keras.callbacks.CallbackList):
-        call.arguments["callbacks"] = equal_steps.around(keras.tree.flatten(callbacks or []))
+        call.arguments["callbacks"] = equal_steps.with_equal_epochs(
+            keras.tree.flatten(callbacks or [])
+        )
     with warnings.catch_warnings():
         # Keras's advice for epochs that end early is wrong where another rank has fewer batches; we log that.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         return original(*call.args, **call.kwargs)
+
+
+def _without_progress_bar(original: Any, call: inspect.BoundArguments) -> Any:
+    """Resolves `verbose="auto"`; every rank still prints its own line, for its own share of the data."""
+    if session.optimizers_of(call.arguments["self"]):
+        call.apply_defaults()
+        call.arguments["verbose"] = verbosity.resolve(call.arguments["verbose"])
+    return original(*call.args, **call.kwargs)
 
 
 def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:

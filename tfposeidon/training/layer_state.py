@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon.communication.wire import Wire, broadcast_bytes, exchange_objects
-from tfposeidon.training.skip_batches import retrace
+from tfposeidon.training import session
 
 State = dict[str, np.ndarray]
 """Number and name of the layer, and of the quantity, to its value."""
@@ -61,7 +61,7 @@ def assign(model: keras.Model, state: State) -> None:
     if not _equal(read(model), before):
         model.test_function = model.predict_function = None
         if model.train_function is not None:
-            retrace(model)
+            session.of(model).retrace()
 
 
 def broadcast(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:

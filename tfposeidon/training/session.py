@@ -12,12 +12,13 @@ import keras
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
+from tfposeidon.training.skip_batches import SkipBatches
 
 _distributed: tuple[type, ...] = ()
-"""`DistributedOptimizer`, once there is one: this room knows nothing of the class but what `recognize` was given."""
+"""`DistributedOptimizer`, once there is one: this room knows nothing of the class but what `register_optimizer_class` was given."""
 
 
-def recognize(optimizer_class: type) -> None:
+def register_optimizer_class(optimizer_class: type) -> None:
     """Makes instances of a class count as distributed optimizers."""
     global _distributed
     _distributed = (optimizer_class,)
@@ -46,17 +47,17 @@ def optimizers_of(model: Any) -> list[Any]:
     holders = [model, *(layer for layer in layers if not getattr(layer, "compiled", False))]
     held = [
         getattr(model, "optimizer", None),
-        *(v for holder in holders for v in _inside(list(vars(holder).values()))),
+        *(v for holder in holders for v in _flattened(list(vars(holder).values()))),
     ]
     return list({id(value): value for value in held if is_distributed(value)}.values())
 
 
-def _inside(value: Any) -> Iterator[Any]:
+def _flattened(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
         for item in value:
-            yield from _inside(item)
+            yield from _flattened(item)
     else:
         yield value
 
@@ -71,25 +72,60 @@ class Session:
     def __init__(self, model: keras.Model) -> None:
         self._model = weakref.ref(model)
         self._watches_absence = False
-        self._steps: tf.Variable | None = None
+        self._step_counter: tf.Variable | None = None
         self._watched: list[Any] = []
-        self._keeps_xla_off = False
-        self._schedules_schemes = False
+        self._has_logged_xla = False
+        self._has_scheme_changes = False
 
-    def schedule_schemes(self) -> None:
-        """Says that a callback changes the schemes: a resumed run goes on with those that made the saved state."""
-        self._schedules_schemes = True
+    def announce_scheme_changes(self) -> None:
+        """Notes that a callback changes the schemes, so that a resumed run goes on with the saved ones."""
+        self._has_scheme_changes = True
 
     @property
-    def schedules_schemes(self) -> bool:
+    def has_scheme_changes(self) -> bool:
         """Whether a callback changes the schemes."""
-        return self._schedules_schemes
+        return self._has_scheme_changes
 
-    def keep_xla_off(self) -> None:
+    def resume_at(self, epoch: int, batches: int) -> None:
+        """Makes the `fit` that begins go on in the middle of an earlier one.
+
+        Args:
+          epoch: Index of its first epoch.
+          batches: Batches of that epoch that were trained on before; they are read and dropped.
+        """
+        model = self._model()
+        model._initial_epoch = epoch
+        if batches:
+            model.train_function = SkipBatches(model, batches)
+
+    def begin_where_asked(self) -> None:
+        """Makes `fit` begin at its own `initial_epoch` again."""
+        self._model()._initial_epoch = None
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the present `fit` goes on in the middle of an earlier one."""
+        return getattr(self._model(), "_initial_epoch", None) is not None
+
+    @property
+    def is_skipping(self) -> bool:
+        """Whether the next batch is read without training on it, as the first ones of a resumed epoch."""
+        train_function = self._model().train_function
+        return isinstance(train_function, SkipBatches) and train_function.remaining > 0
+
+    def retrace(self) -> None:
+        """Makes the train function anew; batches that are still to be skipped will be."""
+        model = self._model()
+        skipping = model.train_function if isinstance(model.train_function, SkipBatches) else None
+        model.make_train_function(force=True)
+        if skipping is not None:
+            skipping.train, model.train_function = model.train_function, skipping
+
+    def log_xla_is_off(self) -> None:
         """Logs, once, that XLA is off for the model's steps."""
         # Keras asks more than once.
-        if not self._keeps_xla_off:
-            self._keeps_xla_off = True
+        if not self._has_logged_xla:
+            self._has_logged_xla = True
             runtime.say(
                 "tfposeidon: XLA is off for this model's steps: it can compile neither collectives nor selection."
             )
@@ -100,10 +136,10 @@ class Session:
         return optimizers_of(self._model())
 
     @contextlib.contextmanager
-    def step(self, data: Any) -> Iterator[None]:
+    def train_step(self, data: Any) -> Iterator[None]:
         """Surrounds a train step as it is traced: its optimizers weigh this rank by the samples in `data`."""
-        if self._watches_absence and self._steps is not None:
-            self._steps.assign_add(1)
+        if self._watches_absence and self._step_counter is not None:
+            self._step_counter.assign_add(1)
         with contextlib.ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(optimizer.exchange.counting(data))
@@ -115,9 +151,11 @@ class Session:
         Returns:
           Whether the step has to be traced anew.
         """
-        if wanted and self._steps is None:
+        if wanted and self._step_counter is None:
             with tf.init_scope():
-                self._steps = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="steps")
+                self._step_counter = tf.Variable(
+                    tf.zeros([], tf.int64), trainable=False, name="steps"
+                )
         # Looking for them takes longer than a small step: they are kept as long as absence is watched.
         self._watched = self.optimizers if wanted else []
         # An optimizer may have served another model since this one was traced.
@@ -127,9 +165,9 @@ class Session:
         return before != wanted
 
     @property
-    def steps(self) -> int:
+    def steps_done(self) -> int:
         """Train steps so far, counted while absence is watched."""
-        return 0 if self._steps is None else int(self._steps.numpy())
+        return 0 if self._step_counter is None else int(self._step_counter.numpy())
 
     @property
     def absent_ranks(self) -> int:

@@ -34,6 +34,16 @@ def replicated_variables(model: keras.Model) -> list[Any]:
     ]
 
 
+def samples_seen(model: keras.Model) -> float | None:
+    """Returns the samples since Keras last reset its loss tracker; `None` without a tracker.
+
+    Args:
+      model: A compiled model, in `fit` or `evaluate`.
+    """
+    tracker = next((metric for metric in model.metrics if metric.name == "loss"), None)
+    return None if tracker is None else float(tracker.count.numpy())
+
+
 def _has_weights(model: keras.Model) -> bool:
     # Models without a call of their own, such as GANs, are never built, though their parts are.
     return model.built or (bool(model.layers) and all(layer.built for layer in model.layers))
