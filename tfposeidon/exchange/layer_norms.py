@@ -94,7 +94,7 @@ def choose(
         return Choice(
             note="norms of layers: of the servers' parts, their squares are summed over the ranks"
         )
-    layers = inner.scaled(variables)
+    layers = inner.scaled_variables(variables)
     parallel = in_parallel(wire, f"{prefix}.norms_of_layers")
     wanted, why = inner.parallel, f"parallel={inner.parallel}"
     if wanted == "auto":

@@ -40,7 +40,7 @@ def number(name: str, value: Any, allowed: Range, remedy: str) -> float:
     return float(value)
 
 
-def whole(name: str, value: Any, least: int, remedy: str) -> int:
+def integer(name: str, value: Any, least: int, remedy: str) -> int:
     """`value` as an int.
 
     Raises:

@@ -30,7 +30,7 @@ class Exclusion:
     def __init__(self, rule: Exclude) -> None:
         self._rule = rule if rule is None or callable(rule) else _checked(rule)
 
-    def places(self, variables: Sequence[Any]) -> frozenset[int]:
+    def indices(self, variables: Sequence[Any]) -> frozenset[int]:
         """Places of excluded variables in the list.
 
         Patterns that are found in none, and a function that is true of none, are a `UserWarning`.
@@ -39,16 +39,16 @@ class Exclusion:
         # A server's part stands for the whole variable.
         variables = [getattr(variable, "whole", variable) for variable in variables]
         if callable(rule):
-            places = frozenset(place for place, variable in enumerate(variables) if rule(variable))
-            if self._rule is not None and variables and not places:
+            indices = frozenset(index for index, variable in enumerate(variables) if rule(variable))
+            if self._rule is not None and variables and not indices:
                 what = f"is a function that excludes no variable: {_name_of(rule)}"
-                _warn_of_idle(what, "Correct it, or use [].", variables)
-            return places
-        found = {pattern: _places_with(pattern, variables) for pattern in rule}
-        idle = [repr(pattern) for pattern, places in found.items() if not places]
-        if idle:
-            what = f"has patterns that are in no variable's path: {', '.join(idle)}"
-            _warn_of_idle(what, "Correct the patterns, or leave them out.", variables)
+                _warn_unused(what, "Correct it, or use [].", variables)
+            return indices
+        found = {pattern: _indices_with(pattern, variables) for pattern in rule}
+        unused = [repr(pattern) for pattern, indices in found.items() if not indices]
+        if unused:
+            what = f"has patterns that are in no variable's path: {', '.join(unused)}"
+            _warn_unused(what, "Correct the patterns, or leave them out.", variables)
         return frozenset[int]().union(*found.values())
 
     def get_config(self) -> list[str] | None:
@@ -93,9 +93,9 @@ def _checked(patterns: Any) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _places_with(pattern: str, variables: Sequence[Any]) -> frozenset[int]:
+def _indices_with(pattern: str, variables: Sequence[Any]) -> frozenset[int]:
     return frozenset(
-        place for place, variable in enumerate(variables) if re.search(pattern, path_of(variable))
+        index for index, variable in enumerate(variables) if re.search(pattern, path_of(variable))
     )
 
 
@@ -103,7 +103,7 @@ def _name_of(rule: Callable[[Any], bool]) -> str:
     return getattr(rule, "__qualname__", repr(rule))
 
 
-def _warn_of_idle(what: str, remedy: str, variables: Sequence[Any]) -> None:
+def _warn_unused(what: str, remedy: str, variables: Sequence[Any]) -> None:
     paths = ", ".join(repr(path_of(variable)) for variable in variables[:3])
     warnings.warn(
         f"`exclude` {what}. The paths are such as {paths}. {remedy}", UserWarning, stacklevel=3

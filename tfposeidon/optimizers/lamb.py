@@ -86,14 +86,16 @@ class LAMB(LayerWiseOptimizer):
         return {**super().get_config(), **{name: getattr(self, name) for name in own}}
 
     def _direction(self, gradient: tf.Tensor, value: tf.Tensor, variable: Any) -> tf.Tensor:
-        place = self._get_variable_index(variable)
-        first = self._average(self._momentums[place], gradient, self.beta_1)
-        second = self._average(self._velocities[place], tf.square(gradient), self.beta_2)
+        index = self._get_variable_index(variable)
+        first = self._unbiased_average(self._momentums[index], gradient, self.beta_1)
+        second = self._unbiased_average(self._velocities[index], tf.square(gradient), self.beta_2)
         step = first / (tf.sqrt(second) + self.epsilon)
         decay = self._decay_of(variable)
         return step + decay * value if decay else step
 
-    def _measured(self, gradient: tf.Tensor, value: tf.Tensor, direction: tf.Tensor) -> tf.Tensor:
+    def _compared_to_weights(
+        self, gradient: tf.Tensor, value: tf.Tensor, direction: tf.Tensor
+    ) -> tf.Tensor:
         return direction
 
     def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
@@ -102,7 +104,7 @@ class LAMB(LayerWiseOptimizer):
     def _move(self, variable: Any, step: tf.Tensor) -> None:
         self.assign_sub(variable, step)
 
-    def _average(self, kept: Any, sample: tf.Tensor, beta: float) -> tf.Tensor:
+    def _unbiased_average(self, kept: Any, sample: tf.Tensor, beta: float) -> tf.Tensor:
         """Takes a sample into a moment, and returns it without its bias towards 0."""
         average = tf.convert_to_tensor(kept) * beta + sample * (1.0 - beta)
         self.assign(kept, average)

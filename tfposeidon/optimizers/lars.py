@@ -112,7 +112,9 @@ class LARS(LayerWiseOptimizer):
         decay = self._decay_of(variable)
         return gradient + decay * value if decay else gradient
 
-    def _measured(self, gradient: tf.Tensor, value: tf.Tensor, direction: tf.Tensor) -> tf.Tensor:
+    def _compared_to_weights(
+        self, gradient: tf.Tensor, value: tf.Tensor, direction: tf.Tensor
+    ) -> tf.Tensor:
         return direction if self.ratio == "norm_of_sum" else gradient
 
     def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:

@@ -62,14 +62,14 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     def build(self, variables: Sequence[Any]) -> None:
         """Finds out which variables are excluded, and makes what Keras keeps for all optimizers."""
         super().build(variables)
-        self._excluded = self._exclusion.places(variables)
+        self._excluded = self._exclusion.indices(variables)
 
     @property
     def excluded(self) -> list[int]:
         """Places of excluded variables in the list of `build`."""
         return sorted(self._excluded)
 
-    def scaled(self, variables: Sequence[Any]) -> list[Any]:
+    def scaled_variables(self, variables: Sequence[Any]) -> list[Any]:
         """Those of these variables that are not excluded."""
         return [
             variable
@@ -119,12 +119,14 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         """The step at a rate of 1, with decay and without the ratio."""
 
     @abc.abstractmethod
-    def _measured(self, gradient: tf.Tensor, value: tf.Tensor, direction: tf.Tensor) -> tf.Tensor:
+    def _compared_to_weights(
+        self, gradient: tf.Tensor, value: tf.Tensor, direction: tf.Tensor
+    ) -> tf.Tensor:
         """What is compared with the value: its norm decides the ratio."""
 
     @abc.abstractmethod
     def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
-        """The ratios, `[n]`, from the norms of values and of what `_measured` returned, and the weight decays."""
+        """The ratios, `[n]`, from the norms of values and of what `_compared_to_weights` returned, and the weight decays."""
 
     @abc.abstractmethod
     def _move(self, variable: Any, step: tf.Tensor) -> None:
@@ -143,12 +145,14 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     ) -> list[list[keras.Variable | None]]:
         """One list for each name, of zeros like the variables; ordered by variable, then by name, as in Keras."""
         rows = [[self._state_for(variable, name) for name in names] for variable in variables]
-        return [[row[place] for row in rows] for place in range(len(names))]
+        return [[row[index] for row in rows] for index in range(len(names))]
 
     def _state_for(self, variable: Any, name: str) -> keras.Variable | None:
         if self._overwrite_variable_with_gradient(variable):
             return None
-        return self.add_variable_from_reference(variable, name, dtype=wide(variable.dtype).name)
+        return self.add_variable_from_reference(
+            variable, name, dtype=arithmetic_dtype(variable.dtype).name
+        )
 
     # ------------------------------------------------------------------ what Keras calls
 
@@ -167,19 +171,22 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     def _update(self, pairs: Sequence[tuple[Any, Any]], learning_rate: Any) -> None:
         """Directions of all variables, then the norms of all, then the steps."""
         variables = [variable for _, variable in pairs]
-        gradients = [_widened(gradient, variable) for gradient, variable in pairs]
+        gradients = [_dense_gradient(gradient, variable) for gradient, variable in pairs]
         values = [
             tf.cast(variable, gradient.dtype)
             for variable, gradient in zip(variables, gradients, strict=True)
         ]
         steps = [self._direction(*each) for each in zip(gradients, values, variables, strict=True)]
-        places = [
-            place for place, variable in enumerate(variables) if not self._is_excluded(variable)
+        indices = [
+            index for index, variable in enumerate(variables) if not self._is_excluded(variable)
         ]
-        rows = [[values[i], self._measured(gradients[i], values[i], steps[i])] for i in places]
-        ratios = self._ratios_of([variables[i] for i in places], rows)
-        for place, ratio in zip(places, ratios, strict=True):
-            steps[place] *= tf.cast(ratio, steps[place].dtype)
+        rows = [
+            [values[i], self._compared_to_weights(gradients[i], values[i], steps[i])]
+            for i in indices
+        ]
+        ratios = self._ratios_of([variables[i] for i in indices], rows)
+        for index, ratio in zip(indices, ratios, strict=True):
+            steps[index] *= tf.cast(ratio, steps[index].dtype)
         for variable, step in zip(variables, steps, strict=True):
             self._move(variable, step * tf.cast(learning_rate, step.dtype))
 
@@ -201,7 +208,7 @@ def local_norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -
     """
     dtype = norm_dtype(rows)
     tensors = [tf.cast(tensor, dtype) for row in rows for tensor in row]
-    elsewhere = native.in_xla() or dtype == tf.float64 or _only_on_processor()
+    elsewhere = native.in_xla() or dtype == tf.float64 or _has_cpu_kernels_only()
     norms = tf.stack([_norm(tensor) for tensor in tensors]) if elsewhere else ops.l2_norms(tensors)
     return tf.reshape(norms, [len(rows), -1])
 
@@ -217,12 +224,12 @@ def _norm(tensor: tf.Tensor) -> tf.Tensor:
     return tf.sqrt(tf.reduce_sum(tf.square(tensor)))
 
 
-def _only_on_processor() -> bool:
+def _has_cpu_kernels_only() -> bool:
     # All weights would be copied there, at every step.
     return bool(tf.config.list_logical_devices("GPU")) and not native.has_gpu_kernels()
 
 
-def wide(dtype: Any) -> tf.DType:
+def arithmetic_dtype(dtype: Any) -> tf.DType:
     """What is calculated in for variables of `dtype`: at least float32."""
     dtype = tf.as_dtype(dtype)
     return tf.float32 if dtype.size < 4 else dtype
@@ -233,9 +240,9 @@ def ratio_or_1(numerator: tf.Tensor, denominator: tf.Tensor, defined: tf.Tensor)
     return tf.where(defined, numerator / tf.where(defined, denominator, 1.0), 1.0)
 
 
-def _widened(gradient: Any, variable: Any) -> tf.Tensor:
+def _dense_gradient(gradient: Any, variable: Any) -> tf.Tensor:
     """The gradient, rows of equal index summed, in a dtype that is wide enough."""
-    dtype = wide(variable.dtype)
+    dtype = arithmetic_dtype(variable.dtype)
     if isinstance(gradient, tf.IndexedSlices):
         rows = tf.cast(gradient.values, dtype)
         gradient = tf.math.unsorted_segment_sum(rows, gradient.indices, variable.shape[0])

@@ -59,10 +59,10 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
         self.peak_learning_rate = checks.number(
             "peak_learning_rate", peak_learning_rate, checks.POSITIVE, "Give for example 1.0."
         )
-        self.warmup_steps = checks.whole(
+        self.warmup_steps = checks.integer(
             "warmup_steps", warmup_steps, 0, "Use 0 for none, or by_epochs."
         )
-        self.decay_steps = checks.whole(
+        self.decay_steps = checks.integer(
             "decay_steps", decay_steps, 1, "Count the steps after the warm-up."
         )
         self.initial_learning_rate = self._up_to_peak(
@@ -166,7 +166,7 @@ def cosine_decay_by_epochs(
 
 
 def _in_steps(warmup_epochs: Any, decay_epochs: Any, steps_per_epoch: Any) -> tuple[int, int]:
-    steps = checks.whole("steps_per_epoch", steps_per_epoch, 1, "Count the batches of one rank.")
+    steps = checks.integer("steps_per_epoch", steps_per_epoch, 1, "Count the batches of one rank.")
     warmup = checks.number("warmup_epochs", warmup_epochs, checks.NOT_NEGATIVE, "Use 0 for none.")
     decay = checks.number(
         "decay_epochs", decay_epochs, checks.POSITIVE, "Count the epochs after the warm-up."

@@ -76,7 +76,7 @@ class EqualSteps(keras.callbacks.Callback):
         self._watches = self._limit is None or any(may_stop for _, may_stop in everybody)
         if self.model.run_eagerly and len(self._session.optimizers) > 1:
             self._watches = self._limit is None
-            _check_known(self._limit)
+            _check_limit_is_known(self._limit)
         if self._session.watch_absence(self._watches):
             self.model.make_train_function(force=True)
 
@@ -136,17 +136,19 @@ class AgreedStop(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         # A callback that restores something on one rank alone (BackupAndRestore) begins at another epoch.
         if not self._begun:
-            _check_alike(exchange_objects(_alike(self.model, epoch), runtime.wire(), "tp.begin"))
+            _check_settings(
+                exchange_objects(_settings(self.model, epoch), runtime.wire(), "tp.begin")
+            )
         self._begun = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        mine = [bool(self.model.stop_training), _alike(self.model, epoch)]
+        mine = [bool(self.model.stop_training), _settings(self.model, epoch)]
         everybody = exchange_objects(mine, runtime.wire(), "tp.stop")
-        _check_alike([alike for _, alike in everybody])
+        _check_settings([settings for _, settings in everybody])
         self.model.stop_training = any(stop for stop, _ in everybody)
 
 
-def _check_known(limit: int | None) -> None:
+def _check_limit_is_known(limit: int | None) -> None:
     if limit is None:
         raise ValueError(
             "With run_eagerly=True and several optimizers every rank must know its number of batches. Received: data "
@@ -154,38 +156,38 @@ def _check_known(limit: int | None) -> None:
         )
 
 
-def _alike(model: keras.Model, epoch: int) -> dict[str, Any]:
+def _settings(model: keras.Model, epoch: int) -> dict[str, Any]:
     """What ranks must hold alike beside the weights, as JSON can carry it."""
-    alike: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "epoch": epoch,
         "trainable variables": [v.path for v in model.trainable_variables],
     }
     for number, optimizer in enumerate(session.optimizers_of(model)):
         inner = innermost(optimizer)
         of_which = f" of optimizer {number}" if number else ""
-        alike[f"learning rate{of_which}"] = float(optimizer.learning_rate)
-        alike[f"momentum{of_which}"] = _number(getattr(inner, "momentum", None))
-        alike[f"weight decay{of_which}"] = _number(inner.weight_decay)
-    return alike
+        settings[f"learning rate{of_which}"] = float(optimizer.learning_rate)
+        settings[f"momentum{of_which}"] = _as_float(getattr(inner, "momentum", None))
+        settings[f"weight decay{of_which}"] = _as_float(inner.weight_decay)
+    return settings
 
 
-def _number(value: Any) -> float | None:
+def _as_float(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _check_alike(everybody: list[dict[str, Any]]) -> None:
+def _check_settings(everybody: list[dict[str, Any]]) -> None:
     for rank, other in enumerate(everybody):
         for what, value in everybody[0].items():
             if other[what] != value:
                 raise RuntimeError(
-                    f"All ranks must train alike. Received: {what} {_shown(value, other[what])} on rank 0, "
-                    f"{_shown(other[what], value)} on rank {rank}. Callbacks that set or restore it belong on all "
+                    f"All ranks must train alike. Received: {what} {_description(value, other[what])} on rank 0, "
+                    f"{_description(other[what], value)} on rank {rank}. Callbacks that set or restore it belong on all "
                     "ranks and must see the same metrics there (keras_callbacks.MetricAverage); of what one rank "
                     "restores, use keras_callbacks.Checkpoint."
                 )
 
 
-def _shown(value: Any, other: Any) -> str:
+def _description(value: Any, other: Any) -> str:
     """The value; of a long list, how many there are and the first that the other list has not."""
     if not isinstance(value, list):
         return str(value)

@@ -176,7 +176,7 @@ def _without_progress_bar(original: Any, call: inspect.BoundArguments) -> Any:
 def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
     """Tells the optimizers what can be known before the first step, so that it is traced once."""
     for optimizer in session.optimizers_of(model):
-        rules.check_callbacks(optimizer.policy, _listed(arguments["callbacks"]))
+        rules.check_callbacks(optimizer.policy, _as_list(arguments["callbacks"]))
     if session.is_distributed(model.optimizer):
         _build(model, *(arguments[name] for name in ("x", "y", "sample_weight")))
         if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
@@ -190,7 +190,7 @@ def _trains_all_together(model: keras.Model) -> bool:
     return home.__module__.startswith("keras.")
 
 
-def _listed(callbacks: Any) -> list[Any]:
+def _as_list(callbacks: Any) -> list[Any]:
     return (
         callbacks.callbacks
         if isinstance(callbacks, keras.callbacks.CallbackList)
@@ -208,12 +208,12 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
         return
     _scale_losses(model)
     with contextlib.suppress(Exception):
-        specification = _specification(x, y, sample_weight)
+        specification = _batch_specification(x, y, sample_weight)
         if specification is not None:
             model._symbolic_build(data_batch=specification)
 
 
-def _specification(x: Any, y: Any, sample_weight: Any) -> Any:
+def _batch_specification(x: Any, y: Any, sample_weight: Any) -> Any:
     """Shapes and dtypes of a batch; `None` for generators, from which looking would take one."""
     if isinstance(x, tf.data.Dataset):
         return x.element_spec
@@ -226,10 +226,10 @@ def _specification(x: Any, y: Any, sample_weight: Any) -> Any:
         hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in keras.tree.flatten(arrays)
     ):
         return None
-    return keras.tree.map_structure(_batch_of, arrays)
+    return keras.tree.map_structure(_array_specification, arrays)
 
 
-def _batch_of(array: Any) -> tf.TensorSpec:
+def _array_specification(array: Any) -> tf.TensorSpec:
     dtype = keras.backend.standardize_dtype(array.dtype)
     return tf.TensorSpec(
         [None, *array.shape[1:]], keras.config.floatx() if dtype == "float64" else dtype
