@@ -1,4 +1,4 @@
-"""What makes up a model in training."""
+"""What callbacks ask of a model in training: its optimizers, what ranks hold alike, how many samples it saw."""
 
 from __future__ import annotations
 
@@ -10,20 +10,28 @@ from tfposeidon.training.session import optimizers_of
 
 
 def optimizers(model: keras.Model) -> list[Any]:
-    """The model's `DistributedOptimizer`s; if it has none, the optimizer it was compiled with."""
+    """Returns the model's `DistributedOptimizer`s; if it has none, the optimizer it was compiled with.
+
+    Args:
+      model: A compiled model.
+    """
     return optimizers_of(model) or [model.optimizer]
 
 
 def replicated_variables(model: keras.Model) -> list[Any]:
-    """Weights and optimizer state: what exchanges keep equal on all ranks.
+    """Returns weights and optimizer state, which exchanges keep equal on all ranks.
+
+    Args:
+      model: A compiled model; a plain optimizer that is not built yet is built.
 
     Raises:
       RuntimeError: If the model has no weights yet.
     """
     if not _has_weights(model):
         raise RuntimeError(
-            "This callback needs the model's weights when training begins. Received: a model that is not built, and "
-            "data that do not tell their shapes. Call the model on one batch, or model.build(input_shape), before fit."
+            "This callback needs the model's weights when training begins. Received: a model that is "
+            "not built, and data that do not tell their shapes. Call the model on one batch, or "
+            "model.build(input_shape), before fit."
         )
     found = optimizers(model)
     if found == [model.optimizer] and not model.optimizer.built:
@@ -32,6 +40,16 @@ def replicated_variables(model: keras.Model) -> list[Any]:
         *model.trainable_variables,
         *(variable for optimizer in found for variable in optimizer.variables),
     ]
+
+
+def trained_variables(optimizer: Any) -> list[Any]:
+    """Returns the variables that an optimizer was built for.
+
+    Args:
+      optimizer: A built optimizer.
+    """
+    # Keras has no public name for them.
+    return list(optimizer._trainable_variables)
 
 
 def samples_seen(model: keras.Model) -> float | None:
