@@ -1,11 +1,12 @@
 """Keras callbacks for training on many ranks.
 
-Give the same callbacks to `fit` on every rank: most of them exchange something with the other ranks, and a
-rank without the callback would leave the others waiting. On one rank they work without a launcher.
+Give the same callbacks to `fit` on every rank: most of them exchange something with the other
+ranks, and a rank without the callback would leave the others waiting. On one rank they work without
+a launcher.
 
-Their order in the list matters: first what makes ranks start alike (`BroadcastVariables`), then what averages
-(`AverageBatchNorm`, `MetricAverage`), then Keras's own that decide by metrics (`EarlyStopping`,
-`ReduceLROnPlateau`), then `GatherState` and what saves, with `Checkpoint` last.
+Their order in the list matters: first what makes ranks start alike (`BroadcastVariables`), then
+what averages (`AverageBatchNorm`, `MetricAverage`), then Keras's own that decide by metrics
+(`EarlyStopping`, `ReduceLROnPlateau`), then `GatherState` and what saves, with `Checkpoint` last.
 
 >>> import keras, keras_callbacks
 >>> callbacks = [

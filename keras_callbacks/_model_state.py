@@ -1,4 +1,4 @@
-"""What callbacks ask of a model in training: its optimizers, what ranks hold alike, how many samples it saw."""
+"""Optimizers, replicated variables and samples seen of a model in training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tfposeidon.training.session import optimizers_of
 
 
 def optimizers(model: keras.Model) -> list[Any]:
-    """Returns the model's `DistributedOptimizer`s; if it has none, the optimizer it was compiled with.
+    """Returns a model's `DistributedOptimizer`s, or else the optimizer it was compiled with.
 
     Args:
       model: A compiled model.
@@ -29,8 +29,8 @@ def replicated_variables(model: keras.Model) -> list[Any]:
     """
     if not _has_weights(model):
         raise RuntimeError(
-            "This callback needs the model's weights when training begins. Received: a model that is "
-            "not built, and data that do not tell their shapes. Call the model on one batch, or "
+            "This callback needs the model's weights when training begins. Received: a model that "
+            "is not built, and data that do not tell their shapes. Call the model on one batch, or "
             "model.build(input_shape), before fit."
         )
     found = optimizers(model)

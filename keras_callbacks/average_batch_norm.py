@@ -12,11 +12,12 @@ from tfposeidon.exchange import replicas
 
 
 class AverageBatchNorm(keras.callbacks.Callback):
-    """Averages moving means and variances over ranks before each evaluation and at the end of each epoch.
+    """Averages the moving statistics of batch normalization over ranks.
 
-    In training every rank's `BatchNormalization` layers see that rank's batches only, and their moving
-    statistics differ from rank to rank. Without this callback ranks would evaluate and save different
-    models. All ranks take part, and all of them hold the same means (in float32) afterwards.
+    It does so before each evaluation and at the end of each epoch. In training every rank's
+    `BatchNormalization` layers see that rank's batches only, and their moving statistics differ
+    from rank to rank. Without this callback ranks would evaluate and save different models. All
+    ranks take part, and all of them hold the same means (in float32) afterwards.
 
     Put it before `MetricAverage` and `Checkpoint`.
 

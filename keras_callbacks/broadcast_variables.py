@@ -14,21 +14,23 @@ from tfposeidon.training import layer_state
 
 
 class BroadcastVariables(keras.callbacks.Callback):
-    """Gives every rank the model, optimizer state and seed generators of one rank when training begins.
+    """Gives every rank the model and optimizer state of one rank when training begins.
 
-    This includes what preprocessing layers of the model have learnt by `adapt` and keep outside of variables:
-    statistics, bins, vocabularies. Layers that are not part of the model, such as those in a `tf.data`
-    pipeline, are not found: adapt them to the same data on every rank. State that differs between ranks by
-    design, such as the residuals of sparse schemes, is left alone.
+    Seed generators and moving statistics are part of it, and so is what preprocessing layers of the
+    model have learnt by `adapt` and keep outside of variables: statistics, bins, vocabularies.
+    Layers that are not part of the model, such as those in a `tf.data` pipeline, are not found:
+    adapt them to the same data on every rank. State that differs between ranks by design, such as
+    the residuals of sparse schemes, is left alone.
 
-    Put it first, and in particular before `Checkpoint`, which then restores what is each rank's own.
+    Put it first, and in particular before `Checkpoint`, which then restores what is each rank's
+    own.
 
     Args:
       root_rank: Rank whose state all others receive; the same on every rank.
 
     Raises:
-      RuntimeError: In `fit`, on all ranks, if they built different models; the message names the first
-        variable that differs. Also if the model has no weights yet.
+      RuntimeError: In `fit`, on all ranks, if they built different models; the message names the
+        first variable that differs. Also if the model has no weights yet.
       ValueError: In `fit`, on all ranks, if layers hold tables that differ and cannot be assigned.
 
     Cost: one broadcast for each variable, once per `fit`.

@@ -11,18 +11,19 @@ from typing_extensions import override
 class CachePosition(keras.callbacks.Callback):
     """Tells a `datacache.Cache` which epoch is trained and how many of its steps are done.
 
-    Epoch `e` of `fit` then reads epoch `e` of the dataset, in that epoch's order: a job that goes on at another
-    `initial_epoch`, or from a `Checkpoint`, sees the samples that it would have seen. And
-    `cache.state_dict(data)` always says where training is. Every rank tells its own cache; nothing is sent.
+    Epoch `e` of `fit` then reads epoch `e` of the dataset, in that epoch's order: a job that goes
+    on at another `initial_epoch`, or from a `Checkpoint`, sees the samples that it would have seen.
+    And `cache.state_dict(data)` always says where training is. Every rank tells its own cache;
+    nothing is sent.
 
     Args:
       cache: The `datacache.Cache` that made the dataset given to `fit`.
-      data: The dataset given to `fit`: the cache's own, or what `map`, `prefetch` and the like made of it. May
-        be left out where the cache has made one dataset only.
+      data: The dataset given to `fit`: the cache's own, or what `map`, `prefetch` and the like made
+        of it. May be left out where the cache has made one dataset only.
 
     Raises:
-      RuntimeError: In `fit`, if the cache has made several datasets and `data` is none of them, or if the
-        dataset begins within an epoch.
+      RuntimeError: In `fit`, if the cache has made several datasets and `data` is none of them, or
+        if the dataset begins within an epoch.
 
     Example::
 

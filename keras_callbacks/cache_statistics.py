@@ -13,7 +13,7 @@ from tfposeidon.communication.wire import exchange_objects
 
 
 class CacheStatistics(keras.callbacks.Callback):
-    """Adds what a `datacache.Cache` counted in an epoch to the epoch's logs, and writes it for TensorBoard.
+    """Adds what a `datacache.Cache` counted in an epoch to its logs, and to TensorBoard.
 
     All ranks exchange their counts and get the same numbers:
 

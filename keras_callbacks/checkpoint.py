@@ -28,33 +28,36 @@ _LAYER = "layer."
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """Saves model, optimizers and per-rank state, and resumes from the newest snapshot that is whole.
+    """Saves model, optimizers and per-rank state in snapshots, and resumes from them.
 
-    It saves at the end of each epoch, and within epochs if asked. Every rank needs this callback: rank 0 saves
-    once what is equal on all ranks (weights, optimizer state, what preprocessing layers have learnt), and every
-    rank saves its own state (accumulated gradients, residuals, moving statistics, seeds, metrics).
+    It saves at the end of each epoch, and within epochs if asked. Every rank needs this callback:
+    rank 0 saves once what is equal on all ranks (weights, optimizer state, what preprocessing
+    layers have learnt), and every rank saves its own state (accumulated gradients, residuals,
+    moving statistics, seeds, metrics).
 
-    When `fit` begins, all ranks resume from the newest whole snapshot. A resumed run equals one that was not
-    interrupted if the data come in the same order: batches of an unfinished epoch that were trained on before
-    are read and skipped. On another number of ranks, the sums of accumulated gradients and residuals are
-    kept. Callbacks that keep something of their own (`EarlyStopping`) start anew.
+    When `fit` begins, all ranks resume from the newest whole snapshot. A resumed run equals one
+    that was not interrupted if the data come in the same order: batches of an unfinished epoch that
+    were trained on before are read and skipped. On another number of ranks, the sums of accumulated
+    gradients and residuals are kept. Callbacks that keep something of their own (`EarlyStopping`)
+    start anew.
 
-    Training goes on while files are written. A snapshot counts as soon as all ranks have found it whole: some
-    steps later, and at the latest when the next one is due or training ends.
+    Training goes on while files are written. A snapshot counts as soon as all ranks have found it
+    whole: some steps later, and at the latest when the next one is due or training ends.
 
-    Put it last, so that it sees what other callbacks did at the end of the epoch. For a file to pass on, use
-    `model.save`.
+    Put it last, so that it sees what other callbacks did at the end of the epoch. For a file to
+    pass on, use `model.save`.
 
     Args:
       folder: Folder that all ranks see; created if it is missing.
-      every_n_steps: Steps from one snapshot to the next within epochs, at least 1; `None` saves at the end of
-        epochs only.
+      every_n_steps: Steps from one snapshot to the next within epochs, at least 1; `None` saves at
+        the end of epochs only.
       keep: Number of snapshots that are kept, at least 1; older ones are deleted.
       resume: Whether to go on from the newest snapshot in `folder`, if there is one.
 
     Raises:
       ValueError: If `every_n_steps` or `keep` is below 1.
-      SnapshotError: In `fit`, on all ranks, if a snapshot cannot be written or read, or is of another model.
+      SnapshotError: In `fit`, on all ranks, if a snapshot cannot be written or read, or is of
+        another model.
 
     Memory: a copy, in host memory, of what a rank saves, until its files are written.
 
@@ -83,7 +86,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._steps = 0
         self._epoch = 0
         self._pending_metrics: list[np.ndarray] = []
-        # Steps since the files of a snapshot were begun, and the step at which ranks look at them next.
+        # Steps since the files of a snapshot were begun, and the step at which ranks look at them
+        # next.
         self._steps_since_start = self._next_look = 0
 
     @override
@@ -147,7 +151,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _look_at_files(self) -> None:
         """Looks whether the files are whole, 1, 2, 4, ... steps after they were begun."""
-        # All ranks have to look at the same steps, and each look is an exchange: hence few, and early ones.
+        # All ranks have to look at the same steps, and each look is an exchange: hence few, and
+        # early ones.
         self._steps_since_start += 1
         if self._steps_since_start == self._next_look:
             self._next_look = 0 if self._files.poll() else 2 * self._next_look
@@ -159,7 +164,8 @@ class Checkpoint(keras.callbacks.Callback):
     def _optimizer_meta(self, optimizer: Any) -> dict[str, Any]:
         """Returns an optimizer's scheme, and the indices of the variables that it trains.
 
-        The indices are those in `model.variables`, and `None` for an optimizer that is not built yet.
+        The indices are those in `model.variables`, and `None` for an optimizer that is not built
+        yet.
         """
         policy = keras.saving.serialize_keras_object(getattr(optimizer, "policy", None))
         if not optimizer.built:
@@ -170,7 +176,8 @@ class Checkpoint(keras.callbacks.Callback):
         if unknown:
             raise SnapshotError(
                 "Checkpoint saves variables of the model. Received: an optimizer that trains "
-                f"{unknown[0]!r}, which is not among them. Assign its layer to an attribute of the model."
+                f"{unknown[0]!r}, which is not among them. Assign its layer to an attribute of the "
+                "model."
             )
         return {"scheme": policy, "trains": [indices[id(variable)] for variable in trained]}
 
@@ -244,16 +251,16 @@ class Checkpoint(keras.callbacks.Callback):
         if len(found) != len(saved):
             raise SnapshotError(
                 "A checkpoint must be of the same model and optimizer. Received: "
-                f"{len(saved)} optimizer(s) in {self.folder}, {len(found)} in the model. Use another "
-                "folder, or Checkpoint(..., resume=False)."
+                f"{len(saved)} optimizer(s) in {self.folder}, {len(found)} in the model. Use "
+                "another folder, or Checkpoint(..., resume=False)."
             )
         return list(zip(found, saved, strict=True))
 
     def _redistributed(self, snapshot: Snapshot) -> list[np.ndarray]:
         """Returns the values of this rank's `_rank_variables`.
 
-        What counts of them is the sum over ranks: on another number of ranks, or with other buckets, a rank gets
-        its part of the sum.
+        What counts of them is the sum over ranks: on another number of ranks, or with other
+        buckets, a rank gets its part of the sum.
         """
         pieces = self._rank_pieces()
         same = snapshot.same_layout and _saved_pieces(snapshot.own[runtime.rank()]) == pieces
@@ -270,8 +277,8 @@ class Checkpoint(keras.callbacks.Callback):
             )
         except ValueError as error:
             raise SnapshotError(
-                f"A checkpoint must be of the same schemes. Received: {error}. Use those it was made "
-                "with, or Checkpoint(..., resume=False)."
+                f"A checkpoint must be of the same schemes. Received: {error}. Use those it was "
+                "made with, or Checkpoint(..., resume=False)."
             ) from error
 
     def _check(self, snapshot: Snapshot) -> None:
@@ -282,8 +289,8 @@ class Checkpoint(keras.callbacks.Callback):
             index, saved, built = difference
             raise SnapshotError(
                 "A checkpoint must be of the same model and optimizer. The first difference is "
-                f"variable {index}: {saved} in {self.folder}, {built} in the model. Use another folder, "
-                "or Checkpoint(..., resume=False)."
+                f"variable {index}: {saved} in {self.folder}, {built} in the model. Use another "
+                "folder, or Checkpoint(..., resume=False)."
             )
 
 

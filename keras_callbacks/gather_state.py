@@ -11,11 +11,12 @@ from keras_callbacks._model_state import optimizers
 
 
 class GatherState(keras.callbacks.Callback):
-    """Gathers optimizer state on one rank after each epoch, where `ShardedServer(update="server")` keeps it in parts.
+    """Gathers the optimizer state on one rank after each epoch, for callbacks that save there.
 
-    With it, `keras.callbacks.ModelCheckpoint` on that rank writes an ordinary file. All ranks need this
-    callback, as each sends its part, and need it before the callback that saves. With other schemes it does
-    nothing, and `keras_callbacks.Checkpoint` does not need it.
+    `ShardedServer(update="server")` keeps it in parts on all ranks. With this callback,
+    `keras.callbacks.ModelCheckpoint` on that rank writes an ordinary file. All ranks need this
+    callback, as each sends its part, and need it before the callback that saves. With other schemes
+    it does nothing, and `keras_callbacks.Checkpoint` does not need it.
 
     Args:
       rank: Rank that saves; the same on every rank.

@@ -21,26 +21,29 @@ SAME_RATE = 1e-7
 class LearningRateSchedule(keras.callbacks.Callback):
     """Sets the learning rate to `initial_learning_rate * multiplier(epoch)`.
 
-    Every rank computes the rate by itself, so that all ranks need this callback with the same arguments; `fit`
-    compares their rates after each epoch. At the end of each epoch the rate goes into the logs as
-    `learning_rate`.
+    Every rank computes the rate by itself, so that all ranks need this callback with the same
+    arguments; `fit` compares their rates after each epoch. At the end of each epoch the rate goes
+    into the logs as `learning_rate`.
 
     Args:
-      initial_learning_rate: Rate that the multiplier multiplies, not negative. It is asked for, and not read
-        from the optimizer, because a resumed optimizer is in the middle of its schedule.
-      multiplier: A number, or a function of the epoch, from 0: whole epochs with `staircase`, else fractions.
+      initial_learning_rate: Rate that the multiplier multiplies, not negative. It is asked for, and
+        not read from the optimizer, because a resumed optimizer is in the middle of its schedule.
+      multiplier: A number, or a function of the epoch, from 0: whole epochs with `staircase`, else
+        fractions.
       start_epoch: First epoch in which the callback sets the rate.
       end_epoch: First epoch in which it no longer does; `None` for the end of training.
       staircase: Whether the rate changes once per epoch; otherwise it changes before each batch.
-      momentum_correction: Whether the velocity is multiplied by `b / a` when the rate changes from `a` to `b`
-        (Goyal et al. 2017, equation 10): Keras's SGD keeps the rate inside its velocity.
-      steps_per_epoch: Batches per epoch on one rank, needed without `staircase` where `fit` does not know them.
-      optimizer: Optimizer whose rate is set; by default `model.optimizer`. A model with several optimizers
-        needs one callback for each.
+      momentum_correction: Whether the velocity is multiplied by `b / a` when the rate changes from
+        `a` to `b` (Goyal et al. 2017, equation 10): Keras's SGD keeps the rate inside its velocity.
+      steps_per_epoch: Batches per epoch on one rank, needed without `staircase` where `fit` does
+        not know them.
+      optimizer: Optimizer whose rate is set; by default `model.optimizer`. A model with several
+        optimizers needs one callback for each.
 
     Raises:
-      ValueError: If `initial_learning_rate` is negative. In `fit`, if the optimizer's rate is a schedule, if
-        the steps per epoch are needed and not known, or if the model has several optimizers and none is given.
+      ValueError: If `initial_learning_rate` is negative. In `fit`, if the optimizer's rate is a
+        schedule, if the steps per epoch are needed and not known, or if the model has several
+        optimizers and none is given.
 
     >>> import keras_callbacks
     >>> halved = keras_callbacks.LearningRateSchedule(0.8, lambda epoch: 0.5 ** (epoch // 30))
@@ -100,7 +103,8 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        # The first batches of a resumed epoch were trained on before, and their rates are in the state.
+        # The first batches of a resumed epoch were trained on before, and their rates are in the
+        # state.
         if not self.staircase and not session.of(self.model).is_skipping:
             assert self.steps_per_epoch
             self._set(self._epoch + batch / self.steps_per_epoch)
@@ -117,15 +121,16 @@ class LearningRateSchedule(keras.callbacks.Callback):
         ):
             raise ValueError(
                 "The callback has to know whose rate it sets. Received: a model with "
-                f"{count} DistributedOptimizer(s) beside its own `optimizer`. Pass optimizer=..., and "
-                "one callback for each."
+                f"{count} DistributedOptimizer(s) beside its own `optimizer`. Pass optimizer=..., "
+                "and one callback for each."
             )
         # Keras's public `learning_rate` would give the value of a schedule, not the schedule.
         rate = innermost(self.optimizer)._learning_rate
         if not isinstance(rate, keras.Variable):
             raise ValueError(
                 "A callback can only set a plain learning rate. Received: an optimizer whose "
-                f"learning_rate is {rate!r}. Give the optimizer a number, or leave the callback out."
+                f"learning_rate is {rate!r}. Give the optimizer a number, or leave the callback "
+                "out."
             )
 
     def _set(self, epoch: float) -> None:
@@ -145,8 +150,8 @@ class LearningRateSchedule(keras.callbacks.Callback):
 def _velocities(optimizer: Any) -> list[Any]:
     """Returns the velocities of an optimizer, and those of its schemes.
 
-    Schemes that apply momentum before they select, such as `HierarchicalTopK(momentum=0.9)`, keep velocities
-    that follow the rate as Keras's do: see `tfposeidon.exchange.effective_rate`.
+    Schemes that apply momentum before they select, such as `HierarchicalTopK(momentum=0.9)`, keep
+    velocities that follow the rate as Keras's do: see `tfposeidon.exchange.effective_rate`.
     """
     velocities = list(getattr(innermost(optimizer), "momentums", []))
     if isinstance(optimizer, DistributedOptimizer):

@@ -10,14 +10,17 @@ from tfposeidon.communication import runtime
 
 
 class LearningRateWarmup(LearningRateSchedule):
-    """Raises the rate from `initial_learning_rate / size` to `initial_learning_rate`, batch by batch.
+    """Raises the learning rate from that of one rank to that of all ranks together.
 
-    `size` is the number of ranks. The rate rises in a straight line over the first `warmup_epochs`, because the
-    full rate is unstable while weights still change rapidly. After that this callback leaves the rate alone,
-    so that a `LearningRateSchedule` may follow with `start_epoch=warmup_epochs`.
+    It goes from `initial_learning_rate / size`, where `size` is the number of ranks, to
+    `initial_learning_rate`, and changes before each batch. The rate rises in a straight line over
+    the first `warmup_epochs`, because the full rate is unstable while weights still change rapidly.
+    After that this callback leaves the rate alone, so that a `LearningRateSchedule` may follow with
+    `start_epoch=warmup_epochs`.
 
     Args:
-      initial_learning_rate: Rate after the warm-up: usually that of one rank times the number of ranks.
+      initial_learning_rate: Rate after the warm-up: usually that of one rank times the number of
+        ranks.
       warmup_epochs: Length of the warm-up in epochs, above 0; need not be whole.
       momentum_correction: As in `LearningRateSchedule`.
       steps_per_epoch: As in `LearningRateSchedule`.
@@ -67,7 +70,8 @@ class LearningRateWarmup(LearningRateSchedule):
     def _set(self, epoch: float) -> None:
         assert self.steps_per_epoch
         before = epoch - self.model.steps_per_execution / self.steps_per_epoch
-        # The first batch after the warm-up sets the full rate, unless another schedule has set its own by then.
+        # The first batch after the warm-up sets the full rate, unless another schedule has set its
+        # own by then.
         if epoch < self.warmup_epochs or (before < self.warmup_epochs and self._is_set(before)):
             super()._set(epoch)
 

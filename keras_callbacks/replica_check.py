@@ -18,20 +18,21 @@ ACTIONS = ("stop", "repair", "report")
 class ReplicaCheck(keras.callbacks.Callback):
     """Compares checksums of weights, optimizer state and layers' other state over ranks.
 
-    Exchanges leave the same bits on every rank. What makes replicas differ all the same is faulty hardware, or
-    a script that does something on some ranks only. All ranks take part in each check.
+    Exchanges leave the same bits on every rank. What makes replicas differ all the same is faulty
+    hardware, or a script that does something on some ranks only. All ranks take part in each check.
 
     Args:
       every_n_steps: Steps from one check to the next, at least 1.
-      action: What happens when replicas differ: `"stop"` raises on all ranks, `"repair"` logs the difference on
-        rank 0 and gives all ranks the values of rank 0, `"report"` only logs it.
+      action: What happens when replicas differ: `"stop"` raises on all ranks, `"repair"` logs the
+        difference on rank 0 and gives all ranks the values of rank 0, `"report"` only logs it.
 
     Raises:
       ValueError: If an argument is not one of those above.
-      RuntimeError: In `fit`, on all ranks, with `action="stop"`; the message names the first variable that
-        differs and the ranks.
+      RuntimeError: In `fit`, on all ranks, with `action="stop"`; the message names the first
+        variable that differs and the ranks.
 
-    Cost: each check reads all weights and optimizer state once, and exchanges a checksum (CRC-32) for each.
+    Cost: each check reads all weights and optimizer state once, and exchanges a checksum (CRC-32)
+    for each.
 
     >>> import keras_callbacks
     >>> callbacks = [keras_callbacks.ReplicaCheck(every_n_steps=500, action="report")]

@@ -14,24 +14,25 @@ from tfposeidon.training import session
 
 
 class SchemeSchedule(keras.callbacks.Callback):
-    """Changes the communication scheme at the beginning of given epochs, for example from sparse to dense.
+    """Changes the communication scheme at the beginning of given epochs.
 
-    No residual is lost. When an epoch begins with a change, its first steps still go by the old scheme, which
-    then sends densely all that it has kept; after the first such step that counts (means are finite, and the
-    rate is not 0) the step is traced anew with the new scheme. Where ranks end an epoch with the first one that
-    is out of data, that happens at the beginning of the next epoch. Velocities of momentum correction start
-    anew.
+    A job may begin with a sparse scheme, say, and go on with a dense one. No residual is lost. When
+    an epoch begins with a change, its first steps still go by the old scheme, which then sends
+    densely all that it has kept; after the first such step that counts (means are finite, and the
+    rate is not 0) the step is traced anew with the new scheme. Where ranks end an epoch with the
+    first one that is out of data, that happens at the beginning of the next epoch. Velocities of
+    momentum correction start anew.
 
-    Every rank needs this callback with the same schedule. Put it before `Checkpoint`: a resumed run then goes on
-    with the scheme that it was saved with.
+    Every rank needs this callback with the same schedule. Put it before `Checkpoint`: a resumed run
+    then goes on with the scheme that it was saved with.
 
     Args:
       schedule: Scheme by first epoch, from epoch 0; schemes as `DistributedOptimizer` takes them.
 
     Raises:
-      ValueError: If the schedule does not begin at epoch 0, has an unknown scheme, or mixes schemes with and
-        without momentum correction. In `fit`, if the model has no `DistributedOptimizer`, or if
-        `Checkpoint` comes before this callback.
+      ValueError: If the schedule does not begin at epoch 0, has an unknown scheme, or mixes schemes
+        with and without momentum correction. In `fit`, if the model has no `DistributedOptimizer`,
+        or if `Checkpoint` comes before this callback.
 
     Source: Shi et al. 2021 (CommLib), section 5.6: MSTopK at the lower resolutions, then 2D torus.
 
@@ -55,9 +56,9 @@ class SchemeSchedule(keras.callbacks.Callback):
         }
         if len(corrects_momentum) > 1:
             raise ValueError(
-                "Momentum must be either the schemes' or the optimizer's, all the time. Received: a "
-                "schedule in which some schemes correct momentum and others do not. Leave momentum to "
-                "the optimizer."
+                "Momentum must be either the schemes' or the optimizer's, all the time. Received: "
+                "a schedule in which some schemes correct momentum and others do not. Leave "
+                "momentum to the optimizer."
             )
         self._next: policies.Policy | None = None
         self._optimizers: list[Any] = []
@@ -75,7 +76,8 @@ class SchemeSchedule(keras.callbacks.Callback):
             )
         if self._session.is_resumed:
             raise ValueError(
-                "SchemeSchedule must come before Checkpoint in the list of callbacks. Received: after it."
+                "SchemeSchedule must come before Checkpoint in the list of callbacks. Received: "
+                "after it."
             )
         self._session.announce_scheme_changes()
 

@@ -16,22 +16,22 @@ from tfposeidon.training.session import optimizers_of
 
 
 class Throughput(keras.callbacks.Callback):
-    """Adds speed to the logs of each epoch, and writes it for TensorBoard.
+    """Adds speed to the logs of each epoch, and to TensorBoard.
 
     All ranks exchange their measurements at the end of the epoch and get the same numbers:
 
     - `samples_per_second`: samples of all ranks together, by the clock of the slowest rank.
-    - `exposed_communication`: share of the time, in [0, 1], in which a step waited for its exchange after its
-      last gradient; mean over ranks. 0 without a `DistributedOptimizer`; on GPUs, where ops are queued, only
-      a hint.
+    - `exposed_communication`: share of the time, in [0, 1], in which a step waited for its exchange
+      after its last gradient; mean over ranks. 0 without a `DistributedOptimizer`; on GPUs, where
+      ops are queued, only a hint.
     - `megabytes_sent`: payload that rank 0 sends per step, as the plan predicts.
 
-    The first step of an epoch is left out, because the very first one traces and compiles; so is validation. An
-    epoch of one step shows 0 samples per second.
+    The first step of an epoch is left out, because the very first one traces and compiles; so is
+    validation. An epoch of one step shows 0 samples per second.
 
     Args:
-      log_dir: Folder in which rank 0 writes the scalars `throughput/samples_per_second` and so on; `None`
-        writes none.
+      log_dir: Folder in which rank 0 writes the scalars `throughput/samples_per_second` and so on;
+        `None` writes none.
 
     Cost: two exchanges of a few bytes for each rank and epoch.
 
@@ -43,7 +43,8 @@ class Throughput(keras.callbacks.Callback):
         super().__init__()
         self.log_dir = log_dir
         self._scalars = ScalarWriter(log_dir)
-        # Seconds, samples and seconds of exposed communication: after the first step, and in all others.
+        # Seconds, samples and seconds of exposed communication: after the first step, and in all
+        # others.
         self._begin: tuple[float, float, float] | None = None
         self._spent: list[float] = [0.0, 0.0, 0.0]
 

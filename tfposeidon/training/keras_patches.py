@@ -1,11 +1,12 @@
-"""What Keras's training loop has to know of a `DistributedOptimizer`.
+"""Methods of `keras.Model` that know of the model's `DistributedOptimizer`.
 
 Keras gives an optimizer no way to see the model it trains. So the first `DistributedOptimizer` of a
 process wraps five methods of `keras.Model`; models with other optimizers pass through untouched.
 They are methods that Keras looks up after the optimizer was made, even in one line such as
 `model.compile(optimizer=tp.DistributedOptimizer(...))`, for which `compile` itself is too early.
 
-- `_resolve_auto_jit_compile`: `jit_compile="auto"` means no XLA, which cannot compile what schemes do.
+- `_resolve_auto_jit_compile`: `jit_compile="auto"` means no XLA, which cannot compile what schemes
+  do.
 - `make_train_function`: under `mixed_float16` the loss scale goes inside; the train step tells the
   optimizer how many samples a batch has, so that unequal batches are weighed right.
 - `fit`: output of one rank, and epochs that end on all ranks after the same step (`equal_steps`).
@@ -35,7 +36,7 @@ _WITH_AUTOMATIC_XLA: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def is_asked_by_compile() -> bool:
-    """Whether the caller's caller is Keras's own `compile`."""
+    """Tells whether the caller's caller is Keras's own `compile`."""
     asking = sys._getframe(2)
     return asking.f_code.co_name == "compile" and str(asking.f_globals.get("__name__")).startswith(
         "keras."
@@ -43,10 +44,11 @@ def is_asked_by_compile() -> bool:
 
 
 def patch_keras(optimizer_class: type) -> None:
-    """Wraps the methods; the second call does nothing.
+    """Wraps the methods of `keras.Model`; the second call does nothing.
 
     Args:
-      optimizer_class: `DistributedOptimizer`; models with optimizers of other classes pass through untouched.
+      optimizer_class: `DistributedOptimizer`; methods of models with other optimizers do what they
+        did before.
     """
     session.register_optimizer_class(optimizer_class)
     replacements = {
@@ -57,9 +59,9 @@ def patch_keras(optimizer_class: type) -> None:
         "predict": _without_progress_bar,
     }
     for name, replacement in replacements.items():
-        home = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
-        if not hasattr(getattr(home, name), "_tfposeidon"):
-            setattr(home, name, _wrapped(getattr(home, name), replacement))
+        owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
+        if not hasattr(getattr(owner, name), "_tfposeidon"):
+            setattr(owner, name, _wrapped(getattr(owner, name), replacement))
 
 
 def _wrapped(original: Any, replacement: Any) -> Any:
@@ -101,7 +103,8 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
 
 
 def _scale_losses(model: Any) -> None:
-    # A compile or a train step of the model's own has to scale by what it keeps elsewhere, as with Keras's optimizers.
+    # A model with a compile or a train step of its own, whose optimizer is elsewhere, has to scale
+    # losses itself, as with Keras's optimizers.
     optimizer = model.optimizer
     if model.dtype_policy.name != "mixed_float16" or not session.is_distributed(optimizer):
         return
@@ -123,8 +126,9 @@ def _put_scale_inside(optimizer: Any) -> None:
     scaled = keras.optimizers.LossScaleOptimizer(inner)
     if optimizer.built:
         raise ValueError(
-            "Under mixed_float16 the optimizer needs a loss scale. Received: an optimizer that was built without "
-            "one. Compile with a new DistributedOptimizer, or give its inner optimizer loss_scale_factor=1.0."
+            "Under mixed_float16 the optimizer needs a loss scale. Received: an optimizer that was "
+            "built without one. Compile with a new DistributedOptimizer, or give its inner "
+            "optimizer loss_scale_factor=1.0."
         )
     optimizer.inner_optimizer = scaled
 
@@ -160,13 +164,14 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
             keras.tree.flatten(callbacks or [])
         )
     with warnings.catch_warnings():
-        # Keras's advice for epochs that end early is wrong where another rank has fewer batches; we log that.
+        # Keras's advice for epochs that end early is wrong where another rank has fewer batches;
+        # `EqualSteps` logs what is right.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         return original(*call.args, **call.kwargs)
 
 
 def _without_progress_bar(original: Any, call: inspect.BoundArguments) -> Any:
-    """Resolves `verbose="auto"`; every rank still prints its own line, for its own share of the data."""
+    # Unlike in `fit`, every rank prints: each evaluates its own share of the data.
     if session.optimizers_of(call.arguments["self"]):
         call.apply_defaults()
         call.arguments["verbose"] = verbosity.resolve(call.arguments["verbose"])
@@ -180,14 +185,15 @@ def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
     if session.is_distributed(model.optimizer):
         _build(model, *(arguments[name] for name in ("x", "y", "sample_weight")))
         if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
-            # Otherwise the first trace makes the exchange's variables, and TensorFlow traces the step once more.
+            # Otherwise the first trace makes the exchange's variables, and TensorFlow traces the
+            # step once more.
             model.optimizer.exchange.exchanger(model.trainable_weights)
 
 
 def _trains_all_together(model: keras.Model) -> bool:
-    """Whether the train step is Keras's own, which gives all trainable variables to the optimizer in one call."""
-    home = next(cls for cls in type(model).__mro__ if "train_step" in vars(cls))
-    return home.__module__.startswith("keras.")
+    """Tells whether the train step is Keras's own, which updates all variables in one call."""
+    owner = next(cls for cls in type(model).__mro__ if "train_step" in vars(cls))
+    return owner.__module__.startswith("keras.")
 
 
 def _as_list(callbacks: Any) -> list[Any]:
@@ -199,10 +205,10 @@ def _as_list(callbacks: Any) -> list[Any]:
 
 
 def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
-    """Builds model, metrics and optimizer before callbacks broadcast or restore them, where that works.
+    """Builds model, metrics and optimizer before callbacks broadcast or restore them.
 
-    Keras on TensorFlow leaves it to the first step, and trains models that cannot be built from shapes
-    alone. Those stay as they are; callbacks that need a built model say so.
+    Keras on TensorFlow leaves it to the first step, and trains models that cannot be built from
+    shapes alone. Those stay as they are; callbacks that need a built model say so.
     """
     if model.run_eagerly:
         return
@@ -214,7 +220,10 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
 
 
 def _batch_specification(x: Any, y: Any, sample_weight: Any) -> Any:
-    """Shapes and dtypes of a batch; `None` for generators, from which looking would take one."""
+    """Returns shapes and dtypes of a batch, or `None` for data that do not tell them.
+
+    Generators do not: to look at a batch would take it from them.
+    """
     if isinstance(x, tf.data.Dataset):
         return x.element_spec
     arrays = (
@@ -231,6 +240,6 @@ def _batch_specification(x: Any, y: Any, sample_weight: Any) -> Any:
 
 def _array_specification(array: Any) -> tf.TensorSpec:
     dtype = keras.backend.standardize_dtype(array.dtype)
-    return tf.TensorSpec(
-        [None, *array.shape[1:]], keras.config.floatx() if dtype == "float64" else dtype
-    )
+    # Keras casts NumPy's default for floats when it makes batches of arrays.
+    dtype = keras.config.floatx() if dtype == "float64" else dtype
+    return tf.TensorSpec([None, *array.shape[1:]], dtype)
