@@ -1,4 +1,4 @@
-"""Numbers that make sense, or an error with the rule, what was received and the remedy."""
+"""Checks of numbers: errors say the rule, what was received and the remedy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 
 class Range(NamedTuple):
-    """A rule that numbers keep.
+    """Range of numbers that an argument may have.
 
     Attributes:
-      rule: In words: "`x` must be ...".
-      holds: Whether a finite number keeps it.
+      rule: The range in words, as in "`x` must be ...".
+      holds: Tells whether a finite number lies in it.
     """
 
     rule: str
@@ -26,10 +26,16 @@ BELOW_1 = Range("a number in [0, 1)", lambda value: 0.0 <= value < 1.0)
 
 
 def number(name: str, value: Any, allowed: Range, remedy: str) -> float:
-    """`value` as a float.
+    """Returns a number as a float.
+
+    Args:
+      name: Name of the argument.
+      value: What was received for it.
+      allowed: Range that it must lie in.
+      remedy: A sentence for the error, such as "Use 0.9.".
 
     Raises:
-      ValueError: If it is no number, not finite, or not `allowed`.
+      ValueError: If `value` is not a number, not finite, or not `allowed`.
 
     >>> number("momentum", 0, BELOW_1, "Use 0.9.")
     0.0
@@ -41,10 +47,19 @@ def number(name: str, value: Any, allowed: Range, remedy: str) -> float:
 
 
 def integer(name: str, value: Any, least: int, remedy: str) -> int:
-    """`value` as an int.
+    """Returns a whole number as an int.
+
+    Args:
+      name: Name of the argument.
+      value: What was received for it.
+      least: Smallest number allowed.
+      remedy: A sentence for the error, such as "Use 0 for none.".
 
     Raises:
-      ValueError: If it is no whole number from `least`.
+      ValueError: If `value` is not a whole number from `least`.
+
+    >>> integer("warmup_steps", 5, 0, "Use 0 for none.")
+    5
     """
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         raise ValueError(
