@@ -1,4 +1,4 @@
-"""What a process does that begins: importing starts nothing, one line is enough, and files need no more than Keras."""
+"""Processes at their start: imports start nothing, one line is enough, files need only Keras."""
 
 import os
 import subprocess
@@ -27,8 +27,8 @@ def test_inner_optimizer_loads_without_tfposeidon(tmp_path):
 
 def test_importing_starts_nothing():
     script = (
-        "import sys, tfposeidon, keras_callbacks, horovod.tensorflow as hvd; assert not hvd.is_initialized(); "
-        "import threading; print(len(threading.enumerate()))"
+        "import sys, tfposeidon, keras_callbacks, horovod.tensorflow as hvd; "
+        "assert not hvd.is_initialized(); import threading; print(len(threading.enumerate()))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
