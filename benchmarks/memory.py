@@ -111,7 +111,11 @@ def plot(cells, path):
                 )
             mark.set_label("slots")
             axis.set_yticks(range(len(names)), names)
-            axis.set(title=figures.ranks(layout), xlabel="MB on a rank, beyond plain SGD", xlim=(0, 1.15 * most))
+            axis.set(
+                title=figures.ranks(layout),
+                xlabel="MB on a rank, beyond plain SGD",
+                xlim=(0, 1.15 * most),
+            )
             axis.invert_yaxis()
             axis.tick_params(left=False)
         figures.legend(figure, columns=3)
