@@ -28,7 +28,7 @@ from datacache.system.access import Access
 from datacache.windows import done_in_windows
 from tfposeidon.communication import launcher
 
-log = logging.getLogger("tfposeidon")
+log = logging.getLogger("datacache")
 
 
 class Cache:

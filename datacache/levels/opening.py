@@ -28,7 +28,7 @@ from datacache.sources.source import IndexedSource, Source, digest
 from datacache.system.access import PRIVATE, Access
 from datacache.system.room import free_bytes
 
-log = logging.getLogger("tfposeidon")
+log = logging.getLogger("datacache")
 OF_A_DISK = "95%"
 MORE_THAN_ANY = 2**62
 WORD = 8

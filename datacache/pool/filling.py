@@ -15,7 +15,7 @@ from datacache.errors import CacheError
 from datacache.pool.pool import Pool
 from datacache.statistics import Counts
 
-log = logging.getLogger("tfposeidon")
+log = logging.getLogger("datacache")
 POLL_S = 0.002
 Arrays = list[np.ndarray]
 Verify = Literal["first", "always", "never"]

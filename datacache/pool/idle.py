@@ -17,7 +17,7 @@ from datacache.system.access import Directory
 from datacache.system.memory import is_memory
 from tfposeidon.text import readable
 
-log = logging.getLogger("tfposeidon")
+log = logging.getLogger("datacache")
 
 
 FEW = 2**20

@@ -212,7 +212,7 @@ def test_what_others_could_only_read_is_closed_to_them(shared, caplog):
     with pytest.raises(CacheError, match=r"open to user \d+ only"):
         existing(made.folder)
     assert {path: path.stat().st_mode & 0o7777 for path in paths} == paths
-    with caplog.at_level(logging.WARNING, "tfposeidon"):
+    with caplog.at_level(logging.WARNING, "datacache"):
         check_all(pool(made.folder))
     assert {path.stat().st_mode & 0o7777 for path in paths} == {0o700, 0o600}
     assert caplog.text.count("to others, who could read it") == 3

@@ -305,7 +305,7 @@ def test_damage_is_named_and_what_nobody_has_open_is_made_anew(tmp_path, damage,
         _varying_pool(folder)
     os.close(users)
     with (
-        caplog.at_level(logging.WARNING, "tfposeidon"),
+        caplog.at_level(logging.WARNING, "datacache"),
         contextlib.closing(_varying_pool(folder)) as pool,
     ):
         assert re.search(rf"datacache: .*{text}.* It is made anew", caplog.text)

@@ -160,7 +160,7 @@ def test_pools_are_removed_until_there_is_room(memory):
 def test_no_more_pools_are_removed_once_that_makes_no_room(memory, caplog):
     """A container counts only what its own processes have taken."""
     old, recent = (_idle_pool(memory / str(days), days) for days in (1, 2))
-    with caplog.at_level(logging.WARNING, "tfposeidon"):
+    with caplog.at_level(logging.WARNING, "datacache"):
         make_room(memory, memory / "new", lambda: 1000, 10**9)
     assert (old.exists(), recent.exists()) == (False, True)
     assert "that made no room, so that other pools are kept" in caplog.text
