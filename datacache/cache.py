@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from datacache.batches import EpochIterator, batches
+from datacache.from_tfposeidon import place
 from datacache.levels.fingerprint import fingerprint, traced
 from datacache.levels.opening import open_levels
 from datacache.nodes import partitioning
@@ -26,7 +27,6 @@ from datacache.sources.source import Source, SourceError
 from datacache.statistics import Counts, Statistics
 from datacache.system.access import Access
 from datacache.windows import done_in_windows
-from tfposeidon.communication import launcher
 
 log = logging.getLogger("datacache")
 
@@ -280,8 +280,8 @@ class Cache:
         self, global_batch: int, seed: int, shuffle: bool, state: dict[str, Any] | None
     ) -> EpochIterator:
         order = Order(samples=len(self), global_batch=global_batch, seed=seed, shuffle=shuffle)
-        place = launcher.place()
-        return EpochIterator(order, place.rank, place.size, state)
+        own = place()
+        return EpochIterator(order, own.rank, own.size, state)
 
     def _packed(self, samples: np.ndarray) -> Any:
         return tf.nest.pack_sequence_as(self._traced.structure, self._reader.batch(samples))

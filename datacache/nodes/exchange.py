@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -16,7 +16,9 @@ from datacache.pool.filling import Arrays
 from datacache.pool.layout import Layout
 from datacache.pool.records import packed, unpacked
 from datacache.sources.source import SourceError
-from tfposeidon.communication.wire import Wire
+
+if TYPE_CHECKING:
+    from datacache.from_tfposeidon import Wire
 
 MOST_BYTES = 2**31 - 1
 """What Horovod can send to one rank at a time."""

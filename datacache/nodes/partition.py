@@ -7,13 +7,16 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from datacache.levels.levels import Levels
 from datacache.nodes.exchange import Exchange
 from datacache.pool.filling import Arrays
-from tfposeidon.communication.wire import Wire
+
+if TYPE_CHECKING:
+    from datacache.from_tfposeidon import Wire
 
 WINDOW = 64
 """Samples to ask of each other rank at a time: with fewer, the number of messages counts and not their bytes."""

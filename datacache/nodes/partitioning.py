@@ -10,12 +10,11 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from datacache.from_tfposeidon import exchange_objects, job_wire
 from datacache.levels.levels import Levels
 from datacache.nodes.partition import Partition
 from datacache.pool.filling import Arrays
 from datacache.pool.part import homes
-from tfposeidon.communication import launcher, runtime
-from tfposeidon.communication.wire import Wire, exchange_objects
 
 Partitioning = Literal["auto", "replicate", "split"]
 _numbers = itertools.count()
@@ -54,7 +53,7 @@ def shared_by(
     Raises:
       ValueError: If ranks open different caches.
     """
-    wire = _wire()
+    wire = job_wire()
     if wire is None:
         return 0, 1
     node, nodes = wire.topology.node_index, len(wire.topology.nodes)
@@ -78,7 +77,7 @@ def shared_by(
 
 def reader(levels: Levels, samples: int) -> Reader:
     """That of this rank: over nodes if there are several."""
-    wire = _wire()
+    wire = job_wire()
     if wire is None or len(wire.topology.nodes) == 1:
         return levels
     keep = levels.memory is not None and levels.memory.plan.part.nodes == 1
@@ -93,8 +92,3 @@ def _close(partition: Partition) -> None:
     """At the end of a script that did not close its cache; one that failed does not wait for others."""
     if not hasattr(sys, "last_value") and not partition.closed:
         partition.close()
-
-
-def _wire() -> Wire | None:
-    """None without a launcher: one process needs no Horovod."""
-    return None if launcher.place().size == 1 else runtime.wire()
