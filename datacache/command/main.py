@@ -13,12 +13,12 @@ import numpy as np
 
 from datacache.command.progress import Progress
 from datacache.errors import CacheError
+from datacache.from_tfposeidon import readable, table
 from datacache.pool.folder import default_memory, remove
 from datacache.pool.inspection import Contents, Report, contents, look, pools
 from datacache.pool.pool import existing
 from datacache.sources.source import SourceError
 from datacache.system.access import Access, Directory
-from tfposeidon.text import readable, table
 
 DONE, TORN, WITHOUT_ROOM, FAILED, INTERRUPTED = 0, 1, 1, 2, 130
 HEADINGS = ("FOLDER", "SOURCE", "READY", "KEPT", "OF", "TAKES", "OPENED", "STATE")
