@@ -27,6 +27,7 @@ from datacache.statistics import Counts, Statistics
 from datacache.system.access import Access
 from datacache.windows import done_in_windows
 from tfposeidon.communication import launcher
+from tfposeidon.text import ProgressBar
 
 log = logging.getLogger("tfposeidon")
 
@@ -217,16 +218,14 @@ class Cache:
         samples = np.arange(len(self._source))
         if memory is not None:
             samples = samples[memory.has_room(samples)]
-        bar = (
-            keras.utils.Progbar(len(samples), unit_name="sample")
-            if progress and len(samples)
-            else None
-        )
+        bar = ProgressBar(len(samples), "samples") if progress else None
         for count in done_in_windows(
             lambda window: self._reader.fill(self._levels.missing(window)), samples
         ):
             if bar:
                 bar.add(count)
+        if bar:
+            bar.close()
         return self.stats()
 
     def stats(self) -> Statistics:

@@ -23,7 +23,7 @@ from tfposeidon.schemes import (
     ShardedServer,
 )
 from tfposeidon.schemes.sharded_server import PAIR_BYTES
-from tfposeidon.text import readable
+from tfposeidon.units import readable_size
 
 
 class Choice(NamedTuple):
@@ -144,7 +144,9 @@ class HybComm(Policy):
         k = together * factors.rows
         scheme = by_rows.taken(round(factors.rows * topology.size))
         sign = "<=" if scheme == by_rows.few else ">"
-        reason = f"sfb {readable(k * one_row)} {sign} ps {readable(ps)} with K={k:g}, P={p}"
+        reason = (
+            f"sfb {readable_size(k * one_row)} {sign} ps {readable_size(ps)} with K={k:g}, P={p}"
+        )
         return Choice(scheme, reason, (("sfb", k * one_row), ("ps", ps)))
 
     @property

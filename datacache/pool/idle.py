@@ -15,7 +15,7 @@ from datacache.pool.folder import FILES, STAYS, remove
 from datacache.pool.inspection import Report, look, pools
 from datacache.system.access import Directory
 from datacache.system.memory import is_memory
-from tfposeidon.text import readable
+from tfposeidon.units import readable_size
 
 log = logging.getLogger("tfposeidon")
 
@@ -75,7 +75,7 @@ def _removed(report: Report) -> bool:
     log.warning(
         "datacache: removed %s for room: %s, which no process had open since %s",
         report.folder,
-        readable(report.bytes),
+        readable_size(report.bytes),
         f"{report.opened:%Y-%m-%d %H:%M}",
     )
     return True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tfposeidon.units import readable_rate
+
 MOST_NODES = 250
 BURST_S = 0.001
 SMALLEST_BURST_BYTES = 3200
@@ -106,17 +108,3 @@ def queue_bytes(rate: float) -> int:
     So that schemes are measured, and not how this kernel's TCP recovers from losses.
     """
     return max(round(rate / 8 * QUEUE_S), SMALLEST_QUEUE_BYTES)
-
-
-def readable_rate(rate: float | None) -> str:
-    """A rate as people read it.
-
-    >>> readable_rate(2e8), readable_rate(None)
-    ('200 Mb/s', 'unshaped')
-    """
-    if rate is None:
-        return "unshaped"
-    for unit, power in (("Gb/s", 1e9), ("Mb/s", 1e6), ("kb/s", 1e3)):
-        if rate >= power:
-            return f"{rate / power:g} {unit}"
-    return f"{rate:g} b/s"

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfposeidon.lab import faults, sandbox, units
+from tfposeidon.lab import faults, sandbox
 from tfposeidon.lab.cluster import Cluster
 from tfposeidon.lab.faults import Fault
+from tfposeidon.units import parse_duration, parse_rate, parse_share, parse_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Request:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m tfposeidon lab`."""
-    rate, time = _type(units.rate), _type(units.duration)
+    rate, time = _type(parse_rate), _type(parse_duration)
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--nodes", type=int, required=True, metavar="M", help="number of nodes")
     cluster.add_argument(
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     cluster.add_argument(
         "--loss",
-        type=_type(units.share),
+        type=_type(_loss),
         default=0.0,
         metavar="SHARE",
         help="packets that get lost: 0.1%%",
@@ -112,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output.add_argument(
         "--rank-memory",
-        type=_type(units.size),
+        type=_type(parse_size),
         default=4e8,
         metavar="SIZE",
         help="that each rank will need (400mb)",
@@ -201,7 +202,14 @@ def _slow(text: str) -> tuple[int, float]:
     node, equals, rate = text.partition("=")
     if not equals or not node.isdigit():
         raise ValueError(f"A slow node reads NODE=RATE, like 1=50mbit. Received: {text!r}")
-    return int(node), units.rate(rate)
+    return int(node), parse_rate(rate)
+
+
+def _loss(text: str) -> float:
+    share = parse_share(text)
+    if share == 1:
+        raise ValueError(f"A share must be below 100%, or nothing arrives. Received: {text!r}")
+    return share
 
 
 def _type(reader: Callable[[str], Any]) -> Callable[[str], Any]:

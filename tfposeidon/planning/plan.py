@@ -16,7 +16,8 @@ from tfposeidon.policies import Choice, Policy
 from tfposeidon.schemes import AllReduce, ByRows, FactorScheme, Scheme, ShardedServer, VectorScheme
 from tfposeidon.schemes.base import Slot
 from tfposeidon.schemes.cost import Cost
-from tfposeidon.text import readable, table
+from tfposeidon.text import table
+from tfposeidon.units import readable_size
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
 
@@ -184,8 +185,8 @@ class Plan:
             "",
             "",
             "",
-            readable(self.cost.node_bytes),
-            readable(self.cost.cross_bytes),
+            readable_size(self.cost.node_bytes),
+            readable_size(self.cost.cross_bytes),
             "",
         )
         lines += table([header, *rows, total])
@@ -194,7 +195,11 @@ class Plan:
 
     def _rows(self, index: int, bucket: Bucket) -> list[tuple[str, ...]]:
         cost = bucket.cost(self.topology)
-        figures = (str(bucket.scheme), readable(cost.node_bytes), readable(cost.cross_bytes))
+        figures = (
+            str(bucket.scheme),
+            readable_size(cost.node_bytes),
+            readable_size(cost.cross_bytes),
+        )
         rows: list[tuple[str, ...]] = []
         above = ""
         for place, (d, choice) in enumerate(zip(bucket.descriptions, bucket.choices, strict=True)):
