@@ -8,11 +8,16 @@ import sys
 from tfposeidon import __version__
 from tfposeidon.commands import check, install
 from tfposeidon.lab import command as lab
+from tfposeidon.lab import demo
 
 COMMANDS = {
     "check": (
         check,
         "report versions and topology, and run a small collective; also under horovodrun",
+    ),
+    "demo": (
+        demo,
+        "compare schemes on a model in the lab, with a slow network between emulated nodes",
     ),
     "install": (
         install,

@@ -17,6 +17,7 @@ from datacache.pool.inspection import Contents, Report, contents, look, pools
 from datacache.pool.pool import existing
 from datacache.sources.source import SourceError
 from datacache.system.access import Access, Directory
+from tfposeidon.quiet import import_tensorflow
 from tfposeidon.text import ProgressBar, table
 from tfposeidon.units import readable_size
 
@@ -228,8 +229,8 @@ def _verify_one(folder: Path) -> int:
 
 
 def _warm(options: argparse.Namespace) -> int:
-    # Nobody waits for TensorFlow who asks for less.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # Here, so that the other commands do not wait for TensorFlow.
+    import_tensorflow()
     from datacache.command.warming import warm
     from datacache.sources.image_folder import from_folder
 

@@ -24,6 +24,9 @@ from tfposeidon.lab.cluster import Cluster
 from tfposeidon.lab.faults import Fault
 from tfposeidon.units import parse_duration, parse_rate, parse_share, parse_size
 
+RANK_BYTES = 4e8
+"""What TensorFlow takes by itself, in each rank."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -114,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--rank-memory",
         type=_type(parse_size),
-        default=4e8,
+        default=RANK_BYTES,
         metavar="SIZE",
         help="that each rank will need (400mb)",
     )
@@ -127,9 +130,8 @@ def main(options: argparse.Namespace) -> int:
     """Runs `python -m tfposeidon lab`; returns the job's exit status, or 2 if nothing was started."""
     try:
         asked = request(options)
-        _check_horovod()
         _check_report(asked.report)
-        _check_memory(asked.cluster, options.rank_memory)
+        check_machine(asked.cluster, options.rank_memory)
         return sandbox.run("tfposeidon.lab.inside", options.arguments)
     except (ValueError, sandbox.UnavailableError) as error:
         print(f"tfposeidon lab: {error}", file=sys.stderr)
@@ -168,6 +170,20 @@ def request(options: argparse.Namespace) -> Request:
     return Request(
         cluster=cluster, command=command, faults=options.faults, show=show, report=options.report
     )
+
+
+def check_machine(cluster: Cluster, rank_bytes: float) -> None:
+    """Refuses a machine that lacks Horovod, or memory for all ranks.
+
+    Args:
+      cluster: The nodes and their ranks.
+      rank_bytes: Bytes that each rank will need.
+
+    Raises:
+      ValueError: If it does.
+    """
+    _check_horovod()
+    _check_memory(cluster, rank_bytes)
 
 
 def _check_horovod() -> None:

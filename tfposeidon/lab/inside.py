@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tfposeidon import quiet
 from tfposeidon.lab import command, report
 from tfposeidon.lab.cluster import Cluster
 from tfposeidon.lab.network import INTERFACE, SWITCH_ADDRESS, host_name, network
@@ -74,7 +75,11 @@ def rendezvous(cluster: Cluster) -> Iterator[list[dict[str, str]]]:
     server = RendezvousServer()
     store_port = server.start()
     server.init(slots)
-    common = os.environ | create_run_env_vars(SWITCH_ADDRESS, [INTERFACE], str(store_port))
+    common = (
+        quiet.DEFAULTS
+        | os.environ
+        | create_run_env_vars(SWITCH_ADDRESS, [INTERFACE], str(store_port))
+    )
     common |= {"PYTHONUNBUFFERED": "1"}
     try:
         yield [common | create_slot_env_vars(slot) for slot in slots]

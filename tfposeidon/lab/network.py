@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tfposeidon.lab import delay_line
 from tfposeidon.lab.cluster import Cluster, burst_bytes, queue_bytes
@@ -22,6 +23,8 @@ from tfposeidon.lab.sandbox import UnavailableError
 
 SWITCH_ADDRESS = "10.99.0.254"
 INTERFACE = "eth0"
+# Of every packet as the interface counts it: Ethernet, IP, and TCP with time stamps.
+HEADER_BYTES = 66
 # Reno is the one congestion control that every kernel allows in a namespace; what a kernel has as its default
 # differs, and BBR, for one, leaves up to half of a link idle when both directions are full.
 HOLD = """
@@ -128,6 +131,24 @@ def address(node: int) -> str:
 def port(node: int) -> str:
     """The bridge's end of a node's link."""
     return f"port{node}"
+
+
+def payload_bytes(interface: str = INTERFACE, direction: Literal["tx", "rx"] = "tx") -> int:
+    """Returns what this node has carried over an interface so far, in bytes without headers.
+
+    To be called on a rank. Where the interface is missing, as outside the lab, it is 0.
+
+    Args:
+      interface: Name of the interface; that of the node's link by default.
+      direction: "tx" for what was sent, "rx" for what was received.
+    """
+    folder = Path("/sys/class/net") / interface / "statistics"
+    if not folder.exists():
+        return 0
+    carried, packets = (
+        int((folder / f"{direction}_{what}").read_text()) for what in ("bytes", "packets")
+    )
+    return carried - HEADER_BYTES * packets
 
 
 @contextmanager

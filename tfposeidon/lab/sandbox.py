@@ -53,7 +53,7 @@ def run(module: str, arguments: list[str]) -> int:
         "setpriv",
         "--pdeathsig",
         "KILL",
-        *_namespaces(),
+        *namespaces(),
         sys.executable,
         "-m",
         module,
@@ -78,8 +78,14 @@ def run(module: str, arguments: list[str]) -> int:
     return 128 + asked[0] if asked and status in (ENDED, 128 + signal.SIGKILL) else status
 
 
-def _namespaces() -> tuple[str, ...]:
-    """The command that makes the namespaces: as root, else through a user namespace."""
+def namespaces() -> tuple[str, ...]:
+    """Returns the command that makes the namespaces: as root, else through a user namespace.
+
+    It is tried out, in a tenth of a second.
+
+    Raises:
+      UnavailableError: If tools or rights are missing.
+    """
     missing = [tool for tool in TOOLS if not shutil.which(tool)]
     if missing:
         packages = sorted({TOOLS[tool] for tool in missing})
