@@ -1,4 +1,4 @@
-"""Keeps TensorFlow's start-up messages off the screen of our commands and of the ranks they start."""
+"""Keeps TensorFlow's start-up messages out of our commands and of the ranks that they start."""
 
 from __future__ import annotations
 

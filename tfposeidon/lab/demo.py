@@ -10,8 +10,8 @@ root or with user namespaces; elsewhere it says so, and the exit status is 0 all
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -30,7 +30,7 @@ LABELS = {
     "hybcomm": "tfposeidon hybcomm, exact",
     "hitopk": "tfposeidon hitopk, top 1 %",
 }
-"""Schemes that are compared, and what they are called; the first is what the others are compared to."""
+"""Schemes that are compared, and what people read; the others are compared to the first."""
 CLUSTER = Cluster(nodes=2, per_node=2, inter=2e8)
 SHRINK = 4
 MODEL = models.model("vgg19_32").shrunk(SHRINK)
@@ -179,13 +179,13 @@ def plot(found: Mapping[str, Measured], path: Path) -> str:
       A line that says where the plot is, or why there is none.
     """
     try:
-        import matplotlib as mpl
+        # Optional, so not imported above.
+        matplotlib = importlib.import_module("matplotlib")
     except ImportError:
         return "No plot, for Matplotlib is missing. Run: pip install matplotlib"
-    # Without a display.
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
+    # The backend that needs no display.
+    matplotlib.use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
     figure, axis = pyplot.subplots(figsize=(8, 2.8))
     _draw(axis, found)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,8 +199,7 @@ def _draw(axis: Any, found: Mapping[str, Measured]) -> None:
     ours = [scheme != "allreduce" for scheme in found]
     labels = [LABELS[scheme] for scheme in found]
     bars = axis.barh(labels, steps_ms, color=["#d1495b" if own else "#9a9a9a" for own in ours])
-    header, *table_rows = rows(found)
-    texts = [f"{step}, {sent} sent" for _, step, sent, _ in table_rows]
+    texts = [f"{step}, {sent} sent" for _, step, sent, _ in rows(found)[1:]]
     axis.bar_label(bars, texts, padding=4, fontsize=9)
     compute_ms = 1e3 * MODEL.step_s
     axis.axvline(compute_ms, color="black", linestyle="--", linewidth=1)
