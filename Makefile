@@ -12,7 +12,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 .PHONY: help setup demo test test-fast test-versions check check-native docs format bench clean
 
 help:
-	@echo "make demo    set up and train on NP=2 ranks"
+	@echo "make demo    set up, train on NP=2 ranks, and compare schemes on a slow network"
 	@echo "make test    set up and run the tests"
 	@echo "make test-fast  those that start no jobs, in one process"
 	@echo "make test-versions  a part of them on every supported Python and TensorFlow that is here"
@@ -38,8 +38,12 @@ $(LIBRARY): $(NATIVE) setup.py | $(VENV)/.ready
 	$(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 
+# TensorFlow announces oneDNN in lines that no log level hides; the digits need no oneDNN.
+demo: export TF_ENABLE_ONEDNN_OPTS ?= 0
 demo: setup
 	$(BIN)/horovodrun -np $(NP) $(BIN)/python examples/keras_digits.py
+	-$(BIN)/python -m pip --disable-pip-version-check install -q -e '.[plots]'
+	$(BIN)/python -m tfposeidon demo --plot build/demo.png
 
 test: setup
 	$(BIN)/python -m pytest

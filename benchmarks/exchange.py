@@ -18,9 +18,8 @@ import statistics
 import numpy as np
 
 from benchmarks import figures, harness
-from tfposeidon.lab import units
 from tfposeidon.lab.cluster import burst_bytes
-from tfposeidon.text import readable
+from tfposeidon.units import parse_rate, readable_size
 
 SYSTEMS = ("allreduce", "allreduce:float16", "asa", "asa16", "2dtar", "2dtar:float16")
 SPARSE = {
@@ -129,7 +128,7 @@ def peer_figures(figures):
 
 def rows(cell):
     """One row for each scheme and length of a job."""
-    rate = None if cell["rate"] == "unshaped" else units.rate(cell["rate"])
+    rate = None if cell["rate"] == "unshaped" else parse_rate(cell["rate"])
     for name, figures in cell["systems"].items():
         system, length = name.rsplit(" ", 1)
         time_s = statistics.median(figures["step_s"])
@@ -194,7 +193,7 @@ def cells_of(row):
         if row["length"].bit_count() == 1
         else f"{row['length'] / 1e6:.1f} M",
         f"{1e3 * row['time_s']:.1f} ms",
-        readable(row["bytes"]),
+        readable_size(row["bytes"]),
         f"{row['counted']:.3f}" if row["counted"] else "",
         f"{1e3 * row['limit_s']:.1f} ms" if row["limit_s"] else "",
         f"{row['distance']:.2f}" if row["distance"] else "",

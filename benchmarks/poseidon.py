@@ -14,7 +14,7 @@ goes on where it was.
 import argparse
 
 from benchmarks import figures, harness, scaling
-from tfposeidon.text import readable
+from tfposeidon.units import readable_size
 
 SYSTEMS = ("ps-late", "ps", "hybcomm", "horovod")
 # What the figures and section 5 tell, on 16 nodes: model, Gb/s, system -> speed-up.
@@ -113,8 +113,8 @@ def show(cells):
     for system, nodes in traffic(cells).items():
         sent, received = ([node[way] for node in nodes] for way in (0, 1))
         print(
-            f"{system}: a node sends {readable(min(sent))} to {readable(max(sent))} a step, and receives "
-            f"{readable(min(received))} to {readable(max(received))}"
+            f"{system}: a node sends {readable_size(min(sent))} to {readable_size(max(sent))} a step, and receives "
+            f"{readable_size(min(received))} to {readable_size(max(received))}"
         )
 
 

@@ -15,7 +15,7 @@ import keras_callbacks
 import tfposeidon as tp
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import replicas
-from tfposeidon.text import readable
+from tfposeidon.units import readable_size
 
 
 def parse_arguments():
@@ -107,7 +107,7 @@ def report(model, optimizer, accuracy, speeds, goal):
         print(f"validation accuracy: {100 * accuracy:.2f} %")
         if speeds:
             print(f"samples per second:  {np.median(speeds):,.0f} over all ranks")
-        print(f"bytes sent:          {readable(optimizer.plan.cost.bytes)} per rank and step")
+        print(f"bytes sent:          {readable_size(optimizer.plan.cost.bytes)} per rank and step")
         if different:
             print(f"RANKS DIFFER in {len(different)} variables: {different}")
         else:

@@ -16,11 +16,16 @@ except versions.UnsupportedVersionError as error:
 # An older Python refuses the syntax of these.
 from tfposeidon.commands import check, install
 from tfposeidon.lab import command as lab
+from tfposeidon.lab import demo
 
 COMMANDS = {
     "check": (
         check,
         "report versions and topology, and run a small collective; also under horovodrun",
+    ),
+    "demo": (
+        demo,
+        "compare schemes on a model in the lab, with a slow network between emulated nodes",
     ),
     "install": (
         install,

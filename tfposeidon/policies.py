@@ -23,7 +23,7 @@ from tfposeidon.schemes import (
     ShardedServer,
 )
 from tfposeidon.schemes.sharded_server import PAIR_BYTES
-from tfposeidon.text import readable
+from tfposeidon.units import readable_size
 
 
 class Choice(NamedTuple):
@@ -194,7 +194,7 @@ class HybComm(Policy):
         k = ranks_per_node * factors.rows
         scheme = by_rows.for_rows(round(factors.rows * topology.size))
         sign = "<=" if scheme == by_rows.few else ">"
-        compared = f"sfb {readable(k * row_bytes)} {sign} ps {readable(matrix_bytes)}"
+        compared = f"sfb {readable_size(k * row_bytes)} {sign} ps {readable_size(matrix_bytes)}"
         candidates = (("sfb", k * row_bytes), ("ps", matrix_bytes))
         return Choice(scheme, f"{compared} with K={k:g}, P={nodes}", candidates)
 

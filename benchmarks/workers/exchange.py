@@ -6,10 +6,11 @@ import time
 import tensorflow as tf
 
 import tfposeidon as tp
-from benchmarks.workers.task import Task, payload_bytes
+from benchmarks.workers.task import Task
 from tfposeidon import ops
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.lab.network import payload_bytes
 from tfposeidon.schemes import REGISTRY
 from tfposeidon.schemes.wire_format import WIRE_DTYPES
 

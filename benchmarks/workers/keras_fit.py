@@ -14,10 +14,11 @@ import tensorflow as tf
 
 import tfposeidon as tp
 from benchmarks.workers.exchange import scheme_named
-from benchmarks.workers.task import Task, payload_bytes
+from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.lab.accelerator import emulated_model
+from tfposeidon.lab.network import payload_bytes
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
 
 COMPRESSION = {"horovod": "none", "horovod-fp16": "fp16"}

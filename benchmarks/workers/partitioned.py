@@ -13,9 +13,10 @@ import datacache
 import tfposeidon as tp
 from benchmarks.workers.keras_fit import StepTimer
 from benchmarks.workers.reading import Drawn
-from benchmarks.workers.task import Task, payload_bytes
+from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.lab.network import payload_bytes
 
 NUMBER_AND_LENGTH = 16
 """Bytes that a sample costs on the wire beside itself."""

@@ -8,9 +8,7 @@ import time
 from pathlib import Path
 
 from tfposeidon.lab import models, network
-
-HEADER_BYTES = 66
-"""Ethernet, IP, and TCP with time stamps, of every packet as the interface counts it."""
+from tfposeidon.lab.network import payload_bytes
 
 
 class Task:
@@ -98,14 +96,3 @@ def summary(answer):
     return ", ".join(
         f"{name} {value}" for name, value in answer.items() if not isinstance(value, list)
     )
-
-
-def payload_bytes(interface="eth0", direction="tx"):
-    """What this node has sent ("tx") or received ("rx") over its link so far, without headers; 0 without a link."""
-    folder = Path("/sys/class/net") / interface / "statistics"
-    if not folder.exists():
-        return 0
-    carried, packets = (
-        int((folder / f"{direction}_{what}").read_text()) for what in ("bytes", "packets")
-    )
-    return carried - HEADER_BYTES * packets

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from datacache.command.progress import Progress
 from datacache.errors import CacheError
-from datacache.from_tfposeidon import readable, table
+from datacache.from_tfposeidon import ProgressBar, import_tensorflow, readable_size, table
 from datacache.pool.folder import default_memory, remove
 from datacache.pool.inspection import Contents, Report, contents, look, pools
 from datacache.pool.pool import existing
@@ -154,7 +153,7 @@ def _row(report: Report) -> tuple[str, ...]:
     return (
         str(report.folder),
         *samples,
-        readable(report.bytes),
+        readable_size(report.bytes),
         f"{report.opened:{MINUTE}}",
         state if of else f"broken, {state}",
     )
@@ -169,7 +168,7 @@ def _stats(options: argparse.Namespace) -> int:
     facts = {
         "folder": str(report.folder),
         **_facts(of),
-        "takes": readable(report.bytes),
+        "takes": readable_size(report.bytes),
         "made": f"{report.made:{MINUTE}}",
         "opened": f"{report.opened:{MINUTE}}, {'in use' if report.in_use else 'idle'}",
     }
@@ -187,13 +186,13 @@ def _facts(of: Contents) -> dict[str, str]:
     )
     heap = "none, as all samples are of one size"
     if of.heap_used is not None and of.heap_capacity is not None:
-        heap = f"{readable(of.heap_used)} used of at most {readable(of.heap_capacity)}"
+        heap = f"{readable_size(of.heap_used)} used of at most {readable_size(of.heap_capacity)}"
     return {
         "source": of.plan.source,
         "samples": f"{of.ready} ready of {of.slots} kept of {part.samples}",
         "part": f"{room} {whose}",
         "sample": ", ".join(map(str, layout.components)),
-        "columns": f"{layout.bytes} B for each sample, {readable(layout.offsets(of.slots)[-1])}",
+        "columns": f"{layout.bytes} B for each sample, {readable_size(layout.offsets(of.slots)[-1])}",
         "heap": heap,
     }
 
@@ -214,7 +213,7 @@ def _verify_one(folder: Path) -> int:
     try:
         samples = np.arange(pool.plan.part.samples)
         samples = samples[pool.ready(samples)]
-        progress, torn = Progress(len(samples), "samples"), 0
+        progress, torn = ProgressBar(len(samples), "samples"), 0
         for begin in range(0, len(samples), WINDOW):
             window = samples[begin : begin + WINDOW]
             torn += len(pool.torn(window, again=True))
@@ -228,17 +227,17 @@ def _verify_one(folder: Path) -> int:
 
 
 def _warm(options: argparse.Namespace) -> int:
-    # Nobody waits for TensorFlow who asks for less.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # Here, so that the other commands do not wait for TensorFlow.
+    import_tensorflow()
     from datacache.command.warming import warm
     from datacache.sources.image_folder import from_folder
 
     access = _access(options.group)
     chosen = {} if options.extensions is None else {"extensions": options.extensions or None}
-    bars: list[Progress] = []
+    bars: list[ProgressBar] = []
 
     def started(total: int) -> Callable[[int], None]:
-        bars.append(Progress(total, "files"))
+        bars.append(ProgressBar(total, "files"))
         return bars[0].add
 
     try:
@@ -249,7 +248,7 @@ def _warm(options: argparse.Namespace) -> int:
             bar.close()
     counts = warmed.counts
     print(
-        f"{warmed.folder}: {counts.source_reads} files read ({readable(counts.source_bytes)}), {warmed.ready} ready"
+        f"{warmed.folder}: {counts.source_reads} files read ({readable_size(counts.source_bytes)}), {warmed.ready} ready"
     )
     if warmed.ready == warmed.samples:
         return DONE
@@ -282,7 +281,7 @@ def _rm(options: argparse.Namespace) -> int:
 def _rm_one(folder: Path) -> int:
     report = look(folder)
     remove(folder)
-    print(f"{folder}: freed {readable(report.bytes if report else 0)}")
+    print(f"{folder}: freed {readable_size(report.bytes if report else 0)}")
     return DONE
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import LIMIT_S, ROOT, descendants, finish, lab
+from tests.launch import LIMIT_S, ROOT, descendants, finish, lab, start
 
 PROBES = ROOT / "tests" / "on_ranks" / "probes.py"
 TRIES = 5
@@ -273,3 +273,42 @@ def test_missing_rights_are_named(tmp_path):
     assert "the lab needs network namespaces" in done.stdout
     assert "unshare failed: Operation not permitted" in done.stdout
     assert "Run it with sudo" in done.stdout
+
+
+DEMO = [sys.executable, "-m", "tfposeidon", "demo", "--steps", "1"]
+
+
+def test_demo_compares_schemes(tmp_path):
+    plot = tmp_path / "plots" / "demo.png"
+    done = finish(start([*DEMO, "--plot", str(plot)]), timeout_s=400)
+    assert done.returncode == 0, done.stdout
+    found = {}
+    for label in (
+        "Horovod's all-reduce",
+        "tfposeidon hybcomm, exact",
+        "tfposeidon hitopk, top 1 %",
+    ):
+        (row,) = [line for line in done.stdout.splitlines() if line.startswith(label)]
+        found[label] = row.removeprefix(label).replace("ms", "").replace("MB", "").split()
+    (horovod_ms, horovod_mb, _), *ours = [list(map(float, row)) for row in found.values()]
+    # A ring of 2 x 2 ranks carries 2 (P - 1) / P of 36 MB over each node's link, for two ranks.
+    assert 26.5 < horovod_mb < 28
+    assert horovod_ms > 2000
+    for step_ms, sent_mb, times_faster in ours:
+        assert sent_mb < 0.2 * horovod_mb
+        assert times_faster == pytest.approx(horovod_ms / step_ms, abs=0.1)
+        assert times_faster > 1
+    assert f"wrote {plot}" in done.stdout or "Matplotlib is missing" in done.stdout
+    assert plot.exists() == (f"wrote {plot}" in done.stdout)
+    assert "oneDNN" not in done.stdout
+
+
+def test_demo_goes_on_where_the_lab_cannot_run(tmp_path):
+    for tool in ("hostname", "unshare", "nsenter", "setpriv", "mount"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    done = finish(start(DEMO, environment={"PATH": str(tmp_path)}))
+    assert done.returncode == 0
+    assert done.stdout.count("\n") == 1
+    assert done.stdout.startswith(
+        "Left out, for the lab cannot run here: ip, tc not found. Install:"
+    )

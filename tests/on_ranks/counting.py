@@ -5,9 +5,9 @@ import functools
 
 import tensorflow as tf
 
-from benchmarks.workers.task import payload_bytes
 from tests import contract
 from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.lab.network import payload_bytes
 from tfposeidon.schemes.sparse import SparseScheme
 
 LENGTH = 2**21

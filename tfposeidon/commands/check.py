@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 from tfposeidon.commands import install, versions
+from tfposeidon.quiet import import_tensorflow
 
 
 class CheckError(RuntimeError):
@@ -90,6 +91,7 @@ def _version(name: str) -> str | None:
 
 
 def _start(ranks_per_node: int | None) -> Any:
+    import_tensorflow()
     from tfposeidon.communication import runtime
 
     return runtime.init(ranks_per_node=ranks_per_node)

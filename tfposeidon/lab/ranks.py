@@ -15,6 +15,7 @@ from typing import IO
 
 from tfposeidon.lab.faults import Fault
 from tfposeidon.lab.network import Network
+from tfposeidon.quiet import is_startup_message
 
 LAST_WORDS_S = 10.0
 TERMINATION_S = 3.0
@@ -157,6 +158,8 @@ class Job:
 
     def _print(self, rank: Rank, line: bytes, sink: IO[str]) -> None:
         text = line.decode(errors="replace")
+        if is_startup_message(text):
+            return
         rank.last_lines.append(text)
         if self._show is not None and rank.number not in self._show:
             return

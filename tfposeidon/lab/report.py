@@ -14,7 +14,8 @@ from typing import Any
 from tfposeidon.lab.cluster import Cluster
 from tfposeidon.lab.network import Traffic, host_name
 from tfposeidon.lab.ranks import Job
-from tfposeidon.text import bars, readable, table
+from tfposeidon.text import sparkline, table
+from tfposeidon.units import readable_size
 
 LONGEST_BARS = 40
 
@@ -99,14 +100,14 @@ class Report:
     def _row(self, node: int, traffic: Traffic) -> tuple[str, ...]:
         return (
             host_name(node),
-            readable(traffic.sent_bytes),
+            readable_size(traffic.sent_bytes),
             str(traffic.sent_packets),
             _percent(self.used(node, traffic.sent_bytes)),
-            readable(traffic.received_bytes),
+            readable_size(traffic.received_bytes),
             str(traffic.received_packets),
             _percent(self.used(node, traffic.received_bytes)),
             str(traffic.dropped_packets),
-            bars(self._load(node)),
+            sparkline(self._load(node)),
         )
 
     def _load(self, node: int) -> list[float]:

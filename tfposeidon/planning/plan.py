@@ -16,7 +16,8 @@ from tfposeidon.policies import Choice, Policy
 from tfposeidon.schemes import AllReduce, Scheme, ShardedServer
 from tfposeidon.schemes.base import Slot
 from tfposeidon.schemes.cost import Cost
-from tfposeidon.text import readable, table
+from tfposeidon.text import table
+from tfposeidon.units import readable_size
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
 """Size up to which small gradients are fused: 4 MiB."""
@@ -219,7 +220,7 @@ class Plan:
         """Returns the plan as a table, with a line for each variable."""
         lines = [f"Plan for {self.topology}, as rank {self.topology.rank} sends it, per step:"]
         rows = [row for i, bucket in enumerate(self.buckets) for row in self._rows(i, bucket)]
-        node, across = readable(self.cost.node_bytes), readable(self.cost.cross_bytes)
+        node, across = readable_size(self.cost.node_bytes), readable_size(self.cost.cross_bytes)
         total = ("total", "", "", "", "", node, across, "")
         lines += table([COLUMNS, *rows, total])
         lines += [f"note: {note}" for note in self.notes]
@@ -227,7 +228,11 @@ class Plan:
 
     def _rows(self, index: int, bucket: Bucket) -> list[tuple[str, ...]]:
         cost = bucket.cost(self.topology)
-        figures = (str(bucket.scheme), readable(cost.node_bytes), readable(cost.cross_bytes))
+        figures = (
+            str(bucket.scheme),
+            readable_size(cost.node_bytes),
+            readable_size(cost.cross_bytes),
+        )
         rows: list[tuple[str, ...]] = []
         reason_above = ""
         for d, choice in zip(bucket.descriptions, bucket.choices, strict=True):
