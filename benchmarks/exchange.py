@@ -129,24 +129,24 @@ def peer_figures(figures):
 def rows(cell):
     """One row for each scheme and length of a job."""
     rate = None if cell["rate"] == "unshaped" else parse_rate(cell["rate"])
-    for name, figures in cell["systems"].items():
+    for name, measured in cell["systems"].items():
         system, length = name.rsplit(" ", 1)
-        time_s = statistics.median(figures["step_s"])
-        limit_s = 8 * figures["busiest_bytes"] / rate if rate else None
+        time_s = statistics.median(measured["step_s"])
+        limit_s = 8 * measured["busiest_bytes"] / rate if rate else None
         # The shaper lets a burst through at once at the begin of each exchange, so for short ones there is no limit.
         free_bytes = burst_bytes(rate) if rate else 0
-        limited = rate is not None and free_bytes < LARGEST_BURST * figures["busiest_bytes"]
+        limited = rate is not None and free_bytes < LARGEST_BURST * measured["busiest_bytes"]
         yield {
             "system": system,
             "length": int(length),
             "time_s": time_s,
-            "bytes": figures["busiest_bytes"],
-            "counted": figures["sent_bytes"] / figures["predicted_bytes"]
-            if figures["predicted_bytes"]
+            "bytes": measured["busiest_bytes"],
+            "counted": measured["sent_bytes"] / measured["predicted_bytes"]
+            if measured["predicted_bytes"]
             else None,
             "limit_s": limit_s,
             "distance": time_s / limit_s if limited else None,
-            "shaped_bytes": max(0.0, figures["busiest_bytes"] - free_bytes),
+            "shaped_bytes": max(0.0, measured["busiest_bytes"] - free_bytes),
         }
 
 
