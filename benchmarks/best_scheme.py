@@ -1,7 +1,10 @@
-"""What BestScheme (Poseidon, Algorithm 1) chooses for the papers' models, by number of workers; nothing is run.
+"""Prints what BestScheme (Poseidon, Algorithm 1) chooses for the papers' models.
 
-python -m benchmarks.best_scheme
-python -m benchmarks.best_scheme --models vgg19 --workers 8 --batch 32 64 128
+    python -m benchmarks.best_scheme
+    python -m benchmarks.best_scheme --models vgg19 --workers 8 --batch 32 64 128
+
+The choice for each fully connected layer follows from bytes on paper: nothing is run, and the
+answer is there in seconds.
 """
 
 import argparse
@@ -35,7 +38,7 @@ def parse_arguments():
 
 
 def rows_of(model, batch, workers):
-    """For each fully connected layer: the choice at each number of workers, and by how much."""
+    """Yields a row for each fully connected layer: the choice, and by how much, by workers."""
     for layer in model.layers:
         if layer.kind != "dense":
             continue
@@ -47,6 +50,7 @@ def rows_of(model, batch, workers):
 
 
 def cell(choice):
+    """Returns the chosen scheme, and bytes of the store / bytes of the factors."""
     sizes = dict(choice.candidates)
     return f"{choice.scheme.name} ({sizes['ps'] / sizes['sfb']:.2g})"
 

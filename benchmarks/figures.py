@@ -1,8 +1,8 @@
 """Colors, line styles and names of all systems that the benchmarks plot, and the saving of figures.
 
-Each system has one color everywhere. Ours are solid and bold, peers dashed or hatched; of two shades
-of a color the darker one sends 16 bits. Figures are as wide as a page of the documentation, so that
-no text on it is smaller than 8 points.
+Each system has one color everywhere. Ours are solid and bold, peers dashed or hatched; of two
+shades of a color the darker one sends 16 bits. Figures are as wide as a page of the documentation,
+so that no text on it is smaller than 8 points.
 """
 
 import dataclasses

@@ -1,6 +1,8 @@
-"""Draws the plot of the README from the cells of `benchmarks.scaling`: time per step on a slow link, beside the peers.
+"""Draws the plot of the README: time per step on a slow link, beside the peers.
 
-python -m benchmarks.overview     # reads docs/results/scaling.json, writes docs/results/overview.png
+    python -m benchmarks.overview     # docs/results/scaling.json -> docs/results/overview.png
+
+It shows cells that `python -m benchmarks.scaling --full` measured; nothing is run.
 """
 
 import argparse
@@ -20,7 +22,18 @@ LIMIT = {"color": "black", "linestyle": "--", "linewidth": 1.5}
 
 
 def rows(cells, model, layout, gbit):
-    """Seconds of a step by system, at the speed of the real accelerator, and those of computing alone."""
+    """Returns what the plot shows of a model.
+
+    Args:
+      cells: Answers of `benchmarks.scaling`.
+      model: Name of the model.
+      layout: "MxN", nodes x ranks on each.
+      gbit: Bandwidth between nodes in Gb/s.
+
+    Returns:
+      Seconds of a step by system, at the speed of the real accelerator, and those without an
+      exchange.
+    """
     ((key, found),) = (
         (key, found)
         for key, found in scaling.groups(cells).items()

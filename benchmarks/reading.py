@@ -1,14 +1,16 @@
-"""Reading samples: from memory, from a slow source, in how much memory, and while training (CommLib, Fig. 9).
+"""Measures reading of samples: from memory, from a slow source, and in training.
 
-    python -m benchmarks.reading            # short
-    python -m benchmarks.reading --full     # the records and sizes of docs/results.md
+    python -m benchmarks.reading                          # short
+    python -m benchmarks.reading --full                   # as in docs/results; 45 minutes
+    python -m benchmarks.reading --full --parts jobs      # new jobs on a warm pool; 13 minutes
 
-The slow source is a folder that a preloaded library makes slow (`native/slow_source.c`): every open takes 4 ms, and all
-processes share 30 or 10 MB/s. The limit of reading from memory is one thread that copies the same records of the same
-file in random order into one buffer (`native/random_records.c`). Ratios are of one run, everything in turn.
+The slow source is a folder that a preloaded library makes slow (`native/slow_source.c`): every
+open takes 4 ms, and all processes share 30 or 10 MB/s. The limit of reading from memory is one
+thread that copies the same records of the same file in random order into one buffer
+(`native/random_records.c`). Training is that of CommLib's Fig. 9. Ratios are of one run,
+everything in turn. An interrupted run goes on.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -22,7 +24,8 @@ import numpy as np
 
 from benchmarks import figures, harness
 
-# Of the slow source: one that a tuned reader keeps up with in training, and one that is too slow for it.
+# Rates of the slow source: one that a tuned reader keeps up with in training, and one that is too
+# slow for it.
 MB_S = [30, 10]
 HELD = ("imports", "datacache", "tf.data cache")
 COMMON = {"mb_s": MB_S, "nodes": {"layout": "2x2"}, "held": HELD, "ranks": [1, 2, 4]}
@@ -61,10 +64,7 @@ POOL = f"datacache-benchmark-{os.getpid()}"
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    harness.add_arguments(parser, "reading")
+    parser = harness.argument_parser("reading", __doc__)
     parser.add_argument("--parts", nargs="*", choices=FULL["parts"], help="what to measure")
     parser.add_argument(
         "--sizes", nargs="*", type=int, choices=[96, 224], help="of the square images, in pixels"
@@ -79,6 +79,7 @@ def parse_arguments():
 
 
 def planned(options):
+    """Returns the jobs of all parts that are asked for."""
     cells = []
     for size in options.sizes:
         samples = options.data_mb * 10**6 // (size * size * 3)
@@ -109,11 +110,15 @@ def planned(options):
 
 
 def run(kind, **task):
+    """Measures one job, in the lab or in a process of its own."""
     return on_nodes(**task) if kind == "nodes" else on_one(kind, **task)
 
 
 def on_nodes(layout, rate, samples=2560, rounds=3):
-    """In the lab: samples of 96 x 96 pixels in parts on the nodes, and steps that exchange 25.6 MB."""
+    """Measures a cache in shards on the nodes of the lab, beside local data.
+
+    Samples have 96 x 96 pixels, and steps exchange 25.6 MB.
+    """
     task = {"pixels": 96, "samples": samples, "batch": 64, "width": 231, "warm_up": 5}
     task |= {"rounds": rounds, "systems": []}
     answer = harness.in_lab(harness.cluster(layout, rate), "partitioned", task)
@@ -121,7 +126,7 @@ def on_nodes(layout, rate, samples=2560, rounds=3):
 
 
 def on_one(kind, **task):
-    """One worker in a process of its own, with a slow source where it reads files."""
+    """Runs one worker in a process of its own, with a slow source where it reads files."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"PYTHONPATH": str(harness.ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
         about = dict(task)
@@ -151,7 +156,7 @@ def on_one(kind, **task):
 
 
 def slow_source(folder, mb_s):
-    """The environment in which the folder's source is slow."""
+    """Returns the environment in which the folder's source is slow."""
     library = compiled(folder, "slow_source.c", "-O2", "-shared", "-fPIC", "-ldl")
     return {
         "LD_PRELOAD": library,
@@ -163,7 +168,7 @@ def slow_source(folder, mb_s):
 
 
 def compiled(folder, source, *flags):
-    """A native program or library of the benchmarks."""
+    """Compiles a native program or library of the benchmarks, and returns its path."""
     program = f"{folder}/{Path(source).stem}"
     subprocess.run(
         ["cc", harness.ROOT / "benchmarks/native" / source, *flags, "-o", program], check=True
@@ -172,7 +177,7 @@ def compiled(folder, source, *flags):
 
 
 def draw(path, images):
-    """JPEG files of some 100 kB in ten folders; returns their bytes."""
+    """Writes JPEG files of some 100 kB into ten folders, and returns their bytes."""
     import tensorflow as tf
 
     total = 0
@@ -187,6 +192,7 @@ def draw(path, images):
 
 
 def show(cells):
+    """Prints a table for each part that was measured."""
     cells = list(cells.values())
     show_warm([cell for cell in cells if cell["kind"] == "warm"])
     show_jobs([cell for cell in cells if cell["kind"] == "jobs"])
@@ -197,6 +203,7 @@ def show(cells):
 
 
 def rates(cell, what="samples_per_second"):
+    """Returns medians of samples per second by system."""
     return {name: statistics.median(of[what]) for name, of in cell["systems"].items()}
 
 
@@ -219,7 +226,8 @@ def show_warm(cells):
     if cells:
         gigabytes = cells[0]["samples"] * cells[0]["size"] ** 2 * 3 / 1e9
         print(
-            f"\n{gigabytes:.1f} GB read from memory in random order; medians, and medians of the rounds' ratios"
+            f"\n{gigabytes:.1f} GB read from memory in random order; medians, "
+            "and medians of the rounds' ratios"
         )
         harness.show(rows)
 
@@ -242,13 +250,14 @@ def show_jobs(cells):
             )
     if cells:
         print(
-            "\na new process on a warm pool: its first epoch and the three after it, in samples per second"
+            "\na new process on a warm pool: its first epoch and the three after it, "
+            "in samples per second"
         )
         harness.show(rows)
 
 
 def ratio(cell, one, other, what):
-    """Median over rounds: the machine's speed changes between them."""
+    """Returns the median over rounds, between which the machine's speed changes."""
     values = [cell["systems"][name][what] for name in (one, other)]
     return statistics.median(a / b for a, b in zip(*values, strict=True))
 
@@ -322,12 +331,14 @@ def show_nodes(cells):
             f"\n{cell['layout']} ranks, {cell['rate']}/s: an epoch of a cache in parts brings "
             f"{of['bytes']['measured'] / 1e6:.2f} MB over a node's link, predicted "
             f"{of['bytes']['predicted'] / 1e6:.2f};\n"
-            f"steps take {1e3 * steps['replicate']:.0f} ms on local data and {1e3 * steps['split']:.0f} ms on parts "
+            f"steps take {1e3 * steps['replicate']:.0f} ms on local data "
+            f"and {1e3 * steps['split']:.0f} ms on parts "
             f"(median of the rounds' ratios {statistics.median(ratios):.3f})"
         )
 
 
 def later(of):
+    """Returns the median seconds of the epochs behind the first."""
     return statistics.median(epoch["seconds"] for epoch in of["epochs"][1:])
 
 

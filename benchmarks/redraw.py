@@ -3,7 +3,8 @@
     python -m benchmarks.redraw                    # all plots, some seconds
     python -m benchmarks.redraw scaling exchange   # some of them
 
-Each benchmark draws its plot itself when it ends. Needed is Matplotlib: `pip install -e '.[plots]'`.
+Each benchmark draws its plot itself when it ends. Needed is Matplotlib: `pip install -e
+'.[plots]'`.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Selection, error feedback and scatter-add beside one read, one addition and one zero fill of the same data.
+"""Measures selection, error feedback and scatter-add beside one pass over the same data.
 
-    python -m benchmarks.selection               # short: 4 M and 25.6 M elements
-    python -m benchmarks.selection --full        # 256 K to 128 M, three distributions and a real gradient
+    python -m benchmarks.selection           # short: 4 M and 25.6 M elements
+    python -m benchmarks.selection --full    # 256 K to 128 M, four kinds of values; 12 minutes
 
-The C++ library is compiled and measured alone; the ops are measured inside TensorFlow, beside TensorFlow's own
-selection. Ratios are of one run, everything in turn. An interrupted run goes on.
+Selection is compared with one read, error feedback with one addition, and scatter-add with one zero
+fill. The C++ library is compiled and measured alone; the ops are measured inside TensorFlow, beside
+TensorFlow's own selection. Ratios are of one run, everything in turn. An interrupted run goes on.
 """
 
-import argparse
 import itertools
 import statistics
 import time
@@ -32,10 +32,7 @@ ROUNDS = 15
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    harness.add_arguments(parser, "selection")
+    parser = harness.argument_parser("selection", __doc__)
     parser.add_argument("--elements", nargs="*", type=int, help="lengths of the vectors")
     parser.add_argument(
         "--distributions", nargs="*", choices=FULL["distributions"], help="of the values"
@@ -45,7 +42,7 @@ def parse_arguments():
 
 
 def planned(options):
-    """The library and the ops for each distribution, length and density."""
+    """Returns jobs of library and ops for each distribution, length and density."""
     cases = itertools.product(
         ("library", "ops"), options.distributions, options.elements, options.densities
     )
@@ -56,11 +53,14 @@ def planned(options):
 
 
 def run(kind, distribution, elements, density):
+    """Measures one vector, and says on a line how it compares."""
     measured = {"library": library, "ops": in_tensorflow}[kind](distribution, elements, density)
     read_s, add_s, zero_s = (measured[f"{name}_s"] for name in ("read", "add", "zero"))
     print(
-        f"    exact {measured['exact_s'] / read_s:.2f} and mstopk {measured['mstopk_s'] / read_s:.2f} reads, "
-        f"feedback {measured['feedback_s'] / add_s:.2f} additions, scatter {measured['scatter_s'] / zero_s:.2f} fills"
+        f"    exact {measured['exact_s'] / read_s:.2f} reads, "
+        f"mstopk {measured['mstopk_s'] / read_s:.2f} reads, "
+        f"feedback {measured['feedback_s'] / add_s:.2f} additions, "
+        f"scatter {measured['scatter_s'] / zero_s:.2f} fills"
     )
     return measured | {
         "kind": kind,
@@ -74,7 +74,7 @@ def run(kind, distribution, elements, density):
 
 
 def library(distribution, elements, density):
-    """What the compiled benchmark says."""
+    """Measures the compiled library."""
     if distribution == "gradient":
         return harness.native(
             "selection", elements, density, "file", more=[drawn(distribution, elements)]
@@ -86,7 +86,7 @@ def library(distribution, elements, density):
 
 
 def in_tensorflow(distribution, elements, density):
-    """The ops and TensorFlow's own on one vector; and how much of it each method keeps."""
+    """Measures ops and TensorFlow's own on one vector, and how much each method keeps."""
     k = max(1, round(density * elements))
     x, residual = (
         tf.constant(drawn(distribution, elements)),
@@ -131,7 +131,7 @@ def in_tensorflow(distribution, elements, density):
 
 
 def kept(x, k):
-    """Recall and share of the norm of each method, beside the exact choice."""
+    """Returns recall and share of the norm of each method, beside the exact choice."""
     largest = set(ops.top_k(x, k, "exact")[1].numpy().tolist())
     norm = float(tf.norm(tf.cast(x, tf.float64)))
     figures = {}
@@ -149,6 +149,7 @@ def kept(x, k):
 
 
 def drawn(distribution, elements, seed=0):
+    """Returns `[elements]` float32 values of a distribution."""
     generator = np.random.default_rng([seed, elements])
     if distribution == "laplace":
         return generator.laplace(scale=1e-3, size=elements).astype("float32")
@@ -161,7 +162,10 @@ def drawn(distribution, elements, seed=0):
 
 
 def real_gradient(elements, seed):
-    """Of a network on scikit-learn's digits after a few steps, wide enough for 26 M weights; repeated beyond."""
+    """Returns a gradient of a network on scikit-learn's digits after a few steps.
+
+    The network is wide enough for 26 M weights; longer vectors repeat it.
+    """
     from sklearn.datasets import load_digits
 
     keras.utils.set_random_seed(seed)
@@ -187,11 +191,13 @@ def real_gradient(elements, seed):
 
 
 def show(cells):
+    """Prints tables of library and ops."""
     for kind in ("library", "ops"):
         own = [cell for cell in cells.values() if cell["kind"] == kind]
         if own:
             print(
-                f"\n{kind}: exact, mstopk, dgc, TensorFlow in reads; feedback in additions; scatter-add in zero fills"
+                f"\n{kind}: exact, mstopk, dgc, TensorFlow in reads; feedback in additions; "
+                "scatter-add in zero fills"
             )
             header = (
                 "values",
@@ -216,10 +222,12 @@ def show(cells):
 
 
 def cells_of(cell):
-    milliseconds = lambda name: f"{1e3 * cell[f'{name}_s']:.2f} ms"  # noqa: E731
-    ratio = lambda name, to: (
-        f"{cell[f'{name}_s'] / cell[f'{to}_s']:.2f}" if f"{name}_s" in cell else ""
-    )  # noqa: E731
+    def milliseconds(name):
+        return f"{1e3 * cell[f'{name}_s']:.2f} ms"
+
+    def ratio(name, to):
+        return f"{cell[f'{name}_s'] / cell[f'{to}_s']:.2f}" if f"{name}_s" in cell else ""
+
     kept = cell.get("kept")
     return (
         cell["distribution"],
@@ -247,7 +255,7 @@ RATIOS = (
 
 
 def plot(cells, path):
-    """Saves ratios over length: median and range over distributions, for library, ops, densities."""
+    """Saves ratios over length: median and range of distributions, by kind and density."""
     cases = list(itertools.product(("library", "ops"), DENSITIES))
 
     def draw(figure, axes):
@@ -272,7 +280,7 @@ def plot(cells, path):
 
 
 def draw_ratio(axis, cells, names, label, color):
-    """Draws the ratio of two times over length: the median of the distributions, and their range."""
+    """Draws the ratio of two times over length: median and range of the distributions."""
     found = {}
     name, to = names
     for cell in cells:

@@ -1,14 +1,15 @@
-"""What the wrapper costs in a step as `fit` makes it: beside Horovod's own exchange, and beside plain Keras.
+"""Measures what the wrapper costs in a step of `fit`, beside Horovod's exchange and plain Keras.
 
-    python -m benchmarks.wrapper
+    python -m benchmarks.wrapper                                             # 10 minutes
+    python -m benchmarks.wrapper --pairs 401 --systems allreduce fit         # 13 minutes
 
-Two ranks on one node exchange ResNet-50's gradients and apply their means; one rank calls `fit`. Steps include what
-`fit` has the wrapper do: samples are counted, gradients weighted, exchanges timed. Both sides are timed in turn,
-A B B A, and each such pair gives a ratio, so that a machine that becomes slower does not count. Beside the median of
-the ratios stand the interval in which it lies with 95 %, and their quartiles. An interrupted run goes on.
+Two ranks on one node exchange ResNet-50's gradients and apply their means; one rank calls `fit`.
+Steps include what `fit` has the wrapper do: samples are counted, gradients weighted, exchanges
+timed. Both sides are timed in turn, A B B A, and each such pair gives a ratio, so that a machine
+that becomes slower does not count. Beside the median of the ratios stand the interval in which it
+lies with 95 %, and their quartiles. An interrupted run goes on.
 """
 
-import argparse
 import itertools
 import math
 import statistics
@@ -29,10 +30,7 @@ SMALLEST = COMMON | {"pairs": 1, "systems": ["fit", "allreduce"], "model": "goog
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    harness.add_arguments(parser, "wrapper")
+    parser = harness.argument_parser("wrapper", __doc__)
     parser.add_argument("--pairs", type=int, help=f"pairs that are timed ({COMMON['pairs']})")
     parser.add_argument("--systems", nargs="*", help="schemes on two ranks, and `fit` on one")
     parser.add_argument(
@@ -43,7 +41,7 @@ def parse_arguments():
 
 
 def planned(options):
-    """A job for each system."""
+    """Returns a job for each system and bucket size."""
     names = [
         "fit" if name == "fit" else f"{name} {bucket_mib:g}"
         for name in options.systems
@@ -64,10 +62,13 @@ def run(system, model, pairs):
 
 
 def median_interval(values):
-    """Between which of the values the median of all that could be drawn lies with 95 % at least; six are needed.
+    """Returns the values between which the true median lies with at least 95 %.
 
-    As many values lie below the interval as above it. The median misses it if at most so many fall on one side of it,
-    as so many heads of a coin.
+    As many values lie below the interval as above it. The median misses it if at most so many fall
+    on one side of it, as so many heads of a coin.
+
+    Args:
+      values: At least six numbers.
 
     >>> median_interval(range(100)), median_interval(range(101))
     ((39, 60), (40, 60))
@@ -81,16 +82,18 @@ def median_interval(values):
 
 
 def ratios(cell):
-    """The system, and ours / theirs of each pair."""
+    """Returns the system of an answer, and ours / theirs of each pair."""
     ((system, measured),) = cell["systems"].items()
     pairs = zip(measured["ours_s"], measured["theirs_s"], strict=True)
     return system, [ours / theirs for ours, theirs in pairs]
 
 
 def show(cells):
+    """Prints times, ratios and their intervals."""
     header = ("", "pairs", "ours", "theirs", "ratio", "95 % of the median", "quartiles")
     print(
-        "\nsteps of two ranks on one machine by a scheme and buckets of so many MiB; of one rank, ten by `fit`"
+        "\nsteps of two ranks on one machine by a scheme and buckets of so many MiB; "
+        "of one rank, ten by `fit`"
     )
     harness.show([header, *map(row, cells.values())])
 
@@ -105,7 +108,7 @@ def row(cell):
 
 
 def plot(cells, path):
-    """Saves the ratios of all pairs as boxes from quartile to quartile, with whiskers and medians."""
+    """Saves the ratios of all pairs as boxes from quartile to quartile."""
 
     def draw(figure, axes):
         (axis,) = axes
