@@ -43,14 +43,22 @@ ONE_BIT |= {"layout": "4x1"}
 
 def parse_arguments():
     parser = harness.argument_parser("accuracy", __doc__)
-    parser.add_argument("--systems", nargs="*", help="schemes")
-    parser.add_argument("--seeds", nargs="*", type=int, help="of weights and batches")
+    parser.add_argument(
+        "--systems", nargs="*", help="schemes with options, such as hitopk:0.01:exact"
+    )
+    parser.add_argument("--seeds", nargs="*", type=int, help="seeds of weights and batches")
     parser.add_argument(
         "--target", type=float, default=TARGET, help=f"validation accuracy to reach ({TARGET})"
     )
-    parser.add_argument("--sparse", action="store_true", help="convergence of sparse schemes")
     parser.add_argument(
-        "--one-bit", action="store_true", help="convergence with one bit for each gradient"
+        "--sparse",
+        action="store_true",
+        help="measure convergence of sparse schemes beside the all-reduce",
+    )
+    parser.add_argument(
+        "--one-bit",
+        action="store_true",
+        help="measure convergence with one bit for each gradient beside exact ones",
     )
     others = {"sparse": COMMON | SPARSE, "one_bit": COMMON | ONE_BIT}
     return harness.parse(parser, COMMON | SHORT, COMMON | FULL, SMALLEST, others)

@@ -16,7 +16,7 @@ from tfposeidon.gradients.factors import FactorShape
 from tfposeidon.lab import models
 from tfposeidon.policies import HybComm
 
-# With the batches of Poseidon, section 1 and Table 3.
+# Batches of Poseidon, section 1 and Table 3.
 BATCHES = {"alexnet": 256, "googlenet": 128, "inception_v3": 32, "vgg19": 32, "vgg19_22k": 32}
 WORKERS = (2, 4, 8, 16, 32)
 
@@ -26,14 +26,19 @@ def parse_arguments():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--models", nargs="*", default=list(BATCHES), help="names of tfposeidon.lab.models"
+        "--models",
+        nargs="*",
+        default=list(BATCHES),
+        help=f"names in tfposeidon.lab.models ({', '.join(BATCHES)})",
     )
     parser.add_argument(
-        "--workers", nargs="*", type=int, default=WORKERS, help="nodes, each worker and server"
+        "--workers",
+        nargs="*",
+        type=int,
+        default=WORKERS,
+        help="numbers of nodes, each worker and server (2 to 32)",
     )
-    parser.add_argument(
-        "--batch", nargs="*", type=int, help="samples of a worker; by default Poseidon's"
-    )
+    parser.add_argument("--batch", nargs="*", type=int, help="samples of a worker (Poseidon's)")
     return parser.parse_args()
 
 

@@ -51,9 +51,9 @@ FULL = {
     "rates": ["100mbit", "200mbit", "1gbit", "unshaped"],
     "lengths": list(range(10, 27, 2)),
 }
-# Of what an exchange sends; where the shaper's burst is more, it is not compared with the limit.
+# Share of what an exchange sends; where the shaper's burst is more, the limit says nothing.
 LARGEST_BURST = 0.01
-# Beyond, sixteen ranks do not fit into memory.
+# With longer vectors sixteen ranks do not fit into memory.
 LONGEST_ABOVE_8_RANKS = 2**24
 # What DDP exchanges: the gradients of a model, without computing anything.
 PEER = {"model": "resnet50", "shrink": 1, "dilation": 0, "warm_up": 3, "steps": 3}
@@ -61,20 +61,24 @@ PEER = {"model": "resnet50", "shrink": 1, "dilation": 0, "warm_up": 3, "steps": 
 
 def parse_arguments():
     parser = harness.argument_parser("exchange", __doc__)
-    parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
-    parser.add_argument("--rates", nargs="*", help="of the links between nodes, or unshaped")
+    parser.add_argument(
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
+    )
+    parser.add_argument(
+        "--rates", nargs="*", help="rates of the links between nodes, such as 200mbit, or unshaped"
+    )
     parser.add_argument(
         "--lengths",
         nargs="*",
         type=int,
         metavar="POWER",
-        help="powers of two, or numbers of values",
+        help="lengths of the vector: powers of two, or, from 64 on, numbers of values",
     )
     parser.add_argument(
-        "--systems", nargs="*", help="schemes with options, such as hitopk:0.01:float16; peers"
+        "--systems", nargs="*", help="schemes with options, such as hitopk:0.01:float16, and peers"
     )
     parser.add_argument(
-        "--sparse", action="store_true", help="the comparison of sparse and dense exchanges"
+        "--sparse", action="store_true", help="measure sparse and dense exchanges of 25.6 M values"
     )
     common = {"systems": SYSTEMS}
     return harness.parse(parser, common | SHORT, common | FULL, SMALLEST, {"sparse": SPARSE})
@@ -111,7 +115,8 @@ def run(layout, rate, lengths, systems, worker):
     answer = harness.in_lab(harness.cluster(layout, rate), worker, task | {"systems": systems})
     if worker == "ddp":
         answer["systems"] = {
-            f"{name} {lengths[0]}": peer_figures(of) for name, of in answer["systems"].items()
+            f"{name} {lengths[0]}": peer_figures(measured)
+            for name, measured in answer["systems"].items()
         }
     return answer | {"layout": layout, "rate": rate}
 

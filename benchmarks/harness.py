@@ -22,7 +22,7 @@ PACKAGES = ("tensorflow-cpu", "tensorflow", "keras", "horovod", "torch", "numpy"
 
 NATIVE_FLAGS = ("-std=c++17", "-O3", "-Wno-psabi", "-ffp-contract=off", "-pthread", "-I.")
 TIME_LIMIT_S = 3600
-# Name up to the first dash -> worker.
+# Name of a peer up to the first dash -> its worker.
 PEER_WORKERS = {"ddp": "ddp", "mirrored": "mirrored"}
 
 
@@ -136,7 +136,7 @@ def parse(parser, short, full, smallest, others=None):
     """
     options = parser.parse_args()
     if options.results is None:
-        # What shows that a benchmark runs is no result.
+        # The smallest version shows that a benchmark runs, and is no result.
         options.results = (
             SMALLEST_RESULTS if options.smallest else RESULTS
         ) / f"{options.benchmark}.json"
@@ -296,7 +296,7 @@ def native(name, *arguments, more=()):
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / name
         subprocess.run(["g++", *NATIVE_FLAGS, *sources, "-o", program], cwd=ROOT, check=True)
-        files = [Path(folder) / f"values{place}" for place in range(len(more))]
+        files = [Path(folder) / f"values{index}" for index in range(len(more))]
         for file, values in zip(files, more, strict=True):
             values.tofile(file)
         command = [program, *map(str, arguments), *files]

@@ -19,8 +19,12 @@ ELEMENTS = 25_557_032
 
 def parse_arguments():
     parser = harness.argument_parser("hitopk_steps", __doc__)
-    parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
-    parser.add_argument("--rates", nargs="*", help="of the links between nodes")
+    parser.add_argument(
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
+    )
+    parser.add_argument(
+        "--rates", nargs="*", help="rates of the links between nodes, such as 200mbit"
+    )
     return harness.parse(
         parser, CASES | {"elements": ELEMENTS}, CASES | {"elements": ELEMENTS}, SMALLEST
     )

@@ -42,7 +42,7 @@ def _sgd(rate):
 
 
 RULES = {
-    # name: batch, optimizer of a schedule's maker
+    # Name: batch, and a function from the maker of a schedule to the optimizer.
     "SGD, small batch": (SMALL, lambda rate: _sgd(rate(RATE, warmup=0))),
     "SGD, scaled rate": (SMALL * FACTOR, lambda rate: _sgd(rate(RATE * FACTOR, warmup=0))),
     **{
@@ -70,8 +70,8 @@ SMALLEST = {
 
 def parse_arguments():
     parser = harness.argument_parser("large_batch", __doc__)
-    parser.add_argument("--rules", nargs="*", choices=RULES, help="what to train by")
-    parser.add_argument("--seeds", nargs="*", type=int, help="of weights and batches")
+    parser.add_argument("--rules", nargs="*", choices=RULES, help="rules to train by")
+    parser.add_argument("--seeds", nargs="*", type=int, help="seeds of weights and batches")
     return harness.parse(parser, SHORT, FULL, SMALLEST)
 
 

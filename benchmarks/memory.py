@@ -30,7 +30,9 @@ SMALLEST = {
 
 def parse_arguments():
     parser = harness.argument_parser("memory", __doc__)
-    parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
+    parser.add_argument(
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
+    )
     return harness.parse(parser, CASES, CASES, SMALLEST)
 
 
@@ -42,7 +44,8 @@ def planned(options):
     cases = itertools.product(options.layouts, options.optimizers, options.updates)
     more = {} if options.elements == ELEMENTS else {"elements": options.elements}
     return harness.keyed(
-        {"layout": layout, "optimizer": name, "update": of} | more for layout, name, of in cases
+        {"layout": layout, "optimizer": name, "update": update} | more
+        for layout, name, update in cases
     )
 
 

@@ -29,9 +29,14 @@ ROUNDS = 21
 def parse_arguments():
     parser = harness.argument_parser("norms", __doc__)
     parser.add_argument(
-        "--models", nargs="*", choices=sorted(models.MODELS), help="whose variables"
+        "--models",
+        nargs="*",
+        choices=sorted(models.MODELS),
+        help="models whose variables are taken",
     )
-    parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
+    parser.add_argument(
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
+    )
     return harness.parse(parser, SHORT, FULL, SMALLEST)
 
 

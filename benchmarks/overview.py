@@ -71,16 +71,17 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layout", default="4x2", help="nodes x ranks on each (4x2)")
+    parser.add_argument("--layout", default="4x2", help="cluster, as nodes x ranks on each (4x2)")
     parser.add_argument(
         "--gbit", type=float, default=4.0, help="bandwidth between nodes in Gb/s (4)"
     )
     parser.add_argument(
-        "--results", type=Path, default=RESULTS / "scaling.json", help="cells of benchmarks.scaling"
+        "--results",
+        type=Path,
+        default=RESULTS / "scaling.json",
+        help="answers of benchmarks.scaling",
     )
-    parser.add_argument(
-        "--plot", type=Path, default=RESULTS / "overview.png", help="where the plot goes"
-    )
+    parser.add_argument("--plot", type=Path, default=RESULTS / "overview.png", help="file to write")
     options = parser.parse_args()
     plot(json.loads(options.results.read_text()), options.plot, options.layout, options.gbit)
 

@@ -40,8 +40,8 @@ COMMON = {"dilation": 8.0, "steps": 3}
 
 def parse_arguments():
     parser = harness.argument_parser("poseidon", __doc__)
-    parser.add_argument("--models", nargs="*", choices=SLOWER, help="which of the models")
-    parser.add_argument("--nodes", nargs="*", type=int, help="how many, of one rank each")
+    parser.add_argument("--models", nargs="*", choices=SLOWER, help="models of the paper")
+    parser.add_argument("--nodes", nargs="*", type=int, help="numbers of nodes, of one rank each")
     return harness.parse(
         parser,
         {"models": ["vgg19_22k"], "nodes": [4, 2], "bandwidths": 1} | COMMON,
@@ -229,11 +229,11 @@ def draw_bandwidth(axis, model, found):
 def draw_traffic(figure, axis, sent):
     """Draws what each node sends and receives in a step, by scheme."""
     for number, (system, nodes) in enumerate(sent.items()):
-        places = [node + 0.27 * (number - 1) for node in range(len(nodes))]
+        centers = [node + 0.27 * (number - 1) for node in range(len(nodes))]
         out, back = ([node[way] / 1e6 for node in nodes] for way in (0, 1))
         label, style = figures.style(system).label, figures.bar(system)
-        axis.bar(places, out, 0.25, label=f"{label}: sent", **style)
-        axis.bar(places, back, 0.25, bottom=out, alpha=0.45, label=f"{label}: received", **style)
+        axis.bar(centers, out, 0.25, label=f"{label}: sent", **style)
+        axis.bar(centers, back, 0.25, bottom=out, alpha=0.45, label=f"{label}: received", **style)
     axis.set(
         title=f"{figures.MODELS[TRAFFIC['model']]}, {figures.ranks(TRAFFIC['layout'])}",
         xlabel="node",

@@ -47,7 +47,7 @@ SMALLEST = {
     "sizes": [96],
     "parts": ["warm", "jobs", "cold", "memory", "training", "nodes"],
     "rounds": 1,
-    # One job: each of them, and each of its ranks, imports TensorFlow.
+    # Only one job, because each of its ranks imports TensorFlow.
     "held": ["datacache"],
     "ranks": [1],
     "images": 64,
@@ -57,23 +57,21 @@ SMALLEST = {
 }
 BATCH = {96: 256, 224: 128}
 OPEN_MS = 4
-# New jobs read so many times the data: what an iterator takes to begin is no part of what is asked.
+# New jobs read several times the data, so that an iterator's start counts for little.
 JOBS_DATA = 4
-# Of this process: another one that measures removes its own.
+# Each process that measures has a folder of its own, which it removes.
 POOL = f"datacache-benchmark-{os.getpid()}"
 
 
 def parse_arguments():
     parser = harness.argument_parser("reading", __doc__)
-    parser.add_argument("--parts", nargs="*", choices=FULL["parts"], help="what to measure")
+    parser.add_argument("--parts", nargs="*", choices=FULL["parts"], help="parts to measure")
     parser.add_argument(
-        "--sizes", nargs="*", type=int, choices=[96, 224], help="of the square images, in pixels"
+        "--sizes", nargs="*", type=int, choices=[96, 224], help="sides of the images, in pixels"
     )
-    parser.add_argument("--rounds", type=int, help="how often each system has its turn")
-    parser.add_argument("--images", type=int, help="files of the slow source")
-    parser.add_argument(
-        "--mb-s", nargs="*", type=int, help="10^6 bytes per second of the slow source"
-    )
+    parser.add_argument("--rounds", type=int, help="number of turns of each system")
+    parser.add_argument("--images", type=int, help="number of files of the slow source")
+    parser.add_argument("--mb-s", nargs="*", type=int, help="rates of the slow source, in MB/s")
     parser.add_argument("--data-mb", type=int, help="megabytes of records in memory")
     return harness.parse(parser, SHORT, FULL, SMALLEST)
 
@@ -204,7 +202,7 @@ def show(cells):
 
 def rates(cell, what="samples_per_second"):
     """Returns medians of samples per second by system."""
-    return {name: statistics.median(of[what]) for name, of in cell["systems"].items()}
+    return {name: statistics.median(measured[what]) for name, measured in cell["systems"].items()}
 
 
 def show_warm(cells):
@@ -216,12 +214,14 @@ def show_warm(cells):
             ("samples_per_second", "whole epochs"),
             ("after_the_first", "after the first batch"),
         ):
-            of = rates(cell, what)
+            speeds = rates(cell, what)
             ratios = [
                 ratio(cell, "datacache", "copies", what),
                 ratio(cell, "datacache", "tf.data cache", what),
             ]
-            absolute = [f"{of[name]:,.0f}/s" for name in ("copies", "datacache", "tf.data cache")]
+            absolute = [
+                f"{speeds[name]:,.0f}/s" for name in ("copies", "datacache", "tf.data cache")
+            ]
             rows.append((str(cell["size"]), text, *absolute, *(f"{value:.2f}" for value in ratios)))
     if cells:
         gigabytes = cells[0]["samples"] * cells[0]["size"] ** 2 * 3 / 1e9
@@ -235,10 +235,15 @@ def show_warm(cells):
 def show_jobs(cells):
     rows = [("pixels", "a new job's first epoch", "later", "first of later", "quartiles")]
     for cell in cells:
-        for name, of in cell["systems"].items():
-            ratios = [first / later for first, later in zip(of["first"], of["later"], strict=True)]
+        for name, measured in cell["systems"].items():
+            ratios = [
+                first / later
+                for first, later in zip(measured["first"], measured["later"], strict=True)
+            ]
             low, middle, high = np.percentile(ratios, [25, 50, 75])
-            first, later = (f"{statistics.median(of[what]):,.0f}/s" for what in ("first", "later"))
+            first, later = (
+                f"{statistics.median(measured[what]):,.0f}/s" for what in ("first", "later")
+            )
             rows.append(
                 (
                     f"{cell['size']}, {name}",
@@ -270,14 +275,18 @@ def show_cold(cells):
         for name, value in rates(cell).items():
             rows.append((name, f"{value:,.0f}", f"{value / limit:.2f}"))
     for cell in (cell for cell in cells if cell["kind"] == "decoding"):
-        of = rates(cell)
+        speeds = rates(cell)
         share = ratio(cell, "datacache, first epoch", "decoding", "samples_per_second")
-        rows.append(("limit: decoding, on a source that is not slow", f"{of['decoding']:,.0f}", ""))
         rows.append(
-            ("datacache, first epoch", f"{of['datacache, first epoch']:,.0f}", f"{share:.2f}")
+            ("limit: decoding, on a source that is not slow", f"{speeds['decoding']:,.0f}", "")
+        )
+        rows.append(
+            ("datacache, first epoch", f"{speeds['datacache, first epoch']:,.0f}", f"{share:.2f}")
         )
         later_share = ratio(cell, "datacache, later", "decoding", "samples_per_second")
-        rows.append(("datacache, later", f"{of['datacache, later']:,.0f}", f"{later_share:.2f}"))
+        rows.append(
+            ("datacache, later", f"{speeds['datacache, later']:,.0f}", f"{later_share:.2f}")
+        )
     if len(rows) > 1:
         print("\nJPEG files of a slow source, 4 ms per open")
         harness.show(rows)
@@ -286,11 +295,13 @@ def show_cold(cells):
 def show_memory(cells):
     rows = [("ranks", "data", *HELD)]
     for ranks in sorted({cell["ranks"] for cell in cells}):
-        of = {
+        measured = {
             cell["what"]: cell["systems"][cell["what"]] for cell in cells if cell["ranks"] == ranks
         }
-        data = next(iter(of.values()))["data"]
-        held = (f"{of[name]['held'] / 1e9:.2f} GB" if name in of else "" for name in HELD)
+        data = next(iter(measured.values()))["data"]
+        held = (
+            f"{measured[name]['held'] / 1e9:.2f} GB" if name in measured else "" for name in HELD
+        )
         rows.append((str(ranks), f"{data / 1e9:.2f} GB", *held))
     if cells:
         print("\nmemory that ranks of one node hold together, each page counted once")
@@ -304,13 +315,13 @@ def show_training(cells):
     for cell in cells:
         systems = cell["systems"]
         alone = later(systems["no reading"])
-        for name, of in systems.items():
-            first, steps = of["epochs"][0]["seconds"], of["epochs"][0]["steps"]
-            waiting = max(0.0, later(of) - alone) / steps
-            speed = of["samples"] / later(of)
+        for name, measured in systems.items():
+            first, steps = measured["epochs"][0]["seconds"], measured["epochs"][0]["steps"]
+            waiting = max(0.0, later(measured) - alone) / steps
+            speed = measured["samples"] / later(measured)
             times = (
                 f"{first:.1f} s",
-                f"{later(of):.1f} s",
+                f"{later(measured):.1f} s",
                 f"{speed:,.0f}",
                 f"{waiting * 1e3:.1f} ms",
             )
@@ -322,24 +333,29 @@ def show_training(cells):
 
 def show_nodes(cells):
     for cell in cells:
-        of = cell["systems"]
-        steps = {name: statistics.median(of[name]["step_s"]) for name in ("replicate", "split")}
+        systems = cell["systems"]
+        steps = {
+            name: statistics.median(systems[name]["step_s"]) for name in ("replicate", "split")
+        }
         ratios = [
-            b / a for a, b in zip(of["replicate"]["rounds_s"], of["split"]["rounds_s"], strict=True)
+            b / a
+            for a, b in zip(
+                systems["replicate"]["rounds_s"], systems["split"]["rounds_s"], strict=True
+            )
         ]
         print(
             f"\n{cell['layout']} ranks, {cell['rate']}/s: an epoch of a cache in parts brings "
-            f"{of['bytes']['measured'] / 1e6:.2f} MB over a node's link, predicted "
-            f"{of['bytes']['predicted'] / 1e6:.2f};\n"
+            f"{systems['bytes']['measured'] / 1e6:.2f} MB over a node's link, predicted "
+            f"{systems['bytes']['predicted'] / 1e6:.2f};\n"
             f"steps take {1e3 * steps['replicate']:.0f} ms on local data "
             f"and {1e3 * steps['split']:.0f} ms on parts "
             f"(median of the rounds' ratios {statistics.median(ratios):.3f})"
         )
 
 
-def later(of):
+def later(measured):
     """Returns the median seconds of the epochs behind the first."""
-    return statistics.median(epoch["seconds"] for epoch in of["epochs"][1:])
+    return statistics.median(epoch["seconds"] for epoch in measured["epochs"][1:])
 
 
 def plot(cells, path):
@@ -350,8 +366,9 @@ def plot(cells, path):
         for index, axis in enumerate(axes):
             cell, later_ones = trained[index // 2], index % 2
             speeds = {
-                name: of["samples"] / (later(of) if later_ones else of["epochs"][0]["seconds"])
-                for name, of in cell["systems"].items()
+                name: measured["samples"]
+                / (later(measured) if later_ones else measured["epochs"][0]["seconds"])
+                for name, measured in cell["systems"].items()
             }
             figures.bars(axis, {name: speeds[name] for name in figures.in_order(speeds)})
             epochs = "later epochs" if later_ones else "first epoch"

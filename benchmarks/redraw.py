@@ -51,7 +51,9 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("plots", nargs="*", metavar="NAME", help=f"of {', '.join(PLOTS)} (all)")
+    parser.add_argument(
+        "plots", nargs="*", metavar="NAME", help=f"plots to draw: {', '.join(PLOTS)} (all)"
+    )
     for name in parser.parse_args().plots or PLOTS:
         draw, files = PLOTS[name]
         cells = {}

@@ -48,16 +48,18 @@ FULL = {"models": ["vgg19", "resnet50"], "layouts": ["2x2", "4x2"], "gbits": [25
 
 def parse_arguments():
     parser = harness.argument_parser("scaling", __doc__)
+    parser.add_argument("--models", nargs="*", choices=models.MODELS, help="models of the papers")
     parser.add_argument(
-        "--models", nargs="*", choices=models.MODELS, help="which of the papers' models"
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
     )
-    parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
     parser.add_argument(
-        "--gbits", nargs="*", type=float, help="bandwidth between real nodes, in Gb/s"
+        "--gbits", nargs="*", type=float, help="bandwidths between real nodes, in Gb/s"
     )
-    parser.add_argument("--systems", nargs="*", help="schemes and peers")
-    parser.add_argument("--dilation", type=float, help=f"D ({DILATION:g})")
-    parser.add_argument("--steps", type=int, help="timed steps of each (3)")
+    parser.add_argument(
+        "--systems", nargs="*", help="schemes with options, such as hitopk:0.01, and peers"
+    )
+    parser.add_argument("--dilation", type=float, help=f"factor on all times ({DILATION:g})")
+    parser.add_argument("--steps", type=int, help="timed steps of each system (3)")
     options = harness.parse(parser, COMMON | SHORT, COMMON | FULL, SMALLEST)
     if not importlib.util.find_spec("torch"):
         print("Left out: PyTorch DDP, for PyTorch is missing. Run: pip install torch==2.13.0")

@@ -26,7 +26,7 @@ FULL = {
 }
 DENSITIES = (0.001, 0.01)
 SMALLEST = {"elements": [2**12], "distributions": ["laplace"], "densities": [0.01]}
-# The others are too slow to be worth the wait.
+# Longest vector for TensorFlow's own selection, which takes seconds beyond.
 MOST_FOR_TENSORFLOW = 2**25
 ROUNDS = 15
 
@@ -35,7 +35,10 @@ def parse_arguments():
     parser = harness.argument_parser("selection", __doc__)
     parser.add_argument("--elements", nargs="*", type=int, help="lengths of the vectors")
     parser.add_argument(
-        "--distributions", nargs="*", choices=FULL["distributions"], help="of the values"
+        "--distributions",
+        nargs="*",
+        choices=FULL["distributions"],
+        help="distributions of the values",
     )
     common = {"densities": DENSITIES}
     return harness.parse(parser, common | SHORT, common | FULL, SMALLEST)
@@ -94,7 +97,7 @@ def in_tensorflow(distribution, elements, density):
     )
     ranks = 16
     counts = [k] * ranks
-    places = tf.concat(
+    indices = tf.concat(
         [
             ops.top_k(tf.random.stateless_normal([elements], [r, 0]), k, "exact")[1]
             for r in range(ranks)
@@ -111,11 +114,11 @@ def in_tensorflow(distribution, elements, density):
         "add": lambda: residual + x,
         "feedback": lambda: ops.error_feedback_top_k(residual, x, k, "exact"),
         "zero": lambda: tf.fill([elements], level),
-        "scatter": lambda: ops.scatter_add(sent, places, elements, counts),
+        "scatter": lambda: ops.scatter_add(sent, indices, elements, counts),
     }
     if elements <= MOST_FOR_TENSORFLOW:
         calls["tensorflow"] = lambda: tf.math.top_k(tf.abs(x), k)
-        calls["tensorflow_scatter"] = lambda: tf.math.unsorted_segment_sum(sent, places, elements)
+        calls["tensorflow_scatter"] = lambda: tf.math.unsorted_segment_sum(sent, indices, elements)
     compiled = {name: tf.function(call, autograph=False) for name, call in calls.items()}
     times = {name: [] for name in compiled}
     for turn in range(ROUNDS + 2):
@@ -183,7 +186,7 @@ def real_gradient(elements, seed):
             for g in tape.gradient(value, [v.value for v in model.trainable_variables])
         ]
     )
-    # Pieces from all over the network.
+    # Rolled, so that short vectors are not of the first layer alone.
     return np.resize(np.roll(gradient, -len(gradient) // 3), elements)
 
 
@@ -288,7 +291,7 @@ def draw_ratio(axis, cells, names, label, color):
     lengths = sorted(found)
     medians = [statistics.median(found[length]) for length in lengths]
     axis.plot(lengths, medians, "o-", color=color, label=label, linewidth=2, markersize=5)
-    low, high = ([of(found[length]) for length in lengths] for of in (min, max))
+    low, high = ([pick(found[length]) for length in lengths] for pick in (min, max))
     axis.fill_between(lengths, low, high, color=color, alpha=0.13, linewidth=0)
 
 

@@ -31,12 +31,14 @@ SMALLEST = COMMON | {"pairs": 1, "systems": ["fit", "allreduce"], "model": "goog
 
 def parse_arguments():
     parser = harness.argument_parser("wrapper", __doc__)
-    parser.add_argument("--pairs", type=int, help=f"pairs that are timed ({COMMON['pairs']})")
+    parser.add_argument("--pairs", type=int, help=f"number of timed pairs ({COMMON['pairs']})")
     parser.add_argument("--systems", nargs="*", help="schemes on two ranks, and `fit` on one")
     parser.add_argument(
-        "--model", choices=models.MODELS, help="whose gradients are exchanged (resnet50)"
+        "--model", choices=models.MODELS, help="model whose gradients are exchanged (resnet50)"
     )
-    parser.add_argument("--bucket-mib", type=float, nargs="*", help="bucket sizes to try")
+    parser.add_argument(
+        "--bucket-mib", type=float, nargs="*", help="sizes of buckets to try, in MiB"
+    )
     return harness.parse(parser, COMMON, COMMON, SMALLEST)
 
 
@@ -76,7 +78,7 @@ def median_interval(values):
     ordered = sorted(values)
     count = len(ordered)
     tails = itertools.accumulate(math.comb(count, heads) for heads in range(count // 2))
-    # Both tails together in one of 20 cases.
+    # Both tails together are to hold in at most one of 20 cases.
     low = max(0, sum(40 * tail <= 2**count for tail in tails) - 1)
     return ordered[low], ordered[count - 1 - low]
 

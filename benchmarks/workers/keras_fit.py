@@ -23,7 +23,7 @@ from tfposeidon.lab.accelerator import emulated_model
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
 
 COMPRESSION = {"horovod": "none", "horovod-fp16": "fp16"}
-# Layers of the emulated models that are dense, and those that are not.
+# What is no scheme of that name; "dense..." are the dense layers of the emulated models.
 SCHEMES = {
     "hybcomm": "hybcomm",
     "ps-late": "ps",
@@ -61,7 +61,7 @@ class StepTimer(keras.callbacks.Callback):
 
     @override
     def on_train_end(self, logs=None):
-        # Of every rank's node: sent and received.
+        # Bytes that the node of each rank has sent and received.
         self.node_bytes = exchange_objects(
             (self._node_bytes() - self.before).tolist(), self.wire, "bench.bytes"
         )

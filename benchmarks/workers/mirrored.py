@@ -16,7 +16,7 @@ from tfposeidon.lab.accelerator import emulated_model
 
 # As much as PyTorch puts into a bucket.
 PACK_BYTES = 25 * 2**20
-# In `bytes_per_pack`, 0 is for no packs.
+# In `bytes_per_pack`, 0 stands for no packs.
 SYSTEMS = {"mirrored": 0, "mirrored-packs": PACK_BYTES}
 LEARNING_RATE = 1e-3
 
@@ -24,7 +24,7 @@ LEARNING_RATE = 1e-3
 def main():
     task = Task.from_argument()
     os.environ["TF_CONFIG"] = json.dumps(cluster(task))
-    # It must be there before TensorFlow computes anything.
+    # The strategy must be there before TensorFlow computes anything.
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=ring(0))
     everybody = everybody_under(strategy, task)
     for system in task.systems:
