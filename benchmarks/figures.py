@@ -196,7 +196,9 @@ def legend(figure, columns=4, more=(), title=None):
 
 
 def save(path, panels, draw, columns=2, height_in=3.0):
-    """Saves a grid of panels as wide as the page; without Matplotlib a line says so.
+    """Saves a grid of panels as wide as the page.
+
+    Without panels nothing is saved; without Matplotlib a line says so.
 
     Args:
       path: File to write.
@@ -205,6 +207,8 @@ def save(path, panels, draw, columns=2, height_in=3.0):
       columns: Number of panels in a row.
       height_in: Height of a row, in inches.
     """
+    if not panels:
+        return
     try:
         import matplotlib as mpl
     except ImportError:

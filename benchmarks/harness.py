@@ -89,7 +89,7 @@ def argument_parser(name, description):
     parser.add_argument(
         "--full",
         action="store_true",
-        help="measure everything that docs/results.md shows; by default a short version",
+        help="measure everything, in minutes to hours; by default a short version",
     )
     parser.add_argument(
         "--smallest",
@@ -163,8 +163,9 @@ def carry_out(options, planned, run, show, plot):
     """
     results = Results(options.results, options.fresh)
     failed = jobs(results, planned, run)
-    show(results.cells)
-    plot(results.cells, options.results.with_suffix(".png"))
+    if results.cells:
+        show(results.cells)
+        plot(results.cells, options.results.with_suffix(".png"))
     if failed:
         sys.exit(
             f"{len(failed)} of {len(planned)} jobs failed: {', '.join(failed)}. "

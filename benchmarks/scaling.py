@@ -258,7 +258,9 @@ def draw_bars(axis, found):
     width = 0.8 / max(1, len(systems))
     for index, system in enumerate(systems):
         own = [
-            next((100 * row["efficiency"] for row in rows if row["system"] == system), 0)
+            next(
+                (100 * r["efficiency"] for r in rows if r["system"] == system and "step_s" in r), 0
+            )
             for rows in cases.values()
         ]
         centers = [group + width * (index - (len(systems) - 1) / 2) for group in range(len(own))]

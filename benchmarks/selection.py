@@ -259,13 +259,15 @@ RATIOS = (
 
 def plot(cells, path):
     """Saves ratios over length: median and range of distributions, by kind and density."""
-    cases = list(itertools.product(("library", "ops"), DENSITIES))
+    found = {}
+    for cell in cells.values():
+        found.setdefault((cell["kind"], cell["density"]), []).append(cell)
+    cases = [case for case in itertools.product(("library", "ops"), DENSITIES) if case in found]
 
     def draw(figure, axes):
         for axis, (kind, density) in zip(axes, cases, strict=True):
-            own = [c for c in cells.values() if (c["kind"], c["density"]) == (kind, density)]
             for (name, to, label), color in zip(RATIOS, figures.PARTS, strict=True):
-                draw_ratio(axis, own, (name, to), label=label, color=color)
+                draw_ratio(axis, found[kind, density], (name, to), label=label, color=color)
             axis.axhline(1, **figures.REFERENCE)
             names = {"library": "C++ library", "ops": "TensorFlow ops"}
             axis.set(
