@@ -60,7 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--per-node", type=int, default=1, metavar="N", help="ranks on each node (1)"
     )
     cluster.add_argument(
-        "--inter", type=rate, metavar="RATE", help="rate of a node's link in each direction: 200mbit (unshaped)"
+        "--inter",
+        type=rate,
+        metavar="RATE",
+        help="rate of a node's link in each direction: 200mbit (unshaped)",
     )
     cluster.add_argument(
         "--intra", type=rate, metavar="RATE", help="rate between ranks of a node: 10gbit (unshaped)"
@@ -118,9 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="all",
         help="whose output is shown: every rank's, or rank 0's (all)",
     )
-    output.add_argument(
-        "--report", type=Path, metavar="FILE", help="also write the report as JSON"
-    )
+    output.add_argument("--report", type=Path, metavar="FILE", help="also write the report as JSON")
     output.add_argument(
         "--rank-memory",
         type=_type(parse_size),
