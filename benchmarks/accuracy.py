@@ -11,7 +11,9 @@ Every scheme trains the same CNN from the same seeds until validation accuracy i
 import argparse
 import statistics
 
-from benchmarks import harness
+import numpy as np
+
+from benchmarks import figures, harness
 
 FULL = {
     "systems": ["allreduce", "allreduce:float16", "asa", "asa16", "2dtar", "2dtar:bfloat16"],
@@ -77,10 +79,7 @@ def run(systems, target, layout, goes_on, seed, epochs=EPOCHS):
 
 def show(cells):
     """Medians over seeds, with the lowest and the highest."""
-    found = {}
-    for cell in cells.values():
-        for system, figures in cell["systems"].items():
-            found.setdefault(system, []).append(figures)
+    found = runs_of(cells)
     print(f"\nscikit-learn's digits on 4 ranks, {RATE} between nodes")
     header = ("scheme", "seeds", "reached", "steps", "seconds", "best accuracy", "last accuracy")
     harness.show([header, *(cells_of(system, runs) for system, runs in found.items())])
@@ -106,41 +105,102 @@ def spread(values, form):
 
 
 def plot(cells, path):
-    """Validation accuracy over training time, and loss and error over iterations; one line for each run."""
-    # Results from before losses were noted have one panel.
-    everything = all("losses" in run for cell in cells.values() for run in cell["systems"].values())
+    """Saves what runs have in common: curves of those that all go on, or else what they need.
 
-    def draw(axes):
-        _draw(
-            axes[0],
-            cells,
-            lambda run: (run["seconds"], [100 * accuracy for accuracy in run["accuracies"]]),
-        )
-        axes[0].set(xlabel="seconds of training", ylabel="validation accuracy, %", ylim=(80, 100))
-        if not everything:
-            return
-        _draw(axes[1], cells, lambda run: (run["iterations"], run["losses"]))
-        _draw(
-            axes[2],
-            cells,
-            lambda run: (run["iterations"], [1 - accuracy for accuracy in run["accuracies"]]),
-        )
-        axes[1].set(xlabel="iterations", ylabel="training loss, mean of an epoch", yscale="log")
-        axes[2].set(xlabel="iterations", ylabel="validation error", yscale="log")
-
-    harness.plot(path, 3 if everything else 1, draw)
+    Runs that stop at the target are of different lengths; how long they take is their result.
+    """
+    found = runs_of(cells)
+    if all(cell.get("task", {}).get("goes_on") for cell in cells.values()):
+        plot_curves(found, path)
+    else:
+        targets = {cell.get("task", {}).get("target", TARGET) for cell in cells.values()}
+        plot_needed(found, path, max(targets))
 
 
-def _draw(axis, cells, points):
-    systems = list(dict.fromkeys(system for cell in cells.values() for system in cell["systems"]))
-    for place, cell in enumerate(cells.values()):
+def runs_of(cells):
+    """System -> its runs, one for each seed."""
+    found = {}
+    for cell in cells.values():
         for system, run in cell["systems"].items():
-            style = {
-                "label": system if place == 0 else None,
-                "color": f"C{systems.index(system)}",
-                "linewidth": 1,
+            found.setdefault(system, []).append(run)
+    return found
+
+
+def plot_needed(found, path, target):
+    """Saves seconds and steps to the target: the median of the seeds as a bar, each as a point."""
+
+    def draw(_, axes):
+        needs = {"reached_s": f"seconds to {target:.0%}", "reached_steps": f"steps to {target:.0%}"}
+        for axis, (what, label) in zip(axes, needs.items(), strict=True):
+            values = {
+                system: [run[what] for run in runs if run[what] is not None]
+                for system, runs in found.items()
             }
-            axis.plot(*points(run), **style)
+            medians = {
+                system: statistics.median(own) if own else None for system, own in values.items()
+            }
+            figures.bars(axis, medians, form="", names=axis is axes[0], limit=limit(values))
+            for index, own in enumerate(values.values()):
+                axis.plot(own, [index] * len(own), "o", color="black", markersize=5)
+            axis.set_xlabel(f"{label} (bar: median, points: seeds)")
+
+    figures.save(path, 2, draw, height_in=1.2 + 0.32 * len(found))
+
+
+def limit(values):
+    """The largest of all runs, or 1 where none arrived."""
+    return max((value for own in values.values() for value in own), default=1)
+
+
+CURVES = {
+    "accuracies": (
+        "validation accuracy, %",
+        lambda accuracy: 100 * accuracy,
+        {"ylim": (80, 100.5)},
+    ),
+    "errors": ("validation error, %", lambda error: 100 * error, {"yscale": "log"}),
+    "losses": ("training loss", lambda loss: loss, {"yscale": "log"}),
+}
+"""Of runs that go on: label, value and axis of each panel."""
+
+
+def plot_curves(found, path):
+    """Saves accuracy, error and loss by epoch: means over seeds, and their range."""
+    # Results from before losses were noted have no panel of them.
+    noted = all("losses" in run for runs in found.values() for run in runs)
+    names = [name for name in CURVES if noted or name != "losses"]
+
+    def draw(figure, axes):
+        for axis, name in zip(axes, names, strict=True):
+            label, value, options = CURVES[name]
+            for system, runs in found.items():
+                curves = np.array([list(map(value, curve(run, name))) for run in runs])
+                epochs = runs[0].get("iterations", range(1, curves.shape[1] + 1))
+                style = figures.line(system) | {"marker": "", "linewidth": 1.8}
+                axis.plot(epochs, curves.mean(0), **style)
+                axis.fill_between(
+                    epochs,
+                    curves.min(0),
+                    curves.max(0),
+                    color=style["color"],
+                    alpha=0.13,
+                    linewidth=0,
+                )
+            axis.set(xlabel="steps" if noted else "epoch", ylabel=label, **options)
+            if name == "errors":
+                axis.yaxis.set_major_formatter("{x:g}")
+            axis.grid(axis="y")
+        title = "lines: mean of the seeds; bands: their range"
+        figures.legend(figure, columns=5, title=title)
+
+    figures.save(path, len(names), draw, columns=3, height_in=3.4)
+
+
+def curve(run, name):
+    """One value for each epoch."""
+    if name == "errors":
+        return [1 - accuracy for accuracy in run["accuracies"]]
+    return run[name]
 
 
 def main():

@@ -17,7 +17,7 @@ import statistics
 
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import figures, harness
 from tfposeidon.lab.cluster import burst_bytes
 from tfposeidon.units import parse_rate, readable_size
 
@@ -201,25 +201,54 @@ def cells_of(row):
 
 
 def plot(cells, path):
-    """Time over length, one panel for each layout and link."""
+    """Saves one panel for each layout and link: time over length, or bars where there is one length."""
+    found = {}
+    for cell in cells.values():
+        found.setdefault((cell["layout"], cell["rate"]), []).extend(rows(cell))
+    if len({row["length"] for own in found.values() for row in own}) > 1:
+        figures.save(path, len(found), lambda figure, axes: draw_lines(figure, axes, found))
+        return
+    systems = figures.in_order({row["system"] for own in found.values() for row in own})
+    height_in = 0.8 + 0.21 * len(systems)
 
-    def draw(axes):
-        for axis, cell in zip(axes, cells.values(), strict=True):
-            found = list(rows(cell))
-            for system in dict.fromkeys(row["system"] for row in found):
-                own = sorted(
-                    (row["length"], row["time_s"]) for row in found if row["system"] == system
-                )
-                axis.plot(*zip(*own, strict=True), "o-", label=system, linewidth=1, markersize=4)
-            axis.set(
-                title=f"{cell['layout']} ranks, {cell['rate']}",
-                xlabel="values",
-                xscale="log",
-                yscale="log",
+    def draw(figure, axes):
+        draw_bars(axes, found, systems)
+        (length,) = {row["length"] for own in found.values() for row in own}
+        figure.suptitle(f"an exchange of {length / 1e6:.1f} M float32 values; bold: tfposeidon")
+
+    figures.save(path, len(found), draw, height_in=height_in)
+
+
+def draw_lines(figure, axes, found):
+    """Draws time over length, a line for each system."""
+    for axis, ((layout, rate), own) in zip(axes, found.items(), strict=True):
+        for system in figures.in_order({row["system"] for row in own}):
+            points = sorted(
+                (row["length"], row["time_s"]) for row in own if row["system"] == system
             )
-        axes[0].set_ylabel("seconds per exchange")
+            axis.plot(*zip(*points, strict=True), **figures.line(system))
+        axis.set(
+            title=f"{figures.ranks(layout)}, {figures.rate(rate)}",
+            xlabel="values",
+            ylabel="seconds per exchange",
+            xscale="log",
+            yscale="log",
+        )
+        axis.grid()
+    figures.legend(figure)
 
-    harness.plot(path, len(cells), draw)
+
+def draw_bars(axes, found, systems):
+    """Draws a bar for each system, to one scale for all layouts of a link."""
+    longest = {}
+    for (_, rate), own in found.items():
+        longest[rate] = max([longest.get(rate, 0), *(1e3 * row["time_s"] for row in own)])
+    for index, (axis, ((layout, rate), own)) in enumerate(zip(axes, found.items(), strict=True)):
+        times = {row["system"]: 1e3 * row["time_s"] for row in own}
+        milliseconds = {system: times.get(system) for system in systems}
+        figures.bars(axis, milliseconds, names=index % 2 == 0, limit=longest[rate])
+        axis.set_title(f"{figures.ranks(layout)}, {figures.rate(rate)} between nodes")
+        axis.set_xlabel("milliseconds per exchange")
 
 
 def main():

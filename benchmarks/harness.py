@@ -259,21 +259,3 @@ def _version(name):
 def show(rows):
     """Prints a table."""
     print("\n".join(table(rows)), flush=True)
-
-
-def plot(path, panels, draw):
-    """Saves what `draw` puts on a row of so many axes; without Matplotlib a line says so."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        print("No plots: Matplotlib is missing. Run: pip install matplotlib")
-        return
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    drawing, axes = pyplot.subplots(1, panels, figsize=(4.5 * panels, 4), squeeze=False)
-    draw(axes[0])
-    axes[0][-1].legend(fontsize=7, bbox_to_anchor=(1.02, 1), loc="upper left")
-    drawing.savefig(path, dpi=130, bbox_inches="tight")
-    pyplot.close(drawing)
-    print(f"wrote {path}")

@@ -6,7 +6,7 @@ python -m benchmarks.hitopk_steps            # 2 x 2 and 4 x 2 ranks, 200 Mb/s a
 import argparse
 import itertools
 
-from benchmarks import harness
+from benchmarks import figures, harness
 from benchmarks.workers.hitopk_steps import STEPS
 
 CASES = {"layouts": ["2x2", "4x2"], "rates": ["200mbit", "1gbit"]}
@@ -35,9 +35,10 @@ def run(layout, rate, elements=ELEMENTS):
 
 
 def rows(cells):
+    """Layout, link and scheme as one name, and the seconds of each step."""
     for cell in cells.values():
-        for system, figures in cell["systems"].items():
-            yield f"{cell['layout']} {cell['rate']} {system}", figures["steps_s"]
+        for system, measured in cell["systems"].items():
+            yield f"{cell['layout']} {cell['rate']} {system}", measured["steps_s"]
 
 
 def show(cells):
@@ -48,17 +49,38 @@ def show(cells):
     harness.show([header, *found])
 
 
+def readable(name):
+    """Returns the name of a row for the plot.
+
+    >>> readable("2x2 200mbit hitopk:0.01")
+    '2 x 2 ranks, 200 Mb/s, top 1 %'
+    """
+    layout, rate, system = name.split()
+    density = float(system.partition(":")[2])
+    return f"{figures.ranks(layout)}, {figures.rate(rate)}, top {100 * density:g} %"
+
+
 def plot(cells, path):
-    def draw(axes):
+    """Saves a bar for each layout, link and density, made of the four steps."""
+
+    def draw(figure, axes):
         names, steps = zip(*rows(cells), strict=True)
         begins = [0.0] * len(names)
-        for place, label in enumerate(STEPS):
-            widths = [1e3 * own[place] for own in steps]
-            axes[0].barh(names, widths, left=begins, label=label)
+        for index, (label, color) in enumerate(zip(STEPS, figures.PARTS, strict=True)):
+            widths = [1e3 * own[index] for own in steps]
+            axes[0].barh(names, widths, left=begins, label=label, color=color, height=0.7)
             begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
-        axes[0].set(xlabel="milliseconds")
+        for index, end in enumerate(begins):
+            axes[0].annotate(
+                f"{end:.0f}", (end, index), (4, 0), textcoords="offset points", va="center"
+            )
+        axes[0].set(xlabel="milliseconds per exchange of 25.6 M values")
+        axes[0].set_yticks(range(len(names)), map(readable, names))
+        axes[0].invert_yaxis()
+        axes[0].tick_params(left=False)
+        figures.legend(figure, columns=2)
 
-    harness.plot(path, 1, draw)
+    figures.save(path, 1, draw, height_in=3.8)
 
 
 def main():

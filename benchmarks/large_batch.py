@@ -14,7 +14,7 @@ import statistics
 import keras
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import figures, harness
 from benchmarks.workers.accuracy import MOMENTUM, data, model
 from tfposeidon.optimizers import LAMB, LARS
 from tfposeidon.optimizers.schedules import PolynomialDecayWithWarmup
@@ -117,22 +117,46 @@ def show(cells):
     harness.show(rows)
 
 
-def plot(cells, path):
-    """Validation accuracy over epochs, mean and range over seeds."""
+LOWEST = 80
+"""Accuracy in percent at which the axis begins."""
 
-    def draw(axes):
-        for place, rule in enumerate(RULES):
+
+def plot(cells, path):
+    """Saves validation accuracy over epochs, mean and range over seeds."""
+
+    def draw(figure, axes):
+        below = []
+        for rule in RULES:
             curves = 100 * np.array([cell["accuracies"] for cell in runs_of(cells, rule)])
             if not curves.size:
                 continue
+            if curves.max() < LOWEST:
+                below.append(f"{rule}: {curves[:, -1].mean():.0f} %")
+                continue
             epochs = range(1, curves.shape[1] + 1)
-            axes[0].plot(
-                epochs, curves.mean(0), f"C{place}", label=f"{rule} ({RULES[rule][0]})", linewidth=1
+            style = figures.line(rule) | {"marker": "", "label": named(rule)}
+            axes[0].plot(epochs, curves.mean(0), **style)
+            axes[0].fill_between(
+                epochs, curves.min(0), curves.max(0), color=style["color"], alpha=0.12, linewidth=0
             )
-            axes[0].fill_between(epochs, curves.min(0), curves.max(0), color=f"C{place}", alpha=0.2)
-        axes[0].set(xlabel="epoch", ylabel="validation accuracy, %", ylim=(80, 100))
+        axes[0].set(xlabel="epoch", ylabel="validation accuracy, %", ylim=(LOWEST, 100.5))
+        axes[0].grid(axis="y")
+        if below:
+            text = "below the axis: " + "; ".join(below)
+            axes[0].annotate(text, (0.99, 0.02), xycoords="axes fraction", ha="right", fontsize=9)
+        figures.legend(
+            figure,
+            columns=3,
+            more=[named(rule) for rule in RULES if figures.style(rule).ours],
+            title="rule (batch); bold: tfposeidon; lines: mean of the seeds; bands: their range",
+        )
 
-    harness.plot(path, 1, draw)
+    figures.save(path, 1, draw, height_in=4.4)
+
+
+def named(rule):
+    """Returns the rule with its batch."""
+    return f"{rule} ({RULES[rule][0]})"
 
 
 def main():

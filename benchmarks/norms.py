@@ -16,7 +16,7 @@ import time
 
 import tensorflow as tf
 
-from benchmarks import harness
+from benchmarks import figures, harness
 from tfposeidon import ops
 from tfposeidon.lab import models
 
@@ -167,7 +167,7 @@ def op_row(cell):
 
 def parallel_row(cell):
     seconds = {
-        name: statistics.median(figures["step_s"]) for name, figures in cell["systems"].items()
+        name: statistics.median(measured["step_s"]) for name, measured in cell["systems"].items()
     }
     both_s = seconds["share"] + seconds["all-gather"]
     milliseconds = {name: f"{1e3 * time_s:.2f} ms" for name, time_s in seconds.items()}
@@ -194,30 +194,55 @@ def crossover(seconds):
     return seconds["all-gather"] / (1 - seconds["share"] / seconds["local"])
 
 
+LINES = {
+    "local": {"label": "every rank for itself", "color": figures.BASELINE, "linestyle": "--"},
+    "share": {"label": "largest share", "color": figures.PARTS[1], "linewidth": 1.4},
+    "all-gather": {"label": "all-gather", "color": figures.PARTS[2], "linewidth": 1.4},
+    "both": {
+        "label": "in parallel: share and all-gather",
+        "color": figures.PARTS[0],
+        "linewidth": 2.4,
+    },
+}
+
+
 def plot(cells, path):
-    """Time in parallel and alone over the number of ranks, one panel for each model."""
+    """Saves time in parallel and alone over the number of ranks, one panel for each model."""
     parallel = [cell for cell in cells.values() if cell["kind"] == "parallel"]
     names = list(dict.fromkeys(cell["model"] for cell in parallel))
 
-    def draw(axes):
+    def draw(figure, axes):
         for axis, name in zip(axes, names, strict=True):
-            own = [
-                cell for cell in parallel if cell["model"] == name and cell["layout"].endswith("x1")
-            ]
-            own.sort(key=lambda cell: int(cell["layout"].partition("x")[0]))
-            ranks = [int(cell["layout"].partition("x")[0]) for cell in own]
-            for system in ("local", "share", "all-gather"):
-                times = [1e3 * statistics.median(cell["systems"][system]["step_s"]) for cell in own]
-                axis.plot(
-                    ranks,
-                    times,
-                    "o-",
-                    label="every rank for itself" if system == "local" else system,
-                )
-            axis.set(title=name, xlabel="ranks, one per node", ylabel="ms", ylim=(0, None))
+            own = {
+                int(cell["layout"].partition("x")[0]): milliseconds(cell)
+                for cell in parallel
+                if cell["model"] == name and cell["layout"].endswith("x1")
+            }
+            ranks = sorted(own)
+            for system, style in LINES.items():
+                times = [own[count][system] for count in ranks]
+                axis.plot(ranks, times, marker="o", **style)
+            axis.set(
+                title=figures.MODELS.get(name, name),
+                xlabel="ranks, one per node",
+                ylabel="milliseconds",
+                ylim=(0, None),
+                xticks=ranks,
+            )
+            axis.grid(axis="y")
+        figures.legend(figure, more=[LINES["both"]["label"]])
 
     if names:
-        harness.plot(path, len(names), draw)
+        figures.save(path, len(names), draw, height_in=3.6)
+
+
+def milliseconds(cell):
+    """Medians of what was timed in a job in the lab, and of share and all-gather together."""
+    found = {
+        name: 1e3 * statistics.median(measured["step_s"])
+        for name, measured in cell["systems"].items()
+    }
+    return found | {"both": found["share"] + found["all-gather"]}
 
 
 def main():

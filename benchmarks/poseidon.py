@@ -13,7 +13,7 @@ goes on where it was.
 
 import argparse
 
-from benchmarks import harness, scaling
+from benchmarks import figures, harness, scaling
 from tfposeidon.units import readable_size
 
 SYSTEMS = ("ps-late", "ps", "hybcomm", "horovod")
@@ -130,75 +130,111 @@ def traffic(cells):
     return (
         {}
         if cell is None
-        else {name: figures["node_bytes"] for name, figures in cell["systems"].items()}
+        else {name: measured["node_bytes"] for name, measured in cell["systems"].items()}
     )
 
 
 def plot(cells, path):
-    """Speed-up over nodes and over bandwidth, a panel for each model, and the traffic of each node."""
+    """Saves speed-up over nodes and over bandwidth, a column of panels for each model.
+
+    The traffic of each node is another figure beside it, whose name ends with "_traffic".
+    """
     found = speedups(cells)
-    names = sorted({model for model, *_ in found})
-    sent = traffic(cells)
+    names = [model for model in SLOWER if any(model == key[0] for key in found)]
 
-    def draw(axes):
-        for axis, model in zip(axes, names, strict=False):
-            _draw_nodes(axis, model, found)
-        for axis, model in zip(axes[len(names) :], names, strict=False):
-            _draw_bandwidth(axis, model, found)
-        if sent:
-            _draw_traffic(axes[-1], sent)
+    def draw(figure, axes):
+        for axis, model in zip(axes[: len(names)], names, strict=True):
+            draw_nodes(axis, model, found)
+        for axis, model in zip(axes[len(names) :], names, strict=True):
+            draw_bandwidth(axis, model, found)
+        figures.legend(figure)
 
-    harness.plot(path, 2 * len(names) + bool(sent), draw)
-
-
-def _draw_nodes(axis, model, found):
-    for system in SYSTEMS:
-        points = [(int(layout[:-2]), v[system]) for (m, g, layout), v in found.items()
-                  if (m, g) == (model, FAST) and layout.endswith("x1") and system in v]  # fmt: skip
-        axis.plot(
-            *zip((1, 1), *sorted(points), strict=True), marker="o", markersize=4, label=system
+    figures.save(path, 2 * len(names), draw, columns=len(names), height_in=3.2)
+    if sent := traffic(cells):
+        beside = path.with_stem(f"{path.stem}_traffic")
+        figures.save(
+            beside, 1, lambda figure, axes: draw_traffic(figure, axes[0], sent), height_in=3.6
         )
-    axis.plot((1, 16), (1, 16), color="grey", linestyle=":", label="linear")
-    axis.set(title=f"{model}, {FAST:g} Gb/s", xlabel="nodes", ylabel="speed-up")
-    axis.legend(fontsize=7)
 
 
-def _draw_bandwidth(axis, model, found):
-    most = max(int(layout[:-2]) for m, _, layout in found if m == model and layout.endswith("x1"))
-    for number, system in enumerate(SYSTEMS):
-        points = [(g, v[system]) for (m, g, layout), v in found.items()
-                  if (m, layout) == (model, f"{most}x1") and system in v]  # fmt: skip
-        axis.plot(
-            *zip(*sorted(points), strict=True),
-            marker="o",
-            markersize=4,
-            color=f"C{number}",
-            label=system,
-        )
+def line(system):
+    """Returns the line of a system, broader for the store: it often lies under that of HybComm."""
+    wider = {"linewidth": 4.5, "markersize": 8} if system == "ps" else {}
+    return figures.line(system) | wider
+
+
+def draw_nodes(axis, model, found):
+    """Draws speed-up over the number of nodes, on fast links."""
+    for system in figures.in_order(SYSTEMS):
+        points = [
+            (int(layout.removesuffix("x1")), own[system])
+            for (name, gbit, layout), own in found.items()
+            if (name, gbit) == (model, FAST) and layout.endswith("x1") and system in own
+        ]
+        axis.plot(*zip((1, 1), *sorted(points), strict=True), **line(system))
+    axis.plot((1, 16), (1, 16), label="linear", **figures.REFERENCE)
+    axis.set(
+        title=f"{figures.MODELS[model]}, {FAST:g} Gb/s",
+        xlabel="nodes",
+        ylabel="speed-up",
+        xticks=(1, 2, 4, 8, 16),
+        ylim=(0, 17),
+        yticks=range(0, 17, 4),
+    )
+    axis.grid(axis="y")
+
+
+def draw_bandwidth(axis, model, found):
+    """Draws speed-up over bandwidth on the largest cluster, and what the paper says of it."""
+    most = max(
+        int(layout.removesuffix("x1"))
+        for name, _, layout in found
+        if name == model and layout.endswith("x1")
+    )
+    for system in figures.in_order(SYSTEMS):
+        points = [
+            (gbit, own[system])
+            for (name, gbit, layout), own in found.items()
+            if (name, layout) == (model, f"{most}x1") and system in own
+        ]
+        axis.plot(*zip(*sorted(points), strict=True), **line(system))
         paper = [
-            (g, v) for (m, g, s), v in PAPER.items() if (m, s) == (model, system) and most == 16
+            (gbit, speedup)
+            for (name, gbit, of), speedup in PAPER.items()
+            if (name, of) == (model, system) and most == 16
         ]
         if paper:
-            axis.plot(
-                *zip(*paper, strict=True),
-                marker="x",
-                linestyle="",
-                color=f"C{number}",
-                label=f"{system}, paper",
-            )
-    axis.axhline(most, color="grey", linestyle=":")
-    axis.set(title=f"{model}, {most} nodes", xlabel="Gb/s", ylim=(0, most * 1.05))
-
-
-def _draw_traffic(axis, sent):
-    for number, (system, nodes) in enumerate(sent.items()):
-        places = [node + 0.27 * number for node in range(len(nodes))]
-        axis.bar(places, [sum(node) / 1e6 for node in nodes], 0.25, label=system)
+            style = figures.line(system) | {"linestyle": "", "marker": "*", "markersize": 13}
+            style |= {"label": f"{figures.style(system).label}: paper"}
+            axis.plot(*zip(*paper, strict=True), markeredgecolor="black", **style)
+    axis.axhline(most, **figures.REFERENCE)
     axis.set(
-        title=f"{TRAFFIC['model']} on {TRAFFIC['layout']} ranks",
-        xlabel="node",
-        ylabel="MB sent and received",
+        title=f"{figures.MODELS[model]}, {most} nodes",
+        xlabel="bandwidth, Gb/s",
+        ylabel="speed-up",
+        ylim=(0, 1.08 * most),
+        yticks=range(0, most + 1, max(1, most // 4)),
+        xlim=(0, 1.05 * FAST),
     )
+    axis.grid(axis="y")
+
+
+def draw_traffic(figure, axis, sent):
+    """Draws what each node sends and receives in a step, by scheme."""
+    for number, (system, nodes) in enumerate(sent.items()):
+        places = [node + 0.27 * (number - 1) for node in range(len(nodes))]
+        out, back = ([node[way] / 1e6 for node in nodes] for way in (0, 1))
+        label, style = figures.style(system).label, figures.bar(system)
+        axis.bar(places, out, 0.25, label=f"{label}: sent", **style)
+        axis.bar(places, back, 0.25, bottom=out, alpha=0.45, label=f"{label}: received", **style)
+    axis.set(
+        title=f"{figures.MODELS[TRAFFIC['model']]}, {figures.ranks(TRAFFIC['layout'])}",
+        xlabel="node",
+        ylabel="MB per step",
+        xticks=range(len(nodes)),
+    )
+    axis.grid(axis="y")
+    figures.legend(figure, columns=3)
 
 
 def main():

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import figures, harness
 
 # Of the slow source: one that a tuned reader keeps up with in training, and one that is too slow for it.
 MB_S = [30, 10]
@@ -332,20 +332,24 @@ def later(of):
 
 
 def plot(cells, path):
-    """Samples per second in training, epoch by epoch."""
-    of_training = [cell for cell in cells.values() if cell["kind"] == "training"]
+    """Saves samples per second in training: a row for each source, first and later epochs."""
+    trained = [cell for cell in cells.values() if cell["kind"] == "training"]
 
-    def draw(axes):
-        for axis, cell in zip(axes, of_training, strict=True):
-            for name, of in cell["systems"].items():
-                speeds = [of["samples"] / epoch["seconds"] for epoch in of["epochs"]]
-                axis.plot(range(1, len(speeds) + 1), speeds, marker="o", label=name)
-            title = f"Training on a source of {cell['mb_s']} MB/s"
-            axis.set(xlabel="epoch", ylabel="samples per second", title=title, ylim=(0, None))
-            axis.locator_params(axis="x", integer=True)
+    def draw(_, axes):
+        for index, axis in enumerate(axes):
+            cell, later_ones = trained[index // 2], index % 2
+            speeds = {
+                name: of["samples"] / (later(of) if later_ones else of["epochs"][0]["seconds"])
+                for name, of in cell["systems"].items()
+            }
+            figures.bars(axis, {name: speeds[name] for name in figures.in_order(speeds)})
+            epochs = "later epochs" if later_ones else "first epoch"
+            axis.set_title(f"source of {cell['mb_s']} MB/s, {epochs}")
+            axis.set_xlabel("samples per second")
+            axis.tick_params(labelleft=not later_ones)
 
-    if of_training:
-        harness.plot(path, len(of_training), draw)
+    if trained:
+        figures.save(path, 2 * len(trained), draw, height_in=2.1)
 
 
 def main():

@@ -15,7 +15,7 @@ import itertools
 import math
 import statistics
 
-from benchmarks import harness
+from benchmarks import figures, harness
 from tfposeidon.lab import models
 
 SYSTEMS = ("alone", "allreduce", "asa", "asa16", "2dtar", "2dtar:float16")
@@ -171,47 +171,84 @@ def cells_of(row):
 
 
 def plot(cells, path):
-    """Scaling efficiency over bandwidth, one panel for each model and layout."""
+    """Saves scaling efficiency over bandwidth, one panel for each model and layout.
+
+    What was measured at one bandwidth only stands in a last panel of bars.
+    """
     found = groups(cells)
-    panels = sorted({(name, layout) for name, layout, *_ in found})
-    names = sorted({row["system"] for rows in found.values() for row in rows})
+    points = {panel: lines(found, panel) for panel in dict.fromkeys(key[:2] for key in found)}
+    over_bandwidth = {
+        panel: systems
+        for panel, systems in points.items()
+        if len({gbit for own in systems.values() for gbit, _ in own}) > 1
+    }
+    alone = {key: rows for key, rows in found.items() if key[:2] not in over_bandwidth}
 
-    def draw(axes):
-        for axis, panel in zip(axes, panels, strict=True):
-            for system, points in sorted(lines(found, panel).items()):
-                style = {
-                    "linestyle": "-" if system in SYSTEMS else "--",
-                    "color": f"C{names.index(system) % 10}",
-                }
-                axis.plot(
-                    *zip(*sorted(points), strict=True),
-                    marker="o",
-                    label=system,
-                    markersize=4,
-                    **style,
-                )
-            axis.set(
-                title=f"{panel[0]}, {panel[1]} ranks",
-                xlabel="Gb/s between nodes",
-                xscale="log",
-                ylim=(0, 105),
-            )
-            bandwidths = sorted({gbit for _, _, gbit, _ in found})
-            axis.set_xticks(bandwidths, [f"{gbit:g}" for gbit in bandwidths])
-            axis.minorticks_off()
-        axes[0].set_ylabel("scaling efficiency, %")
+    def draw(figure, axes):
+        for axis, (panel, systems) in zip(axes, over_bandwidth.items(), strict=False):
+            draw_lines(axis, panel, systems)
+        if alone:
+            draw_bars(axes[-1], alone)
+        figures.legend(figure)
 
-    harness.plot(path, len(panels), draw)
+    panels = len(over_bandwidth) + bool(alone)
+    figures.save(path, panels, draw, height_in=3.6 if panels < 3 else 3.0)
 
 
 def lines(found, panel):
-    """System -> points of bandwidth and efficiency, for one model and layout; alone it is 100 % by definition."""
+    """System -> points of bandwidth and efficiency in percent, for one model and layout.
+
+    Without an exchange efficiency is 100 % by definition, and left out.
+    """
     points = {}
     for (name, layout, gbit, _), rows in found.items():
         for row in rows if (name, layout) == panel else ():
             if "step_s" in row and row["system"] != "alone":
                 points.setdefault(row["system"], []).append((gbit, 100 * row["efficiency"]))
     return points
+
+
+def draw_lines(axis, panel, systems):
+    """Draws a line for each system over bandwidth."""
+    for system in figures.in_order(systems):
+        axis.plot(*zip(*sorted(systems[system]), strict=True), **figures.line(system))
+    bandwidths = sorted({gbit for points in systems.values() for gbit, _ in points})
+    model, layout = panel
+    axis.set(
+        title=f"{figures.MODELS.get(model, model)}, {figures.ranks(layout)}",
+        xlabel="bandwidth between nodes, Gb/s",
+        ylabel="scaling efficiency, %",
+        xscale="log",
+        ylim=(0, 105),
+    )
+    axis.set_xticks(bandwidths, [f"{gbit:g}" for gbit in bandwidths])
+    axis.minorticks_off()
+    axis.grid(axis="y")
+
+
+def draw_bars(axis, found):
+    """Draws a group of bars for each model; of two dilations the first counts."""
+    cases = {key[:3]: rows for key, rows in reversed(found.items())}
+    cases = dict(reversed(cases.items()))
+    systems = figures.in_order(
+        {row["system"] for rows in cases.values() for row in rows if "step_s" in row} - {"alone"}
+    )
+    width = 0.8 / max(1, len(systems))
+    for index, system in enumerate(systems):
+        own = [
+            next((100 * row["efficiency"] for row in rows if row["system"] == system), 0)
+            for rows in cases.values()
+        ]
+        centers = [group + width * (index - (len(systems) - 1) / 2) for group in range(len(own))]
+        label = figures.style(system).label
+        drawn = axis.bar(centers, own, 0.92 * width, label=label, **figures.bar(system))
+        if len(systems) < 6:
+            axis.bar_label(drawn, fmt="%.0f", padding=2, fontsize=9)
+    names = [figures.MODELS.get(model, model) for model, *_ in cases]
+    about = sorted({f"{figures.ranks(layout)}, {gbit:g} Gb/s" for _, layout, gbit in cases})
+    axis.set_xticks(range(len(names)), names)
+    axis.set(title="; ".join(about), ylabel="scaling efficiency, %", ylim=(0, 108))
+    axis.grid(axis="y")
 
 
 def main():

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from benchmarks import harness
+from benchmarks import figures, harness
 from tfposeidon import ops
 
 SHORT = {"elements": [2**22, 25_557_032], "distributions": ["laplace"]}
@@ -238,33 +238,50 @@ def cells_of(cell):
     )
 
 
+RATIOS = (
+    ("exact", "read", "exact selection / read"),
+    ("mstopk", "read", "MSTopK / read"),
+    ("feedback", "add", "error feedback / addition"),
+    ("scatter", "zero", "scatter-add / zero fill"),
+)
+
+
 def plot(cells, path):
-    """Ratios over length, one panel for the library and one for the ops."""
+    """Saves ratios over length: median and range over distributions, for library, ops, densities."""
+    cases = list(itertools.product(("library", "ops"), DENSITIES))
 
-    def draw(axes):
-        for axis, kind in zip(axes, ("library", "ops"), strict=True):
-            for name, to in (
-                ("exact", "read"),
-                ("mstopk", "read"),
-                ("feedback", "add"),
-                ("scatter", "zero"),
-            ):
-                for density, line in zip(DENSITIES, ("o--", "o-"), strict=True):
-                    own = [
-                        c for c in cells.values() if (c["kind"], c["density"]) == (kind, density)
-                    ]
-                    points = sorted((c["elements"], c[f"{name}_s"] / c[f"{to}_s"]) for c in own)
-                    if points:
-                        axis.plot(
-                            *zip(*points, strict=True),
-                            line,
-                            label=f"{name} / {to}, {density:g}",
-                            markersize=3,
-                        )
-            axis.set(title=kind, xlabel="elements", xscale="log", ylim=(0, 6))
-        axes[0].set_ylabel("ratio")
+    def draw(figure, axes):
+        for axis, (kind, density) in zip(axes, cases, strict=True):
+            own = [c for c in cells.values() if (c["kind"], c["density"]) == (kind, density)]
+            for (name, to, label), color in zip(RATIOS, figures.PARTS, strict=True):
+                draw_ratio(axis, own, (name, to), label=label, color=color)
+            axis.axhline(1, **figures.REFERENCE)
+            names = {"library": "C++ library", "ops": "TensorFlow ops"}
+            axis.set(
+                title=f"{names[kind]}, density {density:g}",
+                xlabel="values",
+                ylabel="ratio",
+                xscale="log",
+                ylim=(0, 6),
+            )
+            axis.grid(axis="y")
+        title = "lines: median of the distributions of values; bands: their range"
+        figures.legend(figure, more=[label for *_, label in RATIOS], title=title)
 
-    harness.plot(path, 2, draw)
+    figures.save(path, len(cases), draw)
+
+
+def draw_ratio(axis, cells, names, label, color):
+    """Draws the ratio of two times over length: the median of the distributions, and their range."""
+    found = {}
+    name, to = names
+    for cell in cells:
+        found.setdefault(cell["elements"], []).append(cell[f"{name}_s"] / cell[f"{to}_s"])
+    lengths = sorted(found)
+    medians = [statistics.median(found[length]) for length in lengths]
+    axis.plot(lengths, medians, "o-", color=color, label=label, linewidth=2, markersize=5)
+    low, high = ([of(found[length]) for length in lengths] for of in (min, max))
+    axis.fill_between(lengths, low, high, color=color, alpha=0.13, linewidth=0)
 
 
 def main():

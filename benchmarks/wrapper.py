@@ -15,7 +15,7 @@ import statistics
 
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import figures, harness
 from tfposeidon.lab import models
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
 
@@ -82,10 +82,9 @@ def median_interval(values):
 
 def ratios(cell):
     """The system, and ours / theirs of each pair."""
-    ((system, figures),) = cell["systems"].items()
-    return system, [
-        ours / theirs for ours, theirs in zip(figures["ours_s"], figures["theirs_s"], strict=True)
-    ]
+    ((system, measured),) = cell["systems"].items()
+    pairs = zip(measured["ours_s"], measured["theirs_s"], strict=True)
+    return system, [ours / theirs for ours, theirs in pairs]
 
 
 def show(cells):
@@ -98,26 +97,59 @@ def show(cells):
 
 def row(cell):
     system, found = ratios(cell)
-    figures = cell["systems"][system]
-    times = [f"{1e3 * statistics.median(figures[side]):.1f} ms" for side in ("ours_s", "theirs_s")]
+    measured = cell["systems"][system]
+    times = [f"{1e3 * statistics.median(measured[side]):.1f} ms" for side in ("ours_s", "theirs_s")]
     intervals = (median_interval(found), np.quantile(found, [0.25, 0.75]))
     texts = [f"{low:.3f} to {high:.3f}" for low, high in intervals]
     return (system, str(len(found)), *times, f"{statistics.median(found):.3f}", *texts)
 
 
 def plot(cells, path):
-    """Ratios of all pairs."""
+    """Saves the ratios of all pairs as boxes from quartile to quartile, with whiskers and medians."""
 
-    def draw(axes):
+    def draw(figure, axes):
+        (axis,) = axes
         found = dict(map(ratios, cells.values()))
-        axes[0].boxplot(list(found.values()), showfliers=False)
-        axes[0].set_xticks(
-            range(1, len(found) + 1), list(found), rotation=30, ha="right", fontsize=7
-        )
-        axes[0].axhline(1.0, color="grey", linestyle=":", label="theirs")
-        axes[0].set_ylabel("time, ours / theirs")
+        for index, (system, values) in enumerate(found.items()):
+            color = figures.style(system.partition(" ")[0]).color
+            axis.boxplot(
+                [values],
+                positions=[index],
+                orientation="horizontal",
+                widths=0.6,
+                showfliers=False,
+                patch_artist=True,
+                boxprops={"facecolor": color},
+                medianprops={"color": "black", "linewidth": 2},
+            )
+            axis.annotate(
+                f"{statistics.median(values):.3f}",
+                (1.0, index),
+                (6, 0),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                va="center",
+            )
+        axis.axvline(1.0, label="as fast as without the wrapper", **figures.REFERENCE)
+        axis.set_yticks(range(len(found)), map(readable, found))
+        axis.set(xlabel="time with the wrapper / without it (right: median)")
+        axis.invert_yaxis()
+        axis.tick_params(left=False)
+        figures.legend(figure)
 
-    harness.plot(path, 1, draw)
+    figures.save(path, 1, draw, height_in=1.4 + 0.4 * len(cells))
+
+
+def readable(system):
+    """Returns the name of a system for the plot.
+
+    >>> readable("fit"), readable("asa16 4")
+    ('fit on one rank', 'all-to-all, 16 bits, buckets of 4 MiB')
+    """
+    if system == "fit":
+        return figures.style(system).label
+    scheme, bucket_mib = system.rsplit(" ", 1)
+    return f"{figures.style(scheme).label}, buckets of {bucket_mib} MiB"
 
 
 def main():

@@ -13,23 +13,22 @@ import numpy as np
 import tensorflow as tf
 
 from datacache.batches import EpochIterator, batches
+from datacache.from_tfposeidon import ProgressBar, place
 from datacache.levels.fingerprint import fingerprint, traced
 from datacache.levels.opening import open_levels
+from datacache.levels.pool_level import Verify
 from datacache.nodes import partitioning
 from datacache.nodes.partitioning import Partitioning
 from datacache.order import Order, Position
 from datacache.pool.budget import budget_bytes
-from datacache.pool.filling import Filling, Verify
 from datacache.pool.folder import own_memory
 from datacache.positions import Positions
 from datacache.sources.source import Source, SourceError
 from datacache.statistics import Counts, Statistics
 from datacache.system.access import Access
 from datacache.windows import done_in_windows
-from tfposeidon.communication import launcher
-from tfposeidon.text import ProgressBar
 
-log = logging.getLogger("tfposeidon")
+log = logging.getLogger("datacache")
 
 
 class Cache:
@@ -106,7 +105,8 @@ class Cache:
             budget=budget,
             variable_shapes=variable_shapes,
             access=access,
-            filling=Filling(verify, self._counts),
+            verify=verify,
+            counts=self._counts,
             shared_by=lambda fits: partitioning.shared_by(self.fingerprint, fits, partition),
         )
         self._reader = partitioning.reader(self._levels, len(source))
@@ -220,7 +220,7 @@ class Cache:
             samples = samples[memory.has_room(samples)]
         bar = ProgressBar(len(samples), "samples") if progress else None
         for count in done_in_windows(
-            lambda window: self._reader.fill(self._levels.missing(window)), samples
+            lambda window: self._reader.fill(self._levels.lacking(window)), samples
         ):
             if bar:
                 bar.add(count)
@@ -247,9 +247,7 @@ class Cache:
 
     def clear(self) -> None:
         """Forgets all pre-processed samples in memory and on disk; what the disk keeps of the source stays."""
-        for pool in (self._levels.memory, self._levels.decoded):
-            if pool is not None:
-                pool.clear()
+        self._levels.clear()
 
     def close(self) -> None:
         """Ends threads and mappings; what is cached stays. On several nodes, once all ranks have closed."""
@@ -279,8 +277,8 @@ class Cache:
         self, global_batch: int, seed: int, shuffle: bool, state: dict[str, Any] | None
     ) -> EpochIterator:
         order = Order(samples=len(self), global_batch=global_batch, seed=seed, shuffle=shuffle)
-        place = launcher.place()
-        return EpochIterator(order, place.rank, place.size, state)
+        own = place()
+        return EpochIterator(order, own.rank, own.size, state)
 
     def _packed(self, samples: np.ndarray) -> Any:
         return tf.nest.pack_sequence_as(self._traced.structure, self._reader.batch(samples))

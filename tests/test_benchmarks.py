@@ -12,6 +12,7 @@ from benchmarks import (
     accuracy,
     best_scheme,
     exchange,
+    figures,
     harness,
     hitopk_steps,
     large_batch,
@@ -20,6 +21,7 @@ from benchmarks import (
     overview,
     poseidon,
     reading,
+    redraw,
     scaling,
     selection,
     wrapper,
@@ -72,6 +74,28 @@ def test_results_that_are_kept_are_shown_and_plotted(name, tmp_path, capsys):
     OF_RESULTS[name].show(cells)
     assert capsys.readouterr().out
     OF_RESULTS[name].plot(cells, tmp_path / "plot.png")
+
+
+def test_every_system_has_a_color_of_its_own():
+    colors = [style.color for style in figures.STYLES.values()]
+    colors += [*figures.PARTS, figures.BASELINE]
+    assert len(set(colors)) == len(colors)
+    assert len({style.label for style in figures.STYLES.values()}) == len(figures.STYLES)
+
+
+def test_a_system_with_options_looks_like_its_scheme():
+    assert figures.style("2dtar:float16:other").color == figures.style("2dtar:float16").color
+    assert figures.style("2dtar:float16:other").label == "2dtar:float16:other"
+    assert figures.in_order(["2dtar", "unknown", "ddp"]) == ["ddp", "2dtar", "unknown"]
+
+
+def test_every_plot_can_be_drawn_again():
+    for name, (draw, files) in redraw.PLOTS.items():
+        assert callable(draw)
+        assert (harness.RESULTS / f"{name}.png").exists()
+        assert all((harness.RESULTS / f"{file}.json").exists() for file in files)
+    drawn = {file.stem.removesuffix("_traffic") for file in harness.RESULTS.glob("*.png")}
+    assert drawn == set(redraw.PLOTS)
 
 
 def test_no_results_are_kept_that_another_way_of_measuring_would_give():
@@ -410,7 +434,7 @@ def test_buckets_of_ddp_shrink_with_the_model():
     assert ddp.bucket_caps_mib(argparse.Namespace(shrink=4)) == [1 / 16, 25 / 16]
 
 
-@pytest.mark.parametrize("model", overview.NAMES)
+@pytest.mark.parametrize("model", overview.MODELS)
 def test_overview_has_a_bar_for_each_system_of_its_results(model):
     cells = json.loads((overview.RESULTS / "scaling.json").read_text())
     steps, alone_s = overview.rows(cells, model, "4x2", 4.0)

@@ -6,6 +6,14 @@ import argparse
 import sys
 
 from tfposeidon import __version__
+from tfposeidon.commands import versions
+
+try:
+    versions.require_python()
+except versions.UnsupportedVersionError as error:
+    sys.exit(str(error))
+
+# An older Python refuses the syntax of these.
 from tfposeidon.commands import check, install
 from tfposeidon.lab import command as lab
 from tfposeidon.lab import demo

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfposeidon import arguments, policies, sample_counts
+from tfposeidon import arguments, policies, ranges, sample_counts
 from tfposeidon.communication import runtime, surroundings
 from tfposeidon.exchange import layer_norms
 from tfposeidon.exchange.step import Step
@@ -19,7 +19,7 @@ from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.planning import rules
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.server.shards import ServerShards
-from tfposeidon.state.rank_state import Piece
+from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training import keras_patches
 
 _Update = Callable[[list[Any], Any], None]
@@ -77,7 +77,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         arguments.check_no_more_arguments(others)
         surroundings.check_surroundings()
         arguments.check_inner(inner_optimizer, DistributedOptimizer)
-        arguments.check_bucket_bytes(bucket_bytes)
+        bucket_bytes = ranges.check_integer("bucket_bytes", bucket_bytes, 0)
         arguments.check_sample_count(sample_count)
         policy = policies.parse(scheme)
         rules.check_server_update(policy, inner_optimizer)
@@ -95,20 +95,12 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self._exchange = Step(self, policy, bucket_bytes, sample_count)
         self._accumulation: Accumulation | None = None
         self._shards: ServerShards | None = None
-        self._is_scaled_by_compile = False
         keras_patches.patch_keras(DistributedOptimizer)
 
     def __bool__(self) -> bool:
         """True. Under `mixed_float16` only `compile(auto_scale_loss=False)` does not ask: nothing else tells."""
-        self._is_scaled_by_compile = (
-            self._is_scaled_by_compile or keras_patches.is_asked_by_compile()
-        )
+        keras_patches.note_question_of_compile(self)
         return True
-
-    @property
-    def is_scaled_by_compile(self) -> bool:
-        """Whether the model it was given to scales losses under `mixed_float16`, unless that was declined."""
-        return self._is_scaled_by_compile
 
     # ------------------------------------------------------------------ state
 
@@ -153,7 +145,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         return [variable for variable, _ in self._rank_state()]
 
     @property
-    def rank_pieces(self) -> list[Piece]:
+    def rank_descriptions(self) -> list[StateDescription]:
         """What each of `rank_variables` is: with it, state can be moved onto other ranks."""
         return [piece for _, piece in self._rank_state()]
 
@@ -283,7 +275,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _update(self, variables: list[Any], grads: list[Any], count: Any) -> None:
         means = self._exchange.means(grads, variables, count, self._shards)
-        with layer_norms.used(self.inner_optimizer, self._exchange.plans.norms(variables)):
+        with layer_norms.override_norms(
+            self.inner_optimizer, self._exchange.plans.norms(variables)
+        ):
             if self._shards is None:
                 means.update(lambda found: self.inner_optimizer.apply(found, variables))
             else:
@@ -378,7 +372,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         if self._accumulation is not None:
             self._accumulation.reset()
 
-    def _rank_state(self) -> list[tuple[Any, Piece]]:
+    def _rank_state(self) -> list[tuple[Any, StateDescription]]:
         if self.built and not self._exchange.exchangers:
             self._exchange.exchanger(self._trainable_variables)
         accumulated = (

@@ -9,7 +9,7 @@ from benchmarks.workers.exchange import exchanged, fresh_state, scheme_named, sl
 from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
 from tfposeidon.schemes import pairs, stages
-from tfposeidon.schemes.error_feedback import Feedback, Memory
+from tfposeidon.schemes.error_feedback import ErrorFeedback, FeedbackState
 
 REPEATS = 15
 STEPS = (
@@ -40,8 +40,8 @@ class Prefixes:
         self.scheme, self.wire = scheme, wire
         topology = wire.topology
         self.node = stages.Shards.even(elements, topology.node, owners=topology.positions)
-        self.count = round(scheme.density * self.node.own(topology.rank))
-        self.feedback = Feedback(
+        self.count = round(scheme.density * self.node.length_of(topology.rank))
+        self.feedback = ErrorFeedback(
             select=scheme.select, wire_dtype=scheme.wire_dtype, keep=True, momentum=0.0
         )
         self.vector = tf.Variable(tf.random.stateless_normal([elements], [topology.rank, 0]))
@@ -62,7 +62,7 @@ class Prefixes:
         )
 
     def select(self, name):
-        memory = Memory(self.state[1].read_value(), None)
+        memory = FeedbackState(self.state[1].read_value(), None)
         sent, memory = self.feedback.select_from(self.scatter(name), memory, self.count)
         self.state[1].assign(memory.residual)
         return sent

@@ -12,14 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from datacache.errors import CacheError
+from datacache.from_tfposeidon import ProgressBar, import_tensorflow, readable_size, table
 from datacache.pool.folder import default_memory, remove
 from datacache.pool.inspection import Contents, Report, contents, look, pools
 from datacache.pool.pool import existing
 from datacache.sources.source import SourceError
 from datacache.system.access import Access, Directory
-from tfposeidon.quiet import import_tensorflow
-from tfposeidon.text import ProgressBar, table
-from tfposeidon.units import readable_size
 
 DONE, TORN, WITHOUT_ROOM, FAILED, INTERRUPTED = 0, 1, 1, 2, 130
 HEADINGS = ("FOLDER", "SOURCE", "READY", "KEPT", "OF", "TAKES", "OPENED", "STATE")

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from datacache.sources.source import Source, digest
 
-log = logging.getLogger("tfposeidon")
+log = logging.getLogger("datacache")
 PYTHON = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
 
 

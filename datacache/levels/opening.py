@@ -12,23 +12,26 @@ import numpy as np
 
 from datacache.errors import NoRoomError
 from datacache.levels.fingerprint import Traced
+from datacache.levels.level import Level, Opener
 from datacache.levels.levels import Levels
+from datacache.levels.pool_level import PoolLevel, Verify
+from datacache.levels.preprocessed_level import PreprocessedLevel
 from datacache.levels.preprocessing import Preprocessing
-from datacache.levels.stored import Stored
+from datacache.levels.source_level import SourceLevel
 from datacache.pool.budget import budget_bytes
-from datacache.pool.filling import Arrays, Filling
 from datacache.pool.header import is_pool
 from datacache.pool.idle import idle, make_room
 from datacache.pool.index import Index
-from datacache.pool.layout import Layout
-from datacache.pool.part import Part
+from datacache.pool.kept_samples import KeptSamples
+from datacache.pool.layout import Arrays, Layout
 from datacache.pool.pool import Plan, Pool
 from datacache.pool.records import packed
 from datacache.sources.source import IndexedSource, Source, digest
+from datacache.statistics import Counts
 from datacache.system.access import PRIVATE, Access
 from datacache.system.room import free_bytes
 
-log = logging.getLogger("tfposeidon")
+log = logging.getLogger("datacache")
 OF_A_DISK = "95%"
 MORE_THAN_ANY = 2**62
 WORD = 8
@@ -49,7 +52,8 @@ def open_levels(
     budget: int | str,
     variable_shapes: bool,
     access: Access,
-    filling: Filling,
+    verify: Verify,
+    counts: Counts,
     shared_by: Callable[[Callable[[int, int], bool]], tuple[int, int]],
 ) -> Levels:
     """The levels of a cache; without room for a pool there is a log line, and one level less.
@@ -62,47 +66,79 @@ def open_levels(
       CacheError: If a folder is no cache.
       SourceError: If there are no pools yet, and the first sample cannot be read.
     """
-    on_local = _or_less(lambda: stored_pool(source, disk, access)) if disk is not None else None
-    stored = Stored(source, on_local, filling)
-
+    on_local = _local_pool(source, disk, access)
+    opener, last = Opener(), SourceLevel(source, counts)
+    keep = functools.partial(PoolLevel, verify=verify, counts=counts, opener=opener)
+    stored: Level = keep(on_local, last, hits="disk_hits") if on_local else last
     make = Preprocessing(source, traced, variable_shapes)
 
     @functools.cache
     def first() -> Arrays:
-        components = (
-            next(iter(stored.all())) if stored.streams else stored.samples(np.array([0]))[0]
-        )
-        return make([components], np.array([0]))[0]
+        return make([_first_stored(last, stored)], np.array([0]))[0]
 
     def layout() -> Layout:
         return on_disk.layout if on_disk else _layout(first(), traced, variable_shapes)
 
-    def pool(folder: Path, room: Callable[[], int], node: int = 0, nodes: int = 1) -> Pool | None:
-        return _or_less(
-            lambda: Pool(folder, lambda: _plan(layout(), source, room(), node, nodes), access)
-        )
+    def needed() -> int:
+        return on_disk.bytes if on_disk else _bytes(first(), layout(), source)
 
-    on_disk: Pool | None = None
+    def plan(room: int, node: int = 0, nodes: int = 1) -> Plan:
+        return _plan(layout(), source, room, node, nodes)
+
+    on_disk = in_memory = None
     if decoded is not None:
-        on_disk = pool(Path(decoded) / fingerprint[:NAME], lambda: _of_a_disk(Path(decoded)))
-    in_memory = None
+        on_disk = _disk_pool(Path(decoded) / fingerprint[:NAME], plan, access)
     if memory is not None:
-        whole = Path(memory) / fingerprint[:NAME]
-
-        def needed() -> int:
-            return on_disk.bytes if on_disk else _bytes(first(), layout(), source)
-
-        node, nodes = shared_by(lambda *part: _fits(whole, _part_of(whole, *part), needed, budget))
-        folder = _part_of(whole, node, nodes)
-        in_memory = pool(folder, lambda: _in_memory(folder, needed() // nodes, budget), node, nodes)
-    filling.get_ready(in_memory)
+        folder = Path(memory) / fingerprint[:NAME]
+        in_memory = _memory_pool(folder, plan, needed, budget, shared_by, access)
+        _get_ready(in_memory, verify)
     _keep_index(source, access, [on_local, in_memory, on_disk])
-    levels = Levels(
-        stored, make, in_memory.layout if in_memory else layout(), in_memory, on_disk, filling
-    )
+    cached = in_memory.layout if in_memory else layout()
+    below: Level = PreprocessedLevel(stored, make, cached, source.name, opener)
+    below = keep(on_disk, below, hits="decoded_hits") if on_disk else below
+    levels = Levels(keep(in_memory, below) if in_memory else None, below, cached, counts, opener)
     if first.cache_info().currsize:
         levels.put(0, first())
     return levels
+
+
+def _local_pool(source: Source, disk: Root, access: Access) -> Pool | None:
+    return None if disk is None else _or_less(lambda: stored_pool(source, disk, access))
+
+
+def _disk_pool(folder: Path, plan: Callable[[int], Plan], access: Access) -> Pool | None:
+    return _or_less(lambda: Pool(folder, lambda: plan(_of_a_disk(folder.parent)), access))
+
+
+def _memory_pool(
+    whole: Path,
+    plan: Callable[[int, int, int], Plan],
+    needed: Callable[[], int],
+    budget: int | str,
+    shared_by: Callable[[Callable[[int, int], bool]], tuple[int, int]],
+    access: Access,
+) -> Pool | None:
+    node, nodes = shared_by(lambda *part: _fits(whole, _part_of(whole, *part), needed, budget))
+    folder = _part_of(whole, node, nodes)
+    return _or_less(
+        lambda: Pool(
+            folder,
+            lambda: plan(_in_memory(folder, needed() // nodes, budget), node, nodes),
+            access,
+        )
+    )
+
+
+def _get_ready(pool: Pool | None, verify: Verify) -> None:
+    if pool is not None:
+        pool.get_ready(look=verify == "first")
+
+
+def _first_stored(last: SourceLevel, stored: Level) -> Arrays:
+    if last.stream is not None:
+        # Not from a pool above it, which would have to read the whole stream first.
+        return next(last.stream({0}))[1]
+    return stored.samples(np.array([0]))[0]
 
 
 def stored_pool(source: Source, root: str | os.PathLike[str], access: Access = PRIVATE) -> Pool:
@@ -174,7 +210,7 @@ def _plan(layout: Layout, source: Source, room: int, node: int = 0, nodes: int =
         raise NoRoomError(
             f"A pool needs room before it begins. Received: {room} bytes, for samples of {of_one}."
         )
-    part = Part(samples=len(source), slots=slots, node=node, nodes=nodes)
+    part = KeptSamples(samples=len(source), slots=slots, node=node, nodes=nodes)
     return Plan(layout=layout, part=part, heap_bytes=room - part.kept * of_one, source=str(source))
 
 

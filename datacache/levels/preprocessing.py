@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from datacache.levels.fingerprint import Traced
-from datacache.pool.filling import Arrays
+from datacache.pool.layout import Arrays
 from datacache.sources.source import Source, SourceError
 
 AT_A_TIME = 8

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 LIBRARY = Path(__file__).with_name("_records.so")
-log = logging.getLogger("tfposeidon")
+log = logging.getLogger("datacache")
 
 
 def gather(

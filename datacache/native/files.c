@@ -1,11 +1,13 @@
-// Reads a part of a file in one call: Python's own makes four, each of which lets another thread go first.
+// Reads a part of a file in one call: Python's own makes four, each of which lets another thread go
+// first.
 #include <errno.h>
 #include <fcntl.h>
 #include <stdint.h>
 #include <unistd.h>
 
 // Reads up to `bytes` from `offset` on; returns how many there were, or -1 with errno.
-__attribute__((visibility("default"))) int64_t read_file(const char *path, int64_t offset, int64_t bytes, char *into) {
+__attribute__((visibility("default"))) int64_t read_file(const char* path, int64_t offset,
+                                                         int64_t bytes, char* into) {
   const int file = open(path, O_RDONLY | O_CLOEXEC);
   if (file < 0) return -1;
   int64_t done = 0;

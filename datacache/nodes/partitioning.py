@@ -5,40 +5,17 @@ from __future__ import annotations
 import atexit
 import itertools
 import sys
-from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable
+from typing import Literal
 
-import numpy as np
-
+from datacache.from_tfposeidon import exchange_objects, job_wire, require_equal
 from datacache.levels.levels import Levels
-from datacache.nodes.partition import Partition
-from datacache.pool.filling import Arrays
-from datacache.pool.part import homes
-from tfposeidon.communication import launcher, runtime
-from tfposeidon.communication.wire import Wire, exchange_objects
+from datacache.nodes.partitioned_reader import PartitionedReader
+from datacache.nodes.reader import LocalReader, Reader
+from datacache.pool.kept_samples import owner_nodes
 
 Partitioning = Literal["auto", "replicate", "split"]
 _numbers = itertools.count()
-
-
-class Reader(Protocol):
-    """Where batches come from: the levels of this node, or those of all."""
-
-    def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
-        """Given the samples of each step of a pass: what to call with a step's number before it is read."""
-        ...
-
-    def batch(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
-        """One array per component, `[n, *shape]`."""
-        ...
-
-    def fill(self, samples: np.ndarray) -> dict[int, Arrays]:
-        """Makes samples; those that memory did not take are returned."""
-        ...
-
-    def close(self) -> None:
-        """Ends it."""
-        ...
 
 
 def shared_by(
@@ -54,7 +31,7 @@ def shared_by(
     Raises:
       ValueError: If ranks open different caches.
     """
-    wire = _wire()
+    wire = job_wire()
     if wire is None:
         return 0, 1
     node, nodes = wire.topology.node_index, len(wire.topology.nodes)
@@ -64,12 +41,14 @@ def shared_by(
     found = exchange_objects(
         [fingerprint, fits(node, nodes) if matters else True], wire, "tp.datacache"
     )
-    for rank, (theirs, _) in enumerate(found):
-        if theirs != found[0][0]:
-            raise ValueError(
-                f"All ranks must open the same cache. Received: another source, `preprocess` or `version` on rank "
-                f"{rank} than on rank 0. See that nodes see the same files, with the same times, and run one script."
-            )
+    require_equal(
+        [theirs for theirs, _ in found],
+        "All ranks must open the same cache",
+        "Fingerprints follow from the source, `preprocess` and `version`: see that nodes see the same "
+        "files, with the same times, and run one script.",
+        lambda first, other: (f"fingerprint {first}", other),
+        ValueError,
+    )
     replicated = partition == "replicate" or (
         partition == "auto" and all(theirs for _, theirs in found)
     )
@@ -78,23 +57,18 @@ def shared_by(
 
 def reader(levels: Levels, samples: int) -> Reader:
     """That of this rank: over nodes if there are several."""
-    wire = _wire()
+    wire = job_wire()
     if wire is None or len(wire.topology.nodes) == 1:
-        return levels
+        return LocalReader(levels)
     keep = levels.memory is not None and levels.memory.plan.part.nodes == 1
-    home = homes(samples, len(wire.topology.nodes), seed=0)
-    partition = Partition(levels, wire, f"tp.datacache{next(_numbers)}", home, keep)
+    owners = owner_nodes(samples, len(wire.topology.nodes), seed=0)
+    partitioned = PartitionedReader(levels, wire, f"tp.datacache{next(_numbers)}", owners, keep)
     # Before Horovod ends, which would take its thread along.
-    atexit.register(_close, partition)
-    return partition
+    atexit.register(_close, partitioned)
+    return partitioned
 
 
-def _close(partition: Partition) -> None:
+def _close(reader: PartitionedReader) -> None:
     """At the end of a script that did not close its cache; one that failed does not wait for others."""
-    if not hasattr(sys, "last_value") and not partition.closed:
-        partition.close()
-
-
-def _wire() -> Wire | None:
-    """None without a launcher: one process needs no Horovod."""
-    return None if launcher.place().size == 1 else runtime.wire()
+    if not hasattr(sys, "last_value") and not reader.closed:
+        reader.close()

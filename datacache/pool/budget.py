@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfposeidon.units import parse_share, parse_size
+from datacache.from_tfposeidon import parse_share, parse_size
 
 
 def budget_bytes(budget: int | str, free: int) -> int:

@@ -20,7 +20,7 @@ from datacache.system.access import PRIVATE, Access, Directory
 from datacache.system.forks import unshared
 from datacache.system.room import reserve, says_full
 
-log = logging.getLogger("tfposeidon")
+log = logging.getLogger("datacache")
 SHARED_MEMORY = "/dev/shm"
 STAYS = {"users", "claims"}
 """Whose locks others may hold: made first, and removed last."""

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from datacache.errors import CacheError
+from datacache.from_tfposeidon import readable_size
 from datacache.pool.folder import FILES, STAYS, remove
 from datacache.pool.inspection import Report, look, pools
 from datacache.system.access import Directory
 from datacache.system.memory import is_memory
-from tfposeidon.units import readable_size
 
-log = logging.getLogger("tfposeidon")
+log = logging.getLogger("datacache")
 
 
 FEW = 2**20

@@ -13,6 +13,8 @@ import numpy as np
 ALIGNMENT = 64
 """Bytes at multiples of which columns begin: whole cache lines, and what TensorFlow takes without a copy."""
 TEXT = "string"
+Arrays = list[np.ndarray]
+"""The components of one sample, or of a batch."""
 
 
 def as_array(value: Any) -> np.ndarray:

@@ -20,8 +20,8 @@ from datacache.native import gather, in_memory, mark
 from datacache.pool.folder import Blueprint, Folder
 from datacache.pool.header import check, opened
 from datacache.pool.heap import STATE_BYTES, Heap
+from datacache.pool.kept_samples import KeptSamples
 from datacache.pool.layout import Component, Layout, batch
-from datacache.pool.part import Part
 from datacache.system.access import PRIVATE, Access
 from datacache.system.ahead import AT_ONCE, Ahead, mapped
 from datacache.system.boot import boot_number
@@ -53,7 +53,7 @@ class Plan:
     """
 
     layout: Layout
-    part: Part
+    part: KeptSamples
     heap_bytes: int = 0
     source: str = ""
 
@@ -77,7 +77,7 @@ class Plan:
         """The inverse, of what JSON made of it."""
         return cls(
             layout=Layout.from_dict(content["layout"]),
-            part=Part(**content["part"]),
+            part=KeptSamples(**content["part"]),
             source=content.get("source", ""),
         )
 
@@ -316,27 +316,6 @@ class Pool:
             return b""
         content = self._heap.content(*row[:2].tolist())
         return None if content is None else bytes(content)
-
-    def samples(
-        self,
-        samples: np.ndarray,
-        made: dict[int, list[np.ndarray]],
-        again: Callable[[np.ndarray], dict[int, list[np.ndarray]]],
-    ) -> list[list[np.ndarray]]:
-        """Samples that are ready, but for those that were made just now.
-
-        Args:
-          samples: Their numbers, `[n]`.
-          made: Those that were made.
-          again: Makes those that another process has cleared in the meantime, and returns what the pool did not take.
-        """
-        found = dict(made)
-        while left := [sample for sample in samples.tolist() if sample not in found]:
-            read = {sample: self.sample(sample) for sample in left}
-            found |= {sample: arrays for sample, arrays in read.items() if arrays is not None}
-            lost = [sample for sample in left if sample not in found]
-            found |= again(np.array(lost)) if lost else {}
-        return [found[sample] for sample in samples.tolist()]
 
     def torn(self, samples: np.ndarray, again: bool = False) -> np.ndarray:
         """Those of these ready samples whose bytes are not those that were written.

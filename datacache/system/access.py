@@ -22,7 +22,7 @@ from typing import Self
 
 from datacache.errors import CacheError
 
-log = logging.getLogger("tfposeidon")
+log = logging.getLogger("datacache")
 OWN_FOLDER, OWN_FILE = 0o700, 0o600
 GROUP_FOLDER, GROUP_FILE = 0o2770, 0o660
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH

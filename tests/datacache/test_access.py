@@ -20,8 +20,8 @@ from datacache.pool import folder as folders
 from datacache.pool.folder import own_memory, remove
 from datacache.pool.index import ENTRY, Index
 from datacache.pool.inspection import look, pools
+from datacache.pool.kept_samples import KeptSamples
 from datacache.pool.layout import Layout
-from datacache.pool.part import Part
 from datacache.pool.pool import Plan, Pool, existing
 from datacache.system.access import PRIVATE, Access, Directory
 from tests.launch import ROOT
@@ -46,7 +46,9 @@ another_user = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be an
 def pool(path, access=PRIVATE):
     return Pool(
         path,
-        lambda: Plan(layout=LAYOUT, part=Part(samples=SAMPLES, slots=SAMPLES), heap_bytes=1000),
+        lambda: Plan(
+            layout=LAYOUT, part=KeptSamples(samples=SAMPLES, slots=SAMPLES), heap_bytes=1000
+        ),
         access,
     )
 
@@ -212,7 +214,7 @@ def test_what_others_could_only_read_is_closed_to_them(shared, caplog):
     with pytest.raises(CacheError, match=r"open to user \d+ only"):
         existing(made.folder)
     assert {path: path.stat().st_mode & 0o7777 for path in paths} == paths
-    with caplog.at_level(logging.WARNING, "tfposeidon"):
+    with caplog.at_level(logging.WARNING, "datacache"):
         check_all(pool(made.folder))
     assert {path.stat().st_mode & 0o7777 for path in paths} == {0o700, 0o600}
     assert caplog.text.count("to others, who could read it") == 3

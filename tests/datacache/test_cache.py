@@ -225,7 +225,7 @@ def test_what_the_graph_does_not_show_is_said(images, opened, caplog):
             tf.numpy_function(lambda x: x, [label], tf.int64), []
         )
 
-    with caplog.at_level(logging.WARNING, "tfposeidon"):
+    with caplog.at_level(logging.WARNING, "datacache"):
         opened(images, random)
         opened(images, python)
     assert "draws at random (RandomUniform" in caplog.text
@@ -268,7 +268,7 @@ def test_what_does_not_fit_is_read_through(images, tmp_path, opened, memory):
 
 
 def test_without_room_there_is_one_level_less(images, opened, caplog):
-    with caplog.at_level(logging.WARNING, "tfposeidon"):
+    with caplog.at_level(logging.WARNING, "datacache"):
         cache = opened(images, budget=100)
     assert (
         "one level less. A pool needs room before it begins. Received: 100 bytes, for samples of 208"
@@ -313,13 +313,14 @@ class Flaky:
 
 
 def test_reads_are_tried_again_and_then_named(images, opened, monkeypatch):
-    monkeypatch.setattr("datacache.levels.stored.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
     source = datacache.from_folder(images)
     cache = opened(Flaky(source, 2))
     assert sorted(_epoch(cache.dataset(BATCH))) == list(range(SAMPLES))
     assert cache.stats().retries == 2 * SAMPLES
-    cache = opened(Flaky(source, 2), memory=None)
-    cache._levels._stored.source._left[3] = 9
+    flaky = Flaky(source, 2)
+    cache = opened(flaky, memory=None)
+    flaky._left[3] = 9
     with pytest.raises(
         Exception,
         match=r"A sample must be readable. Received: \[Errno 5\].* for .*00003.png, 4 times",
@@ -718,7 +719,7 @@ def test_cleared_again_and_again_with_many_sizes(images, opened):
 
 def test_what_has_no_room_is_said(images, opened, caplog):
     cache = opened(images, lambda contents, label: (contents, label), budget=SAMPLES * 40 + 500)
-    with caplog.at_level(logging.WARNING, "tfposeidon"):
+    with caplog.at_level(logging.WARNING, "datacache"):
         cache.warm(progress=False)
         cache.warm(progress=False)
     assert (
@@ -743,7 +744,7 @@ def test_pools_that_nobody_has_open_go_where_room_is_needed(
     caches = [opened(images, version=version) for version in range(2)]
     total = taken() + 3000
     monkeypatch.setattr("datacache.system.room.available_memory", lambda: total - taken())
-    with caplog.at_level(logging.WARNING, "tfposeidon"):
+    with caplog.at_level(logging.WARNING, "datacache"):
         few = opened(images, version=2)
         assert few._levels.memory is None or few._levels.memory.slots < SAMPLES
         few.close()

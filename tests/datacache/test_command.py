@@ -16,8 +16,8 @@ import pytest
 import datacache
 from datacache.command.main import main
 from datacache.pool import inspection
+from datacache.pool.kept_samples import KeptSamples
 from datacache.pool.layout import Layout
-from datacache.pool.part import Part
 from datacache.pool.pool import Plan, Pool, existing
 from tests import drawn
 
@@ -29,7 +29,7 @@ VARYING = Layout.of([np.array(b"", object), np.float32(0)])
 
 def _filled(folder, ready=SAMPLES, layout=SIMPLE, **of_part):
     """A pool that nobody has open, with its first samples."""
-    part = Part(**{"samples": SAMPLES, "slots": SAMPLES} | of_part)
+    part = KeptSamples(**{"samples": SAMPLES, "slots": SAMPLES} | of_part)
     pool = Pool(
         folder, lambda: Plan(layout=layout, part=part, heap_bytes=10**4, source="images in /data")
     )
@@ -450,7 +450,7 @@ def test_warm_takes_what_the_source_takes(images, tmp_path, capsys):
 
 
 def test_warm_without_success(images, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("datacache.levels.stored.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
     disk = ["--disk", str(tmp_path / "disk")]
     assert main(["warm", str(tmp_path / "nowhere"), *disk]) == 2
     assert "datacache: A source must exist. Received: " in capsys.readouterr().err
@@ -463,7 +463,7 @@ def test_warm_without_success(images, tmp_path, capsys, monkeypatch):
     assert main(["warm", str(images), "--disk", str(tmp_path / "other")]) == 2
     assert "A pool needs room before it begins. Received: 9 bytes" in capsys.readouterr().err
     monkeypatch.undo()
-    monkeypatch.setattr("datacache.levels.stored.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
     source = datacache.from_folder(images)
     monkeypatch.setattr("datacache.sources.image_folder.from_folder", lambda *_, **__: source)
     (images / "class0" / "00003.png").unlink()

@@ -19,13 +19,15 @@ import pytest
 
 from datacache import native
 from datacache.errors import CacheError, NoRoomError
+from datacache.levels.pool_level import PoolLevel
 from datacache.pool import heap
 from datacache.pool import pool as pool_module
 from datacache.pool.folder import remove
 from datacache.pool.heap import gaps
+from datacache.pool.kept_samples import KeptSamples, owner_nodes
 from datacache.pool.layout import Component, Layout
-from datacache.pool.part import Part, homes
 from datacache.pool.pool import Plan, Pool, existing
+from datacache.statistics import Counts
 
 LAYOUT = Layout.of(
     sample := [np.zeros((5, 3), "uint8"), np.float32(0), np.zeros(2, "int64"), np.array(True)]
@@ -43,7 +45,8 @@ def f(index):
 
 def _pool(folder, slots=SAMPLES, **of_part):
     return Pool(
-        folder, lambda: Plan(layout=LAYOUT, part=Part(samples=SAMPLES, slots=slots, **of_part))
+        folder,
+        lambda: Plan(layout=LAYOUT, part=KeptSamples(samples=SAMPLES, slots=slots, **of_part)),
     )
 
 
@@ -305,7 +308,7 @@ def test_damage_is_named_and_what_nobody_has_open_is_made_anew(tmp_path, damage,
         _varying_pool(folder)
     os.close(users)
     with (
-        caplog.at_level(logging.WARNING, "tfposeidon"),
+        caplog.at_level(logging.WARNING, "datacache"),
         contextlib.closing(_varying_pool(folder)) as pool,
     ):
         assert re.search(rf"datacache: .*{text}.* It is made anew", caplog.text)
@@ -322,7 +325,7 @@ def test_no_room(tmp_path):
     with pytest.raises(
         NoRoomError, match=r"A pool needs room before it begins.*Give it a smaller budget"
     ):
-        Pool(tmp_path, lambda: Plan(layout=huge, part=Part(samples=2**10, slots=2**10)))
+        Pool(tmp_path, lambda: Plan(layout=huge, part=KeptSamples(samples=2**10, slots=2**10)))
     assert sum(path.stat().st_blocks for path in tmp_path.iterdir()) < 100
     _pool(tmp_path).put(0, f(0))
 
@@ -348,9 +351,9 @@ def test_it_is_removed_once_nobody_has_it_open(tmp_path):
 
 @pytest.mark.parametrize(("samples", "nodes"), [(1, 1), (40, 1), (40, 2), (41, 3), (2, 4)])
 def test_each_sample_is_at_home_on_one_node(samples, nodes):
-    home = homes(samples, nodes, seed=3)
+    home = owner_nodes(samples, nodes, seed=3)
     parts = [
-        Part(samples=samples, slots=samples, seed=3, node=node, nodes=nodes)
+        KeptSamples(samples=samples, slots=samples, seed=3, node=node, nodes=nodes)
         for node in range(nodes)
     ]
     for node, part in enumerate(parts):
@@ -358,7 +361,7 @@ def test_each_sample_is_at_home_on_one_node(samples, nodes):
         assert part.wanted == (home == node).sum()
         kept = part.places()[home == node]
         assert sorted(kept) == list(range(len(kept)))
-        few = Part(samples=samples, slots=2, seed=3, node=node, nodes=nodes).places()
+        few = KeptSamples(samples=samples, slots=2, seed=3, node=node, nodes=nodes).places()
         assert (few >= 0).sum() == min(2, part.wanted)
         assert (home[few >= 0] == node).all()
     counts = np.bincount(home, minlength=nodes)
@@ -392,7 +395,7 @@ def _varying_pool(folder, heap_bytes=10**5):
     return Pool(
         folder,
         lambda: Plan(
-            layout=layout, part=Part(samples=SAMPLES, slots=SAMPLES), heap_bytes=heap_bytes
+            layout=layout, part=KeptSamples(samples=SAMPLES, slots=SAMPLES), heap_bytes=heap_bytes
         ),
     )
 
@@ -452,7 +455,7 @@ def test_a_sample_in_the_place_of_another_is_torn(tmp_path):
 def test_what_does_not_fit_into_the_heap_leaves_no_gap(tmp_path):
     layout = Layout.of([np.array(b"", object), np.array(b"", object)])
     pool = Pool(
-        tmp_path, lambda: Plan(layout=layout, part=Part(samples=3, slots=3), heap_bytes=100)
+        tmp_path, lambda: Plan(layout=layout, part=KeptSamples(samples=3, slots=3), heap_bytes=100)
     )
     for _ in range(9):
         assert not pool.put(0, [b"x" * 20, b"x" * 70])
@@ -522,7 +525,8 @@ def test_lengths_that_change_leave_no_gap_for_good(tmp_path):
     """What draws at random has other lengths each time."""
     layout = Layout.of([np.array(b"", object)])
     pool = Pool(
-        tmp_path, lambda: Plan(layout=layout, part=Part(samples=20, slots=20), heap_bytes=2000)
+        tmp_path,
+        lambda: Plan(layout=layout, part=KeptSamples(samples=20, slots=20), heap_bytes=2000),
     )
     draw = np.random.default_rng(0)
     held = {}
@@ -610,18 +614,19 @@ def test_a_batch_that_another_process_clears_is_made_again(tmp_path):
     everything = np.arange(4)
     made = []
 
-    def again(samples):
-        made.append(samples.tolist())
-        return {
-            int(index): _varying(index)
-            for index in samples
-            if index == 3 or not pool.put(index, _varying(index))
-        }
+    class Below:
+        stream = None
+
+        def samples(self, indices):
+            made.append(indices.tolist())
+            return [_varying(index) for index in indices]
 
     assert _fill_all(pool, everything)
     pool._words[2:4] = 0
     assert pool.gather(everything) is None
-    found = pool.samples(everything, {0: _varying(0)}, again)
+    put = pool.put
+    pool.put = lambda index, arrays: index != 3 and put(index, arrays)
+    found = PoolLevel(pool, Below(), "first", Counts()).collect(everything, {0: _varying(0)})
     assert made == [[2, 3]]
     for index in everything:
         np.testing.assert_array_equal(found[index][0], _varying(index)[0])
@@ -947,7 +952,8 @@ def _large_pools(filled, look=True, torn=None):
         layout = Layout.of([np.zeros(100_000, "uint8")])
         pools = [
             Pool(
-                Path(folder), lambda: Plan(layout=layout, part=Part(samples=SAMPLES, slots=SAMPLES))
+                Path(folder),
+                lambda: Plan(layout=layout, part=KeptSamples(samples=SAMPLES, slots=SAMPLES)),
             )
         ]
         for index in range(filled):

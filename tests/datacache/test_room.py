@@ -16,8 +16,8 @@ from datacache.errors import CacheError, NoRoomError
 from datacache.pool.budget import budget_bytes
 from datacache.pool.folder import remove
 from datacache.pool.idle import make_room
+from datacache.pool.kept_samples import KeptSamples
 from datacache.pool.layout import Component, Layout
-from datacache.pool.part import Part
 from datacache.pool.pool import Plan, Pool
 from datacache.system.memory import available_memory, is_memory
 from datacache.system.room import free_bytes
@@ -126,7 +126,7 @@ def test_columns_are_not_reserved_where_that_would_kill(tmp_path, monkeypatch):
     with pytest.raises(
         NoRoomError, match=r"A pool needs room before it begins. Received: .*without 50000000 bytes"
     ):
-        Pool(tmp_path / "pool", lambda: Plan(layout=layout, part=Part(samples=50, slots=50)))
+        Pool(tmp_path / "pool", lambda: Plan(layout=layout, part=KeptSamples(samples=50, slots=50)))
     assert sum(path.stat().st_blocks for path in (tmp_path / "pool").iterdir()) == 0
 
 
@@ -135,7 +135,9 @@ IMAGES = Layout(components=(Component(dtype="uint8", shape=(2**20,)),))
 
 def _idle_pool(folder, days, samples=1):
     """A pool of so many MiB that nobody has open, opened that many days after the first of all days."""
-    Pool(folder, lambda: Plan(layout=IMAGES, part=Part(samples=samples, slots=samples))).close()
+    Pool(
+        folder, lambda: Plan(layout=IMAGES, part=KeptSamples(samples=samples, slots=samples))
+    ).close()
     os.utime(folder / "users", (86400 * days, 86400 * days))
     return folder
 
@@ -160,7 +162,7 @@ def test_pools_are_removed_until_there_is_room(memory):
 def test_no_more_pools_are_removed_once_that_makes_no_room(memory, caplog):
     """A container counts only what its own processes have taken."""
     old, recent = (_idle_pool(memory / str(days), days) for days in (1, 2))
-    with caplog.at_level(logging.WARNING, "tfposeidon"):
+    with caplog.at_level(logging.WARNING, "datacache"):
         make_room(memory, memory / "new", lambda: 1000, 10**9)
     assert (old.exists(), recent.exists()) == (False, True)
     assert "that made no room, so that other pools are kept" in caplog.text
@@ -224,7 +226,7 @@ def test_a_pool_that_is_made_anew_has_the_room_of_the_old_one(tmp_path, damage):
 
     def plan():
         assert room() > 9 * 2**20
-        return Plan(layout=IMAGES, part=Part(samples=8, slots=8))
+        return Plan(layout=IMAGES, part=KeptSamples(samples=8, slots=8))
 
     Pool(pool, plan).close()
     assert (pool / "samples").stat().st_size > 8 * 2**20
@@ -248,7 +250,7 @@ def test_a_pool_that_was_not_made_takes_no_room(tmp_path, monkeypatch, step):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    plan = Plan(layout=IMAGES, part=Part(samples=8, slots=8))
+    plan = Plan(layout=IMAGES, part=KeptSamples(samples=8, slots=8))
     if step == "reserve":
         monkeypatch.setattr("datacache.pool.folder.reserve", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -309,14 +311,14 @@ def check(pool, layout):
 
 
 try:
-    Pool(folder / "all", lambda: Plan(layout=fixed, part=Part(samples=many, slots=many)))
+    Pool(folder / "all", lambda: Plan(layout=fixed, part=KeptSamples(samples=many, slots=many)))
 except NoRoomError:
     print(0)
 slots = budget_bytes("80%", free_bytes(folder)) // (size + 8)
 print(slots)
-print(check(Pool(folder / "fixed", lambda: Plan(layout=fixed, part=Part(samples=many, slots=slots))), fixed))
+print(check(Pool(folder / "fixed", lambda: Plan(layout=fixed, part=KeptSamples(samples=many, slots=slots))), fixed))
 shutil.rmtree(folder / "fixed")
-part = Part(samples=many, slots=many)
+part = KeptSamples(samples=many, slots=many)
 print(check(Pool(folder / "texts", lambda: Plan(layout=texts, part=part, heap_bytes=many * 2 * size)), texts))
 """
 

@@ -71,9 +71,11 @@ def test_links_have_the_rate_that_was_asked_for(tmp_path):
 
 
 def _check_rates(options, expected):
-    """Links never give more than 5 % above their rate, and the fastest quarter of the bytes comes within 5 % of it.
+    """Checks that links keep within 5 % of their rate.
 
-    Not all the bytes: a machine that stands still for longer than a link's burst takes rate away that is never made up.
+    They never exceed it by more, and the fastest quarter of the bytes comes that close from below.
+    Not all bytes do: a machine that stands still for longer than a link's burst loses rate that is
+    never made up for.
     """
     best = dict.fromkeys(expected, 0.0)
     for _ in range(TRIES):
@@ -235,11 +237,15 @@ def _check_as_another_user(tmp_path):
 
 
 def _python_of_others():
-    """This Python or the system's: the first that another user can run in a user namespace.
+    """Returns this Python or the system's: the first that another user can run in a user namespace.
 
-    Root's home may be closed there and not outside: in some containers a change of user keeps rights.
+    Root's home may be closed to that user there and open outside: in some containers a process that
+    changes its user keeps its rights.
     """
-    needed = f"import sys, horovod.runner.http.http_server; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
+    needed = (
+        "import sys, horovod.runner.http.http_server; "
+        f"sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
+    )
     for python in (sys.executable, shutil.which("python3", path="/usr/local/bin:/usr/bin")):
         tried = [*BECOME, "unshare", "--user", str(python), "-c", needed]
         if subprocess.run(tried, capture_output=True, env=OUR_PACKAGES).returncode == 0:

@@ -191,7 +191,7 @@ def test_steps_take_what_a_plan_with_their_rows_would(scheme, layout, shape):
     for total in (1, by_rows.limit, by_rows.limit + 1, 10**6):
         known = make(total / topology.size)
         taken.append(known.buckets[0].scheme)
-        assert by_rows.taken(total) == taken[-1]
+        assert by_rows.for_rows(total) == taken[-1]
         shown = with_rows(unknown, [total], policy)
         assert (str(shown), shown.to_json()) == (str(known), known.to_json())
     assert taken[0] == taken[1] == by_rows.few
@@ -227,7 +227,7 @@ def test_hybcomm_without_factors():
     )
     choice = policies.HybComm().choose(plain, topology)
     assert (choice.scheme.name, choice.reason) == ("ps", "it comes from Conv2DBackpropFilter")
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match="must be a finite number above 0"):
         policies.HybComm(pair_bytes=-1)
 
 

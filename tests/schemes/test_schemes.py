@@ -111,7 +111,8 @@ def test_one_bit_is_a_bit():
     bits = 8 * schemes.OneBit().cost(2**24, 4, Topology.regular(0, 8, 1)).cross_bytes
     assert bits / 7 / 2**24 == pytest.approx(1 + 96 / 4096)
     with pytest.raises(
-        ValueError, match=r"`min_elements` must not be negative\. Received: min_elements=-1"
+        ValueError,
+        match=r"`min_elements` must be a finite number from 0\. Received: min_elements=-1",
     ):
         schemes.OneBit(min_elements=-1)
 
@@ -137,15 +138,27 @@ def test_non_finite_input_reaches_every_rank(scheme, poison):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"density": 0}, r"`density` must be in \(0, 1\]. Received: density=0. Use AllReduce\(\)"),
-        ({"density": 1.5}, r"`density` must be in \(0, 1\]. Received: density=1.5"),
-        ({"density": float("nan")}, r"`density` must be in \(0, 1\]. Received: density=nan"),
+        (
+            {"density": 0},
+            r"`density` must be a number in \(0, 1\]. Received: density=0. Use AllReduce\(\)",
+        ),
+        ({"density": 1.5}, r"`density` must be a number in \(0, 1\]. Received: density=1.5"),
+        (
+            {"density": float("nan")},
+            r"`density` must be a number in \(0, 1\]. Received: density=nan",
+        ),
         ({"select": "sort"}, r"must be one of .*Received: 'sort'"),
         ({"wire_dtype": "int8"}, r"`wire_dtype` must be None or .*Received: wire_dtype='int8'"),
-        ({"momentum": 1.0}, r"`momentum` must be in \[0, 1\). Received: momentum=1.0"),
+        ({"momentum": 1.0}, r"`momentum` must be a number in \[0, 1\). Received: momentum=1.0"),
         ({"momentum": 0.9, "error_feedback": False}, r"Momentum correction needs error feedback"),
-        ({"warmup_steps": -1}, r"`warmup_steps` must not be negative. Received: warmup_steps=-1"),
-        ({"min_elements": -1}, r"`min_elements` must not be negative. Received: min_elements=-1"),
+        (
+            {"warmup_steps": -1},
+            r"`warmup_steps` must be a finite number from 0. Received: warmup_steps=-1",
+        ),
+        (
+            {"min_elements": -1},
+            r"`min_elements` must be a finite number from 0. Received: min_elements=-1",
+        ),
     ],
 )
 def test_bad_input_to_sparse_schemes(kind, options, message):
@@ -333,7 +346,7 @@ def test_all_ranks_take_the_branch_that_suits_their_rows(many, scheme, layout):
         for i in (0, 1)
     ]
     assert {total for _, total in results} == {2.0 * sum(counts)}
-    taken = scheme.taken(sum(counts))
+    taken = scheme.for_rows(sum(counts))
     assert taken == (scheme.many if 12 * size > 12 and many else scheme.few)
     shown = bucket.with_rows(
         2 * sum(counts), policies.Uniform(schemes.FactorBroadcast()), cluster.topology
@@ -350,5 +363,7 @@ def test_all_ranks_take_the_branch_that_suits_their_rows(many, scheme, layout):
 
 
 def test_a_pair_size_must_be_positive():
-    with pytest.raises(ValueError, match=r"`pair_bytes` must be positive. Received: pair_bytes=0"):
+    with pytest.raises(
+        ValueError, match=r"`pair_bytes` must be a finite number above 0. Received: pair_bytes=0"
+    ):
         schemes.ShardedServer(pair_bytes=0)

@@ -13,7 +13,7 @@ import platform
 import sys
 from typing import Any
 
-from tfposeidon.commands import install
+from tfposeidon.commands import install, versions
 from tfposeidon.quiet import import_tensorflow
 
 
@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Runs `python -m tfposeidon check`; returns the exit status."""
     try:
-        versions = _versions()
+        lines = _versions()
         topology = _start(options.ranks_per_node)
-        lines = [*versions, *_horovod_build(), f"topology      {topology}"]
+        lines += [*_horovod_build(), f"topology      {topology}"]
         problems = _collective()
     except (CheckError, ImportError, ValueError, RuntimeError) as error:
         print(f"tfposeidon check: {error}", file=sys.stderr)
@@ -52,6 +52,7 @@ def _versions() -> list[str]:
         if version is None:
             raise CheckError(f"{names[0]} is missing. Run: python -m tfposeidon install")
         lines.append(f"{names[0]:<13} {version}")
+    _check_tensorflow()
     keras = _version("keras") or ""
     if not keras.startswith(install.KERAS_VERSION.rstrip("*")):
         raise CheckError(
@@ -64,6 +65,22 @@ def _versions() -> list[str]:
             "Run: python -m tfposeidon install --horovod-only"
         )
     return lines
+
+
+def _check_tensorflow() -> None:
+    package, version = next(
+        (name, version)
+        for name in ("tensorflow", "tensorflow-cpu")
+        if (version := _version(name)) is not None
+    )
+    versions.require_tensorflow(package, version)
+    built_for = install.built_for()
+    if built_for and versions.release_of(built_for) != versions.release_of(version):
+        raise CheckError(
+            "The native library must be built for the TensorFlow that loads it. "
+            f"Received: TensorFlow {version} and a library for {built_for}. "
+            "Run in tfposeidon's folder: pip install --force-reinstall --no-deps ."
+        )
 
 
 def _version(name: str) -> str | None:
@@ -124,9 +141,8 @@ def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
     import tensorflow as tf
 
     from tfposeidon.gradients.factors import Factors
-    from tfposeidon.schemes import FactorScheme
 
-    if isinstance(scheme, FactorScheme):
+    if scheme.needs_factors:
         return scheme.exchange_factors(
             Factors(vector[:1, None], tf.ones_like(vector)[None]), wire, f"check.{name}"
         )

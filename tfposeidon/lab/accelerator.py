@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from tfposeidon import ranges
 from tfposeidon.lab import models
 from tfposeidon.lab.stream import Stream
 from tfposeidon.lab.values import gradient_values
@@ -177,11 +178,7 @@ def emulated_model(
     Raises:
       ValueError: If `dilation` is not positive.
     """
-    if not dilation > 0:
-        raise ValueError(
-            f"`dilation` must be positive. Received: dilation={dilation}. Use 1 for the papers' "
-            "times."
-        )
+    ranges.check_number("dilation", dilation, ranges.POSITIVE, "Use 1 for the papers' times.")
     accelerator = Accelerator(_pool_length(model), stream or Stream(), seed)
     value = inputs = keras.Input((1,), batch_size=model.batch)
     for index, (layer, (forward_s, backward_s)) in enumerate(

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Literal
 
+from tfposeidon import ranges
+
 Kind = Literal["convolution", "dense", "embedding"]
 IMAGE_CHANNELS = 3
 
@@ -129,10 +131,7 @@ class Model:
         Raises:
           ValueError: If `factor` is below 1.
         """
-        if not factor >= 1:
-            raise ValueError(
-                f"`factor` must be at least 1. Received: factor={factor}. Use 1 for the full size."
-            )
+        ranges.check_number("factor", factor, ranges.AT_LEAST_1, "Use 1 for the full size.")
         batch = _divided(self.batch, factor)
         return replace(
             self,

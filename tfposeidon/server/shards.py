@@ -22,10 +22,10 @@ from tfposeidon.gradients.description import describe, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.server import whole_gradients
-from tfposeidon.state.rank_state import Piece
+from tfposeidon.state.rank_state import StateDescription
 
 
-class _Slot(NamedTuple):
+class _ShardSlot(NamedTuple):
     """State that the optimizer keeps for one shard."""
 
     name: str
@@ -85,7 +85,7 @@ class ServerShards:
                 for m, (begin, end) in self._parts.items()
             }
         self.targets = [shards.get(member, variable) for member, variable in enumerate(variables)]
-        self._slots: list[_Slot] = []
+        self._slots: list[_ShardSlot] = []
         self._gathered: tuple[int, dict[int, np.ndarray]] | None = None
         self._loaded: dict[int, np.ndarray] = {}
 
@@ -103,7 +103,7 @@ class ServerShards:
         self._inner._all_reduce_sum_gradients = list
 
     @property
-    def rank_state(self) -> Iterator[tuple[Any, Piece]]:
+    def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
         """State of this rank's shards, and what each variable of it is."""
         for slot in self._slots:
             begin, end = self._parts[slot.member]
@@ -112,14 +112,17 @@ class ServerShards:
             # What stands for nothing lies behind the end.
             offset = begin if begin < end else description.length
             members = ((description.path, description.length),)
-            yield slot.variable, Piece(name=slot.name, members=members, offset=offset, holders=1)
+            yield (
+                slot.variable,
+                StateDescription(name=slot.name, members=members, offset=offset, owners=1),
+            )
 
     def without_slots(self, variables: Sequence[Any]) -> list[Any]:
         """Those of the inner optimizer's variables that are equal on all ranks."""
         own = {id(slot.variable) for slot in self._slots}
         return [variable for variable in variables if id(variable) not in own]
 
-    def completed(self, means: list[Any]) -> list[Any]:
+    def clip_by_whole_norms(self, means: list[Any]) -> list[Any]:
         """Gradients as the inner optimizer may see them, which knows only a part of some.
 
         Args:
@@ -127,20 +130,21 @@ class ServerShards:
         """
         served = [member for member in self._parts if means[member] is not None]
         name = f"{self._exchanger.prefix}.norms"
-        return whole_gradients.completed(means, served, self._optimizer, self._exchanger.wire, name)
+        wire = self._exchanger.wire
+        return whole_gradients.clip_by_whole_norms(means, served, self._optimizer, wire, name)
 
     def apply(self, means: Means) -> None:
         """Applies the inner optimizer to what this rank serves and to what stays whole, and pulls.
 
         Args:
-          means: With values from `completed`.
+          means: With values from `clip_by_whole_norms`.
         """
         self._loaded = {}
         self._refresh()
         # What was clipped by whole norms would be clipped once more by those of this rank's parts, to rounding.
         with (
             _set_to_none(self._inner, "clipnorm", "global_clipnorm"),
-            layer_norms.used(self._inner, self._norms()),
+            layer_norms.override_norms(self._inner, self._norms()),
         ):
             means.update(lambda found: self._optimizer.apply(found, self.targets))
         self._pull({member for member, mean in enumerate(means.values) if mean is not None})
@@ -149,7 +153,7 @@ class ServerShards:
         # Collectives have their names once ranks have agreed.
         name = f"{self._exchanger.prefix}.norms_of_layers"
         return (
-            layer_norms.of_parts(self._exchanger.wire, self._is_served, name)
+            layer_norms.sharded_norms(self._exchanger.wire, self._is_served, name)
             if self._parts
             else None
         )
@@ -193,7 +197,7 @@ class ServerShards:
 
     def _contribute_nothing(self, means: list[Any]) -> list[Any]:
         """Takes part in what follows others' exchange, with values as they are."""
-        means = self.completed(means)
+        means = self.clip_by_whole_norms(means)
         self._refresh()
         self._pull(constrained=set())
         return means
@@ -226,7 +230,7 @@ class ServerShards:
                 slot.variable.assign(flat[begin:end])
         self._loaded = {}
 
-    def _gather(self, slot: _Slot, name: str) -> np.ndarray:
+    def _gather(self, slot: _ShardSlot, name: str) -> np.ndarray:
         topology = self._exchanger.wire.topology
         begin, end = self._parts[slot.member]
         own = tf.convert_to_tensor(slot.variable)[: end - begin]
@@ -308,7 +312,7 @@ class ServerShards:
             variable = make(reference_variable, name=name, **options)
             if id(reference_variable) in members:
                 self._slots.append(
-                    _Slot(name or "state", variable, members[id(reference_variable)])
+                    _ShardSlot(name or "state", variable, members[id(reference_variable)])
                 )
             return variable
 

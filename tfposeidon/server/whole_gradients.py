@@ -12,7 +12,7 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.optimizers.wrapping import innermost
 
 
-def completed(
+def clip_by_whole_norms(
     gradients: list[Any], served: Sequence[int], optimizer: Any, wire: Wire, name: str
 ) -> list[Any]:
     """Clips by norms of whole gradients, and shows values that are not finite to all ranks.

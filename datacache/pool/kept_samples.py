@@ -9,13 +9,13 @@ import numpy as np
 from datacache.order import permutation
 
 
-def homes(samples: int, nodes: int, seed: int) -> np.ndarray:
+def owner_nodes(samples: int, nodes: int, seed: int) -> np.ndarray:
     """The node that each sample is at home on: `[samples]` int64, as many on each node but for one."""
     return _ranks(samples, seed) % nodes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class KeptSamples:
     """The samples that a pool keeps, for good: with too little room for all, a choice that depends on the seed.
 
     A cache that throws out what was not used for long would hit less: epochs use everything once in turn.

@@ -7,16 +7,17 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
-from datacache.pool.filling import Arrays
-from datacache.pool.layout import Layout
+from datacache.pool.layout import Arrays, Layout
 from datacache.pool.records import packed, unpacked
 from datacache.sources.source import SourceError
-from tfposeidon.communication.wire import Wire
+
+if TYPE_CHECKING:
+    from datacache.from_tfposeidon import Wire
 
 MOST_BYTES = 2**31 - 1
 """What Horovod can send to one rank at a time."""
@@ -24,7 +25,7 @@ IDLE_S = 0.05
 """How long a rank that needs nothing may keep others waiting."""
 
 
-class Exchange:
+class SampleExchange:
     """Rounds in which all ranks take part: each says what it needs, and sends what others need.
 
     Ranks need not be at the same place: a rank that needs nothing takes part all the same, until all have closed.

@@ -7,37 +7,44 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from datacache.levels.levels import Levels
-from datacache.nodes.exchange import Exchange
-from datacache.pool.filling import Arrays
-from tfposeidon.communication.wire import Wire
+from datacache.nodes.reader import Reader
+from datacache.nodes.sample_exchange import SampleExchange
+from datacache.pool.layout import Arrays
+
+if TYPE_CHECKING:
+    from datacache.from_tfposeidon import Wire
 
 WINDOW = 64
 """Samples to ask of each other rank at a time: with fewer, the number of messages counts and not their bytes."""
 
 
-class Partition:
-    """The levels of this node, and over an exchange those of others: each sample is read on its home node only.
+class PartitionedReader(Reader):
+    """Reads each sample on its owner node only, and sends it from there to the nodes that need it.
+
+    Levels do not lie on top of other nodes: who fills a pool has claimed samples in it, and two nodes that wait for
+    each other with samples claimed would wait forever. So others are asked before the levels are, with nothing claimed.
 
     Args:
       levels: Of this node.
       wire: Of the job.
       name: The same on all ranks, another for each cache.
-      homes: The node of each sample.
+      owner_nodes: Index of the node that owns each sample, `[samples]` int64.
       keep: Whether this node keeps the samples of others, too.
     """
 
     def __init__(
-        self, levels: Levels, wire: Wire, name: str, homes: np.ndarray, keep: bool
+        self, levels: Levels, wire: Wire, name: str, owner_nodes: np.ndarray, keep: bool
     ) -> None:
-        self._levels, self._topology, self._homes, self._keep = levels, wire.topology, homes, keep
-        self._counts = levels.counts
+        super().__init__(levels)
+        self._topology, self._owner_nodes, self._keep = wire.topology, owner_nodes, keep
         self._lock, self.closed = threading.Lock(), False
         self._coming: dict[int, Future[Arrays]] = {}
-        self._exchange = Exchange(wire, name, levels.layout, self._answer, self._complete)
+        self._exchange = SampleExchange(wire, name, levels.layout, self._answer, self._complete)
 
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
         """While steps of one window are read, the next window's samples are on their way."""
@@ -60,25 +67,21 @@ class Partition:
 
         return reach
 
-    def batch(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
-        """See `Levels.batch`."""
-        return self._levels.batch(samples, into, self.fill)
-
-    def fill(self, samples: np.ndarray) -> dict[int, Arrays]:
-        """See `Levels.fill`."""
-        self._levels.filling.refuse_in_child(samples)
-        self._ask(samples)
+    def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
+        """Brings samples from their owner nodes; see `Levels.fill`."""
+        self.levels.opener.check(indices)
+        self._ask(indices)
         with self._lock:
             coming = {
                 sample: self._coming.pop(sample)
-                for sample in samples.tolist()
+                for sample in indices.tolist()
                 if sample in self._coming
             }
-        made = self._levels.fill(sample for sample in samples.tolist() if sample not in coming)
+        made = self.levels.fill(indices[~np.isin(indices, list(coming))])
         for sample, future in coming.items():
             arrays = future.result()
             self._counts.add(received=1)
-            if not (self._keep and self._levels.put(sample, arrays)):
+            if not (self._keep and self.levels.put(sample, arrays)):
                 made[sample] = arrays
         return made
 
@@ -88,7 +91,7 @@ class Partition:
         try:
             self._exchange.close()
         finally:
-            self._levels.close()
+            self.levels.close()
 
     def _forget(self) -> None:
         """What came for a pass that was left early, and nobody has read."""
@@ -97,30 +100,29 @@ class Partition:
                 sample: future for sample, future in self._coming.items() if not future.done()
             }
 
-    def _ask(self, samples: np.ndarray) -> None:
-        away = samples[self._homes[samples] != self._topology.node_index]
+    def _ask(self, indices: np.ndarray) -> None:
+        away = indices[self._owner_nodes[indices] != self._topology.node_index]
         # Whether those that memory has are whole is seen when they are copied.
-        away = self._levels.filling.absent(self._levels.memory, away)
+        away = self.levels.absent(away)
         with self._lock:
             new = [sample for sample in away.tolist() if sample not in self._coming]
             self._coming |= dict(
-                zip(new, self._exchange.ask(new, list(map(self._owner, new))), strict=False)
+                zip(new, self._exchange.ask(new, list(map(self._owner_rank, new))), strict=False)
             )
 
-    def _owner(self, sample: int) -> int:
-        """The rank to ask: ranks of a node ask different ranks of another."""
-        node = self._topology.nodes[self._homes[sample]]
+    def _owner_rank(self, sample: int) -> int:
+        """Returns the rank to ask: ranks of a node ask different ranks of another."""
+        node = self._topology.nodes[self._owner_nodes[sample]]
         return node[self._topology.position % len(node)]
 
-    def _answer(self, samples: np.ndarray) -> list[Arrays]:
-        self._counts.add(sent=len(samples))
+    def _answer(self, indices: np.ndarray) -> list[Arrays]:
+        self._counts.add(sent=len(indices))
         # Two ranks may have asked for the same one.
-        return self._levels.samples(
-            samples, self._levels.fill(np.unique(self._levels.missing(samples)))
-        )
+        made = self.levels.fill(np.unique(self.levels.lacking(indices)))
+        return self.levels.collect(indices, made)
 
     def _complete(self) -> bool:
-        return self._keep and self._levels.complete
+        return self._keep and self.levels.is_complete
 
 
 def _windows(shares: Sequence[np.ndarray], samples: int) -> list[int]:
