@@ -120,10 +120,9 @@ class Model:
         can shrink; rows per sample stay. The step and each layer take as long as before, so
         throughput is divided as the batch is, and FLOPs stay.
 
-        >>> full = model("vgg19")
-        >>> quarter = full.shrunk(4)
-        >>> quarter.batch, round(full.parameters / quarter.parameters), quarter.step_s == full.step_s
-        (64, 16, True)
+        >>> full, quarter = model("vgg19"), model("vgg19").shrunk(4)
+        >>> full.batch, quarter.batch, round(full.parameters / quarter.parameters)
+        (256, 64, 16)
 
         Args:
           factor: At least 1.
@@ -286,7 +285,8 @@ INCEPTION_V3 = (  # output side, output side of the branches' ends, branches
         (
             17,
             17,
-            f"1x1x192 | 1x1x{n} 1x7x{n} 7x1x192 | 1x1x{n} 7x1x{n} 1x7x{n} 7x1x{n} 1x7x192 | 1x1x192",
+            f"1x1x192 | 1x1x{n} 1x7x{n} 7x1x192 | "
+            f"1x1x{n} 7x1x{n} 1x7x{n} 7x1x{n} 1x7x192 | 1x1x192",
         )
         for n in (128, 160, 160, 192)
     ),
@@ -296,7 +296,7 @@ INCEPTION_V3 = (  # output side, output side of the branches' ends, branches
 
 
 def _inception_v3() -> Iterator[Layer]:
-    """Szegedy et al. 2016 at 299 x 299, as in Keras: normalised without gamma, no auxiliary head."""
+    """Szegedy et al. 2016 at 299 x 299, as in Keras: no gamma, and no auxiliary head."""
     first = (149, 3, IMAGE_CHANNELS, 32)
     yield from _stem(first, (147, 3, 32, 32), (147, 3, 32, 64), (73, 1, 64, 80), (71, 3, 80, 192))
     channels = 192
@@ -351,8 +351,8 @@ BERT = {f"encoder{number}": 1 for number in range(1, 13)}
 POSEIDON = "Poseidon (Zhang et al. 2017), section 5.1 and Table 3; Titan X"
 COMMLIB = "CommLib (Shi et al. 2021), section 5.5; V100, mixed precision"
 THEANO_MPI = (
-    "Theano-MPI (Ma et al. 2016), Table 3: 5,120 images in 31.2 s on one K20m (it seems), 3.90 s on "
-    "eight"
+    "Theano-MPI (Ma et al. 2016), Table 3: 5,120 images in 31.2 s on one K20m (it seems), 3.90 s "
+    "on eight"
 )
 VASWANI = (
     "Vaswani et al. 2017, section 5: 25,000 tokens in 0.4 s on eight P100, exchange included; in "

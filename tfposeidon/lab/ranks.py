@@ -24,7 +24,7 @@ TERMINATION_S = 3.0
 SAMPLE_INTERVAL_S = 0.5
 POLL_INTERVAL_S = 0.02
 DRAIN_S = 1.0
-"""Time in which output is still read after its rank has ended: its children may keep the pipe open."""
+"""Time to read on after a rank has ended: what it has started may keep the pipe open."""
 KEPT_LINES = 30
 CHUNK_BYTES = 65536
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
