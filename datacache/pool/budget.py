@@ -26,8 +26,8 @@ def budget_bytes(budget: int | str, free: int) -> int:
         share = size_bytes = 0.0
     if not share and not size_bytes:
         raise ValueError(
-            '`budget` must be a size above 0: bytes (10**9), "20GB" (powers of ten), "16GiB" (powers '
-            f'of two) or a share of what is free ("80%"). Received: budget={budget!r}'
+            '`budget` must be a size above 0: bytes (10**9), "20GB" (powers of ten), "16GiB" '
+            f'(powers of two) or a share of what is free ("80%"). Received: budget={budget!r}'
         )
     # Rounded: 0.29 * 100 is a little less than 29.
     return min(round(share * free + size_bytes), free)

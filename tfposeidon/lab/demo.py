@@ -3,8 +3,8 @@
   python -m tfposeidon demo
 
 Trains a model in the lab, on emulated nodes with slow links between them: by Horovod's all-reduce,
-by a lossless scheme and by a sparse one. It takes about a minute, and needs Linux with iproute2, as
-root or with user namespaces; elsewhere it says so, and the exit status is 0 all the same.
+by a lossless scheme and by a sparse one. It takes one to two minutes, and needs Linux with
+iproute2, as root or with user namespaces; elsewhere it says so, and the exit status is 0 as well.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ LABELS = {
     "hybcomm": "tfposeidon hybcomm, exact",
     "hitopk": "tfposeidon hitopk, top 1 %",
 }
-"""Schemes that are compared, and what people read; the others are compared to the first."""
+"""Schemes that are compared, and how they are called; the others are compared to the first."""
+# Those of the plots in docs/results.
+COLORS = {"allreduce": "#a3a3a3", "hybcomm": "#d6006e", "hitopk": "#7d4fd6"}
 CLUSTER = Cluster(nodes=2, per_node=2, inter=2e8)
 SHRINK = 4
 MODEL = models.model("vgg19_32").shrunk(SHRINK)
@@ -39,12 +41,12 @@ TIME_LIMIT_S = 600
 
 
 class DemoError(Exception):
-    """The lab was there, but the job in it failed."""
+    """Raised if the job in the lab failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a scheme needs for a step.
+    """Time and traffic of a step by one scheme.
 
     Attributes:
       step_s: Seconds of the slowest rank, median over the steps.
@@ -90,12 +92,12 @@ def main(options: argparse.Namespace) -> int:
         check_machine(CLUSTER, RANK_BYTES)
         sandbox.namespaces()
     except (ValueError, sandbox.UnavailableError) as error:
-        reason = str(error).splitlines()[0]
-        print(f"Left out, for the lab cannot run here: {reason}")
+        reason = str(error).splitlines()[0].removesuffix(" Tried:")
+        print(f"The comparison on a slow network is left out, as the lab cannot run here: {reason}")
         return 0
     print(f"{ABOUT}; its accelerators are emulated, its links shaped.", flush=True)
     try:
-        found = measured(options.steps)
+        found = measure(options.steps)
     except DemoError as error:
         print(f"tfposeidon demo: {error}", file=sys.stderr)
         return 1
@@ -104,14 +106,14 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def measured(steps: int) -> dict[str, Measured]:
+def measure(steps: int) -> dict[str, Measured]:
     """Runs the demo's job in the lab.
 
     Args:
       steps: Number of steps that are timed, for each scheme.
 
     Returns:
-      What was found, by scheme.
+      Time and traffic of a step, by scheme.
 
     Raises:
       DemoError: If the job fails or takes too long.
@@ -131,7 +133,7 @@ def measured(steps: int) -> dict[str, Measured]:
 
 
 def _lab() -> list[str]:
-    """The command that starts the lab; should this process be killed, the job ends with it."""
+    # Should this process be killed, the kernel ends the lab.
     ends_with_us = ["setpriv", "--pdeathsig", "TERM"]
     cluster = f"--nodes {CLUSTER.nodes} --per-node {CLUSTER.per_node} --inter {CLUSTER.inter:.0f}"
     lab = [sys.executable, "-m", "tfposeidon", "lab", *cluster.split(), "--show", "first"]
@@ -188,9 +190,13 @@ def plot(found: Mapping[str, Measured], path: Path) -> str:
     pyplot = importlib.import_module("matplotlib.pyplot")
     figure, axis = pyplot.subplots(figsize=(8, 2.8))
     _draw(axis, found)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    pyplot.close(figure)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130, bbox_inches="tight")
+    except OSError as error:
+        return f"No plot: {error}"
+    finally:
+        pyplot.close(figure)
     return f"wrote {path}"
 
 
@@ -198,7 +204,7 @@ def _draw(axis: Any, found: Mapping[str, Measured]) -> None:
     steps_ms = [1e3 * one.step_s for one in found.values()]
     ours = [scheme != "allreduce" for scheme in found]
     labels = [LABELS[scheme] for scheme in found]
-    bars = axis.barh(labels, steps_ms, color=["#d1495b" if own else "#9a9a9a" for own in ours])
+    bars = axis.barh(labels, steps_ms, color=[COLORS[scheme] for scheme in found])
     texts = [f"{step}, {sent} sent" for _, step, sent, _ in rows(found)[1:]]
     axis.bar_label(bars, texts, padding=4, fontsize=9)
     compute_ms = 1e3 * MODEL.step_s

@@ -25,10 +25,11 @@ SWITCH_ADDRESS = "10.99.0.254"
 INTERFACE = "eth0"
 # Of every packet as the interface counts it: Ethernet, IP, and TCP with time stamps.
 HEADER_BYTES = 66
-# Reno is the one congestion control that every kernel allows in a namespace. The defaults of kernels
-# differ, and BBR, for one, leaves up to half of a link idle when both directions are full.
+# Reno is the one congestion control that every kernel allows in a namespace. The defaults of
+# kernels differ, and BBR, for one, leaves up to half of a link idle when both directions are full.
 HOLD_NODE = """
-hostname "$0" && ip link set dev lo up && mount -t sysfs none /sys && mount -t tmpfs none /dev/shm &&
+hostname "$0" && ip link set dev lo up &&
+mount -t sysfs none /sys && mount -t tmpfs none /dev/shm &&
 echo reno > /proc/sys/net/ipv4/tcp_congestion_control && echo ready && exec sleep infinity
 """
 # By way of a tmpfs over /mnt in our mount namespace, so that no file is written outside.
@@ -105,7 +106,7 @@ class Network:
         _call("ip", "link", "set", "dev", port(node), "down")
 
     def traffic(self) -> list[Traffic]:
-        """Returns the traffic over each node's link so far, as the queues at its ends counted it."""
+        """Returns the traffic over each node's link so far, counted by the queues at its ends."""
         ports = _queues("tc")
         return [self._traffic_of(node, ports) for node in range(self.cluster.nodes)]
 
