@@ -14,7 +14,7 @@ def innermost(optimizer: Any) -> Any:
 
     >>> import keras
     >>> innermost(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())).name
-    'SGD'
+    'sgd'
     """
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
