@@ -54,10 +54,11 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         which is exact for losses that are means over samples. `tfposeidon.sample_counts` has some
         for other losses; register your own with Keras if the model is to be saved.
       name: Name of the optimizer (default `"distributed_optimizer"`).
+      others: None is accepted; they are here so that arguments of Horovod's optimizer are refused
+        with what to write in their place.
 
     Raises:
-      TypeError: For unknown arguments, with what to write in place of those of Horovod's optimizer;
-        or if `sample_count` is no function.
+      TypeError: For unknown arguments, or if `sample_count` is no function.
       ValueError: If an argument is out of its range, if the inner optimizer does not suit the
         scheme, under `tf.distribute`, or with another Keras backend than TensorFlow.
 
@@ -102,6 +103,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             gradient_accumulation_steps=steps,
             name=name or "distributed_optimizer",
         )
+        # Accumulation happens here, before the exchange; the inner optimizer must not do it again.
         rule.gradient_accumulation_steps = None
         self.inner_optimizer = inner_optimizer
         self._exchange = Step(self, policy, bucket_bytes, sample_count)
@@ -134,6 +136,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.built:
             return
         for variable in variables:
+            # Refuses what cannot be trained before any state is made.
             describe(variable)
         self._shards = self._server_shards(variables)
         if self._shards is not None:
@@ -164,7 +167,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def rank_variables(self) -> list[Any]:
-        """Variables whose values differ from rank to rank, in an order that is the same on all.
+        """Variables whose values differ from rank to rank.
 
         They hold accumulated gradients, what schemes keep, and this rank's part of servers' state.
         `keras_callbacks.Checkpoint` saves it per rank; `.keras` files do not hold it.
@@ -215,7 +218,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     def from_config(
         cls, config: dict[str, Any], custom_objects: Any = None
     ) -> DistributedOptimizer:
-        """Makes an optimizer of what `get_config` returned, without Horovod or a launcher.
+        """Makes an optimizer of what `get_config` returned; needs neither Horovod nor a launcher.
 
         Args:
           config: As `get_config` returns it; not changed.
@@ -240,8 +243,8 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         if not self.built:
             raise ValueError(
-                "The optimizer must be built before its weights are set. Received: one that is not. "
-                "Call fit, or optimizer.build(model.trainable_variables), first."
+                "The optimizer must be built before its weights are set. Received: one that is "
+                "not. Call fit, or optimizer.build(model.trainable_variables), first."
             )
         wanted, given = (
             [tuple(array.shape) for array in arrays] for arrays in (self.variables, weights)
@@ -363,8 +366,8 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         # The one thing that Keras's LossScaleOptimizer does to an optimizer that it is put around.
         if hasattr(self, "_exchange"):
             raise ValueError(
-                "DistributedOptimizer must be the outermost optimizer. Received: a loss scale, or a "
-                "LossScaleOptimizer, around it. "
+                "DistributedOptimizer must be the outermost optimizer. Received: a loss scale, or "
+                "a LossScaleOptimizer, around it. "
                 "Write DistributedOptimizer(LossScaleOptimizer(optimizer))."
             )
 
@@ -393,8 +396,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     def gather_state(self, rank: int = 0) -> None:
         """Brings the optimizer's whole state to one rank.
 
-        That rank can then save the model, until the next step. All ranks call it together. Only `ShardedServer(update="server")` needs it; with other
-        schemes it does nothing. It takes the memory of the whole state on that rank's host.
+        That rank can then save the model, until the next step. All ranks call it together. Only
+        `ShardedServer(update="server")` needs it; with other schemes it does nothing. It takes the
+        memory of the whole state on that rank's host.
 
         Args:
           rank: That rank (default 0).
@@ -445,7 +449,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def exchange(self) -> Step:
-        """The object that exchanges the gradients, for training loops and callbacks."""
+        """Object that exchanges the gradients, for training loops and callbacks."""
         return self._exchange
 
     def drop_accumulated(self) -> None:

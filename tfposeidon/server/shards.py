@@ -1,4 +1,4 @@
-"""The parameter server on each rank (Poseidon, section 4.1): optimizer state for its shards alone.
+"""Parameter server on each rank (Poseidon, section 4.1): optimizer state for its shards alone.
 
 The inner optimizer is built on shards in place of variables, and must not notice: shards have the
 names of their variables, norms and non-finite values are those of whole gradients, and the state is

@@ -1,4 +1,4 @@
-"""What an optimizer finds out from whole gradients, for one that gets parts of some."""
+"""Norms and non-finite values of whole gradients, for optimizers that get parts of some."""
 
 from __future__ import annotations
 
