@@ -77,7 +77,7 @@ class Bucket:
 
     @property
     def server(self) -> ShardedServer | None:
-        """Scheme of the bucket, if servers update the variables, and not every rank; else `None`."""
+        """Scheme of the bucket, if servers update its variables; else `None`."""
         if not self.scheme.updates_at_servers:
             return None
         assert isinstance(self.scheme, ShardedServer)
