@@ -62,7 +62,7 @@ class Policy(Configured, ABC):
 
     @property
     def updates_at_servers(self) -> bool:
-        """True if servers update some variables, so that the optimizer's state is built for parts."""
+        """True if servers update some variables, and keep the optimizer's state for them."""
         return False
 
     @property

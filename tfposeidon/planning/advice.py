@@ -1,4 +1,4 @@
-"""What a user should know of a plan that works."""
+"""Advice about plans that work, but not as well as they might."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Bucket:
 
     @property
     def server(self) -> ShardedServer | None:
-        """The scheme, if servers update the variables, and not every rank."""
+        """Scheme of the bucket, if servers update its variables; else `None`."""
         if not self.scheme.updates_at_servers:
             return None
         assert isinstance(self.scheme, ShardedServer)

@@ -137,7 +137,7 @@ def check_momentum(plan: Plan, inner: Any) -> None:
     """
     corrected = {bucket.scheme.name for bucket in plan.buckets if bucket.scheme.corrects_momentum}
     optimizer = innermost(inner)
-    momentum: Any = getattr(optimizer, "momentum", 0.0)
+    momentum = getattr(optimizer, "momentum", 0.0)
     if corrected and momentum:
         raise ValueError(
             "Momentum correction takes the place of the optimizer's momentum. Received: momentum "

@@ -20,7 +20,7 @@ from tfposeidon.gradients.factors import Factors, FactorShape
 from tfposeidon.schemes.cost import Cost
 
 State = tuple[tf.Tensor, ...]
-"""What a scheme keeps for one bucket: a tensor for each of its slots, in their order."""
+"""State of a scheme for one bucket: a tensor for each of its slots, in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +51,16 @@ class Scheme(Configured, ABC):
     """
 
     name: ClassVar[str]
-    """What users pass as `scheme=`, and what the plan prints."""
+    """Name that users pass as `scheme=`, and that the plan prints."""
 
     has_gpu_kernels: ClassVar[bool] = True
-    """Whether its native ops, if it has any, run on GPUs too."""
+    """True if its native ops, if it has any, run on GPUs too."""
 
     needs_factors: ClassVar[bool] = False
-    """Whether it can exchange only gradients that are products of two thin matrices."""
+    """True if it can exchange only gradients that are products of two thin matrices."""
 
     takes_factors: ClassVar[bool] = False
-    """Whether it is given the factors of gradients, of which it may still make their products."""
+    """True if it is given the factors of gradients, of which it may still make their products."""
 
     def __str__(self) -> str:
         """Returns the name, and the options that differ from their defaults."""

@@ -1,4 +1,4 @@
-"""What an exchange costs, as each scheme predicts it."""
+"""Predicted costs of exchanges."""
 
 from __future__ import annotations
 

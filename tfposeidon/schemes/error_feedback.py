@@ -15,7 +15,7 @@ from tfposeidon import ops, ranges
 
 
 class FeedbackState(NamedTuple):
-    """What lasts from step to step: `[n]` float32 each, `None` where it is not kept."""
+    """Tensors that last from step to step: `[n]` float32 each, `None` where not kept."""
 
     residual: tf.Tensor | None
     velocity: tf.Tensor | None
@@ -27,7 +27,7 @@ class FeedbackState(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The selected elements.
+    """Elements that were selected to be sent.
 
     Attributes:
       values: `[k]` float32; rounded to the wire's type where there is a residual, which takes the

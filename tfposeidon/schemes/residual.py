@@ -1,4 +1,4 @@
-"""What schemes share that keep a residual: the part of gradients that they have not sent yet."""
+"""Base of the schemes that keep a residual: the part of gradients that they have not sent yet."""
 
 from __future__ import annotations
 

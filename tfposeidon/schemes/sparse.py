@@ -1,4 +1,4 @@
-"""What the sparse schemes share: shards, selection with error feedback, pairs on the slow links."""
+"""Base of the sparse schemes: shards, selection with error feedback, pairs on the slow links."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class WithWireDtype:
     """
 
     allowed_wire_dtypes: ClassVar[tuple[str, ...]] = WIRE_DTYPES
-    """What `wire_dtype` may be besides `None`."""
+    """Values of `wire_dtype` besides `None`."""
 
     wire_dtype_remedy: ClassVar[str] = ""
     """Ends the message about another `wire_dtype`."""
