@@ -163,16 +163,15 @@ class AgreedPlans:
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
         """Yields the variables that schemes keep on this rank, each with what it is."""
         for key, exchanger in self._exchangers.items():
-            if any(exchanger.states):
-                yield from zip(
-                    itertools.chain(*exchanger.states), exchanger.describe_states(), strict=True
-                )
+            states = exchanger.states
+            if states.exist:
+                yield from zip(itertools.chain(*states.variables), states.describe(), strict=True)
                 # By the variables, and not by a number: another run may meet the lists in another
                 # order.
-                members = exchanger.members
+                members = states.members
                 rate = StateDescription(name="effective_rate", members=members)
                 yield self._effective_rates[key].variable, rate
-                yield exchanger.had_gradient, StateDescription(name="had_gradient", members=members)
+                yield states.had_gradient, StateDescription(name="had_gradient", members=members)
 
     def _plan(self, descriptions: list[Description]) -> Plan:
         topology = runtime.wire().topology

@@ -194,11 +194,15 @@ class Step:
         self._exposed_s.assign_add(_time_after(values) - ready)
         # Read by nobody in most steps; a collective whose result is not used would be left out.
         self._absent.assign(presence.absent)
-        state = list(zip(itertools.chain(*exchanger.states), itertools.chain(*states), strict=True))
+        kept = itertools.chain(*exchanger.states.variables)
+        state = list(zip(kept, itertools.chain(*states), strict=True))
         if rate is not None:
             state += [
                 (rate.variable, rate.now),
-                (exchanger.had_gradient, exchanger.updated_had_gradient(presence)),
+                (
+                    exchanger.states.had_gradient,
+                    exchanger.states.updated_had_gradient(presence),
+                ),
             ]
         return Means(
             values,
@@ -207,7 +211,7 @@ class Step:
                     [index for index, gradient in enumerate(gradients) if gradient is None]
                 )
             ),
-            expected=exchanger.expected(presence),
+            expected=exchanger.states.expected(presence),
             everybody=presence.absent == 0.0 if self._watches_absence else None,
             moves=True if rate is None else rate.now > 0.0,
             state=tuple(state),
@@ -226,10 +230,10 @@ class Step:
 
     def _exchanges(self, variables: list[Any]) -> bool:
         """On one rank nothing is sent, but schemes may keep something, such as velocity."""
-        return runtime.size() > 1 or any(self.exchanger(variables).states)
+        return runtime.size() > 1 or self.exchanger(variables).states.exist
 
     def _rate(self, variables: list[Any]) -> _Rate | None:
-        if not any(self.exchanger(variables).states):
+        if not self.exchanger(variables).states.exist:
             return None
         effective = self.plans.effective_rate(variables)
         now = effective.current(self._optimizer.inner_optimizer)
@@ -306,13 +310,13 @@ class Step:
           Whether there are schemes that keep anything.
         """
         for exchanger in self.plans.exchangers:
-            exchanger.flush()
-        return any(any(exchanger.states) for exchanger in self.plans.exchangers)
+            exchanger.states.flush()
+        return any(exchanger.states.exist for exchanger in self.plans.exchangers)
 
     @property
     def has_flushed(self) -> bool:
         """Whether a step that counted has sent everything since `flush`; the same on all ranks."""
-        return all(exchanger.has_flushed for exchanger in self.plans.exchangers)
+        return all(exchanger.states.has_flushed for exchanger in self.plans.exchangers)
 
 
 @dataclass(frozen=True)
