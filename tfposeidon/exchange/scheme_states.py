@@ -129,7 +129,7 @@ class SchemeStates:
             members = tuple((d.path, d.length) for d in bucket.descriptions)
             for index, slot in enumerate(bucket.slots(topology)):
                 if slot.shape:
-                    # Shards of all ranks cover the bucket as many times as ranks add to each element.
+                    # Shards of all ranks together cover the bucket this many times.
                     owners = sum(slots[index].shape[0] for slots in everybody) // bucket.length
                     yield StateDescription(
                         name=slot.name, members=members, offset=slot.offset, owners=owners
