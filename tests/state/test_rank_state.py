@@ -41,7 +41,7 @@ def _states(scheme, nodes, bucket_bytes):
     ranks = range(Topology(0, nodes).size)
     exchangers = [_exchanger(scheme, nodes, rank, bucket_bytes) for rank in ranks]
     return [
-        list(zip(e.describe_states(), [v for bucket in e.states for v in bucket], strict=True))
+        list(zip(e.states.describe(), [v for b in e.states.variables for v in b], strict=True))
         for e in exchangers
     ]
 
