@@ -1,14 +1,15 @@
-"""Time and steps to a fixed accuracy on real data: scikit-learn's digits on 4 ranks, with slow links.
+"""Measures time and steps to a fixed accuracy: scikit-learn's digits on 4 ranks, with slow links.
 
-    python -m benchmarks.accuracy                # short: two schemes, one seed
-    python -m benchmarks.accuracy --full         # all dense schemes, three seeds
-    python -m benchmarks.accuracy --sparse       # sparse ones beside the all-reduce, always all epochs
-    python -m benchmarks.accuracy --one-bit      # one bit for each gradient beside exact schemes (Poseidon, Fig. 11)
+    python -m benchmarks.accuracy             # short: two schemes, one seed
+    python -m benchmarks.accuracy --full      # all dense schemes, three seeds; 5 minutes
+    python -m benchmarks.accuracy --sparse    # sparse ones beside the all-reduce; 16 minutes
+    python -m benchmarks.accuracy --one-bit   # one bit per gradient beside exact ones
 
-Every scheme trains the same CNN from the same seeds until validation accuracy is reached, or for so many epochs.
+Every scheme trains the same CNN from the same seeds until the validation accuracy is reached, at
+most for 30 epochs; with `--sparse` and `--one-bit` (Poseidon, Fig. 11) always for all of them. An
+interrupted run goes on.
 """
 
-import argparse
 import statistics
 
 import numpy as np
@@ -41,25 +42,30 @@ ONE_BIT |= {"layout": "4x1"}
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = harness.argument_parser("accuracy", __doc__)
+    parser.add_argument(
+        "--systems", nargs="*", help="schemes with options, such as hitopk:0.01:exact"
     )
-    harness.add_arguments(parser, "accuracy")
-    parser.add_argument("--systems", nargs="*", help="schemes")
-    parser.add_argument("--seeds", nargs="*", type=int, help="of weights and batches")
+    parser.add_argument("--seeds", nargs="*", type=int, help="seeds of weights and batches")
     parser.add_argument(
         "--target", type=float, default=TARGET, help=f"validation accuracy to reach ({TARGET})"
     )
-    parser.add_argument("--sparse", action="store_true", help="convergence of sparse schemes")
     parser.add_argument(
-        "--one-bit", action="store_true", help="convergence with one bit for each gradient"
+        "--sparse",
+        action="store_true",
+        help="measure convergence of sparse schemes beside the all-reduce",
+    )
+    parser.add_argument(
+        "--one-bit",
+        action="store_true",
+        help="measure convergence with one bit for each gradient beside exact ones",
     )
     others = {"sparse": COMMON | SPARSE, "one_bit": COMMON | ONE_BIT}
     return harness.parse(parser, COMMON | SHORT, COMMON | FULL, SMALLEST, others)
 
 
 def planned(options):
-    """One job for each seed, with all schemes in it."""
+    """Returns one job for each seed, with all schemes in it."""
     common = {"systems": options.systems, "target": options.target, "layout": options.layout}
     common |= {} if options.epochs == EPOCHS else {"epochs": options.epochs}
     common["goes_on"] = options.sparse or options.one_bit
@@ -78,7 +84,7 @@ def run(systems, target, layout, goes_on, seed, epochs=EPOCHS):
 
 
 def show(cells):
-    """Medians over seeds, with the lowest and the highest."""
+    """Prints medians over seeds, with the lowest and the highest."""
     found = runs_of(cells)
     print(f"\nscikit-learn's digits on 4 ranks, {RATE} between nodes")
     header = ("scheme", "seeds", "reached", "steps", "seconds", "best accuracy", "last accuracy")
@@ -101,13 +107,17 @@ def cells_of(system, runs):
 def spread(values, form):
     if not values:
         return "never"
-    return f"{form.format(statistics.median(values))} ({form.format(min(values))} to {form.format(max(values))})"
+    median, low, high = (
+        form.format(figure) for figure in (statistics.median(values), min(values), max(values))
+    )
+    return f"{median} ({low} to {high})"
 
 
 def plot(cells, path):
-    """Saves what runs have in common: curves of those that all go on, or else what they need.
+    """Saves the plot that fits the runs: curves, or what was needed to reach the target.
 
-    Runs that stop at the target are of different lengths; how long they take is their result.
+    Curves are those of runs that all go on to the last epoch. Runs that stop at the target are of
+    different lengths, and how long they take is their result.
     """
     found = runs_of(cells)
     if all(cell.get("task", {}).get("goes_on") for cell in cells.values()):
@@ -118,7 +128,7 @@ def plot(cells, path):
 
 
 def runs_of(cells):
-    """System -> its runs, one for each seed."""
+    """Returns the runs of each system, one for each seed."""
     found = {}
     for cell in cells.values():
         for system, run in cell["systems"].items():
@@ -148,7 +158,7 @@ def plot_needed(found, path, target):
 
 
 def limit(values):
-    """The largest of all runs, or 1 where none arrived."""
+    """Returns the largest value of all runs, or 1 where none reached the target."""
     return max((value for own in values.values() for value in own), default=1)
 
 
@@ -197,7 +207,7 @@ def plot_curves(found, path):
 
 
 def curve(run, name):
-    """One value for each epoch."""
+    """Returns one value for each epoch of a run."""
     if name == "errors":
         return [1 - accuracy for accuracy in run["accuracies"]]
     return run[name]

@@ -1,8 +1,8 @@
 """Colors, line styles and names of all systems that the benchmarks plot, and the saving of figures.
 
-Each system has one color everywhere. Ours are solid and bold, peers dashed or hatched; of two shades
-of a color the darker one sends 16 bits. Figures are as wide as a page of the documentation, so that
-no text on it is smaller than 8 points.
+Each system has one color everywhere. Ours are solid and bold, peers dashed or hatched; of two
+shades of a color the darker one sends 16 bits. Figures are as wide as a page of the documentation,
+so that no text on it is smaller than 8 points.
 """
 
 import dataclasses
@@ -196,7 +196,9 @@ def legend(figure, columns=4, more=(), title=None):
 
 
 def save(path, panels, draw, columns=2, height_in=3.0):
-    """Saves a grid of panels as wide as the page; without Matplotlib a line says so.
+    """Saves a grid of panels as wide as the page.
+
+    Without panels nothing is saved; without Matplotlib a line says so.
 
     Args:
       path: File to write.
@@ -205,6 +207,8 @@ def save(path, panels, draw, columns=2, height_in=3.0):
       columns: Number of panels in a row.
       height_in: Height of a row, in inches.
     """
+    if not panels:
+        return
     try:
         import matplotlib as mpl
     except ImportError:

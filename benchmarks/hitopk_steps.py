@@ -1,9 +1,11 @@
-"""HiTopKComm broken down into its four steps (Shi et al. 2021, Fig. 8), in the emulated cluster.
+"""Measures the four steps of HiTopKComm (Shi et al. 2021, Fig. 8) in the emulated cluster.
 
-python -m benchmarks.hitopk_steps            # 2 x 2 and 4 x 2 ranks, 200 Mb/s and 1 Gb/s, densities 0.01 and 0.001
+    python -m benchmarks.hitopk_steps        # 2 x 2 and 4 x 2 ranks, 200 Mb/s and 1 Gb/s; 5 minutes
+
+Each step is timed by leaving out those behind it, at densities 0.01 and 0.001. An interrupted run
+goes on.
 """
 
-import argparse
 import itertools
 
 from benchmarks import figures, harness
@@ -16,12 +18,13 @@ ELEMENTS = 25_557_032
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = harness.argument_parser("hitopk_steps", __doc__)
+    parser.add_argument(
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
     )
-    harness.add_arguments(parser, "hitopk_steps")
-    parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
-    parser.add_argument("--rates", nargs="*", help="of the links between nodes")
+    parser.add_argument(
+        "--rates", nargs="*", help="rates of the links between nodes, such as 200mbit"
+    )
     return harness.parse(
         parser, CASES | {"elements": ELEMENTS}, CASES | {"elements": ELEMENTS}, SMALLEST
     )
@@ -35,13 +38,14 @@ def run(layout, rate, elements=ELEMENTS):
 
 
 def rows(cells):
-    """Layout, link and scheme as one name, and the seconds of each step."""
+    """Yields layout, link and scheme as one name, and the seconds of each step."""
     for cell in cells.values():
         for system, measured in cell["systems"].items():
             yield f"{cell['layout']} {cell['rate']} {system}", measured["steps_s"]
 
 
 def show(cells):
+    """Prints milliseconds of each step and of all."""
     header = ("ranks, link, scheme", *STEPS, "all")
     found = [
         (name, *(f"{1e3 * s:.0f} ms" for s in (*steps, sum(steps)))) for name, steps in rows(cells)

@@ -1,9 +1,11 @@
-"""Memory of optimizers whose state lies whole on every rank, or in parts on its servers (`update="server"`).
+"""Measures memory of optimizers whose state lies whole on every rank, or in shards on the servers.
 
-python -m benchmarks.memory            # SGD, Adam and AdamW on 2 and 4 ranks
+    python -m benchmarks.memory      # momentum, Adam and AdamW on 2 and 4 ranks; 5 minutes
+
+Each line is a job of its own that makes three updates of one variable of 33.6 M values with the
+store, `ShardedServer(update="worker")` or `"server"`. An interrupted run goes on.
 """
 
-import argparse
 import itertools
 import statistics
 
@@ -27,20 +29,23 @@ SMALLEST = {
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = harness.argument_parser("memory", __doc__)
+    parser.add_argument(
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
     )
-    harness.add_arguments(parser, "memory")
-    parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
     return harness.parse(parser, CASES, CASES, SMALLEST)
 
 
 def planned(options):
-    """A job for each optimizer and place: memory that one leaves behind would be the next one's."""
+    """Returns a job for each layout, optimizer and side that updates.
+
+    Memory that one case leaves behind would be counted for the next one in the same job.
+    """
     cases = itertools.product(options.layouts, options.optimizers, options.updates)
     more = {} if options.elements == ELEMENTS else {"elements": options.elements}
     return harness.keyed(
-        {"layout": layout, "optimizer": name, "update": of} | more for layout, name, of in cases
+        {"layout": layout, "optimizer": name, "update": update} | more
+        for layout, name, update in cases
     )
 
 
@@ -51,7 +56,10 @@ def run(layout, optimizer, update, elements=ELEMENTS):
 
 
 def rows(cells):
-    """(ranks, optimizer, update), bytes of slots and what is resident beyond plain SGD, both as the median of ranks."""
+    """Yields (ranks, optimizer, update), bytes of slots, and resident bytes beyond plain SGD.
+
+    Both are medians of the ranks.
+    """
     measured = {
         (c["layout"], c["optimizer"], c["update"]): c["systems"][c["optimizer"]]
         for c in cells.values()
@@ -66,6 +74,7 @@ def rows(cells):
 
 
 def show(cells):
+    """Prints a line for each layout, optimizer and side that updates."""
     print(f"\n{ELEMENTS / 1e6:.1f} M float32 weights; the median of the ranks")
     table = [
         (layout, optimizer, update, f"{slots / 1e6:.1f} MB", f"{resident / 1e6:.0f} MB")

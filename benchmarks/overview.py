@@ -1,6 +1,8 @@
-"""Draws the plot of the README from the cells of `benchmarks.scaling`: time per step on a slow link, beside the peers.
+"""Draws the plot of the README: time per step on a slow link, beside the peers.
 
-python -m benchmarks.overview     # reads docs/results/scaling.json, writes docs/results/overview.png
+    python -m benchmarks.overview     # docs/results/scaling.json -> docs/results/overview.png
+
+It shows cells that `python -m benchmarks.scaling --full` measured; nothing is run.
 """
 
 import argparse
@@ -20,7 +22,18 @@ LIMIT = {"color": "black", "linestyle": "--", "linewidth": 1.5}
 
 
 def rows(cells, model, layout, gbit):
-    """Seconds of a step by system, at the speed of the real accelerator, and those of computing alone."""
+    """Returns what the plot shows of a model.
+
+    Args:
+      cells: Answers of `benchmarks.scaling`.
+      model: Name of the model.
+      layout: "MxN", nodes x ranks on each.
+      gbit: Bandwidth between nodes in Gb/s.
+
+    Returns:
+      Seconds of a step by system, at the speed of the real accelerator, and those without an
+      exchange.
+    """
     ((key, found),) = (
         (key, found)
         for key, found in scaling.groups(cells).items()
@@ -58,16 +71,17 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layout", default="4x2", help="nodes x ranks on each (4x2)")
+    parser.add_argument("--layout", default="4x2", help="cluster, as nodes x ranks on each (4x2)")
     parser.add_argument(
         "--gbit", type=float, default=4.0, help="bandwidth between nodes in Gb/s (4)"
     )
     parser.add_argument(
-        "--results", type=Path, default=RESULTS / "scaling.json", help="cells of benchmarks.scaling"
+        "--results",
+        type=Path,
+        default=RESULTS / "scaling.json",
+        help="answers of benchmarks.scaling",
     )
-    parser.add_argument(
-        "--plot", type=Path, default=RESULTS / "overview.png", help="where the plot goes"
-    )
+    parser.add_argument("--plot", type=Path, default=RESULTS / "overview.png", help="file to write")
     options = parser.parse_args()
     plot(json.loads(options.results.read_text()), options.plot, options.layout, options.gbit)
 

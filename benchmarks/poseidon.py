@@ -1,17 +1,14 @@
-"""Poseidon's figures again, on emulated accelerators.
-
-Speed-up over nodes (Figs. 5 and 6) and over bandwidth (Fig. 8), the share of time that ranks stand still (Fig. 7), and
-what each node sends and receives (Fig. 10).
+"""Measures Poseidon's figures again, on emulated accelerators.
 
     python -m benchmarks.poseidon            # short: one model on 2 and 4 ranks
-    python -m benchmarks.poseidon --full     # the papers' bandwidths on up to 16 ranks
+    python -m benchmarks.poseidon --full     # the paper's bandwidths on up to 16 ranks; 2.5 hours
 
-"ps-late" exchanges after the backward pass, "ps" during it (WFBP), "ps-adam" sends factors to one server a layer;
-"horovod" is Horovod's own all-reduce. Times, links and sizes are scaled as in benchmarks.scaling. An interrupted run
-goes on where it was.
+These are speed-up over nodes (Figs. 5 and 6) and over bandwidth (Fig. 8), the share of time that
+ranks stand still (Fig. 7), and what each node sends and receives (Fig. 10). "ps-late" exchanges
+after the backward pass, "ps" during it (WFBP), "ps-adam" sends factors to one server a layer;
+"horovod" is Horovod's own all-reduce. Times, links and sizes are scaled as in benchmarks.scaling.
+An interrupted run goes on.
 """
-
-import argparse
 
 from benchmarks import figures, harness, scaling
 from tfposeidon.units import readable_size
@@ -42,12 +39,9 @@ COMMON = {"dilation": 8.0, "steps": 3}
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    harness.add_arguments(parser, "poseidon")
-    parser.add_argument("--models", nargs="*", choices=SLOWER, help="which of the models")
-    parser.add_argument("--nodes", nargs="*", type=int, help="how many, of one rank each")
+    parser = harness.argument_parser("poseidon", __doc__)
+    parser.add_argument("--models", nargs="*", choices=SLOWER, help="models of the paper")
+    parser.add_argument("--nodes", nargs="*", type=int, help="numbers of nodes, of one rank each")
     return harness.parse(
         parser,
         {"models": ["vgg19_22k"], "nodes": [4, 2], "bandwidths": 1} | COMMON,
@@ -57,7 +51,11 @@ def parse_arguments():
 
 
 def planned(options):
-    """Jobs, the largest clusters first: all at 40 Gb/s, fewer Gb/s on the most nodes, 4 x 4 ranks, traffic."""
+    """Returns the jobs, the largest clusters first.
+
+    All models run at 40 Gb/s, and at lower bandwidths on the most nodes; with `--full` also on 4 x
+    4 ranks, and once more for the traffic of each node.
+    """
     most = max(options.nodes)
     cases = [(model, f"{nodes}x1", FAST) for nodes in options.nodes for model in options.models]
     cases += [
@@ -73,7 +71,14 @@ def planned(options):
 
 
 def speedups(cells):
-    """(model, Gb/s, layout) -> system -> speed-up over one rank that exchanges nothing."""
+    """Returns speed-ups over one rank that exchanges nothing.
+
+    Args:
+      cells: Answers by key.
+
+    Returns:
+      (model, Gb/s, layout) -> system -> speed-up.
+    """
     found = {}
     for (model, layout, gbit, _), rows in scaling.groups(cells).items():
         nodes, per_node = map(int, layout.split("x"))
@@ -85,9 +90,10 @@ def speedups(cells):
 
 
 def show(cells):
-    """Speed-ups, beside the paper's where it tells them, the shares of time that ranks stand still, and traffic."""
+    """Prints speed-ups, the paper's, the share of time that ranks stand still, and traffic."""
     print(
-        "\nspeed-up over one rank alone; in brackets the share of time that the ranks stand still, on average"
+        "\nspeed-up over one rank alone; "
+        "in brackets the share of time that the ranks stand still, on average"
     )
     rows = [("model", "Gb/s", "ranks", *SYSTEMS, "paper")]
     stalled = {
@@ -113,8 +119,8 @@ def show(cells):
     for system, nodes in traffic(cells).items():
         sent, received = ([node[way] for node in nodes] for way in (0, 1))
         print(
-            f"{system}: a node sends {readable_size(min(sent))} to {readable_size(max(sent))} a step, and receives "
-            f"{readable_size(min(received))} to {readable_size(max(received))}"
+            f"{system}: a node sends {readable_size(min(sent))} to {readable_size(max(sent))} a "
+            f"step, and receives {readable_size(min(received))} to {readable_size(max(received))}"
         )
 
 
@@ -125,7 +131,7 @@ def _order(item):
 
 
 def traffic(cells):
-    """System -> bytes that each node sends and receives a step, in the size of the shrunk model."""
+    """Returns bytes that each node sends and receives a step, by system, as shrunk."""
     cell = next((c for c in cells.values() if c["task"]["systems"] == TRAFFIC["systems"]), None)
     return (
         {}
@@ -222,11 +228,11 @@ def draw_bandwidth(axis, model, found):
 def draw_traffic(figure, axis, sent):
     """Draws what each node sends and receives in a step, by scheme."""
     for number, (system, nodes) in enumerate(sent.items()):
-        places = [node + 0.27 * (number - 1) for node in range(len(nodes))]
+        centers = [node + 0.27 * (number - 1) for node in range(len(nodes))]
         out, back = ([node[way] / 1e6 for node in nodes] for way in (0, 1))
         label, style = figures.style(system).label, figures.bar(system)
-        axis.bar(places, out, 0.25, label=f"{label}: sent", **style)
-        axis.bar(places, back, 0.25, bottom=out, alpha=0.45, label=f"{label}: received", **style)
+        axis.bar(centers, out, 0.25, label=f"{label}: sent", **style)
+        axis.bar(centers, back, 0.25, bottom=out, alpha=0.45, label=f"{label}: received", **style)
     axis.set(
         title=f"{figures.MODELS[TRAFFIC['model']]}, {figures.ranks(TRAFFIC['layout'])}",
         xlabel="node",

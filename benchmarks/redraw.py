@@ -3,7 +3,8 @@
     python -m benchmarks.redraw                    # all plots, some seconds
     python -m benchmarks.redraw scaling exchange   # some of them
 
-Each benchmark draws its plot itself when it ends. Needed is Matplotlib: `pip install -e '.[plots]'`.
+Each benchmark draws its plot itself when it ends. Needed is Matplotlib: `pip install -e
+'.[plots]'`.
 """
 
 import argparse
@@ -50,7 +51,9 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("plots", nargs="*", metavar="NAME", help=f"of {', '.join(PLOTS)} (all)")
+    parser.add_argument(
+        "plots", nargs="*", metavar="NAME", help=f"plots to draw: {', '.join(PLOTS)} (all)"
+    )
     for name in parser.parse_args().plots or PLOTS:
         draw, files = PLOTS[name]
         cells = {}

@@ -1,14 +1,15 @@
-"""What the wrapper costs in a step as `fit` makes it: beside Horovod's own exchange, and beside plain Keras.
+"""Measures what the wrapper costs in a step of `fit`, beside Horovod's exchange and plain Keras.
 
-    python -m benchmarks.wrapper
+    python -m benchmarks.wrapper                                             # 10 minutes
+    python -m benchmarks.wrapper --pairs 401 --systems allreduce fit         # 13 minutes
 
-Two ranks on one node exchange ResNet-50's gradients and apply their means; one rank calls `fit`. Steps include what
-`fit` has the wrapper do: samples are counted, gradients weighted, exchanges timed. Both sides are timed in turn,
-A B B A, and each such pair gives a ratio, so that a machine that becomes slower does not count. Beside the median of
-the ratios stand the interval in which it lies with 95 %, and their quartiles. An interrupted run goes on.
+Two ranks on one node exchange ResNet-50's gradients and apply their means; one rank calls `fit`.
+Steps include what `fit` has the wrapper do: samples are counted, gradients weighted, exchanges
+timed. Both sides are timed in turn, A B B A, and each such pair gives a ratio, so that a machine
+that becomes slower does not count. Beside the median of the ratios stand the interval in which it
+lies with 95 %, and their quartiles. An interrupted run goes on.
 """
 
-import argparse
 import itertools
 import math
 import statistics
@@ -29,21 +30,20 @@ SMALLEST = COMMON | {"pairs": 1, "systems": ["fit", "allreduce"], "model": "goog
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    harness.add_arguments(parser, "wrapper")
-    parser.add_argument("--pairs", type=int, help=f"pairs that are timed ({COMMON['pairs']})")
+    parser = harness.argument_parser("wrapper", __doc__)
+    parser.add_argument("--pairs", type=int, help=f"number of timed pairs ({COMMON['pairs']})")
     parser.add_argument("--systems", nargs="*", help="schemes on two ranks, and `fit` on one")
     parser.add_argument(
-        "--model", choices=models.MODELS, help="whose gradients are exchanged (resnet50)"
+        "--model", choices=models.MODELS, help="model whose gradients are exchanged (resnet50)"
     )
-    parser.add_argument("--bucket-mib", type=float, nargs="*", help="bucket sizes to try")
+    parser.add_argument(
+        "--bucket-mib", type=float, nargs="*", help="sizes of buckets to try, in MiB"
+    )
     return harness.parse(parser, COMMON, COMMON, SMALLEST)
 
 
 def planned(options):
-    """A job for each system."""
+    """Returns a job for each system and bucket size."""
     names = [
         "fit" if name == "fit" else f"{name} {bucket_mib:g}"
         for name in options.systems
@@ -64,10 +64,13 @@ def run(system, model, pairs):
 
 
 def median_interval(values):
-    """Between which of the values the median of all that could be drawn lies with 95 % at least; six are needed.
+    """Returns the values between which the true median lies with at least 95 %.
 
-    As many values lie below the interval as above it. The median misses it if at most so many fall on one side of it,
-    as so many heads of a coin.
+    As many values lie below the interval as above it. The median misses it if at most so many fall
+    on one side of it, as so many heads of a coin.
+
+    Args:
+      values: At least six numbers.
 
     >>> median_interval(range(100)), median_interval(range(101))
     ((39, 60), (40, 60))
@@ -75,22 +78,24 @@ def median_interval(values):
     ordered = sorted(values)
     count = len(ordered)
     tails = itertools.accumulate(math.comb(count, heads) for heads in range(count // 2))
-    # Both tails together in one of 20 cases.
+    # Both tails together are to hold in at most one of 20 cases.
     low = max(0, sum(40 * tail <= 2**count for tail in tails) - 1)
     return ordered[low], ordered[count - 1 - low]
 
 
 def ratios(cell):
-    """The system, and ours / theirs of each pair."""
+    """Returns the system of an answer, and ours / theirs of each pair."""
     ((system, measured),) = cell["systems"].items()
     pairs = zip(measured["ours_s"], measured["theirs_s"], strict=True)
     return system, [ours / theirs for ours, theirs in pairs]
 
 
 def show(cells):
+    """Prints times, ratios and their intervals."""
     header = ("", "pairs", "ours", "theirs", "ratio", "95 % of the median", "quartiles")
     print(
-        "\nsteps of two ranks on one machine by a scheme and buckets of so many MiB; of one rank, ten by `fit`"
+        "\nsteps of two ranks on one machine by a scheme and buckets of so many MiB; "
+        "of one rank, ten by `fit`"
     )
     harness.show([header, *map(row, cells.values())])
 
@@ -105,7 +110,7 @@ def row(cell):
 
 
 def plot(cells, path):
-    """Saves the ratios of all pairs as boxes from quartile to quartile, with whiskers and medians."""
+    """Saves the ratios of all pairs as boxes from quartile to quartile."""
 
     def draw(figure, axes):
         (axis,) = axes

@@ -69,7 +69,7 @@ OF_RESULTS = {
 
 @pytest.mark.parametrize("name", OF_RESULTS)
 def test_results_that_are_kept_are_shown_and_plotted(name, tmp_path, capsys):
-    """Those of an earlier version, which lack what is shown now, would end the benchmark after all its jobs."""
+    """Those of an earlier version, which lack what is shown now, would end the benchmark late."""
     cells = json.loads((harness.RESULTS / f"{name}.json").read_text())
     OF_RESULTS[name].show(cells)
     assert capsys.readouterr().out
@@ -310,7 +310,7 @@ def test_summary(answer, text):
 
 
 def test_best_scheme_says_what_poseidon_says():
-    """GoogLeNet's classifier goes to the store on 16 nodes (section 5.2); all of VGG19-22K goes by factors."""
+    """GoogLeNet's classifier goes to the store on 16 nodes (section 5.2), VGG19-22K by factors."""
     (googlenet,) = best_scheme.rows_of(models.model("googlenet"), 128, [2, 16])
     assert googlenet[:4] == ("googlenet", "128", "dense1", "1024 x 1000")
     assert [text.split()[0] for text in googlenet[4:]] == ["sfb", "ps"]
@@ -422,7 +422,7 @@ def test_a_failed_job_is_the_benchmarks_exit_status(tmp_path):
 
 
 def test_packs_of_mirrored_strategy_shrink_with_the_model():
-    """With the square of the factor, as parameters and links do: one of full size would hold all gradients."""
+    """With the square of the factor, as links do: one of full size would hold all gradients."""
     task = argparse.Namespace(shrink=4)
     assert mirrored.pack_bytes(task, "mirrored-packs") == 25 * 2**20 // 16
     assert mirrored.pack_bytes(task, "mirrored") == 0

@@ -259,19 +259,23 @@ def main():
     parser.add_argument("--table", action="store_true", help="show results and run nothing")
     options = parser.parse_args()
     file = options.folder.resolve() / "results.json"
-    results = json.loads(file.read_text()) if file.exists() else {}
     for name in [] if options.table else options.pairs or supported_pairs():
-        if results.get(name, {}).get("passed") and not options.again:
+        if _results(file).get(name, {}).get("passed") and not options.again:
             print(f"{name}: has passed")
             continue
         if interpreter(name.split("-")[0]) is None:
             print(f"{name}: skipped, as there is no python{name.split('-')[0]}")
             continue
-        results[name] = run(Pair(name, options.folder.resolve()), options)
-        file.write_text(json.dumps(results, indent=1))
-        print(line(name, results[name]), *results[name].get("log", []), sep="\n", flush=True)
-    print(f"\n{table(results)}")
-    return any(not result["passed"] for result in results.values())
+        result = run(Pair(name, options.folder.resolve()), options)
+        # Read again: another process may have run other pairs meanwhile.
+        file.write_text(json.dumps(_results(file) | {name: result}, indent=1))
+        print(line(name, result), *result.get("log", []), sep="\n", flush=True)
+    print(f"\n{table(_results(file))}")
+    return any(not result["passed"] for result in _results(file).values())
+
+
+def _results(file):
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""A cache in parts on the nodes: bytes on the link, and steps of training beside those on data that a node has.
+"""Measures a cache in shards on the nodes: bytes on the link, and steps beside those on local data.
 
-Systems: "bytes" (epochs without training), then in turn "local" (each node has all samples) and "split".
+Systems: "bytes" (epochs without training), then in turn "replicate" (each node has all samples) and
+"split".
 """
 
 import statistics
@@ -23,6 +24,7 @@ NUMBER_AND_LENGTH = 16
 
 
 def open_cache(task, partition):
+    """Returns a warm cache of drawn samples."""
     cache = datacache.Cache(
         Drawn(task.pixels, task.samples), partition=partition, memory=f"/dev/shm/{partition}"
     )
@@ -31,7 +33,7 @@ def open_cache(task, partition):
 
 
 def bytes_on_the_link(task, cache, wire):
-    """What a node sends in an epoch, and what its ranks' samples say."""
+    """Notes what a node receives in an epoch, and what its ranks' samples predict."""
     exchange_objects(None, wire, "bench.begin")
     before, received = payload_bytes(direction="rx"), cache.stats().received
     for _ in cache.counted(cache.dataset(task.batch, seed=1)):
@@ -58,7 +60,7 @@ def bytes_on_the_link(task, cache, wire):
 
 
 def steps(task, cache, wire):
-    """Seconds of each step of `fit`, on every rank."""
+    """Returns seconds of each step of `fit`, on every rank."""
     layers = [
         keras.Input((task.pixels, task.pixels, 3)),
         keras.layers.Flatten(),

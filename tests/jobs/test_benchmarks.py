@@ -1,4 +1,4 @@
-"""Every benchmark runs to its end on its smallest case, peers that are installed included, and shows and plots it."""
+"""Every benchmark runs its smallest case to the end, installed peers included, and plots it."""
 
 import json
 import sys

@@ -137,7 +137,8 @@ def check_momentum(plan: Plan, inner: Any) -> None:
     """
     corrected = {bucket.scheme.name for bucket in plan.buckets if bucket.scheme.corrects_momentum}
     optimizer = innermost(inner)
-    if corrected and getattr(optimizer, "momentum", 0.0):
+    momentum: Any = getattr(optimizer, "momentum", 0.0)
+    if corrected and momentum:
         raise ValueError(
             "Momentum correction takes the place of the optimizer's momentum. Received: momentum "
             f"in {', '.join(sorted(corrected))} and in {type(optimizer).__name__}. "
