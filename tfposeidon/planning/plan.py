@@ -164,14 +164,14 @@ class Plan:
       notes: What is done in another way than one might expect, and why.
 
     Example:
-    >>> from tfposeidon import policies
-    >>> layers = [Description("dense/kernel", (784, 10), "float32"),
-    ...           Description("dense/bias", (10,), "float32")]
-    >>> plan = make_plan(layers, policies.parse("asa"), Topology.regular(0, 4, ranks_per_node=1))
-    >>> [(bucket.scheme.name, bucket.members) for bucket in plan.buckets]
-    [('asa', (1, 0))]
-    >>> int(plan.cost.cross_bytes), plan.cost.steps
-    (47096, 6)
+      >>> from tfposeidon import policies
+      >>> layers = [Description("dense/kernel", (784, 10), "float32"),
+      ...           Description("dense/bias", (10,), "float32")]
+      >>> plan = make_plan(layers, policies.parse("asa"), Topology.regular(0, 4, ranks_per_node=1))
+      >>> [(bucket.scheme.name, bucket.members) for bucket in plan.buckets]
+      [('asa', (1, 0))]
+      >>> int(plan.cost.cross_bytes), plan.cost.steps
+      (47096, 6)
     """
 
     buckets: tuple[Bucket, ...]

@@ -43,15 +43,15 @@ class OneBit(ResidualScheme):
     zeros are not taken for positive.
 
     Example:
-    >>> from tfposeidon import schemes
-    >>> from tfposeidon.communication.topology import Topology
-    >>> topology = Topology.regular(0, size=4, ranks_per_node=1)
-    >>> one_bit, dense = (
-    ...     scheme.cost(10**6, itemsize=4, topology=topology).cross_bytes
-    ...     for scheme in (schemes.OneBit(), schemes.AllReduce())
-    ... )
-    >>> round(dense / one_bit)
-    16
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> topology = Topology.regular(0, size=4, ranks_per_node=1)
+      >>> one_bit, dense = (
+      ...     scheme.cost(10**6, itemsize=4, topology=topology).cross_bytes
+      ...     for scheme in (schemes.OneBit(), schemes.AllReduce())
+      ... )
+      >>> round(dense / one_bit)
+      16
     """
 
     name: ClassVar[str] = "onebit"

@@ -46,12 +46,12 @@ class ShardedServer(VectorScheme):
     bucket on one server, that server's link alone would be at work.
 
     Example:
-    >>> from tfposeidon import schemes
-    >>> from tfposeidon.communication.topology import Topology
-    >>> schemes.ShardedServer().own_range(10, Topology.regular(1, size=4, ranks_per_node=1))
-    (3, 6)
-    >>> schemes.ShardedServer(update="server").updates_at_servers
-    True
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> schemes.ShardedServer().own_range(10, Topology.regular(1, size=4, ranks_per_node=1))
+      (3, 6)
+      >>> schemes.ShardedServer(update="server").updates_at_servers
+      True
     """
 
     name: ClassVar[str] = "ps"
