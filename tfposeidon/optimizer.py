@@ -144,6 +144,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         elif not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
         self._show_averages()
+        # Keras's bookkeeping; its own `build` would make a loss scale's state for this wrapper.
         self._trainable_variables = list(variables)
         self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
         if self.gradient_accumulation_steps:

@@ -100,7 +100,9 @@ class Uniform(Policy):
     @property
     @override
     def keeps_state(self) -> bool:
-        return bool(self.scheme.slots(max(1, self.scheme.min_length), Topology(0, ((0,),))))
+        # Asked for a single rank, where a scheme that keeps nothing has nothing to do.
+        single_rank = Topology(0, ((0,),))
+        return bool(self.scheme.slots(max(1, self.scheme.min_length), single_rank))
 
     @override
     def get_config(self) -> dict[str, Any]:

@@ -107,6 +107,7 @@ class Bucket:
         """
         assert self.server is not None
         begin, end = self.server.own_range(self.length, topology)
+        # There is one start more than members: the end of the last.
         starts = itertools.accumulate((d.length for d in self.descriptions), initial=0)
         parts = [
             (max(begin - start, 0), min(end - start, d.length))

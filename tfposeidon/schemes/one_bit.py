@@ -113,6 +113,7 @@ class OneBit(ResidualScheme):
         if topology.across is None or not _sends_across(topology):
             return total
         own_length = node.length_of(topology.rank)
+        # Codes are int32 words.
         code_bytes = [4.0 * ops.one_bit_size(own_length)] * topology.across.size
         total += cost.ring_all_gather(topology, topology.across, code_bytes)
         return total + Cost(flops=len(code_bytes) * own_length)

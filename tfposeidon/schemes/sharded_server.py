@@ -120,6 +120,7 @@ class ShardedServer(VectorScheme):
         node, across = stages.shards_by_level(length, topology)
         if across is None:
             return 0, 0
+        # The rank's shard of the node's vector was cut again over the nodes.
         begin = node.offset_of(topology.rank) + across.offset_of(topology.rank)
         return begin, begin + across.length_of(topology.rank)
 
