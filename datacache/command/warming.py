@@ -58,7 +58,7 @@ def warm(
     stored = Stored(source, pool, filling)
     try:
         samples = np.arange(len(source))
-        lacking = filling.lacking(pool, samples[pool.has_room(samples)])
+        lacking = filling.missing(pool, samples[pool.has_room(samples)])
         done = started(len(lacking))
         for count in done_in_windows(stored.samples, lacking):
             done(count)

@@ -9,7 +9,7 @@ import numpy as np
 
 from datacache.levels.stored import Stored
 from datacache.pool.filling import POLL_S, Arrays, Filling
-from datacache.pool.layout import Layout, batch
+from datacache.pool.layout import Layout, stack_samples
 from datacache.pool.pool import Pool
 from datacache.windows import windows
 
@@ -60,11 +60,11 @@ class Levels:
           SourceError: If a sample cannot be read; it names the sample.
         """
         fill = fill or self.fill
-        if self.memory is not None and self.memory.copies(samples):
+        if self.memory is not None and self.memory.can_copy(samples):
             return self._copied(self.memory, samples, into, fill)
         missing = self.missing(samples)
         self._count(samples, len(missing))
-        return batch(self.samples(samples, self._filled(missing, fill)), self.layout)
+        return stack_samples(self.samples(samples, self._filled(missing, fill)), self.layout)
 
     def _copied(
         self,
@@ -76,10 +76,10 @@ class Levels:
         """A batch of samples that have room; whether they are whole is seen on the way."""
         made = 0
         while True:
-            absent = self.filling.absent(memory, samples)
+            absent = self.filling.not_ready(memory, samples)
             made += len(absent)
             self._filled(absent, fill)
-            arrays = self.filling.gathered(memory, samples, into)
+            arrays = self.filling.gather(memory, samples, into)
             if arrays is not None:
                 self._count(samples, made)
                 return arrays
@@ -102,11 +102,11 @@ class Levels:
         """Samples that memory holds, but for those that were made."""
         if self.memory is None:
             return [made[i] for i in samples.tolist()]
-        return self.memory.samples(samples, made, self.fill)
+        return self.memory.read_samples(samples, made, self.fill)
 
     def missing(self, samples: np.ndarray) -> np.ndarray:
         """Those that memory does not hold whole."""
-        return self.filling.lacking(self.memory, samples)
+        return self.filling.missing(self.memory, samples)
 
     def fill(self, samples: Iterable[int]) -> dict[int, Arrays]:
         """Makes samples; those that memory did not take are returned."""
@@ -123,8 +123,8 @@ class Levels:
         """Puts a sample that came from elsewhere where there is room; `False` if memory has none."""
         one = np.array([sample])
         if self.decoded is not None:
-            self.filling.through(self.decoded, one, lambda _: [arrays])
-        return sample in self.filling.through(self.memory, one, lambda _: [arrays])[1]
+            self.filling.read_through(self.decoded, one, lambda _: [arrays])
+        return sample in self.filling.read_through(self.memory, one, lambda _: [arrays])[1]
 
     @property
     def complete(self) -> bool:
@@ -139,19 +139,19 @@ class Levels:
                 pool.close()
 
     def _into_memory(self, samples: np.ndarray) -> dict[int, Arrays]:
-        made, kept = self.filling.through(self.memory, samples, self._decoded)
+        made, kept = self.filling.read_through(self.memory, samples, self._decoded)
         self.counts.add(unkept=len(samples) - len(kept))
         return {sample: arrays for sample, arrays in made.items() if sample not in kept}
 
     def _decoded(self, samples: np.ndarray) -> list[Arrays]:
         if self.decoded is None:
             return self._made(samples)
-        made, _ = self.filling.through(self.decoded, samples, self._made)
+        made, _ = self.filling.read_through(self.decoded, samples, self._made)
         self.counts.add(decoded_hits=len(samples) - len(made))
-        return self.decoded.samples(samples, made, self._into_decoded)
+        return self.decoded.read_samples(samples, made, self._into_decoded)
 
     def _into_decoded(self, samples: np.ndarray) -> dict[int, Arrays]:
-        return self.filling.through(self.decoded, samples, self._made)[0]
+        return self.filling.read_through(self.decoded, samples, self._made)[0]
 
     def _made(self, samples: np.ndarray) -> list[Arrays]:
         return self._checked(samples, self._stored.samples(samples))
@@ -167,7 +167,7 @@ class Levels:
     def _pour(self, samples: np.ndarray) -> None:
         """Reads a stream from its beginning into the lowest pool, one process of the node for all."""
         pool = self._stored.pool or self.decoded or self.memory
-        while pool is not None and self.filling.lacking(pool, samples[pool.has_room(samples)]).size:
+        while pool is not None and self.filling.missing(pool, samples[pool.has_room(samples)]).size:
             with pool.claim_all() as mine:
                 if mine:
                     self._pour_into(pool)
@@ -176,7 +176,7 @@ class Levels:
 
     def _pour_into(self, pool: Pool) -> None:
         lacking = set(
-            self.filling.lacking(
+            self.filling.missing(
                 pool, np.flatnonzero(pool.has_room(np.arange(len(self._stored.source))))
             ).tolist()
         )

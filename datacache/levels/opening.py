@@ -18,12 +18,13 @@ from datacache.levels.stored import Stored
 from datacache.pool.budget import budget_bytes
 from datacache.pool.filling import Arrays, Filling
 from datacache.pool.header import is_pool
-from datacache.pool.idle import idle, make_room
+from datacache.pool.idle import find_idle_pools, make_room
 from datacache.pool.index import Index
 from datacache.pool.layout import Layout
-from datacache.pool.part import Part
-from datacache.pool.pool import Plan, Pool
-from datacache.pool.records import packed
+from datacache.pool.pool import Pool
+from datacache.pool.records import pack_samples
+from datacache.pool.shard import SampleShard
+from datacache.pool.spec import PoolSpec
 from datacache.sources.source import IndexedSource, Source, digest
 from datacache.system.access import PRIVATE, Access
 from datacache.system.room import free_bytes
@@ -90,12 +91,12 @@ def open_levels(
         whole = Path(memory) / fingerprint[:NAME]
 
         def needed() -> int:
-            return on_disk.bytes if on_disk else _bytes(first(), layout(), source)
+            return on_disk.size_bytes if on_disk else _bytes(first(), layout(), source)
 
         node, nodes = shared_by(lambda *part: _fits(whole, _part_of(whole, *part), needed, budget))
         folder = _part_of(whole, node, nodes)
         in_memory = pool(folder, lambda: _in_memory(folder, needed() // nodes, budget), node, nodes)
-    filling.get_ready(in_memory)
+    filling.prepare(in_memory)
     _keep_index(source, access, [on_local, in_memory, on_disk])
     levels = Levels(
         stored, make, in_memory.layout if in_memory else layout(), in_memory, on_disk, filling
@@ -127,7 +128,9 @@ def _of_a_disk(folder: Path) -> int:
 def _with_idle(folder: Path, budget: int | str) -> int:
     """Bytes of a budget that memory has, or would have without pools that no process has open."""
     # With what a kill has left in the folder itself, which goes when the pool is made.
-    return budget_bytes(budget, free_bytes(folder) + sum(one.bytes for one in idle(folder.parent)))
+    return budget_bytes(
+        budget, free_bytes(folder) + sum(one.bytes for one in find_idle_pools(folder.parent))
+    )
 
 
 def _in_memory(folder: Path, needed: int, budget: int | str) -> int:
@@ -164,18 +167,20 @@ def _keep_index(source: Source, access: Access, pools: list[Pool | None]) -> Non
 
 def _bytes(first: Arrays, layout: Layout, source: Source) -> int:
     """Of all samples, if they are like the first."""
-    return len(source) * (len(packed([first], layout)[0]) + WORD)
+    return len(source) * (len(pack_samples([first], layout)[0]) + WORD)
 
 
-def _plan(layout: Layout, source: Source, room: int, node: int = 0, nodes: int = 1) -> Plan:
+def _plan(layout: Layout, source: Source, room: int, node: int = 0, nodes: int = 1) -> PoolSpec:
     of_one = layout.bytes + WORD
     slots = min(len(source), room // of_one)
     if slots == 0:
         raise NoRoomError(
             f"A pool needs room before it begins. Received: {room} bytes, for samples of {of_one}."
         )
-    part = Part(samples=len(source), slots=slots, node=node, nodes=nodes)
-    return Plan(layout=layout, part=part, heap_bytes=room - part.kept * of_one, source=str(source))
+    part = SampleShard(samples=len(source), slots=slots, node=node, nodes=nodes)
+    return PoolSpec(
+        layout=layout, shard=part, heap_bytes=room - part.kept_samples * of_one, source=str(source)
+    )
 
 
 def _layout(sample: Arrays, traced: Traced, variable_shapes: bool) -> Layout:

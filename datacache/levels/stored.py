@@ -49,10 +49,10 @@ class Stored:
             return self._read_all(samples)
         made = self._through(samples)
         self._counts.add(disk_hits=len(samples) - len(made))
-        return self.pool.samples(samples, made, self._through)
+        return self.pool.read_samples(samples, made, self._through)
 
     def _through(self, samples: np.ndarray) -> dict[int, Arrays]:
-        return self._filling.through(self.pool, samples, self._read_all)[0]
+        return self._filling.read_through(self.pool, samples, self._read_all)[0]
 
     def all(self) -> Iterable[Arrays]:
         """Those of a source that has them one after the other only."""

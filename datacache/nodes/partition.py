@@ -18,7 +18,7 @@ from datacache.pool.filling import Arrays
 if TYPE_CHECKING:
     from datacache.from_tfposeidon import Wire
 
-WINDOW = 64
+REQUEST_SAMPLES = 64
 """Samples to ask of each other rank at a time: with fewer, the number of messages counts and not their bytes."""
 
 
@@ -29,14 +29,19 @@ class Partition:
       levels: Of this node.
       wire: Of the job.
       name: The same on all ranks, another for each cache.
-      homes: The node of each sample.
+      owner_nodes: The node of each sample.
       keep: Whether this node keeps the samples of others, too.
     """
 
     def __init__(
-        self, levels: Levels, wire: Wire, name: str, homes: np.ndarray, keep: bool
+        self, levels: Levels, wire: Wire, name: str, owner_nodes: np.ndarray, keep: bool
     ) -> None:
-        self._levels, self._topology, self._homes, self._keep = levels, wire.topology, homes, keep
+        self._levels, self._topology, self._owner_nodes, self._keep = (
+            levels,
+            wire.topology,
+            owner_nodes,
+            keep,
+        )
         self._counts = levels.counts
         self._lock, self.closed = threading.Lock(), False
         self._coming: dict[int, Future[Arrays]] = {}
@@ -44,7 +49,7 @@ class Partition:
 
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
         """While steps of one window are read, the next window's samples are on their way."""
-        begins = _windows(shares, WINDOW * self._topology.size)
+        begins = _windows(shares, REQUEST_SAMPLES * self._topology.size)
         windows = [
             np.concatenate(shares[begin:end])
             for begin, end in itertools.pairwise([*begins, len(shares)])
@@ -101,9 +106,9 @@ class Partition:
             }
 
     def _ask(self, samples: np.ndarray) -> None:
-        away = samples[self._homes[samples] != self._topology.node_index]
+        away = samples[self._owner_nodes[samples] != self._topology.node_index]
         # Whether those that memory has are whole is seen when they are copied.
-        away = self._levels.filling.absent(self._levels.memory, away)
+        away = self._levels.filling.not_ready(self._levels.memory, away)
         with self._lock:
             new = [sample for sample in away.tolist() if sample not in self._coming]
             self._coming |= dict(
@@ -112,7 +117,7 @@ class Partition:
 
     def _owner(self, sample: int) -> int:
         """The rank to ask: ranks of a node ask different ranks of another."""
-        node = self._topology.nodes[self._homes[sample]]
+        node = self._topology.nodes[self._owner_nodes[sample]]
         return node[self._topology.position % len(node)]
 
     def _answer(self, samples: np.ndarray) -> list[Arrays]:

@@ -14,7 +14,7 @@ from datacache.from_tfposeidon import exchange_objects, job_wire
 from datacache.levels.levels import Levels
 from datacache.nodes.partition import Partition
 from datacache.pool.filling import Arrays
-from datacache.pool.part import homes
+from datacache.pool.shard import owner_nodes
 
 Partitioning = Literal["auto", "replicate", "split"]
 _numbers = itertools.count()
@@ -80,9 +80,9 @@ def reader(levels: Levels, samples: int) -> Reader:
     wire = job_wire()
     if wire is None or len(wire.topology.nodes) == 1:
         return levels
-    keep = levels.memory is not None and levels.memory.plan.part.nodes == 1
-    home = homes(samples, len(wire.topology.nodes), seed=0)
-    partition = Partition(levels, wire, f"tp.datacache{next(_numbers)}", home, keep)
+    keep = levels.memory is not None and levels.memory.spec.shard.nodes == 1
+    owners = owner_nodes(samples, len(wire.topology.nodes), seed=0)
+    partition = Partition(levels, wire, f"tp.datacache{next(_numbers)}", owners, keep)
     # Before Horovod ends, which would take its thread along.
     atexit.register(_close, partition)
     return partition

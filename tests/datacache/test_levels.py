@@ -16,8 +16,9 @@ from datacache.levels.levels import Levels
 from datacache.levels.stored import Stored
 from datacache.pool.filling import Filling
 from datacache.pool.layout import Layout
-from datacache.pool.part import Part
-from datacache.pool.pool import Plan, Pool
+from datacache.pool.pool import Pool
+from datacache.pool.shard import SampleShard
+from datacache.pool.spec import PoolSpec
 from datacache.statistics import Counts
 
 SAMPLES, BATCHES = 300, 23
@@ -67,22 +68,24 @@ def make(stored, samples):
 
 def open_levels(folder, source=None, slots=SAMPLES, heap_bytes=10**6, lower=True):
     """Memory, and below it decoded and stored samples on a disk."""
-    part = Part(samples=SAMPLES, slots=slots)
+    part = SampleShard(samples=SAMPLES, slots=slots)
     layout = Layout.of(f(0))
     filling = Filling("first", Counts())
     text = Layout.of([np.array(b"", object)])
-    whole = Part(samples=SAMPLES, slots=SAMPLES)
+    whole = SampleShard(samples=SAMPLES, slots=SAMPLES)
     stored = (
-        Pool(folder / "stored", lambda: Plan(layout=text, part=whole, heap_bytes=10**6))
+        Pool(folder / "stored", lambda: PoolSpec(layout=text, shard=whole, heap_bytes=10**6))
         if lower
         else None
     )
     decoded = (
-        Pool(folder / "decoded", lambda: Plan(layout=layout, part=whole, heap_bytes=10**6))
+        Pool(folder / "decoded", lambda: PoolSpec(layout=layout, shard=whole, heap_bytes=10**6))
         if lower
         else None
     )
-    memory = Pool(folder / "memory", lambda: Plan(layout=layout, part=part, heap_bytes=heap_bytes))
+    memory = Pool(
+        folder / "memory", lambda: PoolSpec(layout=layout, shard=part, heap_bytes=heap_bytes)
+    )
     return Levels(
         Stored(source or Source(folder / "log"), stored, filling),
         make,

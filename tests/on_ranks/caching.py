@@ -90,7 +90,11 @@ def case_each_node_keeps_its_part(wire):
     with _folder(wire) as folder:
         cache = _open(wire, folder, partition="split")
         memory = cache._levels.memory
-        assert memory.slots == memory.plan.part.wanted <= -(-SAMPLES // len(wire.topology.nodes))
+        assert (
+            memory.slots
+            == memory.spec.shard.assigned_samples
+            <= -(-SAMPLES // len(wire.topology.nodes))
+        )
         _check_epochs(wire, cache)
         assert memory.filled == memory.slots
         stats = _over_ranks(wire, cache.stats().to_dict())
