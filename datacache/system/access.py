@@ -412,6 +412,6 @@ def _refuse_open(
         raise CacheError(
             f"A cache must be open to {access.users} only. Received: {path} with mode {found:o} "
             f"and group {status.st_gid}, not mode {mode:o}. If nobody else has written there, "
-            f"correct it: {mend}; otherwise remove it: python -m datacache rm --all {name}. To share "
-            "with a group, pass `group`."
+            f"correct it: {mend}; otherwise remove it: python -m datacache rm --all {name}. To "
+            "share with a group, pass `group`."
         )
