@@ -53,7 +53,7 @@ class Component:
 
     @property
     def varies(self) -> bool:
-        """Whether samples differ in size."""
+        """Tells whether samples differ in size."""
         return self.dtype == TEXT or None in self.shape
 
     @property
@@ -178,7 +178,7 @@ class Layout:
 
     @property
     def varies(self) -> bool:
-        """Whether samples differ in size."""
+        """Tells whether samples differ in size."""
         return any(component.varies for component in self.components)
 
     @property

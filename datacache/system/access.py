@@ -92,7 +92,7 @@ class Access:
 
     @property
     def users(self) -> str:
-        """Who they are in words, for messages."""
+        """The users in words, for messages."""
         return f"user {os.geteuid()}" if self.group is None else f"members of group {self.group}"
 
     def includes(self, user: int) -> bool:
@@ -243,7 +243,7 @@ class Directory:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the folder's path leads elsewhere by now, or nowhere."""
+        """Tells whether the folder's path leads elsewhere by now, or nowhere."""
         try:
             return not os.path.samestat(
                 os.stat(self.path, follow_symlinks=False), os.fstat(self.descriptor)
