@@ -16,7 +16,7 @@ import tensorflow as tf
 from datacache.nodes.reader import Reader
 from datacache.order import Order, Position
 from datacache.pool.layout import Layout
-from datacache.system.ahead import Ahead, mapped
+from datacache.system.background import BackgroundSteps, populate_page_tables
 from datacache.windows import IN_FLIGHT
 
 LARGE_PAGE = 2**21
@@ -172,13 +172,13 @@ class Buffers:
             self._memory.append(np.frombuffer(large_pages(self._bytes), np.uint8))
             return self._columns(-1, samples)
 
-    def prepare(self, count: int, samples: int) -> Ahead:
+    def prepare(self, count: int, samples: int) -> BackgroundSteps:
         """Makes memory for so many batches of so many samples, ready to be written before it is asked for."""
         with self._lock:
             self._bytes = max(self._bytes, self._layout.offsets(samples)[-1])
             new = [large_pages(self._bytes) for _ in range(count)]
             self._memory = [np.frombuffer(pages, np.uint8) for pages in new]
-        return Ahead(mapped(new, new=True))
+        return BackgroundSteps(populate_page_tables(new, new=True))
 
     def _columns(self, place: int, samples: int) -> list[np.ndarray]:
         memory = self._memory[place]

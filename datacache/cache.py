@@ -224,7 +224,7 @@ class Cache:
             else None
         )
         for count in done_in_windows(
-            lambda window: self._reader.fill(self._levels.lacking(window)), samples
+            lambda window: self._reader.fill(self._levels.missing(window)), samples
         ):
             if bar:
                 bar.add(count)

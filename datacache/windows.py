@@ -10,11 +10,11 @@ import numpy as np
 
 IN_FLIGHT = 4
 """Windows, or batches, that are filled at a time: while one is decoded, others are read."""
-WINDOW = 64
+WINDOW_SAMPLES = 64
 """Samples that are filled together: enough that Python is not what counts."""
 
 
-def windows(samples: np.ndarray, size: int = WINDOW) -> list[np.ndarray]:
+def windows(samples: np.ndarray, size: int = WINDOW_SAMPLES) -> list[np.ndarray]:
     """Parts of even length, at most `size`."""
     return np.array_split(samples, -(-len(samples) // size)) if len(samples) else []
 

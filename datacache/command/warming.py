@@ -58,7 +58,7 @@ def warm(
     stored = PoolLevel(pool, SourceLevel(source, counts), "never", counts, "disk_hits")
     try:
         samples = np.arange(len(source))
-        lacking = stored.lacking(samples[pool.has_room(samples)])
+        lacking = stored.missing(samples[pool.has_room(samples)])
         done = started(len(lacking))
         for count in done_in_windows(stored.samples, lacking):
             done(count)

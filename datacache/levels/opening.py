@@ -20,12 +20,13 @@ from datacache.levels.preprocessing import Preprocessing
 from datacache.levels.source_level import SourceLevel
 from datacache.pool.budget import budget_bytes
 from datacache.pool.header import is_pool
-from datacache.pool.idle import idle, make_room
+from datacache.pool.idle import find_idle_pools, make_room
 from datacache.pool.index import Index
-from datacache.pool.kept_samples import KeptSamples
 from datacache.pool.layout import Arrays, Layout
-from datacache.pool.pool import Plan, Pool
-from datacache.pool.records import packed
+from datacache.pool.pool import Pool
+from datacache.pool.records import pack_samples
+from datacache.pool.shard import SampleShard
+from datacache.pool.spec import PoolSpec
 from datacache.sources.source import IndexedSource, Source, digest
 from datacache.statistics import Counts
 from datacache.system.access import PRIVATE, Access
@@ -80,9 +81,9 @@ def open_levels(
         return on_disk.layout if on_disk else _layout(first(), traced, variable_shapes)
 
     def needed() -> int:
-        return on_disk.bytes if on_disk else _bytes(first(), layout(), source)
+        return on_disk.size_bytes if on_disk else _bytes(first(), layout(), source)
 
-    def plan(room: int, node: int = 0, nodes: int = 1) -> Plan:
+    def plan(room: int, node: int = 0, nodes: int = 1) -> PoolSpec:
         return _plan(layout(), source, room, node, nodes)
 
     on_disk = in_memory = None
@@ -106,13 +107,13 @@ def _local_pool(source: Source, disk: Root, access: Access) -> Pool | None:
     return None if disk is None else _or_less(lambda: stored_pool(source, disk, access))
 
 
-def _disk_pool(folder: Path, plan: Callable[[int], Plan], access: Access) -> Pool | None:
+def _disk_pool(folder: Path, plan: Callable[[int], PoolSpec], access: Access) -> Pool | None:
     return _or_less(lambda: Pool(folder, lambda: plan(_of_a_disk(folder.parent)), access))
 
 
 def _memory_pool(
     whole: Path,
-    plan: Callable[[int, int, int], Plan],
+    plan: Callable[[int, int, int], PoolSpec],
     needed: Callable[[], int],
     budget: int | str,
     shared_by: Callable[[Callable[[int, int], bool]], tuple[int, int]],
@@ -131,7 +132,7 @@ def _memory_pool(
 
 def _get_ready(pool: Pool | None, verify: Verify) -> None:
     if pool is not None:
-        pool.get_ready(look=verify == "first")
+        pool.prepare(verify=verify == "first")
 
 
 def _first_stored(last: SourceLevel, stored: Level) -> Arrays:
@@ -163,7 +164,9 @@ def _of_a_disk(folder: Path) -> int:
 def _with_idle(folder: Path, budget: int | str) -> int:
     """Bytes of a budget that memory has, or would have without pools that no process has open."""
     # With what a kill has left in the folder itself, which goes when the pool is made.
-    return budget_bytes(budget, free_bytes(folder) + sum(one.bytes for one in idle(folder.parent)))
+    return budget_bytes(
+        budget, free_bytes(folder) + sum(one.bytes for one in find_idle_pools(folder.parent))
+    )
 
 
 def _in_memory(folder: Path, needed: int, budget: int | str) -> int:
@@ -200,18 +203,23 @@ def _keep_index(source: Source, access: Access, pools: list[Pool | None]) -> Non
 
 def _bytes(first: Arrays, layout: Layout, source: Source) -> int:
     """Of all samples, if they are like the first."""
-    return len(source) * (len(packed([first], layout)[0]) + WORD)
+    return len(source) * (len(pack_samples([first], layout)[0]) + WORD)
 
 
-def _plan(layout: Layout, source: Source, room: int, node: int = 0, nodes: int = 1) -> Plan:
+def _plan(layout: Layout, source: Source, room: int, node: int = 0, nodes: int = 1) -> PoolSpec:
     of_one = layout.bytes + WORD
     slots = min(len(source), room // of_one)
     if slots == 0:
         raise NoRoomError(
             f"A pool needs room before it begins. Received: {room} bytes, for samples of {of_one}."
         )
-    part = KeptSamples(samples=len(source), slots=slots, node=node, nodes=nodes)
-    return Plan(layout=layout, part=part, heap_bytes=room - part.kept * of_one, source=str(source))
+    shard = SampleShard(samples=len(source), slots=slots, node=node, nodes=nodes)
+    return PoolSpec(
+        layout=layout,
+        shard=shard,
+        heap_bytes=room - shard.kept_samples * of_one,
+        source=str(source),
+    )
 
 
 def _layout(sample: Arrays, traced: Traced, variable_shapes: bool) -> Layout:

@@ -19,7 +19,7 @@ from datacache.pool.layout import Arrays
 if TYPE_CHECKING:
     from datacache.from_tfposeidon import Wire
 
-WINDOW = 64
+REQUEST_SAMPLES = 64
 """Samples to ask of each other rank at a time: with fewer, the number of messages counts and not their bytes."""
 
 
@@ -48,7 +48,7 @@ class PartitionedReader(Reader):
 
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
         """While steps of one window are read, the next window's samples are on their way."""
-        begins = _windows(shares, WINDOW * self._topology.size)
+        begins = _windows(shares, REQUEST_SAMPLES * self._topology.size)
         windows = [
             np.concatenate(shares[begin:end])
             for begin, end in itertools.pairwise([*begins, len(shares)])
@@ -69,7 +69,7 @@ class PartitionedReader(Reader):
 
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
         """Brings samples from their owner nodes; see `Levels.fill`."""
-        self.levels.opener.check(indices)
+        self.levels.refuse_in_child(indices)
         self._ask(indices)
         with self._lock:
             coming = {
@@ -103,7 +103,7 @@ class PartitionedReader(Reader):
     def _ask(self, indices: np.ndarray) -> None:
         away = indices[self._owner_nodes[indices] != self._topology.node_index]
         # Whether those that memory has are whole is seen when they are copied.
-        away = self.levels.absent(away)
+        away = self.levels.not_ready(away)
         with self._lock:
             new = [sample for sample in away.tolist() if sample not in self._coming]
             self._coming |= dict(
@@ -118,7 +118,7 @@ class PartitionedReader(Reader):
     def _answer(self, indices: np.ndarray) -> list[Arrays]:
         self._counts.add(sent=len(indices))
         # Two ranks may have asked for the same one.
-        made = self.levels.fill(np.unique(self.levels.lacking(indices)))
+        made = self.levels.fill(np.unique(self.levels.missing(indices)))
         return self.levels.collect(indices, made)
 
     def _complete(self) -> bool:

@@ -12,7 +12,7 @@ from datacache.from_tfposeidon import exchange_objects, job_wire
 from datacache.levels.levels import Levels
 from datacache.nodes.partitioned_reader import PartitionedReader
 from datacache.nodes.reader import LocalReader, Reader
-from datacache.pool.kept_samples import owner_nodes
+from datacache.pool.shard import owner_nodes
 
 Partitioning = Literal["auto", "replicate", "split"]
 _numbers = itertools.count()
@@ -58,7 +58,7 @@ def reader(levels: Levels, samples: int) -> Reader:
     wire = job_wire()
     if wire is None or len(wire.topology.nodes) == 1:
         return LocalReader(levels)
-    keep = levels.memory is not None and levels.memory.plan.part.nodes == 1
+    keep = levels.memory is not None and levels.memory.spec.shard.nodes == 1
     owners = owner_nodes(samples, len(wire.topology.nodes), seed=0)
     partitioned = PartitionedReader(levels, wire, f"tp.datacache{next(_numbers)}", owners, keep)
     # Before Horovod ends, which would take its thread along.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from datacache.levels.levels import Levels
-from datacache.pool.layout import Arrays, batch
+from datacache.pool.layout import Arrays, stack_samples
 
 
 class Reader(ABC):
@@ -54,21 +54,21 @@ class Reader(ABC):
         Raises:
           SourceError: If a sample cannot be read; the error names it.
         """
-        if self.levels.copies(indices):
+        if self.levels.can_copy(indices):
             return self._copied(indices, into)
-        lacking = self.levels.lacking(indices)
-        self._count(indices, len(lacking))
-        made = self._timed_fill(lacking)
-        return batch(self.levels.collect(indices, made), self.levels.layout)
+        missing = self.levels.missing(indices)
+        self._count(indices, len(missing))
+        made = self._timed_fill(missing)
+        return stack_samples(self.levels.collect(indices, made), self.levels.layout)
 
     def _copied(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays:
         """Copies samples that all have room; whether they are whole is seen on the way."""
         made = 0
         while True:
-            absent = self.levels.absent(indices)
-            made += len(absent)
-            self._timed_fill(absent)
-            arrays = self.levels.copied(indices, into)
+            not_ready = self.levels.not_ready(indices)
+            made += len(not_ready)
+            self._timed_fill(not_ready)
+            arrays = self.levels.gather(indices, into)
             if arrays is not None:
                 self._count(indices, made)
                 return arrays

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from datacache.pool.layout import Arrays, Layout
-from datacache.pool.records import packed, unpacked
+from datacache.pool.records import pack_samples, unpack_sample
 from datacache.sources.source import SourceError
 
 if TYPE_CHECKING:
@@ -126,12 +126,14 @@ class SampleExchange:
             if isinstance(part, str):
                 future.set_exception(SourceError(part))
             else:
-                future.set_result(unpacked(part, self._layout))
+                future.set_result(unpack_sample(part, self._layout))
 
     def _content(self, numbers: np.ndarray, given: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Samples as bytes, and their lengths; where they cannot be had the cause, and minus its length."""
         try:
-            content, lengths = packed(self._answer(numbers) if len(numbers) else [], self._layout)
+            content, lengths = pack_samples(
+                self._answer(numbers) if len(numbers) else [], self._layout
+            )
             if max(_by_rank(lengths, given)) > MOST_BYTES:
                 raise ValueError(
                     f"Samples for one rank must be at most {MOST_BYTES} bytes at a time. Use smaller batches."

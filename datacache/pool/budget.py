@@ -19,14 +19,14 @@ UNITS = {
 
 
 def budget_bytes(budget: int | str, free: int) -> int:
-    """Bytes of a budget, at most what is free.
+    """Returns the bytes of a budget, at most what is free.
 
     Args:
       budget: Bytes, "20GB", "512MiB", or a share of what is free, "80%".
       free: Bytes that are free.
 
     Raises:
-      ValueError: If it is no size, or none is left of it.
+      ValueError: If `budget` is no size, zero, or more than 100%.
 
     Example:
     >>> budget_bytes("80%", 1000), budget_bytes("2kB", 10**6), budget_bytes(5000, 1000)

@@ -167,7 +167,7 @@ class _TfRecords:
 
     def keep_index(self, index: Index, number: int, end: int) -> None:
         known, self._entries = self._entries, index.entries[end - len(self._entries) : end]
-        self._alone = functools.partial(index.alone, number)
+        self._alone = functools.partial(index.locked_part, number)
         if known.any() and not self._entries.any():
             self._note(known)
 

@@ -18,11 +18,12 @@ import pytest
 from datacache.errors import CacheError
 from datacache.pool import folder as folders
 from datacache.pool.folder import own_memory, remove
-from datacache.pool.index import ENTRY, Index
-from datacache.pool.inspection import look, pools
-from datacache.pool.kept_samples import KeptSamples
+from datacache.pool.index import ENTRY_BYTES, Index
+from datacache.pool.inspection import find_pools, inspect_pool
 from datacache.pool.layout import Layout
-from datacache.pool.pool import Plan, Pool, existing
+from datacache.pool.pool import Pool, open_existing
+from datacache.pool.shard import SampleShard
+from datacache.pool.spec import PoolSpec
 from datacache.system.access import PRIVATE, Access, Directory
 from tests.launch import ROOT
 
@@ -46,8 +47,8 @@ another_user = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be an
 def pool(path, access=PRIVATE):
     return Pool(
         path,
-        lambda: Plan(
-            layout=LAYOUT, part=KeptSamples(samples=SAMPLES, slots=SAMPLES), heap_bytes=1000
+        lambda: PoolSpec(
+            layout=LAYOUT, shard=SampleShard(samples=SAMPLES, slots=SAMPLES), heap_bytes=1000
         ),
         access,
     )
@@ -85,9 +86,9 @@ def filled(path, access=PRIVATE):
 
 
 def check_all(found):
-    assert found.torn(np.arange(SAMPLES)).size == 0
+    assert found.find_corrupt(np.arange(SAMPLES)).size == 0
     for number in range(SAMPLES):
-        for array, expected in zip(found.sample(number), sample(number), strict=True):
+        for array, expected in zip(found.read_sample(number), sample(number), strict=True):
             np.testing.assert_array_equal(array, expected)
 
 
@@ -136,9 +137,9 @@ def test_what_another_user_made_is_refused(shared):
         with pytest.raises(CacheError, match=rf"made by user {NOBODY}"):
             remove(shared / name)
     with pytest.raises(CacheError, match=rf"made by user {NOBODY}"):
-        existing(shared / "theirs")
-    assert shared / "theirs" in pools(shared)
-    assert f"made by user {NOBODY}" in look(shared / "theirs").trouble
+        open_existing(shared / "theirs")
+    assert shared / "theirs" in find_pools(shared)
+    assert f"made by user {NOBODY}" in inspect_pool(shared / "theirs").trouble
     assert {path: path.stat().st_mtime_ns for path in shared.rglob("*")} == before
 
 
@@ -147,7 +148,7 @@ def test_links_are_not_followed(shared):
     victim.write_text("mine")
     elsewhere = filled(shared / "elsewhere").folder
     (shared / "link").symlink_to(elsewhere)
-    for opened in (pool, existing, remove):
+    for opened in (pool, open_existing, remove):
         with pytest.raises(
             CacheError,
             match=r"must not lie behind links. Received: .*link, a link to .*elsewhere. Look",
@@ -210,9 +211,9 @@ def test_what_others_could_only_read_is_closed_to_them(shared, caplog):
         paths = {made.folder: 0o755, made.folder / "heap": 0o640, made.folder / "users": 0o604}
     for path, mode in paths.items():
         path.chmod(mode)
-    assert "must be open to" in look(made.folder).trouble
+    assert "must be open to" in inspect_pool(made.folder).trouble
     with pytest.raises(CacheError, match=r"open to user \d+ only"):
-        existing(made.folder)
+        open_existing(made.folder)
     assert {path: path.stat().st_mode & 0o7777 for path in paths} == paths
     with caplog.at_level(logging.WARNING, "datacache"):
         check_all(pool(made.folder))
@@ -245,17 +246,17 @@ def test_a_groups_folder_is_there_once_it_is_the_groups(shared, monkeypatch):
 
     before = Access.give
     monkeypatch.setattr(Access, "give", give)
-    Directory.made(path, access).close()
+    Directory.create(path, access).close()
     assert given == [False]
     # Whoever comes second takes what is there, empty or not.
     was = path.stat().st_ino
     monkeypatch.setattr(os.path, "lexists", lambda _: False)
-    Directory.made(path, access).close()
+    Directory.create(path, access).close()
     assert path.stat().st_ino == was
     assert list(shared.iterdir()) == [path]
     # Where the file system cannot do it.
     monkeypatch.setattr("datacache.system.access._rename_new", lambda *_: False)
-    Directory.made(shared / "other", access).close()
+    Directory.create(shared / "other", access).close()
     assert sorted(shared.iterdir()) == [shared / "other", path]
     assert {one.stat().st_mode & 0o7777 for one in shared.iterdir()} == {0o2770}
 
@@ -263,10 +264,10 @@ def test_a_groups_folder_is_there_once_it_is_the_groups(shared, monkeypatch):
 def test_an_index_outlives_its_pool(shared):
     with contextlib.closing(filled(shared / "pool")) as made:
         index = Index(made.folder, SAMPLES)
-    with index.alone(3):
+    with index.locked_part(3):
         pass
     remove(made.folder)
-    with index.alone(3):
+    with index.locked_part(3):
         index.entries[3] = 7
     assert not made.folder.exists()
 
@@ -281,7 +282,7 @@ def test_an_index_is_opened_as_its_pool(shared):
         Index(folder, SAMPLES)
     path.chmod(0o600)
     for left in (0, 2, SAMPLES, 100):
-        os.truncate(path, left * ENTRY)
+        os.truncate(path, left * ENTRY_BYTES)
         assert (
             Index(folder, SAMPLES).entries[:, 0] == np.where(np.arange(SAMPLES) < left, 7, 0)
         ).all()
@@ -309,13 +310,13 @@ import json
 access = Access.of(65534)
 theirs = pool(own_memory(access) / 'ours', access)
 check_all(theirs)
-theirs._words[2] = 0
+theirs._words.array[2] = 0
 theirs.put(2, sample(2))
 index = Index(own_memory(access) / 'ours', SAMPLES, access)
-with index.alone(2):
+with index.locked_part(2):
     index.entries[2] = 7
 filled(own_memory(access) / 'theirs', access)
-print(json.dumps([path.name for path in pools(own_memory(access)) if not look(path).trouble]))
+print(json.dumps([path.name for path in find_pools(own_memory(access)) if not inspect_pool(path).trouble]))
 """
     begin = (
         f"from datacache.pool import folder as folders\nfolders.SHARED_MEMORY = {str(shared)!r}\n"
@@ -324,7 +325,7 @@ print(json.dumps([path.name for path in pools(own_memory(access)) if not look(pa
     check_all(made)
     assert index.entries[:, 1].tolist() == [0, 0, 7, 0, 0]
     check_all(pool(root / "theirs", access))
-    check_all(existing(root / "theirs"))
+    check_all(open_existing(root / "theirs"))
     for opened, asked in ((root / "ours", PRIVATE), (filled(shared / "own").folder, access)):
         with pytest.raises(
             CacheError,

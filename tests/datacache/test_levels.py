@@ -18,9 +18,10 @@ from datacache.levels.pool_level import PoolLevel
 from datacache.levels.preprocessed_level import PreprocessedLevel
 from datacache.levels.source_level import SourceLevel
 from datacache.nodes.reader import LocalReader
-from datacache.pool.kept_samples import KeptSamples
 from datacache.pool.layout import Layout
-from datacache.pool.pool import Plan, Pool
+from datacache.pool.pool import Pool
+from datacache.pool.shard import SampleShard
+from datacache.pool.spec import PoolSpec
 from datacache.statistics import Counts
 
 SAMPLES, BATCHES = 300, 23
@@ -70,15 +71,15 @@ def make(stored, samples):
 
 def open_reader(folder, source=None, slots=SAMPLES, heap_bytes=10**6, lower=True):
     """Reads memory, and below it decoded and stored samples on a disk."""
-    part = KeptSamples(samples=SAMPLES, slots=slots)
+    shard = SampleShard(samples=SAMPLES, slots=slots)
     layout = Layout.of(f(0))
     text = Layout.of([np.array(b"", object)])
-    whole = KeptSamples(samples=SAMPLES, slots=SAMPLES)
+    whole = SampleShard(samples=SAMPLES, slots=SAMPLES)
     source, counts, opener = source or Source(folder / "log"), Counts(), Opener()
 
-    def level(name, below, layout, part=whole, heap_bytes=10**6, hits=None):
-        plan = Plan(layout=layout, part=part, heap_bytes=heap_bytes)
-        pool = Pool(folder / name, lambda: plan)
+    def level(name, below, layout, shard=whole, heap_bytes=10**6, hits=None):
+        spec = PoolSpec(layout=layout, shard=shard, heap_bytes=heap_bytes)
+        pool = Pool(folder / name, lambda: spec)
         return PoolLevel(pool, below, "first", counts, hits, opener)
 
     below = SourceLevel(source, counts)
@@ -87,7 +88,7 @@ def open_reader(folder, source=None, slots=SAMPLES, heap_bytes=10**6, lower=True
     below = PreprocessedLevel(below, make, layout, source.name, opener)
     if lower:
         below = level("decoded", below, layout, hits="decoded_hits")
-    memory = level("memory", below, layout, part, heap_bytes)
+    memory = level("memory", below, layout, shard, heap_bytes)
     return LocalReader(Levels(memory, below, layout, counts, opener))
 
 

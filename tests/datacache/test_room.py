@@ -16,9 +16,10 @@ from datacache.errors import CacheError, NoRoomError
 from datacache.pool.budget import budget_bytes
 from datacache.pool.folder import remove
 from datacache.pool.idle import make_room
-from datacache.pool.kept_samples import KeptSamples
 from datacache.pool.layout import Component, Layout
-from datacache.pool.pool import Plan, Pool
+from datacache.pool.pool import Pool
+from datacache.pool.shard import SampleShard
+from datacache.pool.spec import PoolSpec
 from datacache.system.memory import available_memory, is_memory
 from datacache.system.room import free_bytes
 from tests.launch import ROOT
@@ -120,13 +121,16 @@ def test_memory_counts_where_folders_lie_in_it(tmp_path, monkeypatch):
 def test_columns_are_not_reserved_where_that_would_kill(tmp_path, monkeypatch):
     layout = Layout(components=(Component(dtype="uint8", shape=(10**6,)),))
     monkeypatch.setattr("datacache.system.room.is_memory", lambda device: True)
-    monkeypatch.setattr("datacache.system.room.STEP", 10**6)
+    monkeypatch.setattr("datacache.system.room.STEP_BYTES", 10**6)
     left = iter([10**7] * 3 + [0])
     monkeypatch.setattr("datacache.system.room.available_memory", lambda: next(left))
     with pytest.raises(
         NoRoomError, match=r"A pool needs room before it begins. Received: .*without 50000000 bytes"
     ):
-        Pool(tmp_path / "pool", lambda: Plan(layout=layout, part=KeptSamples(samples=50, slots=50)))
+        Pool(
+            tmp_path / "pool",
+            lambda: PoolSpec(layout=layout, shard=SampleShard(samples=50, slots=50)),
+        )
     assert sum(path.stat().st_blocks for path in (tmp_path / "pool").iterdir()) == 0
 
 
@@ -136,7 +140,7 @@ IMAGES = Layout(components=(Component(dtype="uint8", shape=(2**20,)),))
 def _idle_pool(folder, days, samples=1):
     """A pool of so many MiB that nobody has open, opened that many days after the first of all days."""
     Pool(
-        folder, lambda: Plan(layout=IMAGES, part=KeptSamples(samples=samples, slots=samples))
+        folder, lambda: PoolSpec(layout=IMAGES, shard=SampleShard(samples=samples, slots=samples))
     ).close()
     os.utime(folder / "users", (86400 * days, 86400 * days))
     return folder
@@ -226,7 +230,7 @@ def test_a_pool_that_is_made_anew_has_the_room_of_the_old_one(tmp_path, damage):
 
     def plan():
         assert room() > 9 * 2**20
-        return Plan(layout=IMAGES, part=KeptSamples(samples=8, slots=8))
+        return PoolSpec(layout=IMAGES, shard=SampleShard(samples=8, slots=8))
 
     Pool(pool, plan).close()
     assert (pool / "samples").stat().st_size > 8 * 2**20
@@ -250,7 +254,7 @@ def test_a_pool_that_was_not_made_takes_no_room(tmp_path, monkeypatch, step):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    plan = Plan(layout=IMAGES, part=KeptSamples(samples=8, slots=8))
+    plan = PoolSpec(layout=IMAGES, shard=SampleShard(samples=8, slots=8))
     if step == "reserve":
         monkeypatch.setattr("datacache.pool.folder.reserve", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -304,22 +308,22 @@ def sample(number, layout):
 
 def check(pool, layout):
     kept = [n for n in range(many) if pool.has_room(np.array([n]))[0] and pool.put(n, sample(n, layout))]
-    assert pool.torn(np.array(kept), again=True).size == 0
-    assert all(np.array_equal(pool.sample(n)[0], sample(n, layout)[0]) for n in kept)
+    assert pool.find_corrupt(np.array(kept), recheck=True).size == 0
+    assert all(np.array_equal(pool.read_sample(n)[0], sample(n, layout)[0]) for n in kept)
     pool.close()
     return len(kept)
 
 
 try:
-    Pool(folder / "all", lambda: Plan(layout=fixed, part=KeptSamples(samples=many, slots=many)))
+    Pool(folder / "all", lambda: PoolSpec(layout=fixed, shard=SampleShard(samples=many, slots=many)))
 except NoRoomError:
     print(0)
 slots = budget_bytes("80%", free_bytes(folder)) // (size + 8)
 print(slots)
-print(check(Pool(folder / "fixed", lambda: Plan(layout=fixed, part=KeptSamples(samples=many, slots=slots))), fixed))
+print(check(Pool(folder / "fixed", lambda: PoolSpec(layout=fixed, shard=SampleShard(samples=many, slots=slots))), fixed))
 shutil.rmtree(folder / "fixed")
-part = KeptSamples(samples=many, slots=many)
-print(check(Pool(folder / "texts", lambda: Plan(layout=texts, part=part, heap_bytes=many * 2 * size)), texts))
+part = SampleShard(samples=many, slots=many)
+print(check(Pool(folder / "texts", lambda: PoolSpec(layout=texts, shard=part, heap_bytes=many * 2 * size)), texts))
 """
 
 
