@@ -17,7 +17,7 @@ class CacheStatistics(keras.callbacks.Callback):
     - `cache_hits`: share of samples that were ready in memory.
     - `cache_source_megabytes`: read from the source.
     - `cache_wait_s`: seconds in which batches waited for samples, mean over ranks.
-    - `cache_healed`: samples found corrupt, and made again.
+    - `cache_healed`: samples found torn, and made again.
 
     Args:
       cache: Whose dataset is given to `fit`.

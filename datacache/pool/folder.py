@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import stat
 import struct
@@ -151,6 +152,19 @@ class Folder:
         with closed_on_fork(lambda: self.directory.open("claims")) as handle:
             yield [lock_byte(handle, index) for index in indices]
 
+    def map_file(self, name: str) -> mmap.mmap:
+        """Maps a file of the pool for reading and writing.
+
+        Args:
+          name: Name of the file.
+        """
+        handle = self.directory.open(name)
+        try:
+            return mmap.mmap(handle, 0)
+        finally:
+            # The mapping has a descriptor of its own.
+            os.close(handle)
+
     def close(self) -> None:
         """Says that this object does not use the pool any more."""
         os.close(self._user)
@@ -197,7 +211,10 @@ def _write_files(directory: Directory, blueprint: Blueprint) -> dict[str, Any]:
 
 
 def _clear(directory: Directory, names: Iterable[str]) -> None:
-    """Removes files of a pool, the header first: what a kill leaves then is not taken for a pool."""
+    """Removes files of a pool.
+
+    The header goes first: what is left after a kill must not be taken for a pool.
+    """
     for name in sorted(names, key=lambda name: (name != HEADER, name in LOCK_FILES)):
         directory.remove(name)
 
@@ -233,7 +250,10 @@ def _remove(directory: Directory) -> None:
 
 
 def _has_no_users(users: int) -> bool:
-    """Returns whether no other process has the pool open; if so, none may until `users` is closed."""
+    """Returns whether no other process has the pool open.
+
+    If so, `users` is locked exclusively, and keeps others from opening it.
+    """
     return _lock_file(users, wait=False)
 
 

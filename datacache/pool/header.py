@@ -1,4 +1,4 @@
-"""The header of a pool, and whether its files are as it says: before anything is mapped or believed."""
+"""The header of a pool, and checks that its files are as it says, before anything is mapped."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Heap:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of samples, with those that became corrupt or were cleared since the last search."""
+        """Bytes of samples, with those that were cleared or found corrupt since the last search."""
         return int(self._state[USED_BYTES])
 
     def reset(self, extents: np.ndarray) -> None:
@@ -139,7 +139,7 @@ class Heap:
         return closed_on_fork(lambda: self._folder.directory.open("end"))
 
     def _append(self, length: int) -> int | None:
-        """Takes room behind the last sample; returns its offset, or `None` if the gap ends before."""
+        """Takes room behind the last sample; returns its offset, or `None` without room there."""
         begin, reserved, end = map(int, self._state[[NEXT_OFFSET, RESERVED_END, GAP_END]])
         # A cursor that makes no sense is treated as an empty gap.
         if not 0 <= begin <= begin + length <= end <= self.capacity_bytes:
@@ -179,7 +179,9 @@ class Heap:
 
 
 def find_gaps(extents: np.ndarray, capacity: int, length: int = 1) -> list[tuple[int, int]]:
-    """Returns begin and end of each gap, the shortest first, which keeps long ones for long samples.
+    """Returns begin and end of each gap, the shortest first.
+
+    Filling short gaps first keeps long ones for long samples.
 
     Args:
       extents: Offset and length of what is in use, `[n, 2]` int64. Extents that reach outside are

@@ -1,4 +1,4 @@
-"""Where records begin, kept beside a pool: one process finds it out for its node, and later jobs."""
+"""Offsets of records, kept beside a pool: one process finds them for its node and later jobs."""
 
 from __future__ import annotations
 

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import mmap
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from datacache.native import gather, is_in_memory
+from datacache.native import is_in_memory
+from datacache.pool.columns import Columns
 from datacache.pool.folder import Folder
 from datacache.pool.header import open_pool_folder, read_checked_header
-from datacache.pool.heap import Heap
-from datacache.pool.layout import Component, stack_samples
+from datacache.pool.layout import stack_samples
 from datacache.pool.spec import PoolSpec
 from datacache.pool.words import CONTENT, READY, SampleWords, match_checksums
 from datacache.system.access import PRIVATE, Access
@@ -79,10 +76,10 @@ class Pool:
         self.layout = self.spec.layout
         self._slot_indices = self.spec.shard.slot_indices()
         self.slots = self.spec.shard.kept_samples
-        self._pages = self._map("samples")
-        self._columns = self.layout.columns(self._pages, self.slots)
-        self._words = SampleWords(self._map("words"), self.slots)
-        self._heap = Heap(self._folder) if self.layout.varies else None
+        numbers = np.flatnonzero(self._slot_indices >= 0)
+        self._columns = Columns(self._folder, self.layout, numbers)
+        self._heap = self._columns.heap
+        self._words = SampleWords(self._folder.map_file("words"), self.slots)
         if self._heap is not None and self._folder.is_only_user:
             self._heap.reset(self._extents())
         self._background: BackgroundSteps | None = None
@@ -122,7 +119,7 @@ class Pool:
         if self._background is None and self.filled == self.slots and is_in_memory(self.folder):
             steps = self._verify_in_steps() if verify and self._heap is None else iter(())
             self._background = BackgroundSteps(
-                itertools.chain(populate_page_tables([self._pages]), steps)
+                itertools.chain(populate_page_tables([self._columns.pages]), steps)
             )
 
     def _verify_in_steps(self) -> Iterator[None]:
@@ -143,7 +140,7 @@ class Pool:
             indices = indices[self._words.unverified(indices, self._words.array[indices])]
             if indices.size:
                 words = self._words.array[indices]
-                intact = match_checksums(words, self._checksums(indices)[0])
+                intact = match_checksums(words, self._columns.checksums(indices)[0])
                 self._words.mark_verified(indices[intact], words[intact])
             yield
 
@@ -196,7 +193,7 @@ class Pool:
                 # Its old bytes are a gap from now on.
                 self._words.withdraw(index)
                 self._heap.note_freed()
-            rows = self._add_to_heap(self._heap, components)
+            rows = self._columns.add_to_heap(components, self._extents)
             if rows is not None:
                 self._write(index, rows)
         return rows is not None
@@ -204,35 +201,11 @@ class Pool:
     def _write(self, index: int, rows: Sequence[np.ndarray]) -> None:
         # Readers compare the word before and after they copy, so it goes first and comes back last.
         self._words.withdraw(index)
-        for column, row in zip(self._columns, rows, strict=True):
-            column[index] = row
-        # Of what stands in the mapping, not of the arrays: this is what readers will find.
-        (checksum,), _ = self._checksums(np.array([index]))
-        self._words.publish(index, int(checksum))
-
-    def _add_to_heap(self, heap: Heap, arrays: Sequence[np.ndarray]) -> list[np.ndarray] | None:
-        """Puts what varies into the heap, all or nothing; returns the rows of the columns."""
-        pairs = list(zip(self.layout.components, arrays, strict=True))
-        contents = [
-            component.encode(array) if component.varies else b"" for component, array in pairs
-        ]
-        # In one piece, so that a sample that does not fit leaves no half of itself behind.
-        begin = heap.add(b"".join(contents), self._extents)
-        if begin is None:
-            return None
-        offsets = itertools.accumulate(map(len, contents), initial=begin)
-        return [
-            np.array([offset, len(content), *array.shape]) if component.varies else array
-            for (component, array), content, offset in zip(pairs, contents, offsets, strict=False)
-        ]
+        self._words.publish(index, self._columns.write(index, rows))
 
     def _extents(self) -> np.ndarray:
         """Returns offset and length in the heap of all that is ready, `[n, 2]` int64."""
-        ready = self._words.array >= READY
-        pairs = zip(self._columns, self.layout.components, strict=True)
-        return np.concatenate(
-            [column[ready, :2] for column, component in pairs if component.varies]
-        )
+        return self._columns.extents(self._words.array >= READY)
 
     def gather(
         self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None
@@ -248,26 +221,10 @@ class Pool:
           another process has cleared one of the samples in the meantime.
         """
         if self._heap is None:
-            return self._copy_columns(self._slot_indices[samples], into)
+            return self._columns.copy(self._slot_indices[samples], into)
         found = [self.read_sample(sample) for sample in samples.tolist()]
         whole = [arrays for arrays in found if arrays is not None]
         return stack_samples(whole, self.layout) if len(whole) == len(found) else None
-
-    def _copy_columns(
-        self,
-        indices: np.ndarray,
-        into: Sequence[np.ndarray] | None,
-        checksums: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
-        targets = self._targets(len(indices), into)
-        for column, target in zip(self._columns, targets, strict=True):
-            gather(column, indices, target, checksums)
-        return targets
-
-    def _targets(self, count: int, into: Sequence[np.ndarray] | None) -> list[np.ndarray]:
-        if into is not None:
-            return list(into)
-        return [np.empty((count, *column.shape[1:]), column.dtype) for column in self._columns]
 
     def gather_verified(
         self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None, recheck: bool = False
@@ -291,8 +248,8 @@ class Pool:
         # Words before bytes: what is rewritten in between is then seen as changed.
         words, checksums = self._words.array[indices], None
         if recheck or self._words.unverified(indices, words).any():
-            checksums = self._number_checksums[indices]
-        targets = self._copy_columns(indices, into, checksums)
+            checksums = self._columns.begin_checksums(indices)
+        targets = self._columns.copy(indices, into, checksums)
         if checksums is not None:
             corrupt = samples[self._settle(indices, words, match_checksums(words, checksums))]
         whole = not corrupt.size and bool(self._words.unchanged(indices, words).all())
@@ -309,13 +266,9 @@ class Pool:
         """
         index = self._slot_indices[sample]
         if self._heap is None:
-            return [column[index] for column in self._columns]
+            return self._columns.views(index)
         word = self._words.array[index]
-        rows = [np.array(column[index]) for column in self._columns]
-        contents = [
-            self._heap_content(row, component)
-            for row, component in zip(rows, self.layout.components, strict=True)
-        ]
+        rows, contents = self._columns.read(index)
         # The writer of another sample may have reused these bytes while they were copied: it does
         # so only after the word was withdrawn.
         if word < READY or (word ^ self._words.array[index]) & CONTENT:
@@ -324,17 +277,7 @@ class Pool:
             # The row is corrupt, and points outside of the heap; seen here with verify="never".
             self._words.withdraw(index)
             return None
-        return [
-            component.decode(content, row[2:].tolist()) if component.varies else row
-            for component, content, row in zip(self.layout.components, contents, rows, strict=True)
-        ]
-
-    def _heap_content(self, row: np.ndarray, component: Component) -> bytes | None:
-        """Returns a copy of what a component has in the heap, or `None` if that is outside."""
-        if not component.varies or self._heap is None:
-            return b""
-        content = self._heap.content(*row[:2].tolist())
-        return None if content is None else bytes(content)
+        return self._columns.decode(rows, contents)
 
     def find_corrupt(self, samples: np.ndarray, recheck: bool = False) -> np.ndarray:
         """Returns which of these ready samples are corrupt, and makes them not ready.
@@ -353,7 +296,7 @@ class Pool:
         if not samples.size:
             return samples
         words = self._words.array[indices]
-        checksums, inside = self._checksums(indices)
+        checksums, inside = self._columns.checksums(indices)
         intact = inside & match_checksums(words, checksums)
         return samples[self._settle(indices, words, intact)]
 
@@ -403,43 +346,9 @@ class Pool:
             self._background.close()
             # Its steps refer to this pool.
             self._background = None
-        self._columns.clear()
+        self._columns.close()
         self._words.close()
-        if self._heap is not None:
-            self._heap.close()
         self._folder.close()
-
-    def _checksums(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns checksums, `[n]` uint32, and which samples lie inside of the heap, `[n]` bool.
-
-        A checksum begins with the sample's number: a whole sample in the slot of another is
-        corrupt, too.
-        """
-        checksums, inside = self._number_checksums[indices], np.ones(len(indices), bool)
-        for column, component in zip(self._columns, self.layout.components, strict=True):
-            gather(column, indices, None, checksums)
-            for i, index in enumerate(indices if component.varies else ()):
-                assert self._heap is not None
-                content = self._heap.content(*map(int, column[index, :2]))
-                inside[i] &= content is not None
-                checksums[i] = zlib.crc32(content or b"", int(checksums[i]))
-        return checksums, inside
-
-    @functools.cached_property
-    def _number_checksums(self) -> np.ndarray:
-        """Checksums of the samples' numbers, `[slots]` uint32, to go on from with their bytes."""
-        checksums = np.zeros(self.slots, np.uint32)
-        numbers = np.flatnonzero(self._slot_indices >= 0)
-        gather(numbers, np.arange(self.slots), None, checksums)
-        return checksums
-
-    def _map(self, name: str) -> mmap.mmap:
-        handle = self._folder.directory.open(name)
-        try:
-            return mmap.mmap(handle, 0)
-        finally:
-            # The mapping keeps the file; a descriptor per pool and file would run out.
-            os.close(handle)
 
 
 def open_existing(folder: Path) -> Pool:

@@ -1,4 +1,4 @@
-"""The word of each sample, which says that the sample is ready, its checksum, and when that was verified."""
+"""The word of each sample: whether it is ready, its checksum, and when that was verified."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class SampleWords:
 
 
 def match_checksums(words: np.ndarray, checksums: np.ndarray) -> np.ndarray:
-    """Returns which samples are ready and have the checksum that they were written with, `[n]` bool.
+    """Returns which samples are ready and have the checksum of what was written, `[n]` bool.
 
     Args:
       words: Words of the samples, `[n]` uint64.

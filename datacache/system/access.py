@@ -1,8 +1,9 @@
 """Folders that others cannot read or write.
 
 In `/dev/shm` everybody may make anything under any name, and exchange it between a check and its
-use. So owner and mode are read from what is open and never from a name: folders and files are opened
-without following links, files relative to the descriptor of their folder, and each is checked.
+use. So owner and mode are read from what is open and never from a name: folders and files are
+opened without following links, files relative to the descriptor of their folder, and each is
+checked.
 """
 
 from __future__ import annotations
@@ -367,8 +368,8 @@ def _unwritable(path: Path, error: OSError) -> CacheError:
 def _refuse_others(path: Path, status: os.stat_result, access: Access, kind: int) -> None:
     if stat.S_IFMT(status.st_mode) != kind:
         raise CacheError(
-            f"A cache must consist of folders and files. Received: {path}, which is something else. "
-            "Remove it."
+            f"A cache must consist of folders and files. Received: {path}, which is something "
+            "else. Remove it."
         )
     if not access.includes(status.st_uid):
         raise CacheError(
@@ -409,8 +410,8 @@ def _refuse_open(
                 f"chgrp -R {access.group} {name} && chmod -R g+rwX,o-rwx {name} && chmod g+s {name}"
             )
         raise CacheError(
-            f"A cache must be open to {access.users} only. Received: {path} with mode {found:o} and "
-            f"group {status.st_gid}, not mode {mode:o}. If nobody else has written there, correct "
-            f"it: {mend}; otherwise remove it: python -m datacache rm --all {name}. To share with "
-            "a group, pass `group`."
+            f"A cache must be open to {access.users} only. Received: {path} with mode {found:o} "
+            f"and group {status.st_gid}, not mode {mode:o}. If nobody else has written there, "
+            f"correct it: {mend}; otherwise remove it: python -m datacache rm --all {name}. To share "
+            "with a group, pass `group`."
         )

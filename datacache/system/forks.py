@@ -1,8 +1,8 @@
 """Files whose locks a fork does not pass on: claims end with the process that made them.
 
-A lock of `flock`, or of an open file description, is held until nobody has the description open any
-more. A forked child has it open, too, and would hold its parent's locks after the parent was killed.
-So a child closes such files at once.
+A lock of `flock`, or of an open file description, is held until nobody has the description open
+any more. A forked child has it open, too, and would hold its parent's locks after the parent was
+killed. So a child closes such files at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pools and other users of the node: whatever they made beforehand, nothing of theirs is taken, nor ours given."""
+"""Pools and other users of the node: nothing of theirs is used, and nothing of ours is given."""
 
 import contextlib
 import grp
@@ -59,7 +59,10 @@ def sample(number):
 
 
 def nobody(shared, script, group=NOBODY):
-    """Runs it as another user, who makes files that are open to all; returns the JSON that it prints, if any."""
+    """Runs a script as another user, who makes files that are open to all.
+
+    Returns the JSON that it prints, if any.
+    """
     whole = AS_NOBODY.format(user=NOBODY, group=group, shared=str(shared)) + script
     done = subprocess.run(
         [sys.executable, "-c", whole], cwd=ROOT, capture_output=True, text=True, timeout=300
@@ -112,13 +115,16 @@ def test_others_neither_read_nor_lock(shared):
     filled(own_memory() / "pool")
     files = [str(path) for path in (own_memory(), *own_memory().rglob("*"))]
     assert len(files) == 9
-    script = f"import json; print(json.dumps([f for f in {files} if os.access(f, os.R_OK) or os.access(f, os.W_OK)]))"
+    script = (
+        f"import json; print(json.dumps([f for f in {files} "
+        "if os.access(f, os.R_OK) or os.access(f, os.W_OK)]))"
+    )
     assert nobody(shared, script) == []
 
 
 @another_user
 def test_what_another_user_made_is_refused(shared):
-    """Folders under our name, pools of theirs in the place of ours, and folders that they let us write to."""
+    """Folders under our name, pools in the place of ours, and folders that they let us write to."""
     ours, theirs = own_memory().name, "shared / 'theirs'"
     shutil.rmtree(shared / ours)
     nobody(shared, f"filled({theirs}); (shared / {ours!r}).mkdir(); (shared / 'free').mkdir()")
@@ -186,7 +192,8 @@ def test_folders_and_files_that_others_can_write_to(shared):
         path.chmod(mode)
         with pytest.raises(
             CacheError,
-            match=rf"open to user \d+ only. Received: {path} with mode {mode:o} .*not mode {before:o}. If nob",
+            match=rf"open to user \d+ only. Received: {path} with mode {mode:o} .*"
+            rf"not mode {before:o}. If nob",
         ) as refused:
             pool(made.folder)
         (remedy,) = re.findall(r"correct it: (.*); otherwise", str(refused.value))
@@ -316,7 +323,8 @@ index = Index(own_memory(access) / 'ours', SAMPLES, access)
 with index.locked_part(2):
     index.entries[2] = 7
 filled(own_memory(access) / 'theirs', access)
-print(json.dumps([path.name for path in find_pools(own_memory(access)) if not inspect_pool(path).trouble]))
+found = find_pools(own_memory(access))
+print(json.dumps([path.name for path in found if not inspect_pool(path).trouble]))
 """
     begin = (
         f"from datacache.pool import folder as folders\nfolders.SHARED_MEMORY = {str(shared)!r}\n"

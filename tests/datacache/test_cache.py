@@ -1,4 +1,4 @@
-"""The cache as scripts use it, on one rank: every sample is f(its number), whatever was there before."""
+"""The cache as scripts use it, on one rank: every sample is what its number says."""
 
 import itertools
 import pickle
@@ -198,7 +198,8 @@ def test_forked_processes_read_what_memory_holds_and_make_nothing(images, opened
 
     with pytest.raises(
         CacheError,
-        match=r"Samples must be made by the process that opened .* Received: sample \d+, .*Call cache.warm",
+        match=r"Samples must be made by the process that opened .* Received: sample \d+, .*"
+        "Call cache.warm",
     ):
         list(epoch())
     cache.warm(progress=False)

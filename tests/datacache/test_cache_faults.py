@@ -1,4 +1,4 @@
-"""Samples that are corrupt, cannot be read or cannot be decoded; and caches that cannot be opened."""
+"""Samples that are corrupt, or cannot be read or decoded; caches that cannot be opened."""
 
 import pytest
 import tensorflow as tf
@@ -10,16 +10,16 @@ from tests.datacache.caches import BATCH, SAMPLES, sample_numbers
 
 
 @pytest.mark.parametrize("verify", ["first", "always"])
-def test_torn_samples_heal(images, opened, verify, caplog):
+def test_corrupt_samples_heal(images, opened, verify, caplog):
     opened(images).warm(progress=False)
     cache = opened(images, verify=verify)
     pool = cache._levels.memory
-    pool._columns[0][7, 0, 0, 0] ^= 1
+    pool._columns.arrays[0][7, 0, 0, 0] ^= 1
     data = cache.dataset(BATCH)
     assert sorted(sample_numbers(data)) == list(range(SAMPLES))
     assert (cache.stats().healed, cache.stats().source_reads) == (1, 1)
     if verify == "always":
-        pool._columns[1][3] += 1
+        pool._columns.arrays[1][3] += 1
         assert sorted(sample_numbers(data)) == list(range(SAMPLES))
         assert cache.stats().healed == 2
 

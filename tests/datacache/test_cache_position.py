@@ -181,7 +181,7 @@ def test_fit_sees_the_epoch_that_it_says(images, opened, kind, steps_per_executi
 @pytest.mark.parametrize("training_first", [True, False])
 @pytest.mark.parametrize("kind", ["dataset", "pydataset"])
 def test_validation_leaves_the_position_of_training_alone(images, opened, kind, training_first):
-    """Also where it has batches of another size, and an order of its own that goes on from epoch to epoch."""
+    """Also with batches of another size, and an order of its own that goes on over epochs."""
     cache = opened(images)
     make = {
         "training": lambda: getattr(cache, kind)(8, seed=1),

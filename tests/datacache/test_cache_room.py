@@ -50,8 +50,8 @@ def test_without_room_there_is_one_level_less(images, opened, caplog):
     with caplog.at_level(logging.WARNING, "datacache"):
         cache = opened(images, budget=100)
     assert (
-        "one level less. A pool needs room before it begins. Received: 100 bytes, for samples of 208"
-        in caplog.text
+        "one level less. A pool needs room before it begins. Received: 100 bytes, "
+        "for samples of 208" in caplog.text
     )
     assert sorted(sample_numbers(cache.dataset(BATCH))) == list(range(SAMPLES))
     assert "nothing in memory" in str(cache)

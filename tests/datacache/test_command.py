@@ -253,7 +253,7 @@ def test_torn_samples_are_found_and_made_again(pools, capsys):
         f"{pools}/a: 12 whole, 0 torn\n{pools}/b: 5 whole, 0 torn\n{pools}/c: 2 whole, 0 torn\n"
     )
     user = open_existing(pools / "a")
-    user._columns[0][[3, 7]] ^= 1
+    user._columns.arrays[0][[3, 7]] ^= 1
     assert main(["verify", str(pools / "a"), str(pools / "nowhere")]) == 2
     out, err = capsys.readouterr()
     assert out == f"{pools}/a: 10 whole, 2 torn, which jobs make again\n"
@@ -261,7 +261,7 @@ def test_torn_samples_are_found_and_made_again(pools, capsys):
     assert not (pools / "nowhere").exists()
     assert np.flatnonzero(~user.ready(np.arange(SAMPLES))).tolist() == [3, 7]
     user.put(3, [np.zeros((5, 3), "uint8"), np.float32(3)])
-    user._columns[0][3] += 1
+    user._columns.arrays[0][3] += 1
     user.close()
     assert main(["verify", str(pools)]) == 1
     assert "a: 10 whole, 1 torn" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Levels under faults: whatever is killed, torn or full, every sample is f(its number), and nobody has to clean up."""
+"""Levels under faults: whatever is killed, corrupt or full, every sample is f(its number), and nobody has to clean up."""
 
 import functools
 import itertools

@@ -19,7 +19,7 @@ from tests.datacache.pools import (
 
 
 @contextlib.contextmanager
-def _large_pools(filled, look=True, torn=None):
+def _large_pools(filled, look=True, corrupt=None):
     """A pool in memory, and the same opened by another, who has got ready."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         layout = Layout.of([np.zeros(100_000, "uint8")])
@@ -31,8 +31,8 @@ def _large_pools(filled, look=True, torn=None):
         ]
         for index in range(filled):
             pools[0].put(index, [np.full(100_000, index, "uint8")])
-        if torn is not None:
-            pools[0]._columns[0][torn] += 1
+        if corrupt is not None:
+            pools[0]._columns.arrays[0][corrupt] += 1
         pools.append(Pool(Path(folder), lambda: pools[0].plan))
         pools[1].prepare(look)
         if pools[1]._background is not None:
@@ -53,15 +53,15 @@ def _resident_kb(address):
 def test_a_warm_pool_in_memory_is_mapped_ahead(filled):
     """What the kernel says of the mapping: all of it is there before anybody reads."""
     with _large_pools(filled) as pools:
-        assert (_resident_kb(pools[1]._columns[0].ctypes.data) * 1024 >= 100_000 * SAMPLES) == (
-            filled == SAMPLES
-        )
+        assert (
+            _resident_kb(pools[1]._columns.arrays[0].ctypes.data) * 1024 >= 100_000 * SAMPLES
+        ) == (filled == SAMPLES)
 
 
 @pytest.mark.parametrize("look", [True, False])
-def test_checksums_are_looked_at_ahead_and_what_is_torn_is_left_to_its_reader(look, monkeypatch):
+def test_checksums_are_looked_at_ahead_and_what_is_corrupt_is_left_to_its_reader(look, monkeypatch):
     monkeypatch.setattr(pool_module, "STEP_BYTES", 300_000)
-    with _large_pools(SAMPLES, look, torn=5) as pools:
+    with _large_pools(SAMPLES, look, corrupt=5) as pools:
         looked_at = pools[1]._words.array >> words.BOOT_SHIFT == pools[1]._words._boot
         assert np.flatnonzero(~looked_at).tolist() == ([5] if look else list(range(SAMPLES)))
         assert pools[1].ready(np.arange(SAMPLES)).all()

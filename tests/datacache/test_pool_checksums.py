@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from datacache import native
-from datacache.pool import pool as pool_module
-from datacache.pool import words
+from datacache.pool import columns, words
 from tests.datacache.pools import (
     SAMPLES,
     check_samples,
@@ -17,7 +16,7 @@ from tests.datacache.pools import (
 
 
 @pytest.mark.parametrize("damage", ["flip", "swap", "word", "zero"])
-def test_torn_samples_are_found_once_and_heal(tmp_path, damage):
+def test_corrupt_samples_are_found_once_and_heal(tmp_path, damage):
     pool = new_pool(tmp_path)
     for index in range(SAMPLES):
         pool.put(index, drawn_sample(index))
@@ -34,27 +33,27 @@ def test_torn_samples_are_found_once_and_heal(tmp_path, damage):
     path.write_bytes(content)
     reader = new_pool(tmp_path)
     everything = np.arange(SAMPLES)
-    torn = reader.find_corrupt(everything)
-    assert torn.tolist() == ([7, 8] if damage == "swap" else [7])
-    np.testing.assert_array_equal(reader.ready(everything), ~np.isin(everything, torn))
-    for index in torn:
+    corrupt = reader.find_corrupt(everything)
+    assert corrupt.tolist() == ([7, 8] if damage == "swap" else [7])
+    np.testing.assert_array_equal(reader.ready(everything), ~np.isin(everything, corrupt))
+    for index in corrupt:
         reader.put(index, drawn_sample(index))
     assert reader.find_corrupt(everything).size == 0
     check_samples(reader, everything)
 
 
 @pytest.mark.parametrize("damage", ["content", "offset", "length"])
-def test_torn_samples_of_many_sizes(tmp_path, damage):
+def test_corrupt_samples_of_many_sizes(tmp_path, damage):
     pool = varying_pool(tmp_path)
     for index in range(SAMPLES):
         pool.put(index, varying_sample(index))
     where = {"offset": 0, "length": 1}
     if damage == "content":
-        offset, length = map(int, pool._columns[1][7][:2])
+        offset, length = map(int, pool._columns.arrays[1][7][:2])
         assert length
         pool._heap.content(offset, length)[0] ^= 1
     else:
-        pool._columns[1][7][where[damage]] += 2**40
+        pool._columns.arrays[1][7][where[damage]] += 2**40
     reader = varying_pool(tmp_path)
     assert reader.find_corrupt(np.arange(SAMPLES)).tolist() == [7]
     reader.put(7, varying_sample(7))
@@ -62,12 +61,12 @@ def test_torn_samples_of_many_sizes(tmp_path, damage):
     assert reader.read_sample(7)[1] == varying_sample(7)[1]
 
 
-def test_a_sample_in_the_place_of_another_is_torn(tmp_path):
+def test_a_sample_in_the_place_of_another_is_corrupt(tmp_path):
     """Whole, but not the one whose place it is."""
     pool = new_pool(tmp_path)
     pool.put(3, drawn_sample(3))
     pool.put(4, drawn_sample(4))
-    for column in (*pool._columns, pool._words.array):
+    for column in (*pool._columns.arrays, pool._words.array):
         column[4] = column[3]
     assert new_pool(tmp_path).find_corrupt(np.array([3, 4])).tolist() == [4]
 
@@ -84,7 +83,7 @@ def test_checksums_are_looked_at_once_per_boot_and_not_by_who_wrote(
     looked_at = []
     gather = native.gather
     monkeypatch.setattr(
-        pool_module, "gather", lambda r, p, i, c=None: looked_at.append(c) or gather(r, p, i, c)
+        columns, "gather", lambda r, p, i, c=None: looked_at.append(c) or gather(r, p, i, c)
     )
 
     def looks(pool, **again):
@@ -107,21 +106,21 @@ def test_checksums_are_looked_at_once_per_boot_and_not_by_who_wrote(
     assert [looks(new_pool(tmp_path)) for _ in range(2)] == [True, not compiled]
 
 
-def test_torn_samples_are_found_beside_the_copy(tmp_path):
+def test_corrupt_samples_are_found_beside_the_copy(tmp_path):
     pool = new_pool(tmp_path)
     for index in range(SAMPLES):
         pool.put(index, drawn_sample(index))
-    pool._columns[1][7] += 1
+    pool._columns.arrays[1][7] += 1
     reader = new_pool(tmp_path)
     order = np.random.default_rng(0).permutation(SAMPLES)
     assert reader.gather_verified(order)[1].tolist() == [7]
     assert not reader.ready(np.array([7]))[0]
     reader.put(7, drawn_sample(7))
-    arrays, torn = reader.gather_verified(order, recheck=True)
-    assert not torn.size
+    arrays, corrupt = reader.gather_verified(order, recheck=True)
+    assert not corrupt.size
     for got, expected in zip(arrays, pool.gather(order), strict=True):
         np.testing.assert_array_equal(got, expected)
-    pool._columns[1][8] += 1
+    pool._columns.arrays[1][8] += 1
     assert new_pool(tmp_path).find_corrupt(order).size == 0, (
         "in this boot somebody has looked at it"
     )
@@ -133,7 +132,9 @@ def test_torn_samples_are_found_beside_the_copy(tmp_path):
 @pytest.mark.parametrize("look", ["gather_verified", "find_corrupt"])
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("act", ["clear", "rewrite"])
-def test_what_changes_while_it_is_looked_at_is_not_torn(tmp_path, monkeypatch, look, compiled, act):
+def test_what_changes_while_it_is_looked_at_is_not_corrupt(
+    tmp_path, monkeypatch, look, compiled, act
+):
     """It is as its writer left it, and a batch with it is not taken."""
     if not compiled:
         monkeypatch.setattr(native, "_compiled", lambda: None)
@@ -150,7 +151,7 @@ def test_what_changes_while_it_is_looked_at_is_not_torn(tmp_path, monkeypatch, l
                 writer.put(3, drawn_sample(4))
         native.gather(records, places, into, checksums)
 
-    monkeypatch.setattr(pool_module, "gather", meanwhile)
+    monkeypatch.setattr(columns, "gather", meanwhile)
     found = getattr(reader, look)(everything, recheck=True)
     if look == "gather_verified":
         assert found[0] is None
@@ -164,17 +165,15 @@ def test_known_samples_that_are_cleared_while_they_are_copied(tmp_path, monkeypa
     pool, other, everything = new_pool(tmp_path), new_pool(tmp_path), np.arange(SAMPLES)
     for index in everything:
         pool.put(index, drawn_sample(index))
-    monkeypatch.setattr(
-        pool_module, "gather", lambda *given: (native.gather(*given), other.clear())
-    )
-    arrays, torn = pool.gather_verified(everything)
+    monkeypatch.setattr(columns, "gather", lambda *given: (native.gather(*given), other.clear()))
+    arrays, corrupt = pool.gather_verified(everything)
     assert arrays is None
-    assert not torn.size
+    assert not corrupt.size
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_what_was_written_since_a_look_stays(tmp_path, monkeypatch, compiled):
-    """Between the look at a torn sample and the word that says so."""
+    """Between the look at a corrupt sample and the word that says so."""
     if not compiled:
         monkeypatch.setattr(native, "_compiled", lambda: None)
     pool = new_pool(tmp_path)

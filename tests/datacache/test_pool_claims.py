@@ -35,7 +35,7 @@ def _fill(folder, die_at):
 
     pool = new_pool(folder)
     pool._words.array = pool._words.array.view(Mortal)
-    pool._columns = [column.view(Mortal) for column in pool._columns]
+    pool._columns.arrays = [column.view(Mortal) for column in pool._columns.arrays]
     for index in range(4):
         with pool.claim(np.array([index])) as mine:
             assert mine.tolist() == [index]
@@ -132,7 +132,7 @@ HOLDS = [
 
 
 def _hold_and_fork(folder, hold, forked):
-    """Forks a child that says its number and lives on, and waits to be killed, while it holds something."""
+    """Holds something and forks a child that says its number and lives on; waits to be killed."""
 
     def fork():
         if not os.fork():

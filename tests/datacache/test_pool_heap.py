@@ -100,10 +100,10 @@ def test_what_heals_leaves_room(tmp_path):
     pool, other = fitting_pool(tmp_path), fitting_pool(tmp_path)
     assert fill_all(pool, range(SAMPLES))
     for step in range(60):
-        torn = step * 7 % SAMPLES
-        pool._columns[1][torn, step % 2] += [1, -1, 2**40, -(2**40)][step % 4]
-        assert other.find_corrupt(np.arange(SAMPLES), recheck=True).tolist() == [torn]
-        assert other.put(torn, varying_sample(torn))
+        corrupt = step * 7 % SAMPLES
+        pool._columns.arrays[1][corrupt, step % 2] += [1, -1, 2**40, -(2**40)][step % 4]
+        assert other.find_corrupt(np.arange(SAMPLES), recheck=True).tolist() == [corrupt]
+        assert other.put(corrupt, varying_sample(corrupt))
         check_varying(pool, np.arange(SAMPLES))
 
 
@@ -162,7 +162,7 @@ def test_readers_of_what_is_cleared_and_made_anew(tmp_path):
 
 @pytest.mark.parametrize("end", [0, 16, 10**9, -5])
 def test_a_heap_after_a_loss_of_power(tmp_path, end):
-    """The first process after it believes nothing of where the heap ended, which may be older than samples."""
+    """The first process after it ignores where the heap ended, which may be older than samples."""
     with contextlib.closing(fitting_pool(tmp_path, spare=60)) as pool:
         assert fill_all(pool, range(SAMPLES - 1))
         pool._heap._state[:3] = end

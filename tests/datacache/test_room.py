@@ -26,7 +26,8 @@ from tests.launch import ROOT
 
 MB = 10**6
 MACHINE = {
-    "meminfo": "MemTotal:  2000000 kB\nMemFree: 1 kB\nMemAvailable:  1500000 kB\nHugePages_Total: 0\n"
+    "meminfo": "MemTotal:  2000000 kB\nMemFree: 1 kB\nMemAvailable:  1500000 kB\n"
+    "HugePages_Total: 0\n"
 }
 """Of which 1434 MB can be taken."""
 
@@ -138,7 +139,7 @@ IMAGES = Layout(components=(Component(dtype="uint8", shape=(2**20,)),))
 
 
 def _idle_pool(folder, days, samples=1):
-    """A pool of so many MiB that nobody has open, opened that many days after the first of all days."""
+    """A pool of so many MiB that nobody has open, last opened so many days after the epoch."""
     Pool(
         folder, lambda: PoolSpec(layout=IMAGES, shard=SampleShard(samples=samples, slots=samples))
     ).close()
@@ -264,7 +265,7 @@ def test_a_pool_that_was_not_made_takes_no_room(tmp_path, monkeypatch, step):
 
 @contextlib.contextmanager
 def _limited(bytes_):
-    """A cgroup of its own below that of this process, in which memory is limited; skips where none can be made."""
+    """A cgroup below that of this process, which limits memory; skips where none can be made."""
     own = dict(
         line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()
     )
@@ -307,7 +308,8 @@ def sample(number, layout):
 
 
 def check(pool, layout):
-    kept = [n for n in range(many) if pool.has_room(np.array([n]))[0] and pool.put(n, sample(n, layout))]
+    room = np.flatnonzero(pool.has_room(np.arange(many))).tolist()
+    kept = [n for n in room if pool.put(n, sample(n, layout))]
     assert pool.find_corrupt(np.array(kept), recheck=True).size == 0
     assert all(np.array_equal(pool.read_sample(n)[0], sample(n, layout)[0]) for n in kept)
     pool.close()
@@ -315,20 +317,23 @@ def check(pool, layout):
 
 
 try:
-    Pool(folder / "all", lambda: PoolSpec(layout=fixed, shard=SampleShard(samples=many, slots=many)))
+    whole = PoolSpec(layout=fixed, shard=SampleShard(samples=many, slots=many))
+    Pool(folder / "all", lambda: whole)
 except NoRoomError:
     print(0)
 slots = budget_bytes("80%", free_bytes(folder)) // (size + 8)
 print(slots)
-print(check(Pool(folder / "fixed", lambda: PoolSpec(layout=fixed, shard=SampleShard(samples=many, slots=slots))), fixed))
+some = PoolSpec(layout=fixed, shard=SampleShard(samples=many, slots=slots))
+print(check(Pool(folder / "fixed", lambda: some), fixed))
 shutil.rmtree(folder / "fixed")
 part = SampleShard(samples=many, slots=many)
-print(check(Pool(folder / "texts", lambda: PoolSpec(layout=texts, shard=part, heap_bytes=many * 2 * size)), texts))
+varying = PoolSpec(layout=texts, shard=part, heap_bytes=many * 2 * size)
+print(check(Pool(folder / "texts", lambda: varying), texts))
 """
 
 
 def test_a_container_that_runs_out_of_memory_kills_nobody():
-    """It would if 200 MB were reserved in it, or 80 % of what the file system has, or if filling went on."""
+    """It would if 200 MB were reserved in it, or 80 % of the file system, or if filling went on."""
     folder = tempfile.mkdtemp(dir="/dev/shm")
     try:
         with _limited(128 * 2**20) as group:
