@@ -107,9 +107,9 @@ class Cache:
             access=access,
             verify=verify,
             counts=self._counts,
-            shared_by=lambda fits: partitioning.shared_by(self.fingerprint, fits, partition),
+            shared_by=lambda fits: partitioning.choose_shard(self.fingerprint, fits, partition),
         )
-        self._reader = partitioning.reader(self._levels, len(source))
+        self._reader = partitioning.open_reader(self._levels, len(source))
         log.info("%s", self)
 
     def dataset(
