@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from datacache.batches import EpochIterator, batches
 from datacache.from_tfposeidon import place
-from datacache.levels.fingerprint import fingerprint, traced
+from datacache.levels.fingerprint import fingerprint, trace
 from datacache.levels.opening import open_levels
 from datacache.levels.pool_level import Verify
 from datacache.nodes import partitioning
@@ -90,7 +90,7 @@ class Cache:
         access = Access.of(group)
         if memory == "auto":
             memory = own_memory(access)
-        self._source, self._traced = source, traced(source, preprocess)
+        self._source, self._traced = source, trace(source, preprocess)
         self.fingerprint = fingerprint(source, self._traced, [version, variable_shapes])
         self._counts = Counts()
         self._positions = Positions()
@@ -107,7 +107,7 @@ class Cache:
             access=access,
             verify=verify,
             counts=self._counts,
-            shared_by=lambda fits: partitioning.choose_shard(self.fingerprint, fits, partition),
+            choose_shard=lambda fits: partitioning.choose_shard(self.fingerprint, fits, partition),
         )
         self._reader = partitioning.open_reader(self._levels, len(source))
         log.info("%s", self)

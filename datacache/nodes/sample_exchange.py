@@ -201,7 +201,7 @@ class SampleExchange:
 
 
 def _bytes_by_rank(lengths: np.ndarray, counts: np.ndarray) -> list[int]:
-    """Returns the bytes for each rank, given those of all samples and each rank's number of them."""
+    """Returns the bytes for each rank, given those of each sample and how many each rank gets."""
     return [int(np.abs(part).sum()) for part in np.split(lengths, np.cumsum(counts)[:-1])]
 
 

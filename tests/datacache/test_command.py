@@ -456,12 +456,12 @@ def test_warm_without_success(images, tmp_path, capsys, monkeypatch):
     disk = ["--disk", str(tmp_path / "disk")]
     assert main(["warm", str(tmp_path / "nowhere"), *disk]) == 2
     assert "datacache: A source must exist. Received: " in capsys.readouterr().err
-    monkeypatch.setattr("datacache.levels.opening.OF_A_DISK", "1800B")
+    monkeypatch.setattr("datacache.levels.opening.DISK_BUDGET", "1800B")
     assert main(["warm", str(images), *disk]) == 1
     out, err = capsys.readouterr()
     assert err.endswith(" files have no room. Make room, or name another disk.\n")
     assert 0 < int(out.split()[-2]) < SAMPLES
-    monkeypatch.setattr("datacache.levels.opening.OF_A_DISK", "9B")
+    monkeypatch.setattr("datacache.levels.opening.DISK_BUDGET", "9B")
     assert main(["warm", str(images), "--disk", str(tmp_path / "other")]) == 2
     assert "A pool needs room before it begins. Received: 9 bytes" in capsys.readouterr().err
     monkeypatch.undo()
