@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from datacache.nodes.partitioning import Reader
+from datacache.nodes.reader import Reader
 from datacache.order import Order, Position
 from datacache.pool.layout import Layout
 from datacache.system.background import BackgroundSteps, populate_page_tables

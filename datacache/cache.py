@@ -14,13 +14,13 @@ import tensorflow as tf
 
 from datacache.batches import EpochIterator, batches
 from datacache.from_tfposeidon import place
-from datacache.levels.fingerprint import fingerprint, traced
+from datacache.levels.fingerprint import fingerprint, trace
 from datacache.levels.opening import open_levels
+from datacache.levels.pool_level import Verify
 from datacache.nodes import partitioning
 from datacache.nodes.partitioning import Partitioning
 from datacache.order import Order, Position
 from datacache.pool.budget import budget_bytes
-from datacache.pool.filling import Filling, Verify
 from datacache.pool.folder import own_memory
 from datacache.positions import Positions
 from datacache.sources.source import Source, SourceError
@@ -90,7 +90,7 @@ class Cache:
         access = Access.of(group)
         if memory == "auto":
             memory = own_memory(access)
-        self._source, self._traced = source, traced(source, preprocess)
+        self._source, self._traced = source, trace(source, preprocess)
         self.fingerprint = fingerprint(source, self._traced, [version, variable_shapes])
         self._counts = Counts()
         self._positions = Positions()
@@ -105,10 +105,11 @@ class Cache:
             budget=budget,
             variable_shapes=variable_shapes,
             access=access,
-            filling=Filling(verify, self._counts),
-            shared_by=lambda fits: partitioning.shared_by(self.fingerprint, fits, partition),
+            verify=verify,
+            counts=self._counts,
+            choose_shard=lambda fits: partitioning.choose_shard(self.fingerprint, fits, partition),
         )
-        self._reader = partitioning.reader(self._levels, len(source))
+        self._reader = partitioning.open_reader(self._levels, len(source))
         log.info("%s", self)
 
     def dataset(
@@ -248,9 +249,7 @@ class Cache:
 
     def clear(self) -> None:
         """Forgets all pre-processed samples in memory and on disk; what the disk keeps of the source stays."""
-        for pool in (self._levels.memory, self._levels.decoded):
-            if pool is not None:
-                pool.clear()
+        self._levels.clear()
 
     def close(self) -> None:
         """Ends threads and mappings; what is cached stays. On several nodes, once all ranks have closed."""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from datacache.levels.opening import stored_pool
-from datacache.levels.stored import Stored
-from datacache.pool.filling import Filling
+from datacache.levels.opening import open_stored_pool
+from datacache.levels.pool_level import PoolLevel
+from datacache.levels.source_level import SourceLevel
 from datacache.sources.source import RandomSource
 from datacache.statistics import Counts, Statistics
 from datacache.system.access import PRIVATE, Access
@@ -52,18 +52,18 @@ def warm(
       CacheError: If the folder holds something else, or there is no room.
       SourceError: If a sample cannot be read; it names the sample.
     """
-    pool = stored_pool(source, disk, access)
+    pool = open_stored_pool(source, disk, access)
     # Checksums are looked at when samples are used, or by `verify`.
-    filling = Filling("never", Counts())
-    stored = Stored(source, pool, filling)
+    counts = Counts()
+    stored = PoolLevel(pool, SourceLevel(source, counts), "never", counts, "disk_hits")
     try:
         samples = np.arange(len(source))
-        lacking = filling.missing(pool, samples[pool.has_room(samples)])
+        lacking = stored.missing(samples[pool.has_room(samples)])
         done = started(len(lacking))
         for count in done_in_windows(stored.samples, lacking):
             done(count)
         return Warmed(
-            folder=pool.folder, samples=len(source), ready=pool.filled, counts=filling.counts.now()
+            folder=pool.folder, samples=len(source), ready=pool.filled, counts=counts.now()
         )
     finally:
         stored.close()

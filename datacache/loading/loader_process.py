@@ -43,7 +43,7 @@ class Reply:
     trace: str = ""
 
 
-class Memory:
+class SharedPages:
     """Pages of two processes without a name in any file system, so that they end with the last of the two."""
 
     def __init__(self, descriptor: int) -> None:
@@ -65,11 +65,11 @@ class Memory:
         return self._mapping
 
 
-def _attach(descriptor: Any) -> Memory:
-    return Memory(descriptor.detach())
+def _attach(descriptor: Any) -> SharedPages:
+    return SharedPages(descriptor.detach())
 
 
-def views(memory: Memory, kinds: Kinds) -> list[np.ndarray]:
+def views(memory: SharedPages, kinds: Kinds) -> list[np.ndarray]:
     """Arrays of these types and shapes, one after another in the memory, which grows as it must."""
     sizes = [
         -(-dtype.itemsize * math.prod(shape) // ALIGNMENT) * ALIGNMENT for dtype, shape in kinds
@@ -88,7 +88,7 @@ class LoaderProcess:
 
     def __init__(self, load: Load, buffers: int) -> None:
         self.memories = [
-            Memory(os.memfd_create("datacache-parallel-loader")) for _ in range(buffers)
+            SharedPages(os.memfd_create("datacache-parallel-loader")) for _ in range(buffers)
         ]
         context = multiprocessing.get_context("spawn")
         self._connection, end = context.Pipe()
@@ -188,7 +188,7 @@ class Requests(threading.Thread):
                 yield request
 
 
-def _serve(end: connection.Connection, load: Load, memories: Sequence[Memory]) -> None:
+def _serve(end: connection.Connection, load: Load, memories: Sequence[SharedPages]) -> None:
     # Ctrl-C reaches the whole group, and the training process decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = Requests(end)
@@ -198,7 +198,7 @@ def _serve(end: connection.Connection, load: Load, memories: Sequence[Memory]) -
             end.send(_answer(turn, load, memories[place], content))
 
 
-def _answer(turn: int, load: Load, memory: Memory, content: bytes) -> Reply:
+def _answer(turn: int, load: Load, memory: SharedPages, content: bytes) -> Reply:
     try:
         mode, item = pickle.loads(content)
         arrays, rebuild = _parts(load(mode, item))

@@ -14,6 +14,8 @@ ALIGNMENT = 64
 """Columns begin at multiples of so many bytes: at cache lines, which TensorFlow takes uncopied."""
 TEXT = "string"
 """Type of components that hold Python's bytes, in object arrays."""
+Arrays = list[np.ndarray]
+"""Components of one sample, or of a batch."""
 
 
 def as_array(value: Any) -> np.ndarray:

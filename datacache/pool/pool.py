@@ -279,28 +279,6 @@ class Pool:
             return None
         return self._columns.decode(rows, contents)
 
-    def read_samples(
-        self,
-        samples: np.ndarray,
-        made: dict[int, list[np.ndarray]],
-        remake: Callable[[np.ndarray], dict[int, list[np.ndarray]]],
-    ) -> list[list[np.ndarray]]:
-        """Returns samples that are ready, or that were made just now, in the order of `samples`.
-
-        Args:
-          samples: Their numbers, `[n]` int64.
-          made: Samples that were made, by number; they need not be in the pool.
-          remake: Makes samples that another process has cleared in the meantime, and returns those
-            that the pool did not take.
-        """
-        found = dict(made)
-        while left := [sample for sample in samples.tolist() if sample not in found]:
-            read = {sample: self.read_sample(sample) for sample in left}
-            found |= {sample: arrays for sample, arrays in read.items() if arrays is not None}
-            lost = [sample for sample in left if sample not in found]
-            found |= remake(np.array(lost)) if lost else {}
-        return [found[sample] for sample in samples.tolist()]
-
     def find_corrupt(self, samples: np.ndarray, recheck: bool = False) -> np.ndarray:
         """Returns which of these ready samples are corrupt, and makes them not ready.
 

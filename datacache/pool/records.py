@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from datacache.pool.filling import Arrays
-from datacache.pool.layout import Component, Layout, as_array
+from datacache.pool.layout import Arrays, Component, Layout, as_array
 
 
 def pack_samples(samples: Sequence[Arrays], layout: Layout) -> tuple[np.ndarray, np.ndarray]:

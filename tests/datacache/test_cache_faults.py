@@ -44,13 +44,14 @@ class Flaky:
 
 
 def test_reads_are_tried_again_and_then_named(images, opened, monkeypatch):
-    monkeypatch.setattr("datacache.levels.stored.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
     source = datacache.from_folder(images)
     cache = opened(Flaky(source, 2))
     assert sorted(sample_numbers(cache.dataset(BATCH))) == list(range(SAMPLES))
     assert cache.stats().retries == 2 * SAMPLES
-    cache = opened(Flaky(source, 2), memory=None)
-    cache._levels._stored.source._left[3] = 9
+    flaky = Flaky(source, 2)
+    cache = opened(flaky, memory=None)
+    flaky._left[3] = 9
     with pytest.raises(
         Exception,
         match=r"A sample must be readable. Received: \[Errno 5\].* for .*00003.png, 4 times",

@@ -452,20 +452,20 @@ def test_warm_takes_what_the_source_takes(images, tmp_path, capsys):
 
 
 def test_warm_without_success(images, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("datacache.levels.stored.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
     disk = ["--disk", str(tmp_path / "disk")]
     assert main(["warm", str(tmp_path / "nowhere"), *disk]) == 2
     assert "datacache: A source must exist. Received: " in capsys.readouterr().err
-    monkeypatch.setattr("datacache.levels.opening.OF_A_DISK", "1800B")
+    monkeypatch.setattr("datacache.levels.opening.DISK_BUDGET", "1800B")
     assert main(["warm", str(images), *disk]) == 1
     out, err = capsys.readouterr()
     assert err.endswith(" files have no room. Make room, or name another disk.\n")
     assert 0 < int(out.split()[-2]) < SAMPLES
-    monkeypatch.setattr("datacache.levels.opening.OF_A_DISK", "9B")
+    monkeypatch.setattr("datacache.levels.opening.DISK_BUDGET", "9B")
     assert main(["warm", str(images), "--disk", str(tmp_path / "other")]) == 2
     assert "A pool needs room before it begins. Received: 9 bytes" in capsys.readouterr().err
     monkeypatch.undo()
-    monkeypatch.setattr("datacache.levels.stored.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
     source = datacache.from_folder(images)
     monkeypatch.setattr("datacache.sources.image_folder.from_folder", lambda *_, **__: source)
     (images / "class0" / "00003.png").unlink()

@@ -12,9 +12,12 @@ import threading
 import numpy as np
 import pytest
 
+from datacache.levels.level import Opener
 from datacache.levels.levels import Levels
-from datacache.levels.stored import Stored
-from datacache.pool.filling import Filling
+from datacache.levels.pool_level import PoolLevel
+from datacache.levels.preprocessed_level import PreprocessedLevel
+from datacache.levels.source_level import SourceLevel
+from datacache.nodes.reader import LocalReader
 from datacache.pool.layout import Layout
 from datacache.pool.pool import Pool
 from datacache.pool.shard import SampleShard
@@ -66,40 +69,33 @@ def make(stored, samples):
     return [f(int(components[0][()])) for components in stored]
 
 
-def open_levels(folder, source=None, slots=SAMPLES, heap_bytes=10**6, lower=True):
-    """Memory, and below it decoded and stored samples on a disk."""
-    part = SampleShard(samples=SAMPLES, slots=slots)
+def open_reader(folder, source=None, slots=SAMPLES, heap_bytes=10**6, lower=True):
+    """Reads memory, and below it decoded and stored samples on a disk."""
+    shard = SampleShard(samples=SAMPLES, slots=slots)
     layout = Layout.of(f(0))
-    filling = Filling("first", Counts())
     text = Layout.of([np.array(b"", object)])
     whole = SampleShard(samples=SAMPLES, slots=SAMPLES)
-    stored = (
-        Pool(folder / "stored", lambda: PoolSpec(layout=text, shard=whole, heap_bytes=10**6))
-        if lower
-        else None
-    )
-    decoded = (
-        Pool(folder / "decoded", lambda: PoolSpec(layout=layout, shard=whole, heap_bytes=10**6))
-        if lower
-        else None
-    )
-    memory = Pool(
-        folder / "memory", lambda: PoolSpec(layout=layout, shard=part, heap_bytes=heap_bytes)
-    )
-    return Levels(
-        Stored(source or Source(folder / "log"), stored, filling),
-        make,
-        layout,
-        memory,
-        decoded,
-        filling,
-    )
+    source, counts, opener = source or Source(folder / "log"), Counts(), Opener()
+
+    def level(name, below, layout, shard=whole, heap_bytes=10**6, hits=None):
+        spec = PoolSpec(layout=layout, shard=shard, heap_bytes=heap_bytes)
+        pool = Pool(folder / name, lambda: spec)
+        return PoolLevel(pool, below, "first", counts, hits, opener)
+
+    below = SourceLevel(source, counts)
+    if lower:
+        below = level("stored", below, text, hits="disk_hits")
+    below = PreprocessedLevel(below, make, layout, source.name, opener)
+    if lower:
+        below = level("decoded", below, layout, hits="decoded_hits")
+    memory = level("memory", below, layout, shard, heap_bytes)
+    return LocalReader(Levels(memory, below, layout, counts, opener))
 
 
-def check_epoch(levels, seed):
+def check_epoch(reader, seed):
     """Reads every sample once, in batches, and looks at each."""
     for numbers in np.array_split(np.random.default_rng(seed).permutation(SAMPLES), BATCHES):
-        pixels, index, texts = levels.batch(numbers)
+        pixels, index, texts = reader.batch(numbers)
         for place, number in enumerate(numbers):
             expected = f(number)
             np.testing.assert_array_equal(pixels[place], expected[0])
@@ -111,9 +107,9 @@ def _reads(folder):
 
 
 def _epochs(folder, seed, epochs, make_source=Source):
-    levels = open_levels(folder, make_source(folder / "log"))
+    reader = open_reader(folder, make_source(folder / "log"))
     for epoch in epochs:
-        check_epoch(levels, seed + epoch)
+        check_epoch(reader, seed + epoch)
 
 
 class Paced(Source):
@@ -180,12 +176,12 @@ def test_kills_at_any_moment(tmp_path):
         assert job.exitcode == -signal.SIGKILL
     steady.kill()
     steady.join()
-    levels = open_levels(tmp_path)
-    check_epoch(levels, 99)
-    assert levels.counts.now().healed == 0
+    reader = open_reader(tmp_path)
+    check_epoch(reader, 99)
+    assert reader.levels.counts.now().healed == 0
     assert _reads(tmp_path) > SAMPLES, "no kill came while a sample was in flight"
     _check_what_was_read_again(tmp_path)
-    levels.close()
+    reader.close()
 
 
 def _permit_until_dead(permits, job):
@@ -223,9 +219,9 @@ def test_jobs_that_begin_at_once_read_everything_once(tmp_path):
 
 @pytest.mark.parametrize("level", ["memory", "decoded", "stored"])
 def test_bits_that_flip_heal_from_the_level_below(tmp_path, level):
-    levels = open_levels(tmp_path)
-    check_epoch(levels, 0)
-    levels.close()
+    reader = open_reader(tmp_path)
+    check_epoch(reader, 0)
+    reader.close()
     if level != "memory":
         for name in ("memory", "decoded")[: 1 + (level == "stored")]:
             _remove(tmp_path / name)
@@ -235,11 +231,13 @@ def test_bits_that_flip_heal_from_the_level_below(tmp_path, level):
             byte = stream.read(1)
             stream.seek(size)
             stream.write(bytes([byte[0] ^ 255]))
-    levels = open_levels(tmp_path)
-    check_epoch(levels, 1)
-    assert levels.counts.now().healed in (1, 2)
-    assert _reads(tmp_path) == SAMPLES + (levels.counts.now().healed if level == "stored" else 0)
-    levels.close()
+    reader = open_reader(tmp_path)
+    check_epoch(reader, 1)
+    assert reader.levels.counts.now().healed in (1, 2)
+    assert _reads(tmp_path) == SAMPLES + (
+        reader.levels.counts.now().healed if level == "stored" else 0
+    )
+    reader.close()
 
 
 def _remove(folder):
@@ -250,27 +248,27 @@ def _remove(folder):
 
 @pytest.mark.parametrize("slots", [1, 100, SAMPLES])
 def test_little_room_is_used_and_the_rest_read_through(tmp_path, slots):
-    levels = open_levels(tmp_path, slots=slots, heap_bytes=2000)
+    reader = open_reader(tmp_path, slots=slots, heap_bytes=2000)
     for epoch in range(3):
-        check_epoch(levels, epoch)
-    stats = levels.counts.now()
+        check_epoch(reader, epoch)
+    stats = reader.levels.counts.now()
     assert stats.unkept > 0
     assert stats.memory_hits == 2 * (3 * SAMPLES - stats.unkept) // 3
     assert _reads(tmp_path) == SAMPLES
-    levels.close()
+    reader.close()
 
 
 def test_who_clears_disturbs_no_other(tmp_path):
     """Others read each sample whole, and make again what has gone; all of it has room again afterwards."""
-    levels, other = (
-        open_levels(tmp_path, heap_bytes=12_000),
-        open_levels(tmp_path, heap_bytes=12_000),
+    reader, other = (
+        open_reader(tmp_path, heap_bytes=12_000),
+        open_reader(tmp_path, heap_bytes=12_000),
     )
     ends = threading.Event()
 
     def clear():
         while not ends.wait(0.003):
-            levels.memory.clear()
+            reader.levels.memory.clear()
 
     clearing = threading.Thread(target=clear)
     clearing.start()
@@ -279,10 +277,10 @@ def test_who_clears_disturbs_no_other(tmp_path):
     ends.set()
     clearing.join()
     check_epoch(other, 0)
-    assert other.memory.filled == SAMPLES
-    assert other.counts.now().healed == 0
+    assert other.levels.memory.filled == SAMPLES
+    assert other.levels.counts.now().healed == 0
     assert _reads(tmp_path) == SAMPLES
-    for opened in (levels, other):
+    for opened in (reader, other):
         opened.close()
 
 
@@ -291,10 +289,10 @@ import sys, pathlib, logging
 sys.path.insert(0, {root!r})
 from tests.datacache.test_levels import *
 folder = pathlib.Path({folder!r})
-levels = open_levels(folder, Source({log!r}), heap_bytes=10**9, lower=False)
+reader = open_reader(folder, Source({log!r}), heap_bytes=10**9, lower=False)
 for epoch in range(3):
-    check_epoch(levels, epoch)
-print(levels.counts.now().unkept, levels.memory.filled)
+    check_epoch(reader, epoch)
+print(reader.levels.counts.now().unkept, reader.levels.memory.filled)
 """
 
 
@@ -320,14 +318,14 @@ def test_a_batch_that_stalls_holds_up_no_other(tmp_path):
             assert sample != 5 or free.wait(30)
             return super().read(sample)
 
-    levels = open_levels(tmp_path, Stalling(tmp_path / "log"))
-    late = threading.Thread(target=levels.batch, args=(np.array([4, 5]),))
+    reader = open_reader(tmp_path, Stalling(tmp_path / "log"))
+    late = threading.Thread(target=reader.batch, args=(np.array([4, 5]),))
     late.start()
     others = np.array([number for number in range(SAMPLES) if number not in (4, 5)])
-    assert levels.batch(others)[1].tolist() == others.tolist()
+    assert reader.batch(others)[1].tolist() == others.tolist()
     assert late.is_alive()
     free.set()
     late.join()
-    check_epoch(levels, 0)
+    check_epoch(reader, 0)
     assert _reads(tmp_path) == SAMPLES
-    levels.close()
+    reader.close()

@@ -7,12 +7,14 @@ import threading
 import numpy as np
 import pytest
 
+from datacache.levels.pool_level import PoolLevel
 from datacache.pool import heap, spec
 from datacache.pool.heap import find_gaps
 from datacache.pool.layout import Layout
 from datacache.pool.pool import Pool, open_existing
 from datacache.pool.shard import SampleShard
 from datacache.pool.spec import PoolSpec
+from datacache.statistics import Counts
 from tests.datacache.pools import (
     SAMPLES,
     VARYING,
@@ -198,18 +200,20 @@ def test_a_batch_that_another_process_clears_is_made_again(tmp_path):
     everything = np.arange(4)
     made = []
 
-    def again(samples):
-        made.append(samples.tolist())
-        return {
-            int(index): varying_sample(index)
-            for index in samples
-            if index == 3 or not pool.put(index, varying_sample(index))
-        }
+    class Below:
+        stream = None
+
+        def samples(self, indices):
+            made.append(indices.tolist())
+            return [varying_sample(index) for index in indices]
 
     assert fill_all(pool, everything)
     pool._words.array[2:4] = 0
     assert pool.gather(everything) is None
-    found = pool.read_samples(everything, {0: varying_sample(0)}, again)
+    put = pool.put
+    pool.put = lambda sample, arrays: sample != 3 and put(sample, arrays)
+    level = PoolLevel(pool, Below(), "first", Counts())
+    found = level.collect(everything, {0: varying_sample(0)})
     assert made == [[2, 3]]
     for index in everything:
         np.testing.assert_array_equal(found[index][0], varying_sample(index)[0])

@@ -224,7 +224,7 @@ def _shard(builder, number=1):
 
 @pytest.mark.parametrize("left", ["half", "a little", "nothing", "all but the last bytes"])
 def test_truncated_shards(own, tmp_path, monkeypatch, left):
-    monkeypatch.setattr("datacache.levels.stored.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
     source, path = datacache.from_tfds(own, "train"), _shard(own)
     expected = _expected(own, "train")
     first = sum(part.take for part in own.info.splits["train"].file_instructions[:1])

@@ -13,7 +13,7 @@ import tensorflow as tf
 import datacache
 import keras_callbacks
 import tfposeidon as tp
-from datacache.nodes.exchange import Exchange
+from datacache.nodes.sample_exchange import SampleExchange
 from datacache.pool.layout import Layout
 from tests import drawn
 from tests.on_ranks.checks import Raises
@@ -235,7 +235,7 @@ def case_bytes_of_rounds(wire):
     ]
     samples = [[part.numpy() for part in sample] for sample in samples]
     layout = Layout.of(samples[0])
-    exchange = Exchange(
+    exchange = SampleExchange(
         counting,
         "test.exchange",
         layout,
@@ -265,7 +265,7 @@ def case_what_cannot_be_sent_is_said_to_those_who_asked(wire):
         assert 7 not in numbers, "number 7 is lost"
         return [[np.array(number)] for number in numbers]
 
-    exchange = Exchange(wire, "test.failing", layout, answer, lambda: False)
+    exchange = SampleExchange(wire, "test.failing", layout, answer, lambda: False)
     other = (wire.topology.rank + 1) % wire.topology.size
     (fine,) = exchange.ask([3], [other])
     assert fine.result()[0] == 3
