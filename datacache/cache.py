@@ -212,7 +212,7 @@ class Cache:
         return self._positions.add(_PyDataset(epochs, self._nested_batch, arguments), epochs)
 
     def random_access(self) -> RandomAccess:
-        """Returns the samples as a sequence, for Grain's `MapDataset.source` or PyTorch's loaders."""
+        """Returns the samples as a sequence, for Grain's `MapDataset.source` or PyTorch."""
         return RandomAccess(self)
 
     def counted(self, data: Iterable[Any]) -> Iterator[Any]:
@@ -376,11 +376,15 @@ class RandomAccess:
     Args:
       cache: Cache of the samples.
 
-    Example::
-
-        samples = cache.random_access()
-        image, label = samples[len(samples) - 1]
-        grain.MapDataset.source(samples).shuffle(seed=0).batch(32)
+    Example:
+    >>> import datacache, tempfile
+    >>> source = datacache.from_dataset(tf.data.Dataset.range(5), key="range(5)")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     cache = Cache(source, memory=f"{folder}/memory")
+    ...     samples = cache.random_access()
+    ...     print(len(samples), samples[3])
+    ...     cache.close()
+    5 3
     """
 
     def __init__(self, cache: Cache) -> None:
