@@ -99,8 +99,8 @@ def from_folder(
       path: Folder with a folder for each class. The label is the index of the class in alphabetical
         order, see `class_names` of the result.
       extensions: Endings of the files to take, in upper or lower case; `None` takes all files.
-      labels: Without labels `preprocess` receives the contents only, and files may lie anywhere
-        below the folder.
+      labels: Whether samples have labels. Without them `preprocess` receives the contents only, and
+        files may lie anywhere below the folder.
 
     Raises:
       SourceError: If there is no such folder, or no file in it, or with labels a file outside the
