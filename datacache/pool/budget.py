@@ -1,4 +1,4 @@
-"""How much room a cache may take."""
+"""Budgets: the room that a cache may take."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ BLOCK_BYTES = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What is in a pool.
+    """Contents of a pool.
 
     Attributes:
       spec: Description with which the pool was made.

@@ -55,7 +55,7 @@ class Component:
 
     @property
     def varies(self) -> bool:
-        """Whether samples differ in size."""
+        """Tells whether samples differ in size."""
         return self.dtype == TEXT or None in self.shape
 
     @property
@@ -180,7 +180,7 @@ class Layout:
 
     @property
     def varies(self) -> bool:
-        """Whether samples differ in size."""
+        """Tells whether samples differ in size."""
         return any(component.varies for component in self.components)
 
     @property

@@ -97,7 +97,7 @@ class Pool:
 
     @property
     def is_whole(self) -> bool:
-        """Whether any batch is a copy of columns: all samples are ready, and of one size."""
+        """Tells whether any batch is a copy of columns: all samples are ready, and of one size."""
         return (
             self._heap is None
             and self.slots == len(self._slot_indices)

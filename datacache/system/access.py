@@ -92,7 +92,7 @@ class Access:
 
     @property
     def users(self) -> str:
-        """Who they are in words, for messages."""
+        """The users in words, for messages."""
         return f"user {os.geteuid()}" if self.group is None else f"members of group {self.group}"
 
     def includes(self, user: int) -> bool:
@@ -243,7 +243,7 @@ class Directory:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the folder's path leads elsewhere by now, or nowhere."""
+        """Tells whether the folder's path leads elsewhere by now, or nowhere."""
         try:
             return not os.path.samestat(
                 os.stat(self.path, follow_symlinks=False), os.fstat(self.descriptor)
@@ -412,6 +412,6 @@ def _refuse_open(
         raise CacheError(
             f"A cache must be open to {access.users} only. Received: {path} with mode {found:o} "
             f"and group {status.st_gid}, not mode {mode:o}. If nobody else has written there, "
-            f"correct it: {mend}; otherwise remove it: python -m datacache rm --all {name}. To share "
-            "with a group, pass `group`."
+            f"correct it: {mend}; otherwise remove it: python -m datacache rm --all {name}. To "
+            "share with a group, pass `group`."
         )

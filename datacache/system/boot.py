@@ -1,4 +1,4 @@
-"""Which boot of the machine this is: memory and page cache are as they were written since then."""
+"""Boots of the machine: memory and the page cache stay as they were written during one boot."""
 
 from __future__ import annotations
 
