@@ -1,7 +1,7 @@
 """Everything that datacache takes from tfposeidon; no other module of datacache imports it.
 
-Commands such as `python -m datacache ls` import this module and must start without TensorFlow, so what needs it
-is imported within functions.
+Commands such as `python -m datacache ls` import this module and must start without TensorFlow, so
+what needs it is imported within functions.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ __all__ = [
 
 
 def job_wire() -> Wire | None:
-    """Returns the wire between the ranks of this job, or `None` for a single process, which needs no Horovod.
+    """Returns the wire between the ranks of this job, or `None` for a job of a single process.
 
-    The first call starts Horovod with default arguments, unless the script has called `tfposeidon.init`.
+    One process needs no Horovod. Else the first call starts Horovod with default arguments, unless
+    the script has called `tfposeidon.init`.
     """
     if place().size == 1:
         return None

@@ -14,8 +14,8 @@ import numpy as np
 from datacache.errors import CacheError
 from datacache.from_tfposeidon import ProgressBar, import_tensorflow, readable_size, table
 from datacache.pool.folder import default_memory, remove
-from datacache.pool.inspection import Contents, Report, contents, look, pools
-from datacache.pool.pool import existing
+from datacache.pool.inspection import Contents, Report, find_pools, inspect_pool, read_contents
+from datacache.pool.pool import open_existing
 from datacache.sources.source import SourceError
 from datacache.system.access import Access, Directory
 
@@ -129,8 +129,8 @@ def _add_warm(parser: argparse.ArgumentParser) -> None:
 
 def _ls(options: argparse.Namespace) -> int:
     roots = options.folders or _own_memory()
-    found = [path for root in roots for path in pools(root)]
-    reports = [report for path in found if (report := look(path))]
+    found = [path for root in roots for path in find_pools(root)]
+    reports = [report for path in found if (report := inspect_pool(path))]
     if options.json:
         print(json.dumps([report.to_dict() for report in reports], indent=2))
     elif reports:
@@ -157,7 +157,7 @@ def _own_memory(closed: bool = True) -> list[Path]:
 def _row(report: Report) -> tuple[str, ...]:
     of = report.contents
     samples = (
-        (of.plan.source, str(of.ready), str(of.slots), str(of.plan.part.samples))
+        (of.spec.source, str(of.ready), str(of.slots), str(of.spec.shard.samples))
         if of
         else ("?",) * 4
     )
@@ -172,7 +172,7 @@ def _row(report: Report) -> tuple[str, ...]:
 
 
 def _stats(options: argparse.Namespace) -> int:
-    of, report = contents(options.folder), look(options.folder)
+    of, report = read_contents(options.folder), inspect_pool(options.folder)
     if report is None:
         raise CacheError(
             f"A pool must stay to be looked at. Received: {options.folder}, which has gone."
@@ -189,18 +189,18 @@ def _stats(options: argparse.Namespace) -> int:
 
 
 def _facts(of: Contents) -> dict[str, str]:
-    part, layout = of.plan.part, of.plan.layout
+    part, layout = of.spec.shard, of.spec.layout
     whose = f"of node {part.node}, which is one of {part.nodes}" if part.nodes > 1 else "of all"
     room = (
         "all"
-        if of.slots == part.wanted
+        if of.slots == part.assigned_samples
         else f"{of.slots} that have room, chosen by seed {part.seed},"
     )
     heap = "none, as all samples are of one size"
     if of.heap_used is not None and of.heap_capacity is not None:
         heap = f"{readable_size(of.heap_used)} used of at most {readable_size(of.heap_capacity)}"
     return {
-        "source": of.plan.source,
+        "source": of.spec.source,
         "samples": f"{of.ready} ready of {of.slots} kept of {part.samples}",
         "part": f"{room} {whose}",
         "sample": ", ".join(map(str, layout.components)),
@@ -215,22 +215,22 @@ def _verify(options: argparse.Namespace) -> int:
     found = [
         path
         for folder in options.folders
-        for path in (pools(folder) if folder.is_dir() else []) or [folder]
+        for path in (find_pools(folder) if folder.is_dir() else []) or [folder]
     ]
     return max(_each(found, _verify_one))
 
 
 def _verify_one(folder: Path) -> int:
     # First that its files are as long as they must be.
-    contents(folder)
-    pool = existing(folder)
+    read_contents(folder)
+    pool = open_existing(folder)
     try:
-        samples = np.arange(pool.plan.part.samples)
+        samples = np.arange(pool.spec.shard.samples)
         samples = samples[pool.ready(samples)]
         progress, torn = ProgressBar(len(samples), "samples"), 0
         for begin in range(0, len(samples), WINDOW):
             window = samples[begin : begin + WINDOW]
-            torn += len(pool.torn(window, again=True))
+            torn += len(pool.find_corrupt(window, recheck=True))
             progress.add(len(window))
         progress.close()
     finally:
@@ -286,13 +286,15 @@ def _rm(options: argparse.Namespace) -> int:
         )
     roots = options.folders or _own_memory(closed=False)
     return max(
-        _each([path for root in roots for path in pools(root)] if options.all else roots, _rm_one),
+        _each(
+            [path for root in roots for path in find_pools(root)] if options.all else roots, _rm_one
+        ),
         default=DONE,
     )
 
 
 def _rm_one(folder: Path) -> int:
-    report = look(folder)
+    report = inspect_pool(folder)
     remove(folder)
     print(f"{folder}: freed {readable_size(report.bytes if report else 0)}")
     return DONE

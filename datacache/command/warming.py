@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datacache.levels.opening import stored_pool
+from datacache.levels.opening import open_stored_pool
 from datacache.levels.pool_level import PoolLevel
 from datacache.levels.source_level import SourceLevel
 from datacache.sources.source import RandomSource
@@ -58,13 +58,13 @@ def warm(
       CacheError: If the folder holds something else, or the disk has no room to begin with.
       SourceError: If a sample cannot be read; the message names the sample.
     """
-    pool = stored_pool(source, disk, access)
+    pool = open_stored_pool(source, disk, access)
     # Checksums are looked at when samples are used, or by `verify`.
     counts = Counts()
     stored = PoolLevel(pool, SourceLevel(source, counts), "never", counts, "disk_hits")
     try:
         samples = np.arange(len(source))
-        lacking = stored.lacking(samples[pool.has_room(samples)])
+        lacking = stored.missing(samples[pool.has_room(samples)])
         done = started(len(lacking))
         for count in done_in_windows(stored.samples, lacking):
             done(count)

@@ -1,4 +1,4 @@
-"""What the levels of a node have in common."""
+"""Interface of the levels of a node."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ from datacache.errors import CacheError
 from datacache.pool.layout import Arrays
 
 Stream = Callable[[Collection[int]], Iterator[tuple[int, Arrays]]]
+"""Reads all samples in order, and yields index and components of those in the collection. The
+others are skipped before they are decoded."""
 
 
 class Level(Protocol):
-    """Samples in one form, and the level below that has what this one lacks.
+    """Samples in one form, on top of the level that has what this one lacks.
 
-    A level answers from what it holds and asks the level below for the rest. Calls go down only: no level knows
-    which one is above it. The source is the last.
+    A level answers from what it holds and asks the level below for the rest. Calls go down only: no
+    level knows which one is above it. The source is the last.
 
     Attributes:
-      stream: Reads a source that has its samples one after the other only, from its beginning to its end: given the
-        indices of the samples that are needed, yields index and components of each. `None` where samples can be had
-        by index; otherwise `samples` raises.
+      stream: Reads the samples of a source that has them one after the other only. `None` where any
+        sample can be had by its index.
     """
 
-    @property
-    def stream(self) -> Stream | None:
-        """Reads a source that has its samples one after the other only."""
-        ...
+    stream: Stream | None
 
     def samples(self, indices: np.ndarray) -> list[Arrays]:
-        """Returns the components of samples.
+        """Returns the components of samples, in the order of `indices`.
 
         Args:
-          indices: Indices of the samples, `[n]` int64, each at most once.
+          indices: Indices of the samples, `[n]` int64, without duplicates.
 
         Raises:
           SourceError: If a sample cannot be had; the error names it.
@@ -43,24 +41,25 @@ class Level(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the threads and mappings of this level and of those below."""
+        """Ends threads and mappings of this level and of those below."""
         ...
 
 
 class Opener:
-    """The process that opened a cache: no other one can make samples."""
+    """The process that opened a cache, which alone can make samples."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
 
-    def check(self, indices: np.ndarray) -> None:
-        """Raises an error in a forked child.
+    def refuse_in_child(self, indices: np.ndarray) -> None:
+        """Refuses to make samples in a forked child.
 
         Args:
-          indices: Indices of the samples to be made; without any there is nothing to refuse.
+          indices: Indices of the samples to make, `[n]` int64.
 
         Raises:
-          CacheError: If there are any, and this process was forked from the one that opened the cache.
+          CacheError: If there are any, and this process was forked from the one that opened the
+            cache.
         """
         if indices.size and os.getpid() != self._process:
             raise CacheError(

@@ -15,14 +15,18 @@ from datacache.windows import windows
 
 
 class Levels:
-    """The chain of a node's levels, as those who read batches see it.
+    """Chain of levels as readers of batches see it: memory, if there is any, and what is below.
 
     Args:
-      memory: Level of the pool in memory, if there is room for one.
-      below: The level below memory: that of decoded samples on a disk, or the one that makes them.
-      layout: Of cached samples.
-      counts: Where all levels count.
-      opener: Refuses to make samples in a forked child.
+      memory: Level of the pool in memory; `None` if there is no room for one.
+      below: Level below memory: that of cached samples on a disk, or the one that makes them.
+      layout: Layout of cached samples.
+      counts: Counters of this process.
+      opener: Process that may make samples.
+
+    Attributes:
+      layout: Layout of cached samples.
+      counts: Counters of this process.
     """
 
     def __init__(
@@ -33,69 +37,112 @@ class Levels:
         counts: Counts,
         opener: Opener,
     ) -> None:
-        self._memory, self._below = memory, below
-        self.layout, self.counts, self.opener = layout, counts, opener
+        self._memory, self._below, self._opener = memory, below, opener
+        self.layout, self.counts = layout, counts
 
     @property
     def memory(self) -> Pool | None:
-        """The pool in memory, if there is one."""
+        """Pool in memory, if there is one."""
         return None if self._memory is None else self._memory.pool
 
     @property
     def is_complete(self) -> bool:
-        """Whether memory holds all samples there are."""
-        return self.memory is not None and self.memory.filled == self.memory.plan.part.samples
+        """Whether memory holds all samples of the source."""
+        return self.memory is not None and self.memory.filled == self.memory.spec.shard.samples
 
-    def lacking(self, indices: np.ndarray) -> np.ndarray:
-        """Returns those of these indices whose samples memory does not hold whole."""
-        return indices if self._memory is None else self._memory.lacking(indices)
+    def refuse_in_child(self, indices: np.ndarray) -> None:
+        """Refuses to make samples in a forked child; see `Opener.refuse_in_child`.
 
-    def absent(self, indices: np.ndarray) -> np.ndarray:
-        """Returns those of these indices whose samples memory does not hold, whole or not."""
-        return indices if self._memory is None else self._memory.absent(indices)
+        Args:
+          indices: Indices of the samples to make, `[n]` int64.
 
-    def copies(self, indices: np.ndarray) -> bool:
-        """Returns whether a batch is one copy from memory once it holds these samples."""
-        return self.memory is not None and self.memory.copies(indices)
+        Raises:
+          CacheError: If there are any, and this process is a forked child.
+        """
+        self._opener.refuse_in_child(indices)
 
-    def copied(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays | None:
-        """Returns a batch where `copies` says so, see `PoolLevel.copied`."""
+    def missing(self, indices: np.ndarray) -> np.ndarray:
+        """Returns which samples memory does not hold, or holds corrupt, `[k]` int64.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64.
+        """
+        return indices if self._memory is None else self._memory.missing(indices)
+
+    def not_ready(self, indices: np.ndarray) -> np.ndarray:
+        """Returns which samples memory does not hold, without verifying the others, `[k]` int64.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64.
+        """
+        return indices if self._memory is None else self._memory.not_ready(indices)
+
+    def can_copy(self, indices: np.ndarray) -> bool:
+        """Tells whether `gather` can copy a batch, once memory holds all its samples.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64.
+        """
+        return self.memory is not None and self.memory.can_copy(indices)
+
+    def gather(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays | None:
+        """Copies a batch from memory; see `PoolLevel.gather`.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64, for which `can_copy` is true.
+          into: Arrays to copy to in place of new ones.
+
+        Returns:
+          An array `[n, *shape]` for each component; `None` if some samples are not ready any more.
+        """
         assert self._memory is not None
-        return self._memory.copied(indices, into)
+        return self._memory.gather(indices, into)
 
     def collect(self, indices: np.ndarray, made: dict[int, Arrays]) -> list[Arrays]:
-        """Returns samples that were just made, and others from memory, see `PoolLevel.collect`."""
+        """Returns samples that were just made, and the others from memory.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64.
+          made: Samples by index; all those that memory did not take.
+        """
         if self._memory is None:
             return [made[sample] for sample in indices.tolist()]
         return self._memory.collect(indices, made)
 
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
-        """Makes samples.
+        """Brings samples to memory.
 
         Args:
-          indices: Indices of the samples, `[n]` int64, each at most once.
+          indices: Indices of the samples, `[n]` int64, without duplicates.
 
         Returns:
-          Those that memory has no room for, by index.
+          The samples that memory did not take, by index.
 
         Raises:
-          CacheError: In a forked child.
-          SourceError: If a sample cannot be read; the error names it.
+          CacheError: If this process was forked from the one that opened the cache.
+          SourceError: If a sample cannot be had; the error names it.
         """
-        self.opener.check(indices)
-        unkept: dict[int, Arrays] = {}
+        untaken: dict[int, Arrays] = {}
         for window in windows(indices):
-            unkept |= self._fill_window(window)
-        return unkept
+            untaken |= self._fill_window(window)
+        return untaken
 
     def put(self, index: int, arrays: Arrays) -> bool:
-        """Puts a sample that came from elsewhere where there is room; returns whether memory holds it now."""
+        """Puts a sample that came from elsewhere into the pools of cached samples.
+
+        Args:
+          index: Index of the sample.
+          arrays: Its components.
+
+        Returns:
+          Whether memory holds the sample now.
+        """
         if isinstance(self._below, PoolLevel):
             self._below.put(index, arrays)
         return self._memory is not None and self._memory.put(index, arrays)
 
     def clear(self) -> None:
-        """Forgets all cached samples in memory and on disk."""
+        """Forgets all cached samples, in memory and on disk; stored samples stay."""
         for level in (self._memory, self._below):
             if isinstance(level, PoolLevel):
                 level.pool.clear()
@@ -111,4 +158,5 @@ class Levels:
         else:
             made, kept = self._memory.fill(window)
         self.counts.add(unkept=len(window) - len(kept))
+        # What memory took is read from there: a large fill would hold everything twice.
         return {sample: arrays for sample, arrays in made.items() if sample not in kept}

@@ -1,4 +1,4 @@
-"""A level that keeps samples in a pool, each put there by one process of the node."""
+"""Level that keeps samples in a pool, where each is put by one process of the node."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
+from typing_extensions import override
 
 from datacache.levels.level import Level, Opener, Stream
 from datacache.pool.layout import Arrays
@@ -16,21 +17,24 @@ from datacache.statistics import Counts
 
 log = logging.getLogger("datacache")
 POLL_S = 0.002
+"""Pause between two looks at samples that another process is making. Kernel locks could wait for
+one process only, and samples of a batch may be in the hands of several."""
 Verify = Literal["first", "always", "never"]
 
 
-class PoolLevel:
-    """A pool, and the level below for the samples that it lacks; what comes from there is kept.
+class PoolLevel(Level):
+    """Samples in a pool, which takes what it lacks from the level below.
 
     Args:
-      pool: Where samples are kept.
-      below: Has all samples, or streams them.
-      verify: When checksums are looked at, as in `Cache`.
-      counts: Where this level counts.
-      hits: The count of the samples that `samples` finds in the pool; `None` does not count them.
-      opener: Refuses to fill the pool in a forked child.
+      pool: Pool that keeps the samples.
+      below: Level that has all samples, or streams them.
+      verify: When checksums are verified: before the "first" use in each boot, "always" or "never".
+      counts: Counters of this process.
+      hits: Name of the counter of samples that `samples` finds in the pool; `None` for no counter.
+      opener: Process that may fill the pool; this one by default.
     """
 
+    # Any sample of a pool can be read by its index, even if the source below streams.
     stream: Stream | None = None
 
     def __init__(
@@ -44,137 +48,168 @@ class PoolLevel:
     ) -> None:
         self.pool, self._below, self._verify = pool, below, verify
         self._counts, self._hits, self._opener = counts, hits, opener or Opener()
-        self._is_full = False
+        self._reported_full = False
 
+    @override
     def samples(self, indices: np.ndarray) -> list[Arrays]:
-        """See `Level.samples`."""
         made, _ = self.fill(indices)
         if self._hits is not None:
             self._counts.add(**{self._hits: len(indices) - len(made)})
         return self.collect(indices, made)
 
     def collect(self, indices: np.ndarray, made: dict[int, Arrays]) -> list[Arrays]:
-        """Returns samples that were just made, and others from the pool.
+        """Returns samples that were just made, and the others from the pool.
 
         Args:
           indices: Indices of the samples, `[n]` int64.
-          made: Samples by index; the pool holds the others, unless another process has cleared them since.
+          made: Samples by index, which need not be in the pool. The pool must hold the others;
+            those that another process clears in the meantime are made again.
+
+        Raises:
+          SourceError: If a sample cannot be had; the error names it.
         """
         found = dict(made)
         while left := [sample for sample in indices.tolist() if sample not in found]:
-            held = {sample: self.pool.sample(sample) for sample in left}
-            found |= {sample: arrays for sample, arrays in held.items() if arrays is not None}
-            if lost := [sample for sample in left if sample not in found]:
-                found |= self.fill(np.array(lost))[0]
+            read = {sample: self.pool.read_sample(sample) for sample in left}
+            found |= {sample: arrays for sample, arrays in read.items() if arrays is not None}
+            if cleared := [sample for sample in left if sample not in found]:
+                found |= self.fill(np.array(cleared))[0]
         return [found[sample] for sample in indices.tolist()]
 
     def fill(self, indices: np.ndarray) -> tuple[dict[int, Arrays], set[int]]:
-        """Puts samples into the pool unless they are there; whoever comes second to one waits for it.
+        """Puts samples into the pool unless they are there.
+
+        Of several processes that want the same sample, the first one makes it, and the others wait.
 
         Args:
-          indices: Indices of the samples, `[n]` int64.
+          indices: Indices of the samples, `[n]` int64, without duplicates.
 
         Returns:
-          The samples that this call made, by index, and the indices of those that the pool holds now.
+          A tuple of two: the samples that were made here, by index, and the indices of those that
+          the pool holds now.
 
         Raises:
-          CacheError: In a forked child.
-          SourceError: If a sample cannot be had.
+          CacheError: If this process was forked from the one that opened the cache.
+          SourceError: If a sample cannot be had; the error names it.
         """
-        self._opener.check(indices)
+        # Before anything is claimed: a child has the locks of its parent.
+        self._opener.refuse_in_child(indices)
         if self._below.stream is not None:
-            self._pour(self._below.stream, indices)
+            self._fill_from_stream(self._below.stream, indices)
         return self._keep(indices, self._below.samples)
 
     def put(self, index: int, arrays: Arrays) -> bool:
-        """Keeps a sample that came from elsewhere; returns whether the pool holds it now."""
+        """Puts a sample that came from elsewhere into the pool, unless it is there.
+
+        Args:
+          index: Index of the sample.
+          arrays: Its components.
+
+        Returns:
+          Whether the pool holds the sample now.
+        """
         return index in self._keep(np.array([index]), lambda _: [arrays])[1]
 
-    def lacking(self, indices: np.ndarray) -> np.ndarray:
-        """Returns those of these indices whose samples the pool does not hold whole."""
-        if self._verify == "never":
-            return self.absent(indices)
-        corrupt = self.pool.torn(indices[self.pool.ready(indices)], again=self._verify == "always")
-        self._note(corrupt)
-        # Asked again: another process may have cleared some in the meantime.
-        return indices[~self.pool.ready(indices) | np.isin(indices, corrupt)]
-
-    def absent(self, indices: np.ndarray) -> np.ndarray:
-        """Returns those of these indices whose samples the pool does not hold, whole or not."""
-        return indices[~self.pool.ready(indices)]
-
-    def copied(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays | None:
-        """Returns a batch of samples that the pool holds.
+    def missing(self, indices: np.ndarray) -> np.ndarray:
+        """Returns which samples the pool does not hold, or holds corrupt, `[k]` int64.
 
         Args:
           indices: Indices of the samples, `[n]` int64.
-          into: Arrays to copy to, in place of new ones.
+        """
+        if self._verify == "never":
+            return self.not_ready(indices)
+        ready = indices[self.pool.ready(indices)]
+        corrupt = self.pool.find_corrupt(ready, recheck=self._verify == "always")
+        self._report_corrupt(corrupt)
+        # Asked again, because another process may have cleared some in the meantime.
+        return indices[~self.pool.ready(indices) | np.isin(indices, corrupt)]
+
+    def not_ready(self, indices: np.ndarray) -> np.ndarray:
+        """Returns which samples the pool does not hold, without verifying the others, `[k]` int64.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64.
+        """
+        return indices[~self.pool.ready(indices)]
+
+    def gather(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays | None:
+        """Copies a batch of samples that are ready, and verifies them on the way.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64.
+          into: Arrays to copy to in place of new ones.
 
         Returns:
-          One array per component, `[n, *shape]`; `None` if samples were corrupt or cleared, which are absent now.
+          An array `[n, *shape]` for each component; `None` if some samples were corrupt or cleared,
+          which are not ready any more.
         """
         if self._verify == "never":
             return self.pool.gather(indices, into)
-        arrays, corrupt = self.pool.gather_whole(indices, into, again=self._verify == "always")
-        self._note(corrupt)
+        arrays, corrupt = self.pool.gather_verified(indices, into, recheck=self._verify == "always")
+        self._report_corrupt(corrupt)
         return arrays
 
+    @override
     def close(self) -> None:
-        """See `Level.close`."""
         self._below.close()
         self.pool.close()
 
     def _keep(
         self, indices: np.ndarray, make: Callable[[np.ndarray], list[Arrays]]
     ) -> tuple[dict[int, Arrays], set[int]]:
-        room = self.pool.has_room(indices)
-        made = _by_index(indices[~room], make)
-        kept = set(indices[room].tolist())
-        left = indices[room]
-        while (left := self.lacking(left)).size:
-            with self.pool.claim(left) as mine:
-                new = _by_index(mine, make)
+        """Puts what `make` returns where it is missing; see `fill` for what this returns."""
+        has_room = self.pool.has_room(indices)
+        made = _by_index(indices[~has_room], make)
+        kept = set(indices[has_room].tolist())
+        left = indices[has_room]
+        while (left := self.missing(left)).size:
+            with self.pool.claim(left) as claimed:
+                new = _by_index(claimed, make)
                 kept -= self._put_all(new)
             made |= new
-            left = left[~np.isin(left, mine)]
-            # Nothing of this pool is held while others finish what they hold.
-            if left.size and not mine.size:
+            left = left[~np.isin(left, claimed)]
+            # Waits without claims: two processes that wait for each other's would never end.
+            if left.size and not claimed.size:
                 time.sleep(POLL_S)
         return made, kept
 
     def _put_all(self, made: dict[int, Arrays]) -> set[int]:
-        """Returns the indices of those that had no room."""
-        unkept = {sample for sample, arrays in made.items() if not self.pool.put(sample, arrays)}
-        if unkept and not self._is_full:
-            self._is_full = True
+        """Puts samples into the pool, and returns the indices of those that it did not take."""
+        refused = {sample for sample, arrays in made.items() if not self.pool.put(sample, arrays)}
+        if refused and not self._reported_full:
+            self._reported_full = True
             log.warning(
                 "datacache: no more room in %s: what it does not hold is read through. Make room "
                 "(python -m datacache ls), or give a larger `budget` to a new one.",
                 self.pool.folder,
             )
-        return unkept
+        return refused
 
-    def _pour(self, stream: Stream, indices: np.ndarray) -> None:
-        """Reads a stream from its beginning into this pool, one process of the node for all."""
-        while self.lacking(indices[self.pool.has_room(indices)]).size:
-            with self.pool.claim_all() as mine:
-                if mine:
-                    everything = np.arange(self.pool.plan.part.samples)
-                    lacking = self.lacking(everything[self.pool.has_room(everything)])
-                    for sample, arrays in stream(set(lacking.tolist())):
+    def _fill_from_stream(self, stream: Stream, indices: np.ndarray) -> None:
+        """Reads a stream once for all samples that have room, if one of `indices` is missing.
+
+        One process of the node does so for all; the others wait until it is done.
+        """
+        while self.missing(indices[self.pool.has_room(indices)]).size:
+            with self.pool.claim_all() as claimed:
+                if claimed:
+                    every = np.arange(self.pool.spec.shard.samples)
+                    missing = self.missing(every[self.pool.has_room(every)])
+                    for sample, arrays in stream(set(missing.tolist())):
                         self.pool.put(sample, arrays)
                     return
             time.sleep(POLL_S)
 
-    def _note(self, corrupt: np.ndarray) -> None:
+    def _report_corrupt(self, corrupt: np.ndarray) -> None:
         if corrupt.size:
             self._counts.add(healed=len(corrupt))
             log.warning(
-                "datacache: torn in %s, and made again: samples %s",
+                "datacache: corrupt in %s, and made again: samples %s",
                 self.pool.folder,
                 corrupt.tolist(),
             )
 
 
 def _by_index(indices: np.ndarray, make: Callable[[np.ndarray], list[Arrays]]) -> dict[int, Arrays]:
+    # Levels below are not bothered with nothing: they would count it and wake their threads.
     return dict(zip(indices.tolist(), make(indices), strict=True)) if indices.size else {}

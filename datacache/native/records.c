@@ -1,19 +1,21 @@
-// Copies records in any order into a batch, past the caches, and looks at their checksums on the
-// way.
+// Copies records in any order into a batch, past the CPU's caches, and computes their checksums on
+// the way.
 //
-// A batch is larger than what caches keep, and is read elsewhere: storing it the usual way would
-// read each line of it first, and push out what is in use. See docs/results/reading.md for what
-// that makes of a batch.
+// A batch is larger than the caches, and is read elsewhere: an ordinary store would first read each
+// cache line of it, and evict what is in use. See docs/results/reading.md for the time of a batch.
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
+// Bytes of a cache line, of a part that is folded at a time, and from a load to its prefetch.
+// Records of fewer than SMALL bytes are copied as usual.
 enum { LINE = 64, PART = 16, AHEAD = 1024, SMALL = 4096 };
 
 static void copy(char* into, const char* from, size_t bytes) {
 #if defined(__SSE2__)
+  // Streaming stores must be aligned, and only whole lines are combined into one write.
   size_t head = -(uintptr_t)into % LINE;
   if (bytes >= SMALL) {
     memcpy(into, from, head);
@@ -28,14 +30,15 @@ static void copy(char* into, const char* from, size_t bytes) {
   memcpy(into, from, bytes);
 }
 
-// Orders streamed stores before others read them.
+// Streaming stores are not ordered with others: makes them visible before anybody is told that the
+// batch is there.
 static void finish(void) {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
 }
 
-// into[i] = records[indices[i]] for records of so many bytes.
+// into[i] = records[indices[i]], for records of `bytes` bytes.
 __attribute__((visibility("default"))) void gather_records(char* into, const char* records,
                                                            int64_t bytes, const int64_t* indices,
                                                            int64_t count) {
@@ -45,13 +48,15 @@ __attribute__((visibility("default"))) void gather_records(char* into, const cha
 }
 
 #if defined(__x86_64__)
-// CRC-32 as zlib has it, by multiplication without carries: several parts of 16 bytes are folded
-// side by side. Source: Gopal, Ozturk, Guilford et al. 2009, "Fast CRC Computation for Generic
-// Polynomials Using PCLMULQDQ Instruction": to fold by n bits takes x^(n + 32) and x^(n - 32)
-// modulo the polynomial, bits reflected.
+// CRC-32 as zlib computes it, by carry-less multiplication: several parts of 16 bytes are folded
+// side by side, as each multiplication takes several cycles, and the next part needs its result.
+// Source: Gopal, Ozturk, Guilford et al. 2009, "Fast CRC Computation for Generic Polynomials Using
+// PCLMULQDQ Instruction": to fold by n bits takes x^(n + 32) and x^(n - 32) modulo the polynomial,
+// bits reflected.
 #define NARROW __attribute__((target("pclmul,sse4.1")))
 #define WIDE __attribute__((target("pclmul,sse4.1,avx2,vpclmulqdq")))
 
+// For what is left before and behind whole parts: fewer than 32 bytes, so a small table is enough.
 static uint32_t byte_by_byte(uint32_t checksum, const char* from, size_t bytes) {
   static const uint32_t of_nibble[16] = {0x00000000, 0x1db71064, 0x3b6e20c8, 0x26d930ac,
                                          0x76dc4190, 0x6b6b51f4, 0x4db26158, 0x5005713c,
@@ -65,14 +70,15 @@ static uint32_t byte_by_byte(uint32_t checksum, const char* from, size_t bytes) 
   return checksum;
 }
 
-// Moves `folded` on by the number of bits that `by` stands for, and adds the data there.
+// Moves the remainder `folded` on by the number of bits that `by` stands for, and adds what comes
+// there.
 NARROW static inline __m128i fold(__m128i folded, __m128i by, __m128i next) {
   const __m128i low = _mm_clmulepi64_si128(folded, by, 0x00),
                 high = _mm_clmulepi64_si128(folded, by, 0x11);
   return _mm_xor_si128(_mm_xor_si128(low, high), next);
 }
 
-// The remainder of 128 bits: to 64, to 32, and by Barrett's reduction.
+// Reduces 128 bits to the remainder: to 64 bits, and then to 32 by Barrett's reduction.
 NARROW static inline uint32_t reduced(__m128i folded) {
   const __m128i low_words = _mm_setr_epi32(-1, 0, -1, 0),
                 by_128 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
@@ -87,7 +93,8 @@ NARROW static inline uint32_t reduced(__m128i folded) {
   return (uint32_t)_mm_extract_epi32(_mm_xor_si128(folded, product), 1);
 }
 
-// The checksum of whole parts, and their copy to a multiple of 16 bytes unless `into` is null.
+// Returns the checksum of whole parts, and copies them to `into`, a multiple of 16 bytes, unless it
+// is null.
 NARROW static uint32_t of_parts(uint32_t checksum, char* into, const char* from, size_t bytes) {
   const __m128i by_128 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
   __m128i folded = _mm_setzero_si128();
@@ -140,9 +147,12 @@ WIDE static uint32_t of_eight_parts(uint32_t checksum, char* into, const char* f
   return bytes ? of_parts(0, NULL, (const char*)folded, sizeof folded) : checksum;
 }
 
+// Returns the checksum of a record, and copies it unless `into` is null. zlib inverts checksums
+// before and after.
 static uint32_t checked(uint32_t checksum, char* into, const char* from, size_t bytes, int wide) {
   uint32_t (*const of_blocks)(uint32_t, char*, const char*, size_t) =
       wide ? of_eight_parts : of_four_parts;
+  // The head ends where the widest streaming store may begin; without a copy there is none.
   const size_t block = (wide ? 8 : 4) * PART, ahead = -(uintptr_t)into % (2 * PART);
   const size_t head = ahead < bytes ? ahead : bytes;
   const size_t blocks = (bytes - head) / block * block,
@@ -160,7 +170,7 @@ static uint32_t checked(uint32_t checksum, char* into, const char* from, size_t 
 }
 #endif
 
-// How many parts of 16 bytes this CPU multiplies at a time: 0, 1 or 2.
+// Returns how many parts of 16 bytes this CPU multiplies at a time: 0, 1 or 2.
 __attribute__((visibility("default"))) int64_t parts_at_a_time(void) {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1"))
@@ -169,8 +179,8 @@ __attribute__((visibility("default"))) int64_t parts_at_a_time(void) {
   return 0;
 }
 
-// checksums[i] goes on with the bytes of records[indices[i]], which are copied to into[i] unless
-// `into` is null; so many parts at a time, at least one.
+// Updates checksums[i] with the bytes of records[indices[i]], and copies these to into[i] unless
+// `into` is null. `at_a_time` is 1 or 2, and at most what `parts_at_a_time` returns.
 __attribute__((visibility("default"))) void check_records(char* into, const char* records,
                                                           int64_t bytes, const int64_t* indices,
                                                           int64_t count, uint32_t* checksums,
@@ -186,19 +196,19 @@ __attribute__((visibility("default"))) void check_records(char* into, const char
 #endif
 }
 
-// Marks words that have not changed meanwhile. Where words[indices[i]] still equals seen[i] in the
-// bits of `same`, it becomes these bits and `mark`, or 0 unless agrees[i]; was[i] tells whether it
-// still did. Whoever writes a sample takes its word away first, so that a changed one is left
-// alone.
+// Where words[indices[i]] still equals seen[i] in the bits of `kept`, it becomes these bits and
+// `mark`, or 0 unless intact[i]; unchanged[i] says whether it did. Whoever writes a sample
+// withdraws its word before, so that the word of a sample that was rewritten is left alone. The
+// loop is for words that others mark at the same time, which changes none of these bits.
 __attribute__((visibility("default"))) void mark_words(uint64_t* words, const int64_t* indices,
-                                                       const uint64_t* seen, const uint8_t* agrees,
-                                                       uint64_t same, uint64_t mark, uint8_t* was,
-                                                       int64_t count) {
+                                                       const uint64_t* seen, const uint8_t* intact,
+                                                       uint64_t kept, uint64_t mark,
+                                                       uint8_t* unchanged, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
-    const uint64_t by = agrees[i] ? (seen[i] & same) | mark : 0;
+    const uint64_t by = intact[i] ? (seen[i] & kept) | mark : 0;
     uint64_t word = __atomic_load_n(words + indices[i], __ATOMIC_RELAXED);
-    do was[i] = !((word ^ seen[i]) & same);
-    while (was[i] && !__atomic_compare_exchange_n(words + indices[i], &word, by, 0,
-                                                  __ATOMIC_RELEASE, __ATOMIC_RELAXED));
+    do unchanged[i] = !((word ^ seen[i]) & kept);
+    while (unchanged[i] && !__atomic_compare_exchange_n(words + indices[i], &word, by, 0,
+                                                        __ATOMIC_RELEASE, __ATOMIC_RELAXED));
   }
 }

@@ -1,4 +1,4 @@
-"""Where batches come from: the levels of this node, and those of others where nodes share the samples."""
+"""Source of batches: the levels of this node, and other nodes where they share the samples."""
 
 from __future__ import annotations
 
@@ -7,35 +7,47 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from typing_extensions import override
 
 from datacache.levels.levels import Levels
-from datacache.pool.layout import Arrays, batch
+from datacache.pool.layout import Arrays, stack_samples
 
 
 class Reader(ABC):
-    """Reads batches from memory, after it has filled what memory lacks.
+    """Reads batches from memory, and first brings there what it lacks.
 
     Args:
-      levels: Of this node.
+      levels: Levels of this node.
     """
 
     def __init__(self, levels: Levels) -> None:
-        self.levels, self._counts = levels, levels.counts
+        self._levels, self._counts = levels, levels.counts
 
     @abstractmethod
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
-        """Prepares for an epoch.
+        """Gets ready for the batches of an epoch.
 
         Args:
           shares: Indices of the samples of each step, int64.
 
         Returns:
-          What to call with the index of a step before that step is read.
+          A function to call with the index of a step before its batch is read.
         """
 
     @abstractmethod
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
-        """Brings samples to memory; see `Levels.fill`."""
+        """Brings samples to memory.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64, without duplicates.
+
+        Returns:
+          The samples that memory did not take, by index.
+
+        Raises:
+          CacheError: If this process was forked from the one that opened the cache.
+          SourceError: If a sample cannot be had; the error names it.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -46,29 +58,33 @@ class Reader(ABC):
 
         Args:
           indices: Indices of the samples, `[n]` int64.
-          into: Arrays to use for a batch that is one copy from memory.
+          into: Arrays to copy to in place of new ones, for samples that do not vary in size. They
+            are used where memory has room for the whole batch.
 
         Returns:
-          One array per component, `[n, *shape]`; components that vary are padded at their ends.
+          An array `[n, *shape]` for each component; components that vary are padded at their end.
 
         Raises:
-          SourceError: If a sample cannot be read; the error names it.
+          CacheError: If samples must be made, and this process was forked from the one that opened
+            the cache.
+          SourceError: If a sample cannot be had; the error names it.
         """
-        if self.levels.copies(indices):
-            return self._copied(indices, into)
-        lacking = self.levels.lacking(indices)
-        self._count(indices, len(lacking))
-        made = self._timed_fill(lacking)
-        return batch(self.levels.collect(indices, made), self.levels.layout)
+        if self._levels.can_copy(indices):
+            return self._copy(indices, into)
+        missing = self._levels.missing(indices)
+        self._count(indices, len(missing))
+        made = self._timed_fill(missing)
+        return stack_samples(self._levels.collect(indices, made), self._levels.layout)
 
-    def _copied(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays:
-        """Copies samples that all have room; whether they are whole is seen on the way."""
+    def _copy(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays:
+        """Copies a batch whose samples all have room, until all of them were whole."""
         made = 0
         while True:
-            absent = self.levels.absent(indices)
-            made += len(absent)
-            self._timed_fill(absent)
-            arrays = self.levels.copied(indices, into)
+            # Not verified here, but in the same pass over the bytes that copies them.
+            missing = self._levels.not_ready(indices)
+            made += len(missing)
+            self._timed_fill(missing)
+            arrays = self._levels.gather(indices, into)
             if arrays is not None:
                 self._count(indices, made)
                 return arrays
@@ -88,14 +104,15 @@ class Reader(ABC):
 class LocalReader(Reader):
     """Reads from the levels of this node alone."""
 
+    @override
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
-        """Does nothing: batches are read ahead anyway."""
+        # Batches are read ahead anyway, which is soon enough for a source.
         return lambda step: None
 
+    @override
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
-        """See `Levels.fill`."""
-        return self.levels.fill(indices)
+        return self._levels.fill(indices)
 
+    @override
     def close(self) -> None:
-        """Closes the levels."""
-        self.levels.close()
+        self._levels.close()

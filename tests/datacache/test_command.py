@@ -16,9 +16,10 @@ import pytest
 import datacache
 from datacache.command.main import main
 from datacache.pool import inspection
-from datacache.pool.kept_samples import KeptSamples
 from datacache.pool.layout import Layout
-from datacache.pool.pool import Plan, Pool, existing
+from datacache.pool.pool import Pool, open_existing
+from datacache.pool.shard import SampleShard
+from datacache.pool.spec import PoolSpec
 from tests import drawn
 
 SAMPLES = 12
@@ -29,9 +30,10 @@ VARYING = Layout.of([np.array(b"", object), np.float32(0)])
 
 def _filled(folder, ready=SAMPLES, layout=SIMPLE, **of_part):
     """A pool that nobody has open, with its first samples."""
-    part = KeptSamples(**{"samples": SAMPLES, "slots": SAMPLES} | of_part)
+    part = SampleShard(**{"samples": SAMPLES, "slots": SAMPLES} | of_part)
     pool = Pool(
-        folder, lambda: Plan(layout=layout, part=part, heap_bytes=10**4, source="images in /data")
+        folder,
+        lambda: PoolSpec(layout=layout, shard=part, heap_bytes=10**4, source="images in /data"),
     )
     samples = np.flatnonzero(pool.has_room(np.arange(SAMPLES)))
     for number in samples[:ready]:
@@ -70,7 +72,7 @@ def _listed(capsys, *folders):
 def test_ls(pools, capsys):
     (pools / "notes.txt").write_text("no pool")
     (pools / "thesis").mkdir()
-    user = existing(pools / "b")
+    user = open_existing(pools / "b")
     before = _state(pools)
     assert main(["ls", str(pools)]) == 0
     heading, *rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
@@ -105,7 +107,7 @@ def test_ls_for_machines(pools, capsys):
     assert 0 < one["heap_used"] <= one["bytes"]
     assert (found["c"]["node"], found["c"]["nodes"], found["c"]["slots"]) == (1, 2, 6)
     assert found["a"]["opened"].startswith(("1970", "1969"))
-    existing(pools / "a").close()
+    open_existing(pools / "a").close()
     assert (
         found["a"]["made"][:4] == _listed(capsys, pools)["a"]["opened"][:4] == time.strftime("%Y")
     )
@@ -204,13 +206,13 @@ def test_what_goes_while_it_is_listed(pools, capsys, monkeypatch):
         return wrapped
 
     for name in (
-        "_like_a_pool",
+        "_looks_like_a_pool",
         "_report",
-        "_taken",
+        "_allocated_bytes",
         "_changed",
         "_in_use",
         "_contents",
-        "check",
+        "read_checked_header",
         "_read",
     ):
         monkeypatch.setattr(inspection, name, watched(getattr(inspection, name)))
@@ -224,7 +226,7 @@ def test_what_goes_while_it_is_listed(pools, capsys, monkeypatch):
 
 
 def test_stats(pools, capsys):
-    user = existing(pools / "b")
+    user = open_existing(pools / "b")
     assert main(["stats", str(pools / "b")]) == 0
     facts = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert facts["source"] == "images in /data"
@@ -253,8 +255,8 @@ def test_corrupt_samples_are_found_and_made_again(pools, capsys):
             for name, whole in zip("abc", (12, 5, 2), strict=True)
         )
     )
-    user = existing(pools / "a")
-    user._columns[0][[3, 7]] ^= 1
+    user = open_existing(pools / "a")
+    user._columns.arrays[0][[3, 7]] ^= 1
     assert main(["verify", str(pools / "a"), str(pools / "nowhere")]) == 2
     out, err = capsys.readouterr()
     assert out == f"{pools}/a: 10 whole, 2 corrupt, which jobs make again\n"
@@ -262,14 +264,14 @@ def test_corrupt_samples_are_found_and_made_again(pools, capsys):
     assert not (pools / "nowhere").exists()
     assert np.flatnonzero(~user.ready(np.arange(SAMPLES))).tolist() == [3, 7]
     user.put(3, [np.zeros((5, 3), "uint8"), np.float32(3)])
-    user._columns[0][3] += 1
+    user._columns.arrays[0][3] += 1
     user.close()
     assert main(["verify", str(pools)]) == 1
     assert "a: 10 whole, 1 corrupt" in capsys.readouterr().out
 
 
 def test_rm_leaves_what_is_in_use(pools, capsys):
-    user = existing(pools / "b")
+    user = open_existing(pools / "b")
     assert main(["rm", "--all", str(pools)]) == 2
     out, err = capsys.readouterr()
     assert [line.partition(": freed ")[0] for line in out.splitlines()] == [
@@ -331,14 +333,14 @@ def test_nobody_waits_for_ls(pools):
     """What `ls` asks for would wait if others could hold it: it does not, and gives it back."""
     handle = os.open(pools / "a" / "users", os.O_RDWR)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    assert inspection.look(pools / "a").in_use
+    assert inspection.inspect_pool(pools / "a").in_use
     lock = os.open(pools / "a", os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    assert inspection.look(pools / "a").in_use
+    assert inspection.inspect_pool(pools / "a").in_use
     os.close(handle)
-    assert inspection.look(pools / "a").in_use, "somebody makes, opens or removes it"
+    assert inspection.inspect_pool(pools / "a").in_use, "somebody makes, opens or removes it"
     os.close(lock)
-    assert not inspection.look(pools / "a").in_use
+    assert not inspection.inspect_pool(pools / "a").in_use
     for name in ("a/users", "a"):
         handle = os.open(pools / name, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -364,7 +366,7 @@ def test_who_opens_a_pool_while_ls_looks_has_it_alone(pools, monkeypatch):
 
     flock = fcntl.flock
     monkeypatch.setattr(fcntl, "flock", probed)
-    assert not inspection.look(pools / "a").in_use
+    assert not inspection.inspect_pool(pools / "a").in_use
     assert found == ["locked"]
 
 
@@ -420,8 +422,8 @@ def test_warm_disks(images, tmp_path, capsys):
     assert sorted(drawn.numbers(cache.dataset(5), SAMPLES)) == list(range(SAMPLES))
     assert (cache.stats().source_reads, cache.stats().disk_hits) == (0, SAMPLES)
     cache.close()
-    pool = existing(folder)
-    pool._words[[2, 5]] = 0
+    pool = open_existing(folder)
+    pool._words.array[[2, 5]] = 0
     pool.close()
     assert main(["warm", str(images), "--disk", str(disk)]) == 0
     assert f": 2 files read ({size / SAMPLES * 2 / 1e3:.0f}"[:14] in capsys.readouterr().out
@@ -457,12 +459,12 @@ def test_warm_without_success(images, tmp_path, capsys, monkeypatch):
     disk = ["--disk", str(tmp_path / "disk")]
     assert main(["warm", str(tmp_path / "nowhere"), *disk]) == 2
     assert "datacache: A source must exist. Received: " in capsys.readouterr().err
-    monkeypatch.setattr("datacache.levels.opening.OF_A_DISK", "1800B")
+    monkeypatch.setattr("datacache.levels.opening.DISK_BUDGET", "1800B")
     assert main(["warm", str(images), *disk]) == 1
     out, err = capsys.readouterr()
     assert err.endswith(" files have no room. Make room, or name another disk.\n")
     assert 0 < int(out.split()[-2]) < SAMPLES
-    monkeypatch.setattr("datacache.levels.opening.OF_A_DISK", "9B")
+    monkeypatch.setattr("datacache.levels.opening.DISK_BUDGET", "9B")
     assert main(["warm", str(images), "--disk", str(tmp_path / "other")]) == 2
     assert "A pool needs room before it begins. Received: 9 bytes" in capsys.readouterr().err
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Levels under faults: whatever is killed, torn or full, every sample is f(its number), and nobody has to clean up."""
+"""Levels under faults: every sample is f(its index), and nobody has to clean up."""
 
 import functools
 import itertools
@@ -18,20 +18,21 @@ from datacache.levels.pool_level import PoolLevel
 from datacache.levels.preprocessed_level import PreprocessedLevel
 from datacache.levels.source_level import SourceLevel
 from datacache.nodes.reader import LocalReader
-from datacache.pool.kept_samples import KeptSamples
 from datacache.pool.layout import Layout
-from datacache.pool.pool import Plan, Pool
+from datacache.pool.pool import Pool
+from datacache.pool.shard import SampleShard
+from datacache.pool.spec import PoolSpec
 from datacache.statistics import Counts
 
 SAMPLES, BATCHES = 300, 23
 BATCH = -(-SAMPLES // BATCHES)
 READ = np.dtype([("job", "int32"), ("sample", "int32")])
-"""What the log of reads says of each."""
+"""Record of a read in the log."""
 SPAWN = multiprocessing.get_context("spawn")
 
 
 def f(index):
-    """The cached sample of that number."""
+    """Returns the cached sample with an index."""
     draw = np.random.default_rng(index)
     return [
         draw.integers(0, 256, (6, 5)).astype("uint8"),
@@ -41,7 +42,7 @@ def f(index):
 
 
 class Source:
-    """Stored samples are texts, and each read leaves a record in a log that all processes share."""
+    """Source of texts, each read of which leaves a record in a log that all processes share."""
 
     identity, signature = "test", ()
 
@@ -63,22 +64,22 @@ class Source:
 
 
 def make(stored, samples):
-    """From stored samples to cached ones."""
+    """Makes cached samples of stored ones."""
     assert len(samples) == len(stored)
     return [f(int(components[0][()])) for components in stored]
 
 
 def open_reader(folder, source=None, slots=SAMPLES, heap_bytes=10**6, lower=True):
-    """Reads memory, and below it decoded and stored samples on a disk."""
-    part = KeptSamples(samples=SAMPLES, slots=slots)
+    """Opens a reader of memory, and below it decoded and stored samples on a disk."""
+    shard = SampleShard(samples=SAMPLES, slots=slots)
     layout = Layout.of(f(0))
     text = Layout.of([np.array(b"", object)])
-    whole = KeptSamples(samples=SAMPLES, slots=SAMPLES)
+    whole = SampleShard(samples=SAMPLES, slots=SAMPLES)
     source, counts, opener = source or Source(folder / "log"), Counts(), Opener()
 
-    def level(name, below, layout, part=whole, heap_bytes=10**6, hits=None):
-        plan = Plan(layout=layout, part=part, heap_bytes=heap_bytes)
-        pool = Pool(folder / name, lambda: plan)
+    def level(name, below, layout, shard=whole, heap_bytes=10**6, hits=None):
+        spec = PoolSpec(layout=layout, shard=shard, heap_bytes=heap_bytes)
+        pool = Pool(folder / name, lambda: spec)
         return PoolLevel(pool, below, "first", counts, hits, opener)
 
     below = SourceLevel(source, counts)
@@ -87,12 +88,12 @@ def open_reader(folder, source=None, slots=SAMPLES, heap_bytes=10**6, lower=True
     below = PreprocessedLevel(below, make, layout, source.name, opener)
     if lower:
         below = level("decoded", below, layout, hits="decoded_hits")
-    memory = level("memory", below, layout, part, heap_bytes)
+    memory = level("memory", below, layout, shard, heap_bytes)
     return LocalReader(Levels(memory, below, layout, counts, opener))
 
 
 def check_epoch(reader, seed):
-    """Reads every sample once, in batches, and looks at each."""
+    """Reads every sample once, in batches, and checks each."""
     for numbers in np.array_split(np.random.default_rng(seed).permutation(SAMPLES), BATCHES):
         pixels, index, texts = reader.batch(numbers)
         for place, number in enumerate(numbers):
@@ -112,7 +113,7 @@ def _epochs(folder, seed, epochs, make_source=Source):
 
 
 class Paced(Source):
-    """Each read waits for a permit."""
+    """Source whose reads wait for a permit each."""
 
     def __init__(self, log, permits):
         super().__init__(log)
@@ -124,7 +125,7 @@ class Paced(Source):
 
 
 class Deadly(Source):
-    """Kills its process so many seconds after a certain read of it."""
+    """Source that kills its process some seconds after a certain read."""
 
     def __init__(self, log, reads, pause_s, began):
         super().__init__(log)
@@ -143,7 +144,7 @@ def _kill():
 
 
 def test_kills_at_any_moment(tmp_path):
-    """Jobs die beside a steady one that fills and reads the same pools, while they read and soon after.
+    """Jobs die beside a steady one that fills the same pools, while they read and soon after.
 
     Samples of the batch that a job had in flight are read again, no others.
     """
@@ -184,7 +185,7 @@ def test_kills_at_any_moment(tmp_path):
 
 
 def _permit_until_dead(permits, job):
-    """Lets the steady job go on, slowly, for the other may wait for what it holds; and then with its next batch."""
+    """Lets the steady job go on: slowly, as the other may wait for it, and then a batch more."""
     for _ in range(6000):
         permits.release()
         job.join(0.01)
@@ -195,7 +196,7 @@ def _permit_until_dead(permits, job):
 
 
 def _check_what_was_read_again(folder):
-    """Only the last samples of a killed job, and each job reads a sample once."""
+    """Checks that only the last samples of a killed job were read again, each once per job."""
     log = np.fromfile(folder / "log", READ)
     last = {job: set(log["sample"][log["job"] == job][-BATCH:]) for job in set(log["job"])}
     for sample in range(SAMPLES):
@@ -258,7 +259,7 @@ def test_little_room_is_used_and_the_rest_read_through(tmp_path, slots):
 
 
 def test_who_clears_disturbs_no_other(tmp_path):
-    """Others read each sample whole, and make again what has gone; all of it has room again afterwards."""
+    """Others read each sample whole and make again what has gone; all has room afterwards."""
     reader, other = (
         open_reader(tmp_path, heap_bytes=12_000),
         open_reader(tmp_path, heap_bytes=12_000),
@@ -300,7 +301,10 @@ def test_a_full_disk_is_one_level_less(tmp_path):
     root, disk = os.getcwd(), tmp_path / "disk"
     disk.mkdir()
     script = FULL.format(root=root, folder=str(disk), log=str(tmp_path / "log"))
-    inside = f"mount -t tmpfs -o size=44k none {disk} && head -c 8k /dev/zero > {disk}/other && exec {sys.executable} -"
+    inside = (
+        f"mount -t tmpfs -o size=44k none {disk} && head -c 8k /dev/zero > {disk}/other"
+        f" && exec {sys.executable} -"
+    )
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", inside]
     done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

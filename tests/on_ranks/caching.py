@@ -77,7 +77,7 @@ def case_epochs_are_exact_and_the_source_is_read_once(wire):
         again = _open(wire, folder)
         again.warm(progress=False)
         assert (
-            _over_ranks(wire, len(again._levels.lacking(np.arange(SAMPLES))))
+            _over_ranks(wire, len(again._levels.missing(np.arange(SAMPLES))))
             == [0] * wire.topology.size
         )
         _check_epochs(wire, again)
@@ -91,7 +91,11 @@ def case_each_node_keeps_its_part(wire):
     with _folder(wire) as folder:
         cache = _open(wire, folder, partition="split")
         memory = cache._levels.memory
-        assert memory.slots == memory.plan.part.wanted <= -(-SAMPLES // len(wire.topology.nodes))
+        assert (
+            memory.slots
+            == memory.spec.shard.assigned_samples
+            <= -(-SAMPLES // len(wire.topology.nodes))
+        )
         _check_epochs(wire, cache)
         assert memory.filled == memory.slots
         stats = _over_ranks(wire, cache.stats().to_dict())
