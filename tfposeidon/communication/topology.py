@@ -137,7 +137,12 @@ class Topology:
         return self.position_group(self.position) if self.position < self.positions else None
 
     def same_node(self, a: int, b: int) -> bool:
-        """Returns whether two ranks are on one node."""
+        """Returns whether two ranks are on one node.
+
+        Args:
+          a: A rank.
+          b: Another rank.
+        """
         return any(a in node and b in node for node in self.nodes)
 
     def groups(self) -> tuple[Group, ...]:
