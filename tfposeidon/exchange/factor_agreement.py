@@ -148,9 +148,9 @@ def extract_factors(gradients: Sequence[Any], plan: Plan, replicated: Collection
             reason = str(error)
         if reason and agreed.has_local:
             raise ValueError(
-                "A variable that is regularised must have factors in all traces of the step, or in "
-                f"none. Received: {description.path!r}, which had them in the first: {reason}. Give "
-                "it another scheme by a rule."
+                "A variable that is regularised must have factors in all traces of the step, or "
+                f"in none. Received: {description.path!r}, which had them in the first: {reason}. "
+                "Give it another scheme by a rule."
             )
         if reason:
             log.warning(
@@ -164,7 +164,8 @@ def extract_factors(gradients: Sequence[Any], plan: Plan, replicated: Collection
 def convert_to_factors(gradients: Sequence[Any], plan: Plan) -> list[Any]:
     """Turns matrices into factors where the plan exchanges factors.
 
-    A matrix is its product with the unit matrix. So every rank sends what its peers expect: they cannot know what another rank's trace has shown.
+    A matrix is its product with the unit matrix. So every rank sends what its peers expect: they
+    cannot know what another rank's trace has shown.
 
     Args:
       gradients: Gradients from `extract_factors`, or sums of them.

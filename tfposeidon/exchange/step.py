@@ -28,7 +28,11 @@ class Server(Protocol):
     """Handles means of variables that servers update; see `server.shards.ServerShards`."""
 
     def own_parts(self, gradients: Sequence[Any]) -> list[Any]:
-        """Returns the parts that this rank serves, where it is the only one."""
+        """Returns the parts that this rank serves, where it is the only one.
+
+        Args:
+          gradients: Gradient of each variable, or `None`.
+        """
 
     def clip_by_whole_norms(self, means: list[Any]) -> list[Any]:
         """Returns means as the inner optimizer may see them: clipped by norms over all ranks."""
