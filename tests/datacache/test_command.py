@@ -301,7 +301,8 @@ def test_rm_removes_nothing_of_others(pools, capsys):
     for folder, text in (
         (
             "a",
-            "A cache must hold nothing else to be removed. Received: .*holds 'thesis.tex'. Look at it",
+            "A cache must hold nothing else to be removed. "
+            "Received: .*holds 'thesis.tex'. Look at it",
         ),
         ("mine", "A cache must hold nothing else to be removed. Received: .*holds 'notes'"),
         ("empty", "A cache must have a header.json"),
@@ -372,7 +373,8 @@ def test_who_opens_a_pool_while_ls_looks_has_it_alone(pools, monkeypatch):
 
 def _run(*arguments):
     script = "import sys; from datacache.command.main import main; status = main(sys.argv[1:]); "
-    script += "print('tensorflow' in sys.modules, 'keras' in sys.modules, file=sys.stderr); sys.exit(status)"
+    script += "print('tensorflow' in sys.modules, 'keras' in sys.modules, file=sys.stderr); "
+    script += "sys.exit(status)"
     return subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)],
         cwd=ROOT,

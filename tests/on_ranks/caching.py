@@ -186,7 +186,8 @@ def case_ranks_with_other_functions(wire):
         _folder(wire) as folder,
         Raises(
             ValueError,
-            r"All ranks must open the same cache. Received: .* on rank 1\. .* from the source, `pre",
+            r"All ranks must open the same cache. Received: .* on rank 1\. "
+            r".* from the source, `pre",
         ),
     ):
         factor = tf.constant(wire.topology.rank, tf.int64)

@@ -35,7 +35,11 @@ class Server(Protocol):
         """
 
     def clip_by_whole_norms(self, means: list[Any]) -> list[Any]:
-        """Returns means as the inner optimizer may see them: clipped by norms over all ranks."""
+        """Returns means as the inner optimizer may see them: clipped by norms over all ranks.
+
+        Args:
+          means: One for each variable; `None` without a gradient, and parts where they are served.
+        """
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,12 @@ _SCALED_BY_COMPILE: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def note_question_of_compile(optimizer: Any) -> None:
-    """Notes that losses are to be scaled for an optimizer, if the caller's caller is Keras's own `compile`.
+    """Notes that losses are to be scaled, if the caller's caller is Keras's own `compile`.
+
+    `compile(auto_scale_loss=False)` does not ask whether there is an optimizer.
 
     Args:
-      optimizer: Whose `__bool__` was called: `compile(auto_scale_loss=False)` does not ask it.
+      optimizer: Optimizer whose `__bool__` was called.
     """
     asking = sys._getframe(2)
     module = str(asking.f_globals.get("__name__"))
