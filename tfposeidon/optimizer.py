@@ -63,15 +63,15 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         scheme, under `tf.distribute`, or with another Keras backend than TensorFlow.
 
     Example:
-    >>> import keras, tfposeidon as tp
-    >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), scheme="asa")
-    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    >>> model.compile(optimizer=optimizer, loss="mse")
+      >>> import keras, tfposeidon as tp
+      >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), scheme="asa")
+      >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+      >>> model.compile(optimizer=optimizer, loss="mse")
 
-    Another scheme for some variables:
+      Another scheme for some variables:
 
-    >>> rules = [("embedding", "asa16"), (".*", tp.schemes.HierarchicalTopK(density=0.001))]
-    >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=rules)
+      >>> rules = [("embedding", "asa16"), (".*", tp.schemes.HierarchicalTopK(density=0.001))]
+      >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=rules)
     """
 
     built: bool
@@ -144,6 +144,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         elif not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
         self._show_averages()
+        # Keras's bookkeeping; its own `build` would make a loss scale's state for this wrapper.
         self._trainable_variables = list(variables)
         self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
         if self.gradient_accumulation_steps:

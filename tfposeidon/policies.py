@@ -27,17 +27,14 @@ from tfposeidon.units import readable_size
 
 
 class Choice(NamedTuple):
-    """A scheme for one variable, and why.
-
-    Attributes:
-      scheme: The scheme.
-      reason: The reason in a few words, for the plan.
-      candidates: Pairs of the name of a scheme that was weighed and the bytes per node by it.
-    """
+    """A scheme for one variable, and why."""
 
     scheme: Scheme
+    """How the variable's gradient is exchanged."""
     reason: str
+    """The reason in a few words, for the plan."""
     candidates: tuple[tuple[str, float], ...] = ()
+    """Name of each scheme that was weighed, and the bytes per node by it."""
 
 
 class Policy(Configured, ABC):
@@ -79,9 +76,9 @@ class Uniform(Policy):
       scheme: The scheme.
 
     Example:
-    >>> from tfposeidon import policies, schemes
-    >>> policies.parse("asa16") == policies.Uniform(schemes.AllToAll(wire_dtype="float16"))
-    True
+      >>> from tfposeidon import policies, schemes
+      >>> policies.parse("asa16") == policies.Uniform(schemes.AllToAll(wire_dtype="float16"))
+      True
     """
 
     scheme: Scheme
@@ -103,7 +100,9 @@ class Uniform(Policy):
     @property
     @override
     def keeps_state(self) -> bool:
-        return bool(self.scheme.slots(max(1, self.scheme.min_length), Topology(0, ((0,),))))
+        # Asked for a single rank, where a scheme that keeps nothing has nothing to do.
+        single_rank = Topology(0, ((0,),))
+        return bool(self.scheme.slots(max(1, self.scheme.min_length), single_rank))
 
     @override
     def get_config(self) -> dict[str, Any]:
@@ -120,10 +119,10 @@ class Auto(Policy):
     """All-reduce for every variable, until there is a cost model over measured links to choose by.
 
     Example:
-    >>> import keras, tfposeidon as tp
-    >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    >>> optimizer.policy
-    Auto()
+      >>> import keras, tfposeidon as tp
+      >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1))
+      >>> optimizer.policy
+      Auto()
     """
 
     @override
@@ -152,15 +151,15 @@ class HybComm(Policy):
     embedding travel with an index in place of M values.
 
     Example:
-    >>> from tfposeidon import policies
-    >>> from tfposeidon.communication.topology import Topology
-    >>> from tfposeidon.gradients.description import Description
-    >>> from tfposeidon.gradients.factors import FactorShape
-    >>> factors = FactorShape(rows=32, left=4096, right=4096, dtype="float32")
-    >>> kernel = Description("fc/kernel", (4096, 4096), "float32", factors)
-    >>> topology = Topology.regular(rank=0, size=8, ranks_per_node=1)
-    >>> policies.HybComm().choose(kernel, topology).reason
-    'sfb 14.68 MB <= ps 234.88 MB with K=32, P=8'
+      >>> from tfposeidon import policies
+      >>> from tfposeidon.communication.topology import Topology
+      >>> from tfposeidon.gradients.description import Description
+      >>> from tfposeidon.gradients.factors import FactorShape
+      >>> factors = FactorShape(rows=32, left=4096, right=4096, dtype="float32")
+      >>> kernel = Description("fc/kernel", (4096, 4096), "float32", factors)
+      >>> topology = Topology.regular(rank=0, size=8, ranks_per_node=1)
+      >>> policies.HybComm().choose(kernel, topology).reason
+      'sfb 14.68 MB <= ps 234.88 MB with K=32, P=8'
     """
 
     pair_bytes: int = PAIR_BYTES
@@ -226,8 +225,8 @@ def best_scheme_values(m: int, n: int, k: int, p: int) -> tuple[float, float]:
     Source: Zhang et al. 2017 (Poseidon), Table 1.
 
     Example:
-    >>> best_scheme_values(4096, 4096, k=32, p=8)
-    (3670016.0, 58720256.0)
+      >>> best_scheme_values(4096, 4096, k=32, p=8)
+      (3670016.0, 58720256.0)
     """
     return 2.0 * k * (p - 1) * (m + n), 2.0 * m * n * (p + p - 2) / p
 
@@ -246,13 +245,13 @@ class Rules(Policy):
         updated at servers while others depend on factors.
 
     Example:
-    >>> from tfposeidon.communication.topology import Topology
-    >>> from tfposeidon.gradients.description import Description
-    >>> policy = Rules([("embedding", "asa16"), (".*", "2dtar")])
-    >>> table = Description("embedding/embeddings", (1000, 16), "float32")
-    >>> choice = policy.choose(table, Topology.regular(0, size=4, ranks_per_node=2))
-    >>> str(choice.scheme), choice.reason
-    ('asa(wire_dtype=float16)', "rule 'embedding'")
+      >>> from tfposeidon.communication.topology import Topology
+      >>> from tfposeidon.gradients.description import Description
+      >>> policy = Rules([("embedding", "asa16"), (".*", "2dtar")])
+      >>> table = Description("embedding/embeddings", (1000, 16), "float32")
+      >>> choice = policy.choose(table, Topology.regular(0, size=4, ranks_per_node=2))
+      >>> str(choice.scheme), choice.reason
+      ('asa(wire_dtype=float16)', "rule 'embedding'")
     """
 
     rules: tuple[tuple[str, Policy], ...]
@@ -324,8 +323,8 @@ def parse(scheme: Any) -> Policy:
       ValueError: If it is none of these; the message lists the names.
 
     Example:
-    >>> parse("hybcomm")
-    HybComm(pair_bytes=2097152)
+      >>> parse("hybcomm")
+      HybComm(pair_bytes=2097152)
     """
     if isinstance(scheme, Policy):
         return scheme

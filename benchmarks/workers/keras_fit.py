@@ -59,12 +59,15 @@ class StepTimer(keras.callbacks.Callback):
         everybody = exchange_objects(own, self.wire, "bench.end")
         if batch >= self.warm_up:
             self.times.append(everybody)
+            # Here and not after the epoch: as this callback could stop training, ranks exchange
+            # zeros once more when an epoch ends.
+            self.after = self._node_bytes()
 
     @override
     def on_train_end(self, logs=None):
         # Bytes that the node of each rank has sent and received.
         self.node_bytes = exchange_objects(
-            (self._node_bytes() - self.before).tolist(), self.wire, "bench.bytes"
+            (self.after - self.before).tolist(), self.wire, "bench.bytes"
         )
 
     @staticmethod

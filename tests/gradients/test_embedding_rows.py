@@ -1,4 +1,4 @@
-"""Gradients of embeddings as rows: multiplied again they are the gradient, and repeated tokens travel once."""
+"""Gradients of embeddings as rows: their product is the gradient, tokens travel once."""
 
 import keras
 import numpy as np

@@ -161,7 +161,7 @@ def test_error_feedback(method, k, wire_dtype):
 
 @pytest.mark.parametrize("size", [700, 2**22 - 1, 2**22 + 12_345])
 def test_scatter_add_is_a_sum_in_rank_order(size):
-    """Also above 2^22 elements, where sums are written past the caches."""
+    """It is also so above 2^22 elements, where sums are written past the caches."""
     generator = np.random.default_rng(0)
     for counts in ([3, 0, 5], [1000] * 4, [0]):
         ranks = [generator.integers(0, size, count) for count in counts]

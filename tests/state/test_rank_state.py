@@ -37,17 +37,17 @@ def _exchanger(scheme, nodes, rank, bucket_bytes):
 
 
 def _states(scheme, nodes, bucket_bytes):
-    """Every rank's pieces and variables."""
+    """Returns every rank's descriptions and variables."""
     ranks = range(Topology(0, nodes).size)
     exchangers = [_exchanger(scheme, nodes, rank, bucket_bytes) for rank in ranks]
     return [
-        list(zip(e.describe_states(), [v for bucket in e.states for v in bucket], strict=True))
+        list(zip(e.states.describe(), [v for b in e.states.variables for v in b], strict=True))
         for e in exchangers
     ]
 
 
 def _totals(states):
-    """Quantity and variable -> its sum over all ranks."""
+    """Returns for each quantity and variable its sum over all ranks."""
     result = {}
     for state in states:
         for piece, array in state:
@@ -99,7 +99,7 @@ def test_whole_arrays_are_shared_out(before, after):
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 6), (4, 4)])
 def test_rows_of_factors_are_shared_out(before, after):
-    """Those of a rank stay together, and each is on one rank; one had none."""
+    """Rows of a rank stay together, and each is on one rank; one rank had none."""
     saved = []
     for rank in range(before):
         name, rows = "accumulated_0_left", np.full((rank, 3), float(rank))
@@ -129,7 +129,7 @@ def test_what_nobody_wants_is_an_error():
 
 
 def test_scalars_go_with_the_variables_of_their_bucket():
-    """Not by the order of buckets: then one would get another's."""
+    """They do not go by the order of buckets: then one would get another's."""
     a, b = (StateDescription(name="steps", members=((path, 4),), scalar=True) for path in "ab")
     both = StateDescription(name="steps", members=(("a", 4), ("b", 4)), scalar=True)
     new = StateDescription(name="steps", members=(("c", 4),), scalar=True)
@@ -144,7 +144,7 @@ def test_scalars_go_with_the_variables_of_their_bucket():
 
 
 def test_what_is_equal_on_all_ranks_goes_with_its_list_of_variables():
-    """Not by the order of lists. Of a list that was not saved it is zeros, as in checkpoints that numbered the lists."""
+    """The order of lists does not matter; checkpoints that numbered lists leave zeros."""
     lists = {"ab": (("a", 4), ("b", 2)), "c": (("c", 3),), "ba": (("b", 2), ("a", 4))}
     seen = {name: StateDescription(name="had_gradient", members=m) for name, m in lists.items()}
     saved = [(seen["ab"], np.array([1.0, 0.0])), (seen["c"], np.array([1.0]))]

@@ -17,7 +17,12 @@ _MISSING = object()
 
 
 def in_full(first: Any, other: Any) -> tuple[str, str]:
-    """Shows all of both values."""
+    """Returns all of both values as text.
+
+    Args:
+      first: What the first rank has sent.
+      other: What another rank has sent.
+    """
     return repr(first), repr(other)
 
 

@@ -52,7 +52,7 @@ class AgreedPlans:
         self._zeros = Zeros()
 
     def exchanger(self, variables: list[Any], inner_optimizer: Any) -> Exchanger:
-        """Returns what exchanges the gradients of a list of variables, and makes it at the first call.
+        """Returns what exchanges the gradients of a list of variables; makes it if need be.
 
         Args:
           variables: Keras or TensorFlow variables; another order is another list.
@@ -97,7 +97,9 @@ class AgreedPlans:
         return [exchanger for exchanger in self.exchangers if exchanger.prefix]
 
     def plan(self, variables: list[Any], inner_optimizer: Any) -> Plan:
-        """Returns all plans as one, as the last step followed them; before the first step, that for `variables`.
+        """Returns all plans as one, as the last step followed them.
+
+        Before the first step it is the plan for `variables`, without factors.
 
         Args:
           variables: Trainable variables of the optimizer.
@@ -117,10 +119,10 @@ class AgreedPlans:
         inner_optimizer: Any,
         settings: dict[str, Any],
     ) -> None:
-        """Makes sure, while the first step is traced, that all ranks are about to do the same, and plans with factors.
+        """Makes sure that all ranks are about to do the same, while the first step is traced.
 
-        Later traces change nothing: ranks retrace when they like, and nobody else might be there to
-        answer.
+        Then it plans once more, with the factors that the graph shows. Later traces change nothing:
+        ranks retrace when they like, and nobody else might be there to answer.
 
         Args:
           grads: Gradients of this rank, one per variable: tensors, `IndexedSlices` or `None`.
@@ -163,16 +165,15 @@ class AgreedPlans:
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
         """Yields the variables that schemes keep on this rank, each with what it is."""
         for key, exchanger in self._exchangers.items():
-            if any(exchanger.states):
-                yield from zip(
-                    itertools.chain(*exchanger.states), exchanger.describe_states(), strict=True
-                )
+            states = exchanger.states
+            if states.exist:
+                yield from zip(itertools.chain(*states.variables), states.describe(), strict=True)
                 # By the variables, and not by a number: another run may meet the lists in another
                 # order.
-                members = exchanger.members
+                members = states.members
                 rate = StateDescription(name="effective_rate", members=members)
                 yield self._effective_rates[key].variable, rate
-                yield exchanger.had_gradient, StateDescription(name="had_gradient", members=members)
+                yield states.had_gradient, StateDescription(name="had_gradient", members=members)
 
     def _plan(self, descriptions: list[Description]) -> Plan:
         topology = runtime.wire().topology

@@ -34,7 +34,7 @@ class EffectiveRate:
         return rate / tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
 
     def rescale(self, current: tf.Tensor) -> tf.Tensor:
-        """Returns the factor for what was kept, so that it counts as it would have when it was made.
+        """Returns the factor for what was kept, by which it counts as when it was made.
 
         Args:
           current: Rate of the step that is being made.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -23,26 +23,12 @@ from tfposeidon.communication.wire import (
     zeros,
 )
 from tfposeidon.exchange import factor_exchange
+from tfposeidon.exchange.presence import Presence, check_regularised, count_presence
+from tfposeidon.exchange.scheme_states import SchemeStates, descriptions_of
 from tfposeidon.exchange.variable_agreement import REMEDY, as_json, check_same_variables
-from tfposeidon.gradients.description import Description, dense
+from tfposeidon.gradients.description import dense
 from tfposeidon.planning.plan import Bucket, Plan
-from tfposeidon.schemes.base import Slot, State, VectorScheme
-from tfposeidon.state.rank_state import StateDescription
-
-
-class Presence(NamedTuple):
-    """Who took part in a step; all but the weight is the same on every rank.
-
-    Attributes:
-      weight: This rank's share of all samples times the number of ranks, a float32 scalar; `None`
-        for equal weights.
-      absent: Number of ranks that had no batch left and contributed nothing, a float32 scalar.
-      any_gradient: Bool, one for each variable: whether any rank has a gradient.
-    """
-
-    weight: tf.Tensor | None
-    absent: tf.Tensor
-    any_gradient: tf.Tensor
+from tfposeidon.schemes.base import State, VectorScheme
 
 
 class Exchanger:
@@ -58,15 +44,12 @@ class Exchanger:
       plan: As given.
       wire: As given.
       prefix: Begins the names of its collectives; `None` until ranks have agreed.
-      states: Variables that the schemes keep from step to step, a list for each bucket; zeros at
-        first.
+      states: What the schemes keep from step to step.
       rows: Rows of factors in the last step that had any, `[variables]` float32: at a bucket's
         index the sum over its variables and all ranks.
       afterwards: What else all ranks do together in a step, a function from means to means; mostly
         `None`.
       calls: Number of exchanges in a traced step, at most.
-      had_gradient: `[variables]` float32, 1 for each variable of a scheme that keeps something
-        which has had a gradient; `None` where no scheme keeps anything.
     """
 
     def __init__(
@@ -92,37 +75,20 @@ class Exchanger:
         }
         # For as many buckets as there might be: which there are is known in a trace, and TensorFlow
         # traces a step once more whose first trace makes variables.
-        self.rows = _rows(len(self._descriptions())) if rows is None else rows
-        self.states: list[list[tf.Variable]] = [
-            [_variable(slot, index) for slot in bucket.slots(plan.topology)]
-            for index, bucket in enumerate(plan.buckets)
-        ]
-        kept = {
-            member
-            for bucket in plan.buckets
-            if bucket.slots(plan.topology)
-            for member in bucket.members
-        }
-        self._kept = [float(member in kept) for member, _ in enumerate(self._descriptions())]
-        self.had_gradient = _had_gradient(len(self._kept)) if kept else None
+        self.rows = _rows(len(descriptions_of(self.plan))) if rows is None else rows
+        self.states = SchemeStates(plan)
 
     def take_over(self, other: Exchanger) -> None:
-        """Takes the place of another exchanger of the same variables, with the state of buckets that stay.
+        """Takes the place of another exchanger of the same variables.
+
+        It goes on with the state of buckets that have the same members and scheme.
 
         Args:
           other: Exchanger by another plan, on which ranks have agreed.
         """
-        self.prefix, self.had_gradient = other.prefix, other.had_gradient
+        self.prefix, self.calls, self._calls = other.prefix, other.calls, other._calls
         self._present_at_first_step = other._present_at_first_step
-        self.calls, self._calls = other.calls, other._calls
-        kept = {
-            (b.members, b.scheme): state
-            for b, state in zip(other.plan.buckets, other.states, strict=True)
-        }
-        self.states = [
-            kept.get((bucket.members, bucket.scheme), state)
-            for bucket, state in zip(self.plan.buckets, self.states, strict=True)
-        ]
+        self.states.take_over(other.states)
 
     def agree(self, prefix: str, gradients: Sequence[Any], settings: dict[str, Any]) -> None:
         """Makes sure, before the first exchange, that all ranks are about to exchange the same.
@@ -138,7 +104,7 @@ class Exchanger:
         """
         mine = {
             "settings": settings,
-            "variables": as_json(self._descriptions()),
+            "variables": as_json(descriptions_of(self.plan)),
             "present": [g is not None for g in gradients],
         }
         with tf.init_scope():
@@ -186,86 +152,18 @@ class Exchanger:
     def presence(
         self, gradients: Sequence[Any], sample_count: Any = None, has_batch: bool = True
     ) -> Presence:
-        """Counts samples, ranks and gradients over the job: one small all-reduce, sent when the step starts.
+        """Counts samples, ranks and gradients over the job, when the step starts.
 
         Args:
           gradients: Gradients of this rank; `None` where there is none.
           sample_count: Number of samples behind them, a scalar; `None` for equal weights.
           has_batch: Whether this rank has a batch, which may be one in which nothing counts.
         """
-        # On the CPU: a GPU would have to be waited for before anybody can branch on the weight.
+        name, zero = f"{self.prefix}.samples", self._zeros["float32"]
+        presence = count_presence(gradients, sample_count, has_batch, self.wire, name, zero)
         with tf.device("/CPU:0"):
-            # A static batch size is a constant, which must not reach a collective.
-            zero = self._zeros["float32"].read_value()
-            count = tf.cast(1.0 if sample_count is None else sample_count, tf.float32) + zero
-            flags = [
-                float(has_batch),
-                *(float(has_batch and gradient is not None) for gradient in gradients),
-            ]
-            mine = tf.concat([count[tf.newaxis], tf.constant(flags) + zero], 0)
-            total = self.wire.all_reduce(mine, self.wire.topology.world, f"{self.prefix}.samples")
-            ranks = tf.cast(self.wire.topology.size, tf.float32)
-            weight = (
-                None if sample_count is None else tf.math.divide_no_nan(count * ranks, total[0])
-            )
-            self._check_regularised(total[2:], total[1])
-            return Presence(weight, ranks - total[1], total[2:] > 0.0)
-
-    def _check_regularised(self, gradients: tf.Tensor, present: tf.Tensor) -> None:
-        """Refuses regularised variables that have a gradient on some ranks only.
-
-        Each rank adds a regulariser's part to what came as factors, and can do so only where it has
-        a gradient.
-
-        Args:
-          gradients: Number of ranks with a gradient, for each variable.
-          present: Number of ranks with a batch.
-        """
-        members = (
-            (b, m, d)
-            for b in self.plan.buckets
-            for m, d in zip(b.members, b.descriptions, strict=True)
-        )
-        for bucket, member, description in members:
-            if (
-                bucket.takes_factors
-                and description.factors is not None
-                and description.factors.has_local
-            ):
-                rule = (
-                    "A variable that is regularised and sent by factors must have a gradient on "
-                    f"all ranks or on none. Received: {description.path!r}, with a gradient on "
-                    "some. Give it another scheme by a rule."
-                )
-                count = gradients[member]
-                tf.debugging.Assert(tf.logical_or(count == 0.0, count == present), [rule])
-
-    def updated_had_gradient(self, presence: Presence) -> tf.Tensor:
-        """Returns what `had_gradient` becomes with a step that counts.
-
-        Args:
-          presence: Who took part in that step.
-        """
-        assert self.had_gradient is not None
-        return tf.maximum(
-            self.had_gradient, tf.cast(presence.any_gradient, tf.float32) * tf.constant(self._kept)
-        )
-
-    def expected(self, presence: Presence) -> tf.Tensor:
-        """Finds the variables with a mean to apply.
-
-        They have a gradient on some rank, or had one of which a scheme has kept something that it
-        sends late.
-
-        Args:
-          presence: Who took part in the step.
-
-        Returns:
-          Bool, one for each variable, the same on all ranks.
-        """
-        if self.had_gradient is None:
-            return presence.any_gradient
-        return tf.logical_or(presence.any_gradient, self.had_gradient > 0.0)
+            check_regularised(self.plan, presence, self.wire.topology.size)
+        return presence
 
     def exchange(
         self,
@@ -296,11 +194,8 @@ class Exchanger:
             else:
                 mean, state = self._exchange_bucket(index, bucket, gradients, weight, rescale)
             states.append(state)
-            tensors = (
-                self._own_parts(mean, bucket)
-                if bucket.server
-                else _split(mean, bucket.descriptions)
-            )
+            split = self._own_parts if bucket.server else _split
+            tensors = split(mean, bucket)
             for member, tensor in zip(bucket.members, tensors, strict=True):
                 means[member] = tensor
         self._keep_rows(rows)
@@ -312,7 +207,7 @@ class Exchanger:
                 new = tf.stack(
                     [rows.get(index, tf.zeros([])) for index in range(self.rows.shape[0])]
                 )
-                # What nobody has anything for, as at the end of an epoch, is no step.
+                # Without rows on any rank, as at the end of an epoch, it was no step to plan by.
                 self.rows.assign(tf.where(new > 0.0, new, self.rows))
 
     def _exchange_factors(
@@ -336,12 +231,12 @@ class Exchanger:
             vector = _weighted(vector, weight)
         if bucket.server:
             own = bucket.server.push(vector, self.wire, name)
-            # TensorFlow leaves out a push whose result nobody uses: that of a rank that serves
-            # nothing of it.
+            # TensorFlow leaves out a collective whose result nobody uses, as that of a rank which
+            # serves nothing of the bucket; the others would wait for it.
             self._push_sinks[bucket.dtype].assign(tf.reduce_sum(own[:1]))
             return own, ()
         assert isinstance(bucket.scheme, VectorScheme)
-        return bucket.scheme.exchange(vector, self._state(index, rescale), self.wire, name)
+        return bucket.scheme.exchange(vector, self.states.read(index, rescale), self.wire, name)
 
     def _own_parts(self, own: tf.Tensor, bucket: Bucket) -> list[tf.Tensor]:
         lengths = [end - begin for begin, end in bucket.served_parts(self.wire.topology)]
@@ -358,73 +253,16 @@ class Exchanger:
         Returns:
           Each member in its shape, the same bits on every rank.
         """
-        shown = [
-            part
-            for part, (begin, end) in zip(
-                parts, bucket.served_parts(self.wire.topology), strict=True
-            )
-            if begin < end
-        ]
-        own = (
-            tf.cast(tf.concat(shown, 0), bucket.dtype)
-            if shown
-            else zeros([0], self._zeros[bucket.dtype])
-        )
+        ranges = bucket.served_parts(self.wire.topology)
+        # The others are single zeros, see `exchange`.
+        served = [part for part, (begin, end) in zip(parts, ranges, strict=True) if begin < end]
+        if served:
+            own = tf.cast(tf.concat(served, 0), bucket.dtype)
+        else:
+            own = zeros([0], self._zeros[bucket.dtype])
         name = f"{self.prefix}.bucket_{self.plan.buckets.index(bucket)}"
         assert bucket.server is not None
-        return _split(bucket.server.pull(own, bucket.length, self.wire, name), bucket.descriptions)
-
-    @property
-    def members(self) -> tuple[tuple[str, int], ...]:
-        """Path and number of elements of each variable, in their order."""
-        return tuple((d.path, d.length) for d in self._descriptions())
-
-    def describe_states(self) -> list[StateDescription]:
-        """Returns what each variable of `states` is, in their order."""
-        return [
-            description
-            for bucket in self.plan.buckets
-            for description in self._describe_bucket(bucket)
-        ]
-
-    def _describe_bucket(self, bucket: Bucket) -> Iterator[StateDescription]:
-        topology = self.plan.topology
-        everybody = [bucket.slots(topology.seen_from(rank)) for rank in range(topology.size)]
-        members = tuple((d.path, d.length) for d in bucket.descriptions)
-        for index, slot in enumerate(bucket.slots(topology)):
-            if slot.shape:
-                owners = sum(slots[index].shape[0] for slots in everybody) // bucket.length
-                yield StateDescription(
-                    name=slot.name, members=members, offset=slot.offset, owners=owners
-                )
-            else:
-                yield StateDescription(name=slot.name, members=members, scalar=True)
-
-    @property
-    def has_flushed(self) -> bool:
-        """Whether all that schemes had kept has been sent since `flush`."""
-        pairs = zip(self.plan.buckets, self.states, strict=True)
-        return all(
-            bucket.scheme.has_flushed(tuple(map(tf.convert_to_tensor, state)))
-            for bucket, state in pairs
-        )
-
-    def flush(self) -> None:
-        """Makes all exchanges from now on send everything, what schemes have kept included."""
-        for bucket, variables in zip(self.plan.buckets, self.states, strict=True):
-            state = bucket.scheme.flushing(
-                tuple(tf.convert_to_tensor(variable) for variable in variables)
-            )
-            for variable, value in zip(variables, state, strict=True):
-                variable.assign(value)
-
-    def _state(self, index: int, rescale: tf.Tensor | None) -> State:
-        state = tuple(tf.convert_to_tensor(variable) for variable in self.states[index])
-        if not state or rescale is None:
-            return state
-        # Rarely another factor than 1, which would be one more pass over memory.
-        scheme = self.plan.buckets[index].scheme
-        return tf.cond(rescale == 1.0, lambda: state, lambda: scheme.rescaled(state, rescale))
+        return _split(bucket.server.pull(own, bucket.length, self.wire, name), bucket)
 
     @tf.function(autograph=False)
     def contribute_nothing(self, number: int = 0) -> tuple[tf.Tensor, list[tf.Tensor]]:
@@ -440,7 +278,9 @@ class Exchanger:
         return self.contribute_nothing_eagerly(number)
 
     def contribute_nothing_eagerly(self, number: int = 0) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Does as `contribute_nothing` for steps that run eagerly, whose collectives match only eager ones.
+        """Does as `contribute_nothing` for steps that run eagerly.
+
+        Their collectives have other names than those of graphs, and match only eager ones.
 
         Args:
           number: Index of the exchange among the `calls` of a step.
@@ -448,7 +288,7 @@ class Exchanger:
         Returns:
           The same as `contribute_nothing`.
         """
-        nothing = [None] * len(self._descriptions())
+        nothing = [None] * len(descriptions_of(self.plan))
         with numbered_names(number):
             absent = self.presence(nothing, 0.0, has_batch=False).absent
             means, _ = self.exchange(nothing, None)
@@ -461,28 +301,9 @@ class Exchanger:
         pairs = zip(bucket.members, bucket.descriptions, strict=True)
         parts = [tf.reshape(dense(gradients[member], d, zero), [-1]) for member, d in pairs]
         vector = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
-        # Gradients of linear losses are constants, on some ranks or on all.
+        # Gradients of linear losses are constants, on some ranks or on all: TensorFlow would fold
+        # the collective.
         return opaque(vector, self._zeros["int32"])
-
-    def _descriptions(self) -> list[Description]:
-        pairs = [
-            (m, d)
-            for b in self.plan.buckets
-            for m, d in zip(b.members, b.descriptions, strict=True)
-        ]
-        return [description for _, description in sorted(pairs, key=lambda pair: pair[0])]
-
-
-def _had_gradient(count: int) -> tf.Variable:
-    with tf.init_scope():
-        return tf.Variable(tf.zeros([count]), trainable=False, name="seen")
-
-
-def _variable(slot: Slot, bucket: int) -> tf.Variable:
-    with tf.init_scope():
-        return tf.Variable(
-            tf.zeros(slot.shape), trainable=False, name=f"bucket_{bucket}_{slot.name}"
-        )
 
 
 def _rows(buckets: int) -> tf.Variable:
@@ -502,8 +323,7 @@ def _weighted(vector: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
     )
 
 
-def _split(vector: tf.Tensor, descriptions: Sequence[Description]) -> list[tf.Tensor]:
-    parts = (
-        tf.split(vector, [d.length for d in descriptions]) if len(descriptions) > 1 else [vector]
-    )
-    return [tf.reshape(part, d.shape) for part, d in zip(parts, descriptions, strict=True)]
+def _split(vector: tf.Tensor, bucket: Bucket) -> list[tf.Tensor]:
+    members = bucket.descriptions
+    parts = tf.split(vector, [d.length for d in members]) if len(members) > 1 else [vector]
+    return [tf.reshape(part, d.shape) for part, d in zip(parts, members, strict=True)]

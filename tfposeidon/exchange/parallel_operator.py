@@ -1,4 +1,7 @@
-"""The parallel tensor operator: what all ranks would compute alike, each computes a part of (CommLib, section 4.2)."""
+"""The parallel tensor operator: each rank computes a part of what all would compute alike.
+
+Source: Shi et al. 2021 (CommLib), section 4.2.
+"""
 
 from __future__ import annotations
 
@@ -33,38 +36,42 @@ _numbers = itertools.count()
 # Nothing in here is for AutoGraph, which would convert all that is called.
 @tf.autograph.experimental.do_not_convert
 def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf.Tensor:
-    """`function(tensors)`, of which each rank computes a part and receives the rest.
+    """Returns `function(tensors)`, of which each rank computes a part and receives the rest.
 
-    It pays where computing is dearer than an all-gather of the results, as for many norms or long sorts, and where
-    the ranks have the same tensors, as after an exchange of gradients. All ranks call it together, and use the
-    result, in the same order. It has no gradient: asking for one is a `LookupError`.
+    It pays where computing is dearer than an all-gather of the results, as for many norms or long
+    sorts, and where the ranks have the same tensors, as after an exchange of gradients. All ranks
+    call it together, and use the result, in the same order. It has no gradient: asking for one is a
+    `LookupError`.
+
+    In a loop use a `tf.function`: otherwise ranks compare notes at every call. In one they compare
+    them whenever it is traced, so all must trace together: give it an `input_signature` where one
+    rank might have, say, a last batch of another size.
 
     Args:
-      function: From consecutive items to a tensor `[m, ...]`; `m` may be any number. The results of the parts, one
-        after the other, must be that of the whole. It is not called without items.
-      tensors: The same on all ranks. A list, whose items are tensors or tuples of tensors: it is cut between items,
-        so that the largest part, in elements, is as small as can be; `function` receives lists. Or one tensor: it is
-        cut along its first axis, evenly.
+      function: Takes consecutive items and returns a tensor `[m, ...]` for any `m`. The results of
+        the parts, one after the other, must be that of the whole. It is not called without items.
+      tensors: The same on all ranks: a list of tensors or of tuples of tensors, or one tensor. A
+        list is cut between items, so that the largest part, in elements, is as small as can be, and
+        `function` receives lists. A tensor is cut along its first axis, evenly.
 
     Returns:
       `[m, ...]`, the same bits on every rank.
 
     Raises:
-      ValueError: If there is nothing to cut, shapes are not known, or in XLA.
-      RuntimeError: On all ranks, if they pass different tensors, if `function` fails on one of them, or if its results
-        do not fit together.
+      ValueError: If there is nothing to cut, if shapes are not known, or inside XLA.
+      RuntimeError: On all ranks, if they pass different tensors, if `function` fails on one of
+        them, or if its results do not fit together.
 
-    In a loop use a `tf.function`: otherwise ranks compare notes at every call. In one they compare them whenever it is
-    traced, so all must trace together: give it an `input_signature` where one rank might have, say, a last batch of
-    another size.
-
-    Cost: a P-th of the computing; every rank receives all results, (P - 1) / P of their bytes, in P - 1 steps.
+    Cost: a P-th of the computing; every rank receives all results, (P - 1) / P of their bytes, in P
+    - 1 steps.
     Source: Shi et al. 2021 (CommLib), Eq. 12 to 14.
 
     Example:
     >>> import tensorflow as tf, tfposeidon as tp
     >>> weights = [tf.fill([2, 2], 1.0), tf.fill([3], 2.0)]
-    >>> tp.parallel_tensor_operator(lambda some: tf.stack([tf.reduce_sum(w) for w in some]), weights).numpy().tolist()
+    >>> def sums(some):
+    ...     return tf.stack([tf.reduce_sum(weight) for weight in some])
+    >>> tp.parallel_tensor_operator(sums, weights).numpy().tolist()
     [4.0, 6.0]
     """
     return run_in_parallel(
@@ -75,16 +82,16 @@ def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf
 def run_in_parallel(
     wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str
 ) -> tf.Tensor:
-    """See `parallel_tensor_operator`.
+    """Does what `parallel_tensor_operator` does, over a given wire.
 
     Args:
-      wire: What joins the ranks.
-      function: As there.
-      tensors: As there.
-      name: Of the collectives; the same on every rank.
+      wire: Collectives that join the ranks.
+      function: See `parallel_tensor_operator`.
+      tensors: See `parallel_tensor_operator`.
+      name: Begins the names of the collectives; the same on every rank.
     """
     result, problem, description = None, None, None
-    # Whatever goes wrong, the other ranks would wait.
+    # Whatever goes wrong here, the other ranks wait for this one: it tells them before it raises.
     try:
         surroundings.check_graph()
         items = _items(tensors)
@@ -108,25 +115,28 @@ def run_in_parallel(
 def gather_results(
     own: tf.Tensor | None, dtype: str, shape: list[int], wire: Wire, name: str
 ) -> tf.Tensor:
-    """The results of all ranks one after the other (Eq. 14), where it is known that they fit together.
+    """Gathers the results of all ranks, which must fit together (CommLib, Eq. 14).
 
     Args:
-      own: `[m, *shape]`, or `None` where a rank had nothing to do.
-      dtype: Of all results.
-      shape: Of all results but for the first axis.
-      wire: What joins the ranks.
-      name: Of the all-gather.
+      own: Result of this rank, `[m, *shape]`; `None` if it had nothing to do.
+      dtype: Dtype of all results.
+      shape: Shape of all results but for the first axis.
+      wire: Collectives that join the ranks.
+      name: Name of the all-gather.
+
+    Returns:
+      The results one after the other, in the order of ranks. It has no gradient.
     """
     rows = zeros([0, *shape], unknown_zero(dtype)) if own is None else opaque(own, unknown_zero())
     whole = tf.ensure_shape(wire.all_gather(rows, wire.topology.world, name), [None, *shape])
-    # Horovod has one, which would be a part of what it should be.
+    # Horovod's all-gather has a gradient, which would reach this rank's part of the tensors alone.
     return tf.raw_ops.PreventGradient(
         input=whole, message="a parallel tensor operator has no gradient"
     )
 
 
 def _items(tensors: Any) -> Any:
-    """A list of tensors or of tuples of tensors, or one tensor, all of known shapes."""
+    """Returns a list of tensors or of tuples of tensors, or one tensor, all of known shapes."""
     items = list(tensors) if isinstance(tensors, tuple) else tensors
     items = tf.nest.map_structure(tf.convert_to_tensor, items)
     shapes = [tensor.shape for tensor in tf.nest.flatten(items)]
@@ -145,8 +155,8 @@ def _cut(items: Any, ranks: int) -> list[tuple[int, int]]:
         )
     if items.shape.rank == 0 or items.shape[0] == 0:
         raise ValueError(
-            f"A parallel tensor operator cuts a tensor along its first axis. Received: shape {items.shape}. Compute it "
-            "on every rank."
+            "A parallel tensor operator cuts a tensor along its first axis. "
+            f"Received: shape {items.shape}. Compute it on every rank."
         )
     return even(items.shape[0], ranks)
 
@@ -159,25 +169,27 @@ def _result(result: Any) -> tf.Tensor:
         or result.dtype.name not in CARRIED
     ):
         raise ValueError(
-            "The function of a parallel tensor operator must return a tensor [m, ...] of known shape but for m, and of "
-            f"a dtype that Horovod carries: {', '.join(CARRIED)}. Received: {result.dtype.name}, shape "
-            f"{result.shape}. Stack scalars, and cast what has another dtype."
+            "The function of a parallel tensor operator must return a tensor [m, ...] of known "
+            f"shape but for m, and of a dtype that Horovod carries: {', '.join(CARRIED)}. "
+            f"Received: {result.dtype.name}, shape {result.shape}. Stack scalars, and cast what "
+            "has another dtype."
         )
     return result
 
 
 def _description(items: Any) -> list[Any]:
-    """What must be the same on all ranks, for JSON."""
+    """Returns what must be the same on all ranks, for JSON."""
     nested = items if isinstance(items, list) else [items]
     return [[[t.dtype.name, t.shape.as_list()] for t in tf.nest.flatten(item)] for item in nested]
 
 
 def _agreed(everybody: list[dict[str, Any]]) -> tuple[str, list[int]]:
-    """Dtype of the result, and its shape without the first axis."""
+    """Returns the dtype of the result, and its shape without the first axis."""
     for rank, other in enumerate(everybody):
         if other["error"] is not None:
             raise RuntimeError(
-                f"A parallel tensor operator must not fail on any rank. Received, on rank {rank}: {other['error']}"
+                "A parallel tensor operator must not fail on any rank. "
+                f"Received, on rank {rank}: {other['error']}"
             )
     agreement.require_equal(
         [other["tensors"] for other in everybody],

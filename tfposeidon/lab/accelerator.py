@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from tfposeidon import ranges
 from tfposeidon.lab import models
+from tfposeidon.lab.architectures import Layer
 from tfposeidon.lab.stream import Stream
 from tfposeidon.lab.values import gradient_values
 
@@ -93,7 +94,7 @@ class EmulatedLayer(keras.layers.Layer):
 
     def __init__(
         self,
-        layer: models.Layer,
+        layer: Layer,
         forward_s: float,
         backward_s: float,
         accelerator: Accelerator,

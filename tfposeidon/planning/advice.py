@@ -67,6 +67,7 @@ def sparsity_advice(plan: Plan, inner: Any) -> str:
             "momentum is corrected for some variables only; the others have none, as the "
             "optimizer's must be 0"
         )
+    # 1-bit SGD has no momentum correction that could be advised.
     if optimizer.momentum and not hasattr(sparse[0], "momentum"):
         return f"momentum after {name} acts on what is sent late"
     if optimizer.momentum:

@@ -108,6 +108,7 @@ class Bucket:
         """
         assert self.server is not None
         begin, end = self.server.own_range(self.length, topology)
+        # There is one start more than members: the end of the last.
         starts = itertools.accumulate((d.length for d in self.descriptions), initial=0)
         parts = [
             (max(begin - start, 0), min(end - start, d.length))
@@ -165,14 +166,14 @@ class Plan:
       notes: What is done in another way than one might expect, and why.
 
     Example:
-    >>> from tfposeidon import policies
-    >>> layers = [Description("dense/kernel", (784, 10), "float32"),
-    ...           Description("dense/bias", (10,), "float32")]
-    >>> plan = make_plan(layers, policies.parse("asa"), Topology.regular(0, 4, ranks_per_node=1))
-    >>> [(bucket.scheme.name, bucket.members) for bucket in plan.buckets]
-    [('asa', (1, 0))]
-    >>> int(plan.cost.cross_bytes), plan.cost.steps
-    (47096, 6)
+      >>> from tfposeidon import policies
+      >>> layers = [Description("dense/kernel", (784, 10), "float32"),
+      ...           Description("dense/bias", (10,), "float32")]
+      >>> plan = make_plan(layers, policies.parse("asa"), Topology.regular(0, 4, ranks_per_node=1))
+      >>> [(bucket.scheme.name, bucket.members) for bucket in plan.buckets]
+      [('asa', (1, 0))]
+      >>> int(plan.cost.cross_bytes), plan.cost.steps
+      (47096, 6)
     """
 
     buckets: tuple[Bucket, ...]

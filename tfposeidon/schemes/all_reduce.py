@@ -30,12 +30,12 @@ class AllReduce(WithWireDtype, VectorScheme):
     Cost: 2 (P - 1) steps, 2 n (P - 1) / P elements sent per rank.
 
     Example:
-    >>> from tfposeidon import schemes
-    >>> from tfposeidon.communication.topology import Topology
-    >>> int(schemes.AllReduce().cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2)).bytes)
-    6000
-    >>> schemes.AllReduce(wire_dtype="float16").exact
-    False
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> int(schemes.AllReduce().cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2)).bytes)
+      6000
+      >>> schemes.AllReduce(wire_dtype="float16").exact
+      False
     """
 
     name: ClassVar[str] = "allreduce"

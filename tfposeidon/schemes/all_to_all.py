@@ -33,11 +33,11 @@ class AllToAll(WithWireDtype, VectorScheme):
     where P does not divide n; bfloat16 is offered.
 
     Example:
-    >>> from tfposeidon import schemes
-    >>> from tfposeidon.communication.topology import Topology
-    >>> half = schemes.AllToAll(wire_dtype="bfloat16")
-    >>> int(half.cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2)).bytes)
-    3000
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> half = schemes.AllToAll(wire_dtype="bfloat16")
+      >>> int(half.cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2)).bytes)
+      3000
     """
 
     name: ClassVar[str] = "asa"

@@ -33,12 +33,12 @@ class ByRows(Scheme):
     Cost: that of the scheme that is taken.
 
     Example:
-    >>> from tfposeidon import schemes
-    >>> scheme = schemes.ByRows(
-    ...     few=schemes.FactorBroadcast(), many=schemes.ShardedServer(), limit=64
-    ... )
-    >>> [str(scheme.for_rows(rows)) for rows in (64, 65)]
-    ['sfb', 'ps']
+      >>> from tfposeidon import schemes
+      >>> scheme = schemes.ByRows(
+      ...     few=schemes.FactorBroadcast(), many=schemes.ShardedServer(), limit=64
+      ... )
+      >>> [str(scheme.for_rows(rows)) for rows in (64, 65)]
+      ['sfb', 'ps']
     """
 
     name: ClassVar[str] = "by rows"

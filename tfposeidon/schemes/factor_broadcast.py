@@ -38,15 +38,15 @@ class FactorBroadcast(FactorScheme):
     for each peer; uneven nodes gather over all ranks at once.
 
     Example:
-    >>> from tfposeidon import schemes
-    >>> from tfposeidon.communication.topology import Topology
-    >>> from tfposeidon.gradients.factors import FactorShape
-    >>> factors = FactorShape(rows=32, left=1024, right=1024, dtype="float32")
-    >>> topology = Topology.regular(0, size=4, ranks_per_node=1)
-    >>> int(schemes.FactorBroadcast().factor_cost(factors, topology).bytes) // 2**10
-    768
-    >>> int(schemes.AllReduce().cost(1024 * 1024, itemsize=4, topology=topology).bytes) // 2**10
-    6144
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> from tfposeidon.gradients.factors import FactorShape
+      >>> factors = FactorShape(rows=32, left=1024, right=1024, dtype="float32")
+      >>> topology = Topology.regular(0, size=4, ranks_per_node=1)
+      >>> int(schemes.FactorBroadcast().factor_cost(factors, topology).bytes) // 2**10
+      768
+      >>> int(schemes.AllReduce().cost(1024 * 1024, itemsize=4, topology=topology).bytes) // 2**10
+      6144
     """
 
     name: ClassVar[str] = "sfb"

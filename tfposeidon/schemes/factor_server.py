@@ -33,13 +33,13 @@ class FactorServer(FactorScheme):
     log2 P times and not P - 1 times.
 
     Example:
-    >>> from tfposeidon import schemes
-    >>> from tfposeidon.communication.topology import Topology
-    >>> from tfposeidon.gradients.factors import FactorShape
-    >>> factors = FactorShape(rows=32, left=1024, right=1024, dtype="float32")
-    >>> worker = Topology.regular(1, size=4, ranks_per_node=1)
-    >>> int(schemes.FactorServer(server=0).factor_cost(factors, worker).bytes) // 2**10
-    4352
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> from tfposeidon.gradients.factors import FactorShape
+      >>> factors = FactorShape(rows=32, left=1024, right=1024, dtype="float32")
+      >>> worker = Topology.regular(1, size=4, ranks_per_node=1)
+      >>> int(schemes.FactorServer(server=0).factor_cost(factors, worker).bytes) // 2**10
+      4352
     """
 
     name: ClassVar[str] = "adam"

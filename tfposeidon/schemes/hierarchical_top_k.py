@@ -45,11 +45,11 @@ class HierarchicalTopK(SparseScheme):
     `stages`); where pairs would be more bytes than the dense exchange, that is made.
 
     Example:
-    >>> from tfposeidon import schemes
-    >>> from tfposeidon.communication.topology import Topology
-    >>> scheme = schemes.HierarchicalTopK(density=0.001, momentum=0.9)
-    >>> int(scheme.cost(10**6, itemsize=4, topology=Topology.regular(0, 8, 4)).cross_bytes)
-    2000
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> scheme = schemes.HierarchicalTopK(density=0.001, momentum=0.9)
+      >>> int(scheme.cost(10**6, itemsize=4, topology=Topology.regular(0, 8, 4)).cross_bytes)
+      2000
     """
 
     name: ClassVar[str] = "hitopk"

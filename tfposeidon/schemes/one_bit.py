@@ -43,15 +43,15 @@ class OneBit(ResidualScheme):
     zeros are not taken for positive.
 
     Example:
-    >>> from tfposeidon import schemes
-    >>> from tfposeidon.communication.topology import Topology
-    >>> topology = Topology.regular(0, size=4, ranks_per_node=1)
-    >>> one_bit, dense = (
-    ...     scheme.cost(10**6, itemsize=4, topology=topology).cross_bytes
-    ...     for scheme in (schemes.OneBit(), schemes.AllReduce())
-    ... )
-    >>> round(dense / one_bit)
-    16
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> topology = Topology.regular(0, size=4, ranks_per_node=1)
+      >>> one_bit, dense = (
+      ...     scheme.cost(10**6, itemsize=4, topology=topology).cross_bytes
+      ...     for scheme in (schemes.OneBit(), schemes.AllReduce())
+      ... )
+      >>> round(dense / one_bit)
+      16
     """
 
     name: ClassVar[str] = "onebit"
@@ -114,6 +114,7 @@ class OneBit(ResidualScheme):
         if topology.across is None or not _sends_across(topology):
             return total
         own_length = node.length_of(topology.rank)
+        # Codes are int32 words.
         code_bytes = [4.0 * ops.one_bit_size(own_length)] * topology.across.size
         total += cost.ring_all_gather(topology, topology.across, code_bytes)
         return total + Cost(flops=len(code_bytes) * own_length)

@@ -32,6 +32,7 @@ def pack(values: tf.Tensor, indices: tf.Tensor, wire_dtype: str | None) -> tf.Te
     """
     if wire_dtype is None:
         return tf.concat([indices, tf.bitcast(values, tf.int32)], 0)
+    # One message has one type, so bits are reinterpreted: float16 and int32 as uint16.
     encoded = encode(values, wire_dtype)
     whole = encoded if encoded.dtype == tf.uint16 else tf.bitcast(encoded, tf.uint16)
     return tf.concat([tf.reshape(tf.bitcast(indices, tf.uint16), [-1]), whole], 0)

@@ -47,12 +47,12 @@ class ShardedServer(VectorScheme):
     bucket on one server, that server's link alone would be at work.
 
     Example:
-    >>> from tfposeidon import schemes
-    >>> from tfposeidon.communication.topology import Topology
-    >>> schemes.ShardedServer().own_range(10, Topology.regular(1, size=4, ranks_per_node=1))
-    (3, 6)
-    >>> schemes.ShardedServer(update="server").updates_at_servers
-    True
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> schemes.ShardedServer().own_range(10, Topology.regular(1, size=4, ranks_per_node=1))
+      (3, 6)
+      >>> schemes.ShardedServer(update="server").updates_at_servers
+      True
     """
 
     name: ClassVar[str] = "ps"
@@ -119,6 +119,7 @@ class ShardedServer(VectorScheme):
         node, across = stages.shards_by_level(length, topology)
         if across is None:
             return 0, 0
+        # The rank's shard of the node's vector was cut again over the nodes.
         begin = node.offset_of(topology.rank) + across.offset_of(topology.rank)
         return begin, begin + across.length_of(topology.rank)
 

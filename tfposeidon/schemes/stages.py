@@ -86,6 +86,7 @@ def scatter_sum(
     if own_length == 0:
         # Empty, but not a constant that TensorFlow could fold, with the collective left out.
         return decode(received, wire_dtype, vector.dtype)
+    # The same shard of every rank, one after the other.
     received = tf.ensure_shape(received, [shards.group.size * own_length])
     return decode_sum(received, shards.group.size, wire_dtype, vector.dtype)
 
@@ -232,6 +233,7 @@ def gather_by_levels(
     Returns:
       `[n]` in the dtype of `own`, the same bits on every rank.
     """
+    # Encoded once for both levels, so that values are rounded once.
     encoded = encode(own, wire_dtype)
     if across is not None:
         encoded = gather(encoded, across, wire, f"{name}.across_gather")

@@ -37,11 +37,11 @@ class TopKAllGather(SparseScheme):
     feedback; where pairs would be more bytes than the dense exchange, that is made.
 
     Example:
-    >>> from tfposeidon import schemes
-    >>> from tfposeidon.communication.topology import Topology
-    >>> scheme = schemes.TopKAllGather(density=0.001)
-    >>> int(scheme.cost(10**6, itemsize=4, topology=Topology.regular(0, 8, 4)).bytes)
-    56000
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> scheme = schemes.TopKAllGather(density=0.001)
+      >>> int(scheme.cost(10**6, itemsize=4, topology=Topology.regular(0, 8, 4)).bytes)
+      56000
     """
 
     name: ClassVar[str] = "topk"

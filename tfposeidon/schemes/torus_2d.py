@@ -37,11 +37,11 @@ class Torus2D(WithWireDtype, VectorScheme):
     size, shards go to the positions that every node has and the other ranks only contribute.
 
     Example:
-    >>> from tfposeidon import schemes
-    >>> from tfposeidon.communication.topology import Topology
-    >>> cost = schemes.Torus2D().cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2))
-    >>> int(cost.node_bytes), int(cost.cross_bytes)
-    (4000, 2000)
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> cost = schemes.Torus2D().cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2))
+      >>> int(cost.node_bytes), int(cost.cross_bytes)
+      (4000, 2000)
     """
 
     name: ClassVar[str] = "2dtar"

@@ -69,7 +69,7 @@ class StateDescription:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the array is this rank's part of a bucket, which is cut otherwise on other ranks."""
+        """Whether the array is this rank's part of a bucket, which other ranks cut otherwise."""
         return bool(self.members) and not self.scalar and self.owners > 0
 
     @property
@@ -175,7 +175,7 @@ def _check_all_wanted(found: _Saved, wanted: RankState) -> None:
 def _common_scalar(
     description: StateDescription, like: np.ndarray, scalars: dict[tuple[str, str], np.ndarray]
 ) -> np.ndarray:
-    """Returns the number that all members had, or the one that there is now, if nobody has saved any."""
+    """Returns the number that all members had, or the present one if nobody has saved any."""
     found = {
         path: scalars[description.name, path]
         for path, _ in description.members
