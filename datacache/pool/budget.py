@@ -17,8 +17,8 @@ def budget_bytes(budget: int | str, free: int) -> int:
       ValueError: If `budget` is neither a size nor a share up to 100%, or is 0.
 
     Example:
-    >>> budget_bytes("80%", 1000), budget_bytes("2kB", 10**6), budget_bytes(5000, 1000)
-    (800, 2000, 1000)
+      >>> budget_bytes("80%", 1000), budget_bytes("2kB", 10**6), budget_bytes(5000, 1000)
+      (800, 2000, 1000)
     """
     text = str(budget)
     try:
