@@ -17,7 +17,7 @@ class MetricAverage(keras.callbacks.Callback):
 
     Each rank computes metrics of its own data. All ranks exchange them at the end of the epoch and
     get the same means, in which a rank weighs by the samples it has seen: in training for the
-    metrics of training, in validation for those that begin with "val_". Exact for metrics that are
+    metrics of training, in validation for those that begin with `"val_"`. Exact for metrics that are
     means over samples (losses, accuracies), an approximation for others, such as the area under a
     curve.
 

@@ -44,9 +44,9 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
       RuntimeError: On all ranks, if their variables differ; it names the first difference.
 
     Example:
-    >>> import keras, tfposeidon as tp
-    >>> weight = keras.Variable([1.0, 2.0])
-    >>> tp.broadcast_variables([weight])
+      >>> import keras, tfposeidon as tp
+      >>> weight = keras.Variable([1.0, 2.0])
+      >>> tp.broadcast_variables([weight])
     """
     if not 0 <= root_rank < runtime.size():
         raise ValueError(
@@ -87,9 +87,9 @@ def all_reduce(value: Any, op: str = "mean", name: str | None = None) -> tf.Tens
     Cost: one all-reduce, 2 (P - 1) / P of the tensor's bytes sent per rank over a ring.
 
     Example:
-    >>> import tfposeidon as tp
-    >>> float(tp.all_reduce(3.0))
-    3.0
+      >>> import tfposeidon as tp
+      >>> float(tp.all_reduce(3.0))
+      3.0
     """
     tensor = tf.convert_to_tensor(value)
     if op not in ("mean", "sum"):
@@ -128,9 +128,9 @@ def all_gather(value: Any, name: str | None = None) -> tf.Tensor:
     Cost: one all-gather; every rank receives the tensors of all others.
 
     Example:
-    >>> import tfposeidon as tp
-    >>> tp.all_gather([1.0, 2.0]).numpy().tolist()
-    [1.0, 2.0]
+      >>> import tfposeidon as tp
+      >>> tp.all_gather([1.0, 2.0]).numpy().tolist()
+      [1.0, 2.0]
     """
     tensor = tf.convert_to_tensor(value)
     if tensor.shape.rank == 0:
@@ -154,8 +154,8 @@ def barrier(name: str | None = None) -> None:
       name: See `all_reduce`.
 
     Example:
-    >>> import tfposeidon as tp
-    >>> tp.barrier()
+      >>> import tfposeidon as tp
+      >>> tp.barrier()
     """
     name = name or ("barrier" if tf.executing_eagerly() else None)
     arrived = all_reduce(tf.ones([]), "sum", name)

@@ -23,7 +23,7 @@ def main():
     largest = variables[slice(*shares[sums.index(max(sums))])]
     mine = variables[slice(*shares[topology.rank])]
     own = tf.Variable(tf.ones([len(mine), 2]))
-    in_parallel = layer_norms.in_parallel(wire, "bench.parallel")
+    in_parallel = layer_norms.parallel_norms(wire, "bench.parallel")
     everybody = range(topology.size)
     for system, ranks, step in (
         ("local", [0], lambda: local_norms(variables, twice(variables))),

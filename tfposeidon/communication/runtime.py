@@ -54,9 +54,9 @@ def init(
         or if `hvd.init()` was called before and groups of ranks are needed.
 
     Example:
-    >>> import tfposeidon as tp
-    >>> tp.init().size
-    1
+      >>> import tfposeidon as tp
+      >>> tp.init().size
+      1
     """
     global _wire
     if _wire is not None:
@@ -85,9 +85,9 @@ def rank() -> int:
     Starts Horovod with default arguments if nobody did.
 
     Example:
-    >>> import tfposeidon as tp
-    >>> tp.rank()
-    0
+      >>> import tfposeidon as tp
+      >>> tp.rank()
+      0
     """
     return wire().topology.rank
 
@@ -98,9 +98,9 @@ def size() -> int:
     Starts Horovod with default arguments if nobody did.
 
     Example:
-    >>> import tfposeidon as tp
-    >>> tp.size()
-    1
+      >>> import tfposeidon as tp
+      >>> tp.size()
+      1
     """
     return wire().topology.size
 

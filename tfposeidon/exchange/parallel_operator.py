@@ -67,12 +67,12 @@ def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf
     Source: Shi et al. 2021 (CommLib), Eq. 12 to 14.
 
     Example:
-    >>> import tensorflow as tf, tfposeidon as tp
-    >>> weights = [tf.fill([2, 2], 1.0), tf.fill([3], 2.0)]
-    >>> def sums(some):
-    ...     return tf.stack([tf.reduce_sum(weight) for weight in some])
-    >>> tp.parallel_tensor_operator(sums, weights).numpy().tolist()
-    [4.0, 6.0]
+      >>> import tensorflow as tf, tfposeidon as tp
+      >>> weights = [tf.fill([2, 2], 1.0), tf.fill([3], 2.0)]
+      >>> def sums(some):
+      ...     return tf.stack([tf.reduce_sum(weight) for weight in some])
+      >>> tp.parallel_tensor_operator(sums, weights).numpy().tolist()
+      [4.0, 6.0]
     """
     return run_in_parallel(
         runtime.wire(), function, tensors, f"tp.parallel_tensor_operator_{next(_numbers)}"
