@@ -16,10 +16,9 @@ class MetricAverage(keras.callbacks.Callback):
     """Replaces each metric in the logs of an epoch by its mean over ranks.
 
     Each rank computes metrics of its own data. All ranks exchange them at the end of the epoch and
-    get the same means, in which a rank weighs by the samples it has seen: in training for the
-    metrics of training, in validation for those that begin with `"val_"`. Exact for metrics that are
-    means over samples (losses, accuracies), an approximation for others, such as the area under a
-    curve.
+    get the same means, in which a rank weighs by the samples it has seen: in training for metrics
+    of training, in validation for those that begin with `"val_"`. Exact for metrics that are means
+    over samples (losses, accuracies), an approximation for others, such as the area under a curve.
 
     Put it before callbacks that decide by metrics (`EarlyStopping`, `ReduceLROnPlateau`,
     `ModelCheckpoint`): they then do the same on every rank. On one rank it changes nothing.
