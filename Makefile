@@ -94,7 +94,7 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE_SOURCES)
 
-# Short versions, half an hour; --full in place of --results ... gives those of docs/results.md.
+# Short versions, an hour; --full in place of --results ... gives those of docs/results.md.
 BENCH := build/bench
 bench: setup
 	$(BIN)/python -m pip --disable-pip-version-check install -q -e '.[dev,plots]'

@@ -27,7 +27,8 @@ class Configured:
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:

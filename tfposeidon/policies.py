@@ -30,7 +30,7 @@ class Choice(NamedTuple):
     """A scheme for one variable, and why."""
 
     scheme: Scheme
-    """How the variable's gradient is exchanged."""
+    """Scheme by which the variable's gradient is exchanged."""
     reason: str
     """The reason in a few words, for the plan."""
     candidates: tuple[tuple[str, float], ...] = ()

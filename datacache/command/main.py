@@ -14,7 +14,7 @@ import numpy as np
 from datacache.errors import CacheError
 from datacache.from_tfposeidon import ProgressBar, import_tensorflow, readable_size, table
 from datacache.pool.folder import default_memory, remove
-from datacache.pool.inspection import Contents, Report, find_pools, inspect_pool, read_contents
+from datacache.pool.inspection import Contents, PoolReport, find_pools, inspect_pool, read_contents
 from datacache.pool.pool import open_existing
 from datacache.sources.source import SourceError
 from datacache.system.access import Access, Directory
@@ -154,7 +154,7 @@ def _own_memory(closed: bool = True) -> list[Path]:
     return [root]
 
 
-def _row(report: Report) -> tuple[str, ...]:
+def _row(report: PoolReport) -> tuple[str, ...]:
     of = report.contents
     samples = (
         (of.spec.source, str(of.ready), str(of.slots), str(of.spec.shard.samples))
@@ -227,17 +227,17 @@ def _verify_one(folder: Path) -> int:
     try:
         samples = np.arange(pool.spec.shard.samples)
         samples = samples[pool.ready(samples)]
-        progress, torn = ProgressBar(len(samples), "samples"), 0
+        progress, corrupt = ProgressBar(len(samples), "samples"), 0
         for begin in range(0, len(samples), WINDOW):
             window = samples[begin : begin + WINDOW]
-            torn += len(pool.find_corrupt(window, recheck=True))
+            corrupt += len(pool.find_corrupt(window, recheck=True))
             progress.add(len(window))
         progress.close()
     finally:
         pool.close()
-    again = ", which jobs make again" if torn else ""
-    print(f"{folder}: {len(samples) - torn} whole, {torn} corrupt{again}")
-    return CORRUPT if torn else DONE
+    again = ", which jobs make again" if corrupt else ""
+    print(f"{folder}: {len(samples) - corrupt} whole, {corrupt} corrupt{again}")
+    return CORRUPT if corrupt else DONE
 
 
 def _warm(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from datacache.errors import CacheError
 from datacache.from_tfposeidon import readable_size
 from datacache.pool.folder import FILES, LOCK_FILES, remove
-from datacache.pool.inspection import Report, find_pools, inspect_pool
+from datacache.pool.inspection import PoolReport, find_pools, inspect_pool
 from datacache.system.access import Directory
 from datacache.system.memory import is_memory
 
@@ -24,7 +24,7 @@ NOTICEABLE_BYTES = 2**20
 """Smaller pools are no test of whether a removal makes room: others may take as much meanwhile."""
 
 
-def find_idle_pools(root: Path, except_for: Path | None = None) -> list[Report]:
+def find_idle_pools(root: Path, except_for: Path | None = None) -> list[PoolReport]:
     """Returns the pools in memory that no process has open, the least recently opened first.
 
     Args:
@@ -63,7 +63,7 @@ def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) 
             return
 
 
-def _try_remove(report: Report) -> bool:
+def _try_remove(report: PoolReport) -> bool:
     try:
         remove(report.folder)
     except (CacheError, OSError) as error:
@@ -86,7 +86,7 @@ def _lies_in_memory(path: Path) -> bool:
         return False
 
 
-def _is_certainly_a_pool(report: Report) -> bool:
+def _is_certainly_a_pool(report: PoolReport) -> bool:
     """Returns whether a folder is a pool, or what is left of one.
 
     Others may have files of such names, too, and what is removed here is removed unasked.

@@ -52,7 +52,7 @@ class Contents:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class PoolReport:
     """A pool, or what is left of one.
 
     Attributes:
@@ -97,7 +97,7 @@ def find_pools(root: Path) -> list[Path]:
     return [root / name for name in sorted(_names(root)) if _looks_like_a_pool(root / name)]
 
 
-def inspect_pool(folder: Path) -> Report | None:
+def inspect_pool(folder: Path) -> PoolReport | None:
     """Returns a report on a pool, or `None` if the pool has gone.
 
     Args:
@@ -128,7 +128,7 @@ def read_contents(folder: Path) -> Contents:
         return _contents(directory)
 
 
-def _report(directory: Directory) -> Report | None:
+def _report(directory: Directory) -> PoolReport | None:
     about: dict[str, Any] = {
         "folder": directory.path,
         "bytes": _allocated_bytes(directory),
@@ -137,17 +137,17 @@ def _report(directory: Directory) -> Report | None:
         "in_use": _in_use(directory),
     }
     try:
-        return Report(contents=_contents(directory), **about)
+        return PoolReport(contents=_contents(directory), **about)
     except (CacheError, OSError) as error:
         # Somebody may have removed it since it was opened.
-        return None if directory.is_gone else Report(trouble=str(error), **about)
+        return None if directory.is_gone else PoolReport(trouble=str(error), **about)
 
 
-def _report_refused(folder: Path, error: CacheError) -> Report:
+def _report_refused(folder: Path, error: CacheError) -> PoolReport:
     """Returns the report on a folder that is not to be opened, such as another user's."""
     status = folder.stat(follow_symlinks=False)
     changed = datetime.fromtimestamp(status.st_mtime).astimezone()
-    return Report(
+    return PoolReport(
         folder=folder, bytes=0, made=changed, opened=changed, in_use=False, trouble=str(error)
     )
 

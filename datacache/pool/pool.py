@@ -24,7 +24,7 @@ from datacache.system.background import STEP_BYTES, BackgroundSteps, populate_pa
 from datacache.windows import windows
 
 READER_PAUSE_S = 0.05
-"""How long verification in the background waits while somebody reads."""
+"""Seconds that verification in the background waits while somebody reads."""
 
 
 class Pool:

@@ -35,7 +35,7 @@ AT_WORKING_DIRECTORY, NO_REPLACE = -100, 1
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Who may read and write a pool.
+    """Users who may read and write a pool.
 
     Attributes:
       group: Number of the group whose members may; `None` for the user alone.

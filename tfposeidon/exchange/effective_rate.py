@@ -1,4 +1,4 @@
-"""How far weights move for a gradient of 1, by which residuals are rescaled when it changes.
+"""Effective rate: how far weights move for a gradient of 1. Residuals are rescaled by its changes.
 
 A residual that was made at one learning rate and sent at another would count by their ratio, and
 one that was made under one loss scale is wrong under the next.

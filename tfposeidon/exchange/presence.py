@@ -12,7 +12,7 @@ from tfposeidon.planning.plan import Plan
 
 
 class Presence(NamedTuple):
-    """Who took part in a step; all but the weight is the same on every rank.
+    """Ranks that took part in a step; all but the weight is the same on every rank.
 
     Attributes:
       weight: This rank's share of all samples times the number of ranks, a float32 scalar; `None`

@@ -1,4 +1,4 @@
-"""What the schemes of one plan keep from step to step, such as residuals."""
+"""State that the schemes of one plan keep from step to step, such as residuals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of `python -m tfposeidon demo` runs: steps by one scheme after the other."""
+"""Trains on each rank of `python -m tfposeidon demo`: steps by one scheme after the other."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Slot:
 
 
 class Scheme(Configured, ABC):
-    """How one bucket of gradients becomes the mean over all ranks.
+    """Method by which one bucket of gradients becomes the mean over all ranks.
 
     Subclasses are frozen, keyword-only dataclasses. They see neither variables nor learning rates,
     and keep nothing between calls: what has to last is `state`, which the optimizer stores.

@@ -22,7 +22,7 @@ class FeedbackState(NamedTuple):
 
     @property
     def kept(self) -> tuple[tf.Tensor, ...]:
-        """Those of the two that are kept."""
+        """The tensors that are kept, in their order."""
         return tuple(tensor for tensor in self if tensor is not None)
 
 
@@ -41,7 +41,7 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorFeedback:
-    """How elements are selected, and what becomes of the others.
+    """Selection of elements to send, with a residual of the others.
 
     Args:
       select: A method of `tfposeidon.ops.top_k`.

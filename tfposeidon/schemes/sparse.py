@@ -26,7 +26,7 @@ MAX_LENGTH = 2**31
 
 @dataclass(frozen=True)
 class _Layout:
-    """Who selects from what, for a bucket on one topology.
+    """Shards of a bucket on one topology, and the ranks that select from them.
 
     Attributes:
       node: Shards in the node.

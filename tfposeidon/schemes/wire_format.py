@@ -1,4 +1,4 @@
-"""How floating-point values look on the wire: as they are, or in 16 bits."""
+"""Format of floating-point values on the wire: as they are, or in 16 bits."""
 
 from __future__ import annotations
 

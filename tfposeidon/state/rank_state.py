@@ -74,7 +74,7 @@ class StateDescription:
 
     @property
     def whole_key(self) -> WholeKey:
-        """What identifies an array that is never cut."""
+        """Key of an array that is never cut: its name and the paths of its members."""
         return self.name, tuple(path for path, _ in self.members)
 
     def overlaps(self, length: int) -> Iterator[tuple[tuple[str, str], int, slice, slice]]:
@@ -104,7 +104,7 @@ RankState = Sequence[tuple[StateDescription, np.ndarray]]
 
 @dataclass(frozen=True)
 class _Saved:
-    """What all ranks had saved.
+    """State that all ranks had saved.
 
     Attributes:
       totals: Quantity and path of a variable -> its sum over all ranks, as a vector.
