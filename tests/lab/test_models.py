@@ -72,7 +72,8 @@ def test_every_kernel_and_its_flops_are_those_of_keras(name):
     ],
 )
 def test_parameters_are_exactly_the_published_ones(name, parameters):
-    # GoogLeNet: Theano-MPI counts two auxiliary heads: 1 x 1 x 128 after 4a and 4d, then 2048 x 1024 and 1024 x 1000.
+    # GoogLeNet: Theano-MPI counts two auxiliary heads: 1 x 1 x 128 after 4a and 4d, then
+    # 2048 x 1024 and 1024 x 1000.
     assert model(name).parameters == parameters
 
 

@@ -1,4 +1,4 @@
-"""Sparse schemes in real steps: nothing is lost, whatever happens to rates, scales, scheme or process."""
+"""Sparse schemes lose nothing in real steps, whatever happens to rates, scheme or process."""
 
 import itertools
 

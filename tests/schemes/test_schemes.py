@@ -55,6 +55,24 @@ def _check(name, length, nodes):
         assert len(set(cluster.names[rank])) == len(cluster.names[rank])
 
 
+@pytest.mark.parametrize("name", contract.SCHEMES)
+def test_exact_says_what_the_contract_measures(name):
+    scheme, rounding = contract.SCHEMES[name]
+    assert scheme.exact == (rounding == 0.0)
+
+
+def test_families_are_told_by_properties():
+    """Policies and plans ask for these, so a family must not lack one."""
+    by_rows = schemes.ByRows(few=schemes.FactorBroadcast(), many=schemes.AllReduce(), limit=3)
+    made = [make() for make in schemes.REGISTRY.values()]
+    assert {s.name for s in made if s.needs_factors} == {"sfb", "adam"}
+    assert [s.name for s in (*made, by_rows) if s.takes_factors] == ["sfb", "adam", "by rows"]
+    assert not any(s.updates_at_servers for s in made)
+    assert schemes.ShardedServer(update="server").updates_at_servers
+    assert all(s.for_rows(1) is s for s in made)
+    assert (by_rows.for_rows(3), by_rows.for_rows(4)) == (by_rows.few, by_rows.many)
+
+
 def test_torus_sends_what_its_docstring_says():
     m, n, d = 16, 8, 16 * 8 * 1000
     cost = schemes.Torus2D().cost(d, 4, Topology.regular(5, m * n, n))
@@ -99,10 +117,10 @@ def test_conservation(kind, options, density, layout):
 @pytest.mark.parametrize("length", [1, 31, 9_001])
 def test_conservation_of_one_bit(length, layout):
     cluster = Cluster(LAYOUTS[layout])
-    check = lambda wire: contract.check_conservation(
-        schemes.OneBit(), length, wire, 5, "x", flush_at=4
-    )[0]  # noqa: E731
-    ends = cluster.run(check)
+    scheme = schemes.OneBit()
+    ends = cluster.run(
+        lambda wire: contract.check_conservation(scheme, length, wire, 5, "x", flush_at=4)[0]
+    )
     for mean in ends:
         np.testing.assert_array_equal(mean, ends[0], "ranks differ")
 
@@ -316,7 +334,7 @@ BY_ROWS = (
 @pytest.mark.parametrize("scheme", BY_ROWS, ids=str)
 @pytest.mark.parametrize("many", [False, True])
 def test_all_ranks_take_the_branch_that_suits_their_rows(many, scheme, layout):
-    """Of two variables, one without rows on the first rank; bytes are those of the scheme taken, and of one number."""
+    """With two variables; bytes are those of the scheme that is taken, and of one number."""
     nodes = LAYOUTS[layout]
     cluster = Cluster(nodes)
     size = cluster.topology.size
@@ -346,7 +364,7 @@ def test_all_ranks_take_the_branch_that_suits_their_rows(many, scheme, layout):
         for i in (0, 1)
     ]
     assert {total for _, total in results} == {2.0 * sum(counts)}
-    taken = scheme.taken(sum(counts))
+    taken = scheme.for_rows(sum(counts))
     assert taken == (scheme.many if 12 * size > 12 and many else scheme.few)
     shown = bucket.with_rows(
         2 * sum(counts), policies.Uniform(schemes.FactorBroadcast()), cluster.topology

@@ -168,7 +168,10 @@ class _Elementwise(keras.optimizers.Lamb):
     "optimizer", [keras.optimizers.Lamb, keras.optimizers.Adafactor, keras.optimizers.Muon]
 )
 def test_rules_that_need_whole_variables_are_refused(optimizer):
-    message = f'SGD, .* can work on. Received: {optimizer.__name__}, .*Use ShardedServer\\(update="worker"\\)'
+    message = (
+        f"SGD, .* can work on. Received: {optimizer.__name__}, "
+        '.*Use ShardedServer\\(update="worker"\\)'
+    )
     with pytest.raises(ValueError, match=message):
         tp.DistributedOptimizer(optimizer(), scheme=SERVED)
     tp.DistributedOptimizer(optimizer(), scheme="ps")

@@ -223,9 +223,11 @@ class AgreedPlans:
             if isinstance(grad, tf.IndexedSlices) and describe(variable).path not in by_rows:
                 self._note(f"{describe(variable).path}: rows are summed and sent as a dense matrix")
             if grad is None:
-                here = f"no gradient on rank {runtime.rank()}, zeros are sent"
-                self._note(f"{describe(variable).path}: {here}")
-        for text in (advice.sparsity_advice(plan, inner_optimizer), advice.processor_advice(plan)):
+                self._note(
+                    f"{describe(variable).path}: no gradient on rank {runtime.rank()}, "
+                    "zeros are sent"
+                )
+        for text in (advice.sparsity_advice(plan, inner_optimizer), advice.cpu_advice(plan)):
             if text:
                 self._note(text)
                 runtime.say("tfposeidon: %s.", text)

@@ -14,7 +14,6 @@ from tfposeidon.gradients.description import Description
 from tfposeidon.gradients.factors import Factors, FactorShape, NoFactorsError
 from tfposeidon.planning.plan import Plan
 from tfposeidon.policies import Policy
-from tfposeidon.schemes import FactorScheme
 
 log = logging.getLogger("tfposeidon")
 
@@ -108,7 +107,7 @@ def check_any_factors(plan: Plan, policy: Policy) -> None:
         d for bucket in plan.buckets for d in bucket.descriptions if len(d.shape) > 1
     ):
         scheme = policy.choose(description, plan.topology).scheme
-        if isinstance(scheme, FactorScheme):
+        if scheme.needs_factors:
             raise ValueError(
                 f"{scheme.name!r} needs gradients that are a product of two thin matrices: those "
                 f"of kernels of {sufficient_factors.LAYERS}. Received: none; that of "

@@ -107,7 +107,7 @@ def choose_norms(
         return NormMethod(
             note="norms of layers: of the servers' parts, their squares are summed over the ranks"
         )
-    layers = inner.scaled(variables)
+    layers = inner.scaled_variables(variables)
     parallel = parallel_norms(wire, f"{prefix}.norms_of_layers")
     wanted, why = inner.parallel, f"parallel={inner.parallel}"
     if wanted == "auto":

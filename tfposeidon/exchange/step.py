@@ -34,8 +34,12 @@ class Server(Protocol):
           gradients: Gradient of each variable, or `None`.
         """
 
-    def completed(self, means: list[Any]) -> list[Any]:
-        """Returns means as the inner optimizer may see them: clipped by norms over all ranks."""
+    def clip_by_whole_norms(self, means: list[Any]) -> list[Any]:
+        """Returns means as the inner optimizer may see them: clipped by norms over all ranks.
+
+        Args:
+          means: One for each variable; `None` without a gradient, and parts where they are served.
+        """
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,9 @@ class Step:
         """
         if not self._exchanges(variables):
             rows = [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-            return Means(rows if server is None else server.completed(server.own_parts(rows)))
+            return Means(
+                rows if server is None else server.clip_by_whole_norms(server.own_parts(rows))
+            )
         assert self._absent is not None
         assert self._exposed_s is not None
         exchanger = self.exchanger(variables)
@@ -214,7 +220,7 @@ class Step:
             sent, presence.weight, None if rate is None else rate.rescale
         )
         if server is not None:
-            values = server.completed(values)
+            values = server.clip_by_whole_norms(values)
         self._exposed_s.assign_add(_time_after(values) - ready)
         # Read by nobody in most steps, but TensorFlow leaves out a collective whose result is not
         # used.
