@@ -74,7 +74,7 @@ def sharded_norms(wire: Wire, served: Callable[[Any], bool], name: str) -> Norms
 
 
 class NormMethod(NamedTuple):
-    """How the norms of one list of variables are computed.
+    """Method by which the norms of one list of variables are computed.
 
     Attributes:
       norms: Function for `override_norms`; `None` where the optimizer asks for no norms, or servers
