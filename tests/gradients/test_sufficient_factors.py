@@ -165,7 +165,7 @@ def test_the_product_is_the_gradient(name, batch):
 
 
 def test_half_precision_and_a_loss_scale():
-    """Factors stay in 16 bits and are multiplied in 32, nearer to the gradient than local ones."""
+    """Factors stay in 16 bits and are multiplied in 32: nearer to the gradient than products."""
     shape, _, expected = MODELS["regularised"]
     found, _, why = _read_all(_model("regularised", "mixed_float16"), shape, False, None)
     assert [tuple(gradient.shape) for gradient, _ in found] == expected, why

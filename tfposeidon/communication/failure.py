@@ -40,6 +40,7 @@ def watch(rank: int, size: int) -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # First, so that the cause stands on the last lines, below all tracebacks.
         previous(kind, error, trace)
         reporter.report(error)
 
@@ -94,6 +95,7 @@ class Reporter:
             self._put(self._fate(self.rank), "ended")
 
     def _first_cause(self) -> str | None:
+        # The rank that failed may still be on its way to the store.
         deadline = time.monotonic() + PATIENCE_S
         while self.store is not None and time.monotonic() < deadline:
             if cause := self._get(_FIRST):

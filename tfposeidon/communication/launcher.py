@@ -55,6 +55,8 @@ class Place:
 
 def place() -> Place:
     """Returns the place of this process, from the launcher's variables."""
+    # A size alone tells of no launcher: SLURM names one in scripts that start a single process,
+    # too.
     if not any(os.environ.get(name) for name in RANK):
         return Place()
     size = _first(SIZE, 1)

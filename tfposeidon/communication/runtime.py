@@ -251,6 +251,7 @@ def _pin_gpu(local_rank: int) -> None:
     if not gpus:
         return
     try:
+        # Where there are more ranks than GPUs, some share one; memory growth lets them.
         own = gpus[local_rank % len(gpus)]
         tf.config.set_visible_devices(own, "GPU")
         tf.config.experimental.set_memory_growth(own, True)

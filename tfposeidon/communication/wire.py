@@ -239,12 +239,15 @@ def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
     """
     if wire.topology.size == 1:
         return [value]
+    # Eagerly Horovod matches collectives by their order, whatever their names: the name travels
+    # along.
     text = json.dumps([name, value]).encode()
     world = wire.topology.world
     lengths = wire.all_gather(tf.constant([len(text)], tf.int64), world, f"{name}.lengths").numpy()
     joined = (
         wire.all_gather(tf.constant(list(text), tf.uint8), world, f"{name}.texts").numpy().tobytes()
     )
+    # The texts come one after the other, and only the lengths tell where each ends.
     ends = lengths.cumsum()
     pairs = [
         json.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)

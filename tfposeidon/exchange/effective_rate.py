@@ -1,4 +1,6 @@
-"""Effective rate: how far weights move for a gradient of 1. Residuals are rescaled by its changes.
+"""The effective learning rate, by which residuals are rescaled when it changes.
+
+It is how far weights move for a gradient of 1: the learning rate over the loss scale.
 
 A residual that was made at one learning rate and sent at another would count by their ratio, and
 one that was made under one loss scale is wrong under the next.

@@ -60,6 +60,7 @@ class Exchanger:
         self.prefix: str | None = None
         self._present_at_first_step: list[bool] = []
         self.calls = 0
+        # By graph: one that is traced anew counts from 0, and none is kept alive for its count.
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.afterwards: Callable[[list[Any]], list[Any]] | None = None
         dtypes = {"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}
@@ -107,6 +108,7 @@ class Exchanger:
             "variables": as_json(descriptions_of(self.plan)),
             "present": [g is not None for g in gradients],
         }
+        # Outside of the graph that is traced: now, and not in every step.
         with tf.init_scope():
             everybody = exchange_objects(mine, self.wire, f"{prefix}.agree")
         agreement.require_equal(
@@ -143,6 +145,7 @@ class Exchanger:
         Collectives within it get the names of this use: in a graph each name may occur once.
         """
         graph = tf.compat.v1.get_default_graph()
+        # Eager collectives have no names that would have to differ.
         number = 0 if tf.executing_eagerly() else self._calls.get(graph, 0)
         self._calls[graph] = number + 1
         self.calls = max(self.calls, number + 1)

@@ -12,7 +12,7 @@ from tfposeidon.planning.plan import Plan
 
 
 class Presence(NamedTuple):
-    """Ranks that took part in a step; all but the weight is the same on every rank.
+    """Participation of ranks in a step; all but the weight is the same on every rank.
 
     Attributes:
       weight: This rank's share of all samples times the number of ranks, a float32 scalar; `None`
@@ -27,7 +27,7 @@ class Presence(NamedTuple):
 
     @property
     def any_gradient(self) -> tf.Tensor:
-        """Bool, one for each variable: whether any rank has a gradient."""
+        """Tells for each variable whether any rank has a gradient, `[variables]` bool."""
         return self.gradients > 0.0
 
 

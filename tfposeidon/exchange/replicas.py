@@ -43,6 +43,7 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
         return
     check_same_variables(exchange_objects(as_json(describe_any(variables)), wire, "tp.broadcast"))
 
+    # In a graph broadcasts need not wait for one another.
     @tf.function
     def received() -> list[tf.Tensor]:
         return [

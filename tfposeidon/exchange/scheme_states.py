@@ -47,7 +47,7 @@ class SchemeStates:
 
     @property
     def exist(self) -> bool:
-        """Whether any scheme keeps anything."""
+        """Tells whether any scheme keeps anything."""
         return any(self.variables)
 
     def take_over(self, other: SchemeStates) -> None:
@@ -115,7 +115,7 @@ class SchemeStates:
 
     @property
     def has_flushed(self) -> bool:
-        """Whether all that schemes had kept has been sent since `flush`."""
+        """Tells whether all that schemes had kept has been sent since `flush`."""
         return all(
             bucket.scheme.has_flushed(tuple(map(tf.convert_to_tensor, variables)))
             for bucket, variables in zip(self.plan.buckets, self.variables, strict=True)

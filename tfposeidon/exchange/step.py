@@ -214,6 +214,8 @@ class Step:
         exchanger = self.exchanger(variables)
         presence = exchanger.presence(gradients, count)
         sent = factor_agreement.convert_to_factors(gradients, exchanger.plan)
+        # What passes between the last gradient and the last mean is communication that nothing
+        # hides.
         ready = _time_after(sent)
         rate = self._rate(variables)
         values, states = exchanger.exchange(
@@ -312,7 +314,7 @@ class Step:
 
     @property
     def suits_xla(self) -> bool:
-        """Whether XLA can compile its steps: on one rank, if schemes keep nothing."""
+        """Tells whether XLA can compile its steps: on one rank, if schemes keep nothing."""
         return runtime.size() == 1 and not self.plans.policy.keeps_state
 
     @property
@@ -335,7 +337,7 @@ class Step:
 
     @property
     def watches_absence(self) -> bool:
-        """Whether steps drop their updates if a rank is out of data."""
+        """Tells whether steps drop their updates if a rank is out of data."""
         return self._watches_absence
 
     @property
@@ -362,7 +364,10 @@ class Step:
 
     @property
     def has_flushed(self) -> bool:
-        """Whether a step that counted has sent everything since `flush`; the same on all ranks."""
+        """Tells whether a step that counted has sent everything since `flush`.
+
+        It is the same on all ranks.
+        """
         return all(exchanger.states.has_flushed for exchanger in self.plans.exchangers)
 
 

@@ -117,7 +117,7 @@ class Factors:
 
     @property
     def packed(self) -> tf.Tensor:
-        """All that is sent, in one message: `[K, M + N]`, with 16 bits `[K, M + N + 2]`.
+        """Message with all that is sent: `[K, M + N]`, with 16 bits `[K, M + N + 2]`.
 
         Values of bfloat16 go as uint16 with the same bits: Horovod does not know them.
         """

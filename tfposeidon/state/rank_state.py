@@ -69,12 +69,12 @@ class StateDescription:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the array is this rank's part of a bucket, which other ranks cut otherwise."""
+        """Tells whether the array is a part of a bucket, which is cut otherwise on other ranks."""
         return bool(self.members) and not self.scalar and self.owners > 0
 
     @property
     def whole_key(self) -> WholeKey:
-        """Key of an array that is never cut: its name and the paths of its members."""
+        """Key of an array that is never cut."""
         return self.name, tuple(path for path, _ in self.members)
 
     def overlaps(self, length: int) -> Iterator[tuple[tuple[str, str], int, slice, slice]]:
@@ -99,7 +99,7 @@ class StateDescription:
 
 
 RankState = Sequence[tuple[StateDescription, np.ndarray]]
-"""All arrays of one rank's state, each with what it is."""
+"""Arrays of one rank's state, each with its description."""
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,7 @@ class Snapshots:
         """
         names: list[str] = exchange_objects(self._names(), self.wire, "tp.snapshots")[0]
         problems: list[str] = []
+        # All ranks try the same one together, and go back to an older one if it fails on any.
         for name in reversed(names):
             snapshot, problem = _attempt(lambda name=name: self._read_files(self.folder / name))
             everybody = exchange_objects(problem, self.wire, f"tp.read.{name}")
@@ -215,10 +216,12 @@ class Snapshots:
         return f"snapshot-{int(names[-1].rpartition('-')[2]) + 1 if names else 1:06d}"
 
     def _rename(self, part: Path, final: Path) -> None:
+        # In one step of the file system: a kill leaves the folder under one of its two names.
         os.replace(part, final)
         _sync(self.folder)
         for name in self._names()[: -self.keep]:
             shutil.rmtree(self.folder / name)
+        # Of jobs that were killed while they wrote.
         for leftover in self.folder.glob(".snapshot-*.part"):
             shutil.rmtree(leftover)
 
