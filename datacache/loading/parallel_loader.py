@@ -16,7 +16,7 @@ REMEDIES = {
     -signal.SIGKILL: "Without anybody who killed it, memory was short: load smaller batches or "
     "give fewer `buffers`.",
 }
-"""What to do about an exit code of the loader process."""
+"""Remedies for exit codes of the loader process."""
 
 
 class LoaderError(RuntimeError):
