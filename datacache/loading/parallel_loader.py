@@ -16,7 +16,7 @@ REMEDIES = {
     -signal.SIGKILL: "Without anybody who killed it, memory was short: load smaller batches or "
     "give fewer `buffers`.",
 }
-"""Remedy for each exit code of the loader process."""
+"""Remedies for exit codes of the loader process."""
 
 
 class LoaderError(RuntimeError):
@@ -53,13 +53,13 @@ class ParallelLoader:
       time; labels may be loaded too.
 
     Example:
-      >>> import numpy as np
-      >>> load = np.char.add  # Yours reads the file that `item` names, and prepares it for `mode`.
-      >>> with ParallelLoader(load) as loader:
-      ...     for batch in loader.batches("train on ", ["file 1", "file 2"]):
-      ...         print(batch)
-      train on file 1
-      train on file 2
+    >>> import numpy as np
+    >>> load = np.char.add  # Yours reads the file that `item` names, and prepares it for `mode`.
+    >>> with ParallelLoader(load) as loader:
+    ...     for batch in loader.batches("train on ", ["file 1", "file 2"]):
+    ...         print(batch)
+    train on file 1
+    train on file 2
     """
 
     def __init__(self, load: Load, buffers: int = 2) -> None:

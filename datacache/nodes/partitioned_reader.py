@@ -40,6 +40,7 @@ class PartitionedReader(Reader):
       keep: Whether this node keeps the samples of others, too.
 
     Attributes:
+      levels: Levels of this node.
       closed: Whether `close` was called.
     """
 
@@ -77,7 +78,7 @@ class PartitionedReader(Reader):
 
     @override
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
-        self._levels.refuse_in_child(indices)
+        self.levels.refuse_in_child(indices)
         self._ask(indices)
         with self._lock:
             coming = {
@@ -86,11 +87,11 @@ class PartitionedReader(Reader):
                 if sample in self._coming
             }
         # Own samples are made while those of others are on their way.
-        made = self._levels.fill(indices[~np.isin(indices, list(coming))])
+        made = self.levels.fill(indices[~np.isin(indices, list(coming))])
         for sample, future in coming.items():
             arrays = future.result()
             self._counts.add(received=1)
-            if not (self._keep and self._levels.put(sample, arrays)):
+            if not (self._keep and self.levels.put(sample, arrays)):
                 made[sample] = arrays
         return made
 
@@ -101,7 +102,7 @@ class PartitionedReader(Reader):
         try:
             self._exchange.close()
         finally:
-            self._levels.close()
+            self.levels.close()
 
     def _forget_unread(self) -> None:
         """Drops samples that came for an epoch that was left early."""
@@ -114,7 +115,7 @@ class PartitionedReader(Reader):
         """Asks owners for those of these samples that others own and memory does not hold."""
         elsewhere = indices[self._owner_nodes[indices] != self._topology.node_index]
         # Those in memory are verified when they are copied.
-        elsewhere = self._levels.not_ready(elsewhere)
+        elsewhere = self.levels.not_ready(elsewhere)
         with self._lock:
             new = [sample for sample in elsewhere.tolist() if sample not in self._coming]
             futures = self._exchange.ask(new, list(map(self._owner_rank, new)))
@@ -130,11 +131,11 @@ class PartitionedReader(Reader):
         """Returns samples that other ranks have asked for, on the thread of the exchange."""
         self._counts.add(sent=len(indices))
         # Two ranks may have asked for the same one.
-        made = self._levels.fill(np.unique(self._levels.missing(indices)))
-        return self._levels.collect(indices, made)
+        made = self.levels.fill(np.unique(self.levels.missing(indices)))
+        return self.levels.collect(indices, made)
 
     def _is_complete(self) -> bool:
-        return self._keep and self._levels.is_complete
+        return self._keep and self.levels.is_complete
 
 
 def _window_begins(shares: Sequence[np.ndarray], samples: int) -> list[int]:

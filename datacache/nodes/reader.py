@@ -18,10 +18,13 @@ class Reader(ABC):
 
     Args:
       levels: Levels of this node.
+
+    Attributes:
+      levels: Levels of this node.
     """
 
     def __init__(self, levels: Levels) -> None:
-        self._levels, self._counts = levels, levels.counts
+        self.levels, self._counts = levels, levels.counts
 
     @abstractmethod
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
@@ -69,22 +72,22 @@ class Reader(ABC):
             the cache.
           SourceError: If a sample cannot be had; the error names it.
         """
-        if self._levels.can_copy(indices):
+        if self.levels.can_copy(indices):
             return self._copy(indices, into)
-        missing = self._levels.missing(indices)
+        missing = self.levels.missing(indices)
         self._count(indices, len(missing))
         made = self._timed_fill(missing)
-        return stack_samples(self._levels.collect(indices, made), self._levels.layout)
+        return stack_samples(self.levels.collect(indices, made), self.levels.layout)
 
     def _copy(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays:
         """Copies a batch whose samples all have room, until all of them were whole."""
         made = 0
         while True:
             # Not verified here, but in the same pass over the bytes that copies them.
-            missing = self._levels.not_ready(indices)
+            missing = self.levels.not_ready(indices)
             made += len(missing)
             self._timed_fill(missing)
-            arrays = self._levels.gather(indices, into)
+            arrays = self.levels.gather(indices, into)
             if arrays is not None:
                 self._count(indices, made)
                 return arrays
@@ -111,8 +114,8 @@ class LocalReader(Reader):
 
     @override
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
-        return self._levels.fill(indices)
+        return self.levels.fill(indices)
 
     @override
     def close(self) -> None:
-        self._levels.close()
+        self.levels.close()
