@@ -12,7 +12,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 .PHONY: help setup demo test test-fast test-versions check check-native docs format bench clean
 
 help:
-	@echo "make demo    set up and train on NP=2 ranks"
+	@echo "make demo    set up, train on NP=2 ranks, and compare schemes on a slow network"
 	@echo "make test    set up and run the tests"
 	@echo "make test-fast  those that start no jobs, in one process"
 	@echo "make test-versions  a part of them on every supported Python and TensorFlow that is here"
@@ -38,8 +38,12 @@ $(LIBRARY): $(NATIVE) setup.py | $(VENV)/.ready
 	$(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 
+# TensorFlow announces oneDNN in lines that no log level hides; the digits need no oneDNN.
+demo: export TF_ENABLE_ONEDNN_OPTS ?= 0
 demo: setup
 	$(BIN)/horovodrun -np $(NP) $(BIN)/python examples/keras_digits.py
+	-$(BIN)/python -m pip --disable-pip-version-check install -q -e '.[plots]'
+	$(BIN)/python -m tfposeidon demo --plot build/demo.png
 
 test: setup
 	$(BIN)/python -m pytest
@@ -51,10 +55,12 @@ test-fast: setup
 test-versions: setup
 	$(BIN)/python -m tests.versions
 
+NATIVE_SOURCES = $(shell git ls-files '*.c' '*.cc' '*.cu' '*.h' '*.inc')
 SPHINX := $(BIN)/python -m sphinx -W --keep-going -q -b html docs
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(SPHINX) build/docs
@@ -86,8 +92,9 @@ endif
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(NATIVE_SOURCES)
 
-# Short versions, half an hour; --full in place of --results ... gives those of docs/results.md.
+# Short versions, an hour; --full in place of --results ... gives those of docs/results.md.
 BENCH := build/bench
 bench: setup
 	$(BIN)/python -m pip --disable-pip-version-check install -q -e '.[dev,plots]'

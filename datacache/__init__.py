@@ -1,6 +1,7 @@
-"""Samples decoded once, read at memory speed ever after (CommLib, section 4.1).
+"""Samples that are decoded once and then read at the speed of memory (CommLib, section 4.1).
 
-Importing it loads nothing; names load when they are first used, so that `python -m datacache ls` needs no TensorFlow.
+Importing the package loads nothing. Names load when they are first used, so that commands such as
+`python -m datacache ls` start without TensorFlow.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = [
     "from_tfds",
 ]
 
-_HOME = {
+_NAMES_BY_MODULE = {
     "cache": ("Cache", "RandomAccess"),
     "loading.crop_and_mirror": ("CropAndMirror",),
     "errors": ("CacheError",),
@@ -54,7 +55,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HOME.items():
+    for module, names in _NAMES_BY_MODULE.items():
         if name in names:
             return getattr(importlib.import_module(f"datacache.{module}"), name)
     raise AttributeError(f"module 'datacache' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""From the numbers of samples to batches in TensorFlow."""
+"""Batches in TensorFlow, made of the indices of samples."""
 
 from __future__ import annotations
 
@@ -13,36 +13,42 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from datacache.nodes.partitioning import Reader
+from datacache.nodes.reader import Reader
 from datacache.order import Order, Position
 from datacache.pool.layout import Layout
-from datacache.system.ahead import Ahead, mapped
+from datacache.system.background import BackgroundSteps, populate_page_tables
 from datacache.windows import IN_FLIGHT
 
 LARGE_PAGE = 2**21
 BUFFERS = IN_FLIGHT + 3
-"""Batches of one pass that there are at a time: in flight, one that waits, and two that training holds."""
+"""Batches of one iteration that exist at a time: those in flight, one that waits, and two that
+training holds."""
 REMEDY = (
-    "Give fit the callback keras_callbacks.CachePosition(cache, data), or iterate over cache.counted(data); data to "
-    "validate on takes shuffle=False."
+    "Give fit the callback keras_callbacks.CachePosition(cache, data), or iterate over "
+    "cache.counted(data); data to validate on takes shuffle=False."
 )
 
 
 class EpochIterator:
-    """Passes of one rank over the samples: one epoch each, and how far training has come.
+    """Iterations of one rank over the samples, one epoch each, and the progress of training.
 
-    Batches are read ahead, and Keras looks at one to build a model, so what was read does not tell what was trained:
-    whoever trains says which pass begins (`begin_epoch` in `fit`, `go_on` in a loop) and counts steps. If nobody
-    does, the pass that follows a whole one is the next epoch, which ranks might see differently.
+    Batches are read ahead, and Keras looks at one to build a model, so what was read does not tell
+    what was trained. Whoever trains says which epoch begins (`begin_epoch` in `fit`, `go_on` in a
+    loop) and counts steps. If nobody does, the iteration after a complete one is the next epoch,
+    which ranks might see differently.
 
     Args:
-      order: Of the samples.
-      rank: Of this process.
-      ranks: How many there are.
-      state: Where to begin, from `state_dict`.
+      order: Order of the samples.
+      rank: Index of this rank.
+      ranks: Number of ranks.
+      state: State to go on from, as `state_dict` returns it.
+
+    Attributes:
+      order: Order of the samples.
 
     Raises:
-      ValueError: If a batch, or the rest of the epoch, has fewer samples than there are ranks.
+      ValueError: If a batch, or the rest of the epoch, has fewer samples than there are ranks, or
+        the state is of other samples or of another order.
     """
 
     def __init__(
@@ -55,24 +61,28 @@ class EpochIterator:
         order.steps(self._next, ranks)
 
     def __len__(self) -> int:
-        """Steps of the next pass."""
+        """Number of steps of the next iteration."""
         return self.order.steps(self._next, self._ranks)
 
     @property
     def share(self) -> int:
-        """The most samples of a batch of this rank's."""
+        """Largest number of samples of this rank in a batch."""
         return -(-min(self.order.global_batch, self.order.samples) // self._ranks)
 
     @property
     def begins_within_an_epoch(self) -> bool:
-        """Whether the next pass is shorter than those after it."""
+        """Whether the next iteration is shorter than those after it."""
         return self._next.samples > 0
 
     def begin(self) -> tuple[Position, list[np.ndarray]]:
-        """Where the next pass begins, and the numbers of this rank's samples at each of its steps.
+        """Begins the next iteration.
+
+        Returns:
+          A tuple of two: the position at its begin, and for each of its steps the indices of this
+          rank's samples, int64.
 
         Raises:
-          RuntimeError: If nobody said which pass it is, and ranks could see that differently.
+          RuntimeError: If nobody said which epoch it is, and ranks could see that differently.
         """
         ambiguous = self.begins_within_an_epoch or (self._ranks > 1 and self._handed_out)
         if ambiguous and self.order.shuffle and not self._told:
@@ -83,55 +93,72 @@ class EpochIterator:
         return self._next, self.shares(self._next)
 
     def shares(self, begin: Position) -> list[np.ndarray]:
-        """The numbers of this rank's samples at each step of the pass that begins there."""
+        """Returns the indices of this rank's samples at each step of an iteration, int64.
+
+        Args:
+          begin: Position at the begin of the iteration.
+        """
         return [share for share, _ in self.order.shares(begin, self._rank, self._ranks)]
 
     @property
     def position(self) -> Position:
-        """Where the next pass begins."""
+        """Position at which the next iteration begins."""
         return self._next
 
     def end(self, begin: Position) -> None:
-        """The pass that began there is over; it may be an old one that somebody still reads."""
+        """Says that an iteration is complete.
+
+        Args:
+          begin: Position at its begin. It may be an old iteration that somebody still reads, and
+            then nothing changes.
+        """
         if self._next == begin:
             self._next = Position(epoch=begin.epoch + 1)
 
     def begin_epoch(self, epoch: int) -> None:
-        """The next pass is that whole epoch, and steps will be counted.
+        """Says that the next iteration is a whole epoch, whose steps will be counted.
+
+        Args:
+          epoch: Index of the epoch.
 
         Raises:
-          RuntimeError: If it goes on within an epoch.
+          RuntimeError: If the next iteration begins within an epoch.
         """
         if self.begins_within_an_epoch:
             raise RuntimeError(
-                f"In fit, epochs are whole. Received: {self._next.samples} samples done of epoch {self._next.epoch}. "
-                "Let keras_callbacks.Checkpoint resume the job: it passes over those; or iterate over "
-                "cache.counted(data)."
+                f"In fit, epochs are whole. Received: {self._next.samples} samples done of epoch "
+                f"{self._next.epoch}. Let keras_callbacks.Checkpoint resume the job: it passes "
+                "over those; or iterate over cache.counted(data)."
             )
         self._begin = self._next = Position(epoch=epoch)
         self._trained, self._told = 0, True
 
     def go_on(self) -> None:
-        """The next pass begins where training is, and steps will be counted.
+        """Says that the next iteration begins where training is, and that steps will be counted.
 
         Raises:
-          RuntimeError: If that is within an epoch, and the dataset has told TensorFlow that its passes are whole.
+          RuntimeError: If that is within an epoch, and the dataset has told TensorFlow that all its
+            iterations are whole epochs.
         """
-        whole, position = not self._begin.samples, self._position()
-        if whole and position.samples:
+        began_whole, position = not self._begin.samples, self._position()
+        if began_whole and position.samples:
             raise RuntimeError(
-                "A loop that was left within an epoch goes on with a new dataset. Received: the old one. Make it: "
-                "cache.dataset(..., state=cache.state_dict(data))."
+                "A loop that was left within an epoch goes on with a new dataset. Received: the "
+                "old one. Make it: cache.dataset(..., state=cache.state_dict(data))."
             )
         self._begin = self._next = position
         self._trained, self._told = 0, True
 
     def count(self, steps: int) -> None:
-        """Says that so many steps more were trained, of which an epoch may have had fewer."""
+        """Says that more steps were trained.
+
+        Args:
+          steps: Number of steps; those beyond the end of the epoch do not count.
+        """
         self._trained = min(self._trained + steps, self.order.steps(self._begin, self._ranks))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training has come to, for JSON.
+        """Returns the progress of training, as JSON can hold it.
 
         Raises:
           RuntimeError: If batches were handed out and nobody counted the steps.
@@ -147,54 +174,77 @@ class EpochIterator:
 
 
 class Buffers:
-    """Arrays for batches that are used again once nobody else holds them: fresh memory costs as much as the copy.
+    """Memory of batches, which is used again once nobody else holds it.
+
+    Fresh memory would cost as much time as the copy into it.
 
     Args:
-      layout: Of the samples; no component varies.
+      layout: Layout of the samples, none of whose components varies.
     """
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._lock = layout, threading.Lock()
         self._memory: list[np.ndarray] = []
-        self._bytes, self._idle = 0, sys.getrefcount((probe := [np.zeros(1)])[0])
+        # References to an array that only one list holds, as Python counts them here.
+        self._bytes, self._idle_references = 0, sys.getrefcount((probe := [np.zeros(1)])[0])
         del probe
 
     def take(self, samples: int) -> list[np.ndarray]:
-        """An array `[samples, *shape]` for each component, at addresses that TensorFlow takes without a copy."""
+        """Takes memory that nobody else holds.
+
+        Args:
+          samples: Number of samples of the batch.
+
+        Returns:
+          An array `[samples, *shape]` for each component, at addresses that TensorFlow takes
+          without a copy. Memory is in use as long as one of them is.
+        """
         with self._lock:
             size = self._layout.offsets(samples)[-1]
             if size > self._bytes:
                 self._memory, self._bytes = [], size
-            # Whatever views an array, an array of NumPy's or a tensor, refers to the one that owns the memory.
-            for place in range(len(self._memory)):
-                if sys.getrefcount(self._memory[place]) <= self._idle:
-                    return self._columns(place, samples)
+            # Whatever views an array, another array or a tensor, refers to the one that owns the
+            # memory.
+            for index in range(len(self._memory)):
+                if sys.getrefcount(self._memory[index]) <= self._idle_references:
+                    return self._columns(index, samples)
             self._memory.append(np.frombuffer(large_pages(self._bytes), np.uint8))
             return self._columns(-1, samples)
 
-    def prepare(self, count: int, samples: int) -> Ahead:
-        """Makes memory for so many batches of so many samples, ready to be written before it is asked for."""
+    def prepare(self, count: int, samples: int) -> BackgroundSteps:
+        """Makes memory before it is asked for, and has the kernel provide its pages on a thread.
+
+        Args:
+          count: Number of batches.
+          samples: Number of samples of each.
+
+        Returns:
+          The steps of the thread.
+        """
         with self._lock:
             self._bytes = max(self._bytes, self._layout.offsets(samples)[-1])
             new = [large_pages(self._bytes) for _ in range(count)]
             self._memory = [np.frombuffer(pages, np.uint8) for pages in new]
-        return Ahead(mapped(new, new=True))
+        return BackgroundSteps(populate_page_tables(new, new=True))
 
-    def _columns(self, place: int, samples: int) -> list[np.ndarray]:
-        memory = self._memory[place]
+    def _columns(self, index: int, samples: int) -> list[np.ndarray]:
+        memory = self._memory[index]
         return self._layout.columns(memory[-memory.ctypes.data % LARGE_PAGE :], samples)
 
 
 def large_pages(size: int) -> mmap.mmap:
-    """New memory, with `size` bytes behind its first multiple of `LARGE_PAGE`, in such pages if it can be.
+    """Returns new memory, in large pages if the kernel has them.
 
-    The kernel stops whoever touches a page for the first time, and for pages of 4 KiB that takes longer than to fill
-    them.
+    The kernel stops whoever touches a page for the first time, and for pages of 4 KiB that takes
+    longer than to fill them.
+
+    Args:
+      size: Bytes that must lie behind the first multiple of `LARGE_PAGE` in the memory.
     """
-    whole = -(-size // LARGE_PAGE) * LARGE_PAGE
-    # Of this process alone: a child that was forked must not see them change.
-    pages = mmap.mmap(-1, whole + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel may have been built without them.
+    rounded = -(-size // LARGE_PAGE) * LARGE_PAGE
+    # Private, because a child that was forked must not see the pages change.
+    pages = mmap.mmap(-1, rounded + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A kernel may have been built without large pages.
     with contextlib.suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
@@ -203,23 +253,25 @@ def large_pages(size: int) -> mmap.mmap:
 def batches(
     epochs: EpochIterator, layout: Layout, structure: Any, reader: Reader, warm: bool = False
 ) -> tf.data.Dataset:
-    """A dataset of this rank's part of each global batch; each iteration is the next pass.
+    """Returns a dataset of this rank's share of each global batch.
+
+    Each iteration over it is the next epoch.
 
     Args:
-      epochs: What to read.
-      layout: Of the samples.
+      epochs: Epoch iterator of this rank.
+      layout: Layout of the samples.
       structure: Nested `tf.TensorSpec`s of a sample.
-      reader: Where samples come from.
-      warm: Whether memory holds them all; that of batches is made while the job gets ready.
+      reader: Reader of batches.
+      warm: Whether memory holds all samples; the memory of batches is made at once then.
     """
     buffers = None if layout.varies else Buffers(layout)
     if buffers and warm:
         buffers.prepare(min(BUFFERS, len(epochs)), epochs.share)
     types = [tf.as_dtype(component.dtype) for component in layout.components]
-    under_way = _UnderWay(epochs, reader)
+    iterations = _Iterations(epochs, reader)
 
     def read(number: np.ndarray, step: np.ndarray) -> Sequence[np.ndarray]:
-        samples = under_way.samples(int(number), int(step))
+        samples = iterations.samples(int(number), int(step))
         return reader.batch(samples, buffers.take(len(samples)) if buffers else None)
 
     def fetch(number: tf.Tensor, step: tf.Tensor) -> Any:
@@ -229,10 +281,10 @@ def batches(
         return tf.nest.pack_sequence_as(structure, arrays)
 
     def steps(_: tf.Tensor) -> tf.data.Dataset:
-        number, count = tf.numpy_function(under_way.begin, [], [tf.int64, tf.int64])
+        number, count = tf.numpy_function(iterations.begin, [], [tf.int64, tf.int64])
         return tf.data.Dataset.range(count).map(lambda step: (number, step))
 
-    # Python is asked once for a pass and once for a batch: it can do one thing at a time.
+    # Python is called once for an iteration and once for a batch, as it does one thing at a time.
     data = (
         tf.data.Dataset.from_tensors(0)
         .flat_map(steps)
@@ -242,14 +294,19 @@ def batches(
     if not epochs.begins_within_an_epoch:
         data = data.apply(tf.data.experimental.assert_cardinality(len(epochs)))
     options = tf.data.Options()
-    # Tuning stalls the ends of epochs for seconds.
+    # Autotuning stalls the ends of epochs for seconds.
     options.autotune.enabled = False
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return data.with_options(options)
 
 
-class _UnderWay:
-    """Passes that iterators have begun, by number."""
+class _Iterations:
+    """Iterations over a dataset that have begun, by number.
+
+    Args:
+      epochs: Epoch iterator of this rank.
+      reader: Reader of batches.
+    """
 
     def __init__(self, epochs: EpochIterator, reader: Reader) -> None:
         self._epochs, self._reader = epochs, reader
@@ -258,19 +315,25 @@ class _UnderWay:
         self._latest: dict[int, tuple[list[np.ndarray], Callable[[int], None]]] = {}
 
     def begin(self) -> tuple[np.int64, np.int64]:
-        """The number of the next pass, and how many steps it has."""
+        """Begins an iteration, and returns its number and the number of its steps."""
         number = next(self._numbers)
         begin, shares = self._epochs.begin()
         self._begun[number] = begin
-        self._latest = {n: of for n, of in self._latest.items() if n == number - 1}
+        # The one before may have batches in flight; older iterators are mostly abandoned.
+        self._latest = {n: latest for n, latest in self._latest.items() if n == number - 1}
         self._latest[number] = shares, self._reader.look_ahead(shares)
         return np.int64(number), np.int64(len(shares))
 
     def samples(self, number: int, step: int) -> np.ndarray:
-        """The samples of a step of a pass; the pass is over once its last step is read."""
+        """Returns the indices of the samples of a step; the last step ends the iteration.
+
+        Args:
+          number: Number of the iteration.
+          step: Index of the step.
+        """
         begin = self._begun[number]
         if number not in self._latest:
-            # One of three iterators or more over one dataset.
+            # Somebody reads an old iterator after all: three or more are open on one dataset.
             self._latest[number] = self._epochs.shares(begin), lambda _: None
         shares, look_ahead = self._latest[number]
         look_ahead(step)

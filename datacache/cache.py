@@ -1,4 +1,4 @@
-"""Samples that are decoded once: levels, the order of epochs, and batches for Keras."""
+"""Cache of decoded samples, which hands out batches for Keras."""
 
 from __future__ import annotations
 
@@ -13,53 +13,85 @@ import numpy as np
 import tensorflow as tf
 
 from datacache.batches import EpochIterator, batches
-from datacache.levels.fingerprint import fingerprint, traced
+from datacache.from_tfposeidon import ProgressBar, place
+from datacache.levels.fingerprint import fingerprint, trace
 from datacache.levels.opening import open_levels
+from datacache.levels.pool_level import Verify
 from datacache.nodes import partitioning
 from datacache.nodes.partitioning import Partitioning
 from datacache.order import Order, Position
 from datacache.pool.budget import budget_bytes
-from datacache.pool.filling import Filling, Verify
 from datacache.pool.folder import own_memory
 from datacache.positions import Positions
 from datacache.sources.source import Source, SourceError
 from datacache.statistics import Counts, Statistics
 from datacache.system.access import Access
 from datacache.windows import done_in_windows
-from tfposeidon.communication import launcher
 
-log = logging.getLogger("tfposeidon")
+log = logging.getLogger("datacache")
 
 
 class Cache:
-    """Samples read and pre-processed once per node, and once per epoch handed out in an exact order.
+    """Samples that are read and preprocessed once per node, in an exact order of epochs.
 
-    The first epoch reads the source; later ones read memory that all ranks of a node, and other jobs on it, map. What
-    has no room in memory is read through the levels below. Nothing stale is served: another source, `preprocess`
-    or `version` has another folder.
+    The first epoch reads the source; later ones read memory that all ranks of a node, and other
+    jobs on it, share. Samples without room in memory are read through the levels below. Nothing
+    stale is served: another source, `preprocess` or `version` has another folder.
 
     Args:
-      source: From `from_folder`, `from_tfds` or `from_dataset`, or any object like `datacache.Source`.
-      preprocess: From a stored sample to the one to keep, in TensorFlow ops: decode, resize. Keep the decoder's type
-        (uint8): normalised float32 samples would take four times the room, and augmentation comes after the cache.
-      memory: Folder of the pool in memory; `None` goes without.
-      disk: Folder on a local disk for the source's bytes as read: other runs, resolutions or functions then open no
-        file of the source again.
-      decoded: Folder on a local disk for pre-processed samples: a restart of the machine decodes nothing again.
-      budget: Of memory per node: bytes, "20GB", or a share of what is free, "80%", on the machine and in its container.
-      partition: "replicate" keeps all samples on each node, "split" a part on each, and they send each other what is
-        needed; "auto" replicates what fits in every node's budget. Ranks must open the same caches in the same order.
-      verify: Look at checksums of samples before the "first" use after another process wrote them, or the machine was
-        started; "always", or "never".
-      version: Another number or text is another cache; for what the graph of `preprocess` does not show.
-      variable_shapes: Whether dimensions that the graph does not know may differ between samples; batches of such are
-        padded at the end. Texts may always differ.
-      group: Name or number of a group whose members may read and write the pools, too; by default this user alone.
+      source: Result of `from_folder`, `from_tfds` or `from_dataset`, or any object with the methods
+        of `datacache.sources.source.Source` and `read` or `stream`.
+      preprocess: Function from a stored sample to the one to keep, in TensorFlow ops: decoding,
+        resizing. Keep the decoder's dtype (uint8), as normalised float32 samples take four times
+        the room, and augment after the cache. `None` keeps what the source decodes.
+      memory: Folder of the pool in memory; "auto" is `default_memory()`, or the folder of `group`.
+        `None` goes without.
+      disk: Folder on a local disk for the bytes as the source has them. Other runs, resolutions and
+        functions then read them there.
+      decoded: Folder on a local disk for preprocessed samples. After a restart of the machine
+        nothing is decoded again.
+      budget: Memory of the pool on each node: bytes, a size such as "20GB", or a share of what is
+        free on the machine and in its container, such as "80%".
+      partition: "replicate" keeps all samples on each node. "split" keeps a part on each, and nodes
+        send each other what is needed. "auto" replicates what fits in the budget of every node.
+        Ranks must open the same caches in the same order.
+      verify: When checksums are verified: "first" before the first use of what another process
+        wrote, once after each start of the machine; "always" or "never".
+      version: Anything JSON can hold; another version is another cache. For changes that the graph
+        of `preprocess` does not show.
+      variable_shapes: Whether dimensions that the graph does not know may differ between samples.
+        Batches of such samples are padded at the end. Texts may always differ.
+      group: Name or number of a group whose members may read and write the pools, too. By default
+        only this user may.
+
+    Attributes:
+      fingerprint: SHA-256 of all that the samples depend on, in hexadecimal.
 
     Raises:
-      ValueError: If an argument makes no sense.
-      CacheError: If a folder is no cache, of a newer format, or somebody else's.
-      SourceError: If the first sample cannot be read.
+      ValueError: If an argument is out of range, or ranks open different caches.
+      CacheError: If a folder holds something else, or a pool of a newer format or somebody else's.
+      SourceError: If the source is incomplete or empty, or its first sample cannot be read.
+
+    Example:
+      >>> import tempfile
+      >>> class Squares:
+      ...     identity, signature = "squares", [tf.TensorSpec([], tf.int64)]
+      ...     def __len__(self): return 8
+      ...     def name(self, sample): return f"the square of {sample}"
+      ...     def read(self, sample): return [np.array(sample**2)]
+      ...     def decode(self, square): return square
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     cache = Cache(Squares(), lambda square: -square, memory=f"{folder}/memory")
+      ...     for epoch in range(2):
+      ...         for batch in cache.dataset(4, shuffle=False):
+      ...             print(batch.numpy())
+      ...     print(cache.stats().source_reads)
+      ...     cache.close()
+      [ 0 -1 -4 -9]
+      [-16 -25 -36 -49]
+      [ 0 -1 -4 -9]
+      [-16 -25 -36 -49]
+      8
     """
 
     def __init__(
@@ -83,14 +115,16 @@ class Cache:
             )
         if partition not in get_args(Partitioning):
             raise ValueError(
-                f'`partition` must be "auto", "replicate" or "split". Received: partition={partition!r}'
+                '`partition` must be "auto", "replicate" or "split". Received: '
+                f"partition={partition!r}"
             )
+        # A budget that makes no sense is refused before anything is read.
         budget_bytes(budget, 1)
         _check_source(source)
         access = Access.of(group)
         if memory == "auto":
             memory = own_memory(access)
-        self._source, self._traced = source, traced(source, preprocess)
+        self._source, self._traced = source, trace(source, preprocess)
         self.fingerprint = fingerprint(source, self._traced, [version, variable_shapes])
         self._counts = Counts()
         self._positions = Positions()
@@ -105,10 +139,11 @@ class Cache:
             budget=budget,
             variable_shapes=variable_shapes,
             access=access,
-            filling=Filling(verify, self._counts),
-            shared_by=lambda fits: partitioning.shared_by(self.fingerprint, fits, partition),
+            verify=verify,
+            counts=self._counts,
+            choose_shard=lambda fits: partitioning.choose_shard(self.fingerprint, fits, partition),
         )
-        self._reader = partitioning.reader(self._levels, len(source))
+        self._reader = partitioning.open_reader(self._levels, len(source))
         log.info("%s", self)
 
     def dataset(
@@ -118,21 +153,27 @@ class Cache:
         shuffle: bool = True,
         state: dict[str, Any] | None = None,
     ) -> tf.data.Dataset:
-        """Batches of this rank: its share of each global batch.
+        """Returns this rank's share of each global batch as a dataset.
 
-        An epoch is a permutation of all samples, another one each time, the same for the same seed on any number of
-        ranks; each iteration over the dataset is the next epoch, and every rank has as many steps. A dataset has a
-        position of its own: one for validation leaves that of training alone.
+        An epoch is a permutation of all samples, another one each time, and the same for the same
+        seed on any number of ranks. Each iteration over the dataset is the next epoch, with equally
+        many steps on every rank. A dataset has a position of its own: one for validation does not
+        move that of training.
 
         Args:
-          global_batch: Samples of one step over all ranks.
-          seed: Of the permutations.
-          shuffle: Without it, samples come in the source's order.
-          state: Where to go on, from `state_dict`; the first pass is the rest of that epoch.
+          global_batch: Number of samples of one step over all ranks.
+          seed: Seed of the permutations.
+          shuffle: Whether to permute; without it samples come in the order of the source.
+          state: State to go on from, as `state_dict` returns it. The first iteration is the rest of
+            that epoch.
+
+        Returns:
+          A dataset whose elements have the structure of a sample, with a dimension for the batch in
+          front.
 
         Raises:
-          ValueError: If a batch has fewer samples than there are ranks, or the state is of other samples or another
-            order.
+          ValueError: If a batch has fewer samples than there are ranks, or the state is of other
+            samples or another order.
         """
         epochs = self._new_epochs(global_batch, seed, shuffle, state)
         memory = self._levels.memory
@@ -148,41 +189,46 @@ class Cache:
         state: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> keras.utils.PyDataset:
-        """The same batches as a Keras `PyDataset` of NumPy arrays.
+        """Returns the same batches as a Keras `PyDataset` of NumPy arrays.
 
         Args:
           global_batch: As in `dataset`.
           seed: As in `dataset`.
           shuffle: As in `dataset`.
           state: As in `dataset`.
-          arguments: Those of `keras.utils.PyDataset`; `workers` are threads.
+          **arguments: Arguments of `keras.utils.PyDataset`; its `workers` are threads.
 
         Raises:
           ValueError: As `dataset`, and for `use_multiprocessing=True`.
         """
         if arguments.get("use_multiprocessing"):
             raise ValueError(
-                "Batches of a cache must be read in threads: forked processes have neither TensorFlow nor the cache's "
-                "threads, and would send each batch once more. Received: use_multiprocessing=True. Leave it out; "
-                "`workers` threads copy batches at the same time."
+                "Batches of a cache must be read in threads: forked processes have neither "
+                "TensorFlow nor the cache's threads, and would send each batch once more. "
+                "Received: use_multiprocessing=True. Leave it out; `workers` threads copy batches "
+                "at the same time."
             )
         epochs = self._new_epochs(global_batch, seed, shuffle, state)
-        return self._positions.add(_PyDataset(epochs, self._packed, arguments), epochs)
+        return self._positions.add(_PyDataset(epochs, self._nested_batch, arguments), epochs)
 
     def random_access(self) -> RandomAccess:
-        """The samples by number: what Grain's `MapDataset.source` and PyTorch's data loaders take."""
+        """Returns the samples as a sequence, for Grain's `MapDataset.source` or PyTorch."""
         return RandomAccess(self)
 
     def counted(self, data: Iterable[Any]) -> Iterator[Any]:
-        """Iterates over the rest of an epoch, and counts each batch as trained once the next one is asked for.
+        """Iterates over the rest of an epoch and counts its batches as trained.
 
-        For hand-written loops; in `fit` it is `keras_callbacks.CachePosition` that counts.
+        A batch counts once the next one is asked for. This is for hand-written loops; in `fit` the
+        callback `keras_callbacks.CachePosition` counts.
 
         Args:
-          data: A dataset of this cache, or what `map` made of it.
+          data: Dataset of this cache, or what `map` made of it.
+
+        Yields:
+          The elements of `data`.
 
         Raises:
-          RuntimeError: If it was left within an epoch.
+          RuntimeError: If an iteration over the dataset was left within an epoch.
         """
         epochs = self._positions.of(data)
         epochs.go_on()
@@ -191,69 +237,86 @@ class Cache:
             epochs.count(1)
 
     def count(self, steps: int, data: Any = None) -> None:
-        """Says that so many steps more were trained.
+        """Says that more steps were trained.
 
         Args:
-          steps: How many.
-          data: The dataset, or what `map` made of it; needed where the cache has made several.
+          steps: Number of steps.
+          data: The dataset, or what `map` made of it; needed if the cache has made several.
+
+        Raises:
+          RuntimeError: If the cache has made no dataset, or it is not clear which one is meant.
         """
         self._positions.of(data).count(steps)
 
     def begin_epoch(self, epoch: int, data: Any = None) -> None:
-        """The next pass over a dataset is that epoch: what `keras_callbacks.CachePosition` says.
+        """Says which epoch the next iteration over a dataset is, as `CachePosition` does in `fit`.
 
         Args:
-          epoch: Its number, from 0.
-          data: The dataset, or what `map` made of it; needed where the cache has made several.
+          epoch: Index of the epoch.
+          data: The dataset, or what `map` made of it; needed if the cache has made several.
 
         Raises:
-          RuntimeError: If the dataset goes on within an epoch.
+          RuntimeError: If the next iteration begins within an epoch, the cache has made no dataset,
+            or it is not clear which one is meant.
         """
         self._positions.of(data).begin_epoch(epoch)
 
     def warm(self, progress: bool = True) -> Statistics:
-        """Fills memory with all samples that have room; ranks of a node share the work."""
+        """Fills memory with all samples that have room; ranks of a node share the work.
+
+        Args:
+          progress: Whether to show a progress bar.
+
+        Returns:
+          The counts of this process since it opened the cache.
+
+        Raises:
+          SourceError: If a sample cannot be read; the error names it.
+        """
         memory = self._levels.memory
         samples = np.arange(len(self._source))
         if memory is not None:
             samples = samples[memory.has_room(samples)]
-        bar = (
-            keras.utils.Progbar(len(samples), unit_name="sample")
-            if progress and len(samples)
-            else None
-        )
+        bar = ProgressBar(len(samples), "samples") if progress else None
         for count in done_in_windows(
             lambda window: self._reader.fill(self._levels.missing(window)), samples
         ):
             if bar:
                 bar.add(count)
+        if bar:
+            bar.close()
         return self.stats()
 
     def stats(self) -> Statistics:
-        """What this process has counted."""
+        """Returns the counts of this process since it opened the cache."""
         return self._counts.now()
 
     def state_dict(self, data: Any = None) -> dict[str, Any]:
-        """Where training on a dataset has come to, in about a hundred bytes of JSON.
+        """Returns the progress of training on a dataset, in about a hundred bytes of JSON.
 
         It loads on any number of ranks: `dataset(..., state=state)`.
 
         Args:
-          data: The dataset, or what `map` made of it; needed where the cache has made several.
+          data: The dataset, or what `map` made of it; needed if the cache has made several.
 
         Raises:
-          RuntimeError: If no dataset was made, or its steps were not counted.
+          RuntimeError: If the cache has made no dataset, it is not clear which one is meant, or its
+            steps were not counted.
         """
         return self._positions.of(data).state_dict()
 
     def clear(self) -> None:
-        """Forgets all pre-processed samples in memory and on disk; what the disk keeps of the source stays."""
-        for pool in (self._levels.memory, self._levels.decoded):
-            if pool is not None:
-                pool.clear()
+        """Forgets all preprocessed samples, in memory and on disk.
+
+        The bytes of the source in the folder `disk` stay.
+        """
+        self._levels.clear()
 
     def close(self) -> None:
-        """Ends threads and mappings; what is cached stays. On several nodes, once all ranks have closed."""
+        """Ends threads and mappings; what is cached stays.
+
+        On several nodes it waits until all ranks have closed the cache: they may ask for samples.
+        """
         if not self._closed:
             self._closed = True
             self._reader.close()
@@ -263,8 +326,8 @@ class Cache:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "A cache must be opened in the process that reads it. Received: a cache to pickle, for another process. "
-            "Open it there: processes of a node share its samples."
+            "A cache must be opened in the process that reads it. Received: a cache to pickle, for "
+            "another process. Open it there: processes of a node share its samples."
         )
 
     def __str__(self) -> str:
@@ -280,10 +343,10 @@ class Cache:
         self, global_batch: int, seed: int, shuffle: bool, state: dict[str, Any] | None
     ) -> EpochIterator:
         order = Order(samples=len(self), global_batch=global_batch, seed=seed, shuffle=shuffle)
-        place = launcher.place()
-        return EpochIterator(order, place.rank, place.size, state)
+        own = place()
+        return EpochIterator(order, own.rank, own.size, state)
 
-    def _packed(self, samples: np.ndarray) -> Any:
+    def _nested_batch(self, samples: np.ndarray) -> Any:
         return tf.nest.pack_sequence_as(self._traced.structure, self._reader.batch(samples))
 
 
@@ -297,15 +360,30 @@ def _check_source(source: Any) -> None:
         missing.append("read")
     if missing:
         raise SourceError(
-            f"A source must have what datacache.sources.source.Source says. Received: {type(source).__name__} without "
-            f"{', '.join(missing)}. Use from_folder, from_tfds or from_dataset, or add it."
+            "A source must have what datacache.sources.source.Source says. Received: "
+            f"{type(source).__name__} without {', '.join(missing)}. Use from_folder, from_tfds or "
+            "from_dataset, or add it."
         )
     if len(source) == 0:
         raise SourceError(f"A source must have samples. Received: {source}, with none.")
 
 
 class RandomAccess:
-    """Samples of a cache by number, as nested NumPy arrays."""
+    """Samples of a cache by index, as nested NumPy arrays; see `Cache.random_access`.
+
+    Args:
+      cache: Cache of the samples.
+
+    Example:
+      >>> import datacache, tempfile
+      >>> source = datacache.from_dataset(tf.data.Dataset.range(5), key="range(5)")
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     cache = Cache(source, memory=f"{folder}/memory")
+      ...     samples = cache.random_access()
+      ...     print(len(samples), samples[3])
+      ...     cache.close()
+      5 3
+    """
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -315,16 +393,16 @@ class RandomAccess:
 
     def __getitem__(self, sample: int) -> Any:
         return tf.nest.map_structure(
-            lambda array: array[0], self._cache._packed(np.array([sample]))
+            lambda array: array[0], self._cache._nested_batch(np.array([sample]))
         )
 
 
 class _PyDataset(keras.utils.PyDataset):
     def __init__(
-        self, epochs: EpochIterator, packed: Callable[[np.ndarray], Any], arguments: dict[str, Any]
+        self, epochs: EpochIterator, read: Callable[[np.ndarray], Any], arguments: dict[str, Any]
     ) -> None:
         super().__init__(**arguments)
-        self._epochs, self._read, self._lock = epochs, packed, threading.Lock()
+        self._epochs, self._read, self._lock = epochs, read, threading.Lock()
         self._begin: Position | None = None
 
     def __len__(self) -> int:
@@ -332,7 +410,8 @@ class _PyDataset(keras.utils.PyDataset):
 
     def __getitem__(self, step: int) -> Any:
         with self._lock:
-            # Keras asks for the length, and maybe for a batch, before it says which epoch begins.
+            # Keras asks for the length, and maybe for a batch, before it says which epoch begins,
+            # so the epoch that was begun may not be the next one any more.
             if self._begin != self._epochs.position:
                 self._begin, self._shares = self._epochs.begin()
             samples = self._shares[step]

@@ -1,4 +1,4 @@
-"""What can be wrong with the folder of a cache."""
+"""Errors about the folder of a cache."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ from pathlib import Path
 
 
 class CacheError(RuntimeError):
-    """A folder that is no cache, or that cannot hold one."""
+    """A folder is no cache, or cannot hold one."""
 
 
 class NoRoomError(CacheError):
-    """Too little room for a pool."""
+    """There is too little room for a pool."""
 
 
 class DamagedError(CacheError):
-    """A pool that is not as it was made: jobs make it anew, once no process has it open.
+    """A pool is not as it was made; jobs make it anew once no process has it open.
 
     Args:
       what: The rule and what was received.
-      folder: Of the pool.
+      folder: The pool's folder, for the remedy.
+
+    Attributes:
+      what: The message without the remedy.
     """
 
     def __init__(self, what: str, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The order of samples: every one once per epoch over all ranks, however many ranks there are."""
+"""Order of samples: each one once per epoch over all ranks, whatever their number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ import numpy as np
 
 
 def permutation(length: int, seed: int, number: int) -> np.ndarray:
-    """One of `0..length-1`, int64, that depends on seed and number alone; takes O(n log n) operations."""
+    """Returns a permutation of `0..length-1`, `[length]` int64.
+
+    It depends on the arguments alone, on any machine and with any release of NumPy.
+
+    Args:
+      length: Number of elements.
+      seed: Seed of a family of permutations, not negative.
+      number: Number of the permutation in this family, not negative.
+
+    Cost: O(n log n) operations.
+    """
     # NumPy promises the raw bits of a bit generator for good, but not what it makes of them.
     bits = np.random.Philox(key=[seed, number]).random_raw(length)
     return np.argsort(bits, kind="stable")
@@ -19,11 +29,15 @@ def permutation(length: int, seed: int, number: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far a job has come: all that it takes to go on, on any number of ranks.
+    """Progress of a job, from which it can go on with any number of ranks.
 
     Attributes:
-      epoch: Number of the epoch, from 0.
-      samples: Samples of this epoch that all ranks together have been given.
+      epoch: Index of the epoch.
+      samples: Number of samples of this epoch that all ranks together have been given.
+
+    Example:
+      >>> Position(epoch=2, samples=512)
+      Position(epoch=2, samples=512)
     """
 
     epoch: int = 0
@@ -32,25 +46,26 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Which samples each rank gets at each step.
+    """Samples of each rank at each step.
 
-    An epoch is a permutation of all samples, another one each time, that depends on seed and epoch alone. It is cut
-    into global batches, and each of these into parts for the ranks, which differ by one sample at most. All ranks have
-    as many steps: where the last batch would leave a rank without a sample, it joins the one before.
+    Each epoch is another permutation of all samples, which depends on seed and epoch alone. It is
+    cut into global batches, and each of these into shares of the ranks, which differ by one sample
+    at most. All ranks have equally many steps: a last batch that would leave a rank without a
+    sample joins the one before.
 
     Args:
-      samples: How many there are.
-      global_batch: Samples of one step over all ranks.
-      seed: Of the permutations.
-      shuffle: Whether to permute at all.
+      samples: Number of samples.
+      global_batch: Number of samples of one step over all ranks.
+      seed: Seed of the permutations.
+      shuffle: Whether to permute; without it samples come in the order of their indices.
 
     Raises:
-      ValueError: If there are no samples, the batch is empty, or the seed negative.
+      ValueError: If `samples` or `global_batch` is less than 1, or `seed` is negative.
 
     Example:
-    >>> order = Order(samples=7, global_batch=4, shuffle=False)
-    >>> [share.tolist() for share, _ in order.shares(Position(), rank=1, ranks=2)]
-    [[2, 3], [5, 6]]
+      >>> order = Order(samples=7, global_batch=4, shuffle=False)
+      >>> [share.tolist() for share, _ in order.shares(Position(), rank=1, ranks=2)]
+      [[2, 3], [5, 6]]
     """
 
     samples: int
@@ -68,7 +83,13 @@ class Order:
             raise ValueError(f"`seed` must not be negative. Received: seed={self.seed}")
 
     def permutation(self, epoch: int) -> np.ndarray:
-        """All samples in the order of an epoch, `[samples]` int64; takes O(n log n) operations."""
+        """Returns the indices of all samples in the order of an epoch, `[samples]` int64.
+
+        Args:
+          epoch: Index of the epoch.
+
+        Cost: O(n log n) operations.
+        """
         if not self.shuffle:
             return np.arange(self.samples)
         return permutation(self.samples, self.seed, epoch)
@@ -76,15 +97,15 @@ class Order:
     def shares(
         self, position: Position, rank: int, ranks: int
     ) -> Iterator[tuple[np.ndarray, Position]]:
-        """What one rank gets in the rest of an epoch.
+        """Yields what a rank gets in the rest of an epoch.
 
         Args:
-          position: Where to begin.
-          rank: Which rank.
-          ranks: How many there are.
+          position: Position to begin at.
+          rank: Index of the rank.
+          ranks: Number of ranks.
 
         Yields:
-          For each step the samples of this rank, int64, and the position after it.
+          For each step the indices of the rank's samples, int64, and the position after the step.
 
         Raises:
           ValueError: If a batch, or the rest of the epoch, has fewer samples than there are ranks.
@@ -92,12 +113,22 @@ class Order:
         order = self.permutation(position.epoch)
         for begin, end in self._batches(position.samples, ranks):
             batch = end - begin
+            # Bounds by multiplication before division: shares differ by one sample at most.
             mine = slice(begin + batch * rank // ranks, begin + batch * (rank + 1) // ranks)
             after = Position(epoch=position.epoch, samples=end)
             yield order[mine], after if end < self.samples else Position(epoch=position.epoch + 1)
 
     def after(self, position: Position, steps: int, ranks: int) -> Position:
-        """The position that many steps later, over as many epochs as that takes."""
+        """Returns the position after so many more steps, over as many epochs as that takes.
+
+        Args:
+          position: Position before these steps.
+          steps: Number of steps.
+          ranks: Number of ranks.
+
+        Raises:
+          ValueError: If a batch, or the rest of an epoch, has fewer samples than there are ranks.
+        """
         while steps > 0:
             ends = [end for _, end in self._batches(position.samples, ranks)]
             if steps < len(ends):
@@ -107,35 +138,52 @@ class Order:
         return position
 
     def steps(self, position: Position, ranks: int) -> int:
-        """How many there are in the rest of an epoch; the same on every rank."""
+        """Returns the number of steps in the rest of an epoch, the same for every rank.
+
+        Args:
+          position: Position to begin at.
+          ranks: Number of ranks.
+
+        Raises:
+          ValueError: If a batch, or the rest of the epoch, has fewer samples than there are ranks.
+        """
         return len(self._batches(position.samples, ranks))
 
     def state_dict(self, position: Position) -> dict[str, Any]:
-        """All that it takes to go on, for JSON."""
+        """Returns what it takes to go on from a position, as JSON can hold it.
+
+        Args:
+          position: Position to go on from.
+        """
         return asdict(position) | {"of": self.samples, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: dict[str, Any]) -> Position:
-        """The position that was saved, if it was with these samples in this order.
+        """Returns the position that `state_dict` saved.
+
+        Args:
+          state: What `state_dict` returned, of an order with any `global_batch`.
 
         Raises:
-          ValueError: If it was with others.
+          ValueError: If the number of samples, the seed or `shuffle` is another one here.
         """
         here = self.state_dict(Position())
         for name, what in (("of", "number of samples"), ("seed", "seed"), ("shuffle", "`shuffle`")):
             if state[name] != here[name]:
                 raise ValueError(
-                    f"A job must go on with the samples that it began with. Received: a {what} of {here[name]}, and "
-                    f"{state[name]} in the saved state. Use those, or begin a new job."
+                    "A job must go on with the samples that it began with. Received: a "
+                    f"{what} of {here[name]}, and {state[name]} in the saved state. Use those, or "
+                    "begin a new job."
                 )
         return Position(epoch=state["epoch"], samples=state["samples"])
 
     def _batches(self, done: int, ranks: int) -> list[tuple[int, int]]:
-        """Begin and end of each global batch behind the first `done` samples."""
+        """Returns begin and end of each global batch after the first `done` samples."""
         left = self.samples - done
         if min(self.global_batch, left) < ranks:
             raise ValueError(
-                f"Every rank must get a sample at each step. Received: global_batch={self.global_batch}, {left} "
-                f"samples left in the epoch, {ranks} ranks. Use larger batches or fewer ranks."
+                "Every rank must get a sample at each step. Received: "
+                f"global_batch={self.global_batch}, {left} samples left in the epoch, {ranks} "
+                "ranks. Use larger batches or fewer ranks."
             )
         bounds = [*range(done, self.samples, self.global_batch), self.samples]
         if bounds[-1] - bounds[-2] < ranks:

@@ -1,4 +1,4 @@
-"""Which position is that of which dataset: each dataset of a cache has its own."""
+"""Positions of the datasets of a cache: each dataset has one of its own."""
 
 from __future__ import annotations
 
@@ -15,31 +15,42 @@ Data = TypeVar("Data")
 
 
 class Positions:
-    """The positions of the datasets that a cache has made, found by what is iterated over."""
+    """Epoch iterators of the datasets that a cache has made, found by what is iterated over."""
 
     def __init__(self) -> None:
         self._made: list[EpochIterator] = []
+        # Weak: the memory of a dataset's batches goes when the script drops the dataset.
         self._of: weakref.WeakKeyDictionary[Any, EpochIterator] = weakref.WeakKeyDictionary()
 
     def add(self, data: Data, epochs: EpochIterator) -> Data:
-        """Notes whose position it is; returns the dataset."""
+        """Notes the epoch iterator of a dataset.
+
+        Args:
+          data: Dataset that the cache has made.
+          epochs: Its epoch iterator.
+
+        Returns:
+          `data`.
+        """
         self._made.append(epochs)
         self._of[data] = epochs
         return data
 
     def of(self, data: Any = None) -> EpochIterator:
-        """The position of a dataset.
+        """Returns the epoch iterator of a dataset.
 
         Args:
-          data: What the cache made, or what `map`, `prefetch` and the like made of it. With one dataset only, it is
-            that one, whatever is given.
+          data: Dataset that the cache has made, or what `map`, `prefetch` and the like made of it.
+            If the cache has made one dataset only, it is that one, whatever is given.
 
         Raises:
-          RuntimeError: If the cache has made no dataset, or several, and `data` is not of one of them.
+          RuntimeError: If the cache has made no dataset, or several, and `data` is made of none of
+            them or of more than one.
         """
         if not self._made:
             raise RuntimeError(
-                "Positions are those of a dataset. Received: a cache without one. Call dataset() first."
+                "Positions are those of a dataset. Received: a cache without one. Call dataset() "
+                "first."
             )
         found = [self._of[made] for made in _made_of(data) if made in self._of]
         candidates = found or self._made
@@ -50,15 +61,16 @@ class Positions:
                 else f"data={data!r:.100}, which is of none of them"
             )
             raise RuntimeError(
-                f"It must be said which dataset is trained on, where a cache has made several. Received: a cache with "
-                f"{len(self._made)}, and {which}. Pass that one, or what `map` made of it: CachePosition(cache, data), "
-                "cache.counted(data), cache.state_dict(data)."
+                "It must be said which dataset is trained on, where a cache has made several. "
+                f"Received: a cache with {len(self._made)}, and {which}. Pass that one, or what "
+                "`map` made of it: CachePosition(cache, data), cache.counted(data), "
+                "cache.state_dict(data)."
             )
         return candidates[0]
 
 
 def _made_of(data: Any) -> Iterator[Any]:
-    """The data, and all datasets that it takes elements from."""
+    """Yields all datasets that data takes elements from, and the data itself last."""
     if isinstance(data, tf.data.Dataset):
         for below in data._inputs():
             yield from _made_of(below)

@@ -1,4 +1,4 @@
-"""What a cache counts."""
+"""Counters of a cache."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of one process since it opened the cache.
+    """Counts of one process since it opened a cache.
 
     Attributes:
-      memory_hits: Samples that were ready in memory.
-      memory_misses: Samples that were not.
-      decoded_hits: Samples found ready on disk.
+      memory_hits: Samples of batches that were ready in memory.
+      memory_misses: Samples of batches that were not.
+      decoded_hits: Samples found ready in the pool of decoded samples on disk.
       disk_hits: Samples whose stored bytes were on the local disk.
       source_reads: Samples read from the source.
-      source_bytes: Bytes of those.
+      source_bytes: Bytes of those samples.
       received: Samples that other nodes sent.
       sent: Samples sent to other nodes.
-      unkept: Samples made that no level had room for.
-      healed: Samples whose bytes were not those that were written, made again.
+      unkept: Samples made that memory had no room for.
+      healed: Corrupt samples that were made again.
       retries: Reads of the source that failed and were tried again.
-      wait_s: Seconds in which batches waited for samples that were not in memory.
+      wait_s: Seconds that batches waited for samples that were not in memory, summed over threads.
+
+    Example:
+      >>> Statistics(memory_hits=3).to_dict()["memory_hits"]
+      3
     """
 
     memory_hits: int = 0
@@ -40,23 +44,27 @@ class Statistics:
     wait_s: float = 0.0
 
     def to_dict(self) -> dict[str, float]:
-        """For JSON."""
+        """Returns the counts by name, as JSON can hold them."""
         return asdict(self)
 
 
 class Counts:
-    """Statistics in the making, from any thread."""
+    """Counters that any thread may add to."""
 
     def __init__(self) -> None:
         self._lock, self._counts = threading.Lock(), Counter[str]()
 
     def add(self, **amounts: float) -> None:
-        """Adds to some of them."""
+        """Adds to counters.
+
+        Args:
+          **amounts: What to add, by the name of an attribute of `Statistics`.
+        """
         with self._lock:
             for name, amount in amounts.items():
                 self._counts[name] += amount  # type: ignore[assignment]
 
     def now(self) -> Statistics:
-        """So far."""
+        """Returns the counts so far."""
         with self._lock:
             return Statistics(**self._counts)

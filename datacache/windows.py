@@ -1,4 +1,4 @@
-"""Long lists of samples, a few at a time."""
+"""Windows: long lists of samples, a few samples at a time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,30 @@ import numpy as np
 
 IN_FLIGHT = 4
 """Windows, or batches, that are filled at a time: while one is decoded, others are read."""
-WINDOW = 64
-"""Samples that are filled together: enough that Python is not what counts."""
+WINDOW_SAMPLES = 64
+"""Samples that are filled together: enough to make the time per window in Python small."""
 
 
-def windows(samples: np.ndarray, size: int = WINDOW) -> list[np.ndarray]:
-    """Parts of even length, at most `size`."""
+def windows(samples: np.ndarray, size: int = WINDOW_SAMPLES) -> list[np.ndarray]:
+    """Returns samples in windows of even size.
+
+    Args:
+      samples: Indices of the samples, `[n]`.
+      size: Most samples of a window.
+    """
     return np.array_split(samples, -(-len(samples) // size)) if len(samples) else []
 
 
 def done_in_windows(work: Callable[[np.ndarray], Any], samples: np.ndarray) -> Iterator[int]:
-    """Calls `work(window)` for all samples; says of each window, once it is done, how many it had."""
+    """Does work for all samples, on a few threads.
+
+    Args:
+      work: Function to call with the indices of each window's samples.
+      samples: Indices of the samples, `[n]`.
+
+    Yields:
+      The number of samples of each window, in order, once its work is done.
+    """
     parts = windows(samples)
     with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="datacache") as threads:
         for part, _ in zip(parts, threads.map(work, parts), strict=True):

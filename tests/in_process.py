@@ -1,7 +1,7 @@
-"""A wire whose ranks are threads of this process, and which counts every byte it passes on.
+"""A wire whose ranks are threads of this process; it counts every byte that it passes on.
 
 It moves values the way Gloo does: rings chunk by chunk, all-to-all straight. It makes tests of many
-ranks fast; the same table also runs on real Horovod ranks.
+ranks fast; the contract table also runs on real Horovod ranks.
 """
 
 import threading
@@ -15,7 +15,7 @@ from tfposeidon.communication.topology import Topology
 
 
 class Cluster:
-    """What the ranks of one job share."""
+    """State that the ranks of one job share: what they bring to collectives, and bytes sent."""
 
     def __init__(self, nodes):
         self.topology = Topology(0, nodes)
@@ -25,13 +25,13 @@ class Cluster:
         self._lock = threading.Lock()
 
     def run(self, function):
-        """`function(wire)` on every rank at once; results in rank order."""
+        """Runs `function(wire)` on every rank at once; returns the results in rank order."""
         size = self.topology.size
         with ThreadPoolExecutor(size) as pool:
             return list(pool.map(lambda rank: function(InProcessWire(self, rank)), range(size)))
 
     def meet(self, rank, group, name, value):
-        """Everybody's value, in the group's order, once all have come."""
+        """Returns everybody's value, in the group's order, once all have come."""
         with self._lock:
             self.names[rank].append(name)
             meeting = self._meetings[group.ranks, name]
@@ -48,12 +48,12 @@ class Cluster:
             self.sent[sender, self.topology.same_node(sender, receiver)] += bytes_sent
 
     def bytes_of(self, rank):
-        """Bytes that `rank` sent in its node and across nodes."""
+        """Returns the bytes that `rank` has sent in its node and across nodes."""
         return self.sent[rank, True], self.sent[rank, False]
 
 
 class Meeting:
-    """What the ranks of a group bring to one collective; only they are woken when it is complete."""
+    """Values of a group's ranks for one collective; only these ranks wake when it is complete."""
 
     def __init__(self):
         self.values = {}
@@ -61,6 +61,8 @@ class Meeting:
 
 
 class InProcessWire:
+    """The wire of one rank of a cluster; see `tfposeidon.communication.wire.Wire`."""
+
     def __init__(self, cluster, rank):
         self.cluster = cluster
         self.topology = cluster.topology.seen_from(rank)
@@ -98,10 +100,11 @@ class InProcessWire:
     def broadcast(self, tensor, root_rank, name):
         value = self._meet(tensor, self.topology.world, name)[root_rank]
         p = self.topology.size
-        place = (self.topology.rank - root_rank) % p
+        index = (self.topology.rank - root_rank) % p
+        # Along a binomial tree, in which those that have the value double in each round.
         for distance in (2**i for i in range(p.bit_length())):
-            if place < distance and place + distance < p:
-                self.cluster.count(self.topology.rank, (root_rank + place + distance) % p, value)
+            if index < distance and index + distance < p:
+                self.cluster.count(self.topology.rank, (root_rank + index + distance) % p, value)
         return tf.constant(value)
 
     def _meet(self, tensor, group, name):

@@ -1,4 +1,4 @@
-"""tfposeidon makes Keras 3 training scale over slow networks.
+"""Keras 3 training that scales over slow networks.
 
 Importing it loads nothing and starts nothing; names load when they are first used, so that
 `python -m tfposeidon install` and `check` work before TensorFlow and Horovod are there.

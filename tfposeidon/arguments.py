@@ -1,4 +1,4 @@
-"""Arguments that `DistributedOptimizer` refuses, with the rule, what was received and the remedy."""
+"""Checks of the arguments of `DistributedOptimizer`; numbers are checked by `ranges`."""
 
 from __future__ import annotations
 
@@ -9,58 +9,76 @@ import keras
 from tfposeidon.optimizers.wrapping import innermost
 
 HOROVODS = {
-    "compression": 'the scheme says what is sent: scheme="asa16" halves the bytes, "hitopk" sends the largest elements',
+    "compression": 'the scheme says what is sent: scheme="asa16" halves the bytes, "hitopk" sends '
+    "the largest elements",
     "backward_passes_per_step": "write gradient_accumulation_steps",
     "average_aggregated_gradients": "accumulated gradients are averaged",
     "op": "gradients are averaged over ranks",
-    "gradient_predivide_factor": "gradients are averaged over ranks; 16-bit schemes scale before they cast",
-    "sparse_as_dense": 'rows of embeddings are summed and sent densely, or as rows with scheme="hybcomm"',
+    "gradient_predivide_factor": "gradients are averaged over ranks; 16-bit schemes scale "
+    "before they cast",
+    "sparse_as_dense": "rows of embeddings are summed and sent densely, or as rows with "
+    'scheme="hybcomm"',
     "num_groups": "write bucket_bytes, the size up to which gradients are fused",
     "groups": "write bucket_bytes, the size up to which gradients are fused",
     "process_set": "all ranks of the job take part",
     "device_dense": "gradients are exchanged where they are",
     "device_sparse": "gradients are exchanged where they are",
 }
-"""Arguments of `horovod.tensorflow.keras.DistributedOptimizer`, and what there is in their place."""
+"""Arguments of Horovod's `DistributedOptimizer` for Keras, and what there is in their place."""
 
 
 def check_inner(inner: Any, wrapper: type) -> None:
-    """Refuses what is not a Keras optimizer, and one that `wrapper` holds already."""
+    """Refuses what is not a Keras optimizer, and one that is wrapped already.
+
+    Args:
+      inner: What was given as the inner optimizer.
+      wrapper: `DistributedOptimizer`, which this module does not import.
+
+    Raises:
+      ValueError: If it is refused.
+    """
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise ValueError(
-            f"`inner_optimizer` must be a Keras 3 optimizer. Received: {inner!r} of type {type(inner).__name__}. "
-            "Pass for example keras.optimizers.SGD(0.1)."
+            f"`inner_optimizer` must be a Keras 3 optimizer. Received: {inner!r} of type "
+            f"{type(inner).__name__}. Pass for example keras.optimizers.SGD(0.1)."
         )
     if isinstance(inner, wrapper) or isinstance(innermost(inner), wrapper):
         raise ValueError(
-            "An optimizer must be wrapped in DistributedOptimizer once. Received: one that is already. "
-            "Use it as it is, or wrap its inner_optimizer."
+            "An optimizer must be wrapped in DistributedOptimizer once. Received: one that is "
+            "already. Use it as it is, or wrap its inner_optimizer."
         )
 
 
 def check_no_more_arguments(others: dict[str, Any]) -> None:
-    """Refuses arguments that there are not, those of Horovod's optimizer with what does the same here."""
+    """Refuses unknown arguments, those of Horovod's optimizer with what does the same here.
+
+    Args:
+      others: Name -> value of arguments that the constructor does not name.
+
+    Raises:
+      TypeError: If there are any.
+    """
     for name in others:
         if name in HOROVODS:
             raise TypeError(
-                f"`{name}` is an argument of Horovod's DistributedOptimizer. Received: {name}={others[name]!r}. "
-                f"Here {HOROVODS[name]}."
+                f"`{name}` is an argument of Horovod's DistributedOptimizer. "
+                f"Received: {name}={others[name]!r}. Here {HOROVODS[name]}."
             )
         raise TypeError(
-            f"DistributedOptimizer has no argument `{name}`. Received: {name}={others[name]!r}. Leave it out."
-        )
-
-
-def check_bucket_bytes(bucket_bytes: Any) -> None:
-    """Refuses sizes that are not whole numbers from 0."""
-    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 0:
-        raise ValueError(
-            f"`bucket_bytes` must be a whole number from 0. Received: bucket_bytes={bucket_bytes!r}"
+            f"DistributedOptimizer has no argument `{name}`. "
+            f"Received: {name}={others[name]!r}. Leave it out."
         )
 
 
 def check_sample_count(sample_count: Any) -> None:
-    """Refuses what is no function: the number itself belongs into `apply`."""
+    """Refuses what is not a function: the number itself belongs into `apply`.
+
+    Args:
+      sample_count: What was given as `sample_count`.
+
+    Raises:
+      TypeError: If it can neither be called nor is `None`.
+    """
     if sample_count is not None and not callable(sample_count):
         raise TypeError(
             "`sample_count` must be a function from a batch to a number. Received: "

@@ -1,4 +1,4 @@
-"""Collectives for scripts: what a hand-written loop needs beside the optimizer."""
+"""Collectives for scripts, which a hand-written loop needs beside the optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_CONTROL_FLOW = (
     func_graphs.WhileCondFuncGraph,
     func_graphs.WhileBodyFuncGraph,
 )
-# What Horovod cannot add up goes as something wider.
+# Dtypes that Horovod cannot add up go as wider ones.
 _WIDER = {
     "bfloat16": tf.float32,
     "bool": tf.int32,
@@ -32,65 +32,72 @@ _WIDER = {
 def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
     """Gives every rank the values of one, such as weights and optimizer state before training.
 
-    All ranks call it together. Not in a `tf.function`.
+    All ranks call it together, not in a `tf.function`.
 
     Args:
-      variables: Keras or TensorFlow variables of any dtype, the same and in the same order on every rank.
-      root_rank: Whose values everybody gets.
+      variables: Keras or TensorFlow variables of any dtype, the same and in the same order on every
+        rank.
+      root_rank: Rank whose values everybody gets.
 
     Raises:
-      ValueError: For a rank that there is not, or in a `tf.function`.
-      RuntimeError: If ranks have other variables; it names the first difference.
+      ValueError: If there is no such rank, or in a `tf.function`.
+      RuntimeError: On all ranks, if their variables differ; it names the first difference.
 
     Example:
-    >>> import keras, tfposeidon as tp
-    >>> weight = keras.Variable([1.0, 2.0])
-    >>> tp.broadcast_variables([weight])
+      >>> import keras, tfposeidon as tp
+      >>> weight = keras.Variable([1.0, 2.0])
+      >>> tp.broadcast_variables([weight])
     """
     if not 0 <= root_rank < runtime.size():
         raise ValueError(
-            f"`root_rank` must be a rank of the job, 0 to {runtime.size() - 1}. Received: {root_rank}"
+            f"`root_rank` must be a rank of the job, 0 to {runtime.size() - 1}. "
+            f"Received: {root_rank}"
         )
     if not tf.executing_eagerly():
         raise ValueError(
-            "Variables are broadcast once, before training. Received: a call of broadcast_variables in a tf.function. "
-            "Call it outside."
+            "Variables are broadcast once, before training. Received: a call of "
+            "broadcast_variables in a tf.function. Call it outside."
         )
     replicas.broadcast(list(variables), runtime.wire(), root_rank)
 
 
 @tf.autograph.experimental.do_not_convert
 def all_reduce(value: Any, op: str = "mean", name: str | None = None) -> tf.Tensor:
-    """The mean, or the sum, of a tensor over all ranks: the same bits on each.
+    """Computes the mean, or the sum, of a tensor over all ranks.
 
-    All ranks call it together, in the same order, eagerly or in a `tf.function`. In a function its result has to be
-    used: TensorFlow leaves out what nobody uses. Iterations of a loop of TensorFlow's may run side by side, and Horovod
-    then refuses two collectives of one name: reduce what follows from the iteration before, or give the loop
-    `parallel_iterations=1` (`tf.autograph.experimental.set_loop_options`).
+    All ranks call it together, in the same order, eagerly or in a `tf.function`. In a function its
+    result has to be used: TensorFlow leaves out what nobody uses. Iterations of a loop of
+    TensorFlow's may run side by side, and Horovod then refuses two collectives of one name: reduce
+    what follows from the iteration before, or give the loop `parallel_iterations=1`
+    (`tf.autograph.experimental.set_loop_options`).
 
     Args:
-      value: A tensor, or what becomes one, of the same shape and dtype on every rank.
-      op: `"mean"` of floating-point values, or `"sum"`.
-      name: Needed where one graph calls it several times by itself and in functions that it calls; the same on all
-        ranks, and another for each call.
+      value: Tensor, or what can be converted to one, of the same shape and dtype on every rank:
+        floating point, a signed integer, uint8 or bool.
+      op: `"mean"`, for floating-point values, or `"sum"`.
+      name: Needed where one graph calls it several times, by itself and in functions that it calls;
+        the same on all ranks, and another for each call.
 
     Returns:
-      A tensor of the same shape and dtype. A sum of bools is of int32.
+      Tensor of the same shape and dtype, the same bits on every rank. A sum of bools is of int32.
 
     Raises:
-      ValueError: For another `op`, or a mean of whole numbers.
+      ValueError: If `op` is another, or for a mean of values that are not floating point.
+
+    Cost: one all-reduce, 2 (P - 1) / P of the tensor's bytes sent per rank over a ring.
 
     Example:
-    >>> import tfposeidon as tp
-    >>> float(tp.all_reduce(3.0))
-    3.0
+      >>> import tfposeidon as tp
+      >>> float(tp.all_reduce(3.0))
+      3.0
     """
     tensor = tf.convert_to_tensor(value)
     if op not in ("mean", "sum"):
         raise ValueError(f'`op` must be "mean" or "sum". Received: op={op!r}')
     if op == "mean" and not tensor.dtype.is_floating:
         raise ValueError(
-            f'A mean is of floating-point values. Received: dtype {tensor.dtype.name}. Cast it, or use op="sum".'
+            "A mean is of floating-point values. "
+            f'Received: dtype {tensor.dtype.name}. Cast it, or use op="sum".'
         )
     carried = tf.cast(tensor, _WIDER.get(tensor.dtype.name, tensor.dtype))
     wire = runtime.wire()
@@ -103,24 +110,33 @@ def all_reduce(value: Any, op: str = "mean", name: str | None = None) -> tf.Tens
 
 @tf.autograph.experimental.do_not_convert
 def all_gather(value: Any, name: str | None = None) -> tf.Tensor:
-    """The tensors of all ranks one below the other, in the order of ranks.
+    """Concatenates the tensors of all ranks along the first axis, in the order of ranks.
 
     All ranks call it together, in the same order, eagerly or in a `tf.function`; see `all_reduce`.
 
     Args:
-      value: A tensor, or what becomes one, of at least one axis. Ranks may differ in its first.
-      name: As in `all_reduce`.
+      value: `[n, ...]`, a tensor or what can be converted to one, of the same dtype on every rank.
+        Ranks may differ in `n`.
+      name: See `all_reduce`.
 
     Returns:
-      `[sum of n, ...]` for `[n, ...]`, in the same dtype.
+      `[sum of n, ...]` in the same dtype, the same bits on every rank.
 
     Raises:
-      ValueError: For a scalar.
+      ValueError: If `value` is a scalar.
+
+    Cost: one all-gather; every rank receives the tensors of all others.
+
+    Example:
+      >>> import tfposeidon as tp
+      >>> tp.all_gather([1.0, 2.0]).numpy().tolist()
+      [1.0, 2.0]
     """
     tensor = tf.convert_to_tensor(value)
     if tensor.shape.rank == 0:
         raise ValueError(
-            "Tensors are joined along their first axis. Received: a scalar. Give it one: value[tf.newaxis]."
+            "Tensors are joined along their first axis. Received: a scalar. Give it one: "
+            "value[tf.newaxis]."
         )
     wire = runtime.wire()
     return wire.all_gather(
@@ -130,25 +146,32 @@ def all_gather(value: Any, name: str | None = None) -> tf.Tensor:
 
 @tf.autograph.experimental.do_not_convert
 def barrier(name: str | None = None) -> None:
-    """Waits until all ranks are here. In a `tf.function`, what comes later in it may start earlier.
+    """Waits until all ranks are here.
+
+    In a `tf.function`, ops that come later in it may start earlier, unless they depend on it.
 
     Args:
-      name: As in `all_reduce`.
+      name: See `all_reduce`.
+
+    Example:
+      >>> import tfposeidon as tp
+      >>> tp.barrier()
     """
-    arrived = all_reduce(
-        tf.ones([]), "sum", name or ("barrier" if tf.executing_eagerly() else None)
-    )
+    name = name or ("barrier" if tf.executing_eagerly() else None)
+    arrived = all_reduce(tf.ones([]), "sum", name)
+    # An assertion, as TensorFlow leaves out a collective whose result nobody uses.
     tf.debugging.assert_greater(arrived, 0.0)
 
 
 def _name(what: str, given: str | None) -> str:
-    """Unique in its graph, and the same on all ranks, whatever else each has traced."""
+    """Returns a name that is unique in its graph and the same on all ranks."""
     if given is not None:
         return f"tp.{what}.{given}"
     if tf.executing_eagerly():
         return f"tp.{what}"
     graph = function = tf.compat.v1.get_default_graph()
-    # TensorFlow names branches and bodies of loops by a number of the process, which differs from rank to rank.
+    # TensorFlow names branches and bodies of loops by a number of the process, which may differ
+    # from rank to rank.
     while isinstance(function, _OF_CONTROL_FLOW):
         function = function.outer_graph
     name = re.sub(r"[^\w.-]", "_", function.name)

@@ -9,17 +9,32 @@ import keras
 
 
 class Configured:
-    """Gives a dataclass Keras's `get_config` and `from_config`, and registers it under `tfposeidon>`."""
+    """Base of frozen dataclasses that Keras saves with a model.
+
+    They are registered under names that begin with `tfposeidon>`.
+
+    >>> import dataclasses
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Limit(Configured):
+    ...     rows: int = 3
+    >>> keras.saving.serialize_keras_object(Limit(5))["config"]
+    {'rows': 5}
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         keras.saving.register_keras_serializable("tfposeidon")(cls)
 
     def get_config(self) -> dict[str, Any]:
-        """Constructor arguments."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        """Returns the constructor's arguments."""
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """The inverse of `get_config`."""
+        """Makes an object from what `get_config` returned.
+
+        Args:
+          config: The constructor's arguments.
+        """
         return cls(**config)

@@ -1,8 +1,12 @@
-"""Native operations on gradients: selection with and without error feedback, sums, 16-bit values, norms.
+"""Native operations on gradients: selection, sums of sparse and coded vectors, and norms.
 
-There are kernels for processors, and for CUDA GPUs where tfposeidon is built with nvcc for a TensorFlow with GPUs.
-Without those TensorFlow copies from the GPU to the processor and back. Results are the same, but for MSTopK's mean,
-which a GPU adds up in another order: a threshold in its last bits may differ.
+There are kernels for CPUs, and for CUDA GPUs where tfposeidon is built with nvcc for a TensorFlow
+with GPUs. Without those TensorFlow copies from the GPU to the CPU and back. Results are the same,
+but for MSTopK's mean, which a GPU adds up in another order: a threshold may differ in its last
+bits.
+
+All functions work eagerly and in a `tf.function`, not under XLA, and none has a gradient. They
+raise a `RuntimeError` if the native library was not built.
 """
 
 from __future__ import annotations
@@ -13,11 +17,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfposeidon.native import library
+from tfposeidon.ranges import check_integer
 
 METHODS = ("mstopk", "exact", "dgc")
+"""Methods of selection; see `top_k`."""
 
 INT32_LENGTH = 2**31
-"""Up to this many elements have int32 indices."""
+"""Up to this many elements of a vector have int32 indices."""
 
 
 def top_k(
@@ -29,25 +35,28 @@ def top_k(
 
     Args:
       x: `[n]` floating point. Magnitudes are compared in float32.
-      k: How many, 0 to n: a Python number or a scalar tensor.
-      method: `"exact"`: the very largest, ties to the lowest index, as `tf.math.top_k`. `"mstopk"`: Algorithm 1 of
-        Shi et al. 2021: all above one threshold and, of those between two, a random window. `"dgc"`: double
-        sampling of Lin et al. 2018, with the threshold lowered until there are `k`; the result is that of `"exact"`.
-      steps: Of MSTopK's search (its N).
-      seed: Of MSTopK's window: the same seed, the same output. A number or a scalar tensor.
+      k: Number of elements, 0 to n: a Python integer or a scalar integer tensor.
+      method: `"exact"`: the very largest, ties to the lowest index, as `tf.math.top_k`. `"mstopk"`:
+        Algorithm 1 of Shi et al. 2021: all above one threshold and, of those between two, a random
+        window. `"dgc"`: double sampling of Lin et al. 2018, with the threshold lowered until there
+        are `k`; the result is that of `"exact"`.
+      steps: Steps of MSTopK's search (its N), from 0.
+      seed: Seed of MSTopK's window: the same seed gives the same output. An integer or a scalar
+        integer tensor.
 
     Returns:
-      `values`, `[k]` in the dtype of `x`, and `indices`, `[k]`, ascending: int32, or int64 where the static length
-      is past 2^31.
+      `values`, `[k]` in the dtype of `x`, and `indices`, `[k]`, ascending: int32, or int64 where
+      the static length is past 2^31.
 
     Raises:
-      ValueError: If `x` is not floating point, `method` is unknown, or `steps` negative.
-      InvalidArgumentError: If `x` is not a vector, or `k` outside 0..n.
+      ValueError: If `x` is not floating point, `method` is unknown, `steps` is not a whole number
+        from 0, or `k` or `seed` is not of an integer dtype.
+      InvalidArgumentError: If `x` is not a vector, or `k` is outside 0..n.
 
     Cost: one pass over `x`, for each method.
-    Source: Shi et al. 2021 (CommLib), section 3.1. Differs: where ties leave no threshold with 1 to k elements above
-    it, the window runs over all not below the lower one; input that is not finite is selected exactly; elements come
-    in order of index.
+    Source: Shi et al. 2021 (CommLib), section 3.1. Differs: where ties leave no threshold with 1 to
+    k elements above it, the window runs over all not below the lower one; input that is not finite
+    is selected exactly; elements come in order of index.
 
     >>> import tensorflow as tf, tfposeidon as tp
     >>> values, indices = tp.ops.top_k(tf.constant([0.1, -3.0, 2.0, 0.5]), 2, method="exact")
@@ -72,23 +81,36 @@ def error_feedback_top_k(
     steps: int = 30,
     seed: Any = 0,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Selects from `residual + gradient`; what is not sent is the new residual.
+    """Selects from `residual + gradient`; what is not selected is the new residual.
 
     `scatter(values) + new_residual = residual + gradient`, with values rounded to `wire_dtype`.
 
     Args:
-      residual: `[n]` float32.
+      residual: `[n]` float32, what was not selected before.
       gradient: `[n]` float32.
-      k: As in `top_k`, as are `method`, `steps` and `seed`.
-      wire_dtype: `None`, `"float16"` or `"bfloat16"`: what values are rounded to; the error stays in the residual.
+      k: Number of elements; see `top_k`.
+      method: Method of selection; see `top_k`.
+      wire_dtype: `None`, `"float16"` or `"bfloat16"`: dtype that values are rounded to; the error
+        of rounding stays in the residual.
+      steps: Steps of MSTopK's search; see `top_k`.
+      seed: Seed of MSTopK's window; see `top_k`.
 
     Returns:
-      `values` `[k]` float32, `indices` `[k]`, `new_residual` `[n]` float32.
+      `values` `[k]` float32, `indices` `[k]` int32 or int64, ascending, and `new_residual` `[n]`
+      float32.
 
     Raises:
-      As `top_k`; also if shapes differ.
+      ValueError: As `top_k`, and if a vector is not float32.
+      InvalidArgumentError: As `top_k`, and if lengths differ.
 
     Cost: one pass over memory: `residual` and `gradient` are read, `new_residual` is written.
+
+    >>> import tensorflow as tf, tfposeidon as tp
+    >>> values, indices, residual = tp.ops.error_feedback_top_k(
+    ...     tf.constant([0.5, 0.0, 0.5]), tf.constant([0.5, 3.0, -0.25]), 1, method="exact"
+    ... )
+    >>> values.numpy().tolist(), indices.numpy().tolist(), residual.numpy().tolist()
+    ([3.0], [1], [1.0, 0.0, 0.25])
     """
     options = _options(_float32("gradient", gradient), method, steps, wire=wire_dtype or "float32")
     return library().tfposeidon_error_feedback_top_k(
@@ -112,22 +134,39 @@ def momentum_correction_top_k(
     steps: int = 30,
     seed: Any = 0,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
-    """As `error_feedback_top_k`, with momentum before selection instead of after it.
+    """Selects as `error_feedback_top_k`, with momentum before selection instead of after it.
 
-    Selects from `residual + (momentum * velocity + gradient)`; velocity is masked where something was sent.
+    It selects from `residual + (momentum * velocity + gradient)`; where an element is selected, its
+    velocity becomes 0.
 
     Args:
-      residual: `[n]` float32.
+      residual: `[n]` float32, what was not selected before.
       gradient: `[n]` float32.
       velocity: `[n]` float32.
-      k: As in `top_k`, as are `method`, `steps` and `seed`.
+      k: Number of elements; see `top_k`.
       momentum: Factor on the velocity.
-      wire_dtype: As in `error_feedback_top_k`.
+      method: Method of selection; see `top_k`.
+      wire_dtype: Dtype that values are rounded to; see `error_feedback_top_k`.
+      steps: Steps of MSTopK's search; see `top_k`.
+      seed: Seed of MSTopK's window; see `top_k`.
 
     Returns:
-      `values` `[k]`, `indices` `[k]`, `new_residual` `[n]` and `new_velocity` `[n]`.
+      `values` `[k]` float32, `indices` `[k]` int32 or int64, ascending, `new_residual` `[n]` and
+      `new_velocity` `[n]`, both float32.
+
+    Raises:
+      ValueError: As `top_k`, and if a vector is not float32.
+      InvalidArgumentError: As `top_k`, and if lengths differ.
 
     Source: Lin et al. 2018 (Deep Gradient Compression), section 3.
+
+    >>> import tensorflow as tf, tfposeidon as tp
+    >>> zeros, velocity = tf.zeros([2]), tf.constant([2.0, 2.0])
+    >>> values, indices, residual, velocity = tp.ops.momentum_correction_top_k(
+    ...     zeros, tf.constant([1.0, 3.0]), velocity, 1, momentum=0.5, method="exact"
+    ... )
+    >>> values.numpy().tolist(), residual.numpy().tolist(), velocity.numpy().tolist()
+    ([4.0], [2.0, 0.0], [2.0, 0.0])
     """
     options = _options(_float32("gradient", gradient), method, steps, wire=wire_dtype or "float32")
     return library().tfposeidon_momentum_correction_top_k(
@@ -150,15 +189,17 @@ def scatter_add(
 
     Args:
       values: `[c]` float32.
-      indices: `[c]` int32 or int64; fastest where each segment ascends.
-      size: Length of the sum.
-      counts: How many pairs each rank gave; they add up to `c`. One rank if left out.
+      indices: `[c]` int32 or int64; it is fastest where each segment ascends.
+      size: Length of the sum: a Python integer or a scalar integer tensor.
+      counts: Number of pairs of each rank, which add up to `c`; one rank if left out.
 
     Returns:
       `[size]` float32; 0 where nothing was added.
 
     Raises:
-      InvalidArgumentError: If an index is outside 0..size-1, shapes differ, or `counts` do not add up.
+      ValueError: If a dtype is another.
+      InvalidArgumentError: If an index is outside 0..size-1, shapes differ, or `counts` do not add
+        up.
 
     Cost: one pass over the sum, one over the pairs.
 
@@ -177,7 +218,22 @@ def scatter_add(
 
 
 def encode(x: Any, wire_dtype: str) -> tf.Tensor:
-    """Rounds float32 to `"float16"` or `"bfloat16"`, to nearest even, denormals kept; any shape."""
+    """Rounds to 16 bits: to the nearest value, ties to even, with denormals kept.
+
+    Args:
+      x: float32 of any shape.
+      wire_dtype: `"float16"` or `"bfloat16"`.
+
+    Returns:
+      The same shape in `wire_dtype`.
+
+    Raises:
+      ValueError: If `x` is not float32.
+
+    >>> import tfposeidon as tp
+    >>> tp.ops.encode([1.0, 1.0001, 1e-7], "float16").numpy().tolist()
+    [1.0, 1.0, 1.1920928955078125e-07]
+    """
     return library().tfposeidon_encode(x=_float32("x", x), T=tf.as_dtype(wire_dtype))
 
 
@@ -186,36 +242,50 @@ def sum_rows(rows: Any, count: int) -> tf.Tensor:
 
     Args:
       rows: `[count * n]` float16 or bfloat16.
-      count: How many.
+      count: Number of vectors.
 
     Returns:
       `[n]` float32, added in the vectors' order.
 
+    Raises:
+      InvalidArgumentError: If `count` does not divide the length of `rows`.
+
     Cost: one pass over `rows`.
+
+    >>> import tensorflow as tf, tfposeidon as tp
+    >>> tp.ops.sum_rows(tf.constant([1.0, 2.0, 10.0, 20.0], tf.float16), 2).numpy().tolist()
+    [11.0, 22.0]
     """
     return library().tfposeidon_sum_rows(rows=rows, count=count)
 
 
 def one_bit_encode(residual: Any, gradient: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """Codes `residual + gradient` as one bit a value, and two means for each 4096 values, of those above and below 0.
+    """Codes `residual + gradient` as one bit a value.
 
-    Zeros stay zeros. Where some of 4096 values are zero and others are not, a second bit a value says which.
+    With each block of 4096 values go two means, of the values above and below 0. Zeros stay zeros:
+    where a block has zeros and other values, a second bit a value tells which.
 
     Args:
-      residual: `[n]` float32.
+      residual: `[n]` float32, what earlier codes did not say.
       gradient: `[n]` float32.
 
     Returns:
-      The code, int32, of `one_bit_size(n)` words and those that tell zeros from others; and `[n]` float32, what it does
-      not say: `one_bit_sum(code, n) + new_residual = residual + gradient`, to rounding.
+      `code`, int32, of `one_bit_size(n)` words and those that tell zeros from others; and
+      `new_residual`, `[n]` float32, what the code does not say: `one_bit_sum(code, n) +
+      new_residual = residual + gradient`, to rounding.
 
     Raises:
-      ValueError: If a dtype is another.
+      ValueError: If a vector is not float32.
       InvalidArgumentError: If they are not vectors of one length.
 
     Cost: one pass over memory.
-    Source: Seide et al. 2014 (1-bit SGD). Differs: blocks of 4096 values where it has columns; zeros are not counted
-    among the positive values.
+    Source: Seide et al. 2014 (1-bit SGD). Differs: blocks of 4096 values where it has columns;
+    zeros are not counted among the positive values.
+
+    >>> import tensorflow as tf, tfposeidon as tp
+    >>> code, residual = tp.ops.one_bit_encode(tf.zeros([3]), tf.constant([1.0, 3.0, -4.0]))
+    >>> tp.ops.one_bit_sum(code, 3).numpy().tolist(), residual.numpy().tolist()
+    ([2.0, 2.0, -4.0], [-1.0, 1.0, 0.0])
     """
     return library().tfposeidon_one_bit_encode(
         residual=_float32("residual", residual), gradient=_float32("gradient", gradient)
@@ -223,23 +293,35 @@ def one_bit_encode(residual: Any, gradient: Any) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def one_bit_sum(codes: Any, size: int) -> tf.Tensor:
-    """Sums what codes of `one_bit_encode` say, in their order.
+    """Sums the vectors that codes of `one_bit_encode` stand for, in their order.
 
     Args:
-      codes: int32, one after the other.
-      size: Values of each.
+      codes: int32, the codes one after the other.
+      size: Number of values of each.
 
     Returns:
       `[size]` float32.
 
     Raises:
       InvalidArgumentError: If they are not whole codes.
+
+    >>> import tensorflow as tf, tfposeidon as tp
+    >>> codes = [tp.ops.one_bit_encode(tf.zeros([2]), tf.fill([2], x))[0] for x in (1.0, 2.0)]
+    >>> tp.ops.one_bit_sum(tf.concat(codes, 0), 2).numpy().tolist()
+    [3.0, 3.0]
     """
     return library().tfposeidon_one_bit_sum(codes=codes, size=size)
 
 
 def one_bit_size(n: int) -> int:
-    """int32 words that `n` values are coded in, none of which is 0; with zeros it is up to a bit a value more."""
+    """Returns the number of int32 words of a code of `one_bit_encode` for values other than 0.
+
+    Args:
+      n: Number of values. With zeros among them the code is up to a bit a value longer.
+
+    >>> one_bit_size(4096)
+    131
+    """
     return -(-n // 32) + 3 * -(-n // 4096)
 
 
@@ -247,11 +329,12 @@ def l2_norms(tensors: Sequence[Any]) -> tf.Tensor:
     """Euclidean norms of tensors of any shapes, all in one call.
 
     Args:
-      tensors: float32; float16 and bfloat16 are cast to it.
+      tensors: float32, of any shapes; float16 and bfloat16 are cast to it.
 
     Returns:
-      `[len(tensors)]` float32: 0 for a tensor without elements, NaN where one is. Squares are summed in 64 bits, so
-      that none is too large or too small, in an order that does not depend on the machine.
+      `[len(tensors)]` float32: 0 for a tensor without elements, NaN for one with a NaN. Squares are
+      summed in 64 bits, so that none is too large or too small, in an order that does not depend on
+      the machine.
 
     Raises:
       ValueError: If there is no tensor, or a dtype is another.
@@ -273,8 +356,7 @@ def l2_norms(tensors: Sequence[Any]) -> tf.Tensor:
 
 def _options(x: tf.Tensor, method: str, steps: int, **more: Any) -> dict[str, Any]:
     check_method(method)
-    if steps < 0:
-        raise ValueError(f"`steps` must not be negative. Received: steps={steps}")
+    check_integer("steps", steps, 0)
     length = x.shape.num_elements() if x.shape.is_fully_defined() else 0
     return {
         "method": method,
@@ -285,7 +367,10 @@ def _options(x: tf.Tensor, method: str, steps: int, **more: Any) -> dict[str, An
 
 
 def check_method(method: str) -> None:
-    """Refuses a method of selection that there is not.
+    """Refuses an unknown method of selection.
+
+    Args:
+      method: What was given.
 
     Raises:
       ValueError: If `method` is not one of `METHODS`.
@@ -299,7 +384,8 @@ def _floating(name: str, tensor: Any) -> tf.Tensor:
     tensor = tf.convert_to_tensor(tensor)
     if not tensor.dtype.is_floating:
         raise ValueError(
-            f"`{name}` must be floating point. Received: dtype={tensor.dtype.name}, shape={tensor.shape}"
+            f"`{name}` must be floating point. Received: dtype={tensor.dtype.name}, "
+            f"shape={tensor.shape}"
         )
     return tensor
 

@@ -1,8 +1,12 @@
-"""What a batch counts: by how much ranks weigh their gradients.
+"""Functions that tell what a batch counts: by it ranks weigh their gradients.
 
-`fit` takes a loss for a mean over the samples of the batch, and weighs ranks by their `batch_size`. For losses that are
-means over something else, `DistributedOptimizer(sample_count=...)` takes one of the others here, or a function of your
-own: from what the model's `train_step` is given to a number.
+`fit` takes a loss for a mean over the samples of the batch, and weighs ranks by their `batch_size`.
+For losses that are means over something else, `DistributedOptimizer(sample_count=...)` takes one of
+the others here, or a function of your own, from what the model's `train_step` is given to a
+number::
+
+    optimizer = tp.DistributedOptimizer(keras.optimizers.Adam(),
+    sample_count=tp.sample_counts.Unmasked())
 """
 
 from __future__ import annotations
@@ -17,16 +21,30 @@ import tensorflow as tf
 from tfposeidon.config import Configured
 
 SampleCount = Callable[[Any], Any]
-"""From a batch, as `train_step` is given it, to a scalar; `None` if there is no telling."""
+"""Function from a batch, as `train_step` is given it, to a scalar; `None` if it cannot be told."""
 
 
 def name(count: SampleCount) -> str:
-    """The same on all ranks: of a function, or of the class of what else can be called."""
+    """Returns the name of a function, or of the class of another callable: the same on all ranks.
+
+    Args:
+      count: Function that was given as `sample_count`.
+    """
     return getattr(count, "__name__", type(count).__name__)
 
 
 def counted(count: SampleCount, data: Any) -> Any:
-    """What `count` says of `data`, not before there is a batch: a rank that is out of data must not count.
+    """Returns what a batch counts, as a tensor that waits for the batch.
+
+    A rank that is out of data must not count, not even where its count does not depend on the
+    batch.
+
+    Args:
+      count: Function from a batch to a number.
+      data: Batch as a train step is given it.
+
+    Returns:
+      Scalar, or `None` if `count` returns it.
 
     Raises:
       ValueError: If it is more than one number.
@@ -38,19 +56,25 @@ def counted(count: SampleCount, data: Any) -> Any:
         number = tf.identity(number)
     if number.shape.rank != 0:
         raise ValueError(
-            f"`sample_count` must give one number for the batch. Received: shape {tuple(number.shape)}. Take its sum."
+            "`sample_count` must give one number for the batch. "
+            f"Received: shape {tuple(number.shape)}. Take its sum."
         )
     return number
 
 
 def batch_size(data: Any) -> Any:
-    """Samples of a batch: for losses that are means over samples.
+    """Counts the samples of a batch: for losses that are means over samples.
 
     Args:
-      data: What a train step is given.
+      data: Batch as a train step is given it.
 
     Returns:
-      Scalar int32, or `None` if there is no telling.
+      Length of the first axis of the first tensor that has one, a scalar int32; `None` if there is
+      none.
+
+    >>> import tensorflow as tf
+    >>> int(batch_size((tf.zeros([32, 784]), tf.zeros([32]))))
+    32
     """
     leaves = [leaf for leaf in _tensors(data) if leaf.shape.rank != 0]
     return tf.shape(leaves[0])[0] if leaves else None
@@ -58,49 +82,58 @@ def batch_size(data: Any) -> Any:
 
 @keras.saving.register_keras_serializable("tfposeidon")
 def equal(data: Any) -> Any:
-    """One for every batch: for losses that are sums, whose gradients become the mean over ranks of those of the sums.
+    """Counts one for every batch: for losses that are sums.
+
+    Their gradients become the mean over ranks of the gradients of the sums.
 
     Args:
-      data: What a train step is given.
+      data: Batch as a train step is given it.
 
     Returns:
       Scalar float32.
+
+    >>> float(equal(None))
+    1.0
     """
     return tf.ones([])
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
 def weights(data: Any) -> Any:
-    """Sum of `sample_weight`: for losses with `reduction="mean_with_sample_weight"`.
+    """Sums `sample_weight`: for losses with `reduction="mean_with_sample_weight"`.
 
     Args:
-      data: `(x, y, sample_weight)`.
+      data: `(x, y, sample_weight)`, with a single tensor of weights.
 
     Returns:
       Scalar float32.
 
     Raises:
-      ValueError: If there is no `sample_weight`.
+      ValueError: If there is no `sample_weight`, or more than one tensor of them.
+
+    >>> import tensorflow as tf
+    >>> float(weights((tf.zeros([2, 3]), tf.zeros([2]), tf.constant([1.0, 0.5]))))
+    1.5
     """
     _, _, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     if sample_weight is None:
         raise ValueError(
-            "`sample_count=weights` needs batches (x, y, sample_weight). Received: no sample_weight. Give it to fit, "
-            "or leave sample_count out."
+            "`sample_count=weights` needs batches (x, y, sample_weight). Received: no "
+            "sample_weight. Give it to fit, or leave sample_count out."
         )
     return tf.reduce_sum(tf.cast(_single(sample_weight, "sample_weight"), tf.float32))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unmasked(Configured):
-    """Number of tokens that are no padding: for losses that are means over tokens.
+    """Function that counts tokens other than padding: for losses that are means over tokens.
 
-    Keras's losses are, where an `Embedding(mask_zero=True)` masks the model's output (count those of `x`), or with
-    `SparseCategoricalCrossentropy(ignore_class=...)` (count those of `y`).
+    Keras's losses are, where an `Embedding(mask_zero=True)` masks the model's output (count those
+    of `x`), or with `SparseCategoricalCrossentropy(ignore_class=...)` (count those of `y`).
 
     Args:
-      padding: What is masked.
-      of: Where it is looked for, "x" or "y".
+      padding: Token that is masked.
+      of: Part of the batch that has the tokens, "x" or "y".
 
     Raises:
       ValueError: If `of` is neither.
@@ -119,7 +152,17 @@ class Unmasked(Configured):
             raise ValueError(f'`of` must be "x" or "y". Received: of={self.of!r}')
 
     def __call__(self, data: Any) -> tf.Tensor:
-        """Counts the tokens of `(x, y, sample_weight)` or a part of it; scalar float32."""
+        """Counts the tokens of a batch.
+
+        Args:
+          data: `(x, y, sample_weight)` or a part of it, with the tokens in a single tensor.
+
+        Returns:
+          Scalar float32.
+
+        Raises:
+          ValueError: If there are several tensors of tokens.
+        """
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         tokens = _single({"x": x, "y": y}[self.of], self.of)
         return tf.reduce_sum(
@@ -135,7 +178,7 @@ def _single(tensors: Any, name: str) -> tf.Tensor:
     leaves = keras.tree.flatten(tensors)
     if len(leaves) != 1:
         raise ValueError(
-            f"Samples are counted in a single tensor. Received: {len(leaves)} as {name!r}. Give a sample_count of your "
-            "own, a function of what train_step is given."
+            f"Samples are counted in a single tensor. Received: {len(leaves)} as {name!r}. Give a "
+            "sample_count of your own, a function of what train_step is given."
         )
     return tf.convert_to_tensor(leaves[0])

@@ -1,4 +1,4 @@
-"""Times the norms of all layers on one rank, its share, their all-gather, and what all ranks do side by side."""
+"""Times the norms of all layers: on one rank, its share, their all-gather, and all at once."""
 
 import tensorflow as tf
 
@@ -23,7 +23,7 @@ def main():
     largest = variables[slice(*shares[sums.index(max(sums))])]
     mine = variables[slice(*shares[topology.rank])]
     own = tf.Variable(tf.ones([len(mine), 2]))
-    in_parallel = layer_norms.in_parallel(wire, "bench.parallel")
+    in_parallel = layer_norms.parallel_norms(wire, "bench.parallel")
     everybody = range(topology.size)
     for system, ranks, step in (
         ("local", [0], lambda: local_norms(variables, twice(variables))),
@@ -45,7 +45,7 @@ def main():
 
 
 def twice(variables):
-    """The value, and once more for the gradient."""
+    """Returns each variable's value twice: as itself, and for its gradient."""
     return [[tf.convert_to_tensor(variable)] * 2 for variable in variables]
 
 

@@ -1,1 +1,1 @@
-"""Where a node looks for a sample: memory, a local disk, the source."""
+"""Levels at which a node looks for a sample: memory, a local disk, the source."""

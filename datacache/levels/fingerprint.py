@@ -1,4 +1,4 @@
-"""What a cached sample depends on, as a number: another fingerprint is another cache."""
+"""Fingerprint of all that a cached sample depends on; another fingerprint is another cache."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ import tensorflow as tf
 
 from datacache.sources.source import Source, digest
 
-log = logging.getLogger("tfposeidon")
-PYTHON = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
+log = logging.getLogger("datacache")
+PYTHON_OPS = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
 
 
 @dataclass(frozen=True)
-class Traced:
-    """The way from a stored sample to a cached one, as a graph.
+class TracedPreprocess:
+    """Graph that makes a cached sample of a stored one.
 
     Attributes:
-      function: Takes the stored components, returns the sample's components in one list.
-      structure: Nested `tf.TensorSpec`s of a sample.
+      function: Function from the components of a stored sample to a list of those of the cached
+        one.
+      structure: Nested `tf.TensorSpec`s of a cached sample.
       fingerprint: SHA-256 of the graph with all constants that it captured, in hexadecimal.
-      preprocess: What was traced: graphs do not keep the variables alive that they use.
+      preprocess: The Python function that was traced: a graph does not keep the variables alive
+        that it uses.
     """
 
     function: Callable[..., list[tf.Tensor]]
@@ -37,89 +39,116 @@ class Traced:
 
     @property
     def shapes(self) -> list[tf.TensorShape]:
-        """Of a sample's components, as far as the graph knows them."""
+        """Shapes of a cached sample's components, as far as the graph knows them."""
         return [spec.shape for spec in tf.nest.flatten(self.structure)]
 
 
-def traced(source: Source, preprocess: Callable[..., Any] | None) -> Traced:
-    """Traces `preprocess`, as `tf.data.Dataset.map` would: tuples are arguments, anything else is one.
+def trace(source: Source, preprocess: Callable[..., Any] | None) -> TracedPreprocess:
+    """Traces a preprocessing function as `tf.data.Dataset.map` would.
+
+    Warnings name what the cache cannot follow: Python code, random numbers, lookup tables.
+
+    Args:
+      source: Source of the stored samples, whose `decode` comes first.
+      preprocess: The function. It receives the elements of a tuple as arguments, and anything else
+        as one; `None` keeps what `decode` returns.
 
     Raises:
-      ValueError: If it returns something that is not made of tensors.
+      ValueError: If it returns something that is not made of dense tensors.
     """
     structure: Any = None
 
-    def whole(*stored: Any) -> list[tf.Tensor]:
+    def decode_and_preprocess(*stored: Any) -> list[tf.Tensor]:
         nonlocal structure
         decoded = source.decode(*stored)
         if preprocess is not None:
             decoded = preprocess(*decoded) if isinstance(decoded, tuple) else preprocess(decoded)
-        structure = tf.nest.map_structure(_component, decoded)
+        structure = tf.nest.map_structure(_component_spec, decoded)
         return [tf.convert_to_tensor(part) for part in tf.nest.flatten(decoded)]
 
     with tf.device("CPU:0"):
-        concrete = tf.function(whole).get_concrete_function(*source.signature)
-    _warn(concrete.graph)
-    return Traced(concrete, structure, _fingerprint(concrete), preprocess)
+        concrete = tf.function(decode_and_preprocess).get_concrete_function(*source.signature)
+    _warn_of_unseen(concrete.graph)
+    return TracedPreprocess(concrete, structure, _graph_fingerprint(concrete), preprocess)
 
 
-def fingerprint(source: Source, traced: Traced, version: Any) -> str:
-    """Of all that samples depend on: 64 hexadecimal digits."""
-    # Another TensorFlow may decode otherwise.
+def fingerprint(source: Source, traced: TracedPreprocess, version: Any) -> str:
+    """Returns the fingerprint of a cache, 64 hexadecimal digits.
+
+    Args:
+      source: Source of the samples.
+      traced: Traced preprocessing function.
+      version: Anything JSON can hold that the user says samples depend on.
+    """
+    # Another release of TensorFlow may decode images to other pixels.
     return digest(
         [source.identity, repr(traced.structure), traced.fingerprint, tf.__version__, version]
     )
 
 
-def _component(part: Any) -> tf.TensorSpec:
+def _component_spec(part: Any) -> tf.TensorSpec:
     if isinstance(part, (tf.RaggedTensor, tf.SparseTensor)):
         raise ValueError(
-            f"A sample must be made of dense tensors. Received: {type(part).__name__} from `preprocess`. Return "
-            "part.to_tensor(), and say variable_shapes=True."
+            "A sample must be made of dense tensors. Received: "
+            f"{type(part).__name__} from `preprocess`. Return part.to_tensor(), and say "
+            "variable_shapes=True."
         )
     part = tf.convert_to_tensor(part)
     return tf.TensorSpec(part.shape, part.dtype)
 
 
-def _fingerprint(concrete: Any) -> str:
+def _graph_fingerprint(concrete: Any) -> str:
     graph = concrete.graph
     definition = graph.as_graph_def()
     bodies = {function.signature.name: function for function in definition.library.function}
     arguments = [tensor.op.name for tensor in graph.inputs]
     outputs = [f"{tensor.op.name}:{tensor.value_index}" for tensor in graph.outputs]
-    captures = [_of_capture(captured, graph.variables) for captured in concrete.captured_inputs]
-    return digest([_of_outputs(definition.node, arguments, outputs, bodies, ()), captures])
+    captures = [_capture_digest(captured, graph.variables) for captured in concrete.captured_inputs]
+    return digest([_outputs_digest(definition.node, arguments, outputs, bodies, ()), captures])
 
 
-def _of_outputs(
+def _outputs_digest(
     nodes: Any,
     arguments: Sequence[str],
     outputs: Sequence[str],
     bodies: dict[str, Any],
     within: tuple[str, ...],
 ) -> str:
-    """Of what outputs are made of: names of nodes and functions, and their order, differ between processes."""
-    known = {name: f"argument {place}" for place, name in enumerate(arguments)}
+    """Returns a digest of the computation behind outputs.
 
-    def of_tensor(name: str) -> list[str]:
+    Each node is described by its op, its attributes and the digests of its inputs: names of nodes
+    and functions, and the order of nodes, differ between processes.
+
+    Args:
+      nodes: `NodeDef`s of a graph or of a function's body.
+      arguments: Names of the nodes that are arguments.
+      outputs: Names of the tensors that are returned.
+      bodies: Definition of each function, by name.
+      within: Names of the functions whose bodies enclose these nodes.
+    """
+    known = {name: f"argument {index}" for index, name in enumerate(arguments)}
+
+    def tensor_key(name: str) -> list[str]:
         node, _, output = name.removeprefix("^").partition(":")
         return [name[: name.startswith("^")], known[node], output]
 
-    for node in _from_arguments(nodes):
+    for node in _sorted_nodes(nodes):
         if node.name not in known:
+            # Attributes with an underscore are notes of TensorFlow's. The token of a Python
+            # function is a number that counts up in each process.
             attributes = {
-                name: _of_attribute(value, bodies, within)
+                name: _attribute_digest(value, bodies, within)
                 for name, value in node.attr.items()
-                if not name.startswith("_") and not (node.op in PYTHON and name == "token")
+                if not name.startswith("_") and not (node.op in PYTHON_OPS and name == "token")
             }
-            controls = sorted(of_tensor(name) for name in node.input if name.startswith("^"))
-            inputs = [of_tensor(name) for name in node.input if not name.startswith("^")]
+            controls = sorted(tensor_key(name) for name in node.input if name.startswith("^"))
+            inputs = [tensor_key(name) for name in node.input if not name.startswith("^")]
             known[node.name] = digest([node.op, attributes, inputs, controls])
-    return digest([of_tensor(name) for name in outputs])
+    return digest([tensor_key(name) for name in outputs])
 
 
-def _from_arguments(nodes: Any) -> Iterator[Any]:
-    """Each node after those that it reads."""
+def _sorted_nodes(nodes: Any) -> Iterator[Any]:
+    """Yields each node after those that it reads."""
     by_name = {node.name: node for node in nodes}
     reads = {
         node.name: [name.removeprefix("^").partition(":")[0] for name in node.input]
@@ -130,17 +159,18 @@ def _from_arguments(nodes: Any) -> Iterator[Any]:
             yield by_name[name]
 
 
-def _of_attribute(value: Any, bodies: dict[str, Any], within: tuple[str, ...]) -> str:
+def _attribute_digest(value: Any, bodies: dict[str, Any], within: tuple[str, ...]) -> str:
     functions = [value.func] if value.HasField("func") else value.list.func
     if not functions:
         return hashlib.sha256(value.SerializeToString(deterministic=True)).hexdigest()
-    return digest([_of_function(function, bodies, within) for function in functions])
+    return digest([_function_digest(function, bodies, within) for function in functions])
 
 
-def _of_function(function: Any, bodies: dict[str, Any], within: tuple[str, ...]) -> str:
+def _function_digest(function: Any, bodies: dict[str, Any], within: tuple[str, ...]) -> str:
     attributes = {
-        name: _of_attribute(value, bodies, within) for name, value in function.attr.items()
+        name: _attribute_digest(value, bodies, within) for name, value in function.attr.items()
     }
+    # A function may call itself; then its name must do.
     if function.name not in bodies or function.name in within:
         return digest([function.name, attributes])
     body = bodies[function.name]
@@ -149,36 +179,37 @@ def _of_function(function: Any, bodies: dict[str, Any], within: tuple[str, ...])
     return digest(
         [
             attributes,
-            _of_outputs(body.node_def, arguments, outputs, bodies, (*within, function.name)),
+            _outputs_digest(body.node_def, arguments, outputs, bodies, (*within, function.name)),
         ]
     )
 
 
-def _of_capture(captured: Any, variables: Any) -> str:
-    """Of a tensor or of a variable's value."""
+def _capture_digest(captured: Any, variables: Any) -> str:
+    """Returns a digest of a captured tensor, or of the value of a captured variable."""
     if captured.dtype == tf.resource:
         variable = next((variable for variable in variables if variable.handle is captured), None)
         if variable is None:
             log.warning(
-                "datacache: `preprocess` uses a table or another resource, whose contents the cache cannot see: "
-                "pass another `version` when they change"
+                "datacache: `preprocess` uses a table or another resource, whose contents the "
+                "cache cannot see: pass another `version` when they change"
             )
             return "resource"
         captured = variable.read_value()
     array = np.asarray(captured)
+    # The bytes of an object array are pointers.
     content = repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
     return digest([str(array.dtype), array.shape, hashlib.sha256(content).hexdigest()])
 
 
-def _warn(graph: Any) -> None:
+def _warn_of_unseen(graph: Any) -> None:
     operations = [*graph.get_operations()]
     names = {op.type for op in operations}
     for function in graph.as_graph_def().library.function:
         names |= {node.op for node in function.node_def}
-    if names & PYTHON:
+    if names & PYTHON_OPS:
         log.warning(
-            "datacache: `preprocess` calls Python code, which the cache cannot see: pass another `version` when it "
-            "changes"
+            "datacache: `preprocess` calls Python code, which the cache cannot see: pass another "
+            "`version` when it changes"
         )
     random = sorted(
         name
@@ -187,7 +218,7 @@ def _warn(graph: Any) -> None:
     )
     if random:
         log.warning(
-            "datacache: `preprocess` draws at random (%s): each sample is drawn once and kept. Augment after the "
-            "cache: cache.dataset(...).map(augment)",
+            "datacache: `preprocess` draws at random (%s): each sample is drawn once and kept. "
+            "Augment after the cache: cache.dataset(...).map(augment)",
             ", ".join(random),
         )

@@ -1,188 +1,162 @@
-"""The levels of one node: memory, decoded samples on a disk, and stored samples."""
+"""The levels of one node, from memory down to the source."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from datacache.levels.stored import Stored
-from datacache.pool.filling import POLL_S, Arrays, Filling
-from datacache.pool.layout import Layout, batch
+from datacache.levels.level import Level, Opener
+from datacache.levels.pool_level import PoolLevel
+from datacache.pool.layout import Arrays, Layout
 from datacache.pool.pool import Pool
+from datacache.statistics import Counts
 from datacache.windows import windows
 
 
 class Levels:
-    """Samples from the highest level that has them; what was lower is put above on the way.
+    """Chain of levels as readers of batches see it: memory, if there is any, and what is below.
 
     Args:
-      stored: Of all samples.
-      make: From stored samples, and their numbers for messages, to cached ones.
-      layout: Of cached samples.
-      memory: Pool of cached samples, if there is room for one.
-      decoded: The same on a disk, if asked for.
-      filling: How pools are filled.
+      memory: Level of the pool in memory; `None` if there is no room for one.
+      below: Level below memory: that of cached samples on a disk, or the one that makes them.
+      layout: Layout of cached samples.
+      counts: Counters of this process.
+      opener: Process that may make samples.
+
+    Attributes:
+      layout: Layout of cached samples.
+      counts: Counters of this process.
     """
 
     def __init__(
         self,
-        stored: Stored,
-        make: Callable[[list[Arrays], np.ndarray], list[Arrays]],
+        memory: PoolLevel | None,
+        below: Level,
         layout: Layout,
-        memory: Pool | None,
-        decoded: Pool | None,
-        filling: Filling,
+        counts: Counts,
+        opener: Opener,
     ) -> None:
-        self._stored, self._make, self.layout = stored, make, layout
-        self.memory, self.decoded = memory, decoded
-        self.filling, self.counts = filling, filling.counts
-
-    def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
-        """Nothing to do: batches are read ahead anyway."""
-        return lambda step: None
-
-    def batch(
-        self,
-        samples: np.ndarray,
-        into: Sequence[np.ndarray] | None = None,
-        fill: Callable[[np.ndarray], dict[int, Arrays]] | None = None,
-    ) -> Arrays:
-        """One array per component, `[n, *shape]`.
-
-        Args:
-          samples: Their numbers, `[n]` int64.
-          into: Arrays to use for a batch that memory holds.
-          fill: Makes what memory lacks, in place of `fill`.
-
-        Raises:
-          SourceError: If a sample cannot be read; it names the sample.
-        """
-        fill = fill or self.fill
-        if self.memory is not None and self.memory.copies(samples):
-            return self._copied(self.memory, samples, into, fill)
-        missing = self.missing(samples)
-        self._count(samples, len(missing))
-        return batch(self.samples(samples, self._filled(missing, fill)), self.layout)
-
-    def _copied(
-        self,
-        memory: Pool,
-        samples: np.ndarray,
-        into: Sequence[np.ndarray] | None,
-        fill: Callable[[np.ndarray], dict[int, Arrays]],
-    ) -> Arrays:
-        """A batch of samples that have room; whether they are whole is seen on the way."""
-        made = 0
-        while True:
-            absent = self.filling.absent(memory, samples)
-            made += len(absent)
-            self._filled(absent, fill)
-            arrays = self.filling.gathered(memory, samples, into)
-            if arrays is not None:
-                self._count(samples, made)
-                return arrays
-
-    def _filled(
-        self, samples: np.ndarray, fill: Callable[[np.ndarray], dict[int, Arrays]]
-    ) -> dict[int, Arrays]:
-        if not samples.size:
-            return {}
-        self.filling.refuse_in_child(samples)
-        begin = time.perf_counter()
-        made = fill(samples)
-        self.counts.add(wait_s=time.perf_counter() - begin)
-        return made
-
-    def _count(self, samples: np.ndarray, made: int) -> None:
-        self.counts.add(memory_hits=len(samples) - made, memory_misses=made)
-
-    def samples(self, samples: np.ndarray, made: dict[int, Arrays]) -> list[Arrays]:
-        """Samples that memory holds, but for those that were made."""
-        if self.memory is None:
-            return [made[i] for i in samples.tolist()]
-        return self.memory.samples(samples, made, self.fill)
-
-    def missing(self, samples: np.ndarray) -> np.ndarray:
-        """Those that memory does not hold whole."""
-        return self.filling.lacking(self.memory, samples)
-
-    def fill(self, samples: Iterable[int]) -> dict[int, Arrays]:
-        """Makes samples; those that memory did not take are returned."""
-        numbers = np.array(list(samples), np.int64)
-        if not numbers.size:
-            return {}
-        self.filling.refuse_in_child(numbers)
-        if self._stored.streams:
-            self._pour(numbers)
-        made = map(self._into_memory, windows(numbers))
-        return {sample: arrays for part in made for sample, arrays in part.items()}
-
-    def put(self, sample: int, arrays: Arrays) -> bool:
-        """Puts a sample that came from elsewhere where there is room; `False` if memory has none."""
-        one = np.array([sample])
-        if self.decoded is not None:
-            self.filling.through(self.decoded, one, lambda _: [arrays])
-        return sample in self.filling.through(self.memory, one, lambda _: [arrays])[1]
+        self._memory, self._below, self._opener = memory, below, opener
+        self.layout, self.counts = layout, counts
 
     @property
-    def complete(self) -> bool:
-        """Whether memory holds all samples there are."""
-        return self.memory is not None and self.memory.filled == len(self._stored.source)
+    def memory(self) -> Pool | None:
+        """Pool in memory, if there is one."""
+        return None if self._memory is None else self._memory.pool
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether memory holds all samples of the source."""
+        return self.memory is not None and self.memory.filled == self.memory.spec.shard.samples
+
+    def refuse_in_child(self, indices: np.ndarray) -> None:
+        """Refuses to make samples in a forked child; see `Opener.refuse_in_child`.
+
+        Args:
+          indices: Indices of the samples to make, `[n]` int64.
+
+        Raises:
+          CacheError: If there are any, and this process is a forked child.
+        """
+        self._opener.refuse_in_child(indices)
+
+    def missing(self, indices: np.ndarray) -> np.ndarray:
+        """Returns which samples memory does not hold, or holds corrupt, `[k]` int64.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64.
+        """
+        return indices if self._memory is None else self._memory.missing(indices)
+
+    def not_ready(self, indices: np.ndarray) -> np.ndarray:
+        """Returns which samples memory does not hold, without verifying the others, `[k]` int64.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64.
+        """
+        return indices if self._memory is None else self._memory.not_ready(indices)
+
+    def can_copy(self, indices: np.ndarray) -> bool:
+        """Tells whether `gather` can copy a batch, once memory holds all its samples.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64.
+        """
+        return self.memory is not None and self.memory.can_copy(indices)
+
+    def gather(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays | None:
+        """Copies a batch from memory; see `PoolLevel.gather`.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64, for which `can_copy` is true.
+          into: Arrays to copy to in place of new ones.
+
+        Returns:
+          An array `[n, *shape]` for each component; `None` if some samples are not ready any more.
+        """
+        assert self._memory is not None
+        return self._memory.gather(indices, into)
+
+    def collect(self, indices: np.ndarray, made: dict[int, Arrays]) -> list[Arrays]:
+        """Returns samples that were just made, and the others from memory.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64.
+          made: Samples by index; all those that memory did not take.
+        """
+        if self._memory is None:
+            return [made[sample] for sample in indices.tolist()]
+        return self._memory.collect(indices, made)
+
+    def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
+        """Brings samples to memory.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64, without duplicates.
+
+        Returns:
+          The samples that memory did not take, by index.
+
+        Raises:
+          CacheError: If this process was forked from the one that opened the cache.
+          SourceError: If a sample cannot be had; the error names it.
+        """
+        untaken: dict[int, Arrays] = {}
+        for window in windows(indices):
+            untaken |= self._fill_window(window)
+        return untaken
+
+    def put(self, index: int, arrays: Arrays) -> bool:
+        """Puts a sample that came from elsewhere into the pools of cached samples.
+
+        Args:
+          index: Index of the sample.
+          arrays: Its components.
+
+        Returns:
+          Whether memory holds the sample now.
+        """
+        if isinstance(self._below, PoolLevel):
+            self._below.put(index, arrays)
+        return self._memory is not None and self._memory.put(index, arrays)
+
+    def clear(self) -> None:
+        """Forgets all cached samples, in memory and on disk; stored samples stay."""
+        for level in (self._memory, self._below):
+            if isinstance(level, PoolLevel):
+                level.pool.clear()
 
     def close(self) -> None:
-        """Ends threads and mappings."""
-        self._stored.close()
-        for pool in (self.memory, self.decoded):
-            if pool is not None:
-                pool.close()
+        """Ends threads and mappings of all levels."""
+        (self._memory or self._below).close()
 
-    def _into_memory(self, samples: np.ndarray) -> dict[int, Arrays]:
-        made, kept = self.filling.through(self.memory, samples, self._decoded)
-        self.counts.add(unkept=len(samples) - len(kept))
+    def _fill_window(self, window: np.ndarray) -> dict[int, Arrays]:
+        if self._memory is None:
+            made = dict(zip(window.tolist(), self._below.samples(window), strict=True))
+            kept: set[int] = set()
+        else:
+            made, kept = self._memory.fill(window)
+        self.counts.add(unkept=len(window) - len(kept))
+        # What memory took is read from there: a large fill would hold everything twice.
         return {sample: arrays for sample, arrays in made.items() if sample not in kept}
-
-    def _decoded(self, samples: np.ndarray) -> list[Arrays]:
-        if self.decoded is None:
-            return self._made(samples)
-        made, _ = self.filling.through(self.decoded, samples, self._made)
-        self.counts.add(decoded_hits=len(samples) - len(made))
-        return self.decoded.samples(samples, made, self._into_decoded)
-
-    def _into_decoded(self, samples: np.ndarray) -> dict[int, Arrays]:
-        return self.filling.through(self.decoded, samples, self._made)[0]
-
-    def _made(self, samples: np.ndarray) -> list[Arrays]:
-        return self._checked(samples, self._stored.samples(samples))
-
-    def _checked(self, samples: np.ndarray, stored: list[Arrays]) -> list[Arrays]:
-        made = self._make(stored, samples)
-        name = self._stored.source.name
-        return [
-            self.layout.check(arrays, name, sample)
-            for arrays, sample in zip(made, samples.tolist(), strict=True)
-        ]
-
-    def _pour(self, samples: np.ndarray) -> None:
-        """Reads a stream from its beginning into the lowest pool, one process of the node for all."""
-        pool = self._stored.pool or self.decoded or self.memory
-        while pool is not None and self.filling.lacking(pool, samples[pool.has_room(samples)]).size:
-            with pool.claim_all() as mine:
-                if mine:
-                    self._pour_into(pool)
-                    return
-            time.sleep(POLL_S)
-
-    def _pour_into(self, pool: Pool) -> None:
-        lacking = set(
-            self.filling.lacking(
-                pool, np.flatnonzero(pool.has_room(np.arange(len(self._stored.source))))
-            ).tolist()
-        )
-        for sample, arrays in enumerate(self._stored.all()):
-            if sample in lacking:
-                stored = pool is self._stored.pool
-                pool.put(
-                    sample, arrays if stored else self._checked(np.array([sample]), [arrays])[0]
-                )

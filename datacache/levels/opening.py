@@ -1,4 +1,4 @@
-"""Opens or makes the pools of a cache, with what room there is."""
+"""Opening of the levels of a cache, with pools of the size that there is room for."""
 
 from __future__ import annotations
 
@@ -11,36 +11,43 @@ from pathlib import Path
 import numpy as np
 
 from datacache.errors import NoRoomError
-from datacache.levels.fingerprint import Traced
+from datacache.levels.fingerprint import TracedPreprocess
+from datacache.levels.level import Level, Opener
 from datacache.levels.levels import Levels
+from datacache.levels.pool_level import PoolLevel, Verify
+from datacache.levels.preprocessed_level import PreprocessedLevel
 from datacache.levels.preprocessing import Preprocessing
-from datacache.levels.stored import Stored
+from datacache.levels.source_level import SourceLevel
 from datacache.pool.budget import budget_bytes
-from datacache.pool.filling import Arrays, Filling
 from datacache.pool.header import is_pool
-from datacache.pool.idle import idle, make_room
+from datacache.pool.idle import find_idle_pools, make_room
 from datacache.pool.index import Index
-from datacache.pool.layout import Layout
-from datacache.pool.part import Part
-from datacache.pool.pool import Plan, Pool
-from datacache.pool.records import packed
+from datacache.pool.layout import Arrays, Layout
+from datacache.pool.pool import Pool
+from datacache.pool.records import pack_samples
+from datacache.pool.shard import SampleShard
+from datacache.pool.spec import PoolSpec
 from datacache.sources.source import IndexedSource, Source, digest
+from datacache.statistics import Counts
 from datacache.system.access import PRIVATE, Access
 from datacache.system.room import free_bytes
 
-log = logging.getLogger("tfposeidon")
-OF_A_DISK = "95%"
-MORE_THAN_ANY = 2**62
-WORD = 8
-"""Bytes that a pool has for a sample beside its columns."""
-NAME = 20
+log = logging.getLogger("datacache")
+DISK_BUDGET = "95%"
+"""Share of the free bytes of a disk that a new pool may take."""
+UNLIMITED = 2**62
+"""More bytes than any machine has."""
+WORD_BYTES = 8
+"""Bytes that a pool needs for each sample beside its columns."""
+FOLDER_DIGITS = 20
 """Hexadecimal digits of a fingerprint that name a folder: 80 bits."""
 Root = str | os.PathLike[str] | None
+ChooseShard = Callable[[Callable[[int, int], bool]], tuple[int, int]]
 
 
 def open_levels(
     source: Source,
-    traced: Traced,
+    traced: TracedPreprocess,
     fingerprint: str,
     *,
     memory: Root,
@@ -49,90 +56,157 @@ def open_levels(
     budget: int | str,
     variable_shapes: bool,
     access: Access,
-    filling: Filling,
-    shared_by: Callable[[Callable[[int, int], bool]], tuple[int, int]],
+    verify: Verify,
+    counts: Counts,
+    choose_shard: ChooseShard,
 ) -> Levels:
-    """The levels of a cache; without room for a pool there is a log line, and one level less.
+    """Opens the levels of a cache, and makes the pools that do not exist yet.
+
+    Where there is no room for a pool, a warning says so and there is one level less.
 
     Args:
-      shared_by: Given what says whether all samples fit in memory here, on this of so many nodes: which of how many
-        keeps its part; node 0 of 1 keeps all.
+      source: Source of the samples.
+      traced: Traced preprocessing function.
+      fingerprint: Fingerprint of the cache, which names the folders of its pools.
+      memory: As in `Cache`, but a folder or `None`.
+      disk: As in `Cache`.
+      decoded: As in `Cache`.
+      budget: As in `Cache`.
+      variable_shapes: As in `Cache`.
+      access: Who may use new pools.
+      verify: As in `Cache`.
+      counts: Counters of this process.
+      choose_shard: Returns the index of this node and the number of nodes that share the samples,
+        (0, 1) if this node keeps all. It is given a function that tells whether all samples fit in
+        memory here, and takes the index of this node and the number of nodes.
 
     Raises:
-      CacheError: If a folder is no cache.
+      CacheError: If a folder holds something else, or a pool of a newer format or somebody else's.
       SourceError: If there are no pools yet, and the first sample cannot be read.
     """
-    on_local = _or_less(lambda: stored_pool(source, disk, access)) if disk is not None else None
-    stored = Stored(source, on_local, filling)
-
+    stored_on_disk = _open_stored_pool(source, disk, access)
+    opener, last = Opener(), SourceLevel(source, counts)
+    keep = functools.partial(PoolLevel, verify=verify, counts=counts, opener=opener)
+    stored: Level = keep(stored_on_disk, last, hits="disk_hits") if stored_on_disk else last
     make = Preprocessing(source, traced, variable_shapes)
 
+    # Sizes and types follow from the first sample, which is read only if no pool knows them.
     @functools.cache
     def first() -> Arrays:
-        components = (
-            next(iter(stored.all())) if stored.streams else stored.samples(np.array([0]))[0]
-        )
-        return make([components], np.array([0]))[0]
+        return make([_first_stored(last, stored)], np.array([0]))[0]
 
     def layout() -> Layout:
         return on_disk.layout if on_disk else _layout(first(), traced, variable_shapes)
 
-    def pool(folder: Path, room: Callable[[], int], node: int = 0, nodes: int = 1) -> Pool | None:
-        return _or_less(
-            lambda: Pool(folder, lambda: _plan(layout(), source, room(), node, nodes), access)
-        )
+    def needed_bytes() -> int:
+        return on_disk.size_bytes if on_disk else _estimate_bytes(first(), layout(), source)
 
-    on_disk: Pool | None = None
+    def spec(room_bytes: int, node: int = 0, nodes: int = 1) -> PoolSpec:
+        return _pool_spec(layout(), source, room_bytes, node, nodes)
+
+    on_disk = in_memory = None
     if decoded is not None:
-        on_disk = pool(Path(decoded) / fingerprint[:NAME], lambda: _of_a_disk(Path(decoded)))
-    in_memory = None
+        on_disk = _open_decoded_pool(Path(decoded) / fingerprint[:FOLDER_DIGITS], spec, access)
     if memory is not None:
-        whole = Path(memory) / fingerprint[:NAME]
-
-        def needed() -> int:
-            return on_disk.bytes if on_disk else _bytes(first(), layout(), source)
-
-        node, nodes = shared_by(lambda *part: _fits(whole, _part_of(whole, *part), needed, budget))
-        folder = _part_of(whole, node, nodes)
-        in_memory = pool(folder, lambda: _in_memory(folder, needed() // nodes, budget), node, nodes)
-    filling.get_ready(in_memory)
-    _keep_index(source, access, [on_local, in_memory, on_disk])
-    levels = Levels(
-        stored, make, in_memory.layout if in_memory else layout(), in_memory, on_disk, filling
-    )
+        folder = Path(memory) / fingerprint[:FOLDER_DIGITS]
+        in_memory = _open_memory_pool(folder, spec, needed_bytes, budget, choose_shard, access)
+        _prepare(in_memory, verify)
+    _keep_index(source, access, [stored_on_disk, in_memory, on_disk])
+    cached = in_memory.layout if in_memory else layout()
+    below: Level = PreprocessedLevel(stored, make, cached, source.name, opener)
+    below = keep(on_disk, below, hits="decoded_hits") if on_disk else below
+    levels = Levels(keep(in_memory, below) if in_memory else None, below, cached, counts, opener)
     if first.cache_info().currsize:
         levels.put(0, first())
     return levels
 
 
-def stored_pool(source: Source, root: str | os.PathLike[str], access: Access = PRIVATE) -> Pool:
-    """The pool of what is stored, which may differ in size in all its dimensions.
+def open_stored_pool(
+    source: Source, root: str | os.PathLike[str], access: Access = PRIVATE
+) -> Pool:
+    """Opens the pool of stored samples, or makes it. Samples may differ in size in all dimensions.
+
+    Args:
+      source: Source of the samples.
+      root: Folder on a local disk that holds the folder of the pool.
+      access: Who may use a new pool.
 
     Raises:
-      CacheError: If the folder holds something else, or there is no room.
+      CacheError: If the folder holds something else.
+      NoRoomError: If there is no room for one sample.
     """
     samples = [
         np.zeros([size or 0 for size in spec.shape], spec.dtype.as_numpy_dtype)
         for spec in source.signature
     ]
     layout = Layout.of(samples, [range(spec.shape.rank) for spec in source.signature])
-    folder = Path(root) / f"stored-{digest(source.identity)[:NAME]}"
-    return Pool(folder, lambda: _plan(layout, source, _of_a_disk(folder)), access)
+    folder = Path(root) / f"stored-{digest(source.identity)[:FOLDER_DIGITS]}"
+    return Pool(folder, lambda: _pool_spec(layout, source, _disk_room_bytes(folder)), access)
 
 
-def _of_a_disk(folder: Path) -> int:
-    return budget_bytes(OF_A_DISK, free_bytes(folder))
+def _open_stored_pool(source: Source, disk: Root, access: Access) -> Pool | None:
+    return None if disk is None else _open_if_room(lambda: open_stored_pool(source, disk, access))
 
 
-def _with_idle(folder: Path, budget: int | str) -> int:
-    """Bytes of a budget that memory has, or would have without pools that no process has open."""
+def _open_decoded_pool(
+    folder: Path, spec: Callable[[int], PoolSpec], access: Access
+) -> Pool | None:
+    return _open_if_room(
+        lambda: Pool(folder, lambda: spec(_disk_room_bytes(folder.parent)), access)
+    )
+
+
+def _open_memory_pool(
+    whole: Path,
+    spec: Callable[[int, int, int], PoolSpec],
+    needed_bytes: Callable[[], int],
+    budget: int | str,
+    choose_shard: ChooseShard,
+    access: Access,
+) -> Pool | None:
+    """Opens the pool in memory; `whole` is its folder if this node keeps all samples."""
+
+    def fits(node: int, nodes: int) -> bool:
+        return _fits(whole, _shard_folder(whole, node, nodes), needed_bytes, budget)
+
+    node, nodes = choose_shard(fits)
+    folder = _shard_folder(whole, node, nodes)
+
+    def new_spec() -> PoolSpec:
+        return spec(_make_memory_room(folder, needed_bytes() // nodes, budget), node, nodes)
+
+    return _open_if_room(lambda: Pool(folder, new_spec, access))
+
+
+def _prepare(pool: Pool | None, verify: Verify) -> None:
+    if pool is not None:
+        pool.prepare(verify=verify == "first")
+
+
+def _first_stored(last: SourceLevel, stored: Level) -> Arrays:
+    if last.stream is not None:
+        # Not from a pool above it, which would read the whole stream first.
+        return next(last.stream({0}))[1]
+    return stored.samples(np.array([0]))[0]
+
+
+def _disk_room_bytes(folder: Path) -> int:
+    return budget_bytes(DISK_BUDGET, free_bytes(folder))
+
+
+def _reclaimable_bytes(folder: Path, budget: int | str) -> int:
+    """Returns the bytes of a budget with all pools removed that no process has open."""
     # With what a kill has left in the folder itself, which goes when the pool is made.
-    return budget_bytes(budget, free_bytes(folder) + sum(one.bytes for one in idle(folder.parent)))
+    idle_bytes = sum(pool.bytes for pool in find_idle_pools(folder.parent))
+    return budget_bytes(budget, free_bytes(folder) + idle_bytes)
 
 
-def _in_memory(folder: Path, needed: int, budget: int | str) -> int:
-    """Bytes of a budget that memory has; if that is less than needed, pools that no process has open are removed."""
-    most = min(needed, budget_bytes(budget, MORE_THAN_ANY))
+def _make_memory_room(folder: Path, needed_bytes: int, budget: int | str) -> int:
+    """Returns the bytes of a budget.
+
+    If they are fewer than needed, pools that no process has open are removed first.
+    """
+    most = min(needed_bytes, budget_bytes(budget, UNLIMITED))
 
     def room() -> int:
         return budget_bytes(budget, free_bytes(folder))
@@ -141,19 +215,20 @@ def _in_memory(folder: Path, needed: int, budget: int | str) -> int:
     return room()
 
 
-def _fits(whole: Path, part: Path, needed: Callable[[], int], budget: int | str) -> bool:
-    """Whether all samples do; pools are used as they were made, without a look at a sample."""
-    if is_pool(whole) or is_pool(part):
+def _fits(whole: Path, shard: Path, needed_bytes: Callable[[], int], budget: int | str) -> bool:
+    """Tells whether all samples fit in memory on this node."""
+    # Pools are used as they were made, without a look at a sample.
+    if is_pool(whole) or is_pool(shard):
         return is_pool(whole)
-    return needed() <= _with_idle(whole, budget)
+    return needed_bytes() <= _reclaimable_bytes(whole, budget)
 
 
-def _part_of(whole: Path, node: int, nodes: int) -> Path:
+def _shard_folder(whole: Path, node: int, nodes: int) -> Path:
     return whole if nodes == 1 else whole.with_name(f"{whole.name}.{node}of{nodes}")
 
 
 def _keep_index(source: Source, access: Access, pools: list[Pool | None]) -> None:
-    """Beside the first of these pools that there is."""
+    """Keeps the index of a source's records beside the first of these pools that there is."""
     pool = next(filter(None, pools), None)
     if pool is not None and isinstance(source, IndexedSource):
         try:
@@ -162,23 +237,32 @@ def _keep_index(source: Source, access: Access, pools: list[Pool | None]) -> Non
             log.warning("datacache: each process looks for records by itself. %s", error)
 
 
-def _bytes(first: Arrays, layout: Layout, source: Source) -> int:
-    """Of all samples, if they are like the first."""
-    return len(source) * (len(packed([first], layout)[0]) + WORD)
+def _estimate_bytes(first: Arrays, layout: Layout, source: Source) -> int:
+    """Returns the bytes of all samples, if they are as large as the first."""
+    return len(source) * (len(pack_samples([first], layout)[0]) + WORD_BYTES)
 
 
-def _plan(layout: Layout, source: Source, room: int, node: int = 0, nodes: int = 1) -> Plan:
-    of_one = layout.bytes + WORD
-    slots = min(len(source), room // of_one)
+def _pool_spec(
+    layout: Layout, source: Source, room_bytes: int, node: int = 0, nodes: int = 1
+) -> PoolSpec:
+    """Returns the description of a pool for as many samples as there is room for."""
+    sample_bytes = layout.bytes + WORD_BYTES
+    slots = min(len(source), room_bytes // sample_bytes)
     if slots == 0:
         raise NoRoomError(
-            f"A pool needs room before it begins. Received: {room} bytes, for samples of {of_one}."
+            f"A pool needs room before it begins. Received: {room_bytes} bytes, for samples of "
+            f"{sample_bytes}."
         )
-    part = Part(samples=len(source), slots=slots, node=node, nodes=nodes)
-    return Plan(layout=layout, part=part, heap_bytes=room - part.kept * of_one, source=str(source))
+    shard = SampleShard(samples=len(source), slots=slots, node=node, nodes=nodes)
+    return PoolSpec(
+        layout=layout,
+        shard=shard,
+        heap_bytes=room_bytes - shard.kept_samples * sample_bytes,
+        source=str(source),
+    )
 
 
-def _layout(sample: Arrays, traced: Traced, variable_shapes: bool) -> Layout:
+def _layout(sample: Arrays, traced: TracedPreprocess, variable_shapes: bool) -> Layout:
     if not variable_shapes:
         return Layout.of(sample)
     return Layout.of(
@@ -187,7 +271,7 @@ def _layout(sample: Arrays, traced: Traced, variable_shapes: bool) -> Layout:
     )
 
 
-def _or_less(open_pool: Callable[[], Pool]) -> Pool | None:
+def _open_if_room(open_pool: Callable[[], Pool]) -> Pool | None:
     try:
         return open_pool()
     except NoRoomError as error:

@@ -1,4 +1,4 @@
-"""From stored samples to cached ones, many in one call: TensorFlow decodes them side by side, Python waits."""
+"""Preprocessing of many samples in one call, which TensorFlow runs in parallel without Python."""
 
 from __future__ import annotations
 
@@ -8,75 +8,79 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from datacache.levels.fingerprint import Traced
-from datacache.pool.filling import Arrays
+from datacache.levels.fingerprint import TracedPreprocess
+from datacache.pool.layout import Arrays
 from datacache.sources.source import Source, SourceError
 
-AT_A_TIME = 8
-"""Samples of one call that are decoded at a time; several readers call."""
+PARALLEL_ITERATIONS = 8
+"""Samples that one call decodes in parallel; several windows are decoded at a time."""
 
 
 class Preprocessing:
-    """A traced function on lists of samples.
+    """Traced function that takes lists of samples.
 
     Args:
-      source: Of the samples.
-      traced: From the components of one to those to keep.
-      variable_shapes: Whether results may differ in shape.
+      source: Source of the samples.
+      traced: Function from the components of a stored sample to those of a cached one.
+      variable_shapes: Whether cached samples may differ in shape.
     """
 
-    def __init__(self, source: Source, traced: Traced, variable_shapes: bool) -> None:
+    def __init__(self, source: Source, traced: TracedPreprocess, variable_shapes: bool) -> None:
         self._function, self._name = traced.function, source.name
-        alike = not variable_shapes and all(
+        # Samples that differ in shape do not fit in one tensor.
+        same_shapes = not variable_shapes and all(
             spec.shape.is_fully_defined() for spec in source.signature
         )
-        self._many = _over_many(source, traced) if alike else None
+        self._batched = _trace_batched(source, traced) if same_shapes else None
 
-    def __call__(self, stored: list[Arrays], samples: np.ndarray) -> list[Arrays]:
-        """The samples made of stored ones.
+    def __call__(self, stored: list[Arrays], indices: np.ndarray) -> list[Arrays]:
+        """Returns the cached samples made of stored ones.
 
         Args:
-          stored: Their components.
-          samples: Their numbers, for messages.
+          stored: Components of each stored sample.
+          indices: Indices of the samples, `[n]` int64, for messages.
 
         Raises:
-          SourceError: If the function fails on one; it names the sample.
+          SourceError: If the function fails on a sample; the error names it.
         """
-        if self._many is not None and len(stored) > 1:
-            # Where that fails they go one by one, to say which it was, or what differs between them.
+        if self._batched is not None and len(stored) > 1:
+            # After a failure they go one by one: the error of a batch does not say which it was.
             with contextlib.suppress(tf.errors.OpError):
                 columns = [np.stack(column) for column in zip(*stored, strict=True)]
                 return [
                     list(parts)
-                    for parts in zip(*(part.numpy() for part in self._many(*columns)), strict=True)
+                    for parts in zip(
+                        *(part.numpy() for part in self._batched(*columns)), strict=True
+                    )
                 ]
-        pairs = zip(stored, samples.tolist(), strict=True)
+        pairs = zip(stored, indices.tolist(), strict=True)
         return [self._one(components, sample) for components, sample in pairs]
 
     def _one(self, components: Arrays, sample: int) -> Arrays:
         try:
             return [part.numpy() for part in self._function(*components)]
         except tf.errors.OpError as error:
-            # Before it stands where in the script each op was traced.
+            # Before the last paragraph stands where in the script each op was traced.
             cause = error.message.rsplit("\n\n", 1)[-1].splitlines()[0].rstrip(".")
             raise SourceError(
-                f"`preprocess` must take every sample. Received: {cause} for {self._name(sample)}. Mend it, or "
-                "leave it out."
+                f"`preprocess` must take every sample. Received: {cause} for {self._name(sample)}. "
+                "Mend it, or leave it out."
             ) from error
 
 
-def _over_many(source: Source, traced: Traced) -> Any:
+def _trace_batched(source: Source, traced: TracedPreprocess) -> Any:
+    """Returns a function from columns of stored samples to columns of cached ones."""
     results = [tf.TensorSpec(spec.shape, spec.dtype) for spec in tf.nest.flatten(traced.structure)]
 
-    def over_many(*columns: tf.Tensor) -> Any:
+    def preprocess_batch(*columns: tf.Tensor) -> Any:
         return tf.map_fn(
-            lambda parts: traced.function(*parts),
+            lambda components: traced.function(*components),
             columns,
             fn_output_signature=results,
-            parallel_iterations=AT_A_TIME,
+            parallel_iterations=PARALLEL_ITERATIONS,
         )
 
     columns = [tf.TensorSpec([None, *spec.shape], spec.dtype) for spec in source.signature]
     with tf.device("CPU:0"):
-        # Traced here: readers that come first together would each do it.
-        return tf.function(over_many, columns, autograph=False).get_concrete_function()
+        # Traced ahead: threads that came first together would each trace it.
+        return tf.function(preprocess_batch, columns, autograph=False).get_concrete_function()

@@ -1,1 +1,1 @@
-"""A process beside the training process that loads batches in parallel (Theano-MPI, section 3.3)."""
+"""Loader process beside the training process, for batches (Theano-MPI, section 3.3)."""

@@ -1,4 +1,4 @@
-"""What the loading process of Theano-MPI does to images: subtract the mean, crop, mirror."""
+"""Preparation of images in the loading process of Theano-MPI: subtract the mean, crop, mirror."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class CropAndMirror:
-    """Subtracts the mean and crops: at random, with random mirroring, to train, and otherwise in the centre.
+    """Preparation of images: subtracts the mean, crops, and mirrors.
 
-        >>> import numpy as np
-        >>> prepare = CropAndMirror(mean=[1.0], size=2)
-        >>> prepare(np.arange(16, dtype="uint8").reshape(1, 4, 4, 1), "validate", 0)[0, :, :, 0]
-        array([[4., 5.],
-               [8., 9.]], dtype=float32)
+    To train, crops and mirroring are random; otherwise the crop is in the centre.
 
-    Attributes:
-      mean: Of the images, `[h, w, c]`, or of their channels, `[c]`.
-      size: Height and width of the result.
-      seed: Other seeds draw other crops.
+    Args:
+      mean: Mean of the images, `[h, w, c]`, or of their channels, `[c]`.
+      size: Height and width of the result in pixels.
+      seed: Seed of the random crops, not negative.
 
     Raises:
       ValueError: If `mean` has another rank, or `size` or `seed` is out of range.
 
-    Cost: one pass over the part of the images that is kept; it needs no memory but the result.
+    Cost: one pass over the part of the images that is kept; no memory but the result.
 
-    Source: Ma, Mao and Taylor 2016, section 3.3, Algorithm 1, steps 17 and 18. Differs: each image has a crop and a
-    mirroring of its own, drawn from (seed, number), where the paper does not say how they are drawn.
+    Source: Ma, Mao and Taylor 2016, section 3.3, Algorithm 1, steps 17 and 18. Differs: each image
+    has a crop and a mirroring of its own, drawn from (seed, number), where the paper does not say
+    how they are drawn.
+
+    Example:
+      >>> prepare = CropAndMirror(mean=[1.0], size=2)
+      >>> prepare(np.arange(16, dtype="uint8").reshape(1, 4, 4, 1), "validate", 0)[0, :, :, 0]
+      array([[4., 5.],
+             [8., 9.]], dtype=float32)
     """
 
     mean: Any
@@ -39,35 +42,38 @@ class CropAndMirror:
     def __post_init__(self) -> None:
         if np.ndim(self.mean) not in (1, 3):
             raise ValueError(
-                f"`mean` must be of shape [h, w, c] or [c]. Received: mean of shape {list(np.shape(self.mean))}. "
-                "Use [0.0] * c to subtract nothing."
+                "`mean` must be of shape [h, w, c] or [c]. Received: mean of shape "
+                f"{list(np.shape(self.mean))}. Use [0.0] * c to subtract nothing."
             )
         if self.size < 1:
             raise ValueError(
-                f"`size` must be at least 1. Received: size={self.size}. Give the model's input size."
+                f"`size` must be at least 1. Received: size={self.size}. Give the model's input "
+                "size."
             )
         _check_not_negative("seed", self.seed)
 
     def __call__(self, images: np.ndarray, mode: str, number: int) -> np.ndarray:
-        """The prepared batch; the same arguments give the same bits.
+        """Prepares a batch; the same arguments give the same bits.
 
         Args:
-          images: `[n, h, w, c]` of any numbers.
+          images: Images, `[n, h, w, c]` of any real dtype.
           mode: "train" for random crops and mirroring; any other word for the centre.
-          number: Of the batch, for the draw: one that differs between batches and epochs.
+          number: Number of the batch, not negative, which seeds its draw: another one for each
+            batch and epoch.
 
         Returns:
-          `[n, size, size, c]` float32.
+          The prepared images, `[n, size, size, c]` float32.
 
         Raises:
-          ValueError: If the images are smaller than `size` or do not match `mean`, or `number` is negative.
+          ValueError: If the images are smaller than `size` or do not match `mean`, or `number` is
+            negative.
         """
         mean = np.asarray(self.mean, np.float32)
         self._check(images, mean)
         _check_not_negative("number", number)
         prepared = np.empty((len(images), self.size, self.size, images.shape[3]), np.float32)
         for target, image, (top, left, step) in zip(
-            prepared, images, self._places(images, mode, number), strict=True
+            prepared, images, self._draw_crops(images, mode, number), strict=True
         ):
             part = np.s_[top : top + self.size, left : left + self.size]
             np.subtract(
@@ -78,8 +84,8 @@ class CropAndMirror:
             )
         return prepared
 
-    def _places(self, images: np.ndarray, mode: str, number: int) -> np.ndarray:
-        """Top, left, and the step of columns (-1 mirrors) of each image, `[n, 3]`."""
+    def _draw_crops(self, images: np.ndarray, mode: str, number: int) -> np.ndarray:
+        """Returns top, left and the step of columns (-1 mirrors) of each image, `[n, 3]` int64."""
         count, *sizes = images.shape[:3]
         spare = np.array(sizes) - self.size
         if mode != "train":
@@ -92,13 +98,15 @@ class CropAndMirror:
     def _check(self, images: np.ndarray, mean: np.ndarray) -> None:
         if images.ndim != 4 or min(images.shape[1:3]) < self.size:
             raise ValueError(
-                "Images must be of shape [n, h, w, c], with h and w at least `size`. Received: images of shape "
-                f"{list(images.shape)}, size={self.size}. Give a smaller `size`, or larger images."
+                "Images must be of shape [n, h, w, c], with h and w at least `size`. Received: "
+                f"images of shape {list(images.shape)}, size={self.size}. Give a smaller `size`, "
+                "or larger images."
             )
         if mean.shape not in (images.shape[1:], images.shape[3:]):
             raise ValueError(
-                f"`mean` must be of the images' shape, [h, w, c] or [c]. Received: mean of shape {list(mean.shape)}, "
-                f"images of shape {list(images.shape)}. Take the mean of images of this size, or of their channels."
+                "`mean` must be of the images' shape, [h, w, c] or [c]. Received: mean of shape "
+                f"{list(mean.shape)}, images of shape {list(images.shape)}. Take the mean of "
+                "images of this size, or of their channels."
             )
 
 

@@ -1,4 +1,4 @@
-"""The process that loads in parallel: requests go there, batches come back in memory of both."""
+"""Loader process: requests go there, and batches come back in memory that both processes map."""
 
 from __future__ import annotations
 
@@ -20,31 +20,45 @@ from multiprocessing import connection, reduction
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from datacache.pool.layout import ALIGNMENT
 
 GRACE_S = 1.0
-"""For a loader that is told to stop to finish the item it is at."""
+"""Seconds that a loader has to finish its item when it is told to stop."""
 WATCH_S = 1.0
-"""How often a loader looks whether its training process is there."""
+"""Seconds between two looks of a loader whether its training process is still there."""
 
 Load = Callable[[str, Any], Any]
-Kinds = list[tuple[np.dtype, tuple[int, ...]]]
+ArraySpecs = list[tuple[np.dtype, tuple[int, ...]]]
+"""Type and shape of each array of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What became of a request: how to make the batch of views of its buffer, or what `load` raised."""
+    """Outcome of a request.
+
+    Attributes:
+      turn: Number of the pass that the request belongs to.
+      rebuild: Makes the batch of the arrays in its buffer; `None` if `load` raised.
+      specs: Type and shape of each of these arrays.
+      error: Type and text of what `load` raised.
+      trace: Its traceback.
+    """
 
     turn: int
     rebuild: Callable[[list[np.ndarray]], Any] | None = None
-    kinds: Kinds
+    specs: ArraySpecs
     error: str = ""
     trace: str = ""
 
 
-class Memory:
-    """Pages of two processes without a name in any file system, so that they end with the last of the two."""
+class SharedPages:
+    """Memory of two processes, which ends with the last of them as it has no name in a file system.
+
+    Args:
+      descriptor: Descriptor of a memory file, which this object closes.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -57,7 +71,11 @@ class Memory:
         os.close(self._descriptor)
 
     def mapping(self, size: int) -> mmap.mmap:
-        """At least so many bytes; arrays of an earlier, smaller mapping remain."""
+        """Maps the memory, which grows as it must; arrays in an earlier mapping stay valid.
+
+        Args:
+          size: Least number of bytes.
+        """
         if self._mapping is None or len(self._mapping) < size:
             if os.fstat(self._descriptor).st_size < size:
                 os.ftruncate(self._descriptor, size)
@@ -65,36 +83,53 @@ class Memory:
         return self._mapping
 
 
-def _attach(descriptor: Any) -> Memory:
-    return Memory(descriptor.detach())
+def _attach(descriptor: Any) -> SharedPages:
+    return SharedPages(descriptor.detach())
 
 
-def views(memory: Memory, kinds: Kinds) -> list[np.ndarray]:
-    """Arrays of these types and shapes, one after another in the memory, which grows as it must."""
+def shared_arrays(pages: SharedPages, specs: ArraySpecs) -> list[np.ndarray]:
+    """Returns arrays that lie in shared memory, one behind the other.
+
+    Args:
+      pages: The memory, which grows as it must.
+      specs: Type and shape of each array.
+    """
     sizes = [
-        -(-dtype.itemsize * math.prod(shape) // ALIGNMENT) * ALIGNMENT for dtype, shape in kinds
+        -(-dtype.itemsize * math.prod(shape) // ALIGNMENT) * ALIGNMENT for dtype, shape in specs
     ]
     offsets = list(itertools.accumulate(sizes, initial=0))
-    # Nothing at all cannot be mapped.
-    buffer = memory.mapping(max(offsets[-1], ALIGNMENT))
+    # An empty mapping is an error.
+    buffer = pages.mapping(max(offsets[-1], ALIGNMENT))
     return [
         np.ndarray(shape, dtype, buffer, offset)
-        for (dtype, shape), offset in zip(kinds, offsets, strict=False)
+        for (dtype, shape), offset in zip(specs, offsets, strict=False)
     ]
 
 
 class LoaderProcess:
-    """The loader process, as the training process has it."""
+    """Loader process as the training process sees it.
+
+    Args:
+      load: Function that loads a batch, given the mode and an item; picklable.
+      buffers: Number of buffers for batches.
+
+    Attributes:
+      buffers: Memory of each buffer.
+
+    Raises:
+      TypeError: If `load` cannot be pickled.
+    """
 
     def __init__(self, load: Load, buffers: int) -> None:
-        self.memories = [
-            Memory(os.memfd_create("datacache-parallel-loader")) for _ in range(buffers)
+        self.buffers = [
+            SharedPages(os.memfd_create("datacache-parallel-loader")) for _ in range(buffers)
         ]
+        # Spawned, as neither threads nor TensorFlow survive a fork.
         context = multiprocessing.get_context("spawn")
         self._connection, end = context.Pipe()
         self._process = context.Process(
             target=_serve,
-            args=(end, load, self.memories),
+            args=(end, load, self.buffers),
             name="datacache parallel loader",
             daemon=True,
         )
@@ -103,30 +138,50 @@ class LoaderProcess:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             self._connection.close()
             raise TypeError(
-                f"`load` must be picklable. Received: {load!r:.200} ({error}). Use a function or an object of a class "
-                "at the top level of a module."
+                f"`load` must be picklable. Received: {load!r:.200} ({error}). Use a function or "
+                "an object of a class at the top level of a module."
             ) from error
         finally:
             end.close()
 
     @property
     def alive(self) -> bool:
+        """Whether the process runs."""
         return self._process.is_alive()
 
-    def ask(self, turn: int, place: int, mode: str, item: Any) -> None:
-        """For a batch in that buffer."""
+    def request(self, turn: int, buffer: int, mode: str, item: Any) -> None:
+        """Requests a batch.
+
+        Args:
+          turn: Number of the pass.
+          buffer: Index of the buffer for the batch.
+          mode: First argument of `load`.
+          item: Second argument of `load`; picklable.
+
+        Raises:
+          TypeError: If the item cannot be pickled.
+        """
         try:
             content = pickle.dumps((mode, item))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
-                f"Items must be picklable. Received: item={item!r:.200} ({error}). Send a file's name or a number."
+                f"Items must be picklable. Received: item={item!r:.200} ({error}). Send a file's "
+                "name or a number."
             ) from error
         # A process that has ended is an error where the batch is awaited.
         with contextlib.suppress(OSError):
-            self._connection.send((turn, place, content))
+            self._connection.send((turn, buffer, content))
 
     def reply(self, turn: int) -> Reply:
-        """The next one of that pass; `EOFError` or `OSError` if the process has ended."""
+        """Waits for the next reply of a pass; those of earlier passes are dropped.
+
+        Args:
+          turn: Number of the pass.
+
+        Raises:
+          EOFError: If the process has ended.
+          OSError: If the process has ended.
+        """
         while True:
             if self._process.sentinel in connection.wait(
                 [self._connection, self._process.sentinel]
@@ -137,7 +192,7 @@ class LoaderProcess:
                 return reply
 
     def stop(self) -> int:
-        """Returns the exit code."""
+        """Ends the process, and returns its exit code."""
         with contextlib.suppress(OSError):
             self._connection.send(None)
         self._process.join(GRACE_S)
@@ -150,11 +205,15 @@ class LoaderProcess:
 
 
 class Requests(threading.Thread):
-    """What the training process asked for.
+    """Requests of the training process, in the loader process.
 
-    Received on a thread of its own, so that the loader ends with the training process while `load` is busy, and so that
-    the training process never waits to hand over a request. A death signal from the kernel would come when the thread
-    that started the loader ends, and not only when its process does.
+    They are received on a thread of its own, so that the loader ends with the training process
+    while `load` is busy, and so that the training process never waits to hand over a request. A
+    death signal from the kernel would come when the thread that started the loader ends, and not
+    only when its process does.
+
+    Args:
+      end: Connection to the training process.
     """
 
     def __init__(self, end: connection.Connection) -> None:
@@ -164,6 +223,7 @@ class Requests(threading.Thread):
         self._trainer = os.getppid()
         self._turn = 0
 
+    @override
     def run(self) -> None:
         try:
             while (request := self._receive()) is not None:
@@ -175,7 +235,8 @@ class Requests(threading.Thread):
         self._queue.put(None)
 
     def _receive(self) -> tuple[int, int, bytes] | None:
-        # A fork of the training process that outlives it holds the other end open too.
+        # The end of the connection is not enough: a fork of the training process that outlives it
+        # holds the other end open too.
         while not self._end.poll(WATCH_S):
             if os.getppid() != self._trainer:
                 raise EOFError
@@ -183,39 +244,40 @@ class Requests(threading.Thread):
 
     def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
         for request in iter(self._queue.get, None):
-            # Those of a pass that is over are not worth loading.
+            # Batches of a pass that is over are not worth loading.
             if request[0] == self._turn:
                 yield request
 
 
-def _serve(end: connection.Connection, load: Load, memories: Sequence[Memory]) -> None:
+def _serve(end: connection.Connection, load: Load, buffers: Sequence[SharedPages]) -> None:
     # Ctrl-C reaches the whole group, and the training process decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = Requests(end)
     requests.start()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        for turn, place, content in requests:
-            end.send(_answer(turn, load, memories[place], content))
+        for turn, buffer, content in requests:
+            end.send(_answer(turn, load, buffers[buffer], content))
 
 
-def _answer(turn: int, load: Load, memory: Memory, content: bytes) -> Reply:
+def _answer(turn: int, load: Load, pages: SharedPages, content: bytes) -> Reply:
     try:
         mode, item = pickle.loads(content)
-        arrays, rebuild = _parts(load(mode, item))
-        kinds = [(array.dtype, array.shape) for array in arrays]
-        for view, array in zip(views(memory, kinds), arrays, strict=True):
+        arrays, rebuild = _split_batch(load(mode, item))
+        specs = [(array.dtype, array.shape) for array in arrays]
+        for view, array in zip(shared_arrays(pages, specs), arrays, strict=True):
             view[...] = array
     except Exception as error:  # noqa: BLE001 - the training process raises it
         return Reply(
             turn=turn,
-            kinds=[],
+            specs=[],
             error=f"{type(error).__name__}: {error}",
             trace=traceback.format_exc(),
         )
-    return Reply(turn=turn, rebuild=rebuild, kinds=kinds)
+    return Reply(turn=turn, rebuild=rebuild, specs=specs)
 
 
-def _parts(batch: Any) -> tuple[list[np.ndarray], Callable[[list[np.ndarray]], Any]]:
+def _split_batch(batch: Any) -> tuple[list[np.ndarray], Callable[[list[np.ndarray]], Any]]:
+    """Returns the arrays of a batch, and what makes the batch of such arrays again."""
     several = isinstance(batch, (list, tuple))
     arrays = list(batch) if several else [batch]
     for array in arrays:
@@ -226,7 +288,8 @@ def _parts(batch: Any) -> tuple[list[np.ndarray], Callable[[list[np.ndarray]], A
                 else type(array).__name__
             )
             raise TypeError(
-                f"A batch is an array, or a list or tuple of arrays, without objects. Received: {kind}."
+                "A batch is an array, or a list or tuple of arrays, without objects. Received: "
+                f"{kind}."
             )
     rebuild: Any = (
         operator.itemgetter(0) if not several else list if isinstance(batch, list) else tuple

@@ -1,4 +1,4 @@
-"""Parallel loading: a process beside the training process prepares the next batch in memory that both map."""
+"""Parallel loading: a process beside the training process prepares the next batches."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from datacache.loading.loader_process import Load, LoaderProcess, views
+from datacache.loading.loader_process import Load, LoaderProcess, shared_arrays
 
 REMEDIES = {
     1: "What it printed says why; it imports the main script, which must begin its work under "
     '`if __name__ == "__main__":`, and `load` from its module.',
-    -signal.SIGKILL: "Without anybody who killed it, memory was short: load smaller batches or give fewer `buffers`.",
+    -signal.SIGKILL: "Without anybody who killed it, memory was short: load smaller batches or "
+    "give fewer `buffers`.",
 }
+"""Remedies for exit codes of the loader process."""
 
 
 class LoaderError(RuntimeError):
@@ -22,38 +24,49 @@ class LoaderError(RuntimeError):
 
 
 class ParallelLoader:
-    """A process of its own that loads batches ahead of training.
+    """Process that loads batches ahead of training.
 
-    It runs `load` for the items of a pass in their order, and writes each batch to one of a few buffers of shared
-    memory. To ask for a batch is to hand back the one before, in whose buffer it then begins the next. The process is
-    spawned: `load` is imported there, and a script that trains has `if __name__ == "__main__":`. It ends with the
-    training process, even a killed one, and its memory has no name that could be left in `/dev/shm`.
+    It runs `load` for the items of a pass in their order, and writes each batch to one of a few
+    buffers of shared memory. To ask for a batch is to hand back the one before, in whose buffer the
+    loader then begins the next. The process is spawned: it imports `load`, so a script that trains
+    must begin its work under `if __name__ == "__main__":`. It ends with the training process, even
+    a killed one, and its memory has no name that could be left in `/dev/shm`.
 
-        with datacache.ParallelLoader(load) as loader:
-            for images, labels in loader.batches("train", files):
-                ...
-
-    One thread at a time may use it; a second loader is for a second pass at the same time.
+    One thread at a time may use a loader; passes at the same time need a loader each.
 
     Args:
-      load: `load(mode, item)` returns an array, or a list or tuple of arrays, of any shapes and of types without
-        objects. It must be picklable, should leave accelerators alone, and starts no `multiprocessing` of its own.
-      buffers: So many batches have memory, of the largest batch's size each: the loader is up to `buffers - 1` ahead.
+      load: `load(mode, item)` returns an array, or a list or tuple of arrays, of any shapes and of
+        types without objects. It must be picklable, should leave accelerators alone, and must not
+        start processes with `multiprocessing`.
+      buffers: Number of batches that have memory, each as much as the largest batch. The loader is
+        up to `buffers - 1` batches ahead.
 
     Raises:
       ValueError: If there are fewer than two buffers.
-    Cost: one copy of each batch, in the loader; about 0.2 ms of messages per batch; at the start, the imports of
-      `load`'s module and of the main script.
-    Source: Ma, Mao and Taylor 2016, section 3.3, Algorithm 1. Differs: batches stay in host memory, where the paper's
-      loader puts them on the GPU through a second buffer there (steps 19 and 25); a spawned process and sockets take
-      the place of MPI Spawn; filenames are sent `buffers` at a time; labels may be loaded too.
+
+    Cost: one copy of each batch, in the loader; about 0.2 ms of messages per batch; at the start,
+      the imports of `load`'s module and of the main script.
+
+    Source: Ma, Mao and Taylor 2016, section 3.3, Algorithm 1. Differs: batches stay in host memory,
+      where the paper's loader puts them on the GPU through a second buffer there (steps 19 and 25);
+      a spawned process and sockets take the place of MPI Spawn; filenames are sent `buffers` at a
+      time; labels may be loaded too.
+
+    Example:
+    >>> import numpy as np
+    >>> load = np.char.add  # Yours reads the file that `item` names, and prepares it for `mode`.
+    >>> with ParallelLoader(load) as loader:
+    ...     for batch in loader.batches("train on ", ["file 1", "file 2"]):
+    ...         print(batch)
+    train on file 1
+    train on file 2
     """
 
     def __init__(self, load: Load, buffers: int = 2) -> None:
         if buffers < 2:
             raise ValueError(
-                f"`buffers` must be at least 2, one to train on and one to load. Received: buffers={buffers}. "
-                "Call `load` itself to load without reading ahead."
+                "`buffers` must be at least 2, one to train on and one to load. Received: "
+                f"buffers={buffers}. Call `load` itself to load without reading ahead."
             )
         self._load = load
         self._buffers = buffers
@@ -61,7 +74,7 @@ class ParallelLoader:
         self._turn = 0
 
     def start(self) -> None:
-        """Starts the process, unless it runs; `batches` does it too.
+        """Starts the process, unless it runs; `batches` does so, too.
 
         Raises:
           TypeError: If `load` cannot be pickled.
@@ -71,7 +84,10 @@ class ParallelLoader:
             self._child = LoaderProcess(self._load, self._buffers)
 
     def stop(self) -> None:
-        """Ends the process and the pass, if any; takes a second where `load` does not return. The last batch stays."""
+        """Ends the process and the pass, if any; the last batch stays valid.
+
+        It takes a second if `load` does not return.
+        """
         self._turn += 1
         child, self._child = self._child, None
         if child is not None:
@@ -85,19 +101,23 @@ class ParallelLoader:
         self.stop()
 
     def batches(self, mode: str, items: Iterable[Any]) -> Iterator[Any]:
-        """The batches of a pass, which begins when the first one is asked for and ends any other pass.
+        """Yields the batches of a pass.
+
+        The pass begins when the first batch is asked for, and ends any other pass.
 
         Args:
-          mode: For `load`, such as "train" or "validate".
-          items: For `load`, anything picklable; at most `buffers` of them are taken ahead, so they may be endless.
+          mode: First argument of `load`, such as "train" or "validate".
+          items: Second arguments of `load`, one for each batch; anything picklable. At most
+            `buffers` of them are taken ahead, so there may be endlessly many.
 
         Yields:
-          What `load(mode, item)` returns, as arrays in shared memory that are valid until the next batch is asked for,
-          of this pass or of another. Copy what must last longer, and beware of tensors made without a copy.
+          What `load(mode, item)` returns, as arrays in shared memory. They are valid until the next
+          batch is asked for, of this pass or of another. Copy what must last longer, and beware of
+          tensors made without a copy.
 
         Raises:
-          LoaderError: If `load` raised, or the process ended. The pass is over; another one can begin, with this
-            process or a new one.
+          LoaderError: If `load` raised, or the process ended. The pass is over; another one can
+            begin, with this process or a new one.
           RuntimeError: If another pass has begun, or `stop` was called, since the last batch.
           TypeError: If an item cannot be pickled.
         """
@@ -105,28 +125,30 @@ class ParallelLoader:
         self._turn += 1
         turn = self._turn
         requests = zip(itertools.cycle(range(self._buffers)), items, strict=False)
-        asked: deque[tuple[int, Any]] = deque()
+        requested: deque[tuple[int, Any]] = deque()
         wanted = self._buffers
         while True:
-            for place, item in itertools.islice(requests, wanted):
-                self._running(turn).ask(turn, place, mode, item)
-                asked.append((place, item))
-            if not asked:
+            for buffer, item in itertools.islice(requests, wanted):
+                self._current_child(turn).request(turn, buffer, mode, item)
+                requested.append((buffer, item))
+            if not requested:
                 return
-            yield self._batch(turn, mode, *asked.popleft())
-            # Asking again is the handshake (steps 20 to 27): now the buffer of the last batch is free for another.
+            yield self._batch(turn, mode, *requested.popleft())
+            # Asking again is the handshake (steps 20 to 27): now the buffer of the last batch is
+            # free for another.
             wanted = 1
 
-    def _running(self, turn: int) -> LoaderProcess:
+    def _current_child(self, turn: int) -> LoaderProcess:
         if self._child is None or turn != self._turn:
             raise RuntimeError(
-                "Batches must be those of the last pass. Received: a call for one of a pass that `stop` or another "
-                "pass has ended. Call `batches` again, or use a second ParallelLoader."
+                "Batches must be those of the last pass. Received: a call for one of a pass that "
+                "`stop` or another pass has ended. Call `batches` again, or use a second "
+                "ParallelLoader."
             )
         return self._child
 
-    def _batch(self, turn: int, mode: str, place: int, item: Any) -> Any:
-        child = self._running(turn)
+    def _batch(self, turn: int, mode: str, buffer: int, item: Any) -> Any:
+        child = self._current_child(turn)
         what = f"mode={mode!r}, item={item!r:.200}"
         try:
             reply = child.reply(turn)
@@ -134,14 +156,14 @@ class ParallelLoader:
             code, self._child = child.stop(), None
             remedy = REMEDIES.get(code, "What it printed may say why.")
             raise LoaderError(
-                f"The loader process must run until `stop`. Received: exit code {code}, before the batch of {what}. "
-                f"{remedy} `batches` starts another."
+                f"The loader process must run until `stop`. Received: exit code {code}, before the "
+                f"batch of {what}. {remedy} `batches` starts another."
             ) from None
         if reply.rebuild is not None:
-            return reply.rebuild(views(child.memories[place], reply.kinds))
+            return reply.rebuild(shared_arrays(child.buffers[buffer], reply.specs))
         error = LoaderError(
-            f"`load` must return a batch. Received: {reply.error} for {what}. Correct it, or leave the item out; the "
-            "loader goes on with the next pass."
+            f"`load` must return a batch. Received: {reply.error} for {what}. Correct it, or leave "
+            "the item out; the loader goes on with the next pass."
         )
         error.add_note(f"In the loader process:\n{reply.trace}")
         raise error

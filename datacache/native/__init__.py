@@ -1,4 +1,8 @@
-"""What Python would let other threads wait for: compiled C where it was built, else NumPy and Python."""
+"""Work for which Python would hold other threads up: in C where that was built, else in NumPy.
+
+`ctypes` lets other Python threads run during each call, so that several threads copy batches at the
+same time.
+"""
 
 from __future__ import annotations
 
@@ -14,100 +18,115 @@ from typing import Any
 import numpy as np
 
 LIBRARY = Path(__file__).with_name("_records.so")
-log = logging.getLogger("tfposeidon")
+log = logging.getLogger("datacache")
 
 
 def gather(
     records: np.ndarray,
-    places: np.ndarray,
+    indices: np.ndarray,
     into: np.ndarray | None,
     checksums: np.ndarray | None = None,
 ) -> None:
-    """`into[i] = records[places[i]]`; other Python threads run meanwhile.
+    """Copies `into[i] = records[indices[i]]`, or updates checksums with these records, or both.
 
     Args:
       records: `[n, ...]`, contiguous.
-      places: `[k]` int64, each of them in `0..n-1`.
-      into: `[k, ...]` of the same type and shape, contiguous; with `None` checksums only are taken.
-      checksums: `[k]` uint32, contiguous: the CRC-32 of what came before, which goes on with the bytes of each record.
+      indices: `[k]` int64, each of them in `0..n-1`.
+      into: `[k, ...]` of the same type and shape, contiguous; `None` copies nothing.
+      checksums: `[k]` uint32, contiguous: CRC-32 of what came before, which is updated in place
+        with the bytes of each record; `None` computes none.
 
     Raises:
-      IndexError: If there is no such place.
+      IndexError: If an index is out of range.
     """
-    places = np.ascontiguousarray(places, np.int64)
-    # An address is taken as it is, so what is out of range would read other memory.
-    if places.size and (places.min() < 0 or places.max() >= len(records)):
+    indices = np.ascontiguousarray(indices, np.int64)
+    # The library computes addresses without a look, so others would read foreign memory.
+    if indices.size and (indices.min() < 0 or indices.max() >= len(records)):
         raise IndexError(
-            f"`places` must be in 0..{len(records) - 1}. Received: {places.min()}..{places.max()}"
+            f"`indices` must be in 0..{len(records) - 1}. Received: "
+            f"{indices.min()}..{indices.max()}"
         )
     library = _compiled()
-    if library is None or (checksums is not None and not _parts_at_a_time()):
-        _gather_in_python(records, places, into, checksums)
-    elif places.size:
+    if library is None or (checksums is not None and not _checksum_lanes()):
+        _gather_in_python(records, indices, into, checksums)
+    elif indices.size:
         target = None if into is None else into.ctypes.data
-        about = records.ctypes.data, records.nbytes // len(records), places.ctypes.data, len(places)
+        record_bytes = records.nbytes // len(records)
+        given = records.ctypes.data, record_bytes, indices.ctypes.data, len(indices)
         if checksums is not None:
-            library.check_records(target, *about, checksums.ctypes.data, _parts_at_a_time())
+            library.check_records(target, *given, checksums.ctypes.data, _checksum_lanes())
         elif into is not None:
-            library.gather_records(target, *about)
+            library.gather_records(target, *given)
 
 
 def _gather_in_python(
-    records: np.ndarray, places: np.ndarray, into: np.ndarray | None, checksums: np.ndarray | None
+    records: np.ndarray, indices: np.ndarray, into: np.ndarray | None, checksums: np.ndarray | None
 ) -> None:
     if into is not None:
-        np.take(records, places, axis=0, out=into, mode="clip")
+        np.take(records, indices, axis=0, out=into, mode="clip")
     if checksums is not None:
-        for i, place in enumerate(places.tolist()):
-            # Of what was copied, where it was.
-            record = records[place : place + 1] if into is None else into[i : i + 1]
+        for i, index in enumerate(indices.tolist()):
+            # Of the copy, where there is one: another process may rewrite the record meanwhile.
+            record = records[index : index + 1] if into is None else into[i : i + 1]
             checksums[i] = zlib.crc32(record.view(np.uint8).data, int(checksums[i]))
 
 
-def mark(
+def mark_words(
     words: np.ndarray,
-    places: np.ndarray,
+    indices: np.ndarray,
     seen: np.ndarray,
-    agrees: np.ndarray,
-    same: np.uint64,
-    by: np.uint64,
+    intact: np.ndarray,
+    kept_bits: np.uint64,
+    mark: np.uint64,
 ) -> np.ndarray | None:
-    """Marks those words, each in one piece, that still are what was seen, and sets to 0 those that do not agree.
+    """Marks words that still are what was seen, each by one atomic compare-and-swap.
+
+    A word becomes `seen & kept_bits | mark` where `intact`, else 0.
 
     Args:
       words: `[n]` uint64, which other processes may write at the same time.
-      places: `[k]` int64, each of them in `0..n-1`.
-      seen: `[k]` uint64, what stood there.
-      agrees: `[k]` bool.
-      same: The bits that are compared, and kept.
-      by: The others.
+      indices: `[k]` int64, each of them in `0..n-1`.
+      seen: `[k]` uint64, the words as they were before.
+      intact: `[k]` bool.
+      kept_bits: The bits that are compared and kept.
+      mark: The other bits.
 
     Returns:
-      Which still were what was seen, `[k]` bool; `None` without the compiled library, and all stay as they are.
+      Which words still were what was seen, `[k]` bool; `None` without the compiled library, and all
+      words stay as they are.
     """
     library = _compiled()
     if library is None:
         return None
-    was = np.empty(len(places), bool)
-    wanted = (words, np.uint64), (places, np.int64), (seen, np.uint64), (agrees, bool)
+    unchanged = np.empty(len(indices), bool)
+    wanted = (words, np.uint64), (indices, np.int64), (seen, np.uint64), (intact, bool)
+    # Kept in a list, so that the addresses stay valid during the call. `words` is contiguous, and
+    # so not copied.
     given = [np.ascontiguousarray(array, dtype) for array, dtype in wanted]
-    library.mark_words(
-        *(array.ctypes.data for array in given), int(same), int(by), was.ctypes.data, len(places)
-    )
-    return was
+    addresses = (array.ctypes.data for array in given)
+    library.mark_words(*addresses, int(kept_bits), int(mark), unchanged.ctypes.data, len(indices))
+    return unchanged
 
 
-def in_memory(folder: os.PathLike[str]) -> bool:
-    """Whether what lies in a folder is in memory, and nowhere else; `False` without the compiled library."""
+def is_in_memory(folder: os.PathLike[str]) -> bool:
+    """Returns whether a folder lies in a tmpfs; `False` without the compiled library.
+
+    Args:
+      folder: The folder.
+    """
     library = _compiled()
     return library is not None and bool(library.in_memory(os.fsencode(folder)))
 
 
-def map_pages(pages: np.ndarray, write: bool = False) -> bool:
-    """Makes the page tables for a part of a mapping, which begins with a page, to read or to write.
+def populate_pages(pages: np.ndarray, write: bool = False) -> bool:
+    """Makes the page tables for a part of a mapping.
+
+    Args:
+      pages: The part, `[bytes]` uint8, which begins with a page.
+      write: Whether it will be written; otherwise it is mapped for reading.
 
     Returns:
-      Whether it was done: `False` where the kernel cannot, or without the compiled library.
+      Whether it was done: `False` for kernels before Linux 5.14, or without the compiled library.
     """
     library = _compiled()
     size = -(-pages.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -115,10 +134,18 @@ def map_pages(pages: np.ndarray, write: bool = False) -> bool:
 
 
 def read_file(path: str, offset: int, length: int) -> bytes:
-    """Up to `length` bytes of a file, in one call: of 32 threads that read, none waits for Python in between.
+    """Returns up to `length` bytes of a file, read in one call.
+
+    Python's own way makes four system calls and lets other threads go first at each: of 32 threads
+    that read, most would wait for the interpreter in between.
+
+    Args:
+      path: Path of the file.
+      offset: Where to begin, in bytes.
+      length: Bytes to read; there are fewer where the file ends.
 
     Raises:
-      OSError: If it cannot be read.
+      OSError: If the file cannot be read.
     """
     library = _compiled()
     if library is None:
@@ -134,46 +161,50 @@ def read_file(path: str, offset: int, length: int) -> bytes:
 
 
 @functools.cache
-def _parts_at_a_time() -> int:
-    """What the processor has for checksums; none without the compiled library."""
+def _checksum_lanes() -> int:
+    """Returns how many parts the CPU multiplies at a time for checksums; 0 if none."""
     library = _compiled()
     return 0 if library is None else library.parts_at_a_time()
 
 
 @functools.cache
 def _compiled() -> Any:
+    """Returns the compiled library, or `None` with a warning."""
     if not LIBRARY.exists():
-        log.warning(
-            "datacache: copying and reading are Python's, which is slower: no %s. Build: pip install .",
-            LIBRARY,
-        )
+        _warn_slow(f"no {LIBRARY}")
         return None
     library: Any = ctypes.CDLL(str(LIBRARY), use_errno=True)
+    # The latest of its functions: a library from before would be called with other arguments.
     if not hasattr(library, "mark_words"):
-        log.warning(
-            "datacache: copying and reading are Python's, which is slower: %s is old. Build: pip install .",
-            LIBRARY,
-        )
+        _warn_slow(f"{LIBRARY} is old")
         return None
-    number, address = ctypes.c_int64, ctypes.c_void_p
-    library.gather_records.restype, library.gather_records.argtypes = (
-        None,
-        [address, address, number, address, number],
-    )
-    check = library.check_records
-    check.restype, check.argtypes = None, [*library.gather_records.argtypes, address, number]
-    # It is over sooner than another thread would have given Python back.
-    marking = library.mark_words = ctypes.PyDLL(str(LIBRARY)).mark_words
-    bits = ctypes.c_uint64
-    marking.restype, marking.argtypes = (
-        None,
-        [address, address, address, address, bits, bits, address, number],
-    )
-    library.in_memory.restype, library.in_memory.argtypes = number, [ctypes.c_char_p]
-    library.map_pages.restype, library.map_pages.argtypes = number, [address, number, number]
-    library.parts_at_a_time.restype, library.parts_at_a_time.argtypes = number, []
-    library.read_file.restype, library.read_file.argtypes = (
-        number,
-        [ctypes.c_char_p, number, number, address],
-    )
+    _declare(library)
     return library
+
+
+def _warn_slow(cause: str) -> None:
+    log.warning(
+        "datacache: copying and reading are Python's, which is slower: %s. Build: pip install .",
+        cause,
+    )
+
+
+def _declare(library: Any) -> None:
+    """Declares results and arguments; by default `ctypes` would cut addresses to 32 bits."""
+    number, bits, address = ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
+    records = [address, address, number, address, number]
+    # Through PyDLL, which keeps other threads waiting: it is over sooner than another thread would
+    # have given Python back.
+    library.mark_words = ctypes.PyDLL(str(LIBRARY)).mark_words
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "gather_records": (None, records),
+        "check_records": (None, [*records, address, number]),
+        "mark_words": (None, [address] * 4 + [bits, bits, address, number]),
+        "in_memory": (number, [ctypes.c_char_p]),
+        "map_pages": (number, [address, number, number]),
+        "parts_at_a_time": (number, []),
+        "read_file": (number, [ctypes.c_char_p, number, number, address]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments

@@ -1,1 +1,1 @@
-"""How the nodes of a job share the samples of a cache."""
+"""Sharing of the samples of a cache between the nodes of a job."""

@@ -1,100 +1,88 @@
-"""How the nodes of a job share the samples of a cache."""
+"""Choice of how the nodes of a job share the samples of a cache."""
 
 from __future__ import annotations
 
 import atexit
 import itertools
 import sys
-from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable
+from typing import Literal
 
-import numpy as np
-
+from datacache.from_tfposeidon import exchange_objects, job_wire, require_equal
 from datacache.levels.levels import Levels
-from datacache.nodes.partition import Partition
-from datacache.pool.filling import Arrays
-from datacache.pool.part import homes
-from tfposeidon.communication import launcher, runtime
-from tfposeidon.communication.wire import Wire, exchange_objects
+from datacache.nodes.partitioned_reader import PartitionedReader
+from datacache.nodes.reader import LocalReader, Reader
+from datacache.pool.shard import owner_nodes
 
 Partitioning = Literal["auto", "replicate", "split"]
-_numbers = itertools.count()
+_cache_numbers = itertools.count()
 
 
-class Reader(Protocol):
-    """Where batches come from: the levels of this node, or those of all."""
-
-    def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
-        """Given the samples of each step of a pass: what to call with a step's number before it is read."""
-        ...
-
-    def batch(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
-        """One array per component, `[n, *shape]`."""
-        ...
-
-    def fill(self, samples: np.ndarray) -> dict[int, Arrays]:
-        """Makes samples; those that memory did not take are returned."""
-        ...
-
-    def close(self) -> None:
-        """Ends it."""
-        ...
-
-
-def shared_by(
+def choose_shard(
     fingerprint: str, fits: Callable[[int, int], bool], partition: Partitioning
 ) -> tuple[int, int]:
-    """Which of how many nodes keeps its part of the samples; node 0 of 1 where each keeps all.
+    """Chooses which samples this node keeps; all ranks must call it.
 
     Args:
-      fingerprint: Of the cache.
-      fits: Whether all samples fit in memory on this of so many nodes; one rank of each is asked, where it matters.
+      fingerprint: Fingerprint of the cache.
+      fits: Tells whether all samples fit in memory here, given the index of this node and the
+        number of nodes. Called on one rank of each node, and only where the answer matters.
       partition: As in `Cache`.
+
+    Returns:
+      The index of this node and the number of nodes that share the samples; (0, 1) if each node
+      keeps all of them.
 
     Raises:
       ValueError: If ranks open different caches.
     """
-    wire = _wire()
+    wire = job_wire()
     if wire is None:
         return 0, 1
     node, nodes = wire.topology.node_index, len(wire.topology.nodes)
-    matters = (
+    is_asked = (
         partition == "auto" and nodes > 1 and wire.topology.rank == wire.topology.nodes[node][0]
     )
-    found = exchange_objects(
-        [fingerprint, fits(node, nodes) if matters else True], wire, "tp.datacache"
+    answers = exchange_objects(
+        [fingerprint, fits(node, nodes) if is_asked else True], wire, "tp.datacache"
     )
-    for rank, (theirs, _) in enumerate(found):
-        if theirs != found[0][0]:
-            raise ValueError(
-                f"All ranks must open the same cache. Received: another source, `preprocess` or `version` on rank "
-                f"{rank} than on rank 0. See that nodes see the same files, with the same times, and run one script."
-            )
+    require_equal(
+        [theirs for theirs, _ in answers],
+        "All ranks must open the same cache",
+        "Fingerprints follow from the source, `preprocess` and `version`: see that nodes see the "
+        "same files, with the same times, and run one script.",
+        lambda first, other: (f"fingerprint {first}", other),
+        ValueError,
+    )
     replicated = partition == "replicate" or (
-        partition == "auto" and all(theirs for _, theirs in found)
+        partition == "auto" and all(theirs for _, theirs in answers)
     )
     return (0, 1) if replicated or nodes == 1 else (node, nodes)
 
 
-def reader(levels: Levels, samples: int) -> Reader:
-    """That of this rank: over nodes if there are several."""
-    wire = _wire()
+def open_reader(levels: Levels, samples: int) -> Reader:
+    """Opens the reader of this rank; all ranks must call it for the same caches in the same order.
+
+    Args:
+      levels: Levels of this node.
+      samples: Number of samples of the source.
+
+    Returns:
+      A reader that asks other nodes if there are several, and else reads the levels alone.
+    """
+    wire = job_wire()
     if wire is None or len(wire.topology.nodes) == 1:
-        return levels
-    keep = levels.memory is not None and levels.memory.plan.part.nodes == 1
-    home = homes(samples, len(wire.topology.nodes), seed=0)
-    partition = Partition(levels, wire, f"tp.datacache{next(_numbers)}", home, keep)
-    # Before Horovod ends, which would take its thread along.
-    atexit.register(_close, partition)
-    return partition
+        return LocalReader(levels)
+    keep = levels.memory is not None and levels.memory.spec.shard.nodes == 1
+    owners = owner_nodes(samples, len(wire.topology.nodes), seed=0)
+    name = f"tp.datacache{next(_cache_numbers)}"
+    partitioned = PartitionedReader(levels, wire, name, owners, keep)
+    # Closed before Horovod ends, which would take the thread of the exchange along.
+    atexit.register(_close_at_exit, partitioned)
+    return partitioned
 
 
-def _close(partition: Partition) -> None:
-    """At the end of a script that did not close its cache; one that failed does not wait for others."""
-    if not hasattr(sys, "last_value") and not partition.closed:
-        partition.close()
-
-
-def _wire() -> Wire | None:
-    """None without a launcher: one process needs no Horovod."""
-    return None if launcher.place().size == 1 else runtime.wire()
+def _close_at_exit(reader: PartitionedReader) -> None:
+    # Closing waits for the other ranks, which a script that failed must not do.
+    if not hasattr(sys, "last_value") and not reader.closed:
+        reader.close()

@@ -1,4 +1,4 @@
-"""Folders of pools: made once by whoever comes first, in use while anybody has them open, removed only by then."""
+"""Folders of pools: made once by whoever comes first, removed only while nobody has them open."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import stat
 import struct
@@ -15,51 +16,80 @@ from pathlib import Path
 from typing import Any
 
 from datacache.errors import CacheError, DamagedError, NoRoomError
-from datacache.pool.header import HEADER, PART, TAIL, check, drawn, no_cache, opened, tail, write
+from datacache.pool.header import (
+    HEADER,
+    TAIL_BYTES,
+    UNFINISHED_HEADER,
+    file_tail,
+    new_header,
+    not_a_pool,
+    open_pool_folder,
+    read_checked_header,
+    write_header,
+)
 from datacache.system.access import PRIVATE, Access, Directory
-from datacache.system.forks import unshared
-from datacache.system.room import reserve, says_full
+from datacache.system.forks import closed_on_fork
+from datacache.system.room import means_full, reserve
 
-log = logging.getLogger("tfposeidon")
+log = logging.getLogger("datacache")
 SHARED_MEMORY = "/dev/shm"
-STAYS = {"users", "claims"}
-"""Whose locks others may hold: made first, and removed last."""
-FILES = STAYS | {"lock", "samples", "words", "heap", "end", "index", PART, HEADER}
+LOCK_FILES = {"users", "claims"}
+"""Files whose locks other processes may hold: made first, kept when a pool is made anew, and
+removed last. A lock on a file that was replaced would keep nobody out."""
+FILES = LOCK_FILES | {
+    "lock",
+    "samples",
+    "words",
+    "heap",
+    "end",
+    "index",
+    UNFINISHED_HEADER,
+    HEADER,
+}
+"""Names of all files that a pool of any version may have."""
 
 
 def default_memory(access: Access = PRIVATE) -> str:
-    """Shared memory of this user, `/dev/shm/datacache-<user id>`, or of a group."""
+    """Returns the folder for pools in shared memory: `/dev/shm/datacache-<user id>`, or a group's.
+
+    Args:
+      access: Who shares the folder.
+    """
     whose = os.geteuid() if access.group is None else f"group-{access.group}"
     return f"{SHARED_MEMORY}/datacache-{whose}"
 
 
 def own_memory(access: Access = PRIVATE) -> Path:
-    """The same, made if it does not exist.
+    """Returns the folder that `default_memory` names, which is made if it does not exist.
+
+    Args:
+      access: Who shares the folder.
 
     Raises:
-      CacheError: If there is no shared memory, where the pool would lie on a disk, or the folder is somebody else's.
+      CacheError: If the machine has no shared memory, where the pool would lie on a disk, or the
+        folder belongs to another user.
     """
     if not os.path.isdir(SHARED_MEMORY):
         raise CacheError(
-            f"The pool in memory needs shared memory. Received: no {SHARED_MEMORY}. Mount a tmpfs there (with Docker: "
-            "--shm-size), or pass `memory`, a folder, or None to go without."
+            f"The pool in memory needs shared memory. Received: no {SHARED_MEMORY}. Mount a tmpfs "
+            "there (with Docker: --shm-size), or pass `memory`, a folder, or None to go without."
         )
     path = Path(default_memory(access))
-    Directory.made(path, access).close()
+    Directory.create(path, access).close()
     return path
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """What a new pool is made of.
+    """Header and files of a new pool.
 
     Attributes:
-      about: What it is, for JSON.
-      files: Bytes of each file, whose room is taken before it begins.
-      growing: At most so many bytes of files whose room is taken as they fill.
+      header: What the header says besides format and files; JSON can hold it.
+      files: Bytes of each file whose room is reserved before the pool begins, by name.
+      growing: Size limit in bytes of each file whose room is reserved as it fills, by name.
     """
 
-    about: dict[str, Any]
+    header: dict[str, Any]
     files: dict[str, int]
     growing: dict[str, int]
 
@@ -67,60 +97,91 @@ class Blueprint:
 class Folder:
     """A pool's folder, which this process has open until it ends, however it ends.
 
+    That it is open is a shared lock on the file `users`; the kernel ends it with the process. Who
+    makes, opens or removes a pool holds an exclusive lock on the folder itself meanwhile.
+
     Args:
-      path: Made if it does not exist.
-      make: Says what a new pool in it is made of.
-      access: Who may get at it.
+      path: The folder. It is made if it does not exist.
+      make_blueprint: Describes the pool to make, if there is none.
+      access: Who may read and write the pool.
 
     Attributes:
-      about: What the pool is.
-      first: Whether no other process had it open: then nobody is within anything.
+      path: The folder.
+      directory: The open folder.
+      header: What the pool's header says.
+      is_only_user: Whether no other process had it open: then nobody is in the middle of anything.
 
     Raises:
-      CacheError: If the folder holds something else or is somebody else's, a newer version made it, or it is damaged
-        while a process has it open.
+      CacheError: If the folder holds something else or belongs to another user, a newer version
+        made it, or it is damaged while another process has it open.
       NoRoomError: If there is too little room.
     """
 
-    def __init__(self, path: Path, make: Callable[[], Blueprint], access: Access = PRIVATE) -> None:
+    def __init__(
+        self, path: Path, make_blueprint: Callable[[], Blueprint], access: Access = PRIVATE
+    ) -> None:
         self.path = Path(path)
-        with _locked(lambda: Directory.made(self.path, access)) as self.directory:
+        with _locked(lambda: Directory.create(self.path, access)) as self.directory:
             self._user = self.directory.open("users", make=True)
             try:
                 os.close(self.directory.open("claims", make=True))
-                self.first = _is_alone(self._user)
-                # At once: what a forked child has, too, must keep nobody out.
+                self.is_only_user = _has_no_users(self._user)
+                # Made shared at once: a child that is forked while the pool is being made inherits
+                # this lock, and must keep nobody out.
                 fcntl.flock(self._user, fcntl.LOCK_SH)
-                self.about = _whole(self.directory, self.first) or _made(self.directory, make)
+                header = _read_usable_header(self.directory, self.is_only_user)
+                self.header = header or _make(self.directory, make_blueprint)
             except BaseException:
                 os.close(self._user)
                 raise
-            # What is read through a mapping leaves no time behind.
+            # Reading through a mapping changes no times, so this is when the pool was last opened.
             os.utime(self._user)
 
     @contextlib.contextmanager
-    def claim(self, places: Iterable[int]) -> Iterator[list[bool]]:
-        """Within it nobody else has these places, in whatever thread, but for those that somebody has already."""
-        # A description of its own: locks are per description, and so between threads, too. The kernel ends them.
-        with unshared(lambda: self.directory.open("claims")) as handle:
-            yield [lock_byte(handle, place) for place in places]
+    def claim(self, indices: Iterable[int]) -> Iterator[list[bool]]:
+        """Claims slots among all threads and processes.
+
+        Args:
+          indices: The slots.
+
+        Yields:
+          Which of them nobody else had claimed, in their order; these are claimed within it.
+        """
+        # A description of its own: these locks belong to open file descriptions, so that they also
+        # hold between threads, and the kernel ends them with the description.
+        with closed_on_fork(lambda: self.directory.open("claims")) as handle:
+            yield [lock_byte(handle, index) for index in indices]
+
+    def map_file(self, name: str) -> mmap.mmap:
+        """Maps a file of the pool for reading and writing.
+
+        Args:
+          name: Name of the file.
+        """
+        handle = self.directory.open(name)
+        try:
+            return mmap.mmap(handle, 0)
+        finally:
+            # The mapping has a descriptor of its own.
+            os.close(handle)
 
     def close(self) -> None:
-        """Not in use any more by this object."""
+        """Says that this object does not use the pool any more."""
         os.close(self._user)
         self.directory.close()
 
 
-def _whole(directory: Directory, alone: bool) -> dict[str, Any] | None:
-    """What the pool is; `None` if there is none, or none any more that can be used."""
+def _read_usable_header(directory: Directory, is_only_user: bool) -> dict[str, Any] | None:
+    """Returns the header of a pool, or `None` if there is none, or none that can be used."""
     names = directory.names()
     if HEADER not in names:
         _refuse_strangers(directory, names)
         return None
     try:
-        return check(directory)
+        return read_checked_header(directory)
     except DamagedError as error:
-        if not alone:
+        if not is_only_user:
+            # Others have its files mapped, and would be killed if these were made anew.
             raise CacheError(
                 f"{error.what} A process has it open: end it, and the next makes the pool anew."
             ) from error
@@ -129,39 +190,46 @@ def _whole(directory: Directory, alone: bool) -> dict[str, Any] | None:
         return None
 
 
-def _made(directory: Directory, make: Callable[[], Blueprint]) -> dict[str, Any]:
-    """Makes a pool, or leaves nothing that takes room."""
+def _make(directory: Directory, make_blueprint: Callable[[], Blueprint]) -> dict[str, Any]:
+    """Makes a pool, or leaves nothing that takes room; returns its header."""
     # Before it is planned: what is left of another one would hold the room that the plan looks for.
-    _clear(directory, FILES - STAYS)
+    _clear(directory, FILES - LOCK_FILES)
     try:
-        return _written(directory, make())
+        return _write_files(directory, make_blueprint())
     except BaseException:
-        _clear(directory, FILES - STAYS)
+        _clear(directory, FILES - LOCK_FILES)
         raise
 
 
-def _written(directory: Directory, blueprint: Blueprint) -> dict[str, Any]:
-    """First the files, then what says that it is a pool."""
+def _write_files(directory: Directory, blueprint: Blueprint) -> dict[str, Any]:
+    """Writes the files, and only then the header, which says that there is a pool."""
     sizes = blueprint.files | blueprint.growing
-    about = drawn(directory, sizes) | blueprint.about
+    header = new_header(directory, sizes) | blueprint.header
     for name, size in sizes.items():
-        _allocate(directory, name, size, tail(about), name in blueprint.files)
-    return write(directory, about)
+        _allocate(directory, name, size, file_tail(header), name in blueprint.files)
+    return write_header(directory, header)
 
 
 def _clear(directory: Directory, names: Iterable[str]) -> None:
-    """Removes files of a pool: first what says that it is one, for what a kill leaves is taken over by the next."""
-    for name in sorted(names, key=lambda name: (name != HEADER, name in STAYS)):
+    """Removes files of a pool.
+
+    The header goes first: what is left after a kill must not be taken for a pool.
+    """
+    for name in sorted(names, key=lambda name: (name != HEADER, name in LOCK_FILES)):
         directory.remove(name)
 
 
 def remove(path: Path) -> None:
     """Removes a pool that nobody has open, or what is left of one.
 
+    Args:
+      path: The pool's folder.
+
     Raises:
-      CacheError: If somebody has, or the folder is none or somebody else's, or holds anything else.
+      CacheError: If a process has it open, there is none, the folder belongs to another user, or
+        it holds anything else.
     """
-    with _locked(lambda: opened(path, closed=False)) as directory:
+    with _locked(lambda: open_pool_folder(path, closed=False)) as directory:
         _remove(directory)
     directory.close()
 
@@ -170,10 +238,10 @@ def _remove(directory: Directory) -> None:
     _refuse_to_remove(directory)
     users = directory.open("users", make=True)
     try:
-        if not _is_alone(users):
+        if not _has_no_users(users):
             raise CacheError(
-                f"A cache must not be in use to be removed. Received: {directory.path}, which a job has open. Wait, "
-                "or end it."
+                f"A cache must not be in use to be removed. Received: {directory.path}, which a "
+                "job has open. Wait, or end it."
             )
         _clear(directory, FILES)
         directory.path.rmdir()
@@ -181,33 +249,52 @@ def _remove(directory: Directory) -> None:
         os.close(users)
 
 
-def _is_alone(users: int) -> bool:
-    """Whether no other process has the pool open; then none may until this one says so."""
-    return _flocked(users, wait=False)
+def _has_no_users(users: int) -> bool:
+    """Returns whether no other process has the pool open.
+
+    If so, `users` is locked exclusively, and keeps others from opening it.
+    """
+    return _lock_file(users, wait=False)
 
 
-def _allocate(directory: Directory, name: str, size: int, tail: bytes, now: bool) -> None:
-    """Makes a file with room for so many bytes, which is taken `now` or later."""
+def _allocate(
+    directory: Directory, name: str, size: int, tail: bytes, reserve_content: bool
+) -> None:
+    """Makes a file of `size` bytes and a tail; room for the content is reserved now or later."""
     handle = directory.open(name, make=True)
     try:
-        os.ftruncate(handle, size + TAIL)
-        reserve(handle, 0 if now else size, size + TAIL if now else TAIL)
+        os.ftruncate(handle, size + TAIL_BYTES)
+        begin = 0 if reserve_content else size
+        reserve(handle, begin, size + TAIL_BYTES - begin)
         os.pwrite(handle, tail, size)
+        # Before the header is: else a header could survive a loss of power, and its files not.
         os.fsync(handle)
     except OSError as error:
-        if not says_full(error):
+        if not means_full(error):
             raise
         raise NoRoomError(
-            f"A pool needs room before it begins. Received: {directory.path}, without {size} bytes. Give it a smaller "
-            "budget, or remove others: python -m datacache ls"
+            f"A pool needs room before it begins. Received: {directory.path}, without {size} "
+            "bytes. Give it a smaller budget, or remove others: python -m datacache ls"
         ) from error
     finally:
         os.close(handle)
 
 
-def lock_byte(handle: int, place: int, wait: bool = False) -> bool:
-    """Locks one byte of an open file description; without `wait`, says whether it could."""
-    request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+def lock_byte(handle: int, index: int, wait: bool = False) -> bool:
+    """Locks one byte of a file for an open file description.
+
+    Such a lock needs no byte to be there, so one empty file has a lock for each sample.
+
+    Args:
+      handle: Descriptor of the file.
+      index: Index of the byte.
+      wait: Whether to wait until nobody else holds the lock.
+
+    Returns:
+      Whether it is locked now; always `True` with `wait`.
+    """
+    # struct flock: type, whence, start, length, and a pid that must be 0 for these locks.
+    request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)
     try:
         fcntl.fcntl(handle, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, request)
     except OSError as error:
@@ -219,13 +306,14 @@ def lock_byte(handle: int, place: int, wait: bool = False) -> bool:
 
 @contextlib.contextmanager
 def _locked(open_folder: Callable[[], Directory]) -> Iterator[Directory]:
-    """The folder, in which nobody else makes or removes anything within the context; it stays open after it."""
+    """Opens a folder and locks it within the context; the folder stays open after it."""
     while True:
         directory = open_folder()
         try:
-            with lock(directory):
-                # Somebody may have removed it in the meantime: then this is the lock of nothing.
-                if not directory.has_gone:
+            with lock_folder(directory):
+                # Somebody may have removed it between opening and locking: the lock of a folder
+                # that has no name any more keeps nobody out.
+                if not directory.is_gone:
                     yield directory
                     return
         except BaseException:
@@ -235,15 +323,23 @@ def _locked(open_folder: Callable[[], Directory]) -> Iterator[Directory]:
 
 
 @contextlib.contextmanager
-def lock(directory: Directory, wait: bool = True) -> Iterator[bool]:
-    """Within it nobody else makes or removes anything in the folder; without `wait`, says whether that is so."""
-    # A description of its own, with which the kernel ends the lock.
+def lock_folder(directory: Directory, wait: bool = True) -> Iterator[bool]:
+    """Locks a folder: within the context nobody else makes, opens or removes a pool there.
+
+    Args:
+      directory: The folder.
+      wait: Whether to wait until nobody else holds the lock.
+
+    Yields:
+      Whether it is locked; always `True` with `wait`.
+    """
+    # A description of its own, with whose end the kernel ends the lock.
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    with unshared(lambda: os.open(".", flags, dir_fd=directory.descriptor)) as handle:
-        yield _flocked(handle, wait)
+    with closed_on_fork(lambda: os.open(".", flags, dir_fd=directory.descriptor)) as handle:
+        yield _lock_file(handle, wait)
 
 
-def _flocked(handle: int, wait: bool) -> bool:
+def _lock_file(handle: int, wait: bool) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -254,19 +350,20 @@ def _flocked(handle: int, wait: bool) -> bool:
 def _refuse_strangers(directory: Directory, names: set[str]) -> None:
     if strangers := names - FILES:
         raise CacheError(
-            f"A cache must have a folder of its own. Received: {directory.path}, which holds {min(strangers)!r}. Name "
-            "another, or empty it."
+            f"A cache must have a folder of its own. Received: {directory.path}, which holds "
+            f"{min(strangers)!r}. Name another, or empty it."
         )
 
 
 def _refuse_to_remove(directory: Directory) -> None:
     found = directory.names()
     if not found:
-        raise no_cache(directory.path)
+        raise not_a_pool(directory.path)
+    # A folder is a stranger even under the name of a file of ours.
     if strangers := found - FILES | {
         name for name in found if stat.S_ISDIR(directory.stat(name).st_mode)
     }:
         raise CacheError(
-            f"A cache must hold nothing else to be removed. Received: {directory.path}, which holds "
-            f"{min(strangers)!r}. Look at it, and remove it by hand."
+            f"A cache must hold nothing else to be removed. Received: {directory.path}, which "
+            f"holds {min(strangers)!r}. Look at it, and remove it by hand."
         )

@@ -1,4 +1,4 @@
-"""What a pool says of itself, and whether its files are as it says: before anything is mapped or believed."""
+"""The header of a pool, and checks that its files are as it says, before anything is mapped."""
 
 from __future__ import annotations
 
@@ -14,84 +14,102 @@ from datacache.system.access import Directory
 
 FORMAT = 2
 HEADER = "header.json"
-PART = "header.part"
-TAIL = 64
-"""Bytes behind each file's own, which say of which pool it is: whole cache lines."""
-ID = 16
-"""Bytes drawn for each pool that is made."""
+UNFINISHED_HEADER = "header.part"
+TAIL_BYTES = 64
+"""Bytes behind the content of each file that name the pool it belongs to: a whole cache line."""
+ID_BYTES = 16
+"""Random bytes that name a pool."""
 
 
 def is_pool(path: Path) -> bool:
-    """Whether there is a pool."""
+    """Returns whether a folder holds a finished pool.
+
+    Args:
+      path: The folder.
+    """
     return (path / HEADER).exists()
 
 
-def opened(path: Path, *, closed: bool = True) -> Directory:
-    """The open folder of a pool that was made before; see `Directory`.
+def open_pool_folder(path: Path, *, closed: bool = True) -> Directory:
+    """Opens the folder of a pool that was made before.
+
+    Args:
+      path: The folder.
+      closed: See `Directory`.
 
     Raises:
-      CacheError: If there is none, too.
+      CacheError: If there is no such folder, or `Directory` refuses it.
     """
     try:
         return Directory(path, closed=closed)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise no_cache(path) from error
+        raise not_a_pool(path) from error
 
 
-def check(directory: Directory) -> dict[str, Any]:
-    """What a pool's folder says of it.
+def read_checked_header(directory: Directory) -> dict[str, Any]:
+    """Returns the header of a pool, after a check of the header and of the sizes of all files.
+
+    Args:
+      directory: The pool's folder.
 
     Raises:
-      CacheError: If it is none, or of a newer format.
-      DamagedError: If it is not as it was made.
+      CacheError: If there is no header, or a newer version wrote it.
+      DamagedError: If the pool is not as it was made.
     """
-    about = _header(directory)
-    if about["name"] != directory.path.resolve().name:
+    header = _read_header(directory)
+    if header["name"] != directory.path.resolve().name:
+        # The name is the fingerprint: under another one, samples of another source would be served.
         raise DamagedError(
-            f"A cache must stay under its name. Received: {directory.path}, made as {about['name']}.",
+            f"A cache must stay under its name. Received: {directory.path}, made as "
+            f"{header['name']}.",
             directory.path,
         )
-    wanted = tail(about)
-    for name, size in about["files"].items():
-        _check_file(directory, name, size, wanted)
-    return about
+    tail = file_tail(header)
+    for name, size in header["files"].items():
+        _check_file(directory, name, size, tail)
+    return header
 
 
-def _header(directory: Directory) -> dict[str, Any]:
+def _read_header(directory: Directory) -> dict[str, Any]:
     path = directory.path
     try:
         with open(directory.open(HEADER, os.O_RDONLY)) as stream:
-            about = json.load(stream)
+            header = json.load(stream)
     except FileNotFoundError as error:
-        raise no_cache(path) from error
+        raise not_a_pool(path) from error
     except ValueError as error:
         raise DamagedError(
             f"A cache must be whole. Received: {path / HEADER}, which is no JSON.", path
         ) from error
-    if not isinstance(about, dict) or not isinstance(about.get("format"), int):
+    if not isinstance(header, dict) or not isinstance(header.get("format"), int):
         raise DamagedError(
             f"A cache must say what it holds. Received: {path / HEADER}, which does not.", path
         )
-    if about["format"] > FORMAT:
-        raise CacheError(
-            f"A cache must be of a format up to {FORMAT}. Received: format {about['format']} in {path}. Use a newer "
-            "tfposeidon, or another folder."
-        )
-    if about["format"] < FORMAT:
-        raise DamagedError(
-            f"A cache must be of format {FORMAT}. Received: format {about['format']} in {path}, which an older "
-            "tfposeidon has made.",
-            path,
-        )
-    if about.pop("digest", None) != _digest(about):
+    _check_format(header["format"], path)
+    if header.pop("digest", None) != _digest(header):
         raise DamagedError(
             f"A cache must be as it was made. Received: {path / HEADER}, which was changed.", path
         )
-    return about
+    return header
+
+
+def _check_format(found: int, path: Path) -> None:
+    """Refuses other formats: newer ones are left alone, older ones may be made anew."""
+    if found > FORMAT:
+        raise CacheError(
+            f"A cache must be of a format up to {FORMAT}. Received: format {found} in {path}. Use "
+            "a newer tfposeidon, or another folder."
+        )
+    if found < FORMAT:
+        raise DamagedError(
+            f"A cache must be of format {FORMAT}. Received: format {found} in {path}, which an "
+            "older tfposeidon has made.",
+            path,
+        )
 
 
 def _check_file(directory: Directory, name: str, size: int, tail: bytes) -> None:
-    """Reading beyond the end of a file would kill the process that maps it."""
+    """Checks size and owner of a file: reading beyond its end would kill the process (SIGBUS)."""
     path = directory.path / name
     try:
         handle = directory.open(name, os.O_RDONLY)
@@ -101,12 +119,13 @@ def _check_file(directory: Directory, name: str, size: int, tail: bytes) -> None
         ) from error
     try:
         found = os.fstat(handle).st_size
-        if found != size + TAIL:
+        if found != size + TAIL_BYTES:
             raise DamagedError(
-                f"A pool's files must be whole. Received: {path} of {found} bytes, not {size + TAIL}.",
+                f"A pool's files must be whole. Received: {path} of {found} bytes, not "
+                f"{size + TAIL_BYTES}.",
                 directory.path,
             )
-        if os.pread(handle, TAIL, size) != tail:
+        if os.pread(handle, TAIL_BYTES, size) != tail:
             raise DamagedError(
                 f"A pool's files must be its own. Received: {path}, of another pool.",
                 directory.path,
@@ -115,37 +134,60 @@ def _check_file(directory: Directory, name: str, size: int, tail: bytes) -> None
         os.close(handle)
 
 
-def _digest(about: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+def _digest(header: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
 
 
-def tail(about: dict[str, Any]) -> bytes:
-    """What stands behind each file of a pool."""
-    return bytes.fromhex(about["id"]) * (TAIL // ID)
+def file_tail(header: dict[str, Any]) -> bytes:
+    """Returns the `TAIL_BYTES` bytes that stand behind the content of each file of a pool.
+
+    Args:
+      header: The pool's header.
+    """
+    return bytes.fromhex(header["id"]) * (TAIL_BYTES // ID_BYTES)
 
 
-def no_cache(path: Path) -> CacheError:
-    """For a folder that is none."""
+def not_a_pool(path: Path) -> CacheError:
+    """Returns the error for a folder that holds no pool.
+
+    Args:
+      path: The folder.
+    """
     return CacheError(
         f"A cache must have a {HEADER}. Received: {path}, without one. Name another folder."
     )
 
 
-def drawn(directory: Directory, files: dict[str, int]) -> dict[str, Any]:
-    """What a new pool with files of so many bytes says first."""
+def new_header(directory: Directory, files: dict[str, int]) -> dict[str, Any]:
+    """Returns what each header has: format, a random id, the folder's name and the files.
+
+    Args:
+      directory: Folder of the new pool.
+      files: Bytes of each file, by name.
+    """
     return {
         "format": FORMAT,
-        "id": secrets.token_hex(ID),
+        "id": secrets.token_hex(ID_BYTES),
         "name": directory.path.resolve().name,
         "files": files,
     }
 
 
-def write(directory: Directory, about: dict[str, Any]) -> dict[str, Any]:
-    """Says that there is a pool, last of all and for good; returns it as JSON has it."""
-    with open(directory.open(PART, make=True), "w") as stream:
-        json.dump(about | {"digest": _digest(about)}, stream)
+def write_header(directory: Directory, header: dict[str, Any]) -> dict[str, Any]:
+    """Writes the header, which makes a pool of the folder: last of all, and durably.
+
+    Args:
+      directory: Folder of the pool, whose files are complete and synced.
+      header: The header.
+
+    Returns:
+      The header as it is read back, with JSON's types.
+    """
+    # Under another name, synced, and then renamed: whenever the machine loses its power, there is
+    # a whole header or none.
+    with open(directory.open(UNFINISHED_HEADER, make=True), "w") as stream:
+        json.dump(header | {"digest": _digest(header)}, stream)
         stream.flush()
         os.fsync(stream.fileno())
-    directory.rename(PART, HEADER)
-    return _header(directory)
+    directory.rename(UNFINISHED_HEADER, HEADER)
+    return _read_header(directory)

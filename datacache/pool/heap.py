@@ -11,156 +11,194 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from datacache.pool.folder import Folder, lock_byte
-from datacache.pool.header import TAIL
+from datacache.pool.header import TAIL_BYTES
 from datacache.system.boot import boot_number
-from datacache.system.forks import unshared
-from datacache.system.room import reserve, says_full
+from datacache.system.forks import closed_on_fork
+from datacache.system.room import means_full, reserve
 
-CHUNK = 2**24
-"""Bytes of which the room is taken at a time: a power of two that holds many samples."""
-NEXT, TAKEN, END, REFUSED, USED, BOOT = range(6)
-"""What processes share: where the next sample goes, how far room is taken, where the gap ends that is being filled; the
-shortest length that found no room; bytes of samples, gaps left out; in which boot all of this was written, which pools
-of older versions do not say."""
+CHUNK_BYTES = 2**24
+"""Bytes that are reserved at a time: a power of two that holds many samples."""
+NEXT_OFFSET, RESERVED_END, GAP_END, REFUSED_BYTES, USED_BYTES, BOOT = range(6)
+"""Indices of what processes share in the file `end`, all int64: where the next sample goes; up to
+where room on the disk is reserved; where the gap ends that is being filled; the shortest length
+that found no room; bytes of samples without gaps; the boot in which all this was written, which
+pools of older versions do not have."""
 STATE_BYTES = 6 * 8
-NONE = np.iinfo(np.int64).max
+NONE_REFUSED = np.iinfo(np.int64).max
 
 
 class Heap:
     """The `heap` file of a pool.
 
-    Samples are added one behind the other. At the end of that room the gaps are found that others have left: samples
-    that were cleared, torn or never finished. So nothing has to be given back, and a kill leaves a gap until then.
+    Samples are added one after the other. When that room ends, the gaps are found that others have
+    left: samples that were cleared, corrupt or never finished. So nothing has to be given back, and
+    a process that is killed leaves no more than a gap.
+
+    The words of the pool alone decide what is in use. What processes share besides is a cursor that
+    saves the search, and is thrown away where it may be older than the words.
 
     Args:
-      folder: Of the pool.
+      folder: Open folder of the pool.
+
+    Attributes:
+      capacity_bytes: Size limit of the heap.
     """
 
     def __init__(self, folder: Folder) -> None:
         self._folder, self._lock = folder, threading.Lock()
         self._handle = folder.directory.open("heap")
-        self.capacity = os.fstat(self._handle).st_size - TAIL
+        self.capacity_bytes = os.fstat(self._handle).st_size - TAIL_BYTES
         self._bytes = mmap.mmap(self._handle, 0)
-        with self._ends() as handle:
-            values = (os.fstat(handle).st_size - TAIL) // 8
+        with self._open_state() as handle:
+            values = (os.fstat(handle).st_size - TAIL_BYTES) // 8
             self._state = np.ndarray((values,), np.int64, mmap.mmap(handle, 0))
-        self.freed()
+        self.note_freed()
 
-    def begin(self, extents: np.ndarray) -> None:
-        """Believes nothing of what earlier processes have left, who may have lost their power, but what is in use."""
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of samples, with those that were cleared or found corrupt since the last search."""
+        return int(self._state[USED_BYTES])
+
+    def reset(self, extents: np.ndarray) -> None:
+        """Discards the cursor of earlier processes, whose machine may have lost its power.
+
+        Args:
+          extents: Offset and length of all that is in use, `[n, 2]` int64.
+        """
         with self.adding():
-            self._state[[NEXT, TAKEN, END]] = 0
-            self._state[USED] = extents[:, 1].sum()
+            # An empty gap: the next sample searches.
+            self._state[[NEXT_OFFSET, RESERVED_END, GAP_END]] = 0
+            self._state[USED_BYTES] = extents[:, 1].sum()
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[None]:
-        """Within it nobody else adds anything: what is added is in use or a gap, and nothing in between."""
-        with self._lock, self._ends() as handle:
+        """Locks the heap for adding, among all threads and processes.
+
+        Bytes that are added must be published in the pool's words before the lock is released:
+        to others, all that is not published is a gap.
+        """
+        # The first lock is for threads of this process, which then need not open the file to wait.
+        with self._lock, self._open_state() as handle:
             lock_byte(handle, 0, wait=True)
             self._begin_boot()
             yield
 
     def _begin_boot(self) -> None:
-        """What an earlier boot has left may be older than samples: whoever adds first believes nothing of it."""
+        """Discards the cursor if an earlier boot wrote it: the disk may hold newer samples."""
         boot = int(boot_number())
         if len(self._state) > BOOT and self._state[BOOT] != boot:
-            self._state[[NEXT, TAKEN, END]] = 0
-            self.freed()
+            self._state[[NEXT_OFFSET, RESERVED_END, GAP_END]] = 0
+            self.note_freed()
             self._state[BOOT] = boot
 
     def add(self, content: bytes, extents: Callable[[], np.ndarray]) -> int | None:
-        """Where it lies from now on, or `None` if no gap is long enough, or the disk is full; within `adding`.
+        """Adds bytes; called within `adding`.
 
         Args:
-          content: Anything.
-          extents: Begin and length of all that is in use, `[n, 2]` int64, in any order.
+          content: The bytes.
+          extents: Returns offset and length of all that is in use, `[n, 2]` int64, in any order.
+
+        Returns:
+          Their offset, or `None` if no gap is long enough or the disk is full.
         """
         length = len(content)
-        if length >= self._state[REFUSED]:
+        # A full heap would be searched for each sample of each epoch.
+        if length >= self._state[REFUSED_BYTES]:
             return None
-        offset = self._behind_the_last(length)
+        offset = self._append(length)
         if offset is None:
-            offset = self._in_a_gap(length, extents())
+            offset = self._find_gap(length, extents())
         if offset is None:
-            self._state[REFUSED] = length
+            self._state[REFUSED_BYTES] = length
             return None
         self._bytes[offset : offset + length] = content
-        self._state[USED] += length
+        self._state[USED_BYTES] += length
         return offset
 
-    def freed(self) -> None:
-        """Says that there may be room again."""
-        self._state[REFUSED] = NONE
+    def note_freed(self) -> None:
+        """Says that there may be room again, so that the next sample searches for it."""
+        self._state[REFUSED_BYTES] = NONE_REFUSED
 
     def content(self, offset: int, length: int) -> memoryview | None:
-        """What lies there, without a copy, or `None` if that is outside."""
-        if not 0 <= offset <= offset + length <= self.capacity:
+        """Returns the bytes at an offset without a copy, or `None` if they reach outside.
+
+        Args:
+          offset: From the beginning of the heap, in bytes; may be any number, from a corrupt row.
+          length: In bytes; may be any number, too.
+        """
+        if not 0 <= offset <= offset + length <= self.capacity_bytes:
             return None
         return memoryview(self._bytes)[offset : offset + length]
 
-    @property
-    def used(self) -> int:
-        """Bytes of samples, with those that were cleared or torn since gaps were looked for."""
-        return int(self._state[USED])
-
     def close(self) -> None:
-        """Ends it for this object; arrays into it keep the mapping."""
+        """Closes the file; arrays into it keep the mapping."""
         os.close(self._handle)
 
-    def _ends(self) -> contextlib.AbstractContextManager[int]:
-        # A description of its own, with which the kernel ends the lock.
-        return unshared(lambda: self._folder.directory.open("end"))
+    def _open_state(self) -> contextlib.AbstractContextManager[int]:
+        # A description of its own, with whose end the kernel ends the lock.
+        return closed_on_fork(lambda: self._folder.directory.open("end"))
 
-    def _behind_the_last(self, length: int) -> int | None:
-        begin, taken, end = map(int, self._state[[NEXT, TAKEN, END]])
-        if not 0 <= begin <= begin + length <= end <= self.capacity:
+    def _append(self, length: int) -> int | None:
+        """Takes room behind the last sample; returns its offset, or `None` without room there."""
+        begin, reserved, end = map(int, self._state[[NEXT_OFFSET, RESERVED_END, GAP_END]])
+        # A cursor that makes no sense is treated as an empty gap.
+        if not 0 <= begin <= begin + length <= end <= self.capacity_bytes:
             return None
-        if begin + length > taken:
-            taken = self._take(taken, begin + length, end)
-        if begin + length > taken:
+        if begin + length > reserved:
+            reserved = self._reserve(reserved, begin + length, end)
+        if begin + length > reserved:
             return None
-        self._state[TAKEN] = taken
-        self._state[NEXT] = begin + length
+        self._state[RESERVED_END] = reserved
+        self._state[NEXT_OFFSET] = begin + length
         return begin
 
-    def _take(self, begin: int, needed: int, end: int) -> int:
-        """Takes room for many samples, or for what is needed; returns up to where there is room."""
-        for target in (min(max(needed, begin + CHUNK), end), needed):
+    def _reserve(self, begin: int, needed: int, end: int) -> int:
+        """Reserves room for many samples, or else for what is needed; returns where it ends.
+
+        The file has holes, and a write into a hole of a full disk would end the process (SIGBUS).
+        """
+        for target in (min(max(needed, begin + CHUNK_BYTES), end), needed):
             try:
                 reserve(self._handle, begin, target - begin)
             except OSError as error:
-                if not says_full(error):
+                if not means_full(error):
                     raise
             else:
                 return target
         return begin
 
-    def _in_a_gap(self, length: int, extents: np.ndarray) -> int | None:
-        self._state[USED] = extents[:, 1].sum()
-        for begin, end in gaps(extents, self.capacity, length):
-            self._state[[NEXT, TAKEN, END]] = begin, begin, end
-            offset = self._behind_the_last(length)
+    def _find_gap(self, length: int, extents: np.ndarray) -> int | None:
+        """Takes room in a gap, which is then filled from there on; returns the offset."""
+        self._state[USED_BYTES] = extents[:, 1].sum()
+        for begin, end in find_gaps(extents, self.capacity_bytes, length):
+            self._state[[NEXT_OFFSET, RESERVED_END, GAP_END]] = begin, begin, end
+            offset = self._append(length)
             if offset is not None:
                 return offset
         return None
 
 
-def gaps(extents: np.ndarray, capacity: int, length: int = 1) -> list[tuple[int, int]]:
-    """Where nothing lies, the shortest first, which leaves the long ones for what needs them: begin and end of each.
+def find_gaps(extents: np.ndarray, capacity: int, length: int = 1) -> list[tuple[int, int]]:
+    """Returns begin and end of each gap, the shortest first.
+
+    Filling short gaps first keeps long ones for long samples.
 
     Args:
-      extents: Begin and length of what lies, `[n, 2]`. What reaches outside is not believed.
-      capacity: Where all ends.
-      length: Of the shortest gap that is wanted.
+      extents: Offset and length of what is in use, `[n, 2]` int64. Extents that reach outside are
+        ignored, as they are corrupt.
+      capacity: Where the last gap ends.
+      length: Length of the shortest gap to return.
 
     Example:
-    >>> gaps(np.array([[4, 2], [0, 1], [5, 3], [90, 20]]), 100)
-    [(1, 4), (8, 100)]
+      >>> find_gaps(np.array([[4, 2], [0, 1], [5, 3], [90, 20]]), 100)
+      [(1, 4), (8, 100)]
     """
     begins, lengths = extents.T
+    # Compared without `begins + lengths`, which could overflow.
     inside = (begins >= 0) & (lengths > 0) & (lengths <= capacity) & (begins <= capacity - lengths)
     begins, lengths = begins[inside], lengths[inside]
     order = np.argsort(begins)
+    # Corrupt extents may overlap, so each end is that of all before it.
     begins, ends = begins[order], np.maximum.accumulate((begins + lengths)[order])
     free = np.stack([np.append(0, ends), np.append(begins, capacity)], axis=1)
     sizes = free[:, 1] - free[:, 0]

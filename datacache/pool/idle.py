@@ -1,6 +1,7 @@
-"""Pools that no process has open: of sources and functions that have changed since, or of jobs that have ended.
+"""Idle pools, which no process has open: of sources that have changed since, or of jobs that ended.
 
-They keep their memory, for the next job may find its samples there. Where room is needed, it goes.
+They keep their memory, because the next job may find its samples there; where room is needed, they
+are removed.
 """
 
 from __future__ import annotations
@@ -11,90 +12,90 @@ from collections.abc import Callable
 from pathlib import Path
 
 from datacache.errors import CacheError
-from datacache.pool.folder import FILES, STAYS, remove
-from datacache.pool.inspection import Report, look, pools
+from datacache.from_tfposeidon import readable_size
+from datacache.pool.folder import FILES, LOCK_FILES, remove
+from datacache.pool.inspection import PoolReport, find_pools, inspect_pool
 from datacache.system.access import Directory
 from datacache.system.memory import is_memory
-from tfposeidon.text import readable
 
-log = logging.getLogger("tfposeidon")
+log = logging.getLogger("datacache")
 
-
-FEW = 2**20
-"""Bytes that others may take while so many are given back: whether there is more room does not tell then."""
+NOTICEABLE_BYTES = 2**20
+"""Smaller pools are no test of whether a removal makes room: others may take as much meanwhile."""
 
 
-def idle(root: Path, but: Path | None = None) -> list[Report]:
-    """The pools in memory that no process has open, first those that were opened longest ago.
+def find_idle_pools(root: Path, except_for: Path | None = None) -> list[PoolReport]:
+    """Returns the pools in memory that no process has open, the least recently opened first.
 
     Args:
       root: Folder of pools. What lies on a disk, or may be anything but a pool, is left out.
-      but: A pool to leave out.
+      except_for: A pool to leave out.
     """
-    found = (
-        [look(path) for path in pools(root) if path != but and _in_memory(path)]
-        if root.is_dir()
-        else []
-    )
-    return sorted(
-        (one for one in found if one and not one.in_use and _is_surely(one)),
-        key=lambda one: one.opened,
-    )
+    if not root.is_dir():
+        return []
+    paths = [path for path in find_pools(root) if path != except_for and _lies_in_memory(path)]
+    reports = [report for path in paths if (report := inspect_pool(path))]
+    idle = [report for report in reports if not report.in_use and _is_certainly_a_pool(report)]
+    return sorted(idle, key=lambda report: report.opened)
 
 
-def make_room(root: Path, but: Path, room: Callable[[], int], enough: int) -> None:
-    """Removes pools that no process has open, those first that were opened longest ago, until there is enough room.
+def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) -> None:
+    """Removes idle pools, the least recently opened first, until there is enough room.
 
-    It ends, too, when there is no more room after a removal than before: then something else is the limit.
+    It also ends when a removal makes no more room: then something else is the limit, such as a
+    quota, and other pools would go for nothing.
 
     Args:
       root: Folder of pools.
-      but: The pool that is to be made there.
-      room: Says how many bytes there are.
-      enough: How many there should be.
+      new_pool: The pool that is to be made there, which is not removed.
+      room: Returns the bytes that are free.
+      enough: Bytes that should be free.
     """
     left = room()
-    for report in idle(root, but) if left < enough else ():
-        if not _removed(report):
+    for report in find_idle_pools(root, new_pool) if left < enough else ():
+        if not _try_remove(report):
             continue
         before, left = left, room()
         if left >= enough:
             return
-        if left <= before and report.bytes >= FEW:
+        if left <= before and report.bytes >= NOTICEABLE_BYTES:
             log.warning("datacache: that made no room, so that other pools are kept.")
             return
 
 
-def _removed(report: Report) -> bool:
+def _try_remove(report: PoolReport) -> bool:
     try:
         remove(report.folder)
     except (CacheError, OSError) as error:
-        # Somebody has opened it by now, or it is somebody else's.
+        # Somebody has opened it by now, or it belongs to another user.
         log.info("datacache: kept. %s", error)
         return False
     log.warning(
         "datacache: removed %s for room: %s, which no process had open since %s",
         report.folder,
-        readable(report.bytes),
+        readable_size(report.bytes),
         f"{report.opened:%Y-%m-%d %H:%M}",
     )
     return True
 
 
-def _in_memory(path: Path) -> bool:
+def _lies_in_memory(path: Path) -> bool:
     try:
         return is_memory(path.stat().st_dev)
     except OSError:
         return False
 
 
-def _is_surely(report: Report) -> bool:
-    """Whether it is a pool, or what is left of one: others may have files of such names, too."""
+def _is_certainly_a_pool(report: PoolReport) -> bool:
+    """Returns whether a folder is a pool, or what is left of one.
+
+    Others may have files of such names, too, and what is removed here is removed unasked.
+    """
     try:
         with Directory(report.folder) as directory:
             names = directory.names()
             regular = all(stat.S_ISREG(directory.stat(name).st_mode) for name in names)
     except (CacheError, OSError):
         return False
-    # All that is made begins with these two.
-    return regular and names <= FILES and (report.contents is not None or names >= STAYS)
+    # Whatever a kill leaves of a pool has its lock files, which are made first.
+    return regular and names <= FILES and (report.contents is not None or names >= LOCK_FILES)

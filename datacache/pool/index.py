@@ -1,4 +1,4 @@
-"""Where records begin, kept beside a pool: one process of a node finds it out for all, and for later jobs."""
+"""Offsets of records, kept beside a pool: one process finds them for its node and later jobs."""
 
 from __future__ import annotations
 
@@ -11,44 +11,46 @@ from pathlib import Path
 import numpy as np
 
 from datacache.errors import NoRoomError
-from datacache.pool.folder import lock, lock_byte
+from datacache.pool.folder import lock_byte, lock_folder
 from datacache.system.access import PRIVATE, Access, Directory
-from datacache.system.forks import unshared
-from datacache.system.room import reserve, says_full
+from datacache.system.forks import closed_on_fork
+from datacache.system.room import means_full, reserve
 
-ENTRY = 16
+ENTRY_BYTES = 16
 """Bytes of an offset and a length."""
 
 
 class Index:
     """The `index` file of a pool.
 
-    Attributes:
-      entries: Offset and length of each record, `[records, 2]` int64; an offset of 0 is not known yet.
-
     Args:
-      folder: Of the pool.
-      records: How many there are.
-      access: Who may get at it; that of the pool.
+      folder: The pool's folder.
+      records: Number of records.
+      access: Who may read and write the pool.
+
+    Attributes:
+      entries: Offset and length of each record in its file, `[records, 2]` int64, shared by all
+        processes; 0, where no record begins, says that the offset is not known yet.
 
     Raises:
-      CacheError: If the file is a link, or somebody else's, or others get at it.
+      CacheError: If the file is a link, belongs to another user, or others can write it.
       NoRoomError: If there is no room for it.
     """
 
     def __init__(self, folder: Path, records: int, access: Access = PRIVATE) -> None:
         self._folder, self._access = folder, access
-        size = records * ENTRY
-        with Directory(folder, access) as directory, lock(directory):
-            # A new file is a group's only once its mode is set.
+        size = records * ENTRY_BYTES
+        with Directory(folder, access) as directory, lock_folder(directory):
+            # Made under the lock: another member of a group would find a new file closed until its
+            # group and mode are set.
             os.close(directory.open("index", make=True))
-        with unshared(self._open) as handle:
+        with closed_on_fork(self._open) as handle:
             try:
-                # Also what is left of one.
+                # Both change nothing where the file is complete, and complete what a kill has left.
                 os.ftruncate(handle, size)
                 reserve(handle, 0, size)
             except OSError as error:
-                if not says_full(error):
+                if not means_full(error):
                     raise
                 raise NoRoomError(
                     f"An index needs {size} bytes. Received: {folder}, without them."
@@ -56,12 +58,17 @@ class Index:
             self.entries = np.ndarray((records, 2), np.int64, mmap.mmap(handle, size))
 
     @contextlib.contextmanager
-    def alone(self, part: int) -> Iterator[None]:
-        """Within it nobody else, in whatever process, looks for the records of that part."""
+    def locked_part(self, part: int) -> Iterator[None]:
+        """Locks a part of the index: nobody else, in whatever process, looks for its records.
+
+        Args:
+          part: Index of the part, as the source divides its records.
+        """
         with contextlib.ExitStack() as stack:
-            # Without the pool, which somebody has removed since, each looks by itself.
+            # If somebody has removed the pool since, there is no lock, and each looks by itself.
             with contextlib.suppress(FileNotFoundError):
-                lock_byte(stack.enter_context(unshared(self._open)), part, wait=True)
+                handle = stack.enter_context(closed_on_fork(self._open))
+                lock_byte(handle, part, wait=True)
             yield
 
     def _open(self) -> int:

@@ -1,4 +1,4 @@
-"""What pools there are, seen from outside: nothing is made or mapped, and no job waits."""
+"""Pools seen from outside: nothing is made or mapped, and no job waits."""
 
 from __future__ import annotations
 
@@ -12,56 +12,57 @@ from typing import Any
 import numpy as np
 
 from datacache.errors import CacheError
-from datacache.pool.folder import FILES, lock
-from datacache.pool.header import HEADER, check, opened
-from datacache.pool.heap import USED
-from datacache.pool.pool import READY, WORD, Plan
+from datacache.pool.folder import FILES, lock_folder
+from datacache.pool.header import HEADER, open_pool_folder, read_checked_header
+from datacache.pool.heap import USED_BYTES
+from datacache.pool.spec import WORD, PoolSpec
+from datacache.pool.words import READY
 from datacache.system.access import Directory
-from datacache.system.forks import unshared
+from datacache.system.forks import closed_on_fork
 
-BLOCK = 512
+BLOCK_BYTES = 512
 """Bytes that `stat` counts in, whatever the file system's own blocks are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What is in a pool.
+    """Contents of a pool.
 
     Attributes:
-      plan: What it was made with.
-      slots: Samples that have room.
-      ready: Samples that can be read.
+      spec: Description with which the pool was made.
+      slots: Number of samples that have room.
+      ready: Number of samples that can be read.
       heap_used: Bytes of components that differ in size; `None` if none does.
-      heap_capacity: At most so many.
+      heap_capacity: Size limit of these components in bytes; `None` if none differs.
     """
 
-    plan: Plan
+    spec: PoolSpec
     slots: int
     ready: int
     heap_used: int | None
     heap_capacity: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        plan = self.plan.to_dict()
-        about = asdict(self) | {"source": plan["source"], "layout": plan["layout"]} | plan["part"]
-        del about["plan"]
-        # Fewer than it was made for, if its part has no more.
-        return about | {"slots": self.slots}
+        """Returns the contents as JSON can hold them: what `ls --json` prints."""
+        spec = self.spec.to_dict()
+        content = asdict(self) | {"source": spec["source"], "layout": spec["layout"]} | spec["part"]
+        del content["spec"]
+        # The shard says how many slots there was room for, which may be more than it has samples.
+        return content | {"slots": self.slots}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class PoolReport:
     """A pool, or what is left of one.
 
     Attributes:
-      folder: Where it is.
-      bytes: That it takes of the file system.
+      folder: The pool's folder.
+      bytes: Bytes that it takes of the file system.
       made: When it was made.
       opened: When a process last opened it.
       in_use: Whether a process has it open.
-      contents: `None` if it cannot be used.
-      trouble: Why not.
+      contents: What is in it; `None` if it cannot be used.
+      trouble: Why it cannot be used.
     """
 
     folder: Path
@@ -73,72 +74,80 @@ class Report:
     trouble: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        about = asdict(self) | {"folder": str(self.folder)}
-        del about["contents"]
-        times = {name: about[name].isoformat(timespec="seconds") for name in ("made", "opened")}
-        return about | times | (self.contents.to_dict() if self.contents else {})
+        """Returns the report as JSON can hold it: what `ls --json` prints."""
+        content = asdict(self) | {"folder": str(self.folder)}
+        del content["contents"]
+        times = {name: content[name].isoformat(timespec="seconds") for name in ("made", "opened")}
+        return content | times | (self.contents.to_dict() if self.contents else {})
 
 
-def pools(root: Path) -> list[Path]:
-    """The folder itself if it is a pool or what is left of one, else those directly in it.
+def find_pools(root: Path) -> list[Path]:
+    """Returns the folder itself if it is a pool or what is left of one, else those directly in it.
+
+    Args:
+      root: A pool, or a folder of pools.
 
     Raises:
       CacheError: If there is no such folder.
     """
     if not root.is_dir():
         raise CacheError(f"Pools are in folders. Received: {root}, which is none. Check the path.")
-    if _like_a_pool(root):
+    if _looks_like_a_pool(root):
         return [root]
-    return [root / name for name in sorted(_names(root)) if _like_a_pool(root / name)]
+    return [root / name for name in sorted(_names(root)) if _looks_like_a_pool(root / name)]
 
 
-def look(folder: Path) -> Report | None:
-    """What there is to say of a pool; `None` if it has gone."""
+def inspect_pool(folder: Path) -> PoolReport | None:
+    """Returns a report on a pool, or `None` if the pool has gone.
+
+    Args:
+      folder: The pool's folder.
+    """
     try:
         with Directory(folder) as directory:
             return _report(directory)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except CacheError as error:
-        return _refused(folder, error)
+        return _report_refused(folder, error)
 
 
-def contents(folder: Path) -> Contents:
-    """What is in a pool.
+def read_contents(folder: Path) -> Contents:
+    """Returns what is in a pool.
+
+    Args:
+      folder: The pool's folder.
 
     Raises:
-      CacheError: If it is none, or cannot be used.
+      CacheError: If it is no pool, or cannot be used.
     """
-    with opened(folder) as directory:
-        if not _like_a_pool(folder):
-            # It says what is missing.
-            check(directory)
+    with open_pool_folder(folder) as directory:
+        if not _looks_like_a_pool(folder):
+            # For its error, which says what is missing.
+            read_checked_header(directory)
         return _contents(directory)
 
 
-def _report(directory: Directory) -> Report | None:
+def _report(directory: Directory) -> PoolReport | None:
     about: dict[str, Any] = {
-        "bytes": _taken(directory),
+        "folder": directory.path,
+        "bytes": _allocated_bytes(directory),
         "made": _changed(directory, HEADER),
         "opened": _changed(directory, "users"),
         "in_use": _in_use(directory),
     }
     try:
-        return Report(folder=directory.path, contents=_contents(directory), **about)
+        return PoolReport(contents=_contents(directory), **about)
     except (CacheError, OSError) as error:
-        return (
-            None
-            if directory.has_gone
-            else Report(folder=directory.path, trouble=str(error), **about)
-        )
+        # Somebody may have removed it since it was opened.
+        return None if directory.is_gone else PoolReport(trouble=str(error), **about)
 
 
-def _refused(folder: Path, error: CacheError) -> Report:
-    """Of a folder that is not to be opened, such as somebody else's."""
+def _report_refused(folder: Path, error: CacheError) -> PoolReport:
+    """Returns the report on a folder that is not to be opened, such as another user's."""
     status = folder.stat(follow_symlinks=False)
     changed = datetime.fromtimestamp(status.st_mtime).astimezone()
-    return Report(
+    return PoolReport(
         folder=folder, bytes=0, made=changed, opened=changed, in_use=False, trouble=str(error)
     )
 
@@ -146,42 +155,42 @@ def _refused(folder: Path, error: CacheError) -> Report:
 def _contents(directory: Directory) -> Contents:
     if HEADER not in directory.names():
         raise CacheError(
-            f"A pool must be finished. Received: {directory.path}, which is being made, or was left by a kill."
+            f"A pool must be finished. Received: {directory.path}, which is being made, or was "
+            "left by a kill."
         )
-    about = check(directory)
-    plan = Plan.from_dict(about)
-    slots = plan.part.kept
+    header = read_checked_header(directory)
+    spec = PoolSpec.from_dict(header)
+    slots = spec.shard.kept_samples
     ready = int((_read(directory, "words", WORD)[:slots] >= READY).sum())
     used = capacity = None
-    if plan.layout.varies:
-        used, capacity = (
-            int(_read(directory, "end", np.dtype(np.int64))[USED]),
-            about["files"]["heap"],
-        )
-    return Contents(plan=plan, slots=slots, ready=ready, heap_used=used, heap_capacity=capacity)
+    if spec.layout.varies:
+        used = int(_read(directory, "end", np.dtype(np.int64))[USED_BYTES])
+        capacity = header["files"]["heap"]
+    return Contents(spec=spec, slots=slots, ready=ready, heap_used=used, heap_capacity=capacity)
 
 
 def _read(directory: Directory, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+    # Read and not mapped: if the pool were remade meanwhile, a mapping could end this process.
     with open(directory.open(name, os.O_RDONLY), "rb") as stream:
         return np.fromfile(stream, dtype)
 
 
-def _like_a_pool(path: Path) -> bool:
+def _looks_like_a_pool(path: Path) -> bool:
     names = _names(path)
     return HEADER in names or (bool(names) and names <= FILES)
 
 
 def _names(path: Path) -> set[str]:
-    """Of what is in a folder; none if it is no folder, another user's, or has gone."""
+    """Returns what is in a folder; nothing if it is no folder, another user's, or has gone."""
     try:
         return set(os.listdir(path))
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return set()
 
 
-def _taken(directory: Directory) -> int:
-    """Heaps have holes, so that sizes of files say little."""
-    return sum(BLOCK * directory.stat(name).st_blocks for name in directory.names())
+def _allocated_bytes(directory: Directory) -> int:
+    """Returns the bytes that files take; heaps have holes, so that their sizes say little."""
+    return sum(BLOCK_BYTES * directory.stat(name).st_blocks for name in directory.names())
 
 
 def _changed(directory: Directory, name: str) -> datetime:
@@ -190,15 +199,20 @@ def _changed(directory: Directory, name: str) -> datetime:
 
 
 def _in_use(directory: Directory) -> bool:
-    """Asks for what only `remove` takes, and gives it back at once: that nobody else is in the way tells."""
-    # Whoever opens the pool has the lock, and must not find this process to have it open.
-    with lock(directory, wait=False) as mine:
+    """Returns whether a process has the pool open.
+
+    Asks for the lock that `remove` takes and gives it back at once: if it is granted, nobody else
+    has the pool open.
+    """
+    # Whoever opens or makes the pool holds the folder's lock, and must not mistake the short lock
+    # of this process for another user of the pool.
+    with lock_folder(directory, wait=False) as mine:
         return not mine or _has_users(directory)
 
 
 def _has_users(directory: Directory) -> bool:
     try:
-        with unshared(lambda: directory.open("users", os.O_RDONLY)) as handle:
+        with closed_on_fork(lambda: directory.open("users", os.O_RDONLY)) as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

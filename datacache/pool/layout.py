@@ -1,4 +1,4 @@
-"""What a sample consists of, and how many lie in memory: a column for each component, so that batches are one copy."""
+"""Components of samples, and how they lie in memory: in columns, so that batches are one copy."""
 
 from __future__ import annotations
 
@@ -11,15 +11,23 @@ from typing import Any
 import numpy as np
 
 ALIGNMENT = 64
-"""Bytes at multiples of which columns begin: whole cache lines, and what TensorFlow takes without a copy."""
+"""Columns begin at multiples of so many bytes: at cache lines, which TensorFlow takes uncopied."""
 TEXT = "string"
+"""Type of components that hold Python's bytes, in object arrays."""
+Arrays = list[np.ndarray]
+"""Components of one sample, or of a batch."""
 
 
 def as_array(value: Any) -> np.ndarray:
-    """As NumPy does it, but that bytes stay as they are: its own type for them drops zeros at the end.
+    """Returns an array as NumPy makes it, but bytes as they are, in an object array.
+
+    NumPy's own type for bytes drops zeros at their end.
+
+    Args:
+      value: An array, a number, bytes, or nested lists of them.
 
     Raises:
-      ValueError: If it has that type already.
+      ValueError: If it is an array of NumPy's type for bytes.
     """
     array = np.array(value, object) if isinstance(value, (bytes, str)) else np.asarray(value)
     if array.dtype.kind == "S":
@@ -31,11 +39,15 @@ def as_array(value: Any) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """One array of a sample.
+    """Type and shape of one array of a sample.
 
     Attributes:
-      dtype: NumPy's name of numbers or booleans, or "string" for bytes.
-      shape: The same for all samples, but where it says `None`.
+      dtype: NumPy's name of a numeric or boolean type, or "string" for bytes.
+      shape: Dimensions that all samples share; `None` where samples differ.
+
+    Example:
+      >>> print(Component(dtype="uint8", shape=(None, 3)))
+      uint8[?, 3]
     """
 
     dtype: str
@@ -43,65 +55,88 @@ class Component:
 
     @property
     def varies(self) -> bool:
-        """Whether samples differ in size."""
+        """Tells whether samples differ in size."""
         return self.dtype == TEXT or None in self.shape
 
     @property
     def column(self) -> tuple[str, tuple[int, ...]]:
-        """Type and shape of what its column holds: itself, or where its bytes are, how many, and its dimensions."""
+        """Type and shape of a sample's row in the column.
+
+        A component that varies has its offset and length in the heap there, and its dimensions.
+        """
         if self.varies:
             return "int64", (2 + len(self.shape),)
         return self.dtype, tuple(size for size in self.shape if size is not None)
 
     @property
     def column_bytes(self) -> int:
-        """Of one sample in its column."""
+        """Bytes of a sample's row in the column."""
         dtype, shape = self.column
         return int(np.prod(shape, dtype=int)) * np.dtype(dtype).itemsize
 
-    def is_surely(self, value: Any) -> bool:
-        """Whether it is an array that agrees, as most are; `False` if that takes a closer look."""
+    def matches_exactly(self, value: Any) -> bool:
+        """Returns whether a value is an array of this type and shape, as most are.
+
+        It is quick; where it returns `False`, `matches` may still return `True`.
+
+        Args:
+          value: Anything.
+        """
         return (
             isinstance(value, np.ndarray)
-            and value.dtype == self._wanted
+            and value.dtype == self._numpy_dtype
             and value.shape == self.shape
         )
 
     @cached_property
-    def _wanted(self) -> np.dtype[Any]:
-        # Comparing names takes as long as copying a small sample.
+    def _numpy_dtype(self) -> np.dtype[Any]:
+        # Kept, because comparing names of types takes as long as copying a small sample.
         return np.dtype(object if self.dtype == TEXT else self.dtype)
 
-    def agrees(self, array: np.ndarray) -> bool:
-        """Whether an array is such a component."""
+    def matches(self, array: np.ndarray) -> bool:
+        """Returns whether an array is such a component.
+
+        Args:
+          array: The array, from `as_array`.
+        """
         dtype = TEXT if array.dtype.kind == "O" else array.dtype.name
         same = len(array.shape) == len(self.shape) and all(
             wanted in (None, size) for size, wanted in zip(array.shape, self.shape, strict=True)
         )
         return same and dtype == self.dtype
 
-    def encoded(self, array: np.ndarray) -> bytes:
-        """The contents of one that varies."""
+    def encode(self, array: np.ndarray) -> bytes:
+        """Returns the bytes of a component that varies.
+
+        Texts are stored as the length of each, int64, and then their bytes.
+
+        Args:
+          array: The component.
+        """
         if self.dtype != TEXT:
             return array.tobytes()
         texts = [bytes(text) for text in array.reshape(-1)]
         return np.array([len(text) for text in texts], np.int64).tobytes() + b"".join(texts)
 
-    def decoded(self, content: Any, shape: Sequence[int]) -> np.ndarray:
-        """The inverse; numbers are a view of the content."""
+    def decode(self, content: Any, shape: Sequence[int]) -> np.ndarray:
+        """Returns the component that `encode` made bytes of; numbers are a view of the bytes.
+
+        Args:
+          content: The bytes.
+          shape: Dimensions of the component, which `encode` does not keep.
+        """
         if self.dtype != TEXT:
             return np.frombuffer(content, self.dtype).reshape(shape)
         count = int(np.prod(shape, dtype=int))
         ends = 8 * count + np.cumsum(np.frombuffer(content, np.int64, count))
         texts = np.empty(count, object)
-        for place, (begin, end) in enumerate(itertools.pairwise([8 * count, *ends.tolist()])):
-            texts[place] = bytes(content[begin:end])
+        for i, (begin, end) in enumerate(itertools.pairwise([8 * count, *ends.tolist()])):
+            texts[i] = bytes(content[begin:end])
         return texts.reshape(shape)
 
     def __str__(self) -> str:
-        return (
-            f"{self.dtype}[{', '.join('?' if size is None else str(size) for size in self.shape)}]"
-        )
+        sizes = ", ".join("?" if size is None else str(size) for size in self.shape)
+        return f"{self.dtype}[{sizes}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,30 +144,34 @@ class Layout:
     """The components of all samples of a pool.
 
     Attributes:
-      components: In the order in which samples have them.
+      components: Type and shape of each component, in the order in which samples have them.
+
+    Example:
+      >>> layout = Layout.of([np.zeros((8, 8, 3), "uint8"), np.int64(0)])
+      >>> [str(component) for component in layout.components], layout.bytes
+      (['uint8[8, 8, 3]', 'int64[]'], 200)
     """
 
     components: tuple[Component, ...]
 
     @classmethod
     def of(cls, sample: Sequence[Any], varying: Sequence[Sequence[int]] | None = None) -> Layout:
-        """That of a sample's arrays.
+        """Returns the layout of a sample.
 
         Args:
-          sample: Arrays, or what NumPy makes arrays of.
-          varying: For each array the dimensions in which other samples may differ; none by default.
+          sample: Its components: arrays, or what NumPy makes arrays of.
+          varying: For each component the axes in which other samples may differ; none by default.
 
         Raises:
-          ValueError: If one of them holds neither numbers nor bytes.
+          ValueError: If a component holds neither numbers nor bytes.
         """
         arrays = [as_array(array) for array in sample]
+        axes = varying or [()] * len(arrays)
         components = []
-        for place, (array, free) in enumerate(
-            zip(arrays, varying or [()] * len(arrays), strict=True)
-        ):
+        for i, (array, free) in enumerate(zip(arrays, axes, strict=True)):
             if array.dtype.kind not in "biufcO":
                 raise ValueError(
-                    f"Samples are numbers or bytes. Received: {array.dtype} for component {place}."
+                    f"Samples are numbers or bytes. Received: {array.dtype} for component {i}."
                 )
             shape = tuple(None if axis in free else size for axis, size in enumerate(array.shape))
             dtype = TEXT if array.dtype.kind == "O" else array.dtype.name
@@ -141,16 +180,20 @@ class Layout:
 
     @property
     def varies(self) -> bool:
-        """Whether samples differ in size."""
+        """Tells whether samples differ in size."""
         return any(component.varies for component in self.components)
 
     @property
     def bytes(self) -> int:
-        """Of one sample in its columns."""
+        """Bytes of a sample in the columns, without what lies in the heap."""
         return sum(component.column_bytes for component in self.components)
 
     def offsets(self, samples: int) -> list[int]:
-        """Where the column of each component begins, and where the last one ends, with room for so many samples."""
+        """Returns where each column begins, and where the last one ends, in bytes.
+
+        Args:
+          samples: Number of rows of each column.
+        """
         sizes = [
             -(-samples * component.column_bytes // ALIGNMENT) * ALIGNMENT
             for component in self.components
@@ -158,7 +201,12 @@ class Layout:
         return list(itertools.accumulate(sizes, initial=0))
 
     def columns(self, buffer: Any, samples: int) -> list[np.ndarray]:
-        """The column of each component: arrays `[samples, ...]` into the buffer."""
+        """Returns the column of each component: arrays `[samples, ...]` into the buffer.
+
+        Args:
+          buffer: At least `offsets(samples)[-1]` bytes.
+          samples: Number of rows of each column.
+        """
         arrays = []
         for component, offset in zip(self.components, self.offsets(samples), strict=False):
             dtype, shape = component.column
@@ -168,67 +216,86 @@ class Layout:
     def check(
         self, sample: Sequence[Any], name: Callable[[int], str], number: int
     ) -> list[np.ndarray]:
-        """The sample's arrays, if they are of this layout.
+        """Returns the components of a sample as arrays, after a check that they have this layout.
 
         Args:
-          sample: Arrays, or what NumPy makes arrays of.
-          name: From numbers to what a user would call samples.
-          number: The sample's.
+          sample: Its components: arrays, or what NumPy makes arrays of.
+          name: Returns what a user would call a sample, given its number; called for errors only.
+          number: Number of the sample.
 
         Raises:
-          ValueError: If they are not; it names the sample and the first difference.
+          ValueError: If the sample has another layout; it names the sample and the difference.
         """
         if len(sample) == len(self.components) and all(
-            map(Component.is_surely, self.components, sample)
+            map(Component.matches_exactly, self.components, sample)
         ):
             return list(sample)
         arrays = [as_array(array) for array in sample]
         if len(arrays) != len(self.components):
             raise ValueError(
-                f"All samples must have as many components. Received: {len(arrays)} for {name(number)}, where the "
-                f"first sample has {len(self.components)}."
+                f"All samples must have as many components. Received: {len(arrays)} for "
+                f"{name(number)}, where the first sample has {len(self.components)}."
             )
-        for place, (array, wanted) in enumerate(zip(arrays, self.components, strict=True)):
-            if not wanted.agrees(array):
+        for i, (array, wanted) in enumerate(zip(arrays, self.components, strict=True)):
+            if not wanted.matches(array):
                 received = Layout.of([array]).components[0]
                 raise ValueError(
-                    f"All samples must have the same shapes and types. Received: {received} for component {place} of "
-                    f"{name(number)}, where the first sample has {wanted}. Make `preprocess` resize or pad to one "
-                    "shape, or say variable_shapes=True."
+                    "All samples must have the same shapes and types. Received: "
+                    f"{received} for component {i} of {name(number)}, where the first sample has "
+                    f"{wanted}. Make `preprocess` resize or pad to one shape, or say "
+                    "variable_shapes=True."
                 )
         return arrays
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the layout as JSON can hold it."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Layout:
-        """The inverse, of what JSON made of it."""
-        parts = [
-            Component(dtype=part["dtype"], shape=tuple(part["shape"]))
-            for part in content["components"]
+        """Returns the layout that `to_dict` wrote.
+
+        Args:
+          content: The dictionary as JSON returns it.
+        """
+        components = [
+            Component(dtype=component["dtype"], shape=tuple(component["shape"]))
+            for component in content["components"]
         ]
-        return cls(components=tuple(parts))
+        return cls(components=tuple(components))
 
 
-def batch(samples: Sequence[Sequence[Any]], layout: Layout) -> list[np.ndarray]:
-    """Samples in one array per component, `[n, ...]`; what varies is padded at its end, with zeros or empty texts."""
+def stack_samples(samples: Sequence[Sequence[Any]], layout: Layout) -> list[np.ndarray]:
+    """Returns one array per component, `[n, ...]`, of samples.
+
+    What varies is padded at the end of each axis, with zeros or empty texts.
+
+    Args:
+      samples: The components of each sample.
+      layout: Their layout.
+
+    Example:
+      >>> layout = Layout.of([np.zeros(1)], varying=[[0]])
+      >>> stack_samples([[np.ones(1)], [np.ones(2)]], layout)
+      [array([[1., 0.],
+             [1., 1.]])]
+    """
+    columns = zip(*samples, strict=True)
     return [
-        _padded(list(arrays), of)
-        for arrays, of in zip(zip(*samples, strict=True), layout.components, strict=True)
+        _stack_padded(list(arrays), component)
+        for arrays, component in zip(columns, layout.components, strict=True)
     ]
 
 
-def _padded(arrays: list[Any], component: Component) -> np.ndarray:
+def _stack_padded(arrays: list[Any], component: Component) -> np.ndarray:
     if not component.varies:
         return np.stack(arrays)
     arrays = [as_array(array) for array in arrays]
     largest = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
     fill = b"" if component.dtype == TEXT else 0
     joined = np.full((len(arrays), *largest), fill, arrays[0].dtype)
-    for place, array in enumerate(arrays):
-        inside: tuple[Any, ...] = (place, *(slice(size) for size in array.shape))
-        # A text by itself would go in as an array that holds it.
+    for i, array in enumerate(arrays):
+        inside: tuple[Any, ...] = (i, *(slice(size) for size in array.shape))
+        # `[()]` takes a single text out of its array; NumPy would store the array itself.
         joined[inside] = array[()]
     return joined

@@ -3,472 +3,363 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import mmap
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from datacache.native import gather, in_memory, mark
-from datacache.pool.folder import Blueprint, Folder
-from datacache.pool.header import check, opened
-from datacache.pool.heap import STATE_BYTES, Heap
-from datacache.pool.layout import Component, Layout, batch
-from datacache.pool.part import Part
+from datacache.native import is_in_memory
+from datacache.pool.columns import Columns
+from datacache.pool.folder import Folder
+from datacache.pool.header import open_pool_folder, read_checked_header
+from datacache.pool.layout import stack_samples
+from datacache.pool.spec import PoolSpec
+from datacache.pool.words import CONTENT, READY, SampleWords, match_checksums
 from datacache.system.access import PRIVATE, Access
-from datacache.system.ahead import AT_ONCE, Ahead, mapped
-from datacache.system.boot import boot_number
+from datacache.system.background import STEP_BYTES, BackgroundSteps, populate_page_tables
 from datacache.windows import windows
 
-WORD = np.dtype(np.uint64)
-READY = 1 << 32
-"""Set in a sample's word beside the checksum in the lower half: what is 0 was never finished."""
-UNFINISHED = np.uint64(0)
-CHECKSUM = READY - 1
-WRITTEN = np.uint64(READY | CHECKSUM)
-LOOKED_AT = np.uint64(33)
-"""The first of the bits that say in which boot a process has looked at the checksum of what another one wrote: memory
-stays as it is, but what a disk had not yet written when the machine went down is torn."""
-
-PAUSE_S = 0.05
-"""For so long a look ahead waits while somebody reads."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a pool is made with.
-
-    Attributes:
-      layout: Of the samples.
-      part: The samples that have room.
-      heap_bytes: At most so many for components that differ in size.
-      source: What a user would call its samples.
-    """
-
-    layout: Layout
-    part: Part
-    heap_bytes: int = 0
-    source: str = ""
-
-    def blueprint(self) -> Blueprint:
-        """What a pool of it is made of."""
-        files = {
-            "samples": self.layout.offsets(self.part.kept)[-1],
-            "words": WORD.itemsize * self.part.kept,
-        }
-        growing = {}
-        if self.layout.varies:
-            files["end"], growing["heap"] = STATE_BYTES, self.heap_bytes
-        return Blueprint(about=self.to_dict(), files=files, growing=growing)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"layout": self.layout.to_dict(), "part": asdict(self.part), "source": self.source}
-
-    @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Plan:
-        """The inverse, of what JSON made of it."""
-        return cls(
-            layout=Layout.from_dict(content["layout"]),
-            part=Part(**content["part"]),
-            source=content.get("source", ""),
-        )
+READER_PAUSE_S = 0.05
+"""Seconds that verification in the background waits while somebody reads."""
 
 
 class Pool:
-    """Samples in a folder, of `/dev/shm` or of a disk.
+    """Samples in a folder, of `/dev/shm` or of a disk, shared by all processes of the node.
 
-    A sample is written, then its word: a checksum and a mark that it is ready. A process that is killed in between
-    leaves a sample that is not ready, and locks that the kernel has released. The word also says in which boot somebody
-    looked at the checksum: once in each, whatever processes there are.
+    A sample is written first, then its word: a checksum and a mark that the sample is ready. A
+    process that is killed in between leaves a sample that is not ready, and locks that the kernel
+    releases; nothing has to be repaired. See `SampleWords` for when checksums are verified.
+
+    Samples of one size lie in columns, one for each component, so that a batch is one copy per
+    component. Components that differ in size lie in a heap, and their columns say where.
 
     Args:
-      folder: Made if it does not exist; otherwise it is taken as it is.
-      plan: Says what to make, if there is none; called by one process of the node.
-      access: Who may get at it.
+      folder: The pool's folder. It is made if it does not exist; a pool that is there is opened as
+        it was made, whatever `make_spec` would say.
+      make_spec: Describes the pool to make, if there is none; called in one process of the node.
+      access: Who may read and write the pool.
+
+    Attributes:
+      spec: Description with which the pool was made.
+      layout: Components of its samples.
+      slots: Number of samples that have room.
 
     Raises:
-      CacheError: If the folder holds something else or is somebody else's, or there is no room.
+      CacheError: If the folder holds something else or belongs to another user.
+      NoRoomError: If there is no room for the pool.
+
+    Example:
+      >>> import tempfile
+      >>> from datacache.pool.layout import Layout
+      >>> from datacache.pool.shard import SampleShard
+      >>> spec = PoolSpec(
+      ...     layout=Layout.of([np.zeros(2, "uint8")]), shard=SampleShard(samples=3, slots=3)
+      ... )
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     pool = Pool(Path(folder) / "pool", lambda: spec)
+      ...     pool.put(1, [np.array([5, 7], "uint8")])
+      ...     pool.ready(np.arange(3)), pool.gather(np.array([1]))
+      ...     pool.close()
+      True
+      (array([False,  True, False]), [array([[5, 7]], dtype=uint8)])
     """
 
-    def __init__(self, folder: Path, plan: Callable[[], Plan], access: Access = PRIVATE) -> None:
-        self._folder = Folder(folder, lambda: plan().blueprint(), access)
-        self.plan = Plan.from_dict(self._folder.about)
-        self.layout = self.plan.layout
-        self._places = self.plan.part.places()
-        self.slots = self.plan.part.kept
-        self._pages = self._mapping("samples")
-        self._columns = self.layout.columns(self._pages, self.slots)
-        self._words = np.ndarray((self.slots,), np.uint64, self._mapping("words"))
-        self._heap = Heap(self._folder) if self.layout.varies else None
-        if self._heap is not None and self._folder.first:
-            self._heap.begin(self._extents())
-        self._boot = boot_number()
-        self._looked_at = self._boot << LOOKED_AT
-        # Written here, or looked at where words cannot be marked.
-        self._known = np.zeros(self.slots, bool)
-        self._ahead: Ahead | None = None
+    def __init__(
+        self, folder: Path, make_spec: Callable[[], PoolSpec], access: Access = PRIVATE
+    ) -> None:
+        self._folder = Folder(folder, lambda: make_spec().blueprint(), access)
+        self.spec = PoolSpec.from_dict(self._folder.header)
+        self.layout = self.spec.layout
+        self._slot_indices = self.spec.shard.slot_indices()
+        self.slots = self.spec.shard.kept_samples
+        numbers = np.flatnonzero(self._slot_indices >= 0)
+        self._columns = Columns(self._folder, self.layout, numbers)
+        self._heap = self._columns.heap
+        self._words = SampleWords(self._folder.map_file("words"), self.slots)
+        if self._heap is not None and self._folder.is_only_user:
+            self._heap.reset(self._extents())
+        self._background: BackgroundSteps | None = None
         self._reads = 0
-
-    def get_ready(self, look: bool = True) -> None:
-        """Makes the page tables of a warm pool in memory on a thread, while the job has other things to do.
-
-        Args:
-          look: Whether to look at checksums then, too, unless somebody has in this boot.
-        """
-        if self._ahead is None and self.filled == self.slots and in_memory(self.folder):
-            looks = self._looks() if look and self._heap is None else iter(())
-            self._ahead = Ahead(itertools.chain(mapped([self._pages]), looks))
-
-    def _looks(self) -> Iterator[None]:
-        """Looks at a few samples in each step; those that are torn are left to whoever reads them.
-
-        Gives way to readers, which look on the way: two passes side by side take longer than one.
-        """
-        parts = windows(np.arange(self.slots), max(1, AT_ONCE // self.layout.bytes))
-        # Each process of the node begins elsewhere, and passes over what others have looked at.
-        first = np.random.default_rng(os.getpid()).integers(len(parts))
-        reads = self._reads
-        for places in parts[first:] + parts[:first]:
-            while reads != self._reads:
-                reads = self._reads
-                time.sleep(PAUSE_S)
-                yield
-            places = places[self._unknown(places, self._words[places])]
-            if places.size:
-                words = self._words[places]
-                agrees = agree(words, self._checksums(places)[0])
-                mark(
-                    self._words,
-                    places[agrees],
-                    words[agrees],
-                    agrees[agrees],
-                    WRITTEN,
-                    self._looked_at,
-                )
-            yield
 
     @property
     def folder(self) -> Path:
+        """Path of the pool's folder."""
         return self._folder.path
 
-    def has_room(self, samples: np.ndarray) -> np.ndarray:
-        """Which of these samples the pool keeps, `[n]` bool."""
-        return self._places[samples] >= 0
+    @property
+    def filled(self) -> int:
+        """Number of samples that are ready."""
+        return self._words.count_ready()
 
-    def copies(self, samples: np.ndarray) -> bool:
-        """Whether these samples are a copy of columns once they are ready: all have room, and are of one size."""
+    @property
+    def is_whole(self) -> bool:
+        """Tells whether any batch is a copy of columns: all samples are ready, and of one size."""
+        return (
+            self._heap is None
+            and self.slots == len(self._slot_indices)
+            and self.filled == self.slots
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of columns and words, and of what the heap holds."""
+        in_files = sum(self.spec.blueprint().files.values())
+        return in_files + (self._heap.used_bytes if self._heap else 0)
+
+    def prepare(self, verify: bool = True) -> None:
+        """Makes the page tables of a full pool in memory on a thread, while the job gets ready.
+
+        Args:
+          verify: Whether to verify checksums on that thread, too, unless somebody has in this boot.
+        """
+        if self._background is None and self.filled == self.slots and is_in_memory(self.folder):
+            steps = self._verify_in_steps() if verify and self._heap is None else iter(())
+            self._background = BackgroundSteps(
+                itertools.chain(populate_page_tables([self._columns.pages]), steps)
+            )
+
+    def _verify_in_steps(self) -> Iterator[None]:
+        """Verifies a few samples in each step; those that are corrupt are left to their reader.
+
+        Gives way to readers, which verify what they copy: two passes over memory side by side
+        take longer than one.
+        """
+        parts = windows(np.arange(self.slots), max(1, STEP_BYTES // self.layout.bytes))
+        # Each process of the node begins elsewhere and skips what others have verified.
+        first = np.random.default_rng(os.getpid()).integers(len(parts))
+        reads = self._reads
+        for indices in parts[first:] + parts[:first]:
+            while reads != self._reads:
+                reads = self._reads
+                time.sleep(READER_PAUSE_S)
+                yield
+            indices = indices[self._words.unverified(indices, self._words.array[indices])]
+            if indices.size:
+                words = self._words.array[indices]
+                intact = match_checksums(words, self._columns.checksums(indices)[0])
+                self._words.mark_verified(indices[intact], words[intact])
+            yield
+
+    def has_room(self, samples: np.ndarray) -> np.ndarray:
+        """Returns which of these samples the pool keeps, `[n]` bool.
+
+        Args:
+          samples: Their numbers, `[n]` int64.
+        """
+        return self._slot_indices[samples] >= 0
+
+    def can_copy(self, samples: np.ndarray) -> bool:
+        """Returns whether a batch of these samples is a copy of columns, once they are ready.
+
+        Args:
+          samples: Their numbers, `[n]` int64.
+        """
         return self._heap is None and bool(self.has_room(samples).all())
 
     def ready(self, samples: np.ndarray) -> np.ndarray:
-        """Which of these samples can be read, `[n]` bool."""
-        places = self._places[samples]
-        return (places >= 0) & (self._words[np.maximum(places, 0)] >= READY)
+        """Returns which of these samples can be read, `[n]` bool.
+
+        Args:
+          samples: Their numbers, `[n]` int64.
+        """
+        indices = self._slot_indices[samples]
+        # Words of slot 0 stand in for samples without room, which have none.
+        return (indices >= 0) & self._words.ready(np.maximum(indices, 0))
 
     def put(self, sample: int, arrays: Sequence[Any]) -> bool:
-        """Writes a sample that has room, and then that it is ready; `False` if it was too large for what is left.
+        """Writes a sample that has room, and then says that it is ready.
+
+        Args:
+          sample: Its number.
+          arrays: Its components.
+
+        Returns:
+          `False` if the sample is too large for what is left of the heap.
 
         Raises:
-          ValueError: If it has other shapes or types than the layout.
+          ValueError: If the sample has other shapes or types than the layout.
         """
-        found = self.layout.check(arrays, "sample {}".format, sample)
-        place = self._places[sample]
+        components = self.layout.check(arrays, "sample {}".format, sample)
+        index = self._slot_indices[sample]
         if self._heap is None:
-            self._write(place, found)
+            self._write(index, components)
             return True
         with self._heap.adding():
-            if self._words[place]:
+            if self._words.array[index]:
                 # Its old bytes are a gap from now on.
-                self._words[place] = 0
-                self._heap.freed()
-            extents = self._add(self._heap, found)
-            if extents is not None:
-                self._write(place, extents)
-        return extents is not None
+                self._words.withdraw(index)
+                self._heap.note_freed()
+            rows = self._columns.add_to_heap(components, self._extents)
+            if rows is not None:
+                self._write(index, rows)
+        return rows is not None
 
-    def _write(self, place: int, found: Sequence[np.ndarray]) -> None:
-        self._words[place] = 0
-        for column, array in zip(self._columns, found, strict=True):
-            column[place] = array
-        (checksum,), _ = self._checksums(np.array([place]))
-        self._words[place] = READY | int(checksum)
-        self._known[place] = True
-
-    def _add(self, heap: Heap, arrays: Sequence[np.ndarray]) -> list[np.ndarray] | None:
-        """Puts what varies into the heap, all or nothing; what the columns hold then."""
-        pairs = list(zip(self.layout.components, arrays, strict=True))
-        contents = [
-            component.encoded(array) if component.varies else b"" for component, array in pairs
-        ]
-        begin = heap.add(b"".join(contents), self._extents)
-        if begin is None:
-            return None
-        offsets = itertools.accumulate(map(len, contents), initial=begin)
-        return [
-            np.array([offset, len(content), *array.shape]) if component.varies else array
-            for (component, array), content, offset in zip(pairs, contents, offsets, strict=False)
-        ]
+    def _write(self, index: int, rows: Sequence[np.ndarray]) -> None:
+        # Readers compare the word before and after they copy, so it goes first and comes back last.
+        self._words.withdraw(index)
+        self._words.publish(index, self._columns.write(index, rows))
 
     def _extents(self) -> np.ndarray:
-        """Where the bytes of samples that are ready lie in the heap."""
-        ready = self._words >= READY
-        pairs = zip(self._columns, self.layout.components, strict=True)
-        return np.concatenate(
-            [column[ready, :2] for column, component in pairs if component.varies]
-        )
+        """Returns offset and length in the heap of all that is ready, `[n, 2]` int64."""
+        return self._columns.extents(self._words.array >= READY)
 
     def gather(
         self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None
     ) -> list[np.ndarray] | None:
-        """Copies samples that are ready: one array `[n, *shape]` for each component, padded where samples differ.
+        """Copies samples that are ready into one array per component, without verifying them.
 
         Args:
-          samples: Their numbers, `[n]`.
-          into: Arrays to copy to, in place of new ones, if no component varies.
+          samples: Their numbers, `[n]` int64.
+          into: Arrays to copy to in place of new ones, if no component varies.
 
         Returns:
-          The arrays; `None` if another process has cleared one of the samples in the meantime.
+          An array `[n, *shape]` for each component, padded where samples differ in size; `None` if
+          another process has cleared one of the samples in the meantime.
         """
-        if self._heap is not None:
-            found = [self.sample(sample) for sample in samples.tolist()]
-            return (
-                None
-                if None in found
-                else batch([arrays for arrays in found if arrays is not None], self.layout)
-            )
-        return self._gathered(self._places[samples], into)
+        if self._heap is None:
+            return self._columns.copy(self._slot_indices[samples], into)
+        found = [self.read_sample(sample) for sample in samples.tolist()]
+        whole = [arrays for arrays in found if arrays is not None]
+        return stack_samples(whole, self.layout) if len(whole) == len(found) else None
 
-    def _gathered(
-        self,
-        places: np.ndarray,
-        into: Sequence[np.ndarray] | None,
-        checksums: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
-        targets = self._targets(len(places), into)
-        for column, target in zip(self._columns, targets, strict=True):
-            gather(column, places, target, checksums)
-        return targets
-
-    def gather_whole(
-        self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None, again: bool = False
+    def gather_verified(
+        self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None, recheck: bool = False
     ) -> tuple[list[np.ndarray] | None, np.ndarray]:
-        """As `gather`, of samples that have room and do not vary, with a look at their checksums on the way.
+        """Copies samples for which `can_copy` holds, and verifies their checksums on the way.
+
+        Checksums are taken of the copy's bytes as they pass, so that memory is read only once.
 
         Args:
-          samples: Their numbers, `[n]`.
-          into: Arrays to copy to, in place of new ones.
-          again: Whether to look at those, too, that somebody has looked at in this boot.
+          samples: Their numbers, `[n]` int64.
+          into: Arrays to copy to in place of new ones.
+          recheck: Whether to verify samples, too, that somebody has verified in this boot.
 
         Returns:
-          The arrays, or `None` if some samples are torn, or another process has cleared or rewritten one of them in the
-          meantime; and the numbers of those that are torn, and not ready any more.
+          A tuple of two. First an array `[n, *shape]` for each component, or `None` if a sample is
+          corrupt or another process has cleared or rewritten one in the meantime; then the numbers
+          of corrupt samples, which are not ready any more.
         """
         self._reads += 1
-        places, torn = self._places[samples], samples[:0]
-        words, checksums = self._words[places], None
-        if again or self._unknown(places, words).any():
-            checksums = self._of_numbers[places]
-        targets = self._gathered(places, into, checksums)
+        indices, corrupt = self._slot_indices[samples], samples[:0]
+        # Words before bytes: what is rewritten in between is then seen as changed.
+        words, checksums = self._words.array[indices], None
+        if recheck or self._words.unverified(indices, words).any():
+            checksums = self._columns.begin_checksums(indices)
+        targets = self._columns.copy(indices, into, checksums)
         if checksums is not None:
-            torn = samples[self._judge(places, words, agree(words, checksums))]
-        return targets if not torn.size and self._still(places, words).all() else None, torn
+            corrupt = samples[self._settle(indices, words, match_checksums(words, checksums))]
+        whole = not corrupt.size and bool(self._words.unchanged(indices, words).all())
+        return targets if whole else None, corrupt
 
-    def _targets(self, count: int, into: Sequence[np.ndarray] | None) -> list[np.ndarray]:
-        if into is not None:
-            return list(into)
-        return [np.empty((count, *column.shape[1:]), column.dtype) for column in self._columns]
+    def read_sample(self, sample: int) -> list[np.ndarray] | None:
+        """Returns one sample that is ready, or `None` if another process has cleared it since.
 
-    def sample(self, sample: int) -> list[np.ndarray] | None:
-        """One sample that is ready; `None` if another process has cleared it in the meantime.
-
-        Where samples differ in size it is a copy, for others may take its place; else its arrays are views of the pool.
-        """
-        place = self._places[sample]
-        if self._heap is None:
-            return [column[place] for column in self._columns]
-        word = self._words[place]
-        rows = [np.array(column[place]) for column in self._columns]
-        contents = [
-            self._content(row, of) for row, of in zip(rows, self.layout.components, strict=True)
-        ]
-        if word < READY or (word ^ self._words[place]) & WRITTEN:
-            return None
-        if None in contents:
-            # Torn, where nobody looks at checksums.
-            self._words[place] = 0
-            return None
-        found = zip(self.layout.components, contents, rows, strict=True)
-        return [
-            of.decoded(content, row[2:].tolist()) if of.varies else row
-            for of, content, row in found
-        ]
-
-    def _content(self, row: np.ndarray, component: Component) -> bytes | None:
-        """A copy of what a sample has in the heap, if anything."""
-        if not component.varies or self._heap is None:
-            return b""
-        content = self._heap.content(*row[:2].tolist())
-        return None if content is None else bytes(content)
-
-    def samples(
-        self,
-        samples: np.ndarray,
-        made: dict[int, list[np.ndarray]],
-        again: Callable[[np.ndarray], dict[int, list[np.ndarray]]],
-    ) -> list[list[np.ndarray]]:
-        """Samples that are ready, but for those that were made just now.
+        Where samples differ in size it is a copy, because others may reuse the bytes in the heap;
+        otherwise its arrays are views of the pool.
 
         Args:
-          samples: Their numbers, `[n]`.
-          made: Those that were made.
-          again: Makes those that another process has cleared in the meantime, and returns what the pool did not take.
+          sample: Its number.
         """
-        found = dict(made)
-        while left := [sample for sample in samples.tolist() if sample not in found]:
-            read = {sample: self.sample(sample) for sample in left}
-            found |= {sample: arrays for sample, arrays in read.items() if arrays is not None}
-            lost = [sample for sample in left if sample not in found]
-            found |= again(np.array(lost)) if lost else {}
-        return [found[sample] for sample in samples.tolist()]
+        index = self._slot_indices[sample]
+        if self._heap is None:
+            return self._columns.views(index)
+        word = self._words.array[index]
+        rows, contents = self._columns.read(index)
+        # The writer of another sample may have reused these bytes while they were copied: it does
+        # so only after the word was withdrawn.
+        if word < READY or (word ^ self._words.array[index]) & CONTENT:
+            return None
+        if None in contents:
+            # The row is corrupt, and points outside of the heap; seen here with verify="never".
+            self._words.withdraw(index)
+            return None
+        return self._columns.decode(rows, contents)
 
-    def torn(self, samples: np.ndarray, again: bool = False) -> np.ndarray:
-        """Those of these ready samples whose bytes are not those that were written.
+    def find_corrupt(self, samples: np.ndarray, recheck: bool = False) -> np.ndarray:
+        """Returns which of these ready samples are corrupt, and makes them not ready.
 
-        They are not ready any more. Each sample is looked at once in each boot, or at every call with `again`.
-        """
-        places = self._places[samples]
-        if not again:
-            unknown = self._unknown(places, self._words[places])
-            samples, places = samples[unknown], places[unknown]
-        if not samples.size:
-            return samples
-        words = self._words[places]
-        checksums, inside = self._checksums(places)
-        return samples[self._judge(places, words, inside & agree(words, checksums))]
-
-    def _unknown(self, places: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """Those that nobody has looked at in this boot, `[n]` bool."""
-        return ~self._known[places] & (words >> LOOKED_AT != self._boot)
-
-    def _still(self, places: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """Which of the samples with these words were ready, and nobody has cleared or rewritten since, `[n]` bool."""
-        return (words >= READY) & ((self._words[places] ^ words) & WRITTEN == 0)
-
-    def _judge(self, places: np.ndarray, words: np.ndarray, agrees: np.ndarray) -> np.ndarray:
-        """Marks samples whose words were these before their bytes were looked at.
-
-        What another process has cleared or rewritten in the meantime is neither whole nor torn.
+        Args:
+          samples: Numbers of samples that are ready, `[n]` int64.
+          recheck: Whether to verify samples, too, that somebody has verified in this boot.
 
         Returns:
-          Which of them are torn, and not ready any more, `[n]` bool.
+          Numbers of samples whose bytes are not those that were written, `[k]` int64.
         """
-        still = mark(self._words, places, words, agrees, WRITTEN, self._looked_at)
-        if still is None:
-            # Of words that others may write at the same time, none but 0 can be written.
-            still = self._still(places, words)
-            self._words[places[still & ~agrees]] = UNFINISHED
-            self._known[places[still & agrees]] = True
-        torn = still & ~agrees & (words >= READY)
-        # Only now that they are not ready: another thread takes what is known as it is.
-        if torn.any():
-            self._known[places[torn]] = False
-            if self._heap is not None:
-                self._heap.freed()
-        return torn
+        indices = self._slot_indices[samples]
+        if not recheck:
+            unverified = self._words.unverified(indices, self._words.array[indices])
+            samples, indices = samples[unverified], indices[unverified]
+        if not samples.size:
+            return samples
+        words = self._words.array[indices]
+        checksums, inside = self._columns.checksums(indices)
+        intact = inside & match_checksums(words, checksums)
+        return samples[self._settle(indices, words, intact)]
+
+    def _settle(self, indices: np.ndarray, words: np.ndarray, intact: np.ndarray) -> np.ndarray:
+        """See `SampleWords.settle`."""
+        corrupt = self._words.settle(indices, words, intact)
+        if corrupt.any() and self._heap is not None:
+            self._heap.note_freed()
+        return corrupt
 
     @contextlib.contextmanager
     def claim(self, samples: np.ndarray) -> Iterator[np.ndarray]:
-        """Those of these samples that are not ready, and that nobody else fills within it; the kernel ends claims."""
-        with self._folder.claim(self._places[samples].tolist()) as mine:
-            # Whoever had claimed one before may have just finished.
-            yield samples[np.array(mine, bool) & ~self.ready(samples)]
+        """Claims samples for filling; the kernel ends the claims of a process that is killed.
 
-    def clear(self) -> None:
-        """No sample is ready any more, and there is room for as many as in a new pool."""
-        with self._heap.adding() if self._heap else contextlib.nullcontext():
-            self._words[:] = 0
-            if self._heap:
-                self._heap.freed()
-        self._known[:] = False
+        Args:
+          samples: Numbers of samples that have room, `[n]` int64.
+
+        Yields:
+          Numbers of those that are not ready and that nobody else had claimed, `[k]` int64. Within
+          the context no other thread or process fills them.
+        """
+        with self._folder.claim(self._slot_indices[samples].tolist()) as mine:
+            # Whoever had claimed one before may have just finished it.
+            yield samples[np.array(mine, bool) & ~self.ready(samples)]
 
     @contextlib.contextmanager
     def claim_all(self) -> Iterator[bool]:
-        """Within it nobody else fills the whole pool; `False` if somebody does already."""
+        """Claims the pool as a whole, for who fills it from a stream.
+
+        Yields:
+          `False` if another thread or process has claimed the whole pool already.
+        """
+        # One byte behind those of the samples, which stay free for `claim`.
         with self._folder.claim([self.slots]) as (mine,):
             yield mine
 
-    @property
-    def filled(self) -> int:
-        """How many samples are ready."""
-        return int((self._words >= READY).sum())
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether any batch is a copy: all samples are ready, and of one size."""
-        return self._heap is None and self.slots == len(self._places) and self.filled == self.slots
-
-    @property
-    def bytes(self) -> int:
-        """Of the samples that have room."""
-        return sum(self.plan.blueprint().files.values()) + (self._heap.used if self._heap else 0)
+    def clear(self) -> None:
+        """Makes all samples not ready, and gives the heap all its room again."""
+        with self._heap.adding() if self._heap else contextlib.nullcontext():
+            self._words.clear()
+            if self._heap:
+                self._heap.note_freed()
 
     def close(self) -> None:
-        """Ends the mappings; arrays of `gather` remain."""
-        if self._ahead is not None:
-            self._ahead.close()
+        """Ends the mappings and threads of this object; arrays from `gather` remain valid."""
+        if self._background is not None:
+            self._background.close()
             # Its steps refer to this pool.
-            self._ahead = None
-        self._columns.clear()
-        self._words = np.zeros(0, np.uint64)
-        if self._heap is not None:
-            self._heap.close()
+            self._background = None
+        self._columns.close()
+        self._words.close()
         self._folder.close()
 
-    def _checksums(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of samples' numbers and bytes, `[n]` uint32, and which of them point inside the heap, `[n]` bool."""
-        checksums, inside = self._of_numbers[places], np.ones(len(places), bool)
-        for column, component in zip(self._columns, self.layout.components, strict=True):
-            gather(column, places, None, checksums)
-            for i, place in enumerate(places if component.varies else ()):
-                assert self._heap is not None
-                content = self._heap.content(*map(int, column[place, :2]))
-                inside[i] &= content is not None
-                checksums[i] = zlib.crc32(content or b"", int(checksums[i]))
-        return checksums, inside
 
-    @functools.cached_property
-    def _of_numbers(self) -> np.ndarray:
-        """Checksums of the samples' numbers, `[slots]` uint32, which go on with their bytes."""
-        checksums = np.zeros(self.slots, np.uint32)
-        gather(np.flatnonzero(self._places >= 0), np.arange(self.slots), None, checksums)
-        return checksums
+def open_existing(folder: Path) -> Pool:
+    """Returns a pool that was made before.
 
-    def _mapping(self, name: str) -> mmap.mmap:
-        handle = self._folder.directory.open(name)
-        try:
-            return mmap.mmap(handle, 0)
-        finally:
-            os.close(handle)
-
-
-def agree(words: np.ndarray, checksums: np.ndarray) -> np.ndarray:
-    """Which of samples with these words are ready, and have the checksums that they were written with, `[n]` bool."""
-    return (words & CHECKSUM == checksums) & (words >= READY)
-
-
-def existing(folder: Path) -> Pool:
-    """A pool that was made before.
+    Args:
+      folder: The pool's folder.
 
     Raises:
       CacheError: If there is none, or it is damaged.
     """
-    with opened(folder) as directory:
-        plan = Plan.from_dict(check(directory))
-        return Pool(folder, lambda: plan, directory.access)
+    with open_pool_folder(folder) as directory:
+        spec = PoolSpec.from_dict(read_checked_header(directory))
+        return Pool(folder, lambda: spec, directory.access)

@@ -1,1 +1,1 @@
-"""Where samples come from: one kind of source per file."""
+"""Sources of samples, one kind per file."""

@@ -1,4 +1,4 @@
-"""Files in folders, one folder for each class."""
+"""Files in folders, with one folder for each class."""
 
 from __future__ import annotations
 
@@ -9,15 +9,31 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from typing_extensions import override
 
 from datacache.native import read_file
-from datacache.sources.source import SourceError, digest
+from datacache.sources.source import RandomSource, SourceError, digest
 
-IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
+IMAGE_EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 
 
-class FolderSource:
-    """See `from_folder`."""
+class FolderSource(RandomSource):
+    """Files of a folder, see `from_folder`.
+
+    Args:
+      path: The folder.
+      extensions: Endings of the files to take; `None` takes all.
+      labels: Whether the folders of the files are their classes.
+
+    Attributes:
+      path: The folder.
+      class_names: Names of the classes, in alphabetical order; empty without labels.
+      identity: As in `Source`.
+      signature: As in `Source`.
+
+    Raises:
+      SourceError: If there is no file, or with labels one outside the folders of classes.
+    """
 
     def __init__(self, path: Path, extensions: Sequence[str] | None, labels: bool) -> None:
         self.path, self._labels = path, labels
@@ -25,14 +41,16 @@ class FolderSource:
         if not found:
             raise SourceError(
                 f"A source must have samples. Received: {path}, with no file ending in "
-                f"{', '.join(extensions) if extensions else 'anything'}. Name another folder, or pass `extensions`."
+                f"{', '.join(extensions) if extensions else 'anything'}. Name another folder, or "
+                "pass `extensions`."
             )
         self._names, self._sizes = [name for name, _, _ in found], [size for _, size, _ in found]
         classes = [name.partition(os.sep)[0] if os.sep in name else "" for name in self._names]
         if labels and "" in classes:
             raise SourceError(
-                f"With labels, files must lie in one folder per class. Received: {self._names[classes.index('')]!r} "
-                f"directly in {path}. Move it, or pass labels=False."
+                "With labels, files must lie in one folder per class. Received: "
+                f"{self._names[classes.index('')]!r} directly in {path}. Move it, or pass "
+                "labels=False."
             )
         self.class_names = sorted(set(classes)) if labels else []
         numbers = {name: number for number, name in enumerate(self.class_names)}
@@ -49,59 +67,83 @@ class FolderSource:
     def __str__(self) -> str:
         return f"images in {self.path}"
 
+    @override
     def name(self, sample: int) -> str:
         return str(self.path / self._names[sample])
 
+    @override
     def read(self, sample: int) -> list[np.ndarray]:
         name, size = os.path.join(self.path, self._names[sample]), self._sizes[sample]
-        # One byte more: what has grown since it was listed is another source.
+        # One byte more is asked for: a file that has grown since it was listed is another source.
         content = read_file(name, 0, size + 1)
         if len(content) != size:
             raise OSError(f"{name} has changed: it had {size} bytes when it was listed")
         contents = np.array(content, object)
         return [contents, self._classes[sample]] if self._labels else [contents]
 
+    @override
     def decode(self, *stored: Any) -> Any:
         return stored if self._labels else stored[0]
 
 
 def from_folder(
-    path: str | os.PathLike[str], extensions: Sequence[str] | None = IMAGES, labels: bool = True
+    path: str | os.PathLike[str],
+    extensions: Sequence[str] | None = IMAGE_EXTENSIONS,
+    labels: bool = True,
 ) -> FolderSource:
-    """Files in a folder: `preprocess` receives the contents, a scalar string, and the label, a scalar int64.
+    """Makes a source of the files in a folder.
+
+    `preprocess` receives the contents of a file, a scalar string, and the label, a scalar int64.
 
     Args:
-      path: With a folder for each class; the label is the class's number in alphabetical order, see `class_names`.
-      extensions: Endings of the files to take, whatever their case; all files if `None`.
-      labels: Without labels `preprocess` receives the contents only, and files may lie anywhere below.
+      path: Folder with a folder for each class. The label is the index of the class in alphabetical
+        order, see `class_names` of the result.
+      extensions: Endings of the files to take, in upper or lower case; `None` takes all files.
+      labels: Whether samples have labels. Without them `preprocess` receives the contents only, and
+        files may lie anywhere below the folder.
 
     Raises:
-      SourceError: If there is no such folder, or no file in it, or files outside the folders of classes.
-      ValueError: If `extensions` is a text: each of its letters would be an ending.
+      SourceError: If there is no such folder, or no file in it, or with labels a file outside the
+        folders of classes.
+      ValueError: If `extensions` is a string, each of whose letters would be an ending.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     for name in ("cat", "dog"):
+      ...         Path(folder, name).mkdir()
+      ...         _ = Path(folder, name, "1.png").write_bytes(name.encode())
+      ...     source = from_folder(folder)
+      ...     contents, label = source.read(1)
+      >>> contents.item(), source.class_names[label]
+      (b'dog', 'dog')
     """
     folder = Path(path)
     if isinstance(extensions, str):
         raise ValueError(
-            f"`extensions` must be several. Received: extensions={extensions!r}. Say [{extensions!r}]."
+            f"`extensions` must be several. Received: extensions={extensions!r}. Say "
+            f"[{extensions!r}]."
         )
     if not folder.is_dir():
         raise SourceError(
-            f"A source must exist. Received: {folder}, which is no folder. Check the path and the mount."
+            f"A source must exist. Received: {folder}, which is no folder. Check the path and the "
+            "mount."
         )
     return FolderSource(folder, extensions, labels)
 
 
-def _below(folder: Path) -> Path:
-    """The folder, unless a link leads back up: it would never end."""
+def _checked_subfolder(folder: Path) -> Path:
+    """Returns the folder; refuses a link that leads back up, which would never end."""
     if folder.is_symlink() and folder.resolve() in folder.parent.resolve().joinpath("x").parents:
         raise SourceError(
-            f"A folder must not be in itself. Received: {folder}, a link to {folder.resolve()}. Remove it."
+            f"A folder must not be in itself. Received: {folder}, a link to {folder.resolve()}. "
+            "Remove it."
         )
     return folder
 
 
 def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, int, int]]:
-    """Name, bytes and time of change of each."""
+    """Returns path, bytes and time of change (ns) of each file below a folder."""
     endings = tuple(ending.lower() for ending in extensions) if extensions is not None else ("",)
     found, folders = [], [path]
     while folders:
@@ -110,7 +152,7 @@ def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, int,
                 if entry.name.startswith("."):
                     continue
                 if entry.is_dir():
-                    folders.append(_below(Path(entry.path)))
+                    folders.append(_checked_subfolder(Path(entry.path)))
                 elif entry.name.lower().endswith(endings):
                     about = _state(entry)
                     found.append(

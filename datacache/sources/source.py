@@ -1,4 +1,4 @@
-"""What every source of samples has."""
+"""Interface of the sources of samples."""
 
 from __future__ import annotations
 
@@ -15,60 +15,82 @@ class SourceError(RuntimeError):
 
 
 class Source(Protocol):
-    """Samples as they are stored, by number.
+    """Samples as they are stored, by index.
+
+    A source also has `read` (`RandomSource`) or `stream` (`StreamSource`).
 
     Attributes:
-      identity: What the samples depend on, for JSON: another identity is another cache.
-      signature: `tf.TypeSpec`s of a stored sample's components.
+      identity: All that the samples depend on, as JSON can hold it: another identity is another
+        cache.
+      signature: `tf.TypeSpec` of each component of a stored sample.
     """
 
     identity: Any
     signature: Sequence[Any]
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """Number of samples."""
         ...
 
     def name(self, sample: int) -> str:
-        """What a user would call it, for messages."""
+        """Returns what a user would call a sample, for messages.
+
+        Args:
+          sample: Index of the sample.
+        """
         ...
 
     def decode(self, *stored: Any) -> Any:
-        """What `preprocess` receives, from the components of a stored sample; TensorFlow ops only."""
+        """Returns what `preprocess` receives; made of TensorFlow ops only, as it is traced.
+
+        Args:
+          *stored: Components of a stored sample, tensors with the types of `signature`.
+        """
         ...
 
 
 @runtime_checkable
 class RandomSource(Source, Protocol):
-    """A source that reads any sample at once."""
+    """Source that can read any sample by its index."""
 
     def read(self, sample: int) -> list[np.ndarray]:
-        """The components of a stored sample.
+        """Returns the components of a stored sample; called by many threads at a time.
+
+        Args:
+          sample: Index of the sample.
 
         Raises:
-          OSError: If it cannot be read.
+          OSError: If it cannot be read; it is tried again a few times.
         """
         ...
 
 
 @runtime_checkable
 class StreamSource(Source, Protocol):
-    """A source that has samples one after the other only."""
+    """Source that has its samples one after the other only."""
 
     def stream(self) -> Iterator[list[np.ndarray]]:
-        """All stored samples from the first on."""
+        """Yields the components of all stored samples, in order from the first one."""
         ...
 
 
 @runtime_checkable
 class IndexedSource(Source, Protocol):
-    """A source that looks for where its records begin, which may be kept beside a pool."""
+    """Source that searches its files for the begins of records, which can be kept beside a pool."""
 
     def keep_index(self, index: Any) -> None:
-        """Takes what is known from there, and puts there what it finds out: a `datacache.pool.index.Index`."""
+        """Uses what an index knows, and adds to it what the source finds out.
+
+        Args:
+          index: A `datacache.pool.index.Index` that the processes of a node share.
+        """
         ...
 
 
 def digest(content: Any) -> str:
-    """SHA-256 of what JSON can hold, in hexadecimal."""
+    """Returns the SHA-256 of anything that JSON can hold, in hexadecimal.
+
+    Args:
+      content: Content; the order of keys in dictionaries makes no difference.
+    """
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

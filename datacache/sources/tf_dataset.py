@@ -1,4 +1,4 @@
-"""Any `tf.data.Dataset`: read from its beginning once, then by number from the cache."""
+"""Any `tf.data.Dataset`, which is read from its beginning once."""
 
 from __future__ import annotations
 
@@ -7,13 +7,26 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from typing_extensions import override
 
 from datacache.pool.layout import as_array
-from datacache.sources.source import SourceError
+from datacache.sources.source import SourceError, StreamSource
 
 
-class DatasetSource:
-    """See `from_dataset`."""
+class DatasetSource(StreamSource):
+    """Elements of a dataset, see `from_dataset`.
+
+    Args:
+      dataset: The dataset, whose number of elements is known.
+      key: What the elements depend on.
+
+    Attributes:
+      identity: As in `Source`.
+      signature: As in `Source`.
+
+    Raises:
+      SourceError: If the number of elements is unknown, infinite or 0.
+    """
 
     def __init__(self, dataset: tf.data.Dataset, key: str) -> None:
         self._dataset, self._spec = dataset, dataset.element_spec
@@ -23,8 +36,8 @@ class DatasetSource:
                 self._samples, "unknown many"
             )
             raise SourceError(
-                f"A dataset must have a known number of samples. Received: one with {what}. Use take(n), or "
-                "apply(tf.data.experimental.assert_cardinality(n))."
+                f"A dataset must have a known number of samples. Received: one with {what}. Use "
+                "take(n), or apply(tf.data.experimental.assert_cardinality(n))."
             )
         self.signature = tf.nest.flatten(self._spec)
         self.identity = {
@@ -40,9 +53,11 @@ class DatasetSource:
     def __str__(self) -> str:
         return f"dataset {self.identity['key']!r}"
 
+    @override
     def name(self, sample: int) -> str:
         return f"element {sample} of the dataset"
 
+    @override
     def stream(self) -> Iterator[list[np.ndarray]]:
         count = 0
         for element in self._dataset.as_numpy_iterator():
@@ -50,23 +65,33 @@ class DatasetSource:
             count += 1
         if count != self._samples:
             raise SourceError(
-                f"A dataset must have as many samples as it says. Received: {count}, not {self._samples}."
+                "A dataset must have as many samples as it says. Received: "
+                f"{count}, not {self._samples}."
             )
 
+    @override
     def decode(self, *stored: Any) -> Any:
         return tf.nest.pack_sequence_as(self._spec, stored)
 
 
 def from_dataset(dataset: tf.data.Dataset, *, key: str) -> DatasetSource:
-    """The elements of a dataset, in place of `dataset.cache()`: not batched, not repeated, not shuffled.
+    """Makes a source of the elements of a dataset, in place of `dataset.cache()`.
 
-    One process of each node reads it from its beginning before the first batch. `preprocess` receives an element.
+    One process of each node reads the dataset from its beginning, before the first batch.
+    `preprocess` receives an element.
 
     Args:
-      dataset: The same elements in the same order each time.
-      key: What the elements depend on, in your words: data and its version. Another key is another cache.
+      dataset: Dataset that has the same elements in the same order each time: not batched, not
+        repeated, not shuffled.
+      key: What the elements depend on, in your words: the data and its version. Another key is
+        another cache.
 
     Raises:
-      SourceError: If the number of elements is unknown.
+      SourceError: If the number of elements is unknown, infinite or 0.
+
+    Example:
+      >>> source = from_dataset(tf.data.Dataset.range(3), key="range(3)")
+      >>> len(source), [int(element) for (element,) in source.stream()]
+      (3, [0, 1, 2])
     """
     return DatasetSource(dataset, key)

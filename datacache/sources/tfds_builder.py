@@ -1,4 +1,4 @@
-"""Splits that tensorflow-datasets has prepared, read by number straight from their files."""
+"""Splits that tensorflow-datasets has prepared, read by index straight from their files."""
 
 from __future__ import annotations
 
@@ -12,27 +12,44 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from typing_extensions import override
 
 from datacache.native import read_file
 from datacache.pool.index import Index
-from datacache.sources.source import SourceError, digest
+from datacache.sources.source import IndexedSource, RandomSource, SourceError, digest
 
-LENGTH, CHECKED_LENGTH, CHECKSUM = 8, 12, 4
-"""Bytes of a TFRecord's length, of that with its checksum, and of the checksum behind the content."""
+LENGTH_BYTES, HEADER_BYTES, CHECKSUM_BYTES = 8, 12, 4
+"""Bytes of a TFRecord: of its length, of the length with its checksum, and of the checksum behind
+the content."""
 
 
-class TfdsSource:
-    """See `from_tfds`."""
+class TfdsSource(RandomSource, IndexedSource):
+    """Records of a split, see `from_tfds`.
+
+    Args:
+      builder: Builder of tensorflow-datasets, whose files are prepared.
+      split: Split of the builder, with slices.
+      decoders: As in `tfds.load`.
+
+    Attributes:
+      identity: As in `Source`.
+      signature: As in `Source`.
+
+    Raises:
+      SourceError: If there is no such split, it has no records, or its files are missing or of a
+        format that cannot be read by index.
+    """
 
     def __init__(self, builder: Any, split: Any, decoders: Any) -> None:
-        self._features, self._decoders = _partly(builder.info.features, decoders)
-        parts, read = _parts(builder, split), _shard_type(builder)
+        self._features, self._decoders = _select_features(builder.info.features, decoders)
+        parts, read = _file_instructions(builder, split), _shard_type(builder)
         self._shards = [(read(part.filename, part.skip, part.take), part.skip) for part in parts]
         self._names = [os.path.basename(part.filename) for part in parts]
         self._ends = np.cumsum([part.take for part in parts])
-        # What decoders do is in the graph, and their names in Python are another in each process.
+        # Decoders are left out: what they do is in the traced graph, and their names in Python
+        # differ between processes.
         files = [
-            (os.path.basename(part.filename), part.skip, part.take, *_state(part.filename))
+            (os.path.basename(part.filename), part.skip, part.take, *_size_and_time(part.filename))
             for part in parts
         ]
         self.identity = {"kind": "tfds", "name": builder.info.full_name, "files": digest(files)}
@@ -44,47 +61,56 @@ class TfdsSource:
     def __str__(self) -> str:
         return f"{self.identity['name']} of tensorflow-datasets"
 
+    @override
     def name(self, sample: int) -> str:
-        shard, record = self._place(sample)
+        shard, record = self._locate(sample)
         return f"record {record} of {self._names[shard]}"
 
+    @override
     def read(self, sample: int) -> list[np.ndarray]:
-        shard, record = self._place(sample)
+        shard, record = self._locate(sample)
         return [np.array(self._shards[shard][0].read(record), object)]
 
+    @override
     def keep_index(self, index: Index) -> None:
-        """See `IndexedSource`."""
-        for number, ((shard, _), end) in enumerate(
-            zip(self._shards, self._ends.tolist(), strict=True)
-        ):
+        shards = zip(self._shards, self._ends.tolist(), strict=True)
+        for number, ((shard, _), end) in enumerate(shards):
             shard.keep_index(index, number, end)
 
+    @override
     def decode(self, *stored: Any) -> Any:
         return self._features.deserialize_example(stored[0], decoders=self._decoders)
 
-    def _place(self, sample: int) -> tuple[int, int]:
+    def _locate(self, sample: int) -> tuple[int, int]:
         shard = int(np.searchsorted(self._ends, sample, side="right"))
         before = int(self._ends[shard - 1]) if shard else 0
         return shard, sample - before + self._shards[shard][1]
 
 
 def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: Any) -> TfdsSource:
-    """A split of a tensorflow-datasets builder: `preprocess` receives the dictionary of its features.
+    """Makes a source of a split of a tensorflow-datasets builder.
 
-    Records are read by number from the files that `download_and_prepare` left (TFRecord or ArrayRecord); where
-    TFRecords begin is found once per shard and node, and kept beside the pool. Checksums of ArrayRecords are looked
-    at, those within TFRecords are not.
+    `preprocess` receives the dictionary of the builder's features. Records are read by index from
+    the files that `download_and_prepare` left (TFRecord or ArrayRecord). Where the records of a
+    TFRecord file begin is searched once per file and node, and kept beside the pool. Checksums of
+    ArrayRecords are verified, those within TFRecords are not.
 
     Args:
-      builder: Its name, or the builder itself.
-      split: With slices, as in `tfds.load`: "train", "train[:80%]".
+      builder: Name of a builder, or the builder itself.
+      split: Split, with slices as in `tfds.load`: "train", "train[:80%]".
       decoders: As in `tfds.load`; `tfds.decode.SkipDecoding()` leaves images to `preprocess`.
-      arguments: For `tfds.builder`, with a name: `data_dir`, `config`.
+      **arguments: Arguments of `tfds.builder` for a name, such as `data_dir` and `config`.
 
     Raises:
       ImportError: If tensorflow-datasets is missing.
-      SourceError: If the split is not prepared, or in files that cannot be read by number, or has no samples.
-      ValueError: If there are arguments for a builder that is there already.
+      SourceError: If the split does not exist, is not prepared, has no samples, or lies in files
+        that cannot be read by index.
+      ValueError: If there are arguments for a builder that is given itself.
+
+    Example::
+
+        source = datacache.from_tfds("mnist", "train[:80%]", data_dir="/data/tfds")
+        cache = datacache.Cache(source, lambda features: (features["image"], features["label"]))
     """
     if isinstance(builder, str):
         try:
@@ -96,19 +122,20 @@ def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: An
         builder = tfds.builder(builder, **arguments)
     elif arguments:
         raise ValueError(
-            f"A builder's arguments go with its name. Received: {', '.join(arguments)} for {builder.info.full_name}, "
-            "which is a builder. Give them to it."
+            f"A builder's arguments go with its name. Received: {', '.join(arguments)} for "
+            f"{builder.info.full_name}, which is a builder. Give them to it."
         )
     if not builder.is_prepared():
         raise SourceError(
-            f"A split must be prepared before it is cached. Received: {builder.info.full_name}, not prepared in "
-            f"{builder.data_path}. Call builder.download_and_prepare() once, or pass `data_dir`."
+            "A split must be prepared before it is cached. Received: "
+            f"{builder.info.full_name}, not prepared in {builder.data_path}. Call "
+            "builder.download_and_prepare() once, or pass `data_dir`."
         )
     return TfdsSource(builder, split, decoders)
 
 
-def _partly(features: Any, decoders: Any) -> tuple[Any, Any]:
-    """Features and decoders of what `tfds.decode.PartialDecoding` leaves."""
+def _select_features(features: Any, decoders: Any) -> tuple[Any, Any]:
+    """Returns the features and decoders that `tfds.decode.PartialDecoding` leaves, if it is one."""
     import tensorflow_datasets as tfds
 
     if isinstance(decoders, tfds.decode.PartialDecoding):
@@ -116,20 +143,20 @@ def _partly(features: Any, decoders: Any) -> tuple[Any, Any]:
     return features, decoders
 
 
-def _parts(builder: Any, split: Any) -> Sequence[Any]:
-    """The files of a split, and which records of each."""
+def _file_instructions(builder: Any, split: Any) -> Sequence[Any]:
+    """Returns the files of a split, and which records of each belong to it."""
     splits = builder.info.splits
     try:
         parts = splits[split].file_instructions
     except (AssertionError, KeyError, ValueError) as error:
         raise SourceError(
-            f"A split must be one of {', '.join(splits)}, or a slice as 'train[:80%]'. Received: split={split!r} for "
-            f"{builder.info.full_name}."
+            f"A split must be one of {', '.join(splits)}, or a slice as 'train[:80%]'. Received: "
+            f"split={split!r} for {builder.info.full_name}."
         ) from error
     if not parts:
         raise SourceError(
-            f"A source must have samples. Received: none for split={split!r} of {builder.info.full_name}. Take a "
-            "larger slice."
+            f"A source must have samples. Received: none for split={split!r} of "
+            f"{builder.info.full_name}. Take a larger slice."
         )
     return parts
 
@@ -138,14 +165,14 @@ def _shard_type(builder: Any) -> Any:
     form = builder.info.file_format.value
     if form not in _SHARDS:
         raise SourceError(
-            f"Splits must be in {' or '.join(_SHARDS)} files. Received: {form} for {builder.info.full_name}. Prepare "
-            "it with one of those as `file_format`."
+            f"Splits must be in {' or '.join(_SHARDS)} files. Received: {form} for "
+            f"{builder.info.full_name}. Prepare it with one of those as `file_format`."
         )
     return _SHARDS[form]
 
 
-def _state(path: str) -> tuple[int, int]:
-    """Bytes and time of change."""
+def _size_and_time(path: str) -> tuple[int, int]:
+    """Returns bytes and time of change (ns) of a file."""
     try:
         about = os.stat(path)
     except OSError as error:
@@ -156,30 +183,33 @@ def _state(path: str) -> tuple[int, int]:
 
 
 class _TfRecords:
-    """Records of a TFRecord file by number: so many from `skip` on."""
+    """Records of a TFRecord file by index: `take` of them, after the first `skip`."""
 
     def __init__(self, path: str, skip: int, take: int) -> None:
         self._path, self._skip = path, skip
         self._lock, self._size = threading.Lock(), 0
-        # Of nobody else, until there is a pool beside which they are kept.
+        # Offset of the content and length of each record, zeros where unknown. Of this process
+        # alone, until there is a pool beside which they are kept.
         self._entries = np.zeros((take, 2), np.int64)
-        self._alone: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self._lock_index: Callable[[], contextlib.AbstractContextManager[None]] = (
+            contextlib.nullcontext
+        )
 
     def keep_index(self, index: Index, number: int, end: int) -> None:
         known, self._entries = self._entries, index.entries[end - len(self._entries) : end]
-        self._alone = functools.partial(index.alone, number)
+        self._lock_index = functools.partial(index.locked_part, number)
         if known.any() and not self._entries.any():
             self._note(known)
 
     def read(self, record: int) -> bytes:
         content = self._content(record)
         if content is None:
-            with self._lock, self._alone():
-                # Somebody else may have looked by now; what a file did not have may be there when it is tried again.
+            with self._lock, self._lock_index():
+                # Somebody else may have searched by now, or the file may have grown since.
                 self._size = os.path.getsize(self._path)
                 content = self._content(record)
                 if content is None:
-                    self._note(_entries(self._path, self._skip, len(self._entries)))
+                    self._note(_find_records(self._path, self._skip, len(self._entries)))
                     content = self._content(record)
         if content is None:
             raise OSError(f"{self._path} ends before record {record}")
@@ -188,21 +218,23 @@ class _TfRecords:
         return content
 
     def _content(self, record: int) -> bytes | None:
-        """`None` if it is not known where it is, or something else is there."""
+        """Returns a record; `None` if its begin is unknown, or something else is there."""
         offset, length = self._entries[record - self._skip].tolist()
-        if not CHECKED_LENGTH <= offset <= offset + length <= self._size:
+        if not HEADER_BYTES <= offset <= offset + length <= self._size:
             return None
-        content = read_file(self._path, offset - CHECKED_LENGTH, CHECKED_LENGTH + length)
-        return content[CHECKED_LENGTH:] if content[:LENGTH] == struct.pack("<Q", length) else None
+        content = read_file(self._path, offset - HEADER_BYTES, HEADER_BYTES + length)
+        return (
+            content[HEADER_BYTES:] if content[:LENGTH_BYTES] == struct.pack("<Q", length) else None
+        )
 
     def _note(self, entries: np.ndarray) -> None:
-        # An entry counts once it has an offset.
+        # An entry counts once it has an offset, and other processes read while this one writes.
         self._entries[:, 1] = entries[:, 1]
         self._entries[:, 0] = entries[:, 0]
 
 
 class _ArrayRecords:
-    """A file of ArrayRecords by number."""
+    """Records of an ArrayRecord file by index."""
 
     def __init__(self, path: str, skip: int, take: int) -> None:
         del skip, take
@@ -210,12 +242,13 @@ class _ArrayRecords:
         self._reader: Any = None
 
     def keep_index(self, index: Index, number: int, end: int) -> None:
-        """Nothing to keep: these files have an index of their own."""
+        """Keeps nothing, as these files have an index of their own."""
 
     def read(self, record: int) -> bytes:
         try:
             reader = self._opened()
-            # A file that is missing or cut at a block has none, which is no error to the reader.
+            # A file that is missing or cut at a block has no records, which is no error to the
+            # reader.
             if record >= reader.num_records():
                 raise IndexError(f"it has {reader.num_records()} records")
             return reader.read([record])[0]
@@ -236,17 +269,20 @@ class _ArrayRecords:
 _SHARDS: dict[str, Any] = {"tfrecord": _TfRecords, "array_record": _ArrayRecords}
 
 
-def _entries(path: str, skip: int, take: int) -> np.ndarray:
-    """Where the content of each record begins, and its bytes: `[take, 2]` int64, zeros where the file ends before."""
+def _find_records(path: str, skip: int, take: int) -> np.ndarray:
+    """Returns offset and length of the content of records, `[take, 2]` int64, in bytes.
+
+    Rows are zeros where the file ends before. Only the headers of records are read.
+    """
     size, offset = os.path.getsize(path), 0
     entries = np.zeros((take, 2), np.int64)
     with open(path, "rb") as stream:
         for record in range(skip + take):
-            if offset + CHECKED_LENGTH > size:
+            if offset + HEADER_BYTES > size:
                 break
             stream.seek(offset)
-            (length,) = struct.unpack("<Q", stream.read(LENGTH))
+            (length,) = struct.unpack("<Q", stream.read(LENGTH_BYTES))
             if record >= skip:
-                entries[record - skip] = offset + CHECKED_LENGTH, length
-            offset += CHECKED_LENGTH + length + CHECKSUM
+                entries[record - skip] = offset + HEADER_BYTES, length
+            offset += HEADER_BYTES + length + CHECKSUM_BYTES
     return entries

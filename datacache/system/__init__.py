@@ -1,1 +1,1 @@
-"""What is asked of the operating system: private folders, locks, memory and room on disks."""
+"""Services of the operating system: private folders, locks, memory and room on disks."""

@@ -1,7 +1,9 @@
-"""Folders that nobody else gets at: whose they are is asked of what is open, and not of a name.
+"""Folders that others cannot read or write.
 
-In `/dev/shm` everybody may make anything under any name. So folders and files are opened without following links, files
-relative to the descriptor of their folder, and each time owner and mode are looked at.
+In `/dev/shm` everybody may make anything under any name, and exchange it between a check and its
+use. So owner and mode are read from what is open and never from a name: folders and files are
+opened without following links, files relative to the descriptor of their folder, and each is
+checked.
 """
 
 from __future__ import annotations
@@ -22,28 +24,35 @@ from typing import Self
 
 from datacache.errors import CacheError
 
-log = logging.getLogger("tfposeidon")
+log = logging.getLogger("datacache")
 OWN_FOLDER, OWN_FILE = 0o700, 0o600
 GROUP_FOLDER, GROUP_FILE = 0o2770, 0o660
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 WITHOUT_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
 AT_WORKING_DIRECTORY, NO_REPLACE = -100, 1
-"""Of renameat2(2)."""
+"""Arguments of renameat2(2), for which Python has no names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Who may get at a pool, to read and to write.
+    """Users who may read and write a pool.
 
     Attributes:
-      group: Number of the group whose members may; `None` for one user alone.
+      group: Number of the group whose members may; `None` for the user alone.
+
+    Example:
+      >>> Access.of(None).users == f"user {os.geteuid()}"
+      True
     """
 
     group: int | None = None
 
     @classmethod
     def of(cls, group: str | int | None) -> Access:
-        """Returns the access for a group, found by its name or number.
+        """Returns the access for a group.
+
+        Args:
+          group: Its name or number; `None` for this user alone.
 
         Raises:
           ValueError: If there is no such group, or this user is not in it.
@@ -63,13 +72,17 @@ class Access:
         return cls(group=found.gr_gid)
 
     @classmethod
-    def found(cls, status: os.stat_result) -> Access:
-        """Returns the access that a folder has been given, read from its status."""
+    def of_folder(cls, status: os.stat_result) -> Access:
+        """Returns the access that a folder has been given.
+
+        Args:
+          status: Status of the folder.
+        """
         return cls(group=status.st_gid if stat.S_IMODE(status.st_mode) == GROUP_FOLDER else None)
 
     @property
     def folder_mode(self) -> int:
-        """Permissions of folders; what is made in those of a group belongs to the group."""
+        """Permissions of folders; the set-group-ID bit makes new files in it the group's."""
         return OWN_FOLDER if self.group is None else GROUP_FOLDER
 
     @property
@@ -79,20 +92,29 @@ class Access:
 
     @property
     def users(self) -> str:
-        """The same in words."""
+        """The users in words, for messages."""
         return f"user {os.geteuid()}" if self.group is None else f"members of group {self.group}"
 
     def includes(self, user: int) -> bool:
-        """Returns whether files made by this user id are trusted."""
+        """Returns whether files made by a user are trusted.
+
+        Args:
+          user: The user's id.
+        """
         if user == os.geteuid():
             return True
         if self.group is None:
             return False
-        # Root's is trusted with anything.
+        # Root could write there anyway.
         return user == 0 or self.group in _groups(user)
 
     def give(self, handle: int, mode: int) -> None:
-        """Makes permissions of what was just made exact, whatever the umask."""
+        """Sets group and permissions of what was just made, whatever the umask is.
+
+        Args:
+          handle: Descriptor of the folder or file.
+          mode: Its permissions.
+        """
         if self.group is not None:
             os.fchown(handle, -1, self.group)
         os.fchmod(handle, mode)
@@ -113,45 +135,68 @@ class Directory:
     """An open folder, and the files in it.
 
     Args:
-      path: Path of the folder. Links above it are followed, as users set them up; it must not be a link itself.
-      access: Who may get at it; by default that of the folder as it is found. If it is given, what is this user's, and
-        what others could read but not write, is closed to them.
-      closed: Whether it must be closed to all others; what is to be removed need not.
+      path: Path of the folder. It must not be a link itself; links above it are followed, because
+        users set them up.
+      access: Who may read and write it; by default as the folder is found. If it is given, what
+        belongs to this user and others could read, but not write, is closed to them.
+      closed: Whether it must be closed to all others. What is to be removed need not be.
+
+    Attributes:
+      path: Path of the folder.
+      access: Who may read and write it.
+      descriptor: Descriptor of the folder.
 
     Raises:
-      FileNotFoundError: If there is none.
-      CacheError: If it is a link, or somebody else's, or others get at it.
+      FileNotFoundError: If there is no such folder.
+      CacheError: If it is a link, belongs to another user, or is open to others.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as root:
+      ...     with Directory.create(Path(root) / "pool", PRIVATE) as directory:
+      ...         os.close(directory.open("words", make=True))
+      ...         directory.names(), oct(directory.stat("words").st_mode & 0o777)
+      ({'words'}, '0o600')
     """
 
     def __init__(self, path: Path, access: Access | None = None, *, closed: bool = True) -> None:
         self.path, self._closed, self._mends = path, closed, access is not None
         self.descriptor = _open(path, path, os.O_RDONLY | os.O_DIRECTORY)
-        self.access = access or Access.found(os.fstat(self.descriptor))
+        self.access = access or Access.of_folder(os.fstat(self.descriptor))
         self._check(self.descriptor, path, stat.S_IFDIR, self.access.folder_mode)
 
     @classmethod
-    def made(cls, path: Path, access: Access) -> Self:
-        """The folder, which is made if there is none.
+    def create(cls, path: Path, access: Access) -> Self:
+        """Opens a folder, which is made if there is none, with all folders above it.
+
+        Args:
+          path: Path of the folder.
+          access: Who may read and write it.
 
         Raises:
-          CacheError: If that is not possible, too.
+          CacheError: If it cannot be made or opened.
         """
         while True:
             try:
                 _make(path, access)
                 return cls(path, access)
             except FileNotFoundError:
-                # Somebody may have removed it in the meantime.
+                # Somebody may have removed it in between.
                 continue
             except OSError as error:
                 raise _unwritable(path, error) from error
 
     def open(self, name: str, flags: int = os.O_RDWR, *, make: bool = False) -> int:
-        """Descriptor of a file in the folder.
+        """Opens a file in the folder, and returns its descriptor.
+
+        Args:
+          name: Name of the file.
+          flags: Flags of open(2).
+          make: Whether to make the file if it does not exist.
 
         Raises:
-          FileNotFoundError: If there is none and none is to be made.
-          CacheError: If it is a link, or somebody else's, or others get at it.
+          FileNotFoundError: If there is no such file, and none is to be made.
+          CacheError: If it is a link, belongs to another user, or is open to others.
         """
         path = self.path / name
         try:
@@ -165,26 +210,40 @@ class Directory:
         return handle
 
     def names(self) -> set[str]:
-        """Names of all files in the folder."""
+        """Returns the names of all files in the folder."""
         return set(os.listdir(self.descriptor))
 
     def remove(self, name: str) -> None:
-        """Removes a file, if it is there."""
+        """Removes a file, if it is there.
+
+        Args:
+          name: Name of the file.
+        """
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
 
     def rename(self, name: str, new: str) -> None:
-        """Gives a file another name, for good: also if the machine loses its power now."""
+        """Gives a file another name, durably.
+
+        Args:
+          name: Name of the file, whose content has been synced.
+          new: Its new name; a file of that name is replaced.
+        """
         os.replace(name, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+        # The name is content of the folder, which a loss of power would undo otherwise.
         os.fsync(self.descriptor)
 
     def stat(self, name: str) -> os.stat_result:
-        """Status of a file in the folder; links are not followed."""
+        """Returns the status of a file in the folder; links are not followed.
+
+        Args:
+          name: Name of the file.
+        """
         return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
 
     @property
-    def has_gone(self) -> bool:
-        """Whether its path leads elsewhere by now, or nowhere."""
+    def is_gone(self) -> bool:
+        """Tells whether the folder's path leads elsewhere by now, or nowhere."""
         try:
             return not os.path.samestat(
                 os.stat(self.path, follow_symlinks=False), os.fstat(self.descriptor)
@@ -193,7 +252,7 @@ class Directory:
             return True
 
     def close(self) -> None:
-        """Ends it; files stay open."""
+        """Closes the folder; files that were opened in it stay open."""
         os.close(self.descriptor)
 
     def __enter__(self) -> Self:
@@ -216,19 +275,20 @@ class Directory:
 
 
 def _make(path: Path, access: Access) -> None:
+    """Makes a folder, and those above it, unless there is one."""
     if not path.parent.exists():
-        Directory.made(path.parent, access).close()
+        Directory.create(path.parent, access).close()
     try:
         if access.group is None or not _make_beside(path, access):
-            _make_given(path, access)
+            _make_accessible(path, access)
     except FileExistsError:
         return
     except FileNotFoundError as error:
-        # As in folders of the kernel's.
+        # The kernel's own file systems, such as /proc, answer so.
         raise _unwritable(path, error) from error
 
 
-def _make_given(path: Path, access: Access) -> None:
+def _make_accessible(path: Path, access: Access) -> None:
     path.mkdir(mode=OWN_FOLDER)
     handle = _open(path, path, os.O_RDONLY | os.O_DIRECTORY)
     access.give(handle, access.folder_mode)
@@ -236,15 +296,20 @@ def _make_given(path: Path, access: Access) -> None:
 
 
 def _make_beside(path: Path, access: Access) -> bool:
-    """Makes the folder of a group, which is the group's as soon as there is one; `False` where that cannot be done.
+    """Makes the folder of a group under another name, and renames it once it is the group's.
+
+    Members of the group that open it at the same time would else find it closed to them.
+
+    Returns:
+      `False` where the file system cannot rename without replacing.
 
     Raises:
-      FileExistsError: If there is one already.
+      FileExistsError: If there is a folder already.
     """
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    _make_given(beside, access)
+    _make_accessible(beside, access)
     try:
         if _rename_new(beside, path):
             return True
@@ -256,10 +321,13 @@ def _make_beside(path: Path, access: Access) -> bool:
 
 
 def _rename_new(old: Path, new: Path) -> bool:
-    """Gives a folder a name that none has, which `os.rename` takes from an empty one; `False` if that is not possible.
+    """Renames a folder; unlike `os.rename` it does not replace an empty one of the new name.
+
+    Returns:
+      `False` if the file system or the C library cannot do that.
 
     Raises:
-      OSError: If the name is taken, for one.
+      OSError: If there is something of the new name, or it fails otherwise.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
@@ -268,7 +336,7 @@ def _rename_new(old: Path, new: Path) -> bool:
     if rename(AT_WORKING_DIRECTORY, names[0], AT_WORKING_DIRECTORY, names[1], NO_REPLACE) == 0:
         return True
     number = ctypes.get_errno()
-    # Some file systems, such as NFS, have no such way.
+    # Some file systems, such as NFS, do not support the flag.
     if number in (errno.EINVAL, errno.ENOSYS):
         return False
     raise OSError(number, os.strerror(number), str(new))
@@ -282,8 +350,8 @@ def _open(
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
             raise CacheError(
-                f"A cache must not lie behind links. Received: {path}, a link to {os.readlink(path)}. Look who made "
-                "it, and remove it or name another folder."
+                f"A cache must not lie behind links. Received: {path}, a link to "
+                f"{os.readlink(path)}. Look who made it, and remove it or name another folder."
             ) from error
         if error.errno in (errno.EACCES, errno.EROFS):
             raise _unwritable(path, error) from error
@@ -292,25 +360,29 @@ def _open(
 
 def _unwritable(path: Path, error: OSError) -> CacheError:
     return CacheError(
-        f"A cache must have a folder that it can write to. Received: {path} ({error.strerror}). Name another, or pass "
-        "`group` to share one."
+        f"A cache must have a folder that it can write to. Received: {path} ({error.strerror}). "
+        "Name another, or pass `group` to share one."
     )
 
 
 def _refuse_others(path: Path, status: os.stat_result, access: Access, kind: int) -> None:
     if stat.S_IFMT(status.st_mode) != kind:
         raise CacheError(
-            f"A cache must consist of folders and files. Received: {path}, which is something else. Remove it."
+            f"A cache must consist of folders and files. Received: {path}, which is something "
+            "else. Remove it."
         )
     if not access.includes(status.st_uid):
         raise CacheError(
-            f"A cache must be made by who uses it. Received: {path}, made by user {status.st_uid}, for {access.users}. "
-            "Look who made it, and remove it or name another folder."
+            f"A cache must be made by who uses it. Received: {path}, made by user {status.st_uid}, "
+            f"for {access.users}. Look who made it, and remove it or name another folder."
         )
 
 
 def _tighten(handle: int, path: Path, status: os.stat_result, access: Access, mode: int) -> bool:
-    """Closes what is this user's to those who could only read it: nobody else can have written there."""
+    """Closes what belongs to this user to those who could only read it; returns whether it did.
+
+    What others could write is refused and not closed: they may have written there already.
+    """
     found = stat.S_IMODE(status.st_mode)
     surplus = found & ~mode
     mine = status.st_uid == os.geteuid() and access.group in (None, status.st_gid)
@@ -338,7 +410,8 @@ def _refuse_open(
                 f"chgrp -R {access.group} {name} && chmod -R g+rwX,o-rwx {name} && chmod g+s {name}"
             )
         raise CacheError(
-            f"A cache must be open to {access.users} only. Received: {path} with mode {found:o} and group "
-            f"{status.st_gid}, not mode {mode:o}. If nobody else has written there, correct it: {mend}; "
-            f"otherwise remove it: python -m datacache rm --all {name}. To share with a group, pass `group`."
+            f"A cache must be open to {access.users} only. Received: {path} with mode {found:o} "
+            f"and group {status.st_gid}, not mode {mode:o}. If nobody else has written there, "
+            f"correct it: {mend}; otherwise remove it: python -m datacache rm --all {name}. To "
+            "share with a group, pass `group`."
         )

@@ -1,7 +1,8 @@
-"""Files whose locks a fork does not pass on: what a process has claimed ends with it, whoever it has forked.
+"""Files whose locks a fork does not pass on: claims end with the process that made them.
 
-A lock of `flock`, or of an open file description, is held until nobody has the description open any more. A forked
-child has it, too, and would keep what its parent held when it was killed. So a child closes such files at once.
+A lock of `flock`, or of an open file description, is held until nobody has the description open
+any more. A forked child has it open, too, and would hold its parent's locks after the parent was
+killed. So a child closes such files at once.
 """
 
 from __future__ import annotations
@@ -12,22 +13,23 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
-# No fork between opening a file and noting it. Reentrant, for a handler of signals may fork in between.
+# Held while a fork happens, so that no file is open but not yet noted. Reentrant, as a signal
+# handler may fork while this thread is opening a file.
 _guard = threading.RLock()
 _opened: dict[object, int] = {}
 
 
 @contextlib.contextmanager
-def unshared(open_file: Callable[[], int]) -> Iterator[int]:
-    """A descriptor for locks.
+def closed_on_fork(open_file: Callable[[], int]) -> Iterator[int]:
+    """Opens a file for locks, and closes it at the end of the context and in forked children.
 
     Args:
       open_file: Opens the file, and returns its descriptor.
 
     Yields:
-      The descriptor, which is closed at the end, and in each child that is forked before.
+      The descriptor.
     """
-    _watch()
+    _register()
     token = object()
     with _guard:
         handle = _opened[token] = open_file()
@@ -35,13 +37,15 @@ def unshared(open_file: Callable[[], int]) -> Iterator[int]:
         yield handle
     finally:
         with _guard:
-            # In a child that was forked within it, the number may be another file's by now.
+            # A child that was forked within the context comes here, too. It has closed the file,
+            # and the number may be that of another file by now.
             if _opened.pop(token, None) is not None:
                 os.close(handle)
 
 
 @functools.cache
-def _watch() -> None:
+def _register() -> None:
+    """Registers the handlers at the first use: nothing happens at import."""
     os.register_at_fork(
         before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_close_all
     )

@@ -1,6 +1,7 @@
-"""Memory that there is, for this process: the machine's, and that of the containers around it.
+"""Memory that this process can take: the machine's, and that of the containers around it.
 
-Source: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst, proc_pid_mountinfo(5).
+Source: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst,
+proc_pid_mountinfo(5).
 """
 
 from __future__ import annotations
@@ -11,31 +12,39 @@ from os import major, minor
 from pathlib import Path
 
 PROC = Path("/proc")
-SPARE = 20
+SPARE_SHARE = 20
 """One of so many bytes stays free: what others take in between must not end anybody."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Version:
-    """The names that a version of cgroups has for things."""
+    """The names that a version of cgroups has for things.
+
+    Attributes:
+      file_system: Type of its mounts.
+      limit: File with the limit in bytes.
+      used: File with the bytes in use.
+      reclaimable: Keys in `memory.stat` of what the kernel gives back under pressure. Those of
+        version 1 begin with "total", which counts the cgroups below, too, as `used` does.
+    """
 
     file_system: str
     limit: str
     used: str
-    given_back: tuple[str, str]
+    reclaimable: tuple[str, str]
 
 
 V1 = _Version(
     file_system="cgroup",
     limit="memory.limit_in_bytes",
     used="memory.usage_in_bytes",
-    given_back=("total_active_file", "total_inactive_file"),
+    reclaimable=("total_active_file", "total_inactive_file"),
 )
 V2 = _Version(
     file_system="cgroup2",
     limit="memory.max",
     used="memory.current",
-    given_back=("active_file", "inactive_file"),
+    reclaimable=("active_file", "inactive_file"),
 )
 
 
@@ -49,21 +58,26 @@ class _Mount:
 
 
 def available_memory(proc: Path = PROC) -> int:
-    """Bytes that can be taken before the kernel would end processes.
+    """Returns the bytes that can be taken before the kernel would end processes.
 
-    The least of what the machine has available and of what each container around this process leaves, whichever version
-    of cgroups limits it. What caches of files hold there counts as free, for it is given back.
+    That is the least of what the machine has available and of what each container around this
+    process leaves, whichever version of cgroups limits it, less a reserve. The page cache of files
+    counts as free, as the kernel gives it back.
 
     Args:
       proc: Where the kernel tells of processes.
     """
-    return max(
-        0, min(left - total // SPARE for total, left in (_machine(proc), *_containers(proc)))
-    )
+    limits = (_machine(proc), *_containers(proc))
+    return max(0, min(left - total // SPARE_SHARE for total, left in limits))
 
 
 def is_memory(device: int, proc: Path = PROC) -> bool:
-    """Whether files of this device lie in memory."""
+    """Returns whether files of a device lie in memory (tmpfs or ramfs).
+
+    Args:
+      device: Its number, as `st_dev` of a file.
+      proc: Where the kernel tells of processes.
+    """
     name = f"{major(device)}:{minor(device)}"
     return any(
         mount.device == name and mount.file_system in ("tmpfs", "ramfs") for mount in _mounts(proc)
@@ -71,12 +85,13 @@ def is_memory(device: int, proc: Path = PROC) -> bool:
 
 
 def _machine(proc: Path) -> tuple[int, int]:
-    found = _numbers(proc / "meminfo")
+    """Returns the machine's memory, and what of it is available, in bytes."""
+    found = _first_numbers(proc / "meminfo")
     return 1024 * found["MemTotal:"], 1024 * found["MemAvailable:"]
 
 
 def _containers(proc: Path) -> Iterator[tuple[int, int]]:
-    """Limit, and what is left of it, of each cgroup around this process."""
+    """Yields the limit, and what is left of it, of each cgroup around this process, in bytes."""
     for line in (proc / "self" / "cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         version = V2 if number == "0" else V1
@@ -86,20 +101,21 @@ def _containers(proc: Path) -> Iterator[tuple[int, int]]:
             if mount.file_system == version.file_system and (
                 version is V2 or "memory" in mount.options
             ):
-                yield from _around(mount, path, version)
+                yield from _enclosing_limits(mount, path, version)
 
 
-def _around(mount: _Mount, path: str, version: _Version) -> Iterator[tuple[int, int]]:
-    # In a container the mount begins at its cgroup, and the path may be that of the machine or of the container.
+def _enclosing_limits(mount: _Mount, path: str, version: _Version) -> Iterator[tuple[int, int]]:
+    """Yields limit and rest of a cgroup and of all above it: each of them limits the process."""
+    # In a container the mount begins at its cgroup, and the path may be that of the machine or of
+    # the container.
     inside = path.removeprefix(mount.root).strip("/") if ".." not in path else ""
     folder = mount.point / inside
     for cgroup in (folder, *folder.parents):
         limit = _limit(cgroup / version.limit)
         if limit is not None:
-            caches = _numbers(cgroup / "memory.stat")
-            used = int((cgroup / version.used).read_text()) - sum(
-                caches.get(name, 0) for name in version.given_back
-            )
+            stat = _first_numbers(cgroup / "memory.stat")
+            reclaimable = sum(stat.get(name, 0) for name in version.reclaimable)
+            used = int((cgroup / version.used).read_text()) - reclaimable
             yield limit, limit - used
         if cgroup == mount.point:
             return
@@ -109,13 +125,14 @@ def _limit(path: Path) -> int | None:
     try:
         text = path.read_text().strip()
     except FileNotFoundError:
-        # The root of all has none, nor do those without this controller.
+        # The root cgroup has no limit, nor have cgroups without this controller.
         return None
     return None if text == "max" else int(text)
 
 
 def _mounts(proc: Path) -> Iterator[_Mount]:
     for line in (proc / "self" / "mountinfo").read_text().splitlines():
+        # The number of fields before the dash varies.
         before, _, after = line.partition(" - ")
         _, _, device, root, point, *_ = before.split()
         file_system, *_, options = after.split()
@@ -128,7 +145,7 @@ def _mounts(proc: Path) -> Iterator[_Mount]:
         )
 
 
-def _numbers(path: Path) -> dict[str, int]:
-    """The first number of each line, by the word before it."""
+def _first_numbers(path: Path) -> dict[str, int]:
+    """Returns the first number of each line, by the word before it."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1}

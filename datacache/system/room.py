@@ -1,4 +1,4 @@
-"""Room for pools: how much there is on disks and in memory, and taking it."""
+"""Room for pools: how much disks and memory have, and reserving it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from pathlib import Path
 
 from datacache.system.memory import available_memory, is_memory
 
-STEP = 2**26
-"""Bytes of which room is taken at a time: more than a file system needs to be fast, less than others would miss."""
+STEP_BYTES = 2**26
+"""Bytes that are reserved at a time. Large enough for a file system to be fast; small enough that
+memory which others take meanwhile is noticed before it is too late."""
 
 
 def free_bytes(path: Path) -> int:
-    """Room in a folder that may not exist yet: that of its file system, and no more than of memory if it lies there."""
+    """Returns the free bytes of a file system, and at most those of memory if it lies there.
+
+    Args:
+      path: A folder, which may not exist yet.
+    """
     while not path.exists():
         path = path.parent
     free = shutil.disk_usage(path).free
@@ -22,28 +27,45 @@ def free_bytes(path: Path) -> int:
 
 
 def reserve(handle: int, offset: int, size: int) -> None:
-    """Takes the room: a file with holes would end the process that writes into one when the disk is full.
+    """Reserves room for a part of a file.
+
+    A file with holes would end the process (SIGBUS) that writes into one through a mapping when the
+    disk is full. And a file in memory that grows beyond what there is would have the kernel end
+    processes, so available memory is looked at before each step.
+
+    Args:
+      handle: Descriptor of the file.
+      offset: Where the part begins, in bytes.
+      size: Length of the part, in bytes.
 
     Raises:
-      OSError: If there is none, or taking it would end processes for want of memory.
+      OSError: If there is too little room; see `means_full`.
     """
     in_memory = is_memory(os.fstat(handle).st_dev)
     room = os.fstatvfs(handle)
-    # Where a file system cannot allocate, the C library would write until it is full.
-    if size > STEP and size > room.f_bavail * room.f_frsize:
+    # Where a file system cannot allocate, the C library writes zeros instead, until it is full.
+    if size > STEP_BYTES and size > room.f_bavail * room.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    for begin in range(offset, offset + size, STEP):
-        step = min(STEP, offset + size - begin)
-        if in_memory and not _is_taken(handle, begin, step) and step > available_memory():
+    for begin in range(offset, offset + size, STEP_BYTES):
+        step = min(STEP_BYTES, offset + size - begin)
+        if in_memory and not _is_allocated(handle, begin, step) and step > available_memory():
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         os.posix_fallocate(handle, begin, step)
 
 
-def says_full(error: OSError) -> bool:
-    """Whether there is no room, for a file or for its owner."""
+def means_full(error: OSError) -> bool:
+    """Returns whether an error says that there is no room, in the file system or for its owner.
+
+    Args:
+      error: The error.
+
+    Example:
+      >>> means_full(OSError(errno.ENOSPC, "")), means_full(OSError(errno.EACCES, ""))
+      (True, False)
+    """
     return error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 
 
-def _is_taken(handle: int, offset: int, size: int) -> bool:
-    """Whether a file in memory has all these pages."""
+def _is_allocated(handle: int, offset: int, size: int) -> bool:
+    """Returns whether a file in memory has all these pages."""
     return os.lseek(handle, offset, os.SEEK_HOLE) >= offset + size

@@ -1,4 +1,4 @@
-"""Who failed first: what a rank writes and reads, over a real store."""
+"""Reports of who failed first, over a real store."""
 
 import pytest
 import tensorflow as tf

@@ -1,4 +1,4 @@
-"""Pools and other users of the node: whatever they made beforehand, nothing of theirs is taken, nor ours given."""
+"""Pools and other users of the node: nothing of theirs is used, and nothing of ours is given."""
 
 import contextlib
 import grp
@@ -18,11 +18,12 @@ import pytest
 from datacache.errors import CacheError
 from datacache.pool import folder as folders
 from datacache.pool.folder import own_memory, remove
-from datacache.pool.index import ENTRY, Index
-from datacache.pool.inspection import look, pools
+from datacache.pool.index import ENTRY_BYTES, Index
+from datacache.pool.inspection import find_pools, inspect_pool
 from datacache.pool.layout import Layout
-from datacache.pool.part import Part
-from datacache.pool.pool import Plan, Pool, existing
+from datacache.pool.pool import Pool, open_existing
+from datacache.pool.shard import SampleShard
+from datacache.pool.spec import PoolSpec
 from datacache.system.access import PRIVATE, Access, Directory
 from tests.launch import ROOT
 
@@ -46,7 +47,9 @@ another_user = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be an
 def pool(path, access=PRIVATE):
     return Pool(
         path,
-        lambda: Plan(layout=LAYOUT, part=Part(samples=SAMPLES, slots=SAMPLES), heap_bytes=1000),
+        lambda: PoolSpec(
+            layout=LAYOUT, shard=SampleShard(samples=SAMPLES, slots=SAMPLES), heap_bytes=1000
+        ),
         access,
     )
 
@@ -56,7 +59,10 @@ def sample(number):
 
 
 def nobody(shared, script, group=NOBODY):
-    """Runs it as another user, who makes files that are open to all; returns the JSON that it prints, if any."""
+    """Runs a script as another user, who makes files that are open to all.
+
+    Returns the JSON that it prints, if any.
+    """
     whole = AS_NOBODY.format(user=NOBODY, group=group, shared=str(shared)) + script
     done = subprocess.run(
         [sys.executable, "-c", whole], cwd=ROOT, capture_output=True, text=True, timeout=300
@@ -83,9 +89,9 @@ def filled(path, access=PRIVATE):
 
 
 def check_all(found):
-    assert found.torn(np.arange(SAMPLES)).size == 0
+    assert found.find_corrupt(np.arange(SAMPLES)).size == 0
     for number in range(SAMPLES):
-        for array, expected in zip(found.sample(number), sample(number), strict=True):
+        for array, expected in zip(found.read_sample(number), sample(number), strict=True):
             np.testing.assert_array_equal(array, expected)
 
 
@@ -109,13 +115,16 @@ def test_others_neither_read_nor_lock(shared):
     filled(own_memory() / "pool")
     files = [str(path) for path in (own_memory(), *own_memory().rglob("*"))]
     assert len(files) == 9
-    script = f"import json; print(json.dumps([f for f in {files} if os.access(f, os.R_OK) or os.access(f, os.W_OK)]))"
+    script = (
+        f"import json; print(json.dumps([f for f in {files} "
+        "if os.access(f, os.R_OK) or os.access(f, os.W_OK)]))"
+    )
     assert nobody(shared, script) == []
 
 
 @another_user
 def test_what_another_user_made_is_refused(shared):
-    """Folders under our name, pools of theirs in the place of ours, and folders that they let us write to."""
+    """Folders under our name, pools in the place of ours, and folders that they let us write to."""
     ours, theirs = own_memory().name, "shared / 'theirs'"
     shutil.rmtree(shared / ours)
     nobody(shared, f"filled({theirs}); (shared / {ours!r}).mkdir(); (shared / 'free').mkdir()")
@@ -134,9 +143,9 @@ def test_what_another_user_made_is_refused(shared):
         with pytest.raises(CacheError, match=rf"made by user {NOBODY}"):
             remove(shared / name)
     with pytest.raises(CacheError, match=rf"made by user {NOBODY}"):
-        existing(shared / "theirs")
-    assert shared / "theirs" in pools(shared)
-    assert f"made by user {NOBODY}" in look(shared / "theirs").trouble
+        open_existing(shared / "theirs")
+    assert shared / "theirs" in find_pools(shared)
+    assert f"made by user {NOBODY}" in inspect_pool(shared / "theirs").trouble
     assert {path: path.stat().st_mtime_ns for path in shared.rglob("*")} == before
 
 
@@ -145,7 +154,7 @@ def test_links_are_not_followed(shared):
     victim.write_text("mine")
     elsewhere = filled(shared / "elsewhere").folder
     (shared / "link").symlink_to(elsewhere)
-    for opened in (pool, existing, remove):
+    for opened in (pool, open_existing, remove):
         with pytest.raises(
             CacheError,
             match=r"must not lie behind links. Received: .*link, a link to .*elsewhere. Look",
@@ -183,7 +192,8 @@ def test_folders_and_files_that_others_can_write_to(shared):
         path.chmod(mode)
         with pytest.raises(
             CacheError,
-            match=rf"open to user \d+ only. Received: {path} with mode {mode:o} .*not mode {before:o}. If nob",
+            match=rf"open to user \d+ only. Received: {path} with mode {mode:o} .*"
+            rf"not mode {before:o}. If nob",
         ) as refused:
             pool(made.folder)
         (remedy,) = re.findall(r"correct it: (.*); otherwise", str(refused.value))
@@ -208,11 +218,11 @@ def test_what_others_could_only_read_is_closed_to_them(shared, caplog):
         paths = {made.folder: 0o755, made.folder / "heap": 0o640, made.folder / "users": 0o604}
     for path, mode in paths.items():
         path.chmod(mode)
-    assert "must be open to" in look(made.folder).trouble
+    assert "must be open to" in inspect_pool(made.folder).trouble
     with pytest.raises(CacheError, match=r"open to user \d+ only"):
-        existing(made.folder)
+        open_existing(made.folder)
     assert {path: path.stat().st_mode & 0o7777 for path in paths} == paths
-    with caplog.at_level(logging.WARNING, "tfposeidon"):
+    with caplog.at_level(logging.WARNING, "datacache"):
         check_all(pool(made.folder))
     assert {path.stat().st_mode & 0o7777 for path in paths} == {0o700, 0o600}
     assert caplog.text.count("to others, who could read it") == 3
@@ -243,17 +253,17 @@ def test_a_groups_folder_is_there_once_it_is_the_groups(shared, monkeypatch):
 
     before = Access.give
     monkeypatch.setattr(Access, "give", give)
-    Directory.made(path, access).close()
+    Directory.create(path, access).close()
     assert given == [False]
     # Whoever comes second takes what is there, empty or not.
     was = path.stat().st_ino
     monkeypatch.setattr(os.path, "lexists", lambda _: False)
-    Directory.made(path, access).close()
+    Directory.create(path, access).close()
     assert path.stat().st_ino == was
     assert list(shared.iterdir()) == [path]
     # Where the file system cannot do it.
     monkeypatch.setattr("datacache.system.access._rename_new", lambda *_: False)
-    Directory.made(shared / "other", access).close()
+    Directory.create(shared / "other", access).close()
     assert sorted(shared.iterdir()) == [shared / "other", path]
     assert {one.stat().st_mode & 0o7777 for one in shared.iterdir()} == {0o2770}
 
@@ -261,10 +271,10 @@ def test_a_groups_folder_is_there_once_it_is_the_groups(shared, monkeypatch):
 def test_an_index_outlives_its_pool(shared):
     with contextlib.closing(filled(shared / "pool")) as made:
         index = Index(made.folder, SAMPLES)
-    with index.alone(3):
+    with index.locked_part(3):
         pass
     remove(made.folder)
-    with index.alone(3):
+    with index.locked_part(3):
         index.entries[3] = 7
     assert not made.folder.exists()
 
@@ -279,7 +289,7 @@ def test_an_index_is_opened_as_its_pool(shared):
         Index(folder, SAMPLES)
     path.chmod(0o600)
     for left in (0, 2, SAMPLES, 100):
-        os.truncate(path, left * ENTRY)
+        os.truncate(path, left * ENTRY_BYTES)
         assert (
             Index(folder, SAMPLES).entries[:, 0] == np.where(np.arange(SAMPLES) < left, 7, 0)
         ).all()
@@ -307,13 +317,14 @@ import json
 access = Access.of(65534)
 theirs = pool(own_memory(access) / 'ours', access)
 check_all(theirs)
-theirs._words[2] = 0
+theirs._words.array[2] = 0
 theirs.put(2, sample(2))
 index = Index(own_memory(access) / 'ours', SAMPLES, access)
-with index.alone(2):
+with index.locked_part(2):
     index.entries[2] = 7
 filled(own_memory(access) / 'theirs', access)
-print(json.dumps([path.name for path in pools(own_memory(access)) if not look(path).trouble]))
+found = find_pools(own_memory(access))
+print(json.dumps([path.name for path in found if not inspect_pool(path).trouble]))
 """
     begin = (
         f"from datacache.pool import folder as folders\nfolders.SHARED_MEMORY = {str(shared)!r}\n"
@@ -322,7 +333,7 @@ print(json.dumps([path.name for path in pools(own_memory(access)) if not look(pa
     check_all(made)
     assert index.entries[:, 1].tolist() == [0, 0, 7, 0, 0]
     check_all(pool(root / "theirs", access))
-    check_all(existing(root / "theirs"))
+    check_all(open_existing(root / "theirs"))
     for opened, asked in ((root / "ours", PRIVATE), (filled(shared / "own").folder, access)):
         with pytest.raises(
             CacheError,

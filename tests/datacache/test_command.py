@@ -1,4 +1,4 @@
-"""`python -m datacache`: pools are listed, looked at, filled and removed, and no job is disturbed."""
+"""`python -m datacache` lists, inspects, fills and removes pools, and disturbs no job."""
 
 import fcntl
 import json
@@ -17,8 +17,9 @@ import datacache
 from datacache.command.main import main
 from datacache.pool import inspection
 from datacache.pool.layout import Layout
-from datacache.pool.part import Part
-from datacache.pool.pool import Plan, Pool, existing
+from datacache.pool.pool import Pool, open_existing
+from datacache.pool.shard import SampleShard
+from datacache.pool.spec import PoolSpec
 from tests import drawn
 
 SAMPLES = 12
@@ -29,9 +30,10 @@ VARYING = Layout.of([np.array(b"", object), np.float32(0)])
 
 def _filled(folder, ready=SAMPLES, layout=SIMPLE, **of_part):
     """A pool that nobody has open, with its first samples."""
-    part = Part(**{"samples": SAMPLES, "slots": SAMPLES} | of_part)
+    part = SampleShard(**{"samples": SAMPLES, "slots": SAMPLES} | of_part)
     pool = Pool(
-        folder, lambda: Plan(layout=layout, part=part, heap_bytes=10**4, source="images in /data")
+        folder,
+        lambda: PoolSpec(layout=layout, shard=part, heap_bytes=10**4, source="images in /data"),
     )
     samples = np.flatnonzero(pool.has_room(np.arange(SAMPLES)))
     for number in samples[:ready]:
@@ -70,7 +72,7 @@ def _listed(capsys, *folders):
 def test_ls(pools, capsys):
     (pools / "notes.txt").write_text("no pool")
     (pools / "thesis").mkdir()
-    user = existing(pools / "b")
+    user = open_existing(pools / "b")
     before = _state(pools)
     assert main(["ls", str(pools)]) == 0
     heading, *rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
@@ -105,7 +107,7 @@ def test_ls_for_machines(pools, capsys):
     assert 0 < one["heap_used"] <= one["bytes"]
     assert (found["c"]["node"], found["c"]["nodes"], found["c"]["slots"]) == (1, 2, 6)
     assert found["a"]["opened"].startswith(("1970", "1969"))
-    existing(pools / "a").close()
+    open_existing(pools / "a").close()
     assert (
         found["a"]["made"][:4] == _listed(capsys, pools)["a"]["opened"][:4] == time.strftime("%Y")
     )
@@ -204,13 +206,13 @@ def test_what_goes_while_it_is_listed(pools, capsys, monkeypatch):
         return wrapped
 
     for name in (
-        "_like_a_pool",
+        "_looks_like_a_pool",
         "_report",
-        "_taken",
+        "_allocated_bytes",
         "_changed",
         "_in_use",
         "_contents",
-        "check",
+        "read_checked_header",
         "_read",
     ):
         monkeypatch.setattr(inspection, name, watched(getattr(inspection, name)))
@@ -224,7 +226,7 @@ def test_what_goes_while_it_is_listed(pools, capsys, monkeypatch):
 
 
 def test_stats(pools, capsys):
-    user = existing(pools / "b")
+    user = open_existing(pools / "b")
     assert main(["stats", str(pools / "b")]) == 0
     facts = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert facts["source"] == "images in /data"
@@ -245,28 +247,31 @@ def test_stats(pools, capsys):
     )
 
 
-def test_torn_samples_are_found_and_made_again(pools, capsys):
+def test_corrupt_samples_are_found_and_made_again(pools, capsys):
     assert main(["verify", str(pools)]) == 0
     assert capsys.readouterr().out == (
-        f"{pools}/a: 12 whole, 0 torn\n{pools}/b: 5 whole, 0 torn\n{pools}/c: 2 whole, 0 torn\n"
+        "".join(
+            f"{pools}/{name}: {whole} whole, 0 corrupt\n"
+            for name, whole in zip("abc", (12, 5, 2), strict=True)
+        )
     )
-    user = existing(pools / "a")
-    user._columns[0][[3, 7]] ^= 1
+    user = open_existing(pools / "a")
+    user._columns.arrays[0][[3, 7]] ^= 1
     assert main(["verify", str(pools / "a"), str(pools / "nowhere")]) == 2
     out, err = capsys.readouterr()
-    assert out == f"{pools}/a: 10 whole, 2 torn, which jobs make again\n"
+    assert out == f"{pools}/a: 10 whole, 2 corrupt, which jobs make again\n"
     assert err.startswith(f"datacache: A cache must have a header.json. Received: {pools}/nowhere")
     assert not (pools / "nowhere").exists()
     assert np.flatnonzero(~user.ready(np.arange(SAMPLES))).tolist() == [3, 7]
     user.put(3, [np.zeros((5, 3), "uint8"), np.float32(3)])
-    user._columns[0][3] += 1
+    user._columns.arrays[0][3] += 1
     user.close()
     assert main(["verify", str(pools)]) == 1
-    assert "a: 10 whole, 1 torn" in capsys.readouterr().out
+    assert "a: 10 whole, 1 corrupt" in capsys.readouterr().out
 
 
 def test_rm_leaves_what_is_in_use(pools, capsys):
-    user = existing(pools / "b")
+    user = open_existing(pools / "b")
     assert main(["rm", "--all", str(pools)]) == 2
     out, err = capsys.readouterr()
     assert [line.partition(": freed ")[0] for line in out.splitlines()] == [
@@ -296,7 +301,8 @@ def test_rm_removes_nothing_of_others(pools, capsys):
     for folder, text in (
         (
             "a",
-            "A cache must hold nothing else to be removed. Received: .*holds 'thesis.tex'. Look at it",
+            "A cache must hold nothing else to be removed. "
+            "Received: .*holds 'thesis.tex'. Look at it",
         ),
         ("mine", "A cache must hold nothing else to be removed. Received: .*holds 'notes'"),
         ("empty", "A cache must have a header.json"),
@@ -328,14 +334,14 @@ def test_nobody_waits_for_ls(pools):
     """What `ls` asks for would wait if others could hold it: it does not, and gives it back."""
     handle = os.open(pools / "a" / "users", os.O_RDWR)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    assert inspection.look(pools / "a").in_use
+    assert inspection.inspect_pool(pools / "a").in_use
     lock = os.open(pools / "a", os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    assert inspection.look(pools / "a").in_use
+    assert inspection.inspect_pool(pools / "a").in_use
     os.close(handle)
-    assert inspection.look(pools / "a").in_use, "somebody makes, opens or removes it"
+    assert inspection.inspect_pool(pools / "a").in_use, "somebody makes, opens or removes it"
     os.close(lock)
-    assert not inspection.look(pools / "a").in_use
+    assert not inspection.inspect_pool(pools / "a").in_use
     for name in ("a/users", "a"):
         handle = os.open(pools / name, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -361,13 +367,14 @@ def test_who_opens_a_pool_while_ls_looks_has_it_alone(pools, monkeypatch):
 
     flock = fcntl.flock
     monkeypatch.setattr(fcntl, "flock", probed)
-    assert not inspection.look(pools / "a").in_use
+    assert not inspection.inspect_pool(pools / "a").in_use
     assert found == ["locked"]
 
 
 def _run(*arguments):
     script = "import sys; from datacache.command.main import main; status = main(sys.argv[1:]); "
-    script += "print('tensorflow' in sys.modules, 'keras' in sys.modules, file=sys.stderr); sys.exit(status)"
+    script += "print('tensorflow' in sys.modules, 'keras' in sys.modules, file=sys.stderr); "
+    script += "sys.exit(status)"
     return subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)],
         cwd=ROOT,
@@ -417,8 +424,8 @@ def test_warm_disks(images, tmp_path, capsys):
     assert sorted(drawn.numbers(cache.dataset(5), SAMPLES)) == list(range(SAMPLES))
     assert (cache.stats().source_reads, cache.stats().disk_hits) == (0, SAMPLES)
     cache.close()
-    pool = existing(folder)
-    pool._words[[2, 5]] = 0
+    pool = open_existing(folder)
+    pool._words.array[[2, 5]] = 0
     pool.close()
     assert main(["warm", str(images), "--disk", str(disk)]) == 0
     assert f": 2 files read ({size / SAMPLES * 2 / 1e3:.0f}"[:14] in capsys.readouterr().out
@@ -450,20 +457,20 @@ def test_warm_takes_what_the_source_takes(images, tmp_path, capsys):
 
 
 def test_warm_without_success(images, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("datacache.levels.stored.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
     disk = ["--disk", str(tmp_path / "disk")]
     assert main(["warm", str(tmp_path / "nowhere"), *disk]) == 2
     assert "datacache: A source must exist. Received: " in capsys.readouterr().err
-    monkeypatch.setattr("datacache.levels.opening.OF_A_DISK", "1800B")
+    monkeypatch.setattr("datacache.levels.opening.DISK_BUDGET", "1800B")
     assert main(["warm", str(images), *disk]) == 1
     out, err = capsys.readouterr()
     assert err.endswith(" files have no room. Make room, or name another disk.\n")
     assert 0 < int(out.split()[-2]) < SAMPLES
-    monkeypatch.setattr("datacache.levels.opening.OF_A_DISK", "9B")
+    monkeypatch.setattr("datacache.levels.opening.DISK_BUDGET", "9B")
     assert main(["warm", str(images), "--disk", str(tmp_path / "other")]) == 2
     assert "A pool needs room before it begins. Received: 9 bytes" in capsys.readouterr().err
     monkeypatch.undo()
-    monkeypatch.setattr("datacache.levels.stored.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
     source = datacache.from_folder(images)
     monkeypatch.setattr("datacache.sources.image_folder.from_folder", lambda *_, **__: source)
     (images / "class0" / "00003.png").unlink()

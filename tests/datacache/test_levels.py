@@ -1,4 +1,4 @@
-"""Levels under faults: whatever is killed, torn or full, every sample is f(its number), and nobody has to clean up."""
+"""Levels under faults: every sample is f(its index), and nobody has to clean up."""
 
 import functools
 import itertools
@@ -12,23 +12,27 @@ import threading
 import numpy as np
 import pytest
 
+from datacache.levels.level import Opener
 from datacache.levels.levels import Levels
-from datacache.levels.stored import Stored
-from datacache.pool.filling import Filling
+from datacache.levels.pool_level import PoolLevel
+from datacache.levels.preprocessed_level import PreprocessedLevel
+from datacache.levels.source_level import SourceLevel
+from datacache.nodes.reader import LocalReader
 from datacache.pool.layout import Layout
-from datacache.pool.part import Part
-from datacache.pool.pool import Plan, Pool
+from datacache.pool.pool import Pool
+from datacache.pool.shard import SampleShard
+from datacache.pool.spec import PoolSpec
 from datacache.statistics import Counts
 
 SAMPLES, BATCHES = 300, 23
 BATCH = -(-SAMPLES // BATCHES)
 READ = np.dtype([("job", "int32"), ("sample", "int32")])
-"""What the log of reads says of each."""
+"""Record of a read in the log."""
 SPAWN = multiprocessing.get_context("spawn")
 
 
 def f(index):
-    """The cached sample of that number."""
+    """Returns the cached sample with an index."""
     draw = np.random.default_rng(index)
     return [
         draw.integers(0, 256, (6, 5)).astype("uint8"),
@@ -38,7 +42,7 @@ def f(index):
 
 
 class Source:
-    """Stored samples are texts, and each read leaves a record in a log that all processes share."""
+    """Source of texts, each read of which leaves a record in a log that all processes share."""
 
     identity, signature = "test", ()
 
@@ -60,43 +64,38 @@ class Source:
 
 
 def make(stored, samples):
-    """From stored samples to cached ones."""
+    """Makes cached samples of stored ones."""
     assert len(samples) == len(stored)
     return [f(int(components[0][()])) for components in stored]
 
 
-def open_levels(folder, source=None, slots=SAMPLES, heap_bytes=10**6, lower=True):
-    """Memory, and below it decoded and stored samples on a disk."""
-    part = Part(samples=SAMPLES, slots=slots)
+def open_reader(folder, source=None, slots=SAMPLES, heap_bytes=10**6, lower=True):
+    """Opens a reader of memory, and below it decoded and stored samples on a disk."""
+    shard = SampleShard(samples=SAMPLES, slots=slots)
     layout = Layout.of(f(0))
-    filling = Filling("first", Counts())
     text = Layout.of([np.array(b"", object)])
-    whole = Part(samples=SAMPLES, slots=SAMPLES)
-    stored = (
-        Pool(folder / "stored", lambda: Plan(layout=text, part=whole, heap_bytes=10**6))
-        if lower
-        else None
-    )
-    decoded = (
-        Pool(folder / "decoded", lambda: Plan(layout=layout, part=whole, heap_bytes=10**6))
-        if lower
-        else None
-    )
-    memory = Pool(folder / "memory", lambda: Plan(layout=layout, part=part, heap_bytes=heap_bytes))
-    return Levels(
-        Stored(source or Source(folder / "log"), stored, filling),
-        make,
-        layout,
-        memory,
-        decoded,
-        filling,
-    )
+    whole = SampleShard(samples=SAMPLES, slots=SAMPLES)
+    source, counts, opener = source or Source(folder / "log"), Counts(), Opener()
+
+    def level(name, below, layout, shard=whole, heap_bytes=10**6, hits=None):
+        spec = PoolSpec(layout=layout, shard=shard, heap_bytes=heap_bytes)
+        pool = Pool(folder / name, lambda: spec)
+        return PoolLevel(pool, below, "first", counts, hits, opener)
+
+    below = SourceLevel(source, counts)
+    if lower:
+        below = level("stored", below, text, hits="disk_hits")
+    below = PreprocessedLevel(below, make, layout, source.name, opener)
+    if lower:
+        below = level("decoded", below, layout, hits="decoded_hits")
+    memory = level("memory", below, layout, shard, heap_bytes)
+    return LocalReader(Levels(memory, below, layout, counts, opener))
 
 
-def check_epoch(levels, seed):
-    """Reads every sample once, in batches, and looks at each."""
+def check_epoch(reader, seed):
+    """Reads every sample once, in batches, and checks each."""
     for numbers in np.array_split(np.random.default_rng(seed).permutation(SAMPLES), BATCHES):
-        pixels, index, texts = levels.batch(numbers)
+        pixels, index, texts = reader.batch(numbers)
         for place, number in enumerate(numbers):
             expected = f(number)
             np.testing.assert_array_equal(pixels[place], expected[0])
@@ -108,13 +107,13 @@ def _reads(folder):
 
 
 def _epochs(folder, seed, epochs, make_source=Source):
-    levels = open_levels(folder, make_source(folder / "log"))
+    reader = open_reader(folder, make_source(folder / "log"))
     for epoch in epochs:
-        check_epoch(levels, seed + epoch)
+        check_epoch(reader, seed + epoch)
 
 
 class Paced(Source):
-    """Each read waits for a permit."""
+    """Source whose reads wait for a permit each."""
 
     def __init__(self, log, permits):
         super().__init__(log)
@@ -126,7 +125,7 @@ class Paced(Source):
 
 
 class Deadly(Source):
-    """Kills its process so many seconds after a certain read of it."""
+    """Source that kills its process some seconds after a certain read."""
 
     def __init__(self, log, reads, pause_s, began):
         super().__init__(log)
@@ -145,7 +144,7 @@ def _kill():
 
 
 def test_kills_at_any_moment(tmp_path):
-    """Jobs die beside a steady one that fills and reads the same pools, while they read and soon after.
+    """Jobs die beside a steady one that fills the same pools, while they read and soon after.
 
     Samples of the batch that a job had in flight are read again, no others.
     """
@@ -177,16 +176,16 @@ def test_kills_at_any_moment(tmp_path):
         assert job.exitcode == -signal.SIGKILL
     steady.kill()
     steady.join()
-    levels = open_levels(tmp_path)
-    check_epoch(levels, 99)
-    assert levels.counts.now().healed == 0
+    reader = open_reader(tmp_path)
+    check_epoch(reader, 99)
+    assert reader._levels.counts.now().healed == 0
     assert _reads(tmp_path) > SAMPLES, "no kill came while a sample was in flight"
     _check_what_was_read_again(tmp_path)
-    levels.close()
+    reader.close()
 
 
 def _permit_until_dead(permits, job):
-    """Lets the steady job go on, slowly, for the other may wait for what it holds; and then with its next batch."""
+    """Lets the steady job go on: slowly, as the other may wait for it, and then a batch more."""
     for _ in range(6000):
         permits.release()
         job.join(0.01)
@@ -197,7 +196,7 @@ def _permit_until_dead(permits, job):
 
 
 def _check_what_was_read_again(folder):
-    """Only the last samples of a killed job, and each job reads a sample once."""
+    """Checks that only the last samples of a killed job were read again, each once per job."""
     log = np.fromfile(folder / "log", READ)
     last = {job: set(log["sample"][log["job"] == job][-BATCH:]) for job in set(log["job"])}
     for sample in range(SAMPLES):
@@ -220,9 +219,9 @@ def test_jobs_that_begin_at_once_read_everything_once(tmp_path):
 
 @pytest.mark.parametrize("level", ["memory", "decoded", "stored"])
 def test_bits_that_flip_heal_from_the_level_below(tmp_path, level):
-    levels = open_levels(tmp_path)
-    check_epoch(levels, 0)
-    levels.close()
+    reader = open_reader(tmp_path)
+    check_epoch(reader, 0)
+    reader.close()
     if level != "memory":
         for name in ("memory", "decoded")[: 1 + (level == "stored")]:
             _remove(tmp_path / name)
@@ -232,11 +231,13 @@ def test_bits_that_flip_heal_from_the_level_below(tmp_path, level):
             byte = stream.read(1)
             stream.seek(size)
             stream.write(bytes([byte[0] ^ 255]))
-    levels = open_levels(tmp_path)
-    check_epoch(levels, 1)
-    assert levels.counts.now().healed in (1, 2)
-    assert _reads(tmp_path) == SAMPLES + (levels.counts.now().healed if level == "stored" else 0)
-    levels.close()
+    reader = open_reader(tmp_path)
+    check_epoch(reader, 1)
+    assert reader._levels.counts.now().healed in (1, 2)
+    assert _reads(tmp_path) == SAMPLES + (
+        reader._levels.counts.now().healed if level == "stored" else 0
+    )
+    reader.close()
 
 
 def _remove(folder):
@@ -247,27 +248,27 @@ def _remove(folder):
 
 @pytest.mark.parametrize("slots", [1, 100, SAMPLES])
 def test_little_room_is_used_and_the_rest_read_through(tmp_path, slots):
-    levels = open_levels(tmp_path, slots=slots, heap_bytes=2000)
+    reader = open_reader(tmp_path, slots=slots, heap_bytes=2000)
     for epoch in range(3):
-        check_epoch(levels, epoch)
-    stats = levels.counts.now()
+        check_epoch(reader, epoch)
+    stats = reader._levels.counts.now()
     assert stats.unkept > 0
     assert stats.memory_hits == 2 * (3 * SAMPLES - stats.unkept) // 3
     assert _reads(tmp_path) == SAMPLES
-    levels.close()
+    reader.close()
 
 
 def test_who_clears_disturbs_no_other(tmp_path):
-    """Others read each sample whole, and make again what has gone; all of it has room again afterwards."""
-    levels, other = (
-        open_levels(tmp_path, heap_bytes=12_000),
-        open_levels(tmp_path, heap_bytes=12_000),
+    """Others read each sample whole and make again what has gone; all has room afterwards."""
+    reader, other = (
+        open_reader(tmp_path, heap_bytes=12_000),
+        open_reader(tmp_path, heap_bytes=12_000),
     )
     ends = threading.Event()
 
     def clear():
         while not ends.wait(0.003):
-            levels.memory.clear()
+            reader._levels.memory.clear()
 
     clearing = threading.Thread(target=clear)
     clearing.start()
@@ -276,10 +277,10 @@ def test_who_clears_disturbs_no_other(tmp_path):
     ends.set()
     clearing.join()
     check_epoch(other, 0)
-    assert other.memory.filled == SAMPLES
-    assert other.counts.now().healed == 0
+    assert other._levels.memory.filled == SAMPLES
+    assert other._levels.counts.now().healed == 0
     assert _reads(tmp_path) == SAMPLES
-    for opened in (levels, other):
+    for opened in (reader, other):
         opened.close()
 
 
@@ -288,10 +289,10 @@ import sys, pathlib, logging
 sys.path.insert(0, {root!r})
 from tests.datacache.test_levels import *
 folder = pathlib.Path({folder!r})
-levels = open_levels(folder, Source({log!r}), heap_bytes=10**9, lower=False)
+reader = open_reader(folder, Source({log!r}), heap_bytes=10**9, lower=False)
 for epoch in range(3):
-    check_epoch(levels, epoch)
-print(levels.counts.now().unkept, levels.memory.filled)
+    check_epoch(reader, epoch)
+print(reader._levels.counts.now().unkept, reader._levels.memory.filled)
 """
 
 
@@ -300,7 +301,10 @@ def test_a_full_disk_is_one_level_less(tmp_path):
     root, disk = os.getcwd(), tmp_path / "disk"
     disk.mkdir()
     script = FULL.format(root=root, folder=str(disk), log=str(tmp_path / "log"))
-    inside = f"mount -t tmpfs -o size=44k none {disk} && head -c 8k /dev/zero > {disk}/other && exec {sys.executable} -"
+    inside = (
+        f"mount -t tmpfs -o size=44k none {disk} && head -c 8k /dev/zero > {disk}/other"
+        f" && exec {sys.executable} -"
+    )
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", inside]
     done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -317,14 +321,14 @@ def test_a_batch_that_stalls_holds_up_no_other(tmp_path):
             assert sample != 5 or free.wait(30)
             return super().read(sample)
 
-    levels = open_levels(tmp_path, Stalling(tmp_path / "log"))
-    late = threading.Thread(target=levels.batch, args=(np.array([4, 5]),))
+    reader = open_reader(tmp_path, Stalling(tmp_path / "log"))
+    late = threading.Thread(target=reader.batch, args=(np.array([4, 5]),))
     late.start()
     others = np.array([number for number in range(SAMPLES) if number not in (4, 5)])
-    assert levels.batch(others)[1].tolist() == others.tolist()
+    assert reader.batch(others)[1].tolist() == others.tolist()
     assert late.is_alive()
     free.set()
     late.join()
-    check_epoch(levels, 0)
+    check_epoch(reader, 0)
     assert _reads(tmp_path) == SAMPLES
-    levels.close()
+    reader.close()

@@ -12,7 +12,7 @@ SIZES = [(1, 1), (7, 4), (64, 8), (65, 8), (71, 8), (1000, 48)]
 
 
 def _epoch(order, ranks, position=START):
-    """What each rank gets: a list of shares for each of them."""
+    """Returns a list of shares for each rank."""
     return [[share for share, _ in order.shares(position, rank, ranks)] for rank in range(ranks)]
 
 
@@ -64,7 +64,10 @@ def test_epochs_and_seeds_differ_and_come_again():
 
 
 def test_each_place_is_as_likely():
-    """Chi-square over where sample 0 lands in 8000 epochs of 8 samples; 7 degrees of freedom, 99.99 %."""
+    """Chi-square test of the index of sample 0 in 8000 epochs of 8 samples.
+
+    7 degrees of freedom, 99.99 %.
+    """
     order = Order(samples=8, global_batch=8)
     places = np.bincount(
         [np.argmin(order.permutation(epoch)) for epoch in range(8000)], minlength=8

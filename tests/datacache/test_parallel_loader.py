@@ -1,4 +1,4 @@
-"""Parallel loading: what comes is what `load` returns, in order, ahead of time, and whatever is killed."""
+"""Parallel loading: batches are what `load` returns, in order, whatever is killed."""
 
 import functools
 import gc
@@ -24,7 +24,7 @@ MODES = {"train": 1, "validate": -1}
 
 
 def load(mode, item):
-    """A batch of other shapes and types for each item, in each of the structures."""
+    """Returns a batch of other shapes and types for each item, in each of the structures."""
     draw = np.random.default_rng(item)
     images = MODES[mode] * draw.normal(size=(1 + item % 5, 3, 1 + 7 * item))
     labels = np.full(item % 3, item, ("uint8", ">i4", "float16", "bool", "complex64")[item % 5])
@@ -46,7 +46,7 @@ def fails(mode, item):
 
 
 def about_itself(mode, item):
-    """Its process, whether TensorFlow is there, and what it has open."""
+    """Returns its process, whether TensorFlow is imported there, and its open files."""
     links = [
         os.readlink(f"/proc/self/fd/{name}")
         for name in os.listdir("/proc/self/fd")

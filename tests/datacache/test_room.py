@@ -17,15 +17,17 @@ from datacache.pool.budget import budget_bytes
 from datacache.pool.folder import remove
 from datacache.pool.idle import make_room
 from datacache.pool.layout import Component, Layout
-from datacache.pool.part import Part
-from datacache.pool.pool import Plan, Pool
+from datacache.pool.pool import Pool
+from datacache.pool.shard import SampleShard
+from datacache.pool.spec import PoolSpec
 from datacache.system.memory import available_memory, is_memory
 from datacache.system.room import free_bytes
 from tests.launch import ROOT
 
 MB = 10**6
 MACHINE = {
-    "meminfo": "MemTotal:  2000000 kB\nMemFree: 1 kB\nMemAvailable:  1500000 kB\nHugePages_Total: 0\n"
+    "meminfo": "MemTotal:  2000000 kB\nMemFree: 1 kB\nMemAvailable:  1500000 kB\n"
+    "HugePages_Total: 0\n"
 }
 """Of which 1434 MB can be taken."""
 
@@ -120,13 +122,16 @@ def test_memory_counts_where_folders_lie_in_it(tmp_path, monkeypatch):
 def test_columns_are_not_reserved_where_that_would_kill(tmp_path, monkeypatch):
     layout = Layout(components=(Component(dtype="uint8", shape=(10**6,)),))
     monkeypatch.setattr("datacache.system.room.is_memory", lambda device: True)
-    monkeypatch.setattr("datacache.system.room.STEP", 10**6)
+    monkeypatch.setattr("datacache.system.room.STEP_BYTES", 10**6)
     left = iter([10**7] * 3 + [0])
     monkeypatch.setattr("datacache.system.room.available_memory", lambda: next(left))
     with pytest.raises(
         NoRoomError, match=r"A pool needs room before it begins. Received: .*without 50000000 bytes"
     ):
-        Pool(tmp_path / "pool", lambda: Plan(layout=layout, part=Part(samples=50, slots=50)))
+        Pool(
+            tmp_path / "pool",
+            lambda: PoolSpec(layout=layout, shard=SampleShard(samples=50, slots=50)),
+        )
     assert sum(path.stat().st_blocks for path in (tmp_path / "pool").iterdir()) == 0
 
 
@@ -134,8 +139,10 @@ IMAGES = Layout(components=(Component(dtype="uint8", shape=(2**20,)),))
 
 
 def _idle_pool(folder, days, samples=1):
-    """A pool of so many MiB that nobody has open, opened that many days after the first of all days."""
-    Pool(folder, lambda: Plan(layout=IMAGES, part=Part(samples=samples, slots=samples))).close()
+    """A pool of so many MiB that nobody has open, last opened so many days after the epoch."""
+    Pool(
+        folder, lambda: PoolSpec(layout=IMAGES, shard=SampleShard(samples=samples, slots=samples))
+    ).close()
     os.utime(folder / "users", (86400 * days, 86400 * days))
     return folder
 
@@ -160,7 +167,7 @@ def test_pools_are_removed_until_there_is_room(memory):
 def test_no_more_pools_are_removed_once_that_makes_no_room(memory, caplog):
     """A container counts only what its own processes have taken."""
     old, recent = (_idle_pool(memory / str(days), days) for days in (1, 2))
-    with caplog.at_level(logging.WARNING, "tfposeidon"):
+    with caplog.at_level(logging.WARNING, "datacache"):
         make_room(memory, memory / "new", lambda: 1000, 10**9)
     assert (old.exists(), recent.exists()) == (False, True)
     assert "that made no room, so that other pools are kept" in caplog.text
@@ -224,7 +231,7 @@ def test_a_pool_that_is_made_anew_has_the_room_of_the_old_one(tmp_path, damage):
 
     def plan():
         assert room() > 9 * 2**20
-        return Plan(layout=IMAGES, part=Part(samples=8, slots=8))
+        return PoolSpec(layout=IMAGES, shard=SampleShard(samples=8, slots=8))
 
     Pool(pool, plan).close()
     assert (pool / "samples").stat().st_size > 8 * 2**20
@@ -238,7 +245,7 @@ def test_what_is_left_of_a_pool_counts_as_room_for_it(memory, monkeypatch):
     left = _idle_pool(memory / "left", 1)
     (left / "header.json").unlink()
     monkeypatch.setattr("datacache.levels.opening.free_bytes", lambda path: 1000)
-    assert opening._with_idle(left, "100%") >= 2**20 + 1000
+    assert opening._reclaimable_bytes(left, "100%") >= 2**20 + 1000
 
 
 @pytest.mark.parametrize("step", ["reserve", "plan"])
@@ -248,7 +255,7 @@ def test_a_pool_that_was_not_made_takes_no_room(tmp_path, monkeypatch, step):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    plan = Plan(layout=IMAGES, part=Part(samples=8, slots=8))
+    plan = PoolSpec(layout=IMAGES, shard=SampleShard(samples=8, slots=8))
     if step == "reserve":
         monkeypatch.setattr("datacache.pool.folder.reserve", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -258,7 +265,7 @@ def test_a_pool_that_was_not_made_takes_no_room(tmp_path, monkeypatch, step):
 
 @contextlib.contextmanager
 def _limited(bytes_):
-    """A cgroup of its own below that of this process, in which memory is limited; skips where none can be made."""
+    """A cgroup below that of this process, which limits memory; skips where none can be made."""
     own = dict(
         line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()
     )
@@ -301,28 +308,32 @@ def sample(number, layout):
 
 
 def check(pool, layout):
-    kept = [n for n in range(many) if pool.has_room(np.array([n]))[0] and pool.put(n, sample(n, layout))]
-    assert pool.torn(np.array(kept), again=True).size == 0
-    assert all(np.array_equal(pool.sample(n)[0], sample(n, layout)[0]) for n in kept)
+    room = np.flatnonzero(pool.has_room(np.arange(many))).tolist()
+    kept = [n for n in room if pool.put(n, sample(n, layout))]
+    assert pool.find_corrupt(np.array(kept), recheck=True).size == 0
+    assert all(np.array_equal(pool.read_sample(n)[0], sample(n, layout)[0]) for n in kept)
     pool.close()
     return len(kept)
 
 
 try:
-    Pool(folder / "all", lambda: Plan(layout=fixed, part=Part(samples=many, slots=many)))
+    whole = PoolSpec(layout=fixed, shard=SampleShard(samples=many, slots=many))
+    Pool(folder / "all", lambda: whole)
 except NoRoomError:
     print(0)
 slots = budget_bytes("80%", free_bytes(folder)) // (size + 8)
 print(slots)
-print(check(Pool(folder / "fixed", lambda: Plan(layout=fixed, part=Part(samples=many, slots=slots))), fixed))
+some = PoolSpec(layout=fixed, shard=SampleShard(samples=many, slots=slots))
+print(check(Pool(folder / "fixed", lambda: some), fixed))
 shutil.rmtree(folder / "fixed")
-part = Part(samples=many, slots=many)
-print(check(Pool(folder / "texts", lambda: Plan(layout=texts, part=part, heap_bytes=many * 2 * size)), texts))
+part = SampleShard(samples=many, slots=many)
+varying = PoolSpec(layout=texts, shard=part, heap_bytes=many * 2 * size)
+print(check(Pool(folder / "texts", lambda: varying), texts))
 """
 
 
 def test_a_container_that_runs_out_of_memory_kills_nobody():
-    """It would if 200 MB were reserved in it, or 80 % of what the file system has, or if filling went on."""
+    """It would if 200 MB were reserved in it, or 80 % of the file system, or if filling went on."""
     folder = tempfile.mkdtemp(dir="/dev/shm")
     try:
         with _limited(128 * 2**20) as group:

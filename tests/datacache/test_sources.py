@@ -1,4 +1,4 @@
-"""Sources: every sample by its number is what its library gives, and what cannot be read is said, never left out."""
+"""Sources: samples are what their libraries read, and errors name what cannot be read."""
 
 import os
 import sys
@@ -86,7 +86,7 @@ def own(request, tmp_path):
 
 
 def _expected(builder, split, **decoders):
-    """What tensorflow-datasets gives, in the order of its files."""
+    """Returns what tensorflow-datasets reads, in the order of its files."""
     if builder.info.file_format.value == "array_record":
         return list(builder.as_data_source(split, **decoders))
     in_order = tfds.ReadConfig(interleave_cycle_length=1)
@@ -216,7 +216,7 @@ def test_other_samples_are_another_cache(own, tmp_path):
 
 
 def _shard(builder, number=1):
-    """The path of a shard of the training split."""
+    """Returns the path of a shard of the training split."""
     return Path(
         sorted(part.filename for part in builder.info.splits["train"].file_instructions)[number]
     )
@@ -224,7 +224,7 @@ def _shard(builder, number=1):
 
 @pytest.mark.parametrize("left", ["half", "a little", "nothing", "all but the last bytes"])
 def test_truncated_shards(own, tmp_path, monkeypatch, left):
-    monkeypatch.setattr("datacache.levels.stored.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
     source, path = datacache.from_tfds(own, "train"), _shard(own)
     expected = _expected(own, "train")
     first = sum(part.take for part in own.info.splits["train"].file_instructions[:1])
@@ -263,12 +263,12 @@ def test_a_shard_that_comes_back(own, tmp_path):
 
 
 def _scans(monkeypatch):
-    """The shards that are looked through from now on."""
-    scanned, entries = [], tfds_builder._entries
+    """Returns a list to which shards are added when they are searched."""
+    scanned, find_records = [], tfds_builder._find_records
     monkeypatch.setattr(
         tfds_builder,
-        "_entries",
-        lambda path, *part: scanned.append(Path(path).name) or entries(path, *part),
+        "_find_records",
+        lambda path, *part: scanned.append(Path(path).name) or find_records(path, *part),
     )
     return scanned
 
@@ -490,7 +490,7 @@ def test_folders_that_mislead(tmp_path):
 
 
 class Squares:
-    """What a user may write: no base class."""
+    """Source as a user may write it, without a base class."""
 
     def __init__(self, count, power=2):
         self._count, self._power, self.reads = count, power, []

@@ -1,4 +1,4 @@
-"""Sums of factors: what they stand for is the sum of the matrices, in every type and mixture."""
+"""Sums of factors stand for the sum of the matrices, in every dtype and mixture."""
 
 import dataclasses
 
@@ -75,7 +75,7 @@ MIXTURES = [
 @pytest.mark.parametrize(("dtype", "kinds"), MIXTURES)
 @pytest.mark.parametrize("kind", [Factors, Rows])
 def test_means_of_factors_are_those_of_matrices(kinds, kind, dtype):
-    """Calls with factors (f) and with matrices (m), of one sample, two, none and so on."""
+    """Makes calls with factors (f) and with matrices (m), of one sample, two, none and so on."""
     draw = np.random.default_rng(0)
     wide = "float64" if dtype == "float64" else "float32"
     variable = keras.Variable(np.zeros((M, N)), dtype=wide, name="kernel")

@@ -1,4 +1,4 @@
-"""Factors read off the graph: multiplied again they are the gradient, for every layer of Keras that has weights."""
+"""Factors read off the graph: their product is the gradient, for all layers of Keras."""
 
 import contextlib
 import math
@@ -21,7 +21,7 @@ def _tied(x):
 
 
 class Tied(L.Layer):
-    """Embeddings that are also the classifier's kernel."""
+    """Model whose embeddings are also the classifier's kernel."""
 
     def build(self, shape):
         self.embeddings = self.add_weight(shape=(11, 6))
@@ -89,7 +89,7 @@ def _under(policy):
 
 
 def _read_all(model, shape, whole, batch):
-    """Gradients of one traced step, and what multiplies out of those that have factors."""
+    """Returns gradients of one traced step, and the products of those that have factors."""
     variables = [v.value for v in model.trainable_variables]
     why = {}
 
@@ -135,13 +135,13 @@ def _factors(gradient, variable, model):
 
 
 def test_no_layer_of_keras_is_forgotten():
-    """One that is new belongs into the table."""
+    """A layer that is new in Keras belongs into the table."""
     assert keras_layers.with_weights() == {*keras_layers.CASES, *keras_layers.NOT_TRAINED}
 
 
 @pytest.mark.parametrize("name", keras_layers.CASES)
 def test_every_layer_of_keras(name):
-    """What has factors are products, and of all other weights it is said why they are none."""
+    """Factors multiply out to the gradient, and for all other weights there is a reason."""
     case = keras_layers.CASES[name]
     keras.utils.set_random_seed(1)
     model = case.model()
@@ -165,7 +165,7 @@ def test_the_product_is_the_gradient(name, batch):
 
 
 def test_half_precision_and_a_loss_scale():
-    """Factors stay in 16 bits, and are multiplied in 32: nearer to the gradient than the local product."""
+    """Factors stay in 16 bits and are multiplied in 32: nearer to the gradient than products."""
     shape, _, expected = MODELS["regularised"]
     found, _, why = _read_all(_model("regularised", "mixed_float16"), shape, False, None)
     assert [tuple(gradient.shape) for gradient, _ in found] == expected, why
@@ -174,7 +174,7 @@ def test_half_precision_and_a_loss_scale():
 
 
 def _why_not(step, variables, *inputs):
-    """Of a step's gradients, why the first has no factors."""
+    """Returns why the first of a step's gradients has no factors, or its factors."""
     found = []
 
     @tf.function(autograph=False)
@@ -195,7 +195,7 @@ def _why_not(step, variables, *inputs):
 
 
 def test_sums_over_other_dimensions_are_no_product():
-    """A vector for each head, spread over batch and positions, as many of these as heads: all sizes agree."""
+    """There is a vector for each head, for as many positions as heads: all sizes agree."""
     batch, heads, size = 3, 4, 5
     vector = tf.Variable(tf.ones([heads, 1, size]))
     shape = [batch, heads, heads, size]
@@ -232,9 +232,10 @@ def test_terms_that_may_differ_between_ranks():
         assert "may differ between ranks" in _why_not(
             lambda x, extra=extra: product(x) + extra(x), [kernel], x
         )
-    decay = lambda rate: _why_not(
-        lambda x: product(x) + rate * tf.reduce_sum(kernel**2), [kernel], x
-    )  # noqa: E731
+
+    def decay(rate):
+        return _why_not(lambda x: product(x) + rate * tf.reduce_sum(kernel**2), [kernel], x)
+
     assert decay(0.1).local is not None
     assert decay(0.1).constants == decay(0.1).constants != decay(0.2).constants
 

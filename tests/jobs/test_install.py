@@ -41,7 +41,8 @@ def test_an_sdist_holds_what_the_build_needs(tmp_path):
 
 def test_commands_have_help_and_need_no_tensorflow():
     script = (
-        "import sys; sys.modules['tensorflow'] = sys.modules['keras'] = sys.modules['horovod'] = None; "
+        "import sys; "
+        "sys.modules['tensorflow'] = sys.modules['keras'] = sys.modules['horovod'] = None; "
         "import runpy; sys.argv = ['tfposeidon', 'install', '--help']; "
         "runpy.run_module('tfposeidon', run_name='__main__')"
     )

@@ -161,7 +161,7 @@ def test_error_feedback(method, k, wire_dtype):
 
 @pytest.mark.parametrize("size", [700, 2**22 - 1, 2**22 + 12_345])
 def test_scatter_add_is_a_sum_in_rank_order(size):
-    """Also above 2^22 elements, where sums are written past the caches."""
+    """It is also so above 2^22 elements, where sums are written past the caches."""
     generator = np.random.default_rng(0)
     for counts in ([3, 0, 5], [1000] * 4, [0]):
         ranks = [generator.integers(0, size, count) for count in counts]
@@ -201,7 +201,9 @@ def test_bad_input_to_python():
         ops.top_k(tf.ones([9], tf.int32), 3)
     with pytest.raises(ValueError, match=r"`k` and `seed` must be whole numbers. Received: 1.9"):
         ops.top_k(x, 1.9)
-    with pytest.raises(ValueError, match=r"`steps` must not be negative. Received: steps=-1"):
+    with pytest.raises(
+        ValueError, match=r"`steps` must be a whole number from 0. Received: steps=-1"
+    ):
         ops.top_k(x, 3, steps=-1)
     with pytest.raises(ValueError, match=r"`residual` must be float32. Received: dtype=float64"):
         ops.error_feedback_top_k(tf.ones([9], tf.float64), x, 3)

@@ -46,7 +46,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
 
 
 def test_other_buckets_take_their_state_over(tmp_path):
-    """On one rank the scheme keeps momentum, by bucket; resumed with many small buckets, the run stays the same."""
+    """The scheme keeps momentum by bucket; a run resumed with small buckets stays the same."""
 
     def trained(folder, epochs, bucket_bytes):
         keras.utils.clear_session()

@@ -74,10 +74,18 @@ def require_tensorflow(package: str, version: str) -> None:
 
 
 def release_of(version: str) -> str:
-    """Returns the first two numbers of a version: `"2.21"` of `"2.21.0rc1"`."""
+    """Returns the first two numbers of a version.
+
+    Args:
+      version: Version of a package, such as `"2.21.0rc1"`, whose release is `"2.21"`.
+    """
     return ".".join(version.split(".")[:2])
 
 
 def either(names: Sequence[str]) -> str:
-    """Returns names as a choice: `"2.19, 2.20 or 2.21"`."""
+    """Returns names as a choice, such as `"2.19, 2.20 or 2.21"`.
+
+    Args:
+      names: The names; at least one.
+    """
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

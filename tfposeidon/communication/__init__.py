@@ -1,1 +1,1 @@
-"""How ranks find one another and exchange tensors: topology, wire, runtime and failure."""
+"""Ranks find one another and exchange tensors: topology, wire, runtime and failure."""

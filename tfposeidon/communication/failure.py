@@ -1,4 +1,4 @@
-"""Says on the last lines which rank failed first, and why.
+"""Prints on the last lines of a job which rank failed first, and why.
 
 One rank's failure makes the collectives of all others fail, and launchers often name the wrong one.
 A rank that fails leaves its cause in the launcher's store; those whose collective broke look there
@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfposeidon.communication.launcher import Store
 
 PATIENCE_S = 3.0
-"""How long a rank whose collective broke waits for another to leave a cause."""
+"""Seconds for which a rank whose collective broke waits for another to leave a cause."""
 
 _FIRST = "first-failure"
 _BROKEN_COLLECTIVE = re.compile(
@@ -30,11 +30,17 @@ _WAITING = re.compile(r"(?:node \S*?|name: )([\w-]+\.[\w.-]+)")
 
 
 def watch(rank: int, size: int) -> None:
-    """Reports uncaught exceptions of this process from now on."""
+    """Reports uncaught exceptions of this process from now on.
+
+    Args:
+      rank: This process.
+      size: Number of ranks.
+    """
     reporter = Reporter(rank, size, Store.of_launcher())
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # First, so that the cause stands on the last lines, below all tracebacks.
         previous(kind, error, trace)
         reporter.report(error)
 
@@ -43,7 +49,19 @@ def watch(rank: int, size: int) -> None:
 
 
 class Reporter:
-    """Writes this rank's end to the store, and reads there what happened to the others."""
+    """Writes to the store how this rank ended, and reads there what happened to the others.
+
+    Args:
+      rank: This process.
+      size: Number of ranks.
+      store: Launcher's store; `None` under MPI.
+
+    Attributes:
+      rank: As given.
+      size: As given.
+      store: As given; `None` for one rank, and once it cannot be reached.
+      failed: Whether an error was reported.
+    """
 
     def __init__(self, rank: int, size: int, store: Store | None) -> None:
         self.rank = rank
@@ -52,7 +70,11 @@ class Reporter:
         self.failed = False
 
     def report(self, error: BaseException) -> None:
-        """Prints who failed first and why; leaves the cause for the others if it was this rank."""
+        """Prints who failed first and why, and leaves the cause for the others if it was this rank.
+
+        Args:
+          error: Exception that nobody has caught.
+        """
         self.failed = True
         if self.size == 1 or isinstance(error, KeyboardInterrupt):
             return
@@ -60,18 +82,20 @@ class Reporter:
             self._put(self._fate(self.rank), "broken")
             self._print(self._first_cause() or self._what_is_known(str(error)))
         else:
-            cause = f"rank {self.rank} failed first: {''.join(traceback.format_exception_only(error)).strip()}"
+            text = "".join(traceback.format_exception_only(error)).strip()
+            cause = f"rank {self.rank} failed first: {text}"
             if self._get(_FIRST) is None:
                 self._put(_FIRST, cause)
             self._put(self._fate(self.rank), "failed")
             self._print(cause)
 
     def leave(self) -> None:
-        """Notes a script that ended in good order, for ranks that still wait for it."""
+        """Notes that the script ended in good order, for ranks that still wait for it."""
         if not self.failed:
             self._put(self._fate(self.rank), "ended")
 
     def _first_cause(self) -> str | None:
+        # The rank that failed may still be on its way to the store.
         deadline = time.monotonic() + PATIENCE_S
         while self.store is not None and time.monotonic() < deadline:
             if cause := self._get(_FIRST):
@@ -89,9 +113,15 @@ class Reporter:
         silent = [rank for rank, fate in fates.items() if fate is None]
         ended = [rank for rank, fate in fates.items() if fate == "ended"]
         if silent:
-            known += f" No word from rank(s) {silent}: late, stopped, killed (out of memory?) or cut off."
+            known += (
+                f" No word from rank(s) {silent}: late, stopped, killed (out of memory?) or cut "
+                "off."
+            )
         if ended:
-            known += f" The script of rank(s) {ended} had already ended: did they have fewer batches or epochs?"
+            known += (
+                f" The script of rank(s) {ended} had already ended: did they have fewer batches or "
+                "epochs?"
+            )
         return known
 
     @staticmethod
@@ -115,10 +145,13 @@ class Reporter:
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Whether a collective raised this because something happened to another rank.
+    """Returns whether a collective raised this because something happened to another rank.
 
-    It says so by its type, its op and its words. Words alone would not do: reading a file over a network also ends in
-    "Connection reset", and is a cause.
+    It says so by its type, its op and its words. Words alone would not do: reading a file over a
+    network also ends in "Connection reset", and is a cause.
+
+    Args:
+      error: Exception that nobody has caught.
     """
     text = str(error)
     ours = isinstance(error, tf.errors.OpError) and (_WAITING.search(text) or "[Op:Horovod" in text)

@@ -1,4 +1,4 @@
-"""What launchers leave in the environment, and every environment variable that tfposeidon sets.
+"""Environment variables of launchers, and every one that tfposeidon sets.
 
 horovodrun and `tfposeidon lab` name rank, node and rendezvous store in `HOROVOD_*`; Open MPI, MPICH
 and SLURM have names of their own. Reading happens in `tfposeidon.init()`, never at import.
@@ -38,7 +38,14 @@ STORE_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where the launcher put this process. One process without a launcher is rank 0 of 1."""
+    """Place of this process in the job. One process without a launcher is rank 0 of 1.
+
+    Attributes:
+      rank: Index of the process in the job.
+      size: Number of processes in the job.
+      local_rank: Index of the process on its node.
+      local_size: Number of processes on its node.
+    """
 
     rank: int = 0
     size: int = 1
@@ -47,7 +54,9 @@ class Place:
 
 
 def place() -> Place:
-    """Reads the launcher's variables."""
+    """Returns the place of this process, from the launcher's variables."""
+    # A size alone tells of no launcher: SLURM names one in scripts that start a single process,
+    # too.
     if not any(os.environ.get(name) for name in RANK):
         return Place()
     size = _first(SIZE, 1)
@@ -62,7 +71,13 @@ def _first(names: tuple[str, ...], default: int) -> int:
 class Store:
     """The launcher's key-value store, over which Gloo's ranks find one another.
 
-    We leave the sizes of nodes there before Horovod starts, and the causes of failures when it ends.
+    Ranks leave the sizes of nodes there before Horovod starts, and the causes of failures when it
+    ends.
+
+    Attributes:
+      address: Host name or IP address.
+      port: TCP port.
+      scope: Begins the names of all keys.
     """
 
     address: str
@@ -71,12 +86,16 @@ class Store:
 
     @classmethod
     def of_launcher(cls) -> Store | None:
-        """The store, or `None` under MPI and without a launcher."""
+        """Returns the launcher's store, or `None` under MPI and without a launcher."""
         address = os.environ.get(STORE_ADDRESS)
         return cls(address, int(os.environ[STORE_PORT])) if address else None
 
     def put(self, key: str, value: object) -> None:
-        """Stores a JSON value.
+        """Stores a value.
+
+        Args:
+          key: Name of the value.
+          value: Anything that JSON can hold.
 
         Raises:
           OSError: If the store cannot be reached.
@@ -87,7 +106,11 @@ class Store:
         urllib.request.urlopen(request, timeout=STORE_TIMEOUT_S).close()
 
     def get(self, key: str) -> Any:
-        """The value, or `None` while there is none or the store cannot be reached."""
+        """Returns a value, or `None` while there is none or the store cannot be reached.
+
+        Args:
+          key: Name of the value.
+        """
         try:
             with urllib.request.urlopen(self._url(key), timeout=STORE_TIMEOUT_S) as answer:
                 return json.loads(answer.read())
@@ -98,7 +121,11 @@ class Store:
         return f"http://{self.address}:{self.port}/{self.scope}/{key}"
 
     def wait_for(self, key: str, timeout_s: float) -> Any:
-        """The value, once some rank has put it.
+        """Returns a value as soon as some rank has put it.
+
+        Args:
+          key: Name of the value.
+          timeout_s: Seconds to wait at most.
 
         Raises:
           TimeoutError: If that takes longer than `timeout_s`.
@@ -114,9 +141,18 @@ class Store:
 
 
 def node_sizes(store: Store, own: Place, timeout_s: float = 120.0) -> list[int]:
-    """Ranks per node, where launchers number ranks node by node.
+    """Finds the number of ranks of each node, where the launcher numbers ranks node by node.
 
-    The first rank of each node leaves its node's size in the store; everybody walks from node to node.
+    The first rank of each node leaves its node's size in the store; everybody walks from node to
+    node.
+
+    Args:
+      store: Launcher's store.
+      own: Place of this process.
+      timeout_s: Seconds to wait for each node.
+
+    Raises:
+      TimeoutError: If the first rank of a node does not come in time.
     """
     if own.local_rank == 0:
         store.put(f"node-of-rank-{own.rank}", own.local_size)

@@ -1,4 +1,4 @@
-"""Brings Horovod up once per process, with the groups that the topology asks for."""
+"""Starts Horovod once per process, with the groups that the topology asks for."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import os
 import socket
 from typing import Any
 
-from tfposeidon.communication import failure, launcher
+from tfposeidon import ranges
+from tfposeidon.communication import agreement, failure, launcher
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import HorovodWire, Wire, exchange_objects
 
 DEFAULT_STALL_TIMEOUT_S = 300.0
+"""Seconds that ranks wait for one that is late, where nobody says otherwise."""
 LONGEST_STALL_WARNING_S = 60
+"""Seconds between two looks of Horovod for ranks that are late, at most."""
 LAYOUT_PATIENCE_S = 120.0
+"""Seconds that a rank waits for rank 0 to leave its layout in the launcher's store."""
 
 log = logging.getLogger("tfposeidon")
 _wire: HorovodWire | None = None
@@ -32,21 +36,27 @@ def init(
     does not; call it to set the arguments, or before work that depends on the rank.
 
     Args:
-      ranks_per_node: Regroups the ranks into emulated nodes of this many; by default the launcher's
-        hosts are the nodes.
-      stall_timeout_s: How long ranks wait for one that is alive but late before the job ends;
+      ranks_per_node: Number of ranks of each emulated node; by default the launcher's hosts are
+        the nodes.
+      stall_timeout_s: Seconds that ranks wait for one that is alive but late before the job ends;
         default 300, or what `HOROVOD_STALL_SHUTDOWN_TIME_SECONDS` says.
-      transport_timeout_s: How long Gloo waits for a stopped process or a cut link; default 30, or
-        what `HOROVOD_GLOO_TIMEOUT_SECONDS` says.
-      pin_gpu: Gives each rank of a node the GPU of its local rank, with memory growth.
+      transport_timeout_s: Seconds that Gloo waits for a stopped process or a cut link; default 30,
+        or what `HOROVOD_GLOO_TIMEOUT_SECONDS` says.
+      pin_gpu: Whether each rank of a node gets the GPU of its local rank, with memory growth.
 
     Returns:
-      The topology as this rank sees it.
+      The topology as this rank sees it: `rank`, `size`, `nodes`.
 
     Raises:
       ImportError: If Horovod is missing or was built without TensorFlow.
-      ValueError: If an argument makes no sense.
-      RuntimeError: If it was called before with another layout.
+      ValueError: If an argument is out of its range.
+      RuntimeError: If it was called before with another layout, if ranks ask for different layouts,
+        or if `hvd.init()` was called before and groups of ranks are needed.
+
+    Example:
+      >>> import tfposeidon as tp
+      >>> tp.init().size
+      1
     """
     global _wire
     if _wire is not None:
@@ -62,7 +72,7 @@ def init(
 
 
 def wire() -> Wire:
-    """The wire of this process; starts Horovod with default arguments if nobody did."""
+    """Returns the wire of this process; starts Horovod with default arguments if nobody did."""
     if _wire is None:
         init()
     assert _wire is not None
@@ -70,17 +80,38 @@ def wire() -> Wire:
 
 
 def rank() -> int:
-    """This process's rank, from 0."""
+    """Returns the rank of this process, from 0.
+
+    Starts Horovod with default arguments if nobody did.
+
+    Example:
+      >>> import tfposeidon as tp
+      >>> tp.rank()
+      0
+    """
     return wire().topology.rank
 
 
 def size() -> int:
-    """Number of ranks in the job."""
+    """Returns the number of ranks in the job.
+
+    Starts Horovod with default arguments if nobody did.
+
+    Example:
+      >>> import tfposeidon as tp
+      >>> tp.size()
+      1
+    """
     return wire().topology.size
 
 
 def say(text: str, *values: object) -> None:
-    """One log line, on rank 0 only."""
+    """Logs one line, on rank 0 only.
+
+    Args:
+      text: Format of the line, as for `logging`.
+      values: Values for the format.
+    """
     if rank() == 0:
         log.warning(text, *values)
 
@@ -102,7 +133,11 @@ def _start(ranks_per_node: int | None) -> HorovodWire:
 
 
 def _start_over_mpi(hvd: Any) -> HorovodWire:
-    """Under MPI no rank knows the others' hosts beforehand: they ask over the world, then add the groups."""
+    """Starts Horovod where no rank knows the others' hosts beforehand.
+
+    Ranks ask over the world and add the groups afterwards, which makes each cycle of Horovod's
+    thread wait for all.
+    """
     hvd.init(process_sets="dynamic")
     world = HorovodWire(Topology.regular(hvd.rank(), hvd.size(), hvd.size()), {})
     nodes: dict[str, list[int]] = {}
@@ -128,28 +163,33 @@ def _find_topology(place: launcher.Place, ranks_per_node: int | None) -> Topolog
 
 
 def _check_layout_in_store(topology: Topology) -> None:
-    """Groups that differ between ranks would abort Horovod, so ranks compare before it starts."""
+    """Compares the layout with that of rank 0, before Horovod starts.
+
+    Groups that differ between ranks would abort it without a reason.
+    """
     store = launcher.Store.of_launcher()
     if store is None or topology.size == 1:
         return
     mine = [list(node) for node in topology.nodes]
     if topology.rank == 0:
         store.put("layout", mine)
-    elif (first := store.wait_for("layout", LAYOUT_PATIENCE_S)) != mine:
-        raise RuntimeError(
-            f"All ranks must see the same nodes. Received: {first} on rank 0, {mine} on rank {topology.rank}. "
-            "Pass the same `ranks_per_node` to tfposeidon.init() everywhere."
+    else:
+        agreement.require_equal(
+            {0: store.wait_for("layout", LAYOUT_PATIENCE_S), topology.rank: mine},
+            "All ranks must see the same nodes",
+            "Pass the same `ranks_per_node` to tfposeidon.init() everywhere.",
         )
 
 
 def _adopt(hvd: Any, ranks_per_node: int | None) -> HorovodWire:
-    """Works on a Horovod that the script started itself, as long as no groups are needed."""
+    """Takes a Horovod that the script started itself, if no groups of ranks are needed."""
     topology = Topology.regular(hvd.rank(), hvd.size(), ranks_per_node or hvd.local_size())
     missing: tuple[Group, ...] = topology.groups()
     if missing:
         raise RuntimeError(
-            f"tfposeidon sets up groups of ranks when Horovod starts. Received: hvd.init() was called before, "
-            f"and {topology} need {len(missing)} groups. Replace hvd.init() by tfposeidon.init()."
+            "tfposeidon sets up groups of ranks when Horovod starts. Received: hvd.init() was "
+            f"called before, and {topology} need {len(missing)} groups. Replace hvd.init() by "
+            "tfposeidon.init()."
         )
     return HorovodWire(topology, {})
 
@@ -171,8 +211,8 @@ def _set_limits(stall_timeout_s: float | None, transport_timeout_s: float | None
         ("stall_timeout_s", stall_timeout_s),
         ("transport_timeout_s", transport_timeout_s),
     ):
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` must be at least 1 second. Received: {name}={value}")
+        if value is not None:
+            ranges.check_number(name, value, ranges.AT_LEAST_1, "It is in seconds.")
     if stall_timeout_s is not None or launcher.STALL_LIMIT not in os.environ:
         limit = round(stall_timeout_s or DEFAULT_STALL_TIMEOUT_S)
         os.environ[launcher.STALL_LIMIT] = str(limit)
@@ -188,16 +228,18 @@ def _check_same_layout(topology: Topology, ranks_per_node: int | None) -> None:
     asked = Topology.regular(topology.rank, topology.size, ranks_per_node)
     if asked.nodes != topology.nodes:
         raise RuntimeError(
-            f"Groups of ranks are set up once per process. Received: ranks_per_node={ranks_per_node}, but the job "
-            f"already runs as {topology}. Pass `ranks_per_node` to the first tfposeidon.init()."
+            "Groups of ranks are set up once per process. Received: "
+            f"ranks_per_node={ranks_per_node}, but the job already runs as {topology}. Pass "
+            "`ranks_per_node` to the first tfposeidon.init()."
         )
 
 
 def _check_layout(hvd: Any, topology: Topology) -> None:
     if (hvd.rank(), hvd.size()) != (topology.rank, topology.size):
         raise RuntimeError(
-            f"The launcher's variables and Horovod must agree. Received: rank {topology.rank} of {topology.size} "
-            f"from the environment, rank {hvd.rank()} of {hvd.size()} from Horovod. Start the job with horovodrun "
+            "The launcher's variables and Horovod must agree. Received: "
+            f"rank {topology.rank} of {topology.size} from the environment, "
+            f"rank {hvd.rank()} of {hvd.size()} from Horovod. Start the job with horovodrun "
             "or mpirun, or leave no HOROVOD_RANK of another job in the environment."
         )
 
@@ -209,10 +251,12 @@ def _pin_gpu(local_rank: int) -> None:
     if not gpus:
         return
     try:
+        # Where there are more ranks than GPUs, some share one; memory growth lets them.
         own = gpus[local_rank % len(gpus)]
         tf.config.set_visible_devices(own, "GPU")
         tf.config.experimental.set_memory_growth(own, True)
     except RuntimeError as error:
         log.warning(
-            "TensorFlow was in use before tfposeidon.init(); its GPUs stay as they are (%s)", error
+            "TensorFlow was in use before tfposeidon.init(); its GPUs stay as they are (%s)",
+            error,
         )

@@ -1,6 +1,6 @@
-"""Which ranks there are, on which nodes, and in which groups they exchange.
+"""The ranks of a job, their nodes, and the groups in which they exchange.
 
-Everything here is pure: `environment` finds the facts, `runtime` brings Horovod up on them.
+Everything here is pure: `launcher` finds the facts, `runtime` starts Horovod on them.
 """
 
 from __future__ import annotations
@@ -9,29 +9,50 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from tfposeidon.ranges import check_integer
+
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that take part in a collective together, in ascending order."""
+    """Ranks that take part in a collective together.
+
+    Attributes:
+      ranks: The ranks, in ascending order.
+
+    >>> Group((1, 3)).index(3)
+    1
+    """
 
     ranks: tuple[int, ...]
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return len(self.ranks)
 
     def index(self, rank: int) -> int:
-        """Place of `rank` in the group; what the group's collectives call its rank."""
+        """Returns the index of a rank in the group; what the group's collectives call its rank.
+
+        Args:
+          rank: One of `ranks`.
+        """
         return self.ranks.index(rank)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of a job as one of them sees it.
+    """Ranks of a job and their nodes, as one of the ranks sees them.
 
     Args:
       rank: This process.
-      nodes: The ranks of each node; together each of `0..size-1` once.
+      nodes: Ranks of each node; together each of `0..size-1` once.
+
+    Raises:
+      ValueError: If they are not.
+
+    >>> topology = Topology(2, ((0, 1), (2, 3)))
+    >>> topology.node.ranks, topology.position, topology.position_group(0).ranks
+    ((2, 3), 0, (0, 2))
     """
 
     rank: int
@@ -50,17 +71,31 @@ class Topology:
 
     @classmethod
     def regular(cls, rank: int, size: int, ranks_per_node: int) -> Topology:
-        """Nodes of `ranks_per_node` consecutive ranks; the last one smaller where that does not divide."""
-        if ranks_per_node < 1:
-            raise ValueError(
-                f"`ranks_per_node` must be at least 1. Received: ranks_per_node={ranks_per_node}. "
-                "Leave it out to take the nodes that the launcher names."
-            )
+        """Makes nodes of consecutive ranks, all of the same size but for the last.
+
+        Args:
+          rank: This process.
+          size: Number of ranks.
+          ranks_per_node: Ranks of each node; the last one has fewer where that does not divide.
+
+        Raises:
+          ValueError: If `ranks_per_node` is not a whole number from 1.
+
+        >>> Topology.regular(0, 5, ranks_per_node=2).nodes
+        ((0, 1), (2, 3), (4,))
+        """
+        check_integer(
+            "ranks_per_node",
+            ranks_per_node,
+            1,
+            "Leave it out to take the nodes that the launcher names.",
+        )
         starts = range(0, size, ranks_per_node)
         return cls(rank, tuple(tuple(range(s, min(s + ranks_per_node, size))) for s in starts))
 
     @property
     def size(self) -> int:
+        """Number of ranks in the job."""
         return sum(len(node) for node in self.nodes)
 
     @cached_property
@@ -70,43 +105,62 @@ class Topology:
 
     @cached_property
     def node_index(self) -> int:
+        """Index of this rank's node."""
         return next(i for i, node in enumerate(self.nodes) if self.rank in node)
 
     @cached_property
     def node(self) -> Group:
-        """The ranks of this rank's node."""
+        """Ranks of this rank's node."""
         return Group(self.nodes[self.node_index])
 
     @property
     def position(self) -> int:
-        """Place of this rank in its node."""
+        """Index of this rank in its node."""
         return self.node.index(self.rank)
 
     @property
     def positions(self) -> int:
-        """Positions that every node has: the size of the smallest node."""
+        """Number of positions that every node has: the size of the smallest node."""
         return min(len(node) for node in self.nodes)
 
     def position_group(self, position: int) -> Group:
-        """The ranks at one position of every node, one rank per node."""
+        """Returns the ranks at one position of every node, one rank per node.
+
+        Args:
+          position: 0 to `positions` - 1.
+        """
         return Group(tuple(sorted(node[position] for node in self.nodes)))
 
     @property
     def across(self) -> Group | None:
-        """This rank's position group; `None` where larger nodes have ranks beyond the common positions."""
+        """Position group of this rank; `None` if other nodes are too small to have its position."""
         return self.position_group(self.position) if self.position < self.positions else None
 
     def same_node(self, a: int, b: int) -> bool:
+        """Returns whether two ranks are on one node.
+
+        Args:
+          a: A rank.
+          b: Another rank.
+        """
         return any(a in node and b in node for node in self.nodes)
 
     def groups(self) -> tuple[Group, ...]:
-        """Every group of two or more ranks other than the world: what Horovod has to set up, in order."""
+        """Returns the groups of two or more ranks, without the world, that Horovod has to set up.
+
+        Nodes come first, then positions, without those that occur twice: the order is the same on
+        all ranks.
+        """
         candidates: Sequence[Group] = [Group(node) for node in self.nodes]
         candidates = [*candidates, *(self.position_group(p) for p in range(self.positions))]
         return tuple(dict.fromkeys(g for g in candidates if 1 < g.size < self.size))
 
     def seen_from(self, rank: int) -> Topology:
-        """The same job as `rank` sees it."""
+        """Returns the topology of the same job as another rank sees it.
+
+        Args:
+          rank: That rank.
+        """
         return Topology(rank, self.nodes)
 
     def __str__(self) -> str:

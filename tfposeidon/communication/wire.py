@@ -1,10 +1,10 @@
-"""The one door to Horovod's collectives: four operations on groups of ranks.
+"""All use of Horovod's collectives: four operations on groups of ranks.
 
 Horovod's TensorFlow ops look like arithmetic to Grappler: with a constant input the collective is
 folded (runs once, or hangs), an unused one is pruned, two equal ones are merged. So no input may be
 a constant (see `zeros`), every output has to be used, and each call has its own name, the same on
-every rank. Names are joined by dots, for Horovod cuts off what stands before a slash. No other module
-imports Horovod's collectives.
+every rank. Names are joined by dots, for Horovod cuts off what stands before a slash. No other
+module imports Horovod's collectives.
 """
 
 from __future__ import annotations
@@ -17,18 +17,24 @@ from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
+from typing_extensions import override
 
+from tfposeidon.communication import agreement
 from tfposeidon.communication.topology import Group, Topology
 
-# Of the names of all collectives that are called, or traced, in a `numbered` block.
+# Ends the names of all collectives that are called, or traced, within `numbered_names`.
 _suffix = contextvars.ContextVar("suffix", default="")
 
 
 @contextlib.contextmanager
-def numbered(number: int) -> Iterator[None]:
-    """Names all collectives inside anew: for code that one graph calls several times, from 0.
+def numbered_names(number: int) -> Iterator[None]:
+    """Gives collectives names of their own, within this context.
 
-    TensorFlow would make names unique by itself, but in each branch and on a rank that is out of data in another way.
+    It is for code that one graph calls several times. TensorFlow would make names unique by itself,
+    but in other ways in branches and on ranks that are out of data.
+
+    Args:
+      number: Index of the call; 0 leaves names as they are.
     """
     token = _suffix.set(f".{number}" if number else "")
     try:
@@ -38,43 +44,81 @@ def numbered(number: int) -> Iterator[None]:
 
 
 class Wire(Protocol):
-    """What schemes exchange over. Groups of one rank send nothing."""
+    """Collectives over which schemes exchange. Groups of one rank send nothing.
+
+    All ranks of a group call each of them with the same name, and must use the result: TensorFlow
+    leaves out what nobody uses.
+
+    Attributes:
+      topology: Ranks of the job, as this one sees them.
+    """
 
     topology: Topology
 
     def all_reduce(
         self, tensor: tf.Tensor, group: Group, name: str, scale: float = 1.0
     ) -> tf.Tensor:
-        """`scale` times the sum over the group; `[n]` -> `[n]`, the same bits on every rank."""
+        """Returns `scale` times the sum over the group, the same bits on every rank.
+
+        Args:
+          tensor: `[n]`, of the same length and dtype on every rank.
+          group: Ranks that take part.
+          name: Name of the collective.
+          scale: Factor on the sum.
+        """
         ...
 
     def all_gather(self, tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
-        """Concatenation along the first axis in the group's order; parts may differ in length."""
+        """Returns the tensors of all ranks along the first axis, in the group's order.
+
+        Args:
+          tensor: `[m, ...]`; ranks may differ in `m`.
+          group: Ranks that take part.
+          name: Name of the collective.
+        """
         ...
 
     def all_to_all(
         self, tensor: tf.Tensor, splits: Sequence[int | tf.Tensor], group: Group, name: str
     ) -> tf.Tensor:
-        """Sends `splits[i]` of the first axis to the group's rank `i`; returns what came, in the group's order."""
+        """Sends each rank a part and returns what has come, in the group's order.
+
+        Args:
+          tensor: `[m, ...]`, the parts one after the other.
+          splits: Length along the first axis of the part for each rank of the group; they add up to
+            `m`.
+          group: Ranks that take part.
+          name: Name of the collective.
+        """
         ...
 
     def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
-        """The tensor of the world's rank `root_rank`."""
+        """Returns the tensor of one rank on all ranks of the job.
+
+        Args:
+          tensor: Of the same shape and dtype on every rank.
+          root_rank: Rank whose tensor everybody gets.
+          name: Name of the collective.
+        """
         ...
 
 
-class HorovodWire:
-    """Horovod's ops: NCCL, MPI or Gloo move the bytes.
+class HorovodWire(Wire):
+    """Wire over Horovod's ops: NCCL, MPI or Gloo move the bytes.
 
     Args:
-      topology: The ranks of the job.
+      topology: Ranks of the job, as this one sees them.
       process_sets: Horovod's process set of each group in `topology.groups()`.
+
+    Attributes:
+      topology: As given.
     """
 
     def __init__(self, topology: Topology, process_sets: dict[Group, Any]) -> None:
         self.topology = topology
         self._process_sets = process_sets
 
+    @override
     def all_reduce(
         self, tensor: tf.Tensor, group: Group, name: str, scale: float = 1.0
     ) -> tf.Tensor:
@@ -90,6 +134,7 @@ class HorovodWire:
             process_set=self._process_set(group),
         )
 
+    @override
     def all_gather(self, tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
         if group.size == 1:
             return tensor
@@ -100,6 +145,7 @@ class HorovodWire:
             process_set=self._process_set(group),
         )
 
+    @override
     def all_to_all(
         self, tensor: tf.Tensor, splits: Sequence[int | tf.Tensor], group: Group, name: str
     ) -> tf.Tensor:
@@ -114,6 +160,7 @@ class HorovodWire:
         )
         return received
 
+    @override
     def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
         if self.topology.size == 1:
             return tensor
@@ -128,18 +175,23 @@ class HorovodWire:
 
 
 def unknown_zero(dtype: str = "int32") -> tf.Tensor:
-    """A scalar 0 of which TensorFlow does not know that it is one: no time is before 1970.
+    """Returns a scalar 0 of which TensorFlow does not know that it is one: no time is before 1970.
 
-    For functions that may be called in anybody's `tf.function`, which lets nobody make a variable.
+    It is for functions that may be called in anybody's `tf.function`, which lets nobody make a
+    variable.
+
+    Args:
+      dtype: Dtype of the scalar.
     """
     with tf.device("/CPU:0"):
         return tf.cast(tf.timestamp() < 0.0, dtype)
 
 
 class Zeros(dict[str, tf.Variable]):
-    """Scalar variables that hold 0, by dtype, for `zeros` and `opaque`; each is made when it is first asked for.
+    """Scalar variables that hold 0, by dtype, for `zeros` and `opaque`.
 
-    TensorFlow traces a function twice whose first trace makes variables: what is traced asks for none that is new.
+    Each is made when it is first asked for. TensorFlow traces a function twice whose first trace
+    makes variables: what is traced asks for none that is new.
     """
 
     def __missing__(self, dtype: str) -> tf.Variable:
@@ -149,56 +201,75 @@ class Zeros(dict[str, tf.Variable]):
 
 
 def zeros(shape: Sequence[int], zero: tf.Variable | tf.Tensor) -> tf.Tensor:
-    """Zeros that TensorFlow cannot fold: a collective on `tf.zeros` runs on no rank, or hangs.
+    """Returns zeros that TensorFlow cannot fold.
+
+    A collective on `tf.zeros` would run on no rank, or hang.
 
     Args:
       shape: Shape of the result.
-      zero: A scalar variable that holds 0, or `unknown_zero`; its dtype is the result's.
+      zero: Scalar variable that holds 0, or `unknown_zero`; its dtype is the result's.
     """
     return tf.broadcast_to(tf.convert_to_tensor(zero), shape)
 
 
 def opaque(tensor: tf.Tensor, zero: tf.Variable | tf.Tensor) -> tf.Tensor:
-    """The same `[n, ...]` tensor, which TensorFlow can no longer see to be a constant; costs no copy.
+    """Returns the same tensor, which TensorFlow no longer sees to be a constant; it costs no copy.
 
     Args:
-      zero: A scalar int32 variable that holds 0, or `unknown_zero`.
+      tensor: `[n, ...]`.
+      zero: Scalar int32 variable that holds 0, or `unknown_zero`.
     """
-    # All of it, from a place that only the variable knows. A reshape would not do: where all but one of its
-    # dimensions are given, TensorFlow finds the last by itself.
+    # A slice of all of it, from an index that only the variable knows. A reshape would not do:
+    # where all but one of its dimensions are given, TensorFlow finds the last by itself.
     begin = tf.stack([tf.convert_to_tensor(zero), *([0] * (tensor.shape.rank - 1))])
     return tf.ensure_shape(tf.slice(tensor, begin, [-1] * tensor.shape.rank), tensor.shape)
 
 
 def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
-    """Every rank's `value`, in rank order. Eager; for small things that JSON can hold.
+    """Returns what every rank has given, by rank; all ranks call it together, eagerly.
+
+    Args:
+      value: Small thing that JSON can hold.
+      wire: Collectives that join the ranks.
+      name: Name of the collective.
 
     Raises:
-      RuntimeError: On all ranks, if they are not at the same place: eager collectives have no names.
+      RuntimeError: On all ranks, if they call it with different names: one of them has not come to
+        the same line.
     """
     if wire.topology.size == 1:
         return [value]
+    # Eagerly Horovod matches collectives by their order, whatever their names: the name travels
+    # along.
     text = json.dumps([name, value]).encode()
     world = wire.topology.world
     lengths = wire.all_gather(tf.constant([len(text)], tf.int64), world, f"{name}.lengths").numpy()
     joined = (
         wire.all_gather(tf.constant(list(text), tf.uint8), world, f"{name}.texts").numpy().tobytes()
     )
+    # The texts come one after the other, and only the lengths tell where each ends.
     ends = lengths.cumsum()
     pairs = [
         json.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)
     ]
-    for rank, (other, _) in enumerate(pairs):
-        if other != pairs[0][0]:
-            raise RuntimeError(
-                f"All ranks must communicate alike. Received: {pairs[0][0]!r} on rank 0, {other!r} on rank {rank}. "
-                "Give every rank the same callbacks, in the same order, and the same number of epochs and evaluations."
-            )
+    agreement.require_equal(
+        [name for name, _ in pairs],
+        "All ranks must communicate alike",
+        "Give every rank the same callbacks, in the same order, and the same number of epochs and "
+        "evaluations.",
+    )
     return [value for _, value in pairs]
 
 
 def broadcast_bytes(content: bytes, wire: Wire, root_rank: int, name: str) -> bytes:
-    """The `content` of `root_rank`. Eager; every rank may give another length."""
+    """Returns the bytes of one rank on all ranks; all call it together, eagerly.
+
+    Args:
+      content: Bytes that count on `root_rank` alone; others may give any, such as none.
+      wire: Collectives that join the ranks.
+      root_rank: Rank whose bytes everybody gets.
+      name: Name of the collective.
+    """
     length = wire.broadcast(tf.constant([len(content)], tf.int64), root_rank, f"{name}.length")
     mine = (
         np.frombuffer(content, np.uint8)
@@ -212,7 +283,8 @@ def broadcast_bytes(content: bytes, wire: Wire, root_rank: int, name: str) -> by
 
 
 def _horovod_ops() -> Any:
-    # Loaded late: tfposeidon loads models and plans without Horovod, and importing starts nothing.
+    # Imported late: tfposeidon loads models and plans without Horovod, and importing starts
+    # nothing.
     from horovod.tensorflow import mpi_ops
 
     return mpi_ops

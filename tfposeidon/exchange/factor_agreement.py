@@ -1,4 +1,4 @@
-"""What ranks find out about the factors of their gradients at the first traced step, and agree on."""
+"""The factors that ranks find in their gradients at the first traced step, and agree on."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ from tfposeidon.gradients.description import Description
 from tfposeidon.gradients.factors import Factors, FactorShape, NoFactorsError
 from tfposeidon.planning.plan import Plan
 from tfposeidon.policies import Policy
-from tfposeidon.schemes import FactorScheme
 
 log = logging.getLogger("tfposeidon")
 
 Found = dict[str, Any]
-"""A `FactorShape` as it travels between ranks, with a digest of constants, or `{"why_not": text}`."""
+"""A `FactorShape` with a digest of constants, or `{"why_not": text}`; for JSON."""
 
 
-def find(
+def find_factors(
     gradients: Sequence[Any],
     descriptions: Sequence[Description],
     replicated: Collection[Any],
 ) -> list[Found]:
-    """Which gradients of this rank are products of two thin matrices.
+    """Finds the gradients of this rank that are products of two thin matrices.
 
     Args:
-      gradients: As they come from the tape.
+      gradients: Gradients as they come from the tape.
+      descriptions: Descriptions of their variables, in the same order.
       replicated: Variables with the same values on all ranks.
+
+    Returns:
+      For each gradient its factors' shape, or the reason why it has none; for JSON.
     """
     return [_found(g, d, replicated) for g, d in zip(gradients, descriptions, strict=True)]
 
@@ -50,13 +53,22 @@ def _read(gradient: Any, description: Description, replicated: Collection[Any]) 
     return sufficient_factors.read(gradient, description.shape, description.dtype, replicated)
 
 
-def agreed(
+def merge_findings(
     descriptions: Sequence[Description], everybody: Sequence[Sequence[Found]]
 ) -> list[Description]:
-    """Descriptions with the factors that all ranks have."""
+    """Adds to descriptions the factors that all ranks have found.
+
+    Args:
+      descriptions: Descriptions of all variables.
+      everybody: What `find_factors` returned on each rank, by rank.
+
+    Returns:
+      Descriptions with `factors`, or with `why_no_factors`: the reason of the first rank that has
+      none.
+    """
     return [
-        dataclasses.replace(description, **_merged([found[place] for found in everybody]))
-        for place, description in enumerate(descriptions)
+        dataclasses.replace(description, **_merged([found[index] for found in everybody]))
+        for index, description in enumerate(descriptions)
     ]
 
 
@@ -76,15 +88,18 @@ def _merged(found: Sequence[Found]) -> dict[str, Any]:
     }
 
 
-def check(plan: Plan, policy: Policy) -> None:
-    """Refuses a scheme that needs factors where no variable has any; single ones without go by all-reduce.
+def check_any_factors(plan: Plan, policy: Policy) -> None:
+    """Refuses a scheme that needs factors if no variable has any.
+
+    If some have, those without go by all-reduce.
 
     Args:
-      plan: With what ranks have agreed on.
-      policy: By which it was made.
+      plan: Plan made with the factors that ranks have agreed on.
+      policy: Policy by which it was made.
 
     Raises:
-      ValueError: Naming a variable, why it has none, and what would.
+      ValueError: Naming a variable, why its gradient has no factors, and layers whose gradients
+        would.
     """
     if any(bucket.takes_factors for bucket in plan.buckets):
         return
@@ -92,51 +107,72 @@ def check(plan: Plan, policy: Policy) -> None:
         d for bucket in plan.buckets for d in bucket.descriptions if len(d.shape) > 1
     ):
         scheme = policy.choose(description, plan.topology).scheme
-        if isinstance(scheme, FactorScheme):
+        if scheme.needs_factors:
             raise ValueError(
-                f"{scheme.name!r} needs gradients that are a product of two thin matrices: those of kernels of "
-                f"{sufficient_factors.LAYERS}. Received: none; that of {description.path!r} is no product, because "
-                f'{description.why_no_factors}. Use "hybcomm", or rules that give it another scheme.'
+                f"{scheme.name!r} needs gradients that are a product of two thin matrices: those "
+                f"of kernels of {sufficient_factors.LAYERS}. Received: none; that of "
+                f"{description.path!r} is no product, because {description.why_no_factors}. Use "
+                '"hybcomm", or rules that give it another scheme.'
             )
 
 
-def taken(gradients: Sequence[Any], plan: Plan, replicated: Collection[Any]) -> list[Any]:
-    """Gradients with `Factors` in the place of those that are to go by them, if this trace shows them.
+def extract_factors(gradients: Sequence[Any], plan: Plan, replicated: Collection[Any]) -> list[Any]:
+    """Reads the factors of gradients that the plan exchanges by factors.
+
+    A later trace of the step may not show them, or show others. Such a gradient stays a matrix,
+    which `convert_to_factors` turns into factors before it is sent.
+
+    Args:
+      gradients: Gradients as they come from the tape, one per variable.
+      plan: Plan that ranks have agreed on.
+      replicated: Variables with the same values on all ranks.
+
+    Returns:
+      The gradients, with `Factors` in the place of those that this trace shows as products.
 
     Raises:
-      ValueError: If peers add a regulariser's part by themselves, which cannot be told from the rest of that matrix.
+      ValueError: If a regularised variable's gradient has no factors in this trace: its peers add
+        the regulariser's part by themselves, and in a matrix it cannot be told from the rest.
     """
-    taken = list(gradients)
+    extracted = list(gradients)
     for member, description in _by_factors(plan):
-        if taken[member] is None:
+        if extracted[member] is None:
             continue
         agreed = description.factors
         assert agreed is not None
         try:
-            factors = _read(taken[member], description, replicated)
-            reason = (
-                "" if factors.shape == agreed else f"its factors are {factors.shape}, not {agreed}"
-            )
+            factors = _read(extracted[member], description, replicated)
+            same = factors.shape == agreed
+            reason = "" if same else f"its factors are {factors.shape}, not {agreed}"
         except NoFactorsError as error:
             reason = str(error)
         if reason and agreed.has_local:
             raise ValueError(
-                f"A variable that is regularised must have factors in all traces of the step, or in none. Received: "
-                f"{description.path!r}, which had them in the first: {reason}. Give it another scheme by a rule."
+                "A variable that is regularised must have factors in all traces of the step, or "
+                f"in none. Received: {description.path!r}, which had them in the first: {reason}. "
+                "Give it another scheme by a rule."
             )
         if reason:
             log.warning(
                 "tfposeidon: %s goes as a whole matrix in this trace: %s.", description.path, reason
             )
         else:
-            taken[member] = factors
-    return taken
+            extracted[member] = factors
+    return extracted
 
 
-def as_planned(gradients: Sequence[Any], plan: Plan) -> list[Any]:
-    """Gradients with matrices as `Factors`, too, where they are to go by them: times the unit matrix.
+def convert_to_factors(gradients: Sequence[Any], plan: Plan) -> list[Any]:
+    """Turns matrices into factors where the plan exchanges factors.
 
-    Peers cannot know of another trace, and need not.
+    A matrix is its product with the unit matrix. So every rank sends what its peers expect: they
+    cannot know what another rank's trace has shown.
+
+    Args:
+      gradients: Gradients from `extract_factors`, or sums of them.
+      plan: Plan that ranks have agreed on.
+
+    Returns:
+      The gradients, with `Factors` or `None` for all variables that are exchanged by factors.
     """
     planned = list(gradients)
     for member, description in _by_factors(plan):
@@ -147,7 +183,7 @@ def as_planned(gradients: Sequence[Any], plan: Plan) -> list[Any]:
 
 
 def _by_factors(plan: Plan) -> Iterator[tuple[int, Description]]:
-    """Variables that are to go by factors, and their places."""
+    """Yields the index and the description of each variable that is exchanged by factors."""
     for bucket in plan.buckets:
         for member, description in zip(bucket.members, bucket.descriptions, strict=True):
             if bucket.takes_factors and description.factors is not None:

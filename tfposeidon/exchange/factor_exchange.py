@@ -13,8 +13,6 @@ from tfposeidon.gradients.description import Description
 from tfposeidon.gradients.embedding_rows import Rows
 from tfposeidon.gradients.factors import Factors
 from tfposeidon.planning.plan import Bucket
-from tfposeidon.schemes.base import FactorScheme
-from tfposeidon.schemes.by_rows import ByRows, mean_products
 
 
 def exchange(
@@ -28,25 +26,22 @@ def exchange(
     """Counts the rows of all ranks, then exchanges them.
 
     Args:
-      bucket: What goes how.
-      gradients: `Factors` of its variables, or `None`.
-      weight: Factor for this rank's gradients, or `None` for 1.
-      wire: The collectives.
-      name: Prefix for their names.
-      zero: Zeros of all types that occur.
+      bucket: Variables of which all gradients are exchanged as factors.
+      gradients: `Factors` of each of its variables, or `None` for no rows.
+      weight: Factor for this rank's gradients, a float32 scalar; `None` for 1.
+      wire: Collectives that join the ranks.
+      name: Begins the names of the collectives.
+      zero: Zeros of all dtypes that occur.
 
     Returns:
-      The mean gradients one after the other, `[bucket.length]`, and the rows of all variables and ranks, a scalar.
+      The mean gradients one after the other, `[bucket.length]`, and the number of rows of all
+      variables and ranks, a float32 scalar.
     """
     pairs = zip(gradients, bucket.descriptions, strict=True)
     factors = [_no_rows(d, zero) if g is None else g for g, d in pairs]
     rows = _agreed_rows(factors, wire, name, zero, after=[weight] if weight is not None else [])
     sent = [_sent(one, weight, zero) for one in factors]
-    if isinstance(bucket.scheme, ByRows):
-        mean = bucket.scheme.exchange_factors(sent, rows, bucket.dtype, wire, name)
-    else:
-        assert isinstance(bucket.scheme, FactorScheme)
-        mean = mean_products(bucket.scheme, sent, bucket.dtype, wire, name)
+    mean = bucket.scheme.exchange_products(sent, rows, bucket.dtype, wire, name)
     mean = tf.ensure_shape(mean, [bucket.length])
     if any(one.local is not None for one in factors):
         mean += tf.concat(
@@ -58,9 +53,10 @@ def exchange(
 def _agreed_rows(
     factors: Sequence[Factors], wire: Wire, name: str, zero: Zeros, after: Sequence[tf.Tensor]
 ) -> tf.Tensor:
-    # Activations are known in the forward pass: the sum is mostly there before the first gradient. It waits for them
-    # and for the weight even where shapes are static: a rank whose iterator has just ended must not have counted.
-    # On the processor: a GPU would have to be waited for before anybody can branch on it.
+    # Activations are known in the forward pass: the sum is mostly there before the first gradient.
+    # It waits for them and for the weight even where shapes are static: a rank whose iterator has
+    # just ended must not have counted. On the CPU: a GPU would have to be waited for before anybody
+    # can branch on it.
     with tf.device("/CPU:0"), tf.control_dependencies([*(one.left for one in factors), *after]):
         mine = tf.cast(tf.add_n([tf.shape(one.left)[0] for one in factors]), tf.float32)
         # Static shapes are constants, which must not reach a collective.

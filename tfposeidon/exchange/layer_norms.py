@@ -1,4 +1,4 @@
-"""Who takes the norms that layer-wise optimizers ask for: each rank all, each rank a share, or servers their parts."""
+"""Norms for layer-wise optimizers: all on each rank, a share on each rank, or of servers' parts."""
 
 from __future__ import annotations
 
@@ -12,101 +12,125 @@ import tensorflow as tf
 
 from tfposeidon.communication.partition import balanced
 from tfposeidon.communication.wire import Wire, exchange_objects
-from tfposeidon.exchange.parallel_operator import gathered
+from tfposeidon.exchange.parallel_operator import gather_results
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, Norms, local_norms, norm_dtype
 from tfposeidon.optimizers.wrapping import innermost
 
 ROUNDS = 7
+"""Measurements of each method, of which the first does not count: it traces."""
 
 
-def in_parallel(wire: Wire, name: str) -> Norms:
-    """Norms of which each rank takes those of some layers (CommLib, section 4.2), for variables that ranks agreed on.
+def parallel_norms(wire: Wire, name: str) -> Norms:
+    """Returns a function by which each rank computes norms of some layers and receives the rest.
+
+    Ranks must have agreed on the variables.
+
+    Args:
+      wire: Collectives that join the ranks.
+      name: Name of the all-gather.
 
     Cost: a P-th of the reading, and one all-gather of two numbers per layer.
+    Source: Shi et al. 2021 (CommLib), section 4.2.
     """
 
     def norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
         sizes = [sum(tensor.shape.num_elements() for tensor in row) for row in rows]
         begin, end = balanced(sizes, wire.topology.size)[wire.topology.rank]
-        # That of all, and not of this rank's share.
+        # The dtype of all rows: a rank's share may have another one, and results must fit together.
         dtype, width = norm_dtype(rows), len(rows[0])
         own = (
             tf.cast(local_norms(variables[begin:end], rows[begin:end]), dtype)
             if begin < end
             else None
         )
-        return tf.ensure_shape(gathered(own, dtype.name, [width], wire, name), [len(rows), width])
+        return tf.ensure_shape(
+            gather_results(own, dtype.name, [width], wire, name), [len(rows), width]
+        )
 
     return norms
 
 
-def of_parts(wire: Wire, served: Callable[[Any], bool], name: str) -> Norms:
-    """Norms of variables of which some lie in parts on all ranks: their squares are summed.
+def sharded_norms(wire: Wire, served: Callable[[Any], bool], name: str) -> Norms:
+    """Returns a function for norms of variables of which ranks hold parts: it sums their squares.
 
     Args:
-      wire: What joins the ranks.
-      served: Whether this rank has only a part of a variable.
-      name: Of the one small all-reduce.
+      wire: Collectives that join the ranks.
+      served: Tells whether this rank has only a part of a variable.
+      name: Name of the one small all-reduce.
     """
 
     def norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
         own = local_norms(variables, rows)
-        parts = [place for place, variable in enumerate(variables) if served(variable)]
+        parts = [index for index, variable in enumerate(variables) if served(variable)]
         if not parts:
             return own
         # In 64 bits: a square of what float32 holds may be more than it holds.
         squares = tf.square(tf.cast(tf.gather(own, parts), tf.float64))
         total = wire.all_reduce(tf.reshape(squares, [-1]), wire.topology.world, name)
         whole = tf.cast(tf.sqrt(tf.reshape(total, squares.shape)), own.dtype)
-        return tf.tensor_scatter_nd_update(own, [[place] for place in parts], whole)
+        return tf.tensor_scatter_nd_update(own, [[index] for index in parts], whole)
 
     return norms
 
 
-class Choice(NamedTuple):
-    """Who takes the norms of one list of variables.
+class NormMethod(NamedTuple):
+    """Method by which the norms of one list of variables are computed.
 
     Attributes:
-      norms: For `used`; `None` where the optimizer asks for none, or servers complete them.
-      note: For the plan; may be empty.
+      norms: Function for `override_norms`; `None` where the optimizer asks for no norms, or servers
+        sum them.
+      note: Line for the plan; may be empty.
     """
 
     norms: Norms | None = None
     note: str = ""
 
 
-def choose(
+def choose_norms(
     optimizer: Any, variables: Sequence[Any], served: bool, wire: Wire, prefix: str
-) -> Choice:
-    """Who takes the norms that a layer-wise optimizer asks for, at the first trace of a step.
+) -> NormMethod:
+    """Chooses how norms of a layer-wise optimizer are computed, at the first trace of a step.
+
+    With `parallel="auto"` it measures both ways, which takes a few milliseconds for each.
 
     Args:
-      optimizer: The one inside `DistributedOptimizer`; it need not be layer-wise.
-      variables: What it trains; ranks have agreed on them, and on `settings`.
+      optimizer: Optimizer inside `DistributedOptimizer`; it need not be layer-wise.
+      variables: Variables that it trains; ranks have agreed on them, and on `norm_settings`.
       served: Whether servers update some of them.
-      wire: What joins the ranks.
+      wire: Collectives that join the ranks.
       prefix: Begins the names of collectives.
     """
     inner = innermost(optimizer)
     if not isinstance(inner, LayerWiseOptimizer) or wire.topology.size == 1:
-        return Choice()
+        return NormMethod()
     if served:
-        return Choice(
+        return NormMethod(
             note="norms of layers: of the servers' parts, their squares are summed over the ranks"
         )
-    layers = inner.scaled(variables)
-    parallel = in_parallel(wire, f"{prefix}.norms_of_layers")
+    layers = inner.scaled_variables(variables)
+    parallel = parallel_norms(wire, f"{prefix}.norms_of_layers")
     wanted, why = inner.parallel, f"parallel={inner.parallel}"
     if wanted == "auto":
         local_s, parallel_s = _measured(layers, wire, prefix)
         wanted = parallel_s < local_s
-        why = f"measured once: {1e3 * parallel_s:.2f} ms in parallel, {1e3 * local_s:.2f} ms on every rank"
-    note = f"norms of {len(layers)} layers: {'each rank a share' if wanted else 'all on every rank'} ({why})"
-    return Choice(parallel if wanted else local_norms, note)
+        why = (
+            f"measured once: {1e3 * parallel_s:.2f} ms in parallel, "
+            f"{1e3 * local_s:.2f} ms on every rank"
+        )
+    who = "each rank a share" if wanted else "all on every rank"
+    note = f"norms of {len(layers)} layers: {who} ({why})"
+    return NormMethod(parallel if wanted else local_norms, note)
 
 
-def settings(optimizer: Any) -> dict[str, Any]:
-    """What decides which collectives norms need, and so must be the same on all ranks; for JSON."""
+def norm_settings(optimizer: Any) -> dict[str, Any]:
+    """Returns the settings that decide which collectives norms need, for JSON.
+
+    They must be the same on all ranks.
+
+    Args:
+      optimizer: Optimizer inside `DistributedOptimizer`; without settings of this kind unless it is
+        layer-wise.
+    """
     inner = innermost(optimizer)
     if not isinstance(inner, LayerWiseOptimizer):
         return {}
@@ -114,8 +138,16 @@ def settings(optimizer: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def used(optimizer: Any, norms: Norms | None) -> Iterator[None]:
-    """Within it a layer-wise optimizer takes its norms so; elsewhere, whoever has it takes them by himself."""
+def override_norms(optimizer: Any, norms: Norms | None) -> Iterator[None]:
+    """Makes a layer-wise optimizer compute its norms by another function, within this context.
+
+    Elsewhere it computes them by itself, as when somebody calls the inner optimizer directly.
+
+    Args:
+      optimizer: Optimizer inside `DistributedOptimizer`; any other than a layer-wise one stays as
+        it is.
+      norms: That function, or `None` to change nothing.
+    """
     inner = innermost(optimizer)
     if norms is None or not isinstance(inner, LayerWiseOptimizer):
         yield
@@ -128,14 +160,14 @@ def used(optimizer: Any, norms: Norms | None) -> Iterator[None]:
 
 
 def _measured(layers: Sequence[Any], wire: Wire, prefix: str) -> tuple[float, float]:
-    """Seconds on every rank and in parallel: those of the slowest rank, so that all ranks choose alike."""
+    """Measures seconds on every rank and in parallel, of the slowest rank: so all choose alike."""
     if not layers:
         return 0.0, 0.0
     with tf.init_scope():
-        candidates = [local_norms, in_parallel(wire, f"{prefix}.measured_norms")]
+        candidates = [local_norms, parallel_norms(wire, f"{prefix}.measured_norms")]
         mine = [
-            _seconds(norms, layers, wire, f"{prefix}.norms_{place}")
-            for place, norms in enumerate(candidates)
+            _seconds(norms, layers, wire, f"{prefix}.norms_{index}")
+            for index, norms in enumerate(candidates)
         ]
         everybody = exchange_objects(mine, wire, f"{prefix}.norms_measured")
     local_s, parallel_s = (max(times) for times in zip(*everybody, strict=True))
@@ -143,13 +175,14 @@ def _measured(layers: Sequence[Any], wire: Wire, prefix: str) -> tuple[float, fl
 
 
 def _seconds(norms: Norms, layers: Sequence[Any], wire: Wire, name: str) -> float:
-    # Values stand for gradients, which have their sizes.
+    # The values of variables stand for gradients, which have the same sizes.
     @tf.function(autograph=False)
     def once() -> tf.Tensor:
         return norms(layers, [[tf.convert_to_tensor(variable)] * 2 for variable in layers])
 
     times = []
     for turn in range(ROUNDS):
+        # All ranks begin together, or the wait for the last one would be measured.
         exchange_objects(turn, wire, f"{name}.{turn}")
         begin = time.perf_counter()
         once().numpy()

@@ -1,4 +1,7 @@
-"""The parallel tensor operator: what all ranks would compute alike, each computes a part of (CommLib, section 4.2)."""
+"""The parallel tensor operator: each rank computes a part of what all would compute alike.
+
+Source: Shi et al. 2021 (CommLib), section 4.2.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon.communication import runtime, surroundings
+from tfposeidon.communication import agreement, runtime, surroundings
 from tfposeidon.communication.partition import balanced, even
 from tfposeidon.communication.wire import Wire, exchange_objects, opaque, unknown_zero, zeros
 
@@ -33,59 +36,67 @@ _numbers = itertools.count()
 # Nothing in here is for AutoGraph, which would convert all that is called.
 @tf.autograph.experimental.do_not_convert
 def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf.Tensor:
-    """`function(tensors)`, of which each rank computes a part and receives the rest.
+    """Returns `function(tensors)`, of which each rank computes a part and receives the rest.
 
-    It pays where computing is dearer than an all-gather of the results, as for many norms or long sorts, and where
-    the ranks have the same tensors, as after an exchange of gradients. All ranks call it together, and use the
-    result, in the same order. It has no gradient: asking for one is a `LookupError`.
+    It pays where computing is dearer than an all-gather of the results, as for many norms or long
+    sorts, and where the ranks have the same tensors, as after an exchange of gradients. All ranks
+    call it together, and use the result, in the same order. It has no gradient: asking for one is a
+    `LookupError`.
+
+    In a loop use a `tf.function`: otherwise ranks compare notes at every call. In one they compare
+    them whenever it is traced, so all must trace together: give it an `input_signature` where one
+    rank might have, say, a last batch of another size.
 
     Args:
-      function: From consecutive items to a tensor `[m, ...]`; `m` may be any number. The results of the parts, one
-        after the other, must be that of the whole. It is not called without items.
-      tensors: The same on all ranks. A list, whose items are tensors or tuples of tensors: it is cut between items,
-        so that the largest part, in elements, is as small as can be; `function` receives lists. Or one tensor: it is
-        cut along its first axis, evenly.
+      function: Takes consecutive items and returns a tensor `[m, ...]` for any `m`. The results of
+        the parts, one after the other, must be that of the whole. It is not called without items.
+      tensors: The same on all ranks: a list of tensors or of tuples of tensors, or one tensor. A
+        list is cut between items, so that the largest part, in elements, is as small as can be, and
+        `function` receives lists. A tensor is cut along its first axis, evenly.
 
     Returns:
       `[m, ...]`, the same bits on every rank.
 
     Raises:
-      ValueError: If there is nothing to cut, shapes are not known, or in XLA.
-      RuntimeError: On all ranks, if they pass different tensors, if `function` fails on one of them, or if its results
-        do not fit together.
+      ValueError: If there is nothing to cut, if shapes are not known, or inside XLA.
+      RuntimeError: On all ranks, if they pass different tensors, if `function` fails on one of
+        them, or if its results do not fit together.
 
-    In a loop use a `tf.function`: otherwise ranks compare notes at every call. In one they compare them whenever it is
-    traced, so all must trace together: give it an `input_signature` where one rank might have, say, a last batch of
-    another size.
-
-    Cost: a P-th of the computing; every rank receives all results, (P - 1) / P of their bytes, in P - 1 steps.
+    Cost: a P-th of the computing; every rank receives all results, (P - 1) / P of their bytes, in P
+    - 1 steps.
     Source: Shi et al. 2021 (CommLib), Eq. 12 to 14.
 
     Example:
-    >>> import tensorflow as tf, tfposeidon as tp
-    >>> weights = [tf.fill([2, 2], 1.0), tf.fill([3], 2.0)]
-    >>> tp.parallel_tensor_operator(lambda some: tf.stack([tf.reduce_sum(w) for w in some]), weights).numpy().tolist()
-    [4.0, 6.0]
+      >>> import tensorflow as tf, tfposeidon as tp
+      >>> weights = [tf.fill([2, 2], 1.0), tf.fill([3], 2.0)]
+      >>> def sums(some):
+      ...     return tf.stack([tf.reduce_sum(weight) for weight in some])
+      >>> tp.parallel_tensor_operator(sums, weights).numpy().tolist()
+      [4.0, 6.0]
     """
-    return over(runtime.wire(), function, tensors, f"tp.parallel_tensor_operator_{next(_numbers)}")
+    return run_in_parallel(
+        runtime.wire(), function, tensors, f"tp.parallel_tensor_operator_{next(_numbers)}"
+    )
 
 
-def over(wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str) -> tf.Tensor:
-    """See `parallel_tensor_operator`.
+def run_in_parallel(
+    wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str
+) -> tf.Tensor:
+    """Does what `parallel_tensor_operator` does, over a given wire.
 
     Args:
-      wire: What joins the ranks.
-      function: As there.
-      tensors: As there.
-      name: Of the collectives; the same on every rank.
+      wire: Collectives that join the ranks.
+      function: See `parallel_tensor_operator`.
+      tensors: See `parallel_tensor_operator`.
+      name: Begins the names of the collectives; the same on every rank.
     """
     result, problem, description = None, None, None
-    # Whatever goes wrong, the other ranks would wait.
+    # Whatever goes wrong here, the other ranks wait for this one: it tells them before it raises.
     try:
         surroundings.check_graph()
         items = _items(tensors)
         description = _description(items)
-        begin, end = _parts(items, wire.topology.size)[wire.topology.rank]
+        begin, end = _cut(items, wire.topology.size)[wire.topology.rank]
         result = _result(function(items[begin:end])) if begin < end else None
     except Exception as error:  # noqa: BLE001
         problem = error
@@ -98,31 +109,34 @@ def over(wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str) ->
         everybody = exchange_objects(mine, wire, name)
     if problem is not None:
         raise problem
-    return gathered(result, *_agreed(everybody), wire, f"{name}.all_gather")
+    return gather_results(result, *_agreed(everybody), wire, f"{name}.all_gather")
 
 
-def gathered(
+def gather_results(
     own: tf.Tensor | None, dtype: str, shape: list[int], wire: Wire, name: str
 ) -> tf.Tensor:
-    """The results of all ranks one after the other (Eq. 14), where it is known that they fit together.
+    """Gathers the results of all ranks, which must fit together (CommLib, Eq. 14).
 
     Args:
-      own: `[m, *shape]`, or `None` where a rank had nothing to do.
-      dtype: Of all results.
-      shape: Of all results but for the first axis.
-      wire: What joins the ranks.
-      name: Of the all-gather.
+      own: Result of this rank, `[m, *shape]`; `None` if it had nothing to do.
+      dtype: Dtype of all results.
+      shape: Shape of all results but for the first axis.
+      wire: Collectives that join the ranks.
+      name: Name of the all-gather.
+
+    Returns:
+      The results one after the other, in the order of ranks. It has no gradient.
     """
     rows = zeros([0, *shape], unknown_zero(dtype)) if own is None else opaque(own, unknown_zero())
     whole = tf.ensure_shape(wire.all_gather(rows, wire.topology.world, name), [None, *shape])
-    # Horovod has one, which would be a part of what it should be.
+    # Horovod's all-gather has a gradient, which would reach this rank's part of the tensors alone.
     return tf.raw_ops.PreventGradient(
         input=whole, message="a parallel tensor operator has no gradient"
     )
 
 
 def _items(tensors: Any) -> Any:
-    """A list of tensors or of tuples of tensors, or one tensor, all of known shapes."""
+    """Returns a list of tensors or of tuples of tensors, or one tensor, all of known shapes."""
     items = list(tensors) if isinstance(tensors, tuple) else tensors
     items = tf.nest.map_structure(tf.convert_to_tensor, items)
     shapes = [tensor.shape for tensor in tf.nest.flatten(items)]
@@ -134,15 +148,15 @@ def _items(tensors: Any) -> Any:
     return items
 
 
-def _parts(items: Any, ranks: int) -> list[tuple[int, int]]:
+def _cut(items: Any, ranks: int) -> list[tuple[int, int]]:
     if isinstance(items, list):
         return balanced(
             [sum(t.shape.num_elements() for t in tf.nest.flatten(item)) for item in items], ranks
         )
     if items.shape.rank == 0 or items.shape[0] == 0:
         raise ValueError(
-            f"A parallel tensor operator cuts a tensor along its first axis. Received: shape {items.shape}. Compute it "
-            "on every rank."
+            "A parallel tensor operator cuts a tensor along its first axis. "
+            f"Received: shape {items.shape}. Compute it on every rank."
         )
     return even(items.shape[0], ranks)
 
@@ -155,57 +169,46 @@ def _result(result: Any) -> tf.Tensor:
         or result.dtype.name not in CARRIED
     ):
         raise ValueError(
-            "The function of a parallel tensor operator must return a tensor [m, ...] of known shape but for m, and of "
-            f"a dtype that Horovod carries: {', '.join(CARRIED)}. Received: {result.dtype.name}, shape "
-            f"{result.shape}. Stack scalars, and cast what has another dtype."
+            "The function of a parallel tensor operator must return a tensor [m, ...] of known "
+            f"shape but for m, and of a dtype that Horovod carries: {', '.join(CARRIED)}. "
+            f"Received: {result.dtype.name}, shape {result.shape}. Stack scalars, and cast what "
+            "has another dtype."
         )
     return result
 
 
 def _description(items: Any) -> list[Any]:
-    """What must be the same on all ranks, for JSON."""
+    """Returns what must be the same on all ranks, for JSON."""
     nested = items if isinstance(items, list) else [items]
     return [[[t.dtype.name, t.shape.as_list()] for t in tf.nest.flatten(item)] for item in nested]
 
 
 def _agreed(everybody: list[dict[str, Any]]) -> tuple[str, list[int]]:
-    """Dtype of the result, and its shape without the first axis."""
+    """Returns the dtype of the result, and its shape without the first axis."""
     for rank, other in enumerate(everybody):
         if other["error"] is not None:
             raise RuntimeError(
-                f"A parallel tensor operator must not fail on any rank. Received, on rank {rank}: {other['error']}"
+                "A parallel tensor operator must not fail on any rank. "
+                f"Received, on rank {rank}: {other['error']}"
             )
-    for rank, other in enumerate(everybody):
-        if other["tensors"] != everybody[0]["tensors"]:
-            raise RuntimeError(
-                "All ranks must pass the same tensors to a parallel tensor operator. "
-                f"{_difference(everybody[0]['tensors'], other['tensors'])} on rank {rank}. Build the same list, in the "
-                "same order, on every rank."
-            )
+    agreement.require_equal(
+        [other["tensors"] for other in everybody],
+        "All ranks must pass the same tensors to a parallel tensor operator",
+        "Build the same list, in the same order, on every rank.",
+        agreement.at_first_item("item"),
+    )
     results = {
         rank: other["result"] for rank, other in enumerate(everybody) if other["result"] is not None
     }
-    first = min(results)
-    for rank, result in results.items():
-        if result != results[first]:
-            raise RuntimeError(
-                "The parts of a parallel tensor operator must fit together: one dtype, and one shape but for the first "
-                f"axis. Received: {_readable(results[first])} on rank {first}, {_readable(result)} on rank {rank}. "
-                "Return one row, or as many as you like, for each item."
-            )
-    return results[first][0], results[first][1]
-
-
-def _difference(first: list[Any], other: list[Any]) -> str:
-    place = next(
-        (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
-        min(len(first), len(other)),
+    agreement.require_equal(
+        results,
+        "The parts of a parallel tensor operator must fit together: one dtype, and one shape but "
+        "for the first axis",
+        "Return one row, or as many as you like, for each item.",
+        lambda first, other: (_readable(first), _readable(other)),
     )
-    here, there = (
-        str(items[place]) if place < len(items) else f"none (there are {place})"
-        for items in (first, other)
-    )
-    return f"Received, first at item {place}: {here} on rank 0, {there}"
+    dtype, shape = results[min(results)]
+    return dtype, shape
 
 
 def _readable(result: list[Any]) -> str:

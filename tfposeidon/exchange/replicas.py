@@ -1,4 +1,4 @@
-"""Keeps the replicas of a model alike: broadcast, average and compare variables over ranks."""
+"""Keeps the replicas of a model alike: broadcasts, averages and compares variables over ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfposeidon.communication import agreement
 from tfposeidon.communication.wire import Wire, exchange_objects
-from tfposeidon.exchange.agreement import as_json, check_same_variables
+from tfposeidon.exchange.variable_agreement import as_json, check_same_variables
 from tfposeidon.gradients.description import Description
 
 # What Horovod does not carry travels as whole numbers of the same width.
@@ -18,13 +19,22 @@ _CARRIED_AS = {"bfloat16": tf.uint16, "uint32": tf.int32, "uint64": tf.int64}
 
 
 def describe_any(variables: Sequence[Any]) -> list[Description]:
-    """Descriptions of variables of any dtype."""
+    """Returns descriptions of variables of any dtype.
+
+    Args:
+      variables: Keras or TensorFlow variables.
+    """
     named = [(getattr(v, "path", None) or v.name, v) for v in variables]
     return [Description(path, tuple(v.shape), tf.as_dtype(v.dtype).name) for path, v in named]
 
 
 def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
-    """Gives every rank the values of `root_rank`.
+    """Gives every rank the values of `root_rank`; all ranks call it together.
+
+    Args:
+      variables: Variables of any dtype, the same and in the same order on every rank.
+      wire: Collectives that join the ranks.
+      root_rank: Rank whose values everybody gets.
 
     Raises:
       RuntimeError: If ranks have other variables; it names the first difference.
@@ -33,6 +43,7 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
         return
     check_same_variables(exchange_objects(as_json(describe_any(variables)), wire, "tp.broadcast"))
 
+    # In a graph broadcasts need not wait for one another.
     @tf.function
     def received() -> list[tf.Tensor]:
         return [
@@ -44,7 +55,12 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
 
 
 def average(variables: Sequence[Any], wire: Wire) -> None:
-    """Gives every rank the mean over ranks of floating-point variables, each in float32."""
+    """Gives every rank the mean over ranks, computed in float32; all ranks call it together.
+
+    Args:
+      variables: Floating-point variables, the same and in the same order on every rank.
+      wire: Collectives that join the ranks.
+    """
     if wire.topology.size == 1 or not variables:
         return
     flat = tf.concat(
@@ -57,12 +73,23 @@ def average(variables: Sequence[Any], wire: Wire) -> None:
 
 
 def checksums(variables: Sequence[Any]) -> list[int]:
-    """CRC-32 of the bytes of each variable."""
+    """Returns the CRC-32 of the bytes of each variable.
+
+    Args:
+      variables: Variables, tensors or arrays.
+    """
     return [zlib.crc32(tf.convert_to_tensor(v).numpy().tobytes()) for v in variables]
 
 
 def checksum(variables: Sequence[Any]) -> str:
-    """One checksum, in eight hexadecimal digits, over all variables in order."""
+    """Returns one checksum over all variables in order, as eight hexadecimal digits.
+
+    Args:
+      variables: Variables, tensors or arrays.
+
+    >>> checksum([tf.constant([1.0, 2.0])])
+    '24883919'
+    """
     total = 0
     for part in checksums(variables):
         total = zlib.crc32(part.to_bytes(4, "big"), total)
@@ -70,28 +97,43 @@ def checksum(variables: Sequence[Any]) -> str:
 
 
 def differences(variables: Sequence[Any], wire: Wire) -> dict[str, list[int]]:
-    """Path of each variable that is not bit-equal everywhere -> the ranks that differ from rank 0."""
+    """Finds variables that are not bit-equal on all ranks; all ranks call it together.
+
+    Args:
+      variables: Variables, the same and in the same order on every rank.
+      wire: Collectives that join the ranks.
+
+    Returns:
+      Path of each such variable -> the ranks that differ from rank 0.
+    """
     everybody = exchange_objects(checksums(variables), wire, "tp.checksums")
     found: dict[str, list[int]] = {}
-    for place, description in enumerate(describe_any(variables)):
-        ranks = [rank for rank, sums in enumerate(everybody) if sums[place] != everybody[0][place]]
+    for index, description in enumerate(describe_any(variables)):
+        ranks = agreement.different_ranks([sums[index] for sums in everybody])
         if ranks:
             found[description.path] = ranks
     return found
 
 
 def different_arrays(arrays: Mapping[str, np.ndarray], wire: Wire) -> dict[str, list[int]]:
-    """Name of each array that is not bit-equal everywhere, or missing on some rank -> the ranks unlike rank 0."""
+    """Finds arrays that are not bit-equal on all ranks, or missing on some.
+
+    All ranks call it together.
+
+    Args:
+      arrays: Name of each array of this rank -> the array.
+      wire: Collectives that join the ranks.
+
+    Returns:
+      Name of each such array -> the ranks that differ from rank 0.
+    """
     mine = {
         name: zlib.crc32(np.ascontiguousarray(array).tobytes()) for name, array in arrays.items()
     }
     everybody = exchange_objects(mine, wire, "tp.arrays")
     names = dict.fromkeys(name for sums in everybody for name in sums)
     found = {
-        name: [
-            rank for rank, sums in enumerate(everybody) if sums.get(name) != everybody[0].get(name)
-        ]
-        for name in names
+        name: agreement.different_ranks([sums.get(name) for sums in everybody]) for name in names
     }
     return {name: ranks for name, ranks in found.items() if ranks}
 

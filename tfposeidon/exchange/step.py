@@ -1,4 +1,4 @@
-"""The exchange of an optimizer's steps: the gradients of this rank in, the means over all ranks out."""
+"""The exchange of an optimizer's steps: from this rank's gradients to the means over all ranks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,25 @@ from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.policies import Policy
 
 Apply = Callable[[list[Any]], None]
+"""Applies a list of means, one per variable, with `None` for variables that are left out."""
 
 
 class Server(Protocol):
-    """What a rank does with the means of variables that servers update; see `server.shards.ServerShards`."""
+    """Handles means of variables that servers update; see `server.shards.ServerShards`."""
 
     def own_parts(self, gradients: Sequence[Any]) -> list[Any]:
-        """The parts that this rank serves, where there is but one rank."""
+        """Returns the parts that this rank serves, where it is the only one.
 
-    def completed(self, means: list[Any]) -> list[Any]:
-        """Means as the inner optimizer may see them: clipped by norms over all ranks."""
+        Args:
+          gradients: Gradient of each variable, or `None`.
+        """
+
+    def clip_by_whole_norms(self, means: list[Any]) -> list[Any]:
+        """Returns means as the inner optimizer may see them: clipped by norms over all ranks.
+
+        Args:
+          means: One for each variable; `None` without a gradient, and parts where they are served.
+        """
 
 
 @dataclass(frozen=True)
@@ -38,13 +47,14 @@ class Means:
     """Mean gradients over all ranks, and whether they count.
 
     Attributes:
-      values: One for each variable: a tensor, `IndexedSlices` on one rank, or `None`; of variables that servers
-        update, this rank's part as a vector.
-      missing: Groups of indices of variables without a gradient on this rank in the step that is traced. Other ranks
-        may have one for all of a group or for none.
+      values: Mean of each variable: a tensor, `IndexedSlices` on one rank, or `None`; of variables
+        that servers update, this rank's part as a vector.
+      missing: Groups of indices of variables without a gradient on this rank in the step that is
+        traced. Other ranks may have one for all of a group or for none.
       expected: Bool, one for each variable: whether there is a mean to apply; `None` on one rank.
       everybody: Bool scalar: whether all ranks had a batch; `None` where that is not watched.
-      moves: Bool scalar: whether the update moves the weights. At a learning rate of 0 what was sent would be lost.
+      moves: Bool scalar: whether the update moves the weights. At a learning rate of 0 what was
+        sent would be lost.
       state: Pairs of a variable of the schemes' state and its new value.
     """
 
@@ -56,10 +66,14 @@ class Means:
     state: tuple[tuple[tf.Variable, tf.Tensor], ...] = ()
 
     def update(self, apply: Apply) -> None:
-        """Gives the means to `apply`, unless a rank is out of data: then all ranks drop the update alike.
+        """Gives the means to `apply`, unless a rank is out of data: then all ranks drop the update.
 
         Args:
           apply: Takes a list of means, with `None` for variables that have a gradient on no rank.
+
+        Raises:
+          InvalidArgumentError: When the step runs, if no rank has any gradient, or if other ranks
+            have gradients for some of a group of `missing` variables and not for others.
         """
         if self.everybody is None:
             self._apply_expected(apply)
@@ -73,7 +87,10 @@ class Means:
             _apply_expected(self.values, self.missing, self.expected, apply)
 
     def keep_state(self) -> None:
-        """Assigns the schemes' new state, if the step counts: everybody took part, it moves, and all is finite."""
+        """Assigns the schemes' new state, if the step counts.
+
+        It does if everybody took part, if it moves the weights, and if all means are finite.
+        """
         if not self.state:
             return
         counts = (
@@ -93,19 +110,27 @@ class Means:
 class Step:
     """Exchanges gradients in each step of one `DistributedOptimizer`.
 
-    It makes ranks agree when a step is traced, finds factors, counts samples, exchanges, and measures how long the step
-    waited. Training loops and callbacks reach it as `optimizer.exchange`.
+    It makes ranks agree when a step is traced, finds factors, counts samples, exchanges, and
+    measures how long the step waited. Training loops and callbacks reach it as
+    `optimizer.exchange`::
+
+        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        with optimizer.exchange.counting((x, y)):  # this rank weighs by the samples of its batch
+            optimizer.apply(gradients, variables)
+        optimizer.exchange.exposed_s
 
     Args:
-      optimizer: The `DistributedOptimizer`. Its inner optimizer may still be replaced, by one that scales losses.
+      optimizer: The `DistributedOptimizer`. Its inner optimizer may still be replaced, by one that
+        scales losses.
       policy: Decides which variable is exchanged by which scheme.
-      bucket_bytes: See `DistributedOptimizer`.
-      sample_count: See `DistributedOptimizer`.
+      bucket_bytes: Bytes up to which small gradients are fused; see `DistributedOptimizer`.
+      sample_count: Function from a batch to the number that ranks weigh by; see
+        `DistributedOptimizer`.
 
     Attributes:
-      plans: The plans that its steps follow.
+      plans: Plans that its steps follow.
       weigh_by: `sample_count`, as it was given.
-      sample_count: Samples of the batch within `counting`, else `None`.
+      sample_count: What the batch counts within `counting`, else `None`.
     """
 
     def __init__(
@@ -124,7 +149,10 @@ class Step:
         self._exposed_s: tf.Variable | None = None
 
     def build(self) -> None:
-        """Makes the variables in which steps leave what they have measured."""
+        """Makes the variables in which steps leave what they have measured.
+
+        Before a step is traced: TensorFlow traces a step twice whose first trace makes variables.
+        """
         with tf.init_scope():
             self._absent = tf.Variable(0.0, trainable=False, name="absent")
             self._exposed_s = tf.Variable(
@@ -135,15 +163,15 @@ class Step:
 
     @contextlib.contextmanager
     def call(self, gradients: list[Any], variables: list[Any], count: Any) -> Iterator[list[Any]]:
-        """Surrounds one call of the optimizer, all that is exchanged in it.
+        """Enters one call of the optimizer; all that is exchanged for it happens in this context.
 
         Args:
           gradients: One per variable: tensors, `IndexedSlices` or `None`.
-          variables: What they are for.
-          count: Samples behind them, or `None` for equal weights.
+          variables: Variables that they are for.
+          count: Number of samples behind them, a scalar; `None` for equal weights.
 
         Yields:
-          The gradients, with factors in place of those that are sent as factors.
+          The gradients, with `Factors` in the place of those that are sent as factors.
 
         Raises:
           ValueError: When a step is traced, inside XLA or `tf.distribute`.
@@ -156,7 +184,7 @@ class Step:
         inner = self._optimizer.inner_optimizer
         self.plans.agree(gradients, variables, inner, self._settings(count))
         exchanger = self.exchanger(variables)
-        gradients = factor_agreement.taken(
+        gradients = factor_agreement.extract_factors(
             gradients, exchanger.plan, [*variables, *inner.variables]
         )
         with exchanger.call():
@@ -168,72 +196,88 @@ class Step:
         """Exchanges gradients.
 
         Args:
-          gradients: From `call`, or sums of them over several calls.
-          variables: What they are for.
-          count: Samples behind them, or `None` for equal weights.
-          server: Of variables that are updated at servers.
+          gradients: Gradients from `call`, or means of them over several calls.
+          variables: Variables that they are for.
+          count: Number of samples behind them, a scalar; `None` for equal weights.
+          server: What this rank serves, if variables are updated at servers.
 
         Returns:
           Means over all samples of all ranks.
         """
         if not self._exchanges(variables):
             rows = [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-            return Means(rows if server is None else server.completed(server.own_parts(rows)))
+            return Means(
+                rows if server is None else server.clip_by_whole_norms(server.own_parts(rows))
+            )
         assert self._absent is not None
         assert self._exposed_s is not None
         exchanger = self.exchanger(variables)
         presence = exchanger.presence(gradients, count)
-        sent = factor_agreement.as_planned(gradients, exchanger.plan)
+        sent = factor_agreement.convert_to_factors(gradients, exchanger.plan)
+        # What passes between the last gradient and the last mean is communication that nothing
+        # hides.
         ready = _time_after(sent)
         rate = self._rate(variables)
         values, states = exchanger.exchange(
             sent, presence.weight, None if rate is None else rate.rescale
         )
         if server is not None:
-            values = server.completed(values)
+            values = server.clip_by_whole_norms(values)
         self._exposed_s.assign_add(_time_after(values) - ready)
-        # Read by nobody in most steps; a collective whose result is not used would be left out.
+        # Read by nobody in most steps, but TensorFlow leaves out a collective whose result is not
+        # used.
         self._absent.assign(presence.absent)
-        state = list(zip(itertools.chain(*exchanger.states), itertools.chain(*states), strict=True))
+        kept = itertools.chain(*exchanger.states.variables)
+        state = list(zip(kept, itertools.chain(*states), strict=True))
         if rate is not None:
-            state += [(rate.variable, rate.now), (exchanger.seen, exchanger.now_seen(presence))]
+            state += [
+                (rate.variable, rate.now),
+                (
+                    exchanger.states.had_gradient,
+                    exchanger.states.updated_had_gradient(presence),
+                ),
+            ]
         return Means(
             values,
             missing=tuple(
-                exchanger.groups(
+                exchanger.group_by_first_step(
                     [index for index, gradient in enumerate(gradients) if gradient is None]
                 )
             ),
-            expected=exchanger.expected(presence),
+            expected=exchanger.states.expected(presence),
             everybody=presence.absent == 0.0 if self._watches_absence else None,
             moves=True if rate is None else rate.now > 0.0,
             state=tuple(state),
         )
 
     def exchanger(self, variables: Sequence[Any]) -> Exchanger:
-        """What exchanges the gradients of `variables`, and makes the variables that this needs.
+        """Returns what exchanges the gradients of `variables`, with the variables that this needs.
 
-        `fit` asks for it before a step is traced. Otherwise the first trace makes them, and TensorFlow then traces the
-        step once more.
+        `fit` asks for it before a step is traced. Otherwise the first trace makes them, and
+        TensorFlow then traces the step once more.
 
         Args:
-          variables: The trainable variables that the step gives to `apply`, all of them in this order.
+          variables: Trainable variables that the step gives to `apply`, all of them in this
+            order.
         """
         return self.plans.exchanger(list(variables), self._optimizer.inner_optimizer)
 
     def _exchanges(self, variables: list[Any]) -> bool:
-        """On one rank nothing is sent, but schemes may keep something, such as velocity."""
-        return runtime.size() > 1 or any(self.exchanger(variables).states)
+        """Returns whether there is anything to do.
+
+        On one rank nothing is sent, but schemes may keep something, such as velocity.
+        """
+        return runtime.size() > 1 or self.exchanger(variables).states.exist
 
     def _rate(self, variables: list[Any]) -> _Rate | None:
-        if not any(self.exchanger(variables).states):
+        if not self.exchanger(variables).states.exist:
             return None
         effective = self.plans.effective_rate(variables)
-        now = effective.now(self._optimizer.inner_optimizer)
+        now = effective.current(self._optimizer.inner_optimizer)
         return _Rate(effective.variable, now, effective.rescale(now))
 
     def _settings(self, count: Any) -> dict[str, Any]:
-        """What has to be the same on all ranks, besides the variables and what the plans know."""
+        """Returns what has to be the same on all ranks, besides what the plans know."""
         optimizer = self._optimizer
         return {
             "counted": count is not None,
@@ -243,17 +287,23 @@ class Step:
                 type(optimizer.inner_optimizer).__name__,
                 type(innermost(optimizer)).__name__,
             ],
-            **layer_norms.settings(optimizer.inner_optimizer),
+            **layer_norms.norm_settings(optimizer.inner_optimizer),
         }
 
-    # ------------------------------------------------------------------ for training loops and callbacks
+    # ------------------------------------------------------------------ for training loops and
+    # callbacks
 
     @contextlib.contextmanager
     def counting(self, data: Any) -> Iterator[None]:
-        """Within it, `apply` weighs this rank by what `data` counts: how `fit` supplies it.
+        """Makes `apply` weigh this rank by what a batch counts, within this context.
+
+        So `fit` supplies it, whose train step calls `apply` without a count.
 
         Args:
-          data: What the train step is given.
+          data: Batch as the train step is given it, such as `(x, y, sample_weight)`.
+
+        Raises:
+          ValueError: If `sample_count` makes more than one number of it.
         """
         count = sample_counts.counted(self.weigh_by or sample_counts.batch_size, data)
         self.sample_count, previous = count, self.sample_count
@@ -264,13 +314,13 @@ class Step:
 
     @property
     def suits_xla(self) -> bool:
-        """Whether XLA can compile its steps: on one rank, if schemes keep nothing from step to step."""
+        """Tells whether XLA can compile its steps: on one rank, if schemes keep nothing."""
         return runtime.size() == 1 and not self.plans.policy.keeps_state
 
     @property
     def exchangers(self) -> list[Exchanger]:
-        """What has exchanged gradients in the steps so far, for each list of variables."""
-        return self.plans.agreed
+        """Exchangers that ranks have agreed on in the steps so far, one for each list."""
+        return self.plans.agreed_exchangers
 
     @property
     def exposed_s(self) -> float:
@@ -278,12 +328,16 @@ class Step:
         return 0.0 if self._exposed_s is None else float(self._exposed_s.numpy())
 
     def watch_absence(self, wanted: bool) -> None:
-        """Makes steps that are traced from now on drop their updates on all ranks if one of them is out of data."""
+        """Sets whether steps drop their updates on all ranks if one of them is out of data.
+
+        Args:
+          wanted: For steps that are traced from now on.
+        """
         self._watches_absence = wanted
 
     @property
     def watches_absence(self) -> bool:
-        """Whether steps drop their updates if a rank is out of data."""
+        """Tells whether steps drop their updates if a rank is out of data."""
         return self._watches_absence
 
     @property
@@ -297,24 +351,35 @@ class Step:
             self._absent.assign(0.0)
 
     def flush(self) -> bool:
-        """Makes all steps from now on send everything, what schemes have kept included: before they change.
+        """Makes all steps from now on send everything, what schemes have kept included.
+
+        It comes before a change of schemes, or what they have kept would be lost.
 
         Returns:
           Whether there are schemes that keep anything.
         """
         for exchanger in self.plans.exchangers:
-            exchanger.flush()
-        return any(any(exchanger.states) for exchanger in self.plans.exchangers)
+            exchanger.states.flush()
+        return any(exchanger.states.exist for exchanger in self.plans.exchangers)
 
     @property
     def has_flushed(self) -> bool:
-        """Whether a step that counted has sent everything since `flush`; the same on all ranks."""
-        return all(exchanger.has_flushed for exchanger in self.plans.exchangers)
+        """Tells whether a step that counted has sent everything since `flush`.
+
+        It is the same on all ranks.
+        """
+        return all(exchanger.states.has_flushed for exchanger in self.plans.exchangers)
 
 
 @dataclass(frozen=True)
 class _Rate:
-    """The effective learning rate of a step, and the factor for what was kept at an earlier one."""
+    """Effective learning rate of a step, and the factor for what was kept at an earlier one.
+
+    Attributes:
+      variable: Rate of the last step that counted, in which `now` is kept if this one counts.
+      now: Rate of this step, a float32 scalar.
+      rescale: Factor for what schemes have kept, a float32 scalar.
+    """
 
     variable: tf.Variable
     now: tf.Tensor
@@ -339,8 +404,8 @@ def _apply_expected(
 
     def with_group() -> None:
         rule = (
-            "Of the variables without a gradient on this rank, all or none must have one on others. Received: some "
-            "have. Give zeros as the gradients of all of them."
+            "Of the variables without a gradient on this rank, all or none must have one on "
+            "others. Received: some have. Give zeros as the gradients of all of them."
         )
         tf.debugging.Assert(tf.reduce_all(found), [rule, found])
         _apply_expected(values, others, expected, apply)
@@ -351,6 +416,7 @@ def _apply_expected(
 
 
 def _time_after(gradients: list[Any]) -> tf.Tensor:
+    """Returns the time, in seconds since 1970, at which all of these are there; float64."""
     with tf.control_dependencies(
         [tensor for g in gradients if g is not None for tensor in _tensors(g)]
     ):

@@ -1,1 +1,1 @@
-"""What a gradient is: its description, its factors, rows of embeddings, and sums over several steps."""
+"""Gradients: their descriptions, their factors, rows of embeddings, and sums over several steps."""

@@ -1,4 +1,8 @@
-"""Gradients added up over several calls, so that one exchange serves them all."""
+"""Gradients added up over several calls, so that one exchange serves them all.
+
+A sum of products is the product of what stands on top of one another: factors are kept as rows,
+unless that would be more rows than any matrix of that size needs.
+"""
 
 from __future__ import annotations
 
@@ -10,111 +14,130 @@ import tensorflow as tf
 
 from tfposeidon.gradients.embedding_rows import Rows, as_product
 from tfposeidon.gradients.factors import Factors
-from tfposeidon.state.rank_state import Piece
+from tfposeidon.state.rank_state import StateDescription
 
 
 class Accumulation:
-    """Sums of gradients, each times the number of samples behind it, and what they sum to.
+    """Sums of gradients, each times the number of samples behind it, and the number of all samples.
 
-    They differ from rank to rank. Every n-th call is due for an update, and starts anew. A sum of products is the
-    product of what stands on top of one another: factors are kept as they are, unless they would be more rows than any
-    matrix of that size needs.
+    They differ from rank to rank. Every n-th call makes an update, and the sums begin anew.
 
     Args:
-      optimizer: Makes the variables, as its state.
-      variables: What the gradients are for.
-      steps: n.
+      optimizer: Keras optimizer, of whose state the sums become a part.
+      variables: Variables that the gradients are for.
+      steps: Number of calls for each update, n.
+
+    Attributes:
+      steps: As given.
     """
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], steps: int) -> None:
         self.steps = steps
-        self._sums = [
-            _Sum(optimizer, variable, f"accumulated_{i}", steps)
+        self._accumulators = [
+            _Accumulator(optimizer, variable, f"accumulated_{i}", steps)
             for i, variable in enumerate(variables)
         ]
         self._weight = optimizer.add_variable((), dtype="float32", name="accumulated_weight")
         self._calls = optimizer.add_variable((), dtype="int", name="accumulated_calls")
 
-    def rank_state(self, rank: int, size: int) -> list[tuple[Any, Piece]]:
-        """All variables, and what each of them is."""
-        sums = [pair for one in self._sums for pair in one.rank_state(rank, size)]
-        weight = self._weight, Piece(name="accumulated_weight", holders=size)
-        return [*sums, weight, (self._calls, Piece(name="accumulated_calls"))]
+    def rank_state(self, rank: int, size: int) -> list[tuple[Any, StateDescription]]:
+        """Returns all variables of the sums, each with what it is.
+
+        Args:
+          rank: This rank.
+          size: Number of ranks.
+        """
+        sums = [
+            pair
+            for accumulator in self._accumulators
+            for pair in accumulator.rank_state(rank, size)
+        ]
+        weight = self._weight, StateDescription(name="accumulated_weight", owners=size)
+        return [*sums, weight, (self._calls, StateDescription(name="accumulated_calls"))]
 
     def add(
         self,
-        places: Sequence[int],
+        indices: Sequence[int],
         gradients: Sequence[Any],
         count: Any,
         update: Callable[[list[Any], Any], None],
     ) -> None:
-        """Adds gradients; if this call is due, gives their mean to `update`.
+        """Adds gradients; in every n-th call it gives their means to `update`.
 
         Args:
-          places: Of the gradients' variables among those of the constructor.
+          indices: Indices of the gradients' variables among those of the constructor.
           gradients: Tensors, `IndexedSlices`, `Factors` or `None`.
-          count: Samples behind them, or `None` for equal weights.
-          update: Called with the means, of the same kinds, and, unless `count` is `None`, the number of samples behind
-            them.
+          count: Number of samples behind them, a scalar; `None` for equal weights.
+          update: Called with the means, which are tensors, `Factors` or `None`, and with the number
+            of samples behind them, which is `None` if `count` is.
         """
         weight = tf.cast(1.0 if count is None else count, tf.float32)
-        given = [(self._sums[place], g) for place, g in zip(places, gradients, strict=True)]
-        values = [None if g is None else one.plus(g, weight) for one, g in given]
+        accumulators = [self._accumulators[index] for index in indices]
+        pairs = zip(accumulators, gradients, strict=True)
+        values = [None if g is None else one.plus(g, weight) for one, g in pairs]
         total, calls = self._weight + weight, self._calls + 1
         due = calls >= self.steps
 
         def step() -> None:
-            pairs = zip(given, values, strict=True)
-            means = [None if value is None else one.mean(value, total) for (one, _), value in pairs]
+            pairs = zip(accumulators, values, strict=True)
+            means = [None if value is None else one.mean(value, total) for one, value in pairs]
             update(means, None if count is None else total)
 
         tf.cond(due, step, lambda: None)
         # Assigned last, from plain tensors: a bucket must not wait for another's accumulator.
-        for (one, _), value in zip(given, values, strict=True):
+        for accumulator, value in zip(accumulators, values, strict=True):
             if value is not None:
-                one.keep(value, due)
+                accumulator.keep(value, due)
             else:
-                # As in Keras: what has no gradient in the last call is not updated, and what it had is gone.
-                tf.cond(due, one.reset, lambda: None)
+                # As in Keras: what has no gradient in the last call is not updated, and what it had
+                # is gone.
+                tf.cond(due, accumulator.reset, lambda: None)
         for variable, value in ((self._weight, total), (self._calls, calls)):
             variable.assign(tf.where(due, tf.zeros_like(value), value))
 
     def reset(self) -> None:
-        """Drops what was added since the last update."""
+        """Drops what has been added since the last update."""
         for variable in (self._weight, self._calls):
             _clear(variable)
-        for one in self._sums:
-            one.reset()
+        for accumulator in self._accumulators:
+            accumulator.reset()
 
 
-class _Sum:
-    """Of one variable's gradients: those that came as matrices in one, those that came as factors on one stack.
+class _Accumulator:
+    """Sum of one variable's gradients: of matrices as a matrix, of factors as rows.
 
-    Mostly one of them is empty. If not, as calls had different numbers of rows, each can stand for the other.
+    Mostly one of them is empty. If calls had different numbers of rows and both are in use, each
+    can stand for the other.
+
+    Args:
+      optimizer: Keras optimizer, of whose state the matrix becomes a part.
+      variable: Variable that the gradients are for.
+      name: Name of the sum in checkpoints.
+      steps: Number of calls for each update.
     """
 
     def __init__(self, optimizer: Any, variable: Any, name: str, steps: int) -> None:
         self.name = name
         self.steps = steps
         self.matrix = optimizer.add_variable_from_reference(variable, name="accumulator")
-        self.stack = _Stack(self.matrix) if len(variable.shape) > 1 else None
+        self.rows = _FactorAccumulator(self.matrix) if len(variable.shape) > 1 else None
 
-    def rank_state(self, rank: int, size: int) -> list[tuple[Any, Piece]]:
-        stacked = [] if self.stack is None else self.stack.rank_state(self.name, rank, size)
-        return [(self.matrix, Piece(name=self.name, holders=size)), *stacked]
+    def rank_state(self, rank: int, size: int) -> list[tuple[Any, StateDescription]]:
+        rows = [] if self.rows is None else self.rows.rank_state(self.name, rank, size)
+        return [(self.matrix, StateDescription(name=self.name, owners=size)), *rows]
 
     def plus(self, gradient: Any, weight: tf.Tensor) -> Any:
         if isinstance(gradient, Factors):
             return self._plus_factors(gradient, weight)
         return self._plus_matrix(tf.convert_to_tensor(gradient), weight)
 
-    def _plus_factors(self, factors: Factors, weight: tf.Tensor) -> _Stacked:
-        assert self.stack is not None
+    def _plus_factors(self, factors: Factors, weight: tf.Tensor) -> _AccumulatedFactors:
+        assert self.rows is not None
         rows = tf.shape(factors.right)[0]
-        # With as many in every step, the matrix would be fewer: it is kept instead.
-        too_many = rows * self.steps > factors.enough_rows * (
-            2 if factors.right.dtype.size == 2 else 1
-        )
+        # With as many rows in every call, all of them would be more than the matrix times the unit
+        # matrix: it is kept instead. With 16 bits that takes two products, see `_with_matrix`.
+        products = 2 if factors.right.dtype.size == 2 else 1
+        too_many = rows * self.steps > factors.enough_rows * products
         matrix = tf.cond(
             too_many,
             lambda: self._plus_matrix(self._whole(factors), weight),
@@ -122,7 +145,7 @@ class _Sum:
         )
         kept = tf.where(too_many, 0, rows)
         few = replace(factors, left=factors.left[:kept], right=factors.right[:kept])
-        return self.stack.plus(few, tf.where(too_many, 0.0, weight), matrix, too_many)
+        return self.rows.plus(few, tf.where(too_many, 0.0, weight), matrix, too_many)
 
     def _whole(self, factors: Factors) -> tf.Tensor:
         product = tf.reshape(tf.cast(factors.own_product, self.matrix.dtype), self.matrix.shape)
@@ -136,16 +159,16 @@ class _Sum:
         )
 
     def mean(self, value: Any, total: tf.Tensor) -> Any:
-        if isinstance(value, _Stacked):
+        if isinstance(value, _AccumulatedFactors):
             return value.mean(total)
-        if self.stack is not None:
-            value = self.stack.added_to(value)
+        if self.rows is not None:
+            value = self.rows.added_to(value)
         return tf.math.divide_no_nan(value, tf.cast(total, value.dtype))
 
     def keep(self, value: Any, due: tf.Tensor) -> None:
-        if isinstance(value, _Stacked):
-            assert self.stack is not None
-            self.stack.keep(value, due)
+        if isinstance(value, _AccumulatedFactors):
+            assert self.rows is not None
+            self.rows.keep(value, due)
             tf.cond(
                 tf.logical_or(due, value.is_matrix),
                 lambda: self._assign(value.matrix, due),
@@ -153,41 +176,40 @@ class _Sum:
             )
             return
         self._assign(value, due)
-        if self.stack is not None:
-            tf.cond(due, self.stack.clear, lambda: None)
+        if self.rows is not None:
+            tf.cond(due, self.rows.clear, lambda: None)
 
     def _assign(self, matrix: tf.Tensor, due: tf.Tensor) -> None:
         self.matrix.assign(tf.where(due, tf.zeros_like(matrix), matrix))
 
     def reset(self) -> None:
         _clear(self.matrix)
-        if self.stack is not None:
-            self.stack.clear()
+        if self.rows is not None:
+            self.rows.clear()
 
 
-class _Stack:
-    """Factors of several calls on top of one another, what each row counts, and the local term.
+class _FactorAccumulator:
+    """Variables for the factors of several calls, on top of one another.
 
-    Widths and types are known when a step is traced, but this is state before that: all parts begin empty, and floats
-    have at least 32 bits.
+    Beside them are each row's weight and the local term. Widths and dtypes are known when a step is
+    traced, but these are state before that: all begin empty, and floats have at least 32 bits.
 
     Args:
-      matrix: What the factors are a part of.
+      matrix: Variable with the shape and dtype of the gradient.
     """
 
     def __init__(self, matrix: Any) -> None:
         self.shape, self.dtype = tuple(matrix.shape), matrix.dtype
         wide = "float64" if matrix.dtype == "float64" else "float32"
         with tf.init_scope():
-            self.left, self.right = (_growing([0, 0], wide, part) for part in ("left", "right"))
-            self.indices, self.weights = (
-                _growing([0], "int32", "indices"),
-                _growing([0], "float32", "weights"),
-            )
+            self.left = _growing([0, 0], wide, "left")
+            self.right = _growing([0, 0], wide, "right")
+            self.indices = _growing([0], "int32", "indices")
+            self.weights = _growing([0], "float32", "weights")
             self.local = _growing([0], wide, "local")
             self.weight = tf.Variable(0.0, trainable=False, name="weight")
 
-    def rank_state(self, name: str, rank: int, size: int) -> list[tuple[Any, Piece]]:
+    def rank_state(self, name: str, rank: int, size: int) -> list[tuple[Any, StateDescription]]:
         parts = {
             "left": self.left,
             "right": self.right,
@@ -195,15 +217,20 @@ class _Stack:
             "weights": self.weights,
         }
         rows = [
-            (variable, Piece(name=f"{name}_{part}", offset=rank, holders=size, joined=True))
+            (
+                variable,
+                StateDescription(
+                    name=f"{name}_{part}", offset=rank, owners=size, concatenated=True
+                ),
+            )
             for part, variable in parts.items()
         ]
-        local = self.local, Piece(name=f"{name}_local")
-        return [*rows, local, (self.weight, Piece(name=f"{name}_weight", holders=size))]
+        local = self.local, StateDescription(name=f"{name}_local")
+        return [*rows, local, (self.weight, StateDescription(name=f"{name}_weight", owners=size))]
 
     def plus(
         self, factors: Factors, weight: tf.Tensor, matrix: tf.Tensor, is_matrix: tf.Tensor
-    ) -> _Stacked:
+    ) -> _AccumulatedFactors:
         rows = tf.shape(factors.right)[0]
         if isinstance(factors, Rows):
             left = tf.concat([self.indices, factors.left], 0)
@@ -211,9 +238,9 @@ class _Stack:
             left = _below(self.left, factors.left)
         joined = replace(factors, left=left, right=_below(self.right, factors.right))
         weights = tf.concat([self.weights, tf.fill([rows], weight)], 0)
-        return _Stacked(joined, weights, self.weight + weight, matrix, is_matrix)
+        return _AccumulatedFactors(joined, weights, self.weight + weight, matrix, is_matrix)
 
-    def keep(self, value: _Stacked, due: tf.Tensor) -> None:
+    def keep(self, value: _AccumulatedFactors, due: tf.Tensor) -> None:
         factors = value.factors
         rows = tf.where(due, 0, tf.size(value.weights))
         left = self.indices if isinstance(factors, Rows) else self.left
@@ -229,7 +256,7 @@ class _Stack:
             self.local.assign(local[: tf.where(due, 0, tf.size(local))])
 
     def added_to(self, matrix: tf.Tensor) -> tf.Tensor:
-        """What it stands for and a matrix, in the variable's shape; the matrix itself if it is empty."""
+        """Returns the sum of the rows' product and a matrix, in the variable's shape."""
         return tf.cond(tf.size(self.weights) > 0, lambda: matrix + self._product(), lambda: matrix)
 
     def _product(self) -> tf.Tensor:
@@ -242,7 +269,8 @@ class _Stack:
             lambda: tf.linalg.matmul(self.left, right, transpose_a=True),
         )
         total = tf.reshape(product, [-1])
-        # Without a condition, of which TensorFlow 2.21 took the wrong branch behind the one above.
+        # Not by a tf.cond on whether there is a local term: TensorFlow 2.21 took the wrong branch
+        # of one that stood behind the one above.
         local = tf.concat([self.local, tf.zeros_like(total)], 0)[: tf.size(total)]
         return tf.cast(
             tf.reshape(total + local * tf.cast(self.weight, local.dtype), self.shape), self.dtype
@@ -254,15 +282,16 @@ class _Stack:
         self.weight.assign(0.0)
 
 
-class _Stacked:
-    """Factors of all calls so far.
+class _AccumulatedFactors:
+    """Factors of all calls so far, as tensors of the step that is traced.
 
     Attributes:
-      factors: All rows, without weights. The local term is the same in all calls: variables change with updates only.
-      weights: Of each row, `[K]` float32.
-      weight: Of all these calls, scalar float32.
-      matrix: What the other calls came to, in the variable's shape.
-      is_matrix: Whether this call is one of these.
+      factors: All rows, without weights. The local term is the same in all calls: variables change
+        with updates only.
+      weights: Weight of each row, `[K]` float32.
+      weight: Sum of the weights of all these calls, a float32 scalar.
+      matrix: Sum of the other calls, in the variable's shape.
+      is_matrix: Whether this call is one of the others, a bool scalar.
     """
 
     def __init__(
@@ -277,7 +306,11 @@ class _Stacked:
         self.matrix, self.is_matrix = matrix, is_matrix
 
     def mean(self, total: tf.Tensor) -> Factors:
-        """Of all calls."""
+        """Returns the mean over all calls.
+
+        Args:
+          total: Sum of the weights of all calls, a float32 scalar.
+        """
         right = self.factors.right
         wide = tf.float64 if right.dtype == tf.float64 else tf.float32
         weights = tf.math.divide_no_nan(tf.cast(self.weights, wide), tf.cast(total, wide))
@@ -298,10 +331,14 @@ class _Stacked:
     def _with_matrix(
         self, mean: Factors, weights: tf.Tensor, total: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """The matrix as a product with the unit matrix, of a high and a low part where rows have 16 bits."""
+        """Returns factors and weights with the matrix's product with the unit matrix as more rows.
+
+        Where rows have 16 bits there are two such products, of the matrix rounded and of what
+        rounding left: one alone would bias the mean.
+        """
         wide = tf.cast(self.matrix, weights.dtype)
         if mean.local is not None:
-            # Which is added to the whole mean afterwards.
+            # The local term is added to the whole mean afterwards: the matrix's share of it goes.
             wide -= tf.cast(mean.local, wide.dtype) * tf.cast(total - self.weight, wide.dtype)
         rest = tf.reshape(tf.math.divide_no_nan(wide, tf.cast(total, wide.dtype)), mean.widths)
         terms = [mean]
@@ -312,8 +349,8 @@ class _Stacked:
         left, right = (
             tf.concat(parts, 0) for parts in zip(*((t.left, t.right) for t in terms), strict=True)
         )
-        more = tf.shape(right)[0] - tf.size(weights)
-        return left, right, tf.concat([weights, tf.ones([more], weights.dtype)], 0)
+        added = tf.shape(right)[0] - tf.size(weights)
+        return left, right, tf.concat([weights, tf.ones([added], weights.dtype)], 0)
 
 
 def _growing(shape: list[int], dtype: str, name: str) -> tf.Variable:
@@ -323,6 +360,7 @@ def _growing(shape: list[int], dtype: str, name: str) -> tf.Variable:
 
 
 def _below(above: tf.Variable, tensor: tf.Tensor) -> tf.Tensor:
+    # Reshaped as the empty variable of the first call has another width.
     held = tf.reshape(above, [-1, tensor.shape[1]])
     return tf.concat([tf.cast(held, tensor.dtype), tensor], 0)
 

@@ -1,4 +1,4 @@
-"""What the exchange has to know of a gradient, and how gradients become plain tensors."""
+"""Descriptions of gradients for the exchange, and gradients as plain tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from tfposeidon.gradients.factors import FactorShape
 
 @dataclass(frozen=True)
 class Description:
-    """One variable's gradient: the same on every rank, known before any step runs.
+    """Description of one variable's gradient: the same on every rank, known before any step runs.
 
     Attributes:
-      path: Of the variable.
-      shape: Of it.
-      dtype: Of the gradient when it is exchanged.
-      factors: Set from the first traced step on, where the gradient is a product of two thin matrices.
-      why_no_factors: Set with it where it is none.
+      path: Path of the variable.
+      shape: Shape of the variable.
+      dtype: Dtype of the gradient when it is exchanged.
+      factors: Shape of its factors if it is a product of two thin matrices, from the first traced
+        step on.
+      why_no_factors: Reason why it has no factors, from the first traced step on; empty before.
+
+    >>> Description("dense/kernel", (20, 3), "float32").bytes
+    240
     """
 
     path: str
@@ -33,24 +37,37 @@ class Description:
 
     @property
     def length(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
+        """Bytes of one element."""
         return tf.as_dtype(self.dtype).size
 
     @property
     def bytes(self) -> int:
+        """Bytes of the whole gradient, as a dense tensor."""
         return self.length * self.itemsize
 
 
 def path_of(variable: Any) -> str:
-    """As "layer/kernel" for Keras's variables, the name for TensorFlow's."""
+    """Returns the path of Keras's variables, such as "layer/kernel", and the name of TensorFlow's.
+
+    Args:
+      variable: Keras or TensorFlow variable.
+    """
     return getattr(variable, "path", None) or variable.name
 
 
 def of_tensorflow(variable: Any) -> tf.Variable:
-    """TensorFlow's variable in one of Keras, or itself: Keras's optimizers take both for the same."""
+    """Returns TensorFlow's variable in one of Keras, or the variable itself.
+
+    Keras's optimizers take both for the same.
+
+    Args:
+      variable: Keras or TensorFlow variable.
+    """
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
@@ -59,6 +76,9 @@ def describe(variable: Any) -> Description:
 
     Gradients of bfloat16 variables are exchanged in float32: Horovod knows no bfloat16.
 
+    Args:
+      variable: Keras or TensorFlow variable.
+
     Raises:
       ValueError: If the variable is not floating point.
     """
@@ -66,8 +86,8 @@ def describe(variable: Any) -> Description:
     dtype = tf.as_dtype(variable.dtype)
     if not dtype.is_floating:
         raise ValueError(
-            f"Only floating-point variables can be trained with DistributedOptimizer. Received: variable "
-            f"{path!r} of dtype {dtype.name}. Set `trainable=False` on it."
+            "Only floating-point variables can be trained with DistributedOptimizer. "
+            f"Received: variable {path!r} of dtype {dtype.name}. Set `trainable=False` on it."
         )
     return Description(
         path, tuple(variable.shape), "float32" if dtype == tf.bfloat16 else dtype.name
@@ -75,18 +95,33 @@ def describe(variable: Any) -> Description:
 
 
 def merge_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Sums the rows of equal index: Keras's optimizers do not, and move twice where a token repeats."""
-    indices, slots = tf.unique(rows.indices)
-    values = tf.math.unsorted_segment_sum(rows.values, slots, tf.size(indices))
+    """Sums rows of equal index.
+
+    Keras's optimizers do not, and would move a row twice whose token repeats.
+
+    Args:
+      rows: Indices `[k]` and values `[k, ...]`.
+
+    Returns:
+      Each index once, in the order of its first occurrence.
+
+    >>> rows = tf.IndexedSlices(tf.ones([3, 1]), tf.constant([7, 2, 7]))
+    >>> merged = merge_rows(rows)
+    >>> merged.indices.numpy().tolist(), merged.values.numpy().tolist()
+    ([7, 2], [[2.0], [1.0]])
+    """
+    indices, segments = tf.unique(rows.indices)
+    values = tf.math.unsorted_segment_sum(rows.values, segments, tf.size(indices))
     return tf.IndexedSlices(values, indices, rows.dense_shape)
 
 
 def dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.Tensor:
-    """The gradient as one tensor of the variable's shape and dtype.
+    """Returns a gradient as one tensor of the variable's shape, in the dtype of the exchange.
 
     Args:
       gradient: A tensor, `IndexedSlices` (rows of equal index are summed) or `None` (zeros).
-      zero: Scalar variable that holds 0 in the variable's dtype; see `wire.zeros`.
+      description: Description of the variable.
+      zero: Scalar variable that holds 0 in that dtype; see `wire.zeros`.
     """
     if gradient is None:
         return wire.zeros(description.shape, zero)
@@ -95,9 +130,8 @@ def dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.Tens
             gradient.values, gradient.indices, description.shape[0]
         )
     gradient = tf.cast(gradient, description.dtype)
-    # TensorFlow knows no shape of what comes from a variable that is cut or tiled to the batch. The variable has it.
-    return (
-        gradient
-        if gradient.shape.is_fully_defined()
-        else tf.ensure_shape(gradient, description.shape)
-    )
+    if gradient.shape.is_fully_defined():
+        return gradient
+    # TensorFlow knows no shape of what comes from a variable that is cut or tiled to the batch. The
+    # variable has it.
+    return tf.ensure_shape(gradient, description.shape)

@@ -1,4 +1,7 @@
-"""Sufficient factors of a gradient: two thin matrices whose product it is (Poseidon, section 2.1)."""
+"""Sufficient factors of a gradient: two thin matrices whose product it is.
+
+Source: Zhang et al. 2017 (Poseidon), section 2.1.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,28 @@ from typing import Any
 import tensorflow as tf
 
 WEIGHT_COLUMNS = 2
-"""Beside factors of 16 bits travels their rank's weight, as a high and a low part: rounding it would bias the mean."""
+"""Columns beside factors of 16 bits: their rank's weight as a high and a low part.
+
+One part alone would be rounded, and bias the mean.
+"""
 
 
 @dataclass(frozen=True)
 class FactorShape:
-    """What the exchange has to know of factors before any step runs; the same on every rank.
+    """Shape of factors as the exchange has to know it before any step runs; the same on every rank.
 
     Attributes:
-      rows: K of one rank and exchange, on average: the samples of a batch, times the positions at which the kernel is
-        used, times the steps whose gradients are accumulated; `None` before the first step.
-      left: M.
-      right: N.
-      dtype: Of the values that are sent.
+      rows: Rows of one rank and exchange, K, on average: the samples of a batch, times the
+        positions at which the kernel is used, times the steps whose gradients are accumulated;
+        `None` before the first step.
+      left: Columns of the left matrix, M.
+      right: Columns of the right matrix, N.
+      dtype: Dtype of the values that are sent.
       has_local: Whether every rank adds a term of its own afterwards.
       indexed: Whether the left rows are one-hot, and travel as their indices.
+
+    >>> FactorShape(rows=32, left=1000, right=500, dtype="float32").bytes
+    192000
     """
 
     rows: float | None
@@ -34,6 +44,7 @@ class FactorShape:
 
     @property
     def itemsize(self) -> int:
+        """Bytes of one value."""
         return tf.as_dtype(self.dtype).size
 
     @property
@@ -43,27 +54,33 @@ class FactorShape:
 
     @property
     def bytes(self) -> float:
-        """What one rank has to send to each other; 0 before the first step."""
+        """Bytes that one rank sends to each other; 0 before the first step."""
         columns = self.left_columns + self.right + (WEIGHT_COLUMNS if self.itemsize == 2 else 0)
         return (self.rows or 0) * columns * self.itemsize
 
     @property
     def matrix_bytes(self) -> int:
-        """Of the product, which has 32 bits unless they have 64."""
+        """Bytes of the product, whose values have 32 bits unless the factors' have 64."""
         return self.left * self.right * max(4, self.itemsize)
 
 
 @dataclass(frozen=True)
 class Factors:
-    """One variable's gradient, `reshape(left^T right) + local`.
+    """Gradient of one variable as `reshape(left^T right) + local`.
 
     Attributes:
       left: `[K, M]` floating point; K may be known only when the step runs.
       right: `[K, N]` in the same dtype.
-      local: What the loss adds that follows from variables alone (a regulariser's part), so that it is the same on
-        all ranks; in the variable's shape and dtype, or `None`.
-      constants: A digest of the numbers in `local` that are in the graph, which ranks have to compare.
-      weight: Of factors in 16 bits, where it is not 1: float32, a scalar or `[K]`.
+      local: What the loss adds that follows from variables alone (a regulariser's part), so that it
+        is the same on all ranks; in the variable's shape and dtype, or `None`.
+      constants: Digest of the numbers in `local` that are in the graph, which ranks have to
+        compare.
+      weight: Factor on the product of factors in 16 bits, where it is not 1: float32, a scalar or
+        `[K]`. Wider factors are multiplied by it at once.
+
+    >>> factors = Factors(tf.constant([[1.0, 2.0]]), tf.constant([[3.0, 4.0]]))
+    >>> factors.own_product.numpy().tolist()
+    [3.0, 4.0, 6.0, 8.0]
     """
 
     left: tf.Tensor
@@ -74,24 +91,24 @@ class Factors:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """M and N."""
+        """Columns of the left and of the right matrix, M and N."""
         return self.left.shape[1], self.right.shape[1]
 
     @property
     def shape(self) -> FactorShape:
-        """Without rows, which are not always known."""
+        """Shape without rows, whose number is not always known in a trace."""
         return FactorShape(
             None, *self.widths, dtype=self.left.dtype.name, has_local=self.local is not None
         )
 
     @property
     def enough_rows(self) -> int:
-        """Rows with which any matrix of this size can be sent: times the unit matrix, on its smaller side."""
+        """Rows with which any matrix of this size can be sent: those of the unit matrix."""
         return min(self.widths)
 
     @property
     def own_product(self) -> tf.Tensor:
-        """`[M * N]` without the local term, float32 unless they are float64: of this rank's rows alone."""
+        """Product of this rank's rows without the local term, `[M * N]` float64 or float32."""
         right = self.right
         if right.dtype.size == 2:
             right = tf.cast(right, tf.float32)
@@ -100,7 +117,10 @@ class Factors:
 
     @property
     def packed(self) -> tf.Tensor:
-        """All that is sent, `[K, M + N]` or two columns more: one message; bfloat16 as uint16, unknown to Horovod."""
+        """Message with all that is sent: `[K, M + N]`, with 16 bits `[K, M + N + 2]`.
+
+        Values of bfloat16 go as uint16 with the same bits: Horovod does not know them.
+        """
         both = [self.left, self.right]
         if self.left.dtype.size == 2:
             both += self._weight_columns()
@@ -114,7 +134,14 @@ class Factors:
         return [tf.broadcast_to(_column(part), [tf.shape(self.left)[0], 1]) for part in (high, low)]
 
     def product(self, packed: tf.Tensor) -> tf.Tensor:
-        """`[M * N]`, float32 unless they are float64: of rows of any number of ranks, packed as this one's."""
+        """Multiplies rows of any number of ranks.
+
+        Args:
+          packed: Rows as `packed` of each rank has them, one below the other.
+
+        Returns:
+          Sum of the products, `[M * N]`, float64 or else float32.
+        """
         dtype = self.right.dtype
         rows = tf.bitcast(packed, tf.bfloat16) if dtype == tf.bfloat16 else packed
         columns = [self.shape.left_columns, self.right.shape[1]]
@@ -134,7 +161,13 @@ class Factors:
         return tf.linalg.matmul(tf.cast(left, right.dtype), right, transpose_a=True)
 
     def weighted(self, weight: tf.Tensor) -> Factors:
-        """With the product, or each of its K terms, times `weight`; the local term is all ranks' alike, and stays."""
+        """Returns these factors with their product times a weight.
+
+        The local term stays as it is: it is the same on all ranks and in all calls.
+
+        Args:
+          weight: Floating point: a scalar, or `[K]` for each row's term of the product.
+        """
         # No samples, no say: what comes from an empty batch need not be a number.
         left, right = (_unless_empty(tensor, weight) for tensor in (self.left, self.right))
         if right.dtype.size == 2:
@@ -148,7 +181,7 @@ class Factors:
 
 
 def _unless_empty(tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """Zeros where `weight` is 0; indices stay, as their values are zeros then."""
+    """Returns zeros where `weight` is 0. Indices stay: their values are zeros then."""
     if not tensor.dtype.is_floating:
         return tensor
     return tf.math.multiply_no_nan(tensor, _column(tf.cast(tf.sign(weight), tensor.dtype)))
@@ -159,11 +192,16 @@ def _column(weight: tf.Tensor) -> tf.Tensor:
 
 
 class NoFactorsError(Exception):
-    """Why a gradient has none, in a few words."""
+    """Reason why a gradient has no factors, in a few words."""
 
 
 def as_factors(gradient: Any, like: FactorShape) -> Factors:
-    """Any gradient as a product with the unit matrix: for a rank whose peers expect factors and which has none."""
+    """Returns a matrix as its product with the unit matrix, for a rank whose peers expect factors.
+
+    Args:
+      gradient: Tensor with the number of elements that `like` has.
+      like: Shape of the factors that peers send.
+    """
     matrix = tf.reshape(
         tf.cast(tf.convert_to_tensor(gradient), like.dtype), [like.left, like.right]
     )

@@ -1,8 +1,10 @@
-"""Reads sufficient factors off the graph: gradients that are a product of two thin matrices (Poseidon, section 2.1).
+"""Reads sufficient factors off the graph: gradients that are a product of two thin matrices.
 
-The gradient of a kernel that meets K rows is `left^T right`, [K, M] and [K, N]. In graph mode it carries the op that
-multiplied them, from which they are taken; the product, which then nobody uses, TensorFlow leaves out. What is not
-recognised for certain is no product.
+The gradient of a kernel that meets K rows is `left^T right`, [K, M] and [K, N]. In graph mode it
+carries the op that multiplied them, from which they are taken; the product, which then nobody uses,
+TensorFlow leaves out. What is not recognised for certain is no product.
+
+Source: Zhang et al. 2017 (Poseidon), section 2.1.
 """
 
 from __future__ import annotations
@@ -17,18 +19,29 @@ import tensorflow as tf
 from tfposeidon.gradients.factors import Factors, NoFactorsError
 
 LAYERS = "Dense, EinsumDense, MultiHeadAttention and Embedding, used outside loops"
-"""Whose weights have factors."""
+"""Layers with kernels whose gradients have factors."""
 
 
 @dataclass(frozen=True)
 class _Product:
-    """`left^T right`."""
+    """Product `left^T right`.
+
+    Attributes:
+      left: `[K, M]`.
+      right: `[K, N]`.
+    """
 
     left: tf.Tensor
     right: tf.Tensor
 
     def of_width(self, shape: Sequence[int]) -> _Product:
-        """Widths that only the step would tell (tensordot's) are those of a matrix, or the step ends with an error."""
+        """Sets widths that only the step would tell, as tensordot's, to those of a matrix.
+
+        If they are others when the step runs, it ends with an error.
+
+        Args:
+          shape: Shape of the variable.
+        """
         if len(shape) != 2 or None not in (self.left.shape[1], self.right.shape[1]):
             return self
         pairs = zip((self.left, self.right), shape, strict=True)
@@ -37,6 +50,7 @@ class _Product:
         )
 
     def cast(self, dtype: tf.DType) -> _Product:
+        """Returns the product with both matrices in another dtype."""
         return _Product(tf.cast(self.left, dtype), tf.cast(self.right, dtype))
 
 
@@ -44,9 +58,9 @@ def read(gradient: Any, shape: Sequence[int], dtype: str, replicated: Collection
     """Finds the factors of a gradient.
 
     Args:
-      gradient: As it comes from the tape.
-      shape: Of the variable.
-      dtype: Of the variable's gradient on the wire.
+      gradient: Gradient as it comes from the tape.
+      shape: Shape of the variable.
+      dtype: Dtype in which the variable's gradient is exchanged.
       replicated: Variables that have the same values on all ranks.
 
     Raises:
@@ -54,7 +68,7 @@ def read(gradient: Any, shape: Sequence[int], dtype: str, replicated: Collection
     """
     if not isinstance(gradient, tf.Tensor) or not hasattr(gradient, "graph"):
         raise NoFactorsError("it is no tensor of a graph")
-    products, locals_ = _terms(gradient)
+    products, local_terms = _terms(gradient)
     if not products:
         raise NoFactorsError(
             f"it comes from {_source(gradient).type}, which is no product of two matrices"
@@ -64,17 +78,17 @@ def read(gradient: Any, shape: Sequence[int], dtype: str, replicated: Collection
     (m, n), *others = widths
     if others or m is None or n is None or m * n != tf.TensorShape(shape).num_elements():
         raise NoFactorsError("its products do not have the variable's size")
-    constants = _constants_of_replicated(locals_, _handles(replicated))
+    constants = _constants_of_replicated(local_terms, _handles(replicated))
     narrow = {p.left.dtype for p in products} | {p.right.dtype for p in products}
     if len(narrow) > 1:
         products = [p.cast(tf.float32) for p in products]
-    parts = [tf.reshape(tf.cast(term, dtype), shape) for term in locals_]
+    parts = [tf.reshape(tf.cast(term, dtype), shape) for term in local_terms]
     left, right = _stacked([p.left for p in products]), _stacked([p.right for p in products])
     return Factors(left, right, tf.add_n(parts) if parts else None, constants)
 
 
 def _stacked(matrices: list[tf.Tensor]) -> tf.Tensor:
-    """A sum of products is the product of what stands on top of one another."""
+    """Concatenates rows: a sum of products is the product of what stands on top of one another."""
     return matrices[0] if len(matrices) == 1 else tf.concat(matrices, 0)
 
 
@@ -82,7 +96,7 @@ def _stacked(matrices: list[tf.Tensor]) -> tf.Tensor:
 
 
 def _terms(tensor: tf.Tensor) -> tuple[list[_Product], list[tf.Tensor]]:
-    """The products, and the other terms, whose sum has the tensor's elements in their order."""
+    """Returns the products and the other terms whose sum the tensor is, up to its shape."""
     op = _source(tensor)
     if op.type in ("AddN", "AddV2", "Add") and len({str(t.shape) for t in op.inputs}) == 1:
         pairs = [_terms(term) for term in op.inputs]
@@ -94,7 +108,7 @@ def _terms(tensor: tf.Tensor) -> tuple[list[_Product], list[tf.Tensor]]:
 
 
 def _source(tensor: tf.Tensor) -> tf.Operation:
-    """The op behind those that leave all elements where they are."""
+    """Returns the op behind those that leave all elements in their order."""
     op = tensor.op
     while op.type in ("Identity", "Reshape", "Cast", "ExpandDims", "Squeeze"):
         if op.type == "Cast" and not op.inputs[0].dtype.is_floating:
@@ -112,7 +126,8 @@ def _product(op: tf.Operation) -> _Product | None:
         )
     if op.type == "Transpose" and _permutation(op.inputs[1]) == [1, 0]:
         inner = _product(_source(op.inputs[0]))
-        # Only of the product itself: elsewhere a reshape may stand between.
+        # Only if it transposes the product itself: a reshape that stands between changes what is
+        # swapped.
         known = inner and [inner.left.shape[1], inner.right.shape[1]] == op.inputs[0].shape
         return replace(inner, left=inner.right, right=inner.left) if inner and known else None
     if op.type == "Sum":
@@ -121,12 +136,15 @@ def _product(op: tf.Operation) -> _Product | None:
 
 
 def _permutation(tensor: tf.Tensor) -> Any:
-    # A permutation of two is its own inverse.
+    # A permutation of two axes is its own inverse.
     return _value(tensor.op.inputs[0] if tensor.op.type == "InvertPermutation" else tensor)
 
 
 def _batched_product(tensor: tf.Tensor, axes: tf.Tensor) -> _Product | None:
-    """A product for each element of a batch, summed over all of it: rows of all elements, one after the other."""
+    """Reads a product for each element of a batch, summed over all of it.
+
+    It is one product, with the rows of all elements one after the other.
+    """
     op = tensor.op
     while op.type in ("Identity", "Cast"):
         op = op.inputs[0].op
@@ -143,11 +161,11 @@ def _batched_product(tensor: tf.Tensor, axes: tf.Tensor) -> _Product | None:
 
 
 def _is_over_batch(axes: tf.Tensor, rank: int | None) -> bool:
-    """Whether a sum is over all dimensions of a batch of matrices.
+    """Returns whether a sum is over all dimensions of a batch of matrices.
 
-    The gradient of a matrix that met a batch is summed over what `BroadcastGradientArgs` says of the shapes of batches,
-    without those of matrices: over the dimensions that the matrix has not, which are all, if the sum has no more
-    elements than one product (`read` checks).
+    The gradient of a matrix that met a batch is summed over what `BroadcastGradientArgs` says of
+    the shapes of batches, without those of matrices: over the dimensions that the matrix has not,
+    which are all, if the sum has no more elements than one product (`read` checks).
     """
     if axes.op.type == "BroadcastGradientArgs":
         sizes = [shape.shape[0] for shape in axes.op.inputs]
@@ -173,7 +191,11 @@ def _handles(variables: Collection[Any]) -> set[int]:
 
 
 def _constants_of_replicated(tensors: Sequence[tf.Tensor], known: set[int]) -> str:
-    """A digest of the constants from which tensors follow that otherwise follow from known variables.
+    """Returns a digest of the constants on which tensors depend, which ranks have to compare.
+
+    Args:
+      tensors: Terms that are no products.
+      known: Ids of the handles of variables that have the same values on all ranks.
 
     Raises:
       NoFactorsError: If they depend on anything else, which could differ between ranks.
@@ -198,7 +220,7 @@ def _constants_of_replicated(tensors: Sequence[tf.Tensor], known: set[int]) -> s
 
 
 def _captured(placeholder: tf.Tensor) -> Any:
-    """What a function's input stands for outside of all functions."""
+    """Returns what a function's input stands for outside of all functions."""
     for outside, inside in getattr(placeholder.graph, "captures", ()):
         if inside is placeholder:
             nested = (

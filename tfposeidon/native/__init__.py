@@ -1,4 +1,4 @@
-"""The native library: `lib` is plain C++, `kernels` are thin, `ops` holds signatures and documentation."""
+"""The native library: `lib` is plain C++, `kernels` call it, `ops` has signatures and documents."""
 
 from __future__ import annotations
 
@@ -11,31 +11,36 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 LIBRARY = Path(__file__).with_name("_ops.so")
+"""Shared library that `pip install` or `make setup` builds."""
 
 
 @functools.cache
 def library() -> Any:
-    """TensorFlow's module of the native ops, loaded at the first call.
+    """Returns TensorFlow's module of the native ops, and loads it at the first call.
 
     Raises:
       RuntimeError: If the library was not built, or for another TensorFlow than the one installed.
     """
-    remedy = "Build it against the installed TensorFlow: `pip install .` in tfposeidon's folder, or `make setup`."
+    remedy = (
+        "Build it against the installed TensorFlow: `pip install .` in tfposeidon's folder, or "
+        "`make setup`."
+    )
     if not LIBRARY.exists():
         raise RuntimeError(
-            f"Sparse schemes, LARS, LAMB and tp.ops need tfposeidon's native library. Received: no {LIBRARY}. {remedy}"
+            "Sparse schemes, LARS, LAMB and tp.ops need tfposeidon's native library. "
+            f"Received: no {LIBRARY}. {remedy}"
         )
     try:
         return tf.load_op_library(str(LIBRARY))
     except tf.errors.NotFoundError as error:
         raise RuntimeError(
-            f"tfposeidon's native library must be built for the TensorFlow that loads it. Received: TensorFlow "
-            f"{tf.__version__}, which says: {error.message}. {remedy}"
+            "tfposeidon's native library must be built for the TensorFlow that loads it. "
+            f"Received: TensorFlow {tf.__version__}, which says: {error.message}. {remedy}"
         ) from error
 
 
 def in_xla() -> bool:
-    """Whether what is traced will be compiled by XLA, which knows no op of ours."""
+    """Returns whether what is being traced will be compiled by XLA, which knows no op of ours."""
     return not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(
         tf.compat.v1.get_default_graph()
     )
@@ -43,6 +48,12 @@ def in_xla() -> bool:
 
 @functools.cache
 def has_gpu_kernels() -> bool:
-    """Whether the library was compiled for CUDA too: with nvcc, for a TensorFlow with GPUs."""
+    """Returns whether the library was also compiled for CUDA.
+
+    It is where nvcc is there and TensorFlow is one with GPUs.
+
+    Raises:
+      RuntimeError: As `library`.
+    """
     library()  # First: ops that come with a plain CDLL are lost to TensorFlow.
     return hasattr(ctypes.CDLL(str(LIBRARY)), "tfposeidon_gpu_kernels")

@@ -1,11 +1,13 @@
-"""Snapshots of a job's state on disk: written beside, renamed when whole, read back with checks.
+"""Snapshots of a job's state on disk.
+
+They are written beside their place, renamed when they are whole, and checked when they are read::
 
     folder/snapshot-000012/meta.json      epoch, steps, ranks, variables
                            model.npz      what is equal on all ranks, written by rank 0
                            rank-3.npz     what is rank 3's own
 
-A snapshot counts from the moment its folder has its name, which no other ever had, so a kill leaves the
-one before it. The newest is the one with the highest number, whatever the step.
+A snapshot counts from the moment its folder has its name, which no other ever had, so a kill leaves
+the one before it. The newest is the one with the highest number, whatever the step.
 """
 
 from __future__ import annotations
@@ -25,24 +27,25 @@ import numpy as np
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire, exchange_objects
+from tfposeidon.ranges import check_integer
 
 Arrays = dict[str, np.ndarray]
 
 
 class SnapshotError(RuntimeError):
-    """A snapshot that could not be written or read, and what to do about it."""
+    """Error of a snapshot that could not be written or read, with what to do about it."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State as one rank reads or writes it.
+    """Snapshot as one rank has read it.
 
     Attributes:
-      meta: Small things that JSON holds; equal on all ranks.
-      shared: Arrays equal on all ranks.
-      own: Rank -> its arrays: of this rank alone, or of all ranks where the job is laid out otherwise now.
+      meta: Small things that JSON holds, equal on all ranks.
+      shared: Arrays that are equal on all ranks.
+      own: Rank -> its arrays: of this rank alone, or of all ranks if they lie on other nodes now.
       same_layout: Whether the job has the same ranks on the same nodes as then.
-      folder: Where it lies.
+      folder: Folder of the snapshot.
     """
 
     meta: dict[str, Any]
@@ -53,24 +56,35 @@ class Snapshot:
 
 
 class Snapshots:
-    """The snapshots in one folder, which all ranks see.
+    """Snapshots in one folder, which all ranks see. All ranks call each method together.
 
     Args:
-      folder: Made if it is missing.
-      wire: Ranks agree over it on what is whole.
-      keep: How many to keep; older ones are deleted when a new one is whole.
+      folder: Folder, made if it is missing.
+      wire: Collectives over which ranks agree on what is whole.
+      keep: Number of snapshots to keep; older ones are deleted when a new one is whole.
+
+    Attributes:
+      folder: As given.
+      wire: As given.
+      keep: As given.
+
+    Raises:
+      ValueError: If `keep` is not a whole number from 1.
     """
 
     def __init__(self, folder: str | os.PathLike[str], wire: Wire, keep: int = 2) -> None:
-        if keep < 1:
-            raise ValueError(f"`keep` must be at least 1. Received: keep={keep}")
         self.folder = Path(folder)
         self.wire = wire
-        self.keep = keep
+        self.keep = check_integer("keep", keep, 1)
         self._writing: tuple[Path, Path, Future[tuple[Any, str | None]]] | None = None
 
     def write(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
-        """Writes one snapshot; all ranks call it together, as all methods here.
+        """Writes a snapshot.
+
+        Args:
+          meta: Small things that JSON holds; those of rank 0 are written.
+          shared: Arrays that are equal on all ranks; those of rank 0 are written.
+          own: Arrays of this rank.
 
         Raises:
           SnapshotError: On all ranks, if any of them could not write; earlier snapshots are left.
@@ -79,12 +93,19 @@ class Snapshots:
         self.finish()
 
     def start(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
-        """Begins to write one in the background; it counts once `poll` or `finish` has seen it whole.
+        """Begins to write a snapshot in the background.
 
-        One that is still being written is finished before. The arrays must not change meanwhile.
+        It counts once `poll` or `finish` has seen it whole. One that is still being written is
+        finished before. The arrays must not change meanwhile.
+
+        Args:
+          meta: See `write`.
+          shared: See `write`.
+          own: See `write`.
 
         Raises:
-          SnapshotError: As `write`.
+          SnapshotError: On all ranks, if any of them could not write the one before, or make the
+            folder.
         """
         self.finish()
         rank = self.wire.topology.rank
@@ -103,10 +124,12 @@ class Snapshots:
         thread.shutdown(wait=False)
 
     def poll(self) -> bool:
-        """Whether nothing is being written any more; costs one small exchange if something was.
+        """Returns whether nothing is being written any more.
+
+        It costs one small exchange if something was.
 
         Raises:
-          SnapshotError: As `write`.
+          SnapshotError: On all ranks, if any of them could not write.
         """
         if self._writing is not None and all(
             exchange_objects(self._writing[2].done(), self.wire, "tp.snapshot.poll")
@@ -118,7 +141,7 @@ class Snapshots:
         """Waits for what `start` began.
 
         Raises:
-          SnapshotError: As `write`.
+          SnapshotError: On all ranks, if any of them could not write; earlier snapshots are left.
         """
         if self._writing is None:
             return
@@ -129,13 +152,14 @@ class Snapshots:
         )
 
     def read_latest(self) -> Snapshot | None:
-        """The newest snapshot that every rank can read, or `None` if there are none at all.
+        """Returns the newest snapshot that every rank can read, or `None` if there are none at all.
 
         Raises:
           SnapshotError: On all ranks, if there are snapshots and none is readable.
         """
         names: list[str] = exchange_objects(self._names(), self.wire, "tp.snapshots")[0]
         problems: list[str] = []
+        # All ranks try the same one together, and go back to an older one if it fails on any.
         for name in reversed(names):
             snapshot, problem = _attempt(lambda name=name: self._read_files(self.folder / name))
             everybody = exchange_objects(problem, self.wire, f"tp.read.{name}")
@@ -158,7 +182,10 @@ class Snapshots:
         return Snapshot(meta, _load(folder / "model.npz"), own, same_layout, folder)
 
     def read_all_ranks(self, snapshot: Snapshot) -> dict[int, Arrays]:
-        """Returns what each rank had kept for itself, and reads what has not been read with the snapshot.
+        """Returns the arrays of every rank, and reads those that have not been read yet.
+
+        Args:
+          snapshot: Snapshot from `read_latest`.
 
         Raises:
           SnapshotError: On all ranks, if any of them cannot read it.
@@ -172,8 +199,10 @@ class Snapshots:
         everybody = exchange_objects(problem, self.wire, "tp.read_all_ranks")
         if any(everybody):
             raise SnapshotError(
-                f"The files of all ranks must be readable on every rank. Received: {next(p for p in everybody if p)}. "
-                f"Make {self.folder} visible to all nodes, or use the scheme and bucket_bytes it was made with."
+                "The files of all ranks must be readable on every rank. "
+                f"Received: {next(p for p in everybody if p)}. "
+                f"Make {self.folder} visible to all nodes, or use the scheme and bucket_bytes it "
+                "was made with."
             )
         return own
 
@@ -187,15 +216,17 @@ class Snapshots:
         return f"snapshot-{int(names[-1].rpartition('-')[2]) + 1 if names else 1:06d}"
 
     def _rename(self, part: Path, final: Path) -> None:
+        # In one step of the file system: a kill leaves the folder under one of its two names.
         os.replace(part, final)
         _sync(self.folder)
         for name in self._names()[: -self.keep]:
             shutil.rmtree(self.folder / name)
+        # Of jobs that were killed while they wrote.
         for leftover in self.folder.glob(".snapshot-*.part"):
             shutil.rmtree(leftover)
 
     def _together(self, stage: str, action: Any) -> None:
-        """Runs a stage on all ranks; if one fails, all raise."""
+        """Runs an action on all ranks; if it fails on one, all raise an error."""
         self._raise_together(stage, _attempt(action)[1])
 
     def _raise_together(self, stage: str, problem: str | None) -> None:
@@ -211,6 +242,7 @@ class Snapshots:
 
 
 def _attempt(action: Any) -> tuple[Any, str | None]:
+    """Returns what an action returned and no problem, or nothing and its problem."""
     try:
         return action(), None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
@@ -249,6 +281,7 @@ def _load(path: Path) -> Arrays:
 
 
 def _sync(folder: Path) -> None:
+    # A file's own fsync does not make its name last a loss of power: that stands in the folder.
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -256,11 +289,24 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def numbered(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
-    """Names for a list of arrays in a file: its order is what identifies them."""
+def to_named_arrays(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
+    """Gives the arrays of a list names for a file, by their index.
+
+    Args:
+      arrays: The list.
+      prefix: Begins the names.
+
+    >>> list(to_named_arrays([np.zeros(2), np.zeros(3)], "own"))
+    ['own0', 'own1']
+    """
     return {f"{prefix}{i}": array for i, array in enumerate(arrays)}
 
 
-def listed(arrays: Arrays, prefix: str) -> list[np.ndarray]:
-    """The inverse of `numbered`."""
+def to_array_list(arrays: Arrays, prefix: str) -> list[np.ndarray]:
+    """Returns the list of which `to_named_arrays` has made names.
+
+    Args:
+      arrays: Arrays of a file, which may hold others.
+      prefix: Begins the names.
+    """
     return [arrays[f"{prefix}{i}"] for i in range(sum(name.startswith(prefix) for name in arrays))]

@@ -1,0 +1,61 @@
+"""Everything that datacache takes from tfposeidon; no other module of datacache imports it.
+
+Commands such as `python -m datacache ls` import this module and must start without TensorFlow, so
+what needs it is imported within functions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tfposeidon.communication.agreement import require_equal
+from tfposeidon.communication.launcher import place
+from tfposeidon.quiet import import_tensorflow
+from tfposeidon.text import ProgressBar, table
+from tfposeidon.units import parse_share, parse_size, readable_size
+
+if TYPE_CHECKING:
+    from tfposeidon.communication.wire import Wire
+
+__all__ = [
+    "ProgressBar",
+    "Wire",
+    "exchange_objects",
+    "import_tensorflow",
+    "job_wire",
+    "parse_share",
+    "parse_size",
+    "place",
+    "readable_size",
+    "require_equal",
+    "table",
+]
+
+
+def job_wire() -> Wire | None:
+    """Returns the wire between the ranks of this job, or `None` for a job of a single process.
+
+    One process needs no Horovod. Else the first call starts Horovod with default arguments, unless
+    the script has called `tfposeidon.init`.
+    """
+    if place().size == 1:
+        return None
+    from tfposeidon.communication import runtime
+
+    return runtime.wire()
+
+
+def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
+    """Returns every rank's `value`, in rank order; all ranks must call it.
+
+    Args:
+      value: A small value that JSON can hold.
+      wire: The wire of the job.
+      name: The same on all ranks.
+
+    Raises:
+      RuntimeError: On all ranks, if they are not in the same call.
+    """
+    from tfposeidon.communication import wire as communication
+
+    return communication.exchange_objects(value, wire, name)

@@ -1,0 +1,215 @@
+"""Level that keeps samples in a pool, where each is put by one process of the node."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+from typing_extensions import override
+
+from datacache.levels.level import Level, Opener, Stream
+from datacache.pool.layout import Arrays
+from datacache.pool.pool import Pool
+from datacache.statistics import Counts
+
+log = logging.getLogger("datacache")
+POLL_S = 0.002
+"""Pause between two looks at samples that another process is making. Kernel locks could wait for
+one process only, and samples of a batch may be in the hands of several."""
+Verify = Literal["first", "always", "never"]
+
+
+class PoolLevel(Level):
+    """Samples in a pool, which takes what it lacks from the level below.
+
+    Args:
+      pool: Pool that keeps the samples.
+      below: Level that has all samples, or streams them.
+      verify: When checksums are verified: before the "first" use in each boot, "always" or "never".
+      counts: Counters of this process.
+      hits: Name of the counter of samples that `samples` finds in the pool; `None` for no counter.
+      opener: Process that may fill the pool; this one by default.
+    """
+
+    # Any sample of a pool can be read by its index, even if the source below streams.
+    stream: Stream | None = None
+
+    def __init__(
+        self,
+        pool: Pool,
+        below: Level,
+        verify: Verify,
+        counts: Counts,
+        hits: str | None = None,
+        opener: Opener | None = None,
+    ) -> None:
+        self.pool, self._below, self._verify = pool, below, verify
+        self._counts, self._hits, self._opener = counts, hits, opener or Opener()
+        self._reported_full = False
+
+    @override
+    def samples(self, indices: np.ndarray) -> list[Arrays]:
+        made, _ = self.fill(indices)
+        if self._hits is not None:
+            self._counts.add(**{self._hits: len(indices) - len(made)})
+        return self.collect(indices, made)
+
+    def collect(self, indices: np.ndarray, made: dict[int, Arrays]) -> list[Arrays]:
+        """Returns samples that were just made, and the others from the pool.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64.
+          made: Samples by index, which need not be in the pool. The pool must hold the others;
+            those that another process clears in the meantime are made again.
+
+        Raises:
+          SourceError: If a sample cannot be had; the error names it.
+        """
+        found = dict(made)
+        while left := [sample for sample in indices.tolist() if sample not in found]:
+            read = {sample: self.pool.read_sample(sample) for sample in left}
+            found |= {sample: arrays for sample, arrays in read.items() if arrays is not None}
+            if cleared := [sample for sample in left if sample not in found]:
+                found |= self.fill(np.array(cleared))[0]
+        return [found[sample] for sample in indices.tolist()]
+
+    def fill(self, indices: np.ndarray) -> tuple[dict[int, Arrays], set[int]]:
+        """Puts samples into the pool unless they are there.
+
+        Of several processes that want the same sample, the first one makes it, and the others wait.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64, without duplicates.
+
+        Returns:
+          A tuple of two: the samples that were made here, by index, and the indices of those that
+          the pool holds now.
+
+        Raises:
+          CacheError: If this process was forked from the one that opened the cache.
+          SourceError: If a sample cannot be had; the error names it.
+        """
+        # Before anything is claimed: a child has the locks of its parent.
+        self._opener.refuse_in_child(indices)
+        if self._below.stream is not None:
+            self._fill_from_stream(self._below.stream, indices)
+        return self._keep(indices, self._below.samples)
+
+    def put(self, index: int, arrays: Arrays) -> bool:
+        """Puts a sample that came from elsewhere into the pool, unless it is there.
+
+        Args:
+          index: Index of the sample.
+          arrays: Its components.
+
+        Returns:
+          Whether the pool holds the sample now.
+        """
+        return index in self._keep(np.array([index]), lambda _: [arrays])[1]
+
+    def missing(self, indices: np.ndarray) -> np.ndarray:
+        """Returns which samples the pool does not hold, or holds corrupt, `[k]` int64.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64.
+        """
+        if self._verify == "never":
+            return self.not_ready(indices)
+        ready = indices[self.pool.ready(indices)]
+        corrupt = self.pool.find_corrupt(ready, recheck=self._verify == "always")
+        self._report_corrupt(corrupt)
+        # Asked again, because another process may have cleared some in the meantime.
+        return indices[~self.pool.ready(indices) | np.isin(indices, corrupt)]
+
+    def not_ready(self, indices: np.ndarray) -> np.ndarray:
+        """Returns which samples the pool does not hold, without verifying the others, `[k]` int64.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64.
+        """
+        return indices[~self.pool.ready(indices)]
+
+    def gather(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays | None:
+        """Copies a batch of samples that are ready, and verifies them on the way.
+
+        Args:
+          indices: Indices of the samples, `[n]` int64.
+          into: Arrays to copy to in place of new ones.
+
+        Returns:
+          An array `[n, *shape]` for each component; `None` if some samples were corrupt or cleared,
+          which are not ready any more.
+        """
+        if self._verify == "never":
+            return self.pool.gather(indices, into)
+        arrays, corrupt = self.pool.gather_verified(indices, into, recheck=self._verify == "always")
+        self._report_corrupt(corrupt)
+        return arrays
+
+    @override
+    def close(self) -> None:
+        self._below.close()
+        self.pool.close()
+
+    def _keep(
+        self, indices: np.ndarray, make: Callable[[np.ndarray], list[Arrays]]
+    ) -> tuple[dict[int, Arrays], set[int]]:
+        """Puts what `make` returns where it is missing; see `fill` for what this returns."""
+        has_room = self.pool.has_room(indices)
+        made = _by_index(indices[~has_room], make)
+        kept = set(indices[has_room].tolist())
+        left = indices[has_room]
+        while (left := self.missing(left)).size:
+            with self.pool.claim(left) as claimed:
+                new = _by_index(claimed, make)
+                kept -= self._put_all(new)
+            made |= new
+            left = left[~np.isin(left, claimed)]
+            # Waits without claims: two processes that wait for each other's would never end.
+            if left.size and not claimed.size:
+                time.sleep(POLL_S)
+        return made, kept
+
+    def _put_all(self, made: dict[int, Arrays]) -> set[int]:
+        """Puts samples into the pool, and returns the indices of those that it did not take."""
+        refused = {sample for sample, arrays in made.items() if not self.pool.put(sample, arrays)}
+        if refused and not self._reported_full:
+            self._reported_full = True
+            log.warning(
+                "datacache: no more room in %s: what it does not hold is read through. Make room "
+                "(python -m datacache ls), or give a larger `budget` to a new one.",
+                self.pool.folder,
+            )
+        return refused
+
+    def _fill_from_stream(self, stream: Stream, indices: np.ndarray) -> None:
+        """Reads a stream once for all samples that have room, if one of `indices` is missing.
+
+        One process of the node does so for all; the others wait until it is done.
+        """
+        while self.missing(indices[self.pool.has_room(indices)]).size:
+            with self.pool.claim_all() as claimed:
+                if claimed:
+                    every = np.arange(self.pool.spec.shard.samples)
+                    missing = self.missing(every[self.pool.has_room(every)])
+                    for sample, arrays in stream(set(missing.tolist())):
+                        self.pool.put(sample, arrays)
+                    return
+            time.sleep(POLL_S)
+
+    def _report_corrupt(self, corrupt: np.ndarray) -> None:
+        if corrupt.size:
+            self._counts.add(healed=len(corrupt))
+            log.warning(
+                "datacache: corrupt in %s, and made again: samples %s",
+                self.pool.folder,
+                corrupt.tolist(),
+            )
+
+
+def _by_index(indices: np.ndarray, make: Callable[[np.ndarray], list[Arrays]]) -> dict[int, Arrays]:
+    # Levels below are not bothered with nothing: they would count it and wake their threads.
+    return dict(zip(indices.tolist(), make(indices), strict=True)) if indices.size else {}

@@ -1,0 +1,99 @@
+"""Last level: the source, read by many threads, and read again where that fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from typing_extensions import override
+
+from datacache.levels.level import Level, Stream
+from datacache.pool.layout import Arrays
+from datacache.sources.source import RandomSource, Source, SourceError, StreamSource
+from datacache.statistics import Counts
+from datacache.windows import windows
+
+READERS = 32
+"""Threads that read a cold source: a network file system answers many at once."""
+SAMPLES_PER_TASK = 2
+"""Samples that a thread reads at a time. Few, so that all threads read one batch and then the next:
+if batches shared the threads evenly, all would be decoded together while nobody reads."""
+TRIES = 4
+"""Reads of a sample before it counts as unreadable."""
+FIRST_PAUSE_S = 0.1
+"""Pause after the first failed read of a sample; it doubles with every further one."""
+
+
+class SourceLevel(Level):
+    """Stored samples as the source has them.
+
+    Args:
+      source: Source of all samples.
+      counts: Counters of this process.
+    """
+
+    def __init__(self, source: Source, counts: Counts) -> None:
+        self._source, self._counts = source, counts
+        # Checked once, because a check against a protocol takes as long as a small read.
+        self._read_one = source.read if isinstance(source, RandomSource) else None
+        self.stream: Stream | None = self._stream if isinstance(source, StreamSource) else None
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="datacache")
+
+    @override
+    def samples(self, indices: np.ndarray) -> list[Arrays]:
+        tasks = windows(indices, SAMPLES_PER_TASK)
+        try:
+            read = self._readers.map(self._read_some, tasks)
+        except RuntimeError:
+            # The interpreter is ending and takes no more work, but other ranks may still ask.
+            read = map(self._read_some, tasks)
+        return [arrays for some in read for arrays in some]
+
+    @override
+    def close(self) -> None:
+        self._readers.shutdown(cancel_futures=True)
+
+    def _stream(self, indices: Collection[int]) -> Iterator[tuple[int, Arrays]]:
+        assert isinstance(self._source, StreamSource)
+        for sample, arrays in enumerate(self._source.stream()):
+            self._count([arrays])
+            if sample in indices:
+                yield sample, arrays
+
+    def _read_some(self, indices: np.ndarray) -> list[Arrays]:
+        read = [self._read(sample) for sample in indices.tolist()]
+        self._count(read)
+        return read
+
+    def _read(self, sample: int) -> Arrays:
+        if self._read_one is None:
+            raise SourceError(
+                "Samples of a dataset that do not fit in memory must fit on a disk. Received: no "
+                f"room for {self._source.name(sample)}. Pass `disk`, or a larger `budget`."
+            )
+        for attempt in range(TRIES):
+            try:
+                return self._read_one(sample)
+            except OSError as error:
+                if attempt == TRIES - 1:
+                    raise SourceError(
+                        f"A sample must be readable. Received: {error} for "
+                        f"{self._source.name(sample)}, {TRIES} times. Check the file and the "
+                        "mount; what is cached so far stays."
+                    ) from error
+                self._counts.add(retries=1)
+                time.sleep(FIRST_PAUSE_S * 2**attempt)
+        raise AssertionError("The last attempt returns or raises.")
+
+    def _count(self, samples: list[Arrays]) -> None:
+        self._counts.add(
+            source_reads=len(samples),
+            source_bytes=sum(_content_bytes(array) for arrays in samples for array in arrays),
+        )
+
+
+def _content_bytes(array: np.ndarray) -> int:
+    # An object array says the bytes of its pointers.
+    return sum(map(len, array.reshape(-1))) if array.dtype == object else array.nbytes

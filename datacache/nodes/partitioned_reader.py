@@ -1,0 +1,155 @@
+"""Reader of samples that other nodes own."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import numpy as np
+from typing_extensions import override
+
+from datacache.levels.levels import Levels
+from datacache.nodes.reader import Reader
+from datacache.nodes.sample_exchange import SampleExchange
+from datacache.pool.layout import Arrays
+
+if TYPE_CHECKING:
+    from datacache.from_tfposeidon import Wire
+
+REQUEST_SAMPLES = 64
+"""Samples to ask of each other rank at a time: with fewer, the number of messages would decide how
+long it takes, and not their bytes."""
+
+
+class PartitionedReader(Reader):
+    """Reads the samples that this node owns from its levels, and asks the owners of the others.
+
+    So each sample is read from the source by one node. Other nodes are no level of the chain: a
+    pool is filled with samples claimed, and two nodes that wait for each other with samples claimed
+    would wait forever. Here nothing is claimed while others are asked.
+
+    Args:
+      levels: Levels of this node.
+      wire: Wire between the ranks of the job.
+      name: Name of the collectives: the same on all ranks, another one for each cache.
+      owner_nodes: Index of the node that owns each sample, `[samples]` int64.
+      keep: Whether this node keeps the samples of others, too.
+
+    Attributes:
+      levels: Levels of this node.
+      closed: Whether `close` was called.
+    """
+
+    def __init__(
+        self, levels: Levels, wire: Wire, name: str, owner_nodes: np.ndarray, keep: bool
+    ) -> None:
+        super().__init__(levels)
+        self._topology, self._owner_nodes, self._keep = wire.topology, owner_nodes, keep
+        self._lock, self.closed = threading.Lock(), False
+        self._coming: dict[int, Future[Arrays]] = {}
+        self._exchange = SampleExchange(wire, name, levels.layout, self._answer, self._is_complete)
+
+    @override
+    def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
+        # While the steps of one window are read, the samples of the next one are on their way.
+        begins = _window_begins(shares, REQUEST_SAMPLES * self._topology.size)
+        windows = [
+            np.concatenate(shares[begin:end])
+            for begin, end in itertools.pairwise([*begins, len(shares)])
+        ]
+        waiting, lock = iter(windows), threading.Lock()
+        self._forget_unread()
+        asked = 0
+
+        def reach(step: int) -> None:
+            nonlocal asked
+            # Threads of the input pipeline read several steps at a time.
+            with lock:
+                wanted = bisect.bisect_right(begins, step) + 1
+                for samples in itertools.islice(waiting, max(0, wanted - asked)):
+                    self._ask(samples)
+                asked = max(asked, wanted)
+
+        return reach
+
+    @override
+    def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
+        self.levels.refuse_in_child(indices)
+        self._ask(indices)
+        with self._lock:
+            coming = {
+                sample: self._coming.pop(sample)
+                for sample in indices.tolist()
+                if sample in self._coming
+            }
+        # Own samples are made while those of others are on their way.
+        made = self.levels.fill(indices[~np.isin(indices, list(coming))])
+        for sample, future in coming.items():
+            arrays = future.result()
+            self._counts.add(received=1)
+            if not (self._keep and self.levels.put(sample, arrays)):
+                made[sample] = arrays
+        return made
+
+    @override
+    def close(self) -> None:
+        # Waits until all ranks have closed: until then they may ask for samples.
+        self.closed = True
+        try:
+            self._exchange.close()
+        finally:
+            self.levels.close()
+
+    def _forget_unread(self) -> None:
+        """Drops samples that came for an epoch that was left early."""
+        with self._lock:
+            self._coming = {
+                sample: future for sample, future in self._coming.items() if not future.done()
+            }
+
+    def _ask(self, indices: np.ndarray) -> None:
+        """Asks owners for those of these samples that others own and memory does not hold."""
+        elsewhere = indices[self._owner_nodes[indices] != self._topology.node_index]
+        # Those in memory are verified when they are copied.
+        elsewhere = self.levels.not_ready(elsewhere)
+        with self._lock:
+            new = [sample for sample in elsewhere.tolist() if sample not in self._coming]
+            futures = self._exchange.ask(new, list(map(self._owner_rank, new)))
+            # No futures come back once the exchange is over; samples are made here then.
+            self._coming |= dict(zip(new, futures, strict=False))
+
+    def _owner_rank(self, sample: int) -> int:
+        """Returns the rank to ask; the ranks of a node ask different ranks of another one."""
+        node = self._topology.nodes[self._owner_nodes[sample]]
+        return node[self._topology.position % len(node)]
+
+    def _answer(self, indices: np.ndarray) -> list[Arrays]:
+        """Returns samples that other ranks have asked for, on the thread of the exchange."""
+        self._counts.add(sent=len(indices))
+        # Two ranks may have asked for the same one.
+        made = self.levels.fill(np.unique(self.levels.missing(indices)))
+        return self.levels.collect(indices, made)
+
+    def _is_complete(self) -> bool:
+        return self._keep and self.levels.is_complete
+
+
+def _window_begins(shares: Sequence[np.ndarray], samples: int) -> list[int]:
+    """Returns the steps at which windows begin.
+
+    Args:
+      shares: Indices of the samples of each step.
+      samples: Least number of samples of a window, the last one excepted.
+    """
+    begins, count = [], 0
+    for step, share in enumerate(shares):
+        if count == 0:
+            begins.append(step)
+        count += len(share)
+        if count >= samples:
+            count = 0
+    return begins

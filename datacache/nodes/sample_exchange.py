@@ -1,0 +1,212 @@
+"""Exchange of samples between ranks, by all-to-all on a thread of its own."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from datacache.pool.layout import Arrays, Layout
+from datacache.pool.records import pack_samples, unpack_sample
+from datacache.sources.source import SourceError
+
+if TYPE_CHECKING:
+    from datacache.from_tfposeidon import Wire
+
+MOST_BYTES = 2**31 - 1
+"""Bytes that Horovod can send to one rank at a time."""
+IDLE_S = 0.05
+"""Seconds that a rank without requests waits for some before it lets others have their round."""
+
+
+class _Request(NamedTuple):
+    sample: int
+    owner: int
+    future: Future[Arrays]
+
+
+class SampleExchange:
+    """Rounds in which every rank says which samples it needs, and sends those that others need.
+
+    Rounds run on a thread of their own, so ranks need not be at the same step. A rank that needs
+    nothing takes part all the same, until all ranks have closed or need nothing any more.
+
+    Args:
+      wire: Wire between the ranks of the job.
+      name: Name of the collectives: the same on all ranks, another one for each exchange.
+      layout: Layout of the samples.
+      answer: Returns the samples with these indices, `[n]` int64, with duplicates if several ranks
+        need the same one. Called on the thread of the exchange.
+      needs_nothing: Tells whether this rank will never ask again.
+
+    Cost: 1 all-gather of 3 numbers per round; in rounds with requests 1 more all-gather of a number
+      per rank, and 3 all-to-alls: 8 bytes per index, 8 per length, and the samples.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        name: str,
+        layout: Layout,
+        answer: Callable[[np.ndarray], list[Arrays]],
+        needs_nothing: Callable[[], bool],
+    ) -> None:
+        self._wire, self._name, self._layout = wire, name, layout
+        self._answer, self._needs_nothing = answer, needs_nothing
+        self._requests: list[_Request] = []
+        self._wake = threading.Condition()
+        self._closing = self._has_ended = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"datacache {name}", daemon=True)
+        self._thread.start()
+
+    def ask(self, samples: Sequence[int], owners: Sequence[int]) -> list[Future[Arrays]]:
+        """Asks ranks for samples in the next round.
+
+        Args:
+          samples: Indices of the samples.
+          owners: For each sample the rank to ask.
+
+        Returns:
+          A future for each sample; an empty list if the exchange has ended, as no rank answers any
+          more. A future raises `SourceError` if the owner could not have the sample.
+
+        Raises:
+          Exception: Whatever ended the exchange before all ranks had closed.
+        """
+        requests = [
+            _Request(sample, owner, Future()) for sample, owner in zip(samples, owners, strict=True)
+        ]
+        with self._wake:
+            if self._error is not None:
+                raise self._error
+            if self._has_ended:
+                return []
+            self._requests += requests
+            self._wake.notify()
+        return [request.future for request in requests]
+
+    def close(self) -> None:
+        """Waits until all ranks have closed.
+
+        Raises:
+          Exception: Whatever ended the exchange before.
+        """
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        requests: list[_Request] = []
+        try:
+            while True:
+                requests = self._next_requests()
+                state = self._gather([len(requests), self._closing, self._needs_nothing()], "state")
+                if state[:, 0].any():
+                    self._run_round(requests)
+                elif (state[:, 1] | state[:, 2]).all():
+                    break
+        except BaseException as error:  # noqa: BLE001 - whoever waits for a sample raises it
+            self._error = error
+        with self._wake:
+            self._has_ended = True
+            for request in [*requests, *self._requests]:
+                if not request.future.done():
+                    request.future.set_exception(
+                        self._error or RuntimeError("All ranks had closed the cache.")
+                    )
+
+    def _next_requests(self) -> list[_Request]:
+        with self._wake:
+            if not self._requests and not self._closing:
+                self._wake.wait(IDLE_S)
+            requests, self._requests = self._requests, []
+        # All-to-all sends what is in order of ranks.
+        return sorted(requests, key=lambda request: request.owner)
+
+    def _run_round(self, requests: list[_Request]) -> None:
+        size, rank = self._wire.topology.size, self._wire.topology.rank
+        asked_counts = np.bincount([request.owner for request in requests], minlength=size)
+        answered_counts = self._gather(asked_counts, "counts")[:, rank]
+        asked = np.array([request.sample for request in requests], np.int64)
+        indices = self._swap(asked, asked_counts, "numbers")
+        content, lengths = self._pack_answers(indices, answered_counts)
+        received_lengths = self._swap(lengths, answered_counts, "lengths")
+        received = self._swap(content, _bytes_by_rank(lengths, answered_counts), "samples")
+        for request, record in zip(requests, _records(received, received_lengths), strict=True):
+            if isinstance(record, str):
+                request.future.set_exception(SourceError(record))
+            else:
+                request.future.set_result(unpack_sample(record, self._layout))
+
+    def _pack_answers(
+        self, indices: np.ndarray, counts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns samples as bytes, and the length of each.
+
+        Where they cannot be had, the bytes are the text of the error, once for each sample, and its
+        length is negative: the round must go on, and the rank that asked raises it.
+        """
+        try:
+            samples = self._answer(indices) if len(indices) else []
+            content, lengths = pack_samples(samples, self._layout)
+            if max(_bytes_by_rank(lengths, counts)) > MOST_BYTES:
+                raise ValueError(
+                    f"Samples for one rank must be at most {MOST_BYTES} bytes at a time. Received: "
+                    f"{max(_bytes_by_rank(lengths, counts))} bytes. Use smaller batches."
+                )
+            return content, lengths
+        except Exception as error:  # noqa: BLE001 - whoever asked raises it, and the round goes on
+            text = f"{error} (on rank {self._wire.topology.rank})".encode()
+            return np.frombuffer(text * len(indices), np.uint8), np.full(len(indices), -len(text))
+
+    def _gather(self, values: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
+        return self._collective("gather", name, "int64")(np.array([values], np.int64)).numpy()
+
+    def _swap(
+        self, values: np.ndarray, splits: Sequence[int] | np.ndarray, name: str
+    ) -> np.ndarray:
+        return self._collective("swap", name, values.dtype.name)(
+            values, np.array(splits, np.int32)
+        ).numpy()
+
+    @functools.cache  # noqa: B019 - as long as the thread runs
+    def _collective(self, kind: str, name: str, dtype: str) -> Any:
+        """Returns one collective as a graph.
+
+        Eager collectives have no names, and those of training run beside these in another order.
+        """
+        world, name = self._wire.topology.world, f"{self._name}.{name}"
+
+        def gather(values: tf.Tensor) -> tf.Tensor:
+            return self._wire.all_gather(values, world, name)
+
+        def swap(values: tf.Tensor, splits: tf.Tensor) -> tf.Tensor:
+            return self._wire.all_to_all(values, tf.unstack(splits, world.size), world, name)
+
+        if kind == "gather":
+            return tf.function(gather, [tf.TensorSpec([1, None], tf.int64)], autograph=False)
+        return tf.function(
+            swap, [tf.TensorSpec([None], dtype), tf.TensorSpec([None], tf.int32)], autograph=False
+        )
+
+
+def _bytes_by_rank(lengths: np.ndarray, counts: np.ndarray) -> list[int]:
+    """Returns the bytes for each rank, given those of each sample and how many each rank gets."""
+    return [int(np.abs(part).sum()) for part in np.split(lengths, np.cumsum(counts)[:-1])]
+
+
+def _records(content: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray | str]:
+    """Yields the bytes of each sample, or the text that says why it cannot be had."""
+    ends = np.cumsum(np.abs(lengths)).tolist()
+    for (begin, end), length in zip(itertools.pairwise([0, *ends]), lengths.tolist(), strict=True):
+        yield content[begin:end] if length >= 0 else content[begin:end].tobytes().decode()

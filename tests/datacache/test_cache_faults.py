@@ -1,0 +1,119 @@
+"""Samples that are corrupt, or cannot be read or decoded; caches that cannot be opened."""
+
+import pytest
+import tensorflow as tf
+
+import datacache
+from datacache.errors import CacheError
+from tests import drawn
+from tests.datacache.caches import BATCH, SAMPLES, sample_numbers
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_corrupt_samples_heal(images, opened, verify, caplog):
+    opened(images).warm(progress=False)
+    cache = opened(images, verify=verify)
+    pool = cache._levels.memory
+    pool._columns.arrays[0][7, 0, 0, 0] ^= 1
+    data = cache.dataset(BATCH)
+    assert sorted(sample_numbers(data)) == list(range(SAMPLES))
+    assert (cache.stats().healed, cache.stats().source_reads) == (1, 1)
+    if verify == "always":
+        pool._columns.arrays[1][3] += 1
+        assert sorted(sample_numbers(data)) == list(range(SAMPLES))
+        assert cache.stats().healed == 2
+
+
+class Flaky:
+    """A source that fails so many times for each sample."""
+
+    def __init__(self, source, failures):
+        self._source, self._left = source, dict.fromkeys(range(len(source)), failures)
+
+    def __getattr__(self, name):
+        return getattr(self._source, name)
+
+    def __len__(self):
+        return len(self._source)
+
+    def read(self, sample):
+        self._left[sample] -= 1
+        if self._left[sample] >= 0:
+            raise OSError(5, "Input/output error")
+        return self._source.read(sample)
+
+
+def test_reads_are_tried_again_and_then_named(images, opened, monkeypatch):
+    monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
+    source = datacache.from_folder(images)
+    cache = opened(Flaky(source, 2))
+    assert sorted(sample_numbers(cache.dataset(BATCH))) == list(range(SAMPLES))
+    assert cache.stats().retries == 2 * SAMPLES
+    flaky = Flaky(source, 2)
+    cache = opened(flaky, memory=None)
+    flaky._left[3] = 9
+    with pytest.raises(
+        Exception,
+        match=r"A sample must be readable. Received: \[Errno 5\].* for .*00003.png, 4 times",
+    ):
+        sample_numbers(cache.dataset(BATCH))
+
+
+def test_a_sample_that_cannot_be_decoded_is_named(tmp_path, opened):
+    folder = drawn.folder(tmp_path / "images", SAMPLES)
+    (folder / "class1" / "00011.png").write_bytes(b"no image")
+    with pytest.raises(
+        datacache.SourceError,
+        match=r"`preprocess` must take every sample. .* for .*00011.png. Mend it",
+    ):
+        opened(folder).warm(progress=False)
+
+
+def test_bad_caches(images, tmp_path, opened, monkeypatch):
+    with pytest.raises(
+        datacache.SourceError, match=r"A source must exist. Received: .*nowhere, which is no folder"
+    ):
+        datacache.from_folder(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        datacache.SourceError,
+        match=r"A source must have samples. Received: .*with no file ending in",
+    ):
+        datacache.from_folder(tmp_path / "empty")
+    with pytest.raises(
+        datacache.SourceError, match=r"one folder per class. Received: '00000.png' directly"
+    ):
+        datacache.from_folder(images / "class0")
+    assert len(datacache.from_folder(images / "class0", labels=False)) == SAMPLES // drawn.CLASSES
+    with pytest.raises(
+        datacache.SourceError,
+        match=r"Received: list without identity, signature, name, decode, read. Use",
+    ):
+        datacache.Cache([1, 2])
+    with pytest.raises(ValueError, match=r"`budget` must be a size.* Received: budget='lots'"):
+        opened(images, budget="lots")
+    with pytest.raises(
+        ValueError, match=r'`verify` must be "first", "always" or "never". Received: verify=True'
+    ):
+        opened(images, verify=True)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(
+        CacheError,
+        match=r"that it can write to. Received: .*file/.* \(Not a directory\). Name another",
+    ):
+        opened(images, memory=tmp_path / "file")
+    monkeypatch.setattr("datacache.pool.folder.SHARED_MEMORY", "/nowhere")
+    with pytest.raises(
+        CacheError,
+        match=r"The pool in memory needs shared memory. Received: no /nowhere. Mount a tmpfs",
+    ):
+        datacache.Cache(datacache.from_folder(images))
+    folder = tmp_path / "memory" / opened(images, memory=tmp_path / "other").fingerprint[:20]
+    folder.mkdir(mode=0o700, parents=True)
+    (folder / "thesis.tex").write_text("x")
+    with pytest.raises(CacheError, match=r"A cache must have a folder of its own"):
+        opened(images)
+    with pytest.raises(
+        ValueError, match=r"A sample must be made of dense tensors. Received: RaggedTensor"
+    ):
+        opened(images, lambda contents, label: tf.strings.bytes_split([contents]))

@@ -1,0 +1,104 @@
+"""Another source or function is another cache, and the same one is the same in any process."""
+
+import logging
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import drawn
+from tests.datacache.caches import BATCH
+
+
+def _scaled(factor):
+    factor = tf.constant(factor, tf.int64)
+    return lambda contents, label: (drawn.decode(contents, label)[0], label * factor)
+
+
+def _with_loop(steps):
+    def preprocess(contents, label):
+        for _ in tf.range(steps):
+            label += 1
+        return drawn.decode(contents, label)[0], label
+
+    return tf.autograph.experimental.do_not_convert(
+        lambda c, x: tf.autograph.to_graph(preprocess)(c, x)
+    )
+
+
+def _with_variable(value):
+    variable = tf.Variable(value, dtype=tf.int64)
+    return lambda contents, label: (drawn.decode(contents, label)[0], label + variable)
+
+
+def _with_cases(factor):
+    def preprocess(contents, label):
+        cases = [lambda: label, lambda: label + 1, lambda: label * factor]
+        return drawn.decode(contents, label)[0], tf.switch_case(tf.cast(label, tf.int32), cases)
+
+    return preprocess
+
+
+def _with_condition(factor):
+    def preprocess(contents, label):
+        return drawn.decode(contents, label)[0], tf.cond(
+            label > 1, lambda: label * factor, lambda: label
+        )
+
+    return preprocess
+
+
+@pytest.mark.parametrize(
+    "kind", [_scaled, _with_loop, _with_variable, _with_cases, _with_condition]
+)
+def test_another_function_is_another_cache(images, opened, kind):
+    one, same, other = (opened(images, kind(value)) for value in (2, 2, 3))
+    assert one.fingerprint == same.fingerprint != other.fingerprint
+    one.warm(progress=False)
+    labels = [
+        np.concatenate([y for _, y in cache.dataset(BATCH, shuffle=False)])
+        for cache in (same, other)
+    ]
+    assert same.stats().source_reads == 0
+    expected = [
+        kind(value)(tf.io.encode_png(drawn.image(0)), tf.constant(2, tf.int64))[1]
+        for value in (2, 3)
+    ]
+    assert [int(y[-1]) for y in labels] == [int(value) for value in expected]
+
+
+def test_fingerprints_are_those_of_other_processes(images, opened):
+    """Names of functions in graphs are numbered within a process."""
+    for kind in (_with_loop, _with_cases, _with_condition):
+        before = opened(images, kind(4)).fingerprint
+        for _ in range(3):
+            tf.function(lambda: tf.constant(1)).get_concrete_function()
+            opened(images, _scaled(7))
+        assert opened(images, kind(4)).fingerprint == before
+
+
+def test_another_source_or_version_is_another_cache(tmp_path, opened):
+    folder = drawn.folder(tmp_path / "images", 6)
+    fingerprints = [opened(folder).fingerprint, opened(folder, version=2).fingerprint]
+    file = folder / "class0" / "00000.png"
+    file.write_bytes(tf.io.encode_png(drawn.image(99)).numpy())
+    cache = opened(folder)
+    assert len({*fingerprints, cache.fingerprint}) == 3
+    pixels, _ = next(iter(cache.dataset(6, shuffle=False)))
+    np.testing.assert_array_equal(pixels[0], drawn.image(99))
+
+
+def test_what_the_graph_does_not_show_is_said(images, opened, caplog):
+    def random(contents, label):
+        return tf.image.random_flip_left_right(drawn.decode(contents, label)[0]), label
+
+    def python(contents, label):
+        return drawn.decode(contents, label)[0], tf.ensure_shape(
+            tf.numpy_function(lambda x: x, [label], tf.int64), []
+        )
+
+    with caplog.at_level(logging.WARNING, "datacache"):
+        opened(images, random)
+        opened(images, python)
+    assert "draws at random (RandomUniform" in caplog.text
+    assert "calls Python code" in caplog.text

@@ -1,0 +1,214 @@
+"""Where training is in an epoch: with loops, in `fit`, and beside validation."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import datacache
+import keras_callbacks
+from tests import drawn
+from tests.datacache.caches import BATCH, SAMPLES, sample_numbers
+
+
+def test_goes_on_where_training_was(images, opened):
+    cache = opened(images)
+    data = cache.dataset(BATCH, seed=2)
+    seen = []
+    for step, batch in enumerate(cache.counted(data)):
+        if step == 2:
+            break
+        seen += sample_numbers([batch])
+    text = json.dumps(cache.state_dict())
+    assert len(text) < 100
+    with pytest.raises(
+        RuntimeError, match="A loop that was left within an epoch goes on with a new dataset"
+    ):
+        next(cache.counted(data))
+    for again in (cache, opened(images)):
+        rest = again.dataset(BATCH, seed=2, state=json.loads(text))
+        assert sorted(seen + sample_numbers(again.counted(rest))) == list(range(SAMPLES))
+        assert sorted(sample_numbers(again.counted(rest))) == list(range(SAMPLES))
+    assert cache.state_dict(data) == json.loads(text), (
+        "the position of another dataset is another one"
+    )
+    with pytest.raises(Exception, match="it must be said which pass begins"):
+        next(iter(again.dataset(BATCH, seed=2, state=json.loads(text))))
+    with pytest.raises(
+        ValueError,
+        match=r"the samples that it began with. Received: a seed of 3, and 2 in the saved",
+    ):
+        again.dataset(BATCH, seed=3, state=json.loads(text))
+
+
+def test_positions_must_be_counted(images, opened):
+    cache = opened(images)
+    with pytest.raises(RuntimeError, match="Positions are those of a dataset"):
+        cache.state_dict()
+    data = cache.dataset(BATCH)
+    assert cache.state_dict()["samples"] == 0
+    next(iter(data))
+    with pytest.raises(RuntimeError, match="steps must be counted where they are trained"):
+        cache.state_dict()
+
+
+def test_positions_are_those_of_what_was_made_of_a_dataset(images, opened):
+    cache = opened(images)
+    with pytest.raises(
+        RuntimeError, match=r"Positions are those of a dataset. Received: a cache without one"
+    ):
+        cache.begin_epoch(1)
+    one = cache.dataset(8, seed=1)
+    by_hand = (batch for batch in one)
+    assert (
+        sample_numbers(cache.counted(by_hand))
+        == datacache.Order(samples=SAMPLES, global_batch=8, seed=1).permutation(0).tolist()
+    )
+    other, third = cache.dataset(8, seed=1), cache.pydataset(8, seed=1)
+    made = one.map(lambda *batch: batch).shuffle(2).repeat(2).prefetch(1)
+    cache.begin_epoch(5, made)
+    cache.count(1, third)
+    assert [cache.state_dict(data)["epoch"] for data in (one, made, other, third)] == [5, 5, 0, 0]
+    assert [cache.state_dict(data)["samples"] for data in (one, made, other, third)] == [0, 0, 0, 8]
+    both = tf.data.Dataset.zip(one, other)
+    for data, received in (
+        (None, "data=None"),
+        ([1], r"data=\[1\]"),
+        (both, "data made of 2 of them"),
+    ):
+        with pytest.raises(
+            RuntimeError,
+            match=rf"It must be said which dataset .* a cache with 3, and {received}.*Pass",
+        ):
+            cache.state_dict(data)
+
+
+def _as_float(pixels, label):
+    return tf.cast(pixels, "float32"), label
+
+
+def _model_that_notes(seen, steps_per_execution):
+    """A model that notes all images that it trains on."""
+
+    def look(x, training=None):
+        note = (
+            tf.numpy_function(lambda y: seen.append(y.copy()) or y, [x], x.dtype) if training else x
+        )
+        return tf.ensure_shape(note, x.shape)
+
+    class Look(keras.layers.Layer):
+        call = staticmethod(look)
+
+    model = keras.Sequential(
+        [keras.Input((8, 8, 3)), Look(), keras.layers.Flatten(), keras.layers.Dense(drawn.CLASSES)]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, steps_per_execution=steps_per_execution)
+    return model
+
+
+def _fitted(cache, kind="dataset", steps_per_execution=1, data=None, **arguments):
+    """Trains a model, and returns the numbers of the images in the order in which it saw them."""
+    seen = []
+    if data is None:
+        data = getattr(cache, kind)(8, seed=1)
+        if kind == "dataset":
+            data = data.map(_as_float)
+
+    model = _model_that_notes(seen, steps_per_execution)
+    history = model.fit(data, verbose=0, shuffle=False, **arguments)
+    pixels = [image.astype(np.uint8) for batch in seen for image in batch]
+    return [
+        next(n for n in range(SAMPLES) if np.array_equal(i, drawn.image(n))) for i in pixels
+    ], history.history
+
+
+def test_fit_and_its_callbacks(images, tmp_path, opened):
+    cache, events = opened(images), tmp_path / "events"
+    callbacks = [
+        keras_callbacks.CachePosition(cache),
+        keras_callbacks.CacheStatistics(cache, events),
+    ]
+    seen, history = _fitted(cache, epochs=3, callbacks=callbacks)
+    order = datacache.Order(samples=SAMPLES, global_batch=8, seed=1)
+    assert seen == [n for epoch in range(3) for n in order.permutation(epoch)]
+    assert cache.state_dict() == order.state_dict(datacache.Position(epoch=3))
+    assert history["cache_hits"] == [1 / SAMPLES, 1, 1]
+    assert history["cache_source_megabytes"][1:] == [0, 0]
+    assert list(events.iterdir())
+    later, _ = _fitted(
+        again := opened(images),
+        initial_epoch=2,
+        epochs=3,
+        callbacks=[keras_callbacks.CachePosition(again)],
+    )
+    assert later == order.permutation(2).tolist()
+    again = opened(images)
+    data = again.dataset(
+        8, seed=1, state=order.state_dict(datacache.Position(epoch=1, samples=16))
+    ).map(_as_float)
+    with pytest.raises(
+        RuntimeError, match=r"In fit, epochs are whole. Received: 16 samples done of epoch 1. Let"
+    ):
+        _fitted(
+            again,
+            data=data,
+            initial_epoch=1,
+            epochs=3,
+            callbacks=[keras_callbacks.CachePosition(again)],
+        )
+
+
+@pytest.mark.parametrize("kind", ["dataset", "pydataset"])
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_fit_sees_the_epoch_that_it_says(images, opened, kind, steps_per_execution):
+    """Also with executions that the steps of an epoch do not fill."""
+    cache = opened(images)
+    order = datacache.Order(samples=SAMPLES, global_batch=8, seed=1)
+    states = []
+    position = keras_callbacks.CachePosition(cache)
+    note = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: states.append(cache.state_dict())
+    )
+    arguments = {"steps_per_execution": steps_per_execution, "callbacks": [position, note]}
+    seen, _ = _fitted(cache, kind, initial_epoch=3, epochs=5, **arguments)
+    assert seen == [n for epoch in (3, 4) for n in order.permutation(epoch)]
+    assert states == [order.state_dict(datacache.Position(epoch=epoch)) for epoch in (4, 5)]
+
+
+@pytest.mark.parametrize("training_first", [True, False])
+@pytest.mark.parametrize("kind", ["dataset", "pydataset"])
+def test_validation_leaves_the_position_of_training_alone(images, opened, kind, training_first):
+    """Also with batches of another size, and an order of its own that goes on over epochs."""
+    cache = opened(images)
+    make = {
+        "training": lambda: getattr(cache, kind)(8, seed=1),
+        "validation": lambda: getattr(cache, kind)(5, seed=2),
+    }
+    data = {name: make[name]() for name in (make if training_first else reversed(make))}
+    if kind == "dataset":
+        data = {name: one.map(_as_float).prefetch(1) for name, one in data.items()}
+    training, validation = data["training"], data["validation"]
+    order = datacache.Order(samples=SAMPLES, global_batch=8, seed=1)
+    states = []
+    note = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: states.append(cache.state_dict(training))
+    )
+    callbacks = [keras_callbacks.CachePosition(cache, training), note]
+    seen, _ = _fitted(
+        cache,
+        data=training,
+        validation_data=validation,
+        initial_epoch=3,
+        epochs=5,
+        callbacks=callbacks,
+    )
+    assert seen == [n for epoch in (3, 4) for n in order.permutation(epoch)]
+    assert states == [order.state_dict(datacache.Position(epoch=epoch)) for epoch in (4, 5)]
+    with pytest.raises(
+        RuntimeError,
+        match=r"It must be said which dataset is trained on.*CachePosition\(cache, data\)",
+    ):
+        _fitted(cache, data=training, callbacks=[keras_callbacks.CachePosition(cache)])

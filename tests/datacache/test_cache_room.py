@@ -1,0 +1,121 @@
+"""Levels of a cache with too little room, and with none."""
+
+import logging
+import os
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import drawn
+from tests.datacache.caches import BATCH, SAMPLES, sample_numbers
+
+
+def test_the_disk_keeps_what_was_read(images, tmp_path, opened):
+    opened(images, disk=tmp_path / "disk").warm(progress=False)
+
+    def half(contents, label):
+        return drawn.decode(contents, label)[0][::2, ::2], label
+
+    cache = opened(images, half, disk=tmp_path / "disk")
+    pixels, _ = next(iter(cache.dataset(BATCH, shuffle=False)))
+    np.testing.assert_array_equal(pixels[6], drawn.image(6)[::2, ::2])
+    cache.warm(progress=False)
+    assert (cache.stats().source_reads, cache.stats().disk_hits) == (0, SAMPLES)
+
+
+def test_decoded_samples_survive_the_memory(images, tmp_path, opened):
+    opened(images, decoded=tmp_path / "decoded").warm(progress=False)
+    cache = opened(images, decoded=tmp_path / "decoded", memory=tmp_path / "new memory")
+    assert sorted(sample_numbers(cache.dataset(BATCH))) == list(range(SAMPLES))
+    assert (cache.stats().source_reads, cache.stats().decoded_hits) == (0, SAMPLES)
+
+
+@pytest.mark.parametrize("memory", ["some", None])
+def test_what_does_not_fit_is_read_through(images, tmp_path, opened, memory):
+    room = 5 * (8 * 8 * 3 + 8 + 8) + 100
+    cache = opened(images, budget=room, **({} if memory else {"memory": None}))
+    data = cache.dataset(BATCH)
+    for _ in range(3):
+        assert sorted(sample_numbers(data)) == list(range(SAMPLES))
+    kept = 5 if memory else 0
+    assert cache.stats().memory_hits in (2 * kept, 2 * kept + 1)
+    # The first one is read once more if there is no room for it.
+    first = cache._levels.memory is None or not cache._levels.memory.has_room(np.array([0]))[0]
+    assert cache.stats().source_reads == 3 * SAMPLES - 2 * kept + first
+    assert cache.stats().unkept == 3 * (SAMPLES - kept)
+
+
+def test_without_room_there_is_one_level_less(images, opened, caplog):
+    with caplog.at_level(logging.WARNING, "datacache"):
+        cache = opened(images, budget=100)
+    assert (
+        "one level less. A pool needs room before it begins. Received: 100 bytes, "
+        "for samples of 208" in caplog.text
+    )
+    assert sorted(sample_numbers(cache.dataset(BATCH))) == list(range(SAMPLES))
+    assert "nothing in memory" in str(cache)
+
+
+def test_cleared_again_and_again_with_many_sizes(images, opened):
+    """Memory has room for all samples, and little more."""
+
+    def preprocess(contents, label):
+        return tf.io.decode_png(contents, 3)[: label + 1], contents
+
+    contents = sum(path.stat().st_size + 8 for path in images.rglob("*.png"))
+    pixels = sum(
+        8 * 3 * min(8, number * drawn.CLASSES // SAMPLES + 1) * 3 for number in range(SAMPLES)
+    )
+    room = SAMPLES * 8 * 8 + contents + pixels
+    cache = opened(images, preprocess, variable_shapes=True, budget=room)
+    for _ in range(4):
+        cache.warm(progress=False)
+        assert cache._levels.memory.filled == SAMPLES
+        cache.clear()
+    assert cache.stats().unkept == 0
+
+
+def test_what_has_no_room_is_said(images, opened, caplog):
+    cache = opened(images, lambda contents, label: (contents, label), budget=SAMPLES * 40 + 500)
+    with caplog.at_level(logging.WARNING, "datacache"):
+        cache.warm(progress=False)
+        cache.warm(progress=False)
+    assert (
+        caplog.text.count(
+            f"no more room in {cache._levels.memory.folder}: what it does not hold is read through"
+        )
+        == 1
+    )
+
+
+def test_pools_that_nobody_has_open_go_where_room_is_needed(
+    images, tmp_path, opened, caplog, monkeypatch
+):
+    """And no others: there is memory for two pools, of which three want to be used."""
+    root = tmp_path / "memory"
+
+    def taken():
+        return sum(512 * path.stat().st_blocks for path in root.rglob("*") if path.is_file())
+
+    for module in ("system.room", "pool.idle"):
+        monkeypatch.setattr(f"datacache.{module}.is_memory", lambda device: True)
+    caches = [opened(images, version=version) for version in range(2)]
+    total = taken() + 3000
+    monkeypatch.setattr("datacache.system.room.available_memory", lambda: total - taken())
+    with caplog.at_level(logging.WARNING, "datacache"):
+        few = opened(images, version=2)
+        assert few._levels.memory is None or few._levels.memory.slots < SAMPLES
+        few.close()
+        assert "removed" not in caplog.text
+        for cache in caches:
+            cache.warm(progress=False)
+            cache.close()
+        os.utime(caches[1]._levels.memory.folder / "users", (0, 0))
+        again = opened(images, version=3)
+    assert again._levels.memory.slots == SAMPLES
+    assert "for room: " in caplog.text
+    assert "which no process had open since 1970" in caplog.text
+    kept = opened(images, version=0)
+    kept.warm(progress=False)
+    assert kept.stats().source_reads == 0, "the one that was opened last is still there"

@@ -1,0 +1,68 @@
+"""Compiled copies and checksums are NumPy's and zlib's, at any address."""
+
+import zlib
+
+import numpy as np
+import pytest
+
+from datacache import native
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (63,), (64, 65), (100, 100, 3)])
+@pytest.mark.parametrize("dtype", ["uint8", "float64"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_records_are_gathered_at_any_address(shape, dtype, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(native, "_compiled", lambda: None)
+    records = np.random.default_rng(0).integers(0, 256, (17, *shape)).astype(dtype)
+    places = np.random.default_rng(1).integers(0, 17, 9)
+    raw = np.full(9 * records[0].nbytes + 128, 7, np.uint8)
+    for begin in (0, 1, 8, 63):
+        into = np.ndarray((9, *shape), dtype, raw, begin)
+        native.gather(records, places, into)
+        np.testing.assert_array_equal(into, records[places])
+        assert (raw[:begin] == 7).all()
+        assert (raw[begin + into.nbytes :] == 7).all()
+        raw[:] = 7
+    native.gather(records, places[:0], into[:0])
+    native.gather(records, places, None)
+    if compiled:
+        with pytest.raises(IndexError, match=r"`indices` must be in 0..16. Received: 17..17"):
+            native.gather(records, np.array([17]), into[:1])
+
+
+@pytest.mark.parametrize("at_a_time", [0, 1, 2])
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 31, 33, 63, 64, 65, 127, 129, 255, 256, 300, 4099])
+def test_checksums_are_those_of_zlib_at_any_address(size, at_a_time, monkeypatch):
+    if at_a_time > native._checksum_lanes():
+        pytest.skip("This processor does not multiply so many parts.")
+    monkeypatch.setattr(native, "_checksum_lanes", lambda: at_a_time)
+    records = np.random.default_rng(size).integers(0, 256, (17, size)).astype("uint8")
+    places, before = np.array([3, 16, 0, 3]), np.array([0, 1, 2**32 - 1, 77], np.uint32)
+    expected = [zlib.crc32(records[p].data, int(b)) for p, b in zip(places, before, strict=True)]
+    raw = np.full(4 * size + 128, 7, np.uint8)
+    for begin in (0, 1, 8, 31, 63):
+        into, checksums = np.ndarray((4, size), np.uint8, raw, begin), before.copy()
+        native.gather(records, places, into, checksums)
+        assert checksums.tolist() == expected
+        np.testing.assert_array_equal(into, records[places])
+        assert (raw[:begin] == 7).all()
+        assert (raw[begin + into.nbytes :] == 7).all()
+        raw[:] = 7
+        checksums = before.copy()
+        native.gather(records, places, None, checksums)
+        assert checksums.tolist() == expected
+
+
+def test_words_are_marked_where_nobody_else_has_been():
+    words, places = np.array([0, 1, 2, 3, 4 + 128], np.uint64), np.array([1, 2, 3, 4])
+    seen, agrees = np.array([1, 9, 3, 4 + 64], np.uint64), np.array([True, True, False, True])
+    assert native.mark_words(
+        words, places, seen, agrees, np.uint64(63), np.uint64(2**63)
+    ).tolist() == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert words.tolist() == [0, 2**63 + 1, 2, 0, 2**63 + 4]

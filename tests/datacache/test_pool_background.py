@@ -1,0 +1,82 @@
+"""What a warm pool does on a thread before anybody reads."""
+
+import contextlib
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datacache.pool import pool as pool_module
+from datacache.pool import words
+from datacache.pool.layout import Layout
+from datacache.pool.pool import Pool
+from datacache.pool.shard import SampleShard
+from datacache.pool.spec import PoolSpec
+from tests.datacache.pools import (
+    SAMPLES,
+)
+
+
+@contextlib.contextmanager
+def _large_pools(filled, look=True, corrupt=None):
+    """A pool in memory, and the same opened by another, who has got ready."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        layout = Layout.of([np.zeros(100_000, "uint8")])
+        pools = [
+            Pool(
+                Path(folder),
+                lambda: PoolSpec(layout=layout, shard=SampleShard(samples=SAMPLES, slots=SAMPLES)),
+            )
+        ]
+        for index in range(filled):
+            pools[0].put(index, [np.full(100_000, index, "uint8")])
+        if corrupt is not None:
+            pools[0]._columns.arrays[0][corrupt] += 1
+        pools.append(Pool(Path(folder), lambda: pools[0].plan))
+        pools[1].prepare(look)
+        if pools[1]._background is not None:
+            pools[1]._background.join()
+        yield pools
+        for pool in pools:
+            pool.close()
+
+
+def _resident_kb(address):
+    """Of the mapping that begins there."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.startswith(f"{address:x}-"))
+    return int(next(line for line in lines if line.startswith("Rss:")).split()[1])
+
+
+@pytest.mark.parametrize("filled", [SAMPLES - 1, SAMPLES])
+def test_a_warm_pool_in_memory_is_mapped_ahead(filled):
+    """What the kernel says of the mapping: all of it is there before anybody reads."""
+    with _large_pools(filled) as pools:
+        assert (
+            _resident_kb(pools[1]._columns.arrays[0].ctypes.data) * 1024 >= 100_000 * SAMPLES
+        ) == (filled == SAMPLES)
+
+
+@pytest.mark.parametrize("look", [True, False])
+def test_checksums_are_looked_at_ahead_and_what_is_corrupt_is_left_to_its_reader(look, monkeypatch):
+    monkeypatch.setattr(pool_module, "STEP_BYTES", 300_000)
+    with _large_pools(SAMPLES, look, corrupt=5) as pools:
+        looked_at = pools[1]._words.array >> words.BOOT_SHIFT == pools[1]._words._boot
+        assert np.flatnonzero(~looked_at).tolist() == ([5] if look else list(range(SAMPLES)))
+        assert pools[1].ready(np.arange(SAMPLES)).all()
+        assert pools[1].gather_verified(np.arange(SAMPLES))[1].tolist() == [5]
+
+
+def test_a_look_ahead_waits_while_somebody_reads(monkeypatch):
+    monkeypatch.setattr(pool_module, "STEP_BYTES", 300_000)
+    with _large_pools(SAMPLES, look=False) as (_, pool):
+        steps, counts = pool._verify_in_steps(), []
+        for reads in (False, True, False):
+            if reads:
+                pool.gather_verified(np.zeros(1, int))
+            next(steps)
+            counts.append(
+                np.count_nonzero(pool._words.array[1:] >> words.BOOT_SHIFT == pool._words._boot)
+            )
+        assert 0 < counts[0] == counts[1] < counts[2]

@@ -1,0 +1,192 @@
+"""Corrupt samples are found, once in each boot, and are never taken for whole ones."""
+
+import numpy as np
+import pytest
+
+from datacache import native
+from datacache.pool import columns, words
+from tests.datacache.pools import (
+    SAMPLES,
+    check_samples,
+    drawn_sample,
+    new_pool,
+    varying_pool,
+    varying_sample,
+)
+
+
+@pytest.mark.parametrize("damage", ["flip", "swap", "word", "zero"])
+def test_corrupt_samples_are_found_once_and_heal(tmp_path, damage):
+    pool = new_pool(tmp_path)
+    for index in range(SAMPLES):
+        pool.put(index, drawn_sample(index))
+    path = tmp_path / ("words" if damage == "word" else "samples")
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[15 * 7 + 4] ^= 16
+    elif damage == "swap":
+        content[15 * 7 : 15 * 9] = content[15 * 8 : 15 * 9] + content[15 * 7 : 15 * 8]
+    elif damage == "word":
+        content[8 * 7] ^= 1
+    else:
+        content[15 * 7 : 15 * 8] = bytes(15)
+    path.write_bytes(content)
+    reader = new_pool(tmp_path)
+    everything = np.arange(SAMPLES)
+    corrupt = reader.find_corrupt(everything)
+    assert corrupt.tolist() == ([7, 8] if damage == "swap" else [7])
+    np.testing.assert_array_equal(reader.ready(everything), ~np.isin(everything, corrupt))
+    for index in corrupt:
+        reader.put(index, drawn_sample(index))
+    assert reader.find_corrupt(everything).size == 0
+    check_samples(reader, everything)
+
+
+@pytest.mark.parametrize("damage", ["content", "offset", "length"])
+def test_corrupt_samples_of_many_sizes(tmp_path, damage):
+    pool = varying_pool(tmp_path)
+    for index in range(SAMPLES):
+        pool.put(index, varying_sample(index))
+    where = {"offset": 0, "length": 1}
+    if damage == "content":
+        offset, length = map(int, pool._columns.arrays[1][7][:2])
+        assert length
+        pool._heap.content(offset, length)[0] ^= 1
+    else:
+        pool._columns.arrays[1][7][where[damage]] += 2**40
+    reader = varying_pool(tmp_path)
+    assert reader.find_corrupt(np.arange(SAMPLES)).tolist() == [7]
+    reader.put(7, varying_sample(7))
+    assert reader.find_corrupt(np.array([7])).size == 0
+    assert reader.read_sample(7)[1] == varying_sample(7)[1]
+
+
+def test_a_sample_in_the_place_of_another_is_corrupt(tmp_path):
+    """Whole, but not the one whose place it is."""
+    pool = new_pool(tmp_path)
+    pool.put(3, drawn_sample(3))
+    pool.put(4, drawn_sample(4))
+    for column in (*pool._columns.arrays, pool._words.array):
+        column[4] = column[3]
+    assert new_pool(tmp_path).find_corrupt(np.array([3, 4])).tolist() == [4]
+
+
+@pytest.mark.parametrize("look", ["gather_verified", "find_corrupt"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_checksums_are_looked_at_once_per_boot_and_not_by_who_wrote(
+    tmp_path, monkeypatch, look, compiled
+):
+    if not compiled:
+        monkeypatch.setattr(native, "_compiled", lambda: None)
+        monkeypatch.setattr(native, "_checksum_lanes", lambda: 0)
+    everything = np.arange(SAMPLES)
+    looked_at = []
+    gather = native.gather
+    monkeypatch.setattr(
+        columns, "gather", lambda r, p, i, c=None: looked_at.append(c) or gather(r, p, i, c)
+    )
+
+    def looks(pool, **again):
+        """Whether it looks at checksums, none of which is wrong."""
+        looked_at.clear()
+        found = getattr(pool, look)(everything, **again)
+        assert not (found[1] if look == "gather_verified" else found).size
+        return any(checksums is not None and len(checksums) for checksums in looked_at)
+
+    writer = new_pool(tmp_path)
+    for index in everything:
+        writer.put(index, drawn_sample(index))
+    assert not looks(writer)
+    # Without the library, each process looks by itself.
+    assert [looks(new_pool(tmp_path)) for _ in range(3)] == [True, not compiled, not compiled]
+    assert looks(writer, recheck=True)
+    writer.put(3, drawn_sample(3))
+    assert looks(new_pool(tmp_path))
+    monkeypatch.setattr(words, "boot_number", lambda: np.uint64(5))
+    assert [looks(new_pool(tmp_path)) for _ in range(2)] == [True, not compiled]
+
+
+def test_corrupt_samples_are_found_beside_the_copy(tmp_path):
+    pool = new_pool(tmp_path)
+    for index in range(SAMPLES):
+        pool.put(index, drawn_sample(index))
+    pool._columns.arrays[1][7] += 1
+    reader = new_pool(tmp_path)
+    order = np.random.default_rng(0).permutation(SAMPLES)
+    assert reader.gather_verified(order)[1].tolist() == [7]
+    assert not reader.ready(np.array([7]))[0]
+    reader.put(7, drawn_sample(7))
+    arrays, corrupt = reader.gather_verified(order, recheck=True)
+    assert not corrupt.size
+    for got, expected in zip(arrays, pool.gather(order), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    pool._columns.arrays[1][8] += 1
+    assert new_pool(tmp_path).find_corrupt(order).size == 0, (
+        "in this boot somebody has looked at it"
+    )
+    assert new_pool(tmp_path).find_corrupt(order, recheck=True).tolist() == [8]
+    assert pool.can_copy(order)
+    assert not varying_pool(tmp_path / "varying").can_copy(order)
+
+
+@pytest.mark.parametrize("look", ["gather_verified", "find_corrupt"])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("act", ["clear", "rewrite"])
+def test_what_changes_while_it_is_looked_at_is_not_corrupt(
+    tmp_path, monkeypatch, look, compiled, act
+):
+    """It is as its writer left it, and a batch with it is not taken."""
+    if not compiled:
+        monkeypatch.setattr(native, "_compiled", lambda: None)
+        monkeypatch.setattr(native, "_checksum_lanes", lambda: 0)
+    writer, everything = new_pool(tmp_path), np.arange(SAMPLES)
+    for index in everything:
+        writer.put(index, drawn_sample(index))
+    reader, changes = new_pool(tmp_path), iter([True])
+
+    def meanwhile(records, places, into, checksums=None):
+        if next(changes, False):
+            writer._words.array[3] = 0
+            if act == "rewrite":
+                writer.put(3, drawn_sample(4))
+        native.gather(records, places, into, checksums)
+
+    monkeypatch.setattr(columns, "gather", meanwhile)
+    found = getattr(reader, look)(everything, recheck=True)
+    if look == "gather_verified":
+        assert found[0] is None
+        found = found[1]
+    assert not found.size
+    assert reader.ready(everything)[3] == (act == "rewrite")
+    assert not reader.find_corrupt(everything[reader.ready(everything)], recheck=True).size
+
+
+def test_known_samples_that_are_cleared_while_they_are_copied(tmp_path, monkeypatch):
+    pool, other, everything = new_pool(tmp_path), new_pool(tmp_path), np.arange(SAMPLES)
+    for index in everything:
+        pool.put(index, drawn_sample(index))
+    monkeypatch.setattr(columns, "gather", lambda *given: (native.gather(*given), other.clear()))
+    arrays, corrupt = pool.gather_verified(everything)
+    assert arrays is None
+    assert not corrupt.size
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_was_written_since_a_look_stays(tmp_path, monkeypatch, compiled):
+    """Between the look at a corrupt sample and the word that says so."""
+    if not compiled:
+        monkeypatch.setattr(native, "_compiled", lambda: None)
+    pool = new_pool(tmp_path)
+    pool.put(3, drawn_sample(3))
+    old = pool._words.array[[3]]
+    pool.put(3, drawn_sample(4))
+    agrees = np.array([False])
+    assert not pool._settle(np.array([3]), old, agrees)[0]
+    assert pool.ready(np.array([3]))[0]
+    assert pool._settle(np.array([3]), pool._words.array[[3]], agrees)[0]
+    assert not pool.ready(np.array([3]))[0]
+
+
+def test_words_are_shifted_by_numbers_of_their_own_type():
+    """NumPy 1 makes no integer of an unsigned one and Python's."""
+    assert type(words.BOOT_SHIFT) is type(words.CONTENT) is np.uint64

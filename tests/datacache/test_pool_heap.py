@@ -1,0 +1,219 @@
+"""Samples that differ in size: what is cleared, corrupt or refused leaves room for others."""
+
+import contextlib
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from datacache.levels.pool_level import PoolLevel
+from datacache.pool import heap, spec
+from datacache.pool.heap import find_gaps
+from datacache.pool.layout import Layout
+from datacache.pool.pool import Pool, open_existing
+from datacache.pool.shard import SampleShard
+from datacache.pool.spec import PoolSpec
+from datacache.statistics import Counts
+from tests.datacache.pools import (
+    SAMPLES,
+    VARYING,
+    check_varying,
+    fill_all,
+    varying_pool,
+    varying_sample,
+)
+
+
+def fitting_pool(folder, spare=0):
+    """A pool whose heap holds all samples, and not a byte more than that and `spare`."""
+    contents = sum(
+        len(component.encode(np.asarray(array)))
+        for index in range(SAMPLES)
+        for component, array in zip(
+            Layout.of(VARYING, [[0], [], [], [0]]).components, varying_sample(index), strict=True
+        )
+        if component.varies
+    )
+    return varying_pool(folder, heap_bytes=contents + spare)
+
+
+def test_samples_of_many_sizes(tmp_path):
+    pool, other = varying_pool(tmp_path), varying_pool(tmp_path)
+    order = np.random.default_rng(0).permutation(SAMPLES)
+    for index in order:
+        assert pool.put(index, varying_sample(index))
+    assert other.find_corrupt(order).size == 0
+    for index in order:
+        for array, expected in zip(other.read_sample(index), varying_sample(index), strict=True):
+            np.testing.assert_array_equal(array, expected)
+    numbers, texts, floats, many = other.gather(order[:9])
+    longest = max(len(varying_sample(index)[0]) for index in order[:9])
+    assert numbers.shape == (9, longest, 3)
+    assert numbers.dtype == np.int32
+    for place, index in enumerate(order[:9]):
+        expected = varying_sample(index)
+        np.testing.assert_array_equal(numbers[place, : len(expected[0])], expected[0])
+        assert not numbers[place, len(expected[0]) :].any()
+        assert texts[place] == expected[1]
+        assert floats[place] == index
+        assert all(text == b"" for text in many[place, len(expected[3]) :].reshape(-1))
+    assert other.layout == Layout.from_dict(json.loads(json.dumps(other.layout.to_dict())))
+
+
+def test_what_does_not_fit_into_the_heap_leaves_no_gap(tmp_path):
+    layout = Layout.of([np.array(b"", object), np.array(b"", object)])
+    pool = Pool(
+        tmp_path,
+        lambda: PoolSpec(layout=layout, shard=SampleShard(samples=3, slots=3), heap_bytes=100),
+    )
+    for _ in range(9):
+        assert not pool.put(0, [b"x" * 20, b"x" * 70])
+    assert pool.put(1, [b"y" * 20, b"y\0\0"])
+    assert [text[()] for text in pool.read_sample(1)] == [b"y" * 20, b"y\0\0"]
+
+
+def test_a_full_heap_takes_no_more(tmp_path):
+    pool = varying_pool(tmp_path, heap_bytes=600)
+    kept = [index for index in range(SAMPLES) if pool.put(index, varying_sample(index))]
+    assert 0 < len(kept) < SAMPLES
+    np.testing.assert_array_equal(np.flatnonzero(pool.ready(np.arange(SAMPLES))), kept)
+    for index in kept:
+        assert pool.read_sample(index)[1] == varying_sample(index)[1]
+
+
+def test_what_is_cleared_leaves_room(tmp_path):
+    """In whatever order samples come back, and for who else has it open, too."""
+    pool, other = fitting_pool(tmp_path), fitting_pool(tmp_path)
+    everything = np.arange(SAMPLES)
+    for seed in range(4):
+        order = np.random.default_rng(seed).permutation(SAMPLES)
+        assert fill_all(other if seed % 2 else pool, order)
+        assert pool._heap.used_bytes == pool._heap.capacity_bytes
+        check_varying(other, everything)
+        (pool if seed % 2 else other).clear()
+        assert (pool.filled, other.filled) == (0, 0)
+
+
+def test_what_heals_leaves_room(tmp_path):
+    """Also if it is not known any more where their bytes were."""
+    pool, other = fitting_pool(tmp_path), fitting_pool(tmp_path)
+    assert fill_all(pool, range(SAMPLES))
+    for step in range(60):
+        corrupt = step * 7 % SAMPLES
+        pool._columns.arrays[1][corrupt, step % 2] += [1, -1, 2**40, -(2**40)][step % 4]
+        assert other.find_corrupt(np.arange(SAMPLES), recheck=True).tolist() == [corrupt]
+        assert other.put(corrupt, varying_sample(corrupt))
+        check_varying(pool, np.arange(SAMPLES))
+
+
+def test_lengths_that_change_leave_no_gap_for_good(tmp_path):
+    """What draws at random has other lengths each time."""
+    layout = Layout.of([np.array(b"", object)])
+    pool = Pool(
+        tmp_path,
+        lambda: PoolSpec(layout=layout, shard=SampleShard(samples=20, slots=20), heap_bytes=2000),
+    )
+    draw = np.random.default_rng(0)
+    held = {}
+    for step in range(1500):
+        sample, text = int(draw.integers(20)), draw.bytes(int(draw.integers(1, 150)))
+        kept = pool.put(sample, [np.array(text, object)])
+        held.pop(sample, None)
+        if kept:
+            held[sample] = text
+        elif sum(map(len, held.values())) + len(text) <= 2000:
+            # Room enough, but in pieces.
+            assert not find_gaps(pool._extents(), 2000, len(text) + 8)
+        if step % 100 == 0:
+            pool.clear()
+            held = {}
+        assert {n: pool.read_sample(n)[0][()] for n in held} == held
+        assert pool.filled == len(held)
+
+
+def test_readers_of_what_is_cleared_and_made_anew(tmp_path):
+    """They find a sample as it was written, or none: never bytes of others that took its place."""
+    pool, other = fitting_pool(tmp_path), fitting_pool(tmp_path)
+    assert fill_all(pool, range(SAMPLES))
+    ends, wrong, found = threading.Event(), [], [0]
+
+    def read():
+        while not ends.is_set():
+            for index in range(SAMPLES):
+                if (arrays := other.read_sample(index)) is not None:
+                    found[0] += 1
+                    if any(
+                        not np.array_equal(*pair)
+                        for pair in zip(arrays, varying_sample(index), strict=True)
+                    ):
+                        wrong.append(index)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for seed in range(15):
+        pool.clear()
+        assert fill_all(pool, np.random.default_rng(seed).permutation(SAMPLES))
+    ends.set()
+    reader.join()
+    assert found[0]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("end", [0, 16, 10**9, -5])
+def test_a_heap_after_a_loss_of_power(tmp_path, end):
+    """The first process after it ignores where the heap ended, which may be older than samples."""
+    with contextlib.closing(fitting_pool(tmp_path, spare=60)) as pool:
+        assert fill_all(pool, range(SAMPLES - 1))
+        pool._heap._state[:3] = end
+    with contextlib.closing(fitting_pool(tmp_path)) as pool:
+        assert pool.put(SAMPLES - 1, varying_sample(SAMPLES - 1))
+        check_varying(pool, np.arange(SAMPLES))
+
+
+def test_a_heap_after_a_loss_of_power_that_others_have_open(tmp_path):
+    """Whoever adds first in this boot is told so by the heap, and not by who has the pool open."""
+    with contextlib.closing(fitting_pool(tmp_path, spare=60)) as pool:
+        assert fill_all(pool, range(SAMPLES - 1))
+        pool._heap._state[:3] = 0, 10**9, 10**9
+        pool._heap._state[heap.BOOT] += 1
+        with contextlib.closing(fitting_pool(tmp_path)) as other:
+            assert not other._folder.is_only_user
+            assert other.put(SAMPLES - 1, varying_sample(SAMPLES - 1))
+            check_varying(other, np.arange(SAMPLES))
+
+
+def test_pools_from_before_heaps_knew_their_boot(tmp_path, monkeypatch):
+    monkeypatch.setattr(spec, "STATE_BYTES", 8 * heap.BOOT)
+    with contextlib.closing(fitting_pool(tmp_path)) as pool:
+        assert fill_all(pool, range(SAMPLES))
+    monkeypatch.undo()
+    with contextlib.closing(fitting_pool(tmp_path)) as pool:
+        pool.clear()
+        assert fill_all(pool, range(SAMPLES))
+    with contextlib.closing(open_existing(tmp_path)) as pool:
+        check_varying(pool, np.arange(SAMPLES))
+
+
+def test_a_batch_that_another_process_clears_is_made_again(tmp_path):
+    pool = varying_pool(tmp_path)
+    everything = np.arange(4)
+    made = []
+
+    class Below:
+        stream = None
+
+        def samples(self, indices):
+            made.append(indices.tolist())
+            return [varying_sample(index) for index in indices]
+
+    assert fill_all(pool, everything)
+    pool._words.array[2:4] = 0
+    assert pool.gather(everything) is None
+    put = pool.put
+    pool.put = lambda sample, arrays: sample != 3 and put(sample, arrays)
+    level = PoolLevel(pool, Below(), "first", Counts())
+    found = level.collect(everything, {0: varying_sample(0)})
+    assert made == [[2, 3]]
+    for index in everything:
+        np.testing.assert_array_equal(found[index][0], varying_sample(index)[0])

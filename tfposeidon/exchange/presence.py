@@ -1,0 +1,91 @@
+"""Counts the samples, ranks and gradients of a step over the job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfposeidon.communication.wire import Wire
+from tfposeidon.planning.plan import Plan
+
+
+class Presence(NamedTuple):
+    """Participation of ranks in a step; all but the weight is the same on every rank.
+
+    Attributes:
+      weight: This rank's share of all samples times the number of ranks, a float32 scalar; `None`
+        for equal weights.
+      absent: Number of ranks that had no batch left and contributed nothing, a float32 scalar.
+      gradients: Number of ranks with a gradient, `[variables]` float32.
+    """
+
+    weight: tf.Tensor | None
+    absent: tf.Tensor
+    gradients: tf.Tensor
+
+    @property
+    def any_gradient(self) -> tf.Tensor:
+        """Tells for each variable whether any rank has a gradient, `[variables]` bool."""
+        return self.gradients > 0.0
+
+
+def count_presence(
+    gradients: Sequence[Any],
+    sample_count: Any,
+    has_batch: bool,
+    wire: Wire,
+    name: str,
+    zero: tf.Variable,
+) -> Presence:
+    """Counts samples, ranks and gradients with one small all-reduce, sent when the step starts.
+
+    Args:
+      gradients: Gradients of this rank; `None` where there is none.
+      sample_count: Number of samples behind them, a scalar; `None` for equal weights.
+      has_batch: Whether this rank has a batch, which may be one in which nothing counts.
+      wire: Collectives that join the ranks.
+      name: Name of the all-reduce.
+      zero: Float32 variable that holds 0.
+    """
+    # On the CPU: a GPU would have to be waited for before anybody can branch on the weight.
+    with tf.device("/CPU:0"):
+        # A static batch size is a constant, which must not reach a collective.
+        unknown = zero.read_value()
+        count = tf.cast(1.0 if sample_count is None else sample_count, tf.float32) + unknown
+        has_gradient = [float(has_batch and gradient is not None) for gradient in gradients]
+        flags = tf.constant([float(has_batch), *has_gradient]) + unknown
+        mine = tf.concat([count[tf.newaxis], flags], 0)
+        total = wire.all_reduce(mine, wire.topology.world, name)
+        samples, present, with_gradient = total[0], total[1], total[2:]
+        ranks = tf.cast(wire.topology.size, tf.float32)
+        weight = None
+        if sample_count is not None:
+            weight = tf.math.divide_no_nan(count * ranks, samples)
+        return Presence(weight, ranks - present, with_gradient)
+
+
+def check_regularised(plan: Plan, presence: Presence, ranks: int) -> None:
+    """Makes a step end with an error if some ranks only have a gradient of a regularised variable.
+
+    Each rank adds a regulariser's part to what came as factors, and can do so only where it has a
+    gradient.
+
+    Args:
+      plan: Plan that the step follows.
+      presence: Who took part in the step.
+      ranks: Number of ranks.
+    """
+    present = ranks - presence.absent
+    for bucket in plan.buckets:
+        for member, description in zip(bucket.members, bucket.descriptions, strict=True):
+            factors = description.factors
+            if bucket.takes_factors and factors is not None and factors.has_local:
+                rule = (
+                    "A variable that is regularised and sent by factors must have a gradient on "
+                    f"all ranks or on none. Received: {description.path!r}, with a gradient on "
+                    "some. Give it another scheme by a rule."
+                )
+                count = presence.gradients[member]
+                tf.debugging.Assert(tf.logical_or(count == 0.0, count == present), [rule])

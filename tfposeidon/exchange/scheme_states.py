@@ -1,0 +1,163 @@
+"""State that the schemes of one plan keep from step to step, such as residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from tfposeidon.exchange.presence import Presence
+from tfposeidon.gradients.description import Description
+from tfposeidon.planning.plan import Plan
+from tfposeidon.schemes.base import Slot, State
+from tfposeidon.state.rank_state import StateDescription
+
+
+class SchemeStates:
+    """Variables in which schemes keep their state; it differs from rank to rank.
+
+    Args:
+      plan: Plan by which its variables are exchanged.
+
+    Attributes:
+      plan: As given.
+      variables: A list of variables for each bucket, zeros at first.
+      had_gradient: `[variables]` float32, 1 for each variable of a scheme that keeps something
+        which has had a gradient; `None` where no scheme keeps anything.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.variables: list[list[tf.Variable]] = [
+            [_variable(slot, index) for slot in bucket.slots(plan.topology)]
+            for index, bucket in enumerate(plan.buckets)
+        ]
+        kept = {
+            member
+            for bucket in plan.buckets
+            if bucket.slots(plan.topology)
+            for member in bucket.members
+        }
+        self._is_kept = [float(member in kept) for member, _ in enumerate(descriptions_of(plan))]
+        self.had_gradient: tf.Variable | None = None
+        if kept:
+            with tf.init_scope():
+                zeros = tf.zeros([len(self._is_kept)])
+                self.had_gradient = tf.Variable(zeros, trainable=False, name="had_gradient")
+
+    @property
+    def exist(self) -> bool:
+        """Tells whether any scheme keeps anything."""
+        return any(self.variables)
+
+    def take_over(self, other: SchemeStates) -> None:
+        """Goes on with the state of buckets that have the same members and scheme as before.
+
+        Args:
+          other: States of another plan for the same variables.
+        """
+        self.had_gradient = other.had_gradient
+        kept = {
+            (bucket.members, bucket.scheme): variables
+            for bucket, variables in zip(other.plan.buckets, other.variables, strict=True)
+        }
+        self.variables = [
+            kept.get((bucket.members, bucket.scheme), variables)
+            for bucket, variables in zip(self.plan.buckets, self.variables, strict=True)
+        ]
+
+    def read(self, index: int, rescale: tf.Tensor | None) -> State:
+        """Returns the state of one bucket's scheme.
+
+        Args:
+          index: Index of the bucket.
+          rescale: Factor for what was kept of earlier gradients, a float32 scalar; `None` for 1.
+        """
+        state = tuple(tf.convert_to_tensor(variable) for variable in self.variables[index])
+        if not state or rescale is None:
+            return state
+        # Rarely another factor than 1, which would be one more pass over memory.
+        scheme = self.plan.buckets[index].scheme
+        return tf.cond(rescale == 1.0, lambda: state, lambda: scheme.rescaled(state, rescale))
+
+    def expected(self, presence: Presence) -> tf.Tensor:
+        """Finds the variables with a mean to apply.
+
+        They have a gradient on some rank, or had one of which a scheme has kept something that it
+        sends late.
+
+        Args:
+          presence: Who took part in the step.
+
+        Returns:
+          Bool, one for each variable, the same on all ranks.
+        """
+        if self.had_gradient is None:
+            return presence.any_gradient
+        return tf.logical_or(presence.any_gradient, self.had_gradient > 0.0)
+
+    def updated_had_gradient(self, presence: Presence) -> tf.Tensor:
+        """Returns what `had_gradient` becomes with a step that counts.
+
+        Args:
+          presence: Who took part in that step.
+        """
+        assert self.had_gradient is not None
+        found = tf.cast(presence.any_gradient, tf.float32) * tf.constant(self._is_kept)
+        return tf.maximum(self.had_gradient, found)
+
+    def flush(self) -> None:
+        """Makes all exchanges from now on send everything, what schemes have kept included."""
+        for bucket, variables in zip(self.plan.buckets, self.variables, strict=True):
+            state = tuple(tf.convert_to_tensor(variable) for variable in variables)
+            for variable, value in zip(variables, bucket.scheme.flushing(state), strict=True):
+                variable.assign(value)
+
+    @property
+    def has_flushed(self) -> bool:
+        """Tells whether all that schemes had kept has been sent since `flush`."""
+        return all(
+            bucket.scheme.has_flushed(tuple(map(tf.convert_to_tensor, variables)))
+            for bucket, variables in zip(self.plan.buckets, self.variables, strict=True)
+        )
+
+    def describe(self) -> Iterator[StateDescription]:
+        """Yields what each of `variables` is, in their order."""
+        topology = self.plan.topology
+        for bucket in self.plan.buckets:
+            everybody = [bucket.slots(topology.seen_from(rank)) for rank in range(topology.size)]
+            members = tuple((d.path, d.length) for d in bucket.descriptions)
+            for index, slot in enumerate(bucket.slots(topology)):
+                if slot.shape:
+                    # Shards of all ranks together cover the bucket this many times.
+                    owners = sum(slots[index].shape[0] for slots in everybody) // bucket.length
+                    yield StateDescription(
+                        name=slot.name, members=members, offset=slot.offset, owners=owners
+                    )
+                else:
+                    yield StateDescription(name=slot.name, members=members, scalar=True)
+
+    @property
+    def members(self) -> tuple[tuple[str, int], ...]:
+        """Path and number of elements of each variable of the plan, in their order."""
+        return tuple((d.path, d.length) for d in descriptions_of(self.plan))
+
+
+def descriptions_of(plan: Plan) -> list[Description]:
+    """Returns the descriptions of a plan's variables, in the order of variables.
+
+    Args:
+      plan: Plan, whose buckets may have them in another order.
+    """
+    pairs = [
+        (member, description)
+        for bucket in plan.buckets
+        for member, description in zip(bucket.members, bucket.descriptions, strict=True)
+    ]
+    return [description for _, description in sorted(pairs, key=lambda pair: pair[0])]
+
+
+def _variable(slot: Slot, bucket: int) -> tf.Variable:
+    with tf.init_scope():
+        name = f"bucket_{bucket}_{slot.name}"
+        return tf.Variable(tf.zeros(slot.shape), trainable=False, name=name)

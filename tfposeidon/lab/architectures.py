@@ -1,0 +1,293 @@
+"""Layers of the models that the papers train: shapes and FLOPs.
+
+ResNet's convolutions have no bias, as in the paper and unlike those of Keras. Differs from the
+papers: GoogLeNet and Inception-V3 are without auxiliary heads. FLOPs are those of products, not of
+pooling, activation and normalisation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from typing import Literal
+
+Kind = Literal["convolution", "dense", "embedding"]
+IMAGE_CHANNELS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Layer with parameters.
+
+    >>> *_, layer = alexnet()
+    >>> layer.name, layer.kernel, layer.parameters
+    ('dense3', (4096, 1000), 4097000)
+
+    Attributes:
+      name: Name, unique within the model.
+      kernel: (height, width, channels in, channels out) of a convolution, with the channels in of
+        one group where it is grouped; (in, out) of a dense layer or embedding.
+      kind: What makes the kernel's gradient: a convolution, a matrix product or a scatter of rows.
+        In transformers the logits share the "tokens" embedding, so a matrix product adds to its
+        gradient.
+      vectors: Lengths of the further parameters: bias, or those of the normalisation that follows.
+      flops: FLOPs of the forward pass per sample; a multiply-add counts 2. An embedding has 0.
+      rows: Rows per sample in the product that makes the kernel's gradient: 1, or the length of
+        the sequence; 0 for a convolution.
+    """
+
+    name: str
+    kernel: tuple[int, ...]
+    kind: Kind
+    vectors: tuple[int, ...]
+    flops: float
+    rows: int
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return math.prod(self.kernel) + sum(self.vectors)
+
+    def shrunk(self, factor: float) -> Layer:
+        """Returns the layer with channels, matrix sides and vectors divided by a factor.
+
+        Windows, the channels of images, and FLOPs stay.
+
+        Args:
+          factor: At least 1.
+        """
+        window, channels = self.kernel[:-2], self.kernel[-2:]
+        image = self.kind == "convolution" and channels[0] == IMAGE_CHANNELS
+        inputs = channels[0] if image else divided(channels[0], factor)
+        kernel = (*window, inputs, divided(channels[1], factor))
+        return replace(
+            self, kernel=kernel, vectors=tuple(divided(length, factor) for length in self.vectors)
+        )
+
+
+def divided(length: int, factor: float) -> int:
+    """Returns a dimension divided by a factor, rounded, and at least 1.
+
+    Args:
+      length: The dimension.
+      factor: At least 1.
+    """
+    return max(1, round(length / factor))
+
+
+def _convolution(name: str, kernel: tuple[int, ...], side: int, *, vectors: int = 1) -> Layer:
+    """Returns a layer with an output of `side` x `side`.
+
+    It has as many `vectors`, of one value per channel.
+    """
+    flops = 2 * math.prod(kernel) * side**2
+    lengths = (kernel[-1],) * vectors
+    return Layer(name=name, kernel=kernel, kind="convolution", vectors=lengths, flops=flops, rows=0)
+
+
+def _stem(*shapes: tuple[int, int, int, int]) -> Iterator[Layer]:
+    """Yields convolutions of (output side, window, channels in, channels out)."""
+    for number, (side, window, inputs, out) in enumerate(shapes, 1):
+        yield _convolution(f"convolution{number}", (window, window, inputs, out), side)
+
+
+def _branches(
+    name: str, channels: int, branches: str, side: int, last: int = 0, vectors: int = 1
+) -> Generator[Layer, None, int]:
+    """Yields convolutions from one input of `channels`, in branches.
+
+    "1x1x64 | 1x1x96 3x3x128+1x1x8" has two branches. A step is height x width x channels out; "+"
+    sets two side by side. Outputs are `side` x `side`, at the end of a branch `last` x `last`.
+
+    Returns:
+      The number of channels at the ends of all branches together.
+    """
+    ends = 0
+    for branch, steps in enumerate(branches.split("|"), 1):
+        inputs = channels
+        for number, step in enumerate(steps.split(), 1):
+            size = last if last and number == len(steps.split()) else side
+            kernels = [tuple(map(int, kernel.split("x"))) for kernel in step.split("+")]
+            for height, width, out in kernels:
+                layer = f"{name}/{branch}.{number}/{height}x{width}"
+                yield _convolution(layer, (height, width, inputs, out), size, vectors=vectors)
+            inputs = sum(out for _, _, out in kernels)
+        ends += inputs
+    return ends
+
+
+def _dense(
+    name: str, inputs: int, outputs: int, *, rows: int = 1, vectors: int = 1, more: float = 0
+) -> Layer:
+    """Returns a layer with `vectors` vectors of one value per output.
+
+    `more` are the FLOPs of products without a kernel.
+    """
+    flops = 2 * inputs * outputs * rows + more
+    lengths = (outputs,) * vectors
+    return Layer(
+        name=name, kernel=(inputs, outputs), kind="dense", vectors=lengths, flops=flops, rows=rows
+    )
+
+
+def _classifier(*widths: int) -> Iterator[Layer]:
+    for number, (inputs, outputs) in enumerate(pairwise(widths), 1):
+        yield _dense(f"dense{number}", inputs, outputs)
+
+
+def alexnet() -> Iterator[Layer]:
+    """Yields the layers of AlexNet.
+
+    Source: Krizhevsky et al. 2012. The second, fourth and fifth convolution have two groups.
+    """
+    grouped = (27, 5, 48, 256), (13, 3, 256, 384), (13, 3, 192, 384), (13, 3, 192, 256)
+    yield from _stem((55, 11, IMAGE_CHANNELS, 96), *grouped)
+    yield from _classifier(6 * 6 * 256, 4096, 4096, 1000)
+
+
+def vgg19(classes: int) -> Iterator[Layer]:
+    """Yields the layers of VGG-19.
+
+    Source: Simonyan and Zisserman 2015, Table 1, E.
+
+    Args:
+      classes: Number of outputs.
+    """
+    channels = IMAGE_CHANNELS
+    for stage, (count, width) in enumerate(((2, 64), (2, 128), (4, 256), (4, 512), (4, 512))):
+        channels = yield from _branches(
+            f"stage{stage + 1}", channels, f" 3x3x{width}" * count, 224 >> stage
+        )
+    yield from _classifier(7 * 7 * channels, 4096, 4096, classes)
+
+
+def resnet(*blocks: int) -> Iterator[Layer]:
+    """Yields the layers of a ResNet with bottlenecks.
+
+    Source: He et al. 2016, Table 1. Each convolution is normalised, and the stride of a stage is in
+    its first 1 x 1 convolution.
+
+    Args:
+      *blocks: Number of blocks in each stage.
+    """
+    yield _convolution("convolution1", (7, 7, IMAGE_CHANNELS, 64), 112, vectors=2)
+    channels = 64
+    for stage, count in enumerate(blocks):
+        width, side = 64 << stage, 56 >> stage
+        for block in range(1, count + 1):
+            shortcut = f" | 1x1x{4 * width}" if block == 1 else ""
+            branches = f"1x1x{width} 3x3x{width} 1x1x{4 * width}{shortcut}"
+            yield from _branches(
+                f"stage{stage + 1}/block{block}", channels, branches, side, vectors=2
+            )
+            channels = 4 * width
+    yield from _classifier(channels, 1000)
+
+
+GOOGLENET = (  # name, output side, 1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, after the pool
+    ("3a", 28, 64, 96, 128, 16, 32, 32),
+    ("3b", 28, 128, 128, 192, 32, 96, 64),
+    ("4a", 14, 192, 96, 208, 16, 48, 64),
+    ("4b", 14, 160, 112, 224, 24, 64, 64),
+    ("4c", 14, 128, 128, 256, 24, 64, 64),
+    ("4d", 14, 112, 144, 288, 32, 64, 64),
+    ("4e", 14, 256, 160, 320, 32, 128, 128),
+    ("5a", 7, 256, 160, 320, 32, 128, 128),
+    ("5b", 7, 384, 192, 384, 48, 128, 128),
+)
+
+
+def googlenet() -> Iterator[Layer]:
+    """Yields the layers of GoogLeNet.
+
+    Source: Szegedy et al. 2015, Table 1. Its two auxiliary heads would add 6,379,728 parameters.
+    """
+    yield from _stem((112, 7, IMAGE_CHANNELS, 64), (56, 1, 64, 64), (56, 3, 64, 192))
+    channels = 192
+    for name, side, one, three_in, three, five_in, five, pool in GOOGLENET:
+        branches = f"1x1x{one} | 1x1x{three_in} 3x3x{three} | 1x1x{five_in} 5x5x{five} | 1x1x{pool}"
+        channels = yield from _branches(f"inception{name}", channels, branches, side)
+    yield from _classifier(channels, 1000)
+
+
+INCEPTION_V3 = (  # output side, output side of the branches' ends, branches
+    *((35, 35, f"1x1x64 | 1x1x48 5x5x64 | 1x1x64 3x3x96 3x3x96 | 1x1x{n}") for n in (32, 64, 64)),
+    (35, 17, "3x3x384 | 1x1x64 3x3x96 3x3x96"),
+    *(
+        (
+            17,
+            17,
+            f"1x1x192 | 1x1x{n} 1x7x{n} 7x1x192 | "
+            f"1x1x{n} 7x1x{n} 1x7x{n} 7x1x{n} 1x7x192 | 1x1x192",
+        )
+        for n in (128, 160, 160, 192)
+    ),
+    (17, 8, "1x1x192 3x3x320 | 1x1x192 1x7x192 7x1x192 3x3x192"),
+    *((8, 8, "1x1x320 | 1x1x384 1x3x384+3x1x384 | 1x1x448 3x3x384 1x3x384+3x1x384 | 1x1x192"),) * 2,
+)
+
+
+def inception_v3() -> Iterator[Layer]:
+    """Yields the layers of Inception-V3 at 299 x 299.
+
+    Source: Szegedy et al. 2016; as in Keras without gamma, and without the auxiliary head.
+    """
+    first = (149, 3, IMAGE_CHANNELS, 32)
+    yield from _stem(first, (147, 3, 32, 32), (147, 3, 32, 64), (73, 1, 64, 80), (71, 3, 80, 192))
+    channels = 192
+    for index, (side, last, branches) in enumerate(INCEPTION_V3):
+        pooled = channels if last < side else 0
+        channels = pooled + (yield from _branches(f"mixed{index}", channels, branches, side, last))
+    yield from _classifier(channels, 1000)
+
+
+def _embedding(name: str, entries: int, width: int, length: int, *, vectors: int = 0) -> Layer:
+    lengths = (width,) * vectors
+    return Layer(
+        name=name, kernel=(entries, width), kind="embedding", vectors=lengths, flops=0, rows=length
+    )
+
+
+PROJECTIONS = ("query", "key", "value", "output")
+
+
+def transformer(
+    blocks: dict[str, int], *, width: int, tokens: int, length: int, positions: int = 0
+) -> Iterator[Layer]:
+    """Yields the layers of a transformer, whose blocks have attentions and a feed-forward part.
+
+    The matrix that embeds `tokens` makes the logits, too. Learned `positions` come with biases in
+    the attention, as in BERT. Of the products without a kernel of their own, the FLOPs of the
+    scores (4 length^2 width) are spread evenly over the four projections of an attention, and those
+    of the logits are at the last layer, where their time passes.
+
+    Args:
+      blocks: Number of attentions of each block, by its name.
+      width: Width of the embeddings.
+      tokens: Number of tokens in the vocabulary.
+      length: Tokens per sample.
+      positions: Number of positions that are learned; 0 for none.
+    """
+    yield _embedding("tokens", tokens, width, length)
+    if positions:
+        yield _embedding("positions", positions, width, length, vectors=2)
+    for block, attentions in blocks.items():
+        for attention, (index, projection) in product(range(attentions), enumerate(PROJECTIONS)):
+            name = f"{block}/attention{attention + 1}/{projection}"
+            # Its bias, and after the last one the layer normalisation.
+            vectors = (positions > 0) + 2 * (index == len(PROJECTIONS) - 1)
+            yield _dense(name, width, width, rows=length, vectors=vectors, more=length**2 * width)
+        yield _dense(f"{block}/inner", width, 4 * width, rows=length)
+        logits = 2 * length * width * tokens if block == list(blocks)[-1] else 0
+        yield _dense(f"{block}/outer", 4 * width, width, rows=length, vectors=3, more=logits)
+
+
+# Vaswani et al. 2017, base, and BERT-base (Devlin et al. 2019) without its pooler and segment
+# embedding. The latter stands for CommLib's Transformer, of which the paper tells only the 110 M
+# parameters and the 256 words.
+BASE = {f"encoder{number}": 1 for number in range(1, 7)} | {
+    f"decoder{number}": 2 for number in range(1, 7)
+}
+BERT = {f"encoder{number}": 1 for number in range(1, 13)}
