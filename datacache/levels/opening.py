@@ -27,7 +27,7 @@ from datacache.pool.pool import Pool
 from datacache.pool.records import pack_samples
 from datacache.pool.shard import SampleShard
 from datacache.pool.spec import PoolSpec
-from datacache.sources.source import IndexedSource, Source, digest
+from datacache.sources.source import Source, digest
 from datacache.statistics import Counts
 from datacache.system.access import PRIVATE, Access
 from datacache.system.room import free_bytes
@@ -230,7 +230,7 @@ def _shard_folder(whole: Path, node: int, nodes: int) -> Path:
 def _keep_index(source: Source, access: Access, pools: list[Pool | None]) -> None:
     """Keeps the index of a source's records beside the first of these pools that there is."""
     pool = next(filter(None, pools), None)
-    if pool is not None and isinstance(source, IndexedSource):
+    if pool is not None and hasattr(source, "keep_index"):
         try:
             source.keep_index(Index(pool.folder, len(source), access))
         except NoRoomError as error:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import numpy as np
 from typing_extensions import override
 
 from datacache.levels.level import Level, Stream
 from datacache.pool.layout import Arrays
-from datacache.sources.source import RandomSource, Source, SourceError, StreamSource
+from datacache.sources.source import Source, SourceError, StreamSource
 from datacache.statistics import Counts
 from datacache.windows import windows
 
@@ -36,9 +37,10 @@ class SourceLevel(Level):
 
     def __init__(self, source: Source, counts: Counts) -> None:
         self._source, self._counts = source, counts
-        # Checked once, because a check against a protocol takes as long as a small read.
-        self._read_one = source.read if isinstance(source, RandomSource) else None
-        self.stream: Stream | None = self._stream if isinstance(source, StreamSource) else None
+        # Not by `isinstance`: from Python 3.12 on, that does not see methods which a wrapper of a
+        # source passes on by `__getattr__`.
+        self._read_one = source.read if hasattr(source, "read") else None
+        self.stream: Stream | None = self._stream if hasattr(source, "stream") else None
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="datacache")
 
     @override
@@ -56,8 +58,7 @@ class SourceLevel(Level):
         self._readers.shutdown(cancel_futures=True)
 
     def _stream(self, indices: Collection[int]) -> Iterator[tuple[int, Arrays]]:
-        assert isinstance(self._source, StreamSource)
-        for sample, arrays in enumerate(self._source.stream()):
+        for sample, arrays in enumerate(cast("StreamSource", self._source).stream()):
             self._count([arrays])
             if sample in indices:
                 yield sample, arrays
