@@ -30,7 +30,7 @@ PACKAGES = ("datacache", "keras_callbacks", "tfposeidon")
 CORE = (
     "commands",
     "communication",
-    "datacache/test_cache.py",
+    "datacache",
     "gradients",
     "native",
     "optimizers",
@@ -40,6 +40,7 @@ CORE = (
     "state",
     "test_optimizer.py",
     "test_readme.py",
+    "training",
 )
 """What runs with `--tests core`: rooms that TensorFlow, Keras, Horovod or a compiler can break."""
 LIMIT_S = 3600

@@ -29,6 +29,8 @@ BATCH = -(-SAMPLES // BATCHES)
 READ = np.dtype([("job", "int32"), ("sample", "int32")])
 """Record of a read in the log."""
 SPAWN = multiprocessing.get_context("spawn")
+EVERY_EPOCH = range(sys.maxsize)
+"""As `itertools.count()`, which Python 3.14 no longer gives to another process."""
 
 
 def f(index):
@@ -152,9 +154,7 @@ def test_kills_at_any_moment(tmp_path):
     assert kills * (most_reads + BATCH) < SAMPLES // 2, "every job must have something left to read"
     permits = SPAWN.Semaphore(0)
     paced = functools.partial(Paced, permits=permits)
-    steady = SPAWN.Process(
-        target=_epochs, args=(tmp_path, 0, itertools.count(), paced), daemon=True
-    )
+    steady = SPAWN.Process(target=_epochs, args=(tmp_path, 0, EVERY_EPOCH, paced), daemon=True)
     steady.start()
     for kill in range(kills):
         began = SPAWN.Event()
@@ -167,7 +167,7 @@ def test_kills_at_any_moment(tmp_path):
         # In an order of its own: behind the steady job it would find nothing to read.
         job = SPAWN.Process(
             target=_epochs,
-            args=(tmp_path, 1000 * (kill + 1), itertools.count(), deadly),
+            args=(tmp_path, 1000 * (kill + 1), EVERY_EPOCH, deadly),
             daemon=True,
         )
         job.start()
