@@ -1,5 +1,5 @@
 # Each target sets up what it needs: on a fresh machine `make demo` is the only command.
-# Needed beforehand: Python 3.11 with venv, a C++ compiler, cmake and make.
+# Needed beforehand: Python 3.11 to 3.13 with venv, a C++ compiler, cmake and make.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -9,12 +9,13 @@ NATIVE := $(shell find tfposeidon/native datacache/native -name '*.c' -o -name '
 LIBRARY := tfposeidon/native/_ops.so
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help setup demo test test-fast check check-native docs format bench clean
+.PHONY: help setup demo test test-fast test-versions check check-native docs format bench clean
 
 help:
-	@echo "make demo    set up and train on NP=2 ranks"
+	@echo "make demo    set up, train on NP=2 ranks, and compare schemes on a slow network"
 	@echo "make test    set up and run the tests"
 	@echo "make test-fast  those that start no jobs, in one process"
+	@echo "make test-versions  a part of them on every supported Python and TensorFlow that is here"
 	@echo "make check   set up and run the static checks, that of the documentation too"
 	@echo "make docs    set up and build the documentation in build/docs"
 	@echo "make check-native  run the C++ tests under sanitizers"
@@ -25,8 +26,8 @@ help:
 setup: $(VENV)/.ready $(LIBRARY)
 
 NO_DEPS := tests/requirements-no-deps.txt
-$(VENV)/.ready: pyproject.toml setup.py tfposeidon/commands/install.py $(NO_DEPS)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and "Python 3.11 or later is needed; set PYTHON=")'
+$(VENV)/.ready: pyproject.toml setup.py build_backend.py tfposeidon/commands/install.py tfposeidon/commands/versions.py $(NO_DEPS)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14) and "Python 3.11, 3.12 or 3.13 is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m tfposeidon install
 	$(BIN)/python -m pip --disable-pip-version-check install -q -e '.[dev]'
@@ -37,8 +38,12 @@ $(LIBRARY): $(NATIVE) setup.py | $(VENV)/.ready
 	$(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 
+# TensorFlow announces oneDNN in lines that no log level hides; the digits need no oneDNN.
+demo: export TF_ENABLE_ONEDNN_OPTS ?= 0
 demo: setup
 	$(BIN)/horovodrun -np $(NP) $(BIN)/python examples/keras_digits.py
+	-$(BIN)/python -m pip --disable-pip-version-check install -q -e '.[plots]'
+	$(BIN)/python -m tfposeidon demo --plot build/demo.png
 
 test: setup
 	$(BIN)/python -m pytest
@@ -46,10 +51,16 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest -m fast
 
+# An environment for each pair, and Horovod built for it: half an hour each on two cores, without interpreters that are missing.
+test-versions: setup
+	$(BIN)/python -m tests.versions
+
+NATIVE_SOURCES = $(shell git ls-files '*.c' '*.cc' '*.cu' '*.h' '*.inc')
 SPHINX := $(BIN)/python -m sphinx -W --keep-going -q -b html docs
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(SPHINX) build/docs
@@ -81,6 +92,7 @@ endif
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(NATIVE_SOURCES)
 
 # Short versions, half an hour; --full in place of --results ... gives those of docs/results.md.
 BENCH := build/bench

@@ -1,22 +1,22 @@
 """Builds tfposeidon for the TensorFlow that is installed; refuses where there is none."""
 
-import importlib.machinery
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import OptionError
 
+from tfposeidon.commands import install, versions
+
 NATIVE = Path("tfposeidon/native")
 CUDA_SOURCE = NATIVE / "lib/gpu/gpu.cu"
-# No fused multiply-add, which not every processor has: all must round alike. Instruction sets beyond the
+# No fused multiply-add, which not every CPU has: all must round alike. Instruction sets beyond the
 # baseline are chosen at run time (native/lib/passes.cc).
 FLAGS = ["-O3", "-g0", "-Wall", "-Wextra", "-Wno-psabi", "-ffp-contract=off", "-fvisibility=hidden"]
 # From the V100 on, as far as nvcc knows them; the last also as PTX, for what comes after it.
@@ -30,18 +30,22 @@ CUDA_FLAGS = [
 ]
 
 
-def require(module: str, remedy: str) -> None:
-    """Ends the build with a remedy if `module` is not installed in the target environment."""
-    # pip builds in an isolated environment; what counts is the one it installs into.
-    if (
-        importlib.machinery.PathFinder.find_spec(module, [*sys.path, sysconfig.get_path("purelib")])
-        is None
-    ):
-        sys.exit(f"\ntfposeidon needs {module}, which is missing in {sys.prefix}.\n{remedy}\n")
+def require_supported() -> None:
+    """Ends the build with a remedy where Python is not supported or TensorFlow is missing."""
+    try:
+        versions.require_python()
+    except versions.UnsupportedVersionError as error:
+        sys.exit(f"\n{error}\n")
+    if not install.finds("tensorflow"):
+        sys.exit(
+            f"\ntfposeidon needs tensorflow, which is missing in {sys.prefix}.\n"
+            f"Run in this folder: {sys.executable} -m tfposeidon install\n"
+            "It installs TensorFlow and Horovod with the corrections this needs; then repeat.\n"
+        )
 
 
 class BuildNative(build_ext):
-    """Compiles the native ops with the flags of the installed TensorFlow, GPU kernels too where it has GPUs."""
+    """Compiles the native ops with the flags of TensorFlow, and GPU kernels where it has GPUs."""
 
     user_options = [
         *build_ext.user_options,
@@ -49,7 +53,8 @@ class BuildNative(build_ext):
         (
             "gpus=",
             None,
-            f"GPU architectures, such as 80,90; default: what nvcc knows of {','.join(map(str, GPUS))}",
+            "GPU architectures, such as 80,90; "
+            f"default: what nvcc knows of {','.join(map(str, GPUS))}",
         ),
     ]
     boolean_options = [*build_ext.boolean_options, "cuda"]
@@ -75,16 +80,22 @@ class BuildNative(build_ext):
             ) from None
 
     def get_ext_filename(self, fullname: str) -> str:
-        """TensorFlow loads it, not Python: the name has no tag of an interpreter."""
+        """Returns a name without an interpreter's tag: TensorFlow loads the library, not Python."""
         return os.path.join(*fullname.split(".")) + ".so"
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
-        """None: ops register themselves."""
+        """Returns none: ops register themselves."""
         return []
 
     def build_extensions(self) -> None:
         """Asks TensorFlow, then compiles."""
-        flags, links, has_gpus = tensorflow_flags()
+        tensorflow, flags, links, has_gpus = tensorflow_flags()
+        try:
+            versions.require_tensorflow("tensorflow", tensorflow)
+        except versions.UnsupportedVersionError as error:
+            sys.exit(f"\n{error}\n")
+        # What an earlier build has left is of this Python, but perhaps of another TensorFlow.
+        self.force = self.force or tensorflow != self.built_for()
         for extension in self.extensions:
             if extension.language == "c":
                 extension.extra_compile_args = FLAGS
@@ -93,10 +104,15 @@ class BuildNative(build_ext):
             extension.extra_compile_args = [
                 re.sub("^-I", "-isystem", flag) for flag in flags
             ] + FLAGS
+            extension.define_macros = [("TFPOSEIDON_TENSORFLOW", f'"{tensorflow}"')]
             extension.extra_link_args = links
             if self.cuda or has_gpus:
                 self.add_cuda(extension)
         super().build_extensions()
+
+    def built_for(self) -> str | None:
+        """Returns the TensorFlow of the library that is there, if any."""
+        return install.built_for(Path(self.get_ext_fullpath("tfposeidon.native._ops")))
 
     def add_cuda(self, extension: Extension) -> None:
         """Compiles the GPU's library with nvcc, and adds it and its kernels."""
@@ -137,29 +153,35 @@ class BuildNative(build_ext):
         ]
 
 
-def tensorflow_flags() -> tuple[list[str], list[str], bool]:
-    """How to compile for, and link with, the TensorFlow that is installed, and whether it was built for GPUs."""
+def tensorflow_flags() -> tuple[str, list[str], list[str], bool]:
+    """Asks TensorFlow how to compile for it and link with it.
+
+    Returns:
+      Its version, the compiler's flags, the linker's, and whether it was built for GPUs.
+    """
     code = (
         "import json, tensorflow as tf;"
-        "config = [tf.sysconfig.get_compile_flags(), tf.sysconfig.get_link_flags(), tf.test.is_built_with_cuda()];"
+        "config = [tf.__version__, tf.sysconfig.get_compile_flags(), tf.sysconfig.get_link_flags(),"
+        "tf.test.is_built_with_cuda()];"
         "print(json.dumps(config))"
     )
-    # Without pip's isolated environment, which has no TensorFlow.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = dict(os.environ)
+    if install.target_has("tensorflow"):
+        # Without pip's isolated environment: the TensorFlow that will load the library counts.
+        environment.pop("PYTHONPATH", None)
     output = subprocess.run(
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
     )
-    compile_flags, link_flags, has_gpus = json.loads(output.stdout.splitlines()[-1])
-    return compile_flags, link_flags, has_gpus
+    return tuple(json.loads(output.stdout.splitlines()[-1]))
 
 
 def native_files(*suffixes: str) -> list[str]:
-    """Those of the native library that end so."""
+    """Returns the native library's files with these suffixes, sorted."""
     return sorted(str(path) for path in NATIVE.rglob("*") if path.suffix in suffixes)
 
 
 def native() -> Extension:
-    """The library of native ops; made anew when any of its files is newer."""
+    """Returns the library of native ops, which is rebuilt when any of its files is newer."""
     files = native_files(".cc", ".cu", ".h", ".inc")
     sources = [name for name in native_files(".cc") if not name.endswith("_gpu.cc")]
     return Extension(
@@ -168,26 +190,18 @@ def native() -> Extension:
 
 
 def records() -> Extension:
-    """What reads samples and copies them into batches: plain C, which needs no TensorFlow."""
+    """Returns the library that reads and copies samples: plain C, which needs no TensorFlow."""
     sources = [f"datacache/native/{name}.c" for name in ("files", "pages", "records")]
     return Extension("datacache.native._records", sources, language="c")
 
 
 def version() -> str:
-    """The one in `tfposeidon/__init__.py`."""
+    """Returns the version in `tfposeidon/__init__.py`."""
     text = Path(__file__).with_name("tfposeidon").joinpath("__init__.py").read_text()
     return re.search(r'__version__ = "(.+)"', text)[1]
 
 
 if not {"sdist", "egg_info", "clean"} & set(sys.argv[1:2]):
-    COMMAND = f"Run in this folder: {sys.executable} -m tfposeidon install"
-    require(
-        "tensorflow",
-        f"{COMMAND}\nIt installs TensorFlow and Horovod with the corrections this needs; then repeat.",
-    )
-    require(
-        "horovod",
-        f"{COMMAND} --horovod-only\nIt builds Horovod against your TensorFlow; then repeat.",
-    )
+    require_supported()
 
 setup(version=version(), ext_modules=[native(), records()], cmdclass={"build_ext": BuildNative})

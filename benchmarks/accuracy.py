@@ -1,17 +1,20 @@
-"""Time and steps to a fixed accuracy on real data: scikit-learn's digits on 4 ranks, with slow links.
+"""Measures time and steps to a fixed accuracy: scikit-learn's digits on 4 ranks, with slow links.
 
-    python -m benchmarks.accuracy                # short: two schemes, one seed
-    python -m benchmarks.accuracy --full         # all dense schemes, three seeds
-    python -m benchmarks.accuracy --sparse       # sparse ones beside the all-reduce, always all epochs
-    python -m benchmarks.accuracy --one-bit      # one bit for each gradient beside exact schemes (Poseidon, Fig. 11)
+    python -m benchmarks.accuracy             # short: two schemes, one seed
+    python -m benchmarks.accuracy --full      # all dense schemes, three seeds; 5 minutes
+    python -m benchmarks.accuracy --sparse    # sparse ones beside the all-reduce; 16 minutes
+    python -m benchmarks.accuracy --one-bit   # one bit per gradient beside exact ones
 
-Every scheme trains the same CNN from the same seeds until validation accuracy is reached, or for so many epochs.
+Every scheme trains the same CNN from the same seeds until the validation accuracy is reached, at
+most for 30 epochs; with `--sparse` and `--one-bit` (Poseidon, Fig. 11) always for all of them. An
+interrupted run goes on.
 """
 
-import argparse
 import statistics
 
-from benchmarks import harness
+import numpy as np
+
+from benchmarks import figures, harness
 
 FULL = {
     "systems": ["allreduce", "allreduce:float16", "asa", "asa16", "2dtar", "2dtar:bfloat16"],
@@ -39,25 +42,30 @@ ONE_BIT |= {"layout": "4x1"}
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = harness.argument_parser("accuracy", __doc__)
+    parser.add_argument(
+        "--systems", nargs="*", help="schemes with options, such as hitopk:0.01:exact"
     )
-    harness.add_arguments(parser, "accuracy")
-    parser.add_argument("--systems", nargs="*", help="schemes")
-    parser.add_argument("--seeds", nargs="*", type=int, help="of weights and batches")
+    parser.add_argument("--seeds", nargs="*", type=int, help="seeds of weights and batches")
     parser.add_argument(
         "--target", type=float, default=TARGET, help=f"validation accuracy to reach ({TARGET})"
     )
-    parser.add_argument("--sparse", action="store_true", help="convergence of sparse schemes")
     parser.add_argument(
-        "--one-bit", action="store_true", help="convergence with one bit for each gradient"
+        "--sparse",
+        action="store_true",
+        help="measure convergence of sparse schemes beside the all-reduce",
+    )
+    parser.add_argument(
+        "--one-bit",
+        action="store_true",
+        help="measure convergence with one bit for each gradient beside exact ones",
     )
     others = {"sparse": COMMON | SPARSE, "one_bit": COMMON | ONE_BIT}
     return harness.parse(parser, COMMON | SHORT, COMMON | FULL, SMALLEST, others)
 
 
 def planned(options):
-    """One job for each seed, with all schemes in it."""
+    """Returns one job for each seed, with all schemes in it."""
     common = {"systems": options.systems, "target": options.target, "layout": options.layout}
     common |= {} if options.epochs == EPOCHS else {"epochs": options.epochs}
     common["goes_on"] = options.sparse or options.one_bit
@@ -76,11 +84,8 @@ def run(systems, target, layout, goes_on, seed, epochs=EPOCHS):
 
 
 def show(cells):
-    """Medians over seeds, with the lowest and the highest."""
-    found = {}
-    for cell in cells.values():
-        for system, figures in cell["systems"].items():
-            found.setdefault(system, []).append(figures)
+    """Prints medians over seeds, with the lowest and the highest."""
+    found = runs_of(cells)
     print(f"\nscikit-learn's digits on 4 ranks, {RATE} between nodes")
     header = ("scheme", "seeds", "reached", "steps", "seconds", "best accuracy", "last accuracy")
     harness.show([header, *(cells_of(system, runs) for system, runs in found.items())])
@@ -102,45 +107,110 @@ def cells_of(system, runs):
 def spread(values, form):
     if not values:
         return "never"
-    return f"{form.format(statistics.median(values))} ({form.format(min(values))} to {form.format(max(values))})"
+    median, low, high = (
+        form.format(figure) for figure in (statistics.median(values), min(values), max(values))
+    )
+    return f"{median} ({low} to {high})"
 
 
 def plot(cells, path):
-    """Validation accuracy over training time, and loss and error over iterations; one line for each run."""
-    # Results from before losses were noted have one panel.
-    everything = all("losses" in run for cell in cells.values() for run in cell["systems"].values())
+    """Saves the plot that fits the runs: curves, or what was needed to reach the target.
 
-    def draw(axes):
-        _draw(
-            axes[0],
-            cells,
-            lambda run: (run["seconds"], [100 * accuracy for accuracy in run["accuracies"]]),
-        )
-        axes[0].set(xlabel="seconds of training", ylabel="validation accuracy, %", ylim=(80, 100))
-        if not everything:
-            return
-        _draw(axes[1], cells, lambda run: (run["iterations"], run["losses"]))
-        _draw(
-            axes[2],
-            cells,
-            lambda run: (run["iterations"], [1 - accuracy for accuracy in run["accuracies"]]),
-        )
-        axes[1].set(xlabel="iterations", ylabel="training loss, mean of an epoch", yscale="log")
-        axes[2].set(xlabel="iterations", ylabel="validation error", yscale="log")
-
-    harness.plot(path, 3 if everything else 1, draw)
+    Curves are those of runs that all go on to the last epoch. Runs that stop at the target are of
+    different lengths, and how long they take is their result.
+    """
+    found = runs_of(cells)
+    if all(cell.get("task", {}).get("goes_on") for cell in cells.values()):
+        plot_curves(found, path)
+    else:
+        targets = {cell.get("task", {}).get("target", TARGET) for cell in cells.values()}
+        plot_needed(found, path, max(targets))
 
 
-def _draw(axis, cells, points):
-    systems = list(dict.fromkeys(system for cell in cells.values() for system in cell["systems"]))
-    for place, cell in enumerate(cells.values()):
+def runs_of(cells):
+    """Returns the runs of each system, one for each seed."""
+    found = {}
+    for cell in cells.values():
         for system, run in cell["systems"].items():
-            style = {
-                "label": system if place == 0 else None,
-                "color": f"C{systems.index(system)}",
-                "linewidth": 1,
+            found.setdefault(system, []).append(run)
+    return found
+
+
+def plot_needed(found, path, target):
+    """Saves seconds and steps to the target: the median of the seeds as a bar, each as a point."""
+
+    def draw(_, axes):
+        needs = {"reached_s": f"seconds to {target:.0%}", "reached_steps": f"steps to {target:.0%}"}
+        for axis, (what, label) in zip(axes, needs.items(), strict=True):
+            values = {
+                system: [run[what] for run in runs if run[what] is not None]
+                for system, runs in found.items()
             }
-            axis.plot(*points(run), **style)
+            medians = {
+                system: statistics.median(own) if own else None for system, own in values.items()
+            }
+            figures.bars(axis, medians, form="", names=axis is axes[0], limit=limit(values))
+            for index, own in enumerate(values.values()):
+                axis.plot(own, [index] * len(own), "o", color="black", markersize=5)
+            axis.set_xlabel(f"{label} (bar: median, points: seeds)")
+
+    figures.save(path, 2, draw, height_in=1.2 + 0.32 * len(found))
+
+
+def limit(values):
+    """Returns the largest value of all runs, or 1 where none reached the target."""
+    return max((value for own in values.values() for value in own), default=1)
+
+
+CURVES = {
+    "accuracies": (
+        "validation accuracy, %",
+        lambda accuracy: 100 * accuracy,
+        {"ylim": (80, 100.5)},
+    ),
+    "errors": ("validation error, %", lambda error: 100 * error, {"yscale": "log"}),
+    "losses": ("training loss", lambda loss: loss, {"yscale": "log"}),
+}
+"""Of runs that go on: label, value and axis of each panel."""
+
+
+def plot_curves(found, path):
+    """Saves accuracy, error and loss by epoch: means over seeds, and their range."""
+    # Results from before losses were noted have no panel of them.
+    noted = all("losses" in run for runs in found.values() for run in runs)
+    names = [name for name in CURVES if noted or name != "losses"]
+
+    def draw(figure, axes):
+        for axis, name in zip(axes, names, strict=True):
+            label, value, options = CURVES[name]
+            for system, runs in found.items():
+                curves = np.array([list(map(value, curve(run, name))) for run in runs])
+                epochs = runs[0].get("iterations", range(1, curves.shape[1] + 1))
+                style = figures.line(system) | {"marker": "", "linewidth": 1.8}
+                axis.plot(epochs, curves.mean(0), **style)
+                axis.fill_between(
+                    epochs,
+                    curves.min(0),
+                    curves.max(0),
+                    color=style["color"],
+                    alpha=0.13,
+                    linewidth=0,
+                )
+            axis.set(xlabel="steps" if noted else "epoch", ylabel=label, **options)
+            if name == "errors":
+                axis.yaxis.set_major_formatter("{x:g}")
+            axis.grid(axis="y")
+        title = "lines: mean of the seeds; bands: their range"
+        figures.legend(figure, columns=5, title=title)
+
+    figures.save(path, len(names), draw, columns=3, height_in=3.4)
+
+
+def curve(run, name):
+    """Returns one value for each epoch of a run."""
+    if name == "errors":
+        return [1 - accuracy for accuracy in run["accuracies"]]
+    return run[name]
 
 
 def main():

@@ -1,7 +1,10 @@
-"""What BestScheme (Poseidon, Algorithm 1) chooses for the papers' models, by number of workers; nothing is run.
+"""Prints what BestScheme (Poseidon, Algorithm 1) chooses for the papers' models.
 
-python -m benchmarks.best_scheme
-python -m benchmarks.best_scheme --models vgg19 --workers 8 --batch 32 64 128
+    python -m benchmarks.best_scheme
+    python -m benchmarks.best_scheme --models vgg19 --workers 8 --batch 32 64 128
+
+The choice for each fully connected layer follows from bytes on paper: nothing is run, and the
+answer is there in seconds.
 """
 
 import argparse
@@ -13,7 +16,7 @@ from tfposeidon.gradients.factors import FactorShape
 from tfposeidon.lab import models
 from tfposeidon.policies import HybComm
 
-# With the batches of Poseidon, section 1 and Table 3.
+# Batches of Poseidon, section 1 and Table 3.
 BATCHES = {"alexnet": 256, "googlenet": 128, "inception_v3": 32, "vgg19": 32, "vgg19_22k": 32}
 WORKERS = (2, 4, 8, 16, 32)
 
@@ -23,19 +26,24 @@ def parse_arguments():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--models", nargs="*", default=list(BATCHES), help="names of tfposeidon.lab.models"
+        "--models",
+        nargs="*",
+        default=list(BATCHES),
+        help=f"names in tfposeidon.lab.models ({', '.join(BATCHES)})",
     )
     parser.add_argument(
-        "--workers", nargs="*", type=int, default=WORKERS, help="nodes, each worker and server"
+        "--workers",
+        nargs="*",
+        type=int,
+        default=WORKERS,
+        help="numbers of nodes, each worker and server (2 to 32)",
     )
-    parser.add_argument(
-        "--batch", nargs="*", type=int, help="samples of a worker; by default Poseidon's"
-    )
+    parser.add_argument("--batch", nargs="*", type=int, help="samples of a worker (Poseidon's)")
     return parser.parse_args()
 
 
 def rows_of(model, batch, workers):
-    """For each fully connected layer: the choice at each number of workers, and by how much."""
+    """Yields a row for each fully connected layer: the choice, and by how much, by workers."""
     for layer in model.layers:
         if layer.kind != "dense":
             continue
@@ -47,6 +55,7 @@ def rows_of(model, batch, workers):
 
 
 def cell(choice):
+    """Returns the chosen scheme, and bytes of the store / bytes of the factors."""
     sizes = dict(choice.candidates)
     return f"{choice.scheme.name} ({sizes['ps'] / sizes['sfb']:.2g})"
 

@@ -1,26 +1,24 @@
-"""Time and bytes per exchange of one vector: schemes x lengths x links x layouts, beside the limit of the link.
+"""Measures time and bytes of single exchanges of one vector, beside the limit of the link.
 
-    python -m benchmarks.exchange                # short: 2 x 2 ranks at 200 Mb/s, 2^14 to 2^22 values
-    python -m benchmarks.exchange --full         # 2x1 to 4x4, 100 Mb/s to unshaped, 2^10 to 2^26; for hours
+    python -m benchmarks.exchange            # short: 2 x 2 ranks, 200 Mb/s, 2^14 to 2^22 values
+    python -m benchmarks.exchange --full     # 2x1 to 4x4, 100 Mb/s to unshaped, to 2^26; hours
     python -m benchmarks.exchange --layouts 2x2 4x2 --rates 200mbit --lengths 24
-    python -m benchmarks.exchange --sparse       # ResNet-50's 25.6 M values by sparse schemes, dense ones and DDP
+    python -m benchmarks.exchange --sparse   # 25.6 M values, sparse, dense and DDP; 20 minutes
 
-The limit is payload / rate for the node that sends most. Over the lengths of each scheme and link a latency and a
-bandwidth are fitted (t = latency + payload / bandwidth, least squares of relative errors; without what the shaper
-lets through at once). An interrupted run goes on.
+The limit is payload / rate for the node that sends most. Over the lengths of each scheme and link a
+latency and a bandwidth are fitted (t = latency + payload / bandwidth, least squares of relative
+errors; without what the shaper lets through at once). An interrupted run goes on.
 """
 
-import argparse
 import itertools
 import math
 import statistics
 
 import numpy as np
 
-from benchmarks import harness
-from tfposeidon.lab import units
+from benchmarks import figures, harness
 from tfposeidon.lab.cluster import burst_bytes
-from tfposeidon.text import readable
+from tfposeidon.units import parse_rate, readable_size
 
 SYSTEMS = ("allreduce", "allreduce:float16", "asa", "asa16", "2dtar", "2dtar:float16")
 SPARSE = {
@@ -52,40 +50,41 @@ FULL = {
     "rates": ["100mbit", "200mbit", "1gbit", "unshaped"],
     "lengths": list(range(10, 27, 2)),
 }
-# Of what an exchange sends; where the shaper's burst is more, it is not compared with the limit.
+# Share of what an exchange sends; where the shaper's burst is more, the limit says nothing.
 LARGEST_BURST = 0.01
-# Beyond, sixteen ranks do not fit into memory.
+# With longer vectors sixteen ranks do not fit into memory.
 LONGEST_ABOVE_8_RANKS = 2**24
 # What DDP exchanges: the gradients of a model, without computing anything.
 PEER = {"model": "resnet50", "shrink": 1, "dilation": 0, "warm_up": 3, "steps": 3}
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = harness.argument_parser("exchange", __doc__)
+    parser.add_argument(
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
     )
-    harness.add_arguments(parser, "exchange")
-    parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
-    parser.add_argument("--rates", nargs="*", help="of the links between nodes, or unshaped")
+    parser.add_argument(
+        "--rates", nargs="*", help="rates of the links between nodes, such as 200mbit, or unshaped"
+    )
     parser.add_argument(
         "--lengths",
         nargs="*",
         type=int,
         metavar="POWER",
-        help="powers of two, or numbers of values",
+        help="lengths of the vector: powers of two, or, from 64 on, numbers of values",
     )
     parser.add_argument(
-        "--systems", nargs="*", help="schemes with options, such as hitopk:0.01:float16; peers"
+        "--systems", nargs="*", help="schemes with options, such as hitopk:0.01:float16, and peers"
     )
     parser.add_argument(
-        "--sparse", action="store_true", help="the comparison of sparse and dense exchanges"
+        "--sparse", action="store_true", help="measure sparse and dense exchanges of 25.6 M values"
     )
     common = {"systems": SYSTEMS}
     return harness.parse(parser, common | SHORT, common | FULL, SMALLEST, {"sparse": SPARSE})
 
 
 def planned(options):
-    """One job for each layout, rate and program that measures."""
+    """Returns one job for each layout, rate and program that measures."""
     found = []
     for layout, rate in itertools.product(options.layouts, options.rates):
         lengths = [2**length if length < 64 else length for length in options.lengths]
@@ -105,6 +104,7 @@ def planned(options):
 
 
 def ranks(layout):
+    """Returns the number of ranks of "MxN"."""
     nodes, per_node = map(int, layout.split("x"))
     return nodes * per_node
 
@@ -114,45 +114,54 @@ def run(layout, rate, lengths, systems, worker):
     answer = harness.in_lab(harness.cluster(layout, rate), worker, task | {"systems": systems})
     if worker == "ddp":
         answer["systems"] = {
-            f"{name} {lengths[0]}": peer_figures(of) for name, of in answer["systems"].items()
+            f"{name} {lengths[0]}": peer_figures(measured)
+            for name, measured in answer["systems"].items()
         }
     return answer | {"layout": layout, "rate": rate}
 
 
-def peer_figures(figures):
-    """As ours; what a peer should send is what it sends."""
-    return figures | {
-        "predicted_bytes": figures["sent_bytes"],
-        "busiest_bytes": figures["sent_bytes"],
+def peer_figures(measured):
+    """Returns figures of a peer like ours; what it should send is what it sends."""
+    return measured | {
+        "predicted_bytes": measured["sent_bytes"],
+        "busiest_bytes": measured["sent_bytes"],
     }
 
 
 def rows(cell):
-    """One row for each scheme and length of a job."""
-    rate = None if cell["rate"] == "unshaped" else units.rate(cell["rate"])
-    for name, figures in cell["systems"].items():
+    """Yields the figures of each scheme and length of a job."""
+    rate = None if cell["rate"] == "unshaped" else parse_rate(cell["rate"])
+    for name, measured in cell["systems"].items():
         system, length = name.rsplit(" ", 1)
-        time_s = statistics.median(figures["step_s"])
-        limit_s = 8 * figures["busiest_bytes"] / rate if rate else None
-        # The shaper lets a burst through at once at the begin of each exchange, so for short ones there is no limit.
+        time_s = statistics.median(measured["step_s"])
+        limit_s = 8 * measured["busiest_bytes"] / rate if rate else None
+        # The shaper lets a burst through at once when an exchange begins, so that there is no limit
+        # for short ones.
         free_bytes = burst_bytes(rate) if rate else 0
-        limited = rate is not None and free_bytes < LARGEST_BURST * figures["busiest_bytes"]
+        limited = rate is not None and free_bytes < LARGEST_BURST * measured["busiest_bytes"]
         yield {
             "system": system,
             "length": int(length),
             "time_s": time_s,
-            "bytes": figures["busiest_bytes"],
-            "counted": figures["sent_bytes"] / figures["predicted_bytes"]
-            if figures["predicted_bytes"]
+            "bytes": measured["busiest_bytes"],
+            "counted": measured["sent_bytes"] / measured["predicted_bytes"]
+            if measured["predicted_bytes"]
             else None,
             "limit_s": limit_s,
             "distance": time_s / limit_s if limited else None,
-            "shaped_bytes": max(0.0, figures["busiest_bytes"] - free_bytes),
+            "shaped_bytes": max(0.0, measured["busiest_bytes"] - free_bytes),
         }
 
 
 def fit(rows):
-    """Latency in seconds and bandwidth in bits per second of one scheme over one link."""
+    """Fits latency and bandwidth of one scheme over one link.
+
+    Args:
+      rows: Rows of `rows`, of several lengths.
+
+    Returns:
+      Latency in seconds, and bandwidth in bits per second.
+    """
     sizes, times = (
         np.array([row[name] for row in rows], float) for name in ("shaped_bytes", "time_s")
     )
@@ -163,10 +172,12 @@ def fit(rows):
 
 
 def show(cells):
+    """Prints a table for each job, and the fitted latencies and bandwidths."""
     for cell in cells.values():
         found = list(rows(cell))
         print(
-            f"\n{cell['layout']} ranks, {cell['rate']} between nodes; {cell['dropped_packets']} packets dropped"
+            f"\n{cell['layout']} ranks, {cell['rate']} between nodes; "
+            f"{cell['dropped_packets']} packets dropped"
         )
         header = (
             "scheme",
@@ -194,7 +205,7 @@ def cells_of(row):
         if row["length"].bit_count() == 1
         else f"{row['length'] / 1e6:.1f} M",
         f"{1e3 * row['time_s']:.1f} ms",
-        readable(row["bytes"]),
+        readable_size(row["bytes"]),
         f"{row['counted']:.3f}" if row["counted"] else "",
         f"{1e3 * row['limit_s']:.1f} ms" if row["limit_s"] else "",
         f"{row['distance']:.2f}" if row["distance"] else "",
@@ -202,25 +213,58 @@ def cells_of(row):
 
 
 def plot(cells, path):
-    """Time over length, one panel for each layout and link."""
+    """Saves one panel for each layout and link.
 
-    def draw(axes):
-        for axis, cell in zip(axes, cells.values(), strict=True):
-            found = list(rows(cell))
-            for system in dict.fromkeys(row["system"] for row in found):
-                own = sorted(
-                    (row["length"], row["time_s"]) for row in found if row["system"] == system
-                )
-                axis.plot(*zip(*own, strict=True), "o-", label=system, linewidth=1, markersize=4)
-            axis.set(
-                title=f"{cell['layout']} ranks, {cell['rate']}",
-                xlabel="values",
-                xscale="log",
-                yscale="log",
+    Where several lengths were measured, it shows time over length, and otherwise a bar for each
+    system.
+    """
+    found = {}
+    for cell in cells.values():
+        found.setdefault((cell["layout"], cell["rate"]), []).extend(rows(cell))
+    if len({row["length"] for own in found.values() for row in own}) > 1:
+        figures.save(path, len(found), lambda figure, axes: draw_lines(figure, axes, found))
+        return
+    systems = figures.in_order({row["system"] for own in found.values() for row in own})
+    height_in = 0.8 + 0.21 * len(systems)
+
+    def draw(figure, axes):
+        draw_bars(axes, found, systems)
+        (length,) = {row["length"] for own in found.values() for row in own}
+        figure.suptitle(f"an exchange of {length / 1e6:.1f} M float32 values; bold: tfposeidon")
+
+    figures.save(path, len(found), draw, height_in=height_in)
+
+
+def draw_lines(figure, axes, found):
+    """Draws time over length, a line for each system."""
+    for axis, ((layout, rate), own) in zip(axes, found.items(), strict=True):
+        for system in figures.in_order({row["system"] for row in own}):
+            points = sorted(
+                (row["length"], row["time_s"]) for row in own if row["system"] == system
             )
-        axes[0].set_ylabel("seconds per exchange")
+            axis.plot(*zip(*points, strict=True), **figures.line(system))
+        axis.set(
+            title=f"{figures.ranks(layout)}, {figures.rate(rate)}",
+            xlabel="values",
+            ylabel="seconds per exchange",
+            xscale="log",
+            yscale="log",
+        )
+        axis.grid()
+    figures.legend(figure)
 
-    harness.plot(path, len(cells), draw)
+
+def draw_bars(axes, found, systems):
+    """Draws a bar for each system, to one scale for all layouts of a link."""
+    longest = {}
+    for (_, rate), own in found.items():
+        longest[rate] = max([longest.get(rate, 0), *(1e3 * row["time_s"] for row in own)])
+    for index, (axis, ((layout, rate), own)) in enumerate(zip(axes, found.items(), strict=True)):
+        times = {row["system"]: 1e3 * row["time_s"] for row in own}
+        milliseconds = {system: times.get(system) for system in systems}
+        figures.bars(axis, milliseconds, names=index % 2 == 0, limit=longest[rate])
+        axis.set_title(f"{figures.ranks(layout)}, {figures.rate(rate)} between nodes")
+        axis.set_xlabel("milliseconds per exchange")
 
 
 def main():

@@ -1,5 +1,6 @@
-"""What the benchmarks share: jobs in the lab, results that survive an interruption, tables and plots."""
+"""Parts that all benchmarks share: options, jobs in the lab, kept results and tables."""
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -21,19 +22,26 @@ PACKAGES = ("tensorflow-cpu", "tensorflow", "keras", "horovod", "torch", "numpy"
 
 NATIVE_FLAGS = ("-std=c++17", "-O3", "-Wno-psabi", "-ffp-contract=off", "-pthread", "-I.")
 TIME_LIMIT_S = 3600
-# Name up to the first dash -> worker.
+# Name of a peer up to the first dash -> its worker.
 PEER_WORKERS = {"ddp": "ddp", "mirrored": "mirrored"}
 
 
 class JobError(Exception):
-    """A job did not come to its end."""
+    """Error of a job that did not come to its end."""
 
 
 class Results:
-    """Answers of a benchmark by key, kept in a JSON file from job to job: run it again, and it goes on.
+    """Answers of a benchmark by key, kept in a JSON file from job to job.
+
+    A benchmark that was interrupted goes on with what the file lacks.
+
+    Attributes:
+      path: File of the answers.
+      cells: Key -> answer.
 
     Args:
-      path: Of the file; `fresh` begins it anew.
+      path: File to continue; its folder is made where it is missing.
+      fresh: Begins the file anew.
     """
 
     def __init__(self, path, fresh=False):
@@ -45,39 +53,68 @@ class Results:
         return key in self.cells
 
     def add(self, key, answer):
-        """Keeps an answer, with where it comes from; written beside and renamed."""
+        """Keeps an answer, with the machine and the commit that gave it.
+
+        The file is written beside its place and renamed: an interruption leaves the old or the new
+        one.
+
+        Args:
+          key: Key of the job.
+          answer: Figures of the job, for JSON.
+        """
         self.cells[key] = answer | {"machine": machine()}
         beside = self.path.with_suffix(".part")
         beside.write_text(json.dumps(self.cells, indent=1) + "\n")
         beside.replace(self.path)
 
 
-def add_arguments(parser, name):
-    """What every benchmark takes."""
+def argument_parser(name, description):
+    """Returns a parser with the options that every benchmark takes.
+
+    Args:
+      name: Name of the benchmark's module, and of its file of results.
+      description: What `--help` prints above the options.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.set_defaults(benchmark=name)
     parser.add_argument(
         "--results",
         type=Path,
-        help=f"file that is continued (docs/results/{name}.json; with --smallest build/smallest/{name}.json)",
+        help=f"JSON file to continue (docs/results/{name}.json; "
+        f"with --smallest build/smallest/{name}.json)",
     )
     parser.add_argument("--fresh", action="store_true", help="begin the file anew")
     parser.add_argument(
-        "--full", action="store_true", help="everything, for hours; by default a short version"
+        "--full",
+        action="store_true",
+        help="measure everything, in minutes to hours; by default a short version",
     )
     parser.add_argument(
         "--smallest",
         action="store_true",
-        help="one small case of each kind, to see that all of it runs",
+        help="measure one small case of each kind, to see that all of it runs",
     )
+    return parser
 
 
 def keyed(arguments):
-    """Jobs by a key that holds everything they depend on."""
+    """Returns jobs by a key that holds everything they depend on.
+
+    Args:
+      arguments: Arguments of each job, by name.
+    """
     return {" ".join(f"{name}={value}" for name, value in one.items()): one for one in arguments}
 
 
 def by_worker(systems, ours):
-    """The program that measures -> its systems: peers have their own, all others go by `ours`."""
+    """Returns the systems that each worker measures: peers have workers of their own.
+
+    Args:
+      systems: Names of schemes and peers.
+      ours: Worker of all that are no peers.
+    """
     found = {}
     for system in systems:
         found.setdefault(PEER_WORKERS.get(system.partition("-")[0], ours), []).append(system)
@@ -85,15 +122,21 @@ def by_worker(systems, ours):
 
 
 def parse(parser, short, full, smallest, others=None):
-    """The options, with what was not named taken from a version: that asked for by flag, or else the short one.
+    """Parses the command line and fills in what was not named.
 
     Args:
-      short, full, smallest: Values by option.
-      others: Versions by flag.
+      parser: Parser made by `argument_parser`.
+      short: Values by option, when no version is asked for.
+      full: Values with `--full`.
+      smallest: Values with `--smallest`.
+      others: Values by the flag of a version that only this benchmark has.
+
+    Returns:
+      The options; `results` is the file to continue.
     """
     options = parser.parse_args()
     if options.results is None:
-        # What shows that a benchmark runs is no result.
+        # The smallest version shows that a benchmark runs, and is no result.
         options.results = (
             SMALLEST_RESULTS if options.smallest else RESULTS
         ) / f"{options.benchmark}.json"
@@ -106,22 +149,40 @@ def parse(parser, short, full, smallest, others=None):
 
 
 def carry_out(options, planned, run, show, plot):
-    """Runs what is missing, then shows and plots everything in the file; ends with status 1 if a job failed."""
+    """Runs what is missing, then shows and plots everything in the file.
+
+    Args:
+      options: Options from `parse`.
+      planned: Key -> arguments of `run`.
+      run: Function that measures one job and returns its answer.
+      show: Function that prints tables of all answers.
+      plot: Function that draws all answers and saves them under a path.
+
+    Raises:
+      SystemExit: With status 1, if a job failed.
+    """
     results = Results(options.results, options.fresh)
     failed = jobs(results, planned, run)
-    show(results.cells)
-    plot(results.cells, options.results.with_suffix(".png"))
+    if results.cells:
+        show(results.cells)
+        plot(results.cells, options.results.with_suffix(".png"))
     if failed:
         sys.exit(
-            f"{len(failed)} of {len(planned)} jobs failed: {', '.join(failed)}. Run it again, and it goes on."
+            f"{len(failed)} of {len(planned)} jobs failed: {', '.join(failed)}. "
+            "Run it again, and it goes on."
         )
 
 
 def jobs(results, planned, run):
-    """Runs those of `planned` (key -> arguments of `run`) that `results` lacks, and shows progress.
+    """Runs the jobs that the results lack, and shows progress.
+
+    Args:
+      results: The `Results` to continue.
+      planned: Key -> arguments of `run`.
+      run: Function that measures one job and returns its answer.
 
     Returns:
-      The keys of those that failed.
+      Keys of the jobs that failed.
     """
     failed = []
     missing = {key: arguments for key, arguments in planned.items() if key not in results}
@@ -139,7 +200,12 @@ def jobs(results, planned, run):
 
 
 def cluster(layout, rate):
-    """Options of the lab for "MxN", nodes x ranks on each, with links of that rate between nodes."""
+    """Returns the lab's options for a cluster.
+
+    Args:
+      layout: "MxN", nodes x ranks on each.
+      rate: Rate of the links between nodes, such as "200mbit", or "unshaped".
+    """
     nodes, per_node = layout.split("x")
     return f"--nodes {nodes} --per-node {per_node}" + (
         "" if rate == "unshaped" else f" --inter {rate}"
@@ -147,14 +213,15 @@ def cluster(layout, rate):
 
 
 def in_lab(options, worker, task):
-    """Runs `benchmarks.workers.<worker>` in the lab.
+    """Runs `benchmarks.workers.<worker>` on the ranks of an emulated cluster.
 
     Args:
-      options: Of `python -m tfposeidon lab`, as a string.
-      task: What the worker is asked, for JSON.
+      options: Options of `python -m tfposeidon lab`, as one string.
+      worker: Name of the worker's module.
+      task: Request to the worker, for JSON.
 
     Returns:
-      The worker's answer (system -> figures), the lab's report, and the command.
+      The worker's answer (system -> figures), what was asked, dropped packets and seconds.
 
     Raises:
       JobError: If the job fails, or takes longer than an hour.
@@ -213,10 +280,15 @@ def in_lab(options, worker, task):
 
 
 def native(name, *arguments, more=()):
-    """What the benchmark `benchmarks/native/<name>.cc` says, compiled with the native library.
+    """Compiles `benchmarks/native/<name>.cc` with the native library, and runs it.
 
     Args:
-      more: Files of values, NumPy arrays, which follow the arguments.
+      name: Name of the source, without its suffix.
+      *arguments: Arguments of the program.
+      more: NumPy arrays, whose files follow the arguments.
+
+    Returns:
+      The figures that the program printed.
     """
     sources = [
         f"benchmarks/native/{name}.cc",
@@ -225,7 +297,7 @@ def native(name, *arguments, more=()):
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / name
         subprocess.run(["g++", *NATIVE_FLAGS, *sources, "-o", program], cwd=ROOT, check=True)
-        files = [Path(folder) / f"values{place}" for place in range(len(more))]
+        files = [Path(folder) / f"values{index}" for index in range(len(more))]
         for file, values in zip(files, more, strict=True):
             values.tofile(file)
         command = [program, *map(str, arguments), *files]
@@ -235,7 +307,7 @@ def native(name, *arguments, more=()):
 
 
 def machine():
-    """Commit, processor, kernel and versions."""
+    """Returns commit, CPU, kernel and versions of packages, which each answer is kept with."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     git = subprocess.run(
@@ -257,23 +329,9 @@ def _version(name):
 
 
 def show(rows):
-    """Prints a table."""
+    """Prints a table.
+
+    Args:
+      rows: Texts of the cells; the first row is the header.
+    """
     print("\n".join(table(rows)), flush=True)
-
-
-def plot(path, panels, draw):
-    """Saves what `draw` puts on a row of so many axes; without Matplotlib a line says so."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        print("No plots: Matplotlib is missing. Run: pip install matplotlib")
-        return
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    drawing, axes = pyplot.subplots(1, panels, figsize=(4.5 * panels, 4), squeeze=False)
-    draw(axes[0])
-    axes[0][-1].legend(fontsize=7, bbox_to_anchor=(1.02, 1), loc="upper left")
-    drawing.savefig(path, dpi=130, bbox_inches="tight")
-    pyplot.close(drawing)
-    print(f"wrote {path}")

@@ -1,12 +1,14 @@
-"""HiTopKComm broken down into its four steps (Shi et al. 2021, Fig. 8), in the emulated cluster.
+"""Measures the four steps of HiTopKComm (Shi et al. 2021, Fig. 8) in the emulated cluster.
 
-python -m benchmarks.hitopk_steps            # 2 x 2 and 4 x 2 ranks, 200 Mb/s and 1 Gb/s, densities 0.01 and 0.001
+    python -m benchmarks.hitopk_steps        # 2 x 2 and 4 x 2 ranks, 200 Mb/s and 1 Gb/s; 5 minutes
+
+Each step is timed by leaving out those behind it, at densities 0.01 and 0.001. An interrupted run
+goes on.
 """
 
-import argparse
 import itertools
 
-from benchmarks import harness
+from benchmarks import figures, harness
 from benchmarks.workers.hitopk_steps import STEPS
 
 CASES = {"layouts": ["2x2", "4x2"], "rates": ["200mbit", "1gbit"]}
@@ -16,12 +18,13 @@ ELEMENTS = 25_557_032
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = harness.argument_parser("hitopk_steps", __doc__)
+    parser.add_argument(
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
     )
-    harness.add_arguments(parser, "hitopk_steps")
-    parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
-    parser.add_argument("--rates", nargs="*", help="of the links between nodes")
+    parser.add_argument(
+        "--rates", nargs="*", help="rates of the links between nodes, such as 200mbit"
+    )
     return harness.parse(
         parser, CASES | {"elements": ELEMENTS}, CASES | {"elements": ELEMENTS}, SMALLEST
     )
@@ -35,12 +38,14 @@ def run(layout, rate, elements=ELEMENTS):
 
 
 def rows(cells):
+    """Yields layout, link and scheme as one name, and the seconds of each step."""
     for cell in cells.values():
-        for system, figures in cell["systems"].items():
-            yield f"{cell['layout']} {cell['rate']} {system}", figures["steps_s"]
+        for system, measured in cell["systems"].items():
+            yield f"{cell['layout']} {cell['rate']} {system}", measured["steps_s"]
 
 
 def show(cells):
+    """Prints milliseconds of each step and of all."""
     header = ("ranks, link, scheme", *STEPS, "all")
     found = [
         (name, *(f"{1e3 * s:.0f} ms" for s in (*steps, sum(steps)))) for name, steps in rows(cells)
@@ -48,17 +53,38 @@ def show(cells):
     harness.show([header, *found])
 
 
+def readable(name):
+    """Returns the name of a row for the plot.
+
+    >>> readable("2x2 200mbit hitopk:0.01")
+    '2 x 2 ranks, 200 Mb/s, top 1 %'
+    """
+    layout, rate, system = name.split()
+    density = float(system.partition(":")[2])
+    return f"{figures.ranks(layout)}, {figures.rate(rate)}, top {100 * density:g} %"
+
+
 def plot(cells, path):
-    def draw(axes):
+    """Saves a bar for each layout, link and density, made of the four steps."""
+
+    def draw(figure, axes):
         names, steps = zip(*rows(cells), strict=True)
         begins = [0.0] * len(names)
-        for place, label in enumerate(STEPS):
-            widths = [1e3 * own[place] for own in steps]
-            axes[0].barh(names, widths, left=begins, label=label)
+        for index, (label, color) in enumerate(zip(STEPS, figures.PARTS, strict=True)):
+            widths = [1e3 * own[index] for own in steps]
+            axes[0].barh(names, widths, left=begins, label=label, color=color, height=0.7)
             begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
-        axes[0].set(xlabel="milliseconds")
+        for index, end in enumerate(begins):
+            axes[0].annotate(
+                f"{end:.0f}", (end, index), (4, 0), textcoords="offset points", va="center"
+            )
+        axes[0].set(xlabel="milliseconds per exchange of 25.6 M values")
+        axes[0].set_yticks(range(len(names)), map(readable, names))
+        axes[0].invert_yaxis()
+        axes[0].tick_params(left=False)
+        figures.legend(figure, columns=2)
 
-    harness.plot(path, 1, draw)
+    figures.save(path, 1, draw, height_in=3.8)
 
 
 def main():

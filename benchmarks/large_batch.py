@@ -1,20 +1,20 @@
-"""Large batches: LARS and LAMB with warm-up beside SGD, on scikit-learn's digits.
+"""Measures accuracy with large batches: LARS and LAMB with warm-up beside SGD, on digits.
 
     python -m benchmarks.large_batch          # short: one seed
-    python -m benchmarks.large_batch --full   # three seeds
+    python -m benchmarks.large_batch --full   # three seeds; 4 minutes
 
-One process trains a CNN for the same number of epochs with a batch of 16, and with one of 256 by several rules: SGD at
-2, 4, 8 and 16 times the rate of the small batch, LARS and LAMB. What 16 ranks with a batch of 16 each would do is the
-same, to rounding (tests/on_ranks/layer_rates.py).
+One process trains a CNN for the same number of epochs with a batch of 16, and with one of 256 by
+several rules: SGD at 2, 4, 8 and 16 times the rate of the small batch, LARS and LAMB. What 16 ranks
+with a batch of 16 each would do is the same, to rounding (tests/on_ranks/layer_rates.py). An
+interrupted run goes on.
 """
 
-import argparse
 import statistics
 
 import keras
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import figures, harness
 from benchmarks.workers.accuracy import MOMENTUM, data, model
 from tfposeidon.optimizers import LAMB, LARS
 from tfposeidon.optimizers.schedules import PolynomialDecayWithWarmup
@@ -24,7 +24,15 @@ RATE = 0.05
 
 
 def schedule(peak, batch, samples, epochs, warmup=WARMUP):
-    """Up to the peak, and down to 0 at the last step."""
+    """Returns a rate that rises to the peak, and falls to 0 at the last step.
+
+    Args:
+      peak: Highest rate.
+      batch: Samples of a step.
+      samples: Samples of an epoch.
+      epochs: Number of epochs in all.
+      warmup: Epochs in which the rate rises.
+    """
     steps = -(-samples // batch)
     return PolynomialDecayWithWarmup.by_epochs(peak, warmup, epochs - warmup, steps, power=2.0)
 
@@ -34,7 +42,7 @@ def _sgd(rate):
 
 
 RULES = {
-    # name: batch, optimizer of a schedule's maker
+    # Name: batch, and a function from the maker of a schedule to the optimizer.
     "SGD, small batch": (SMALL, lambda rate: _sgd(rate(RATE, warmup=0))),
     "SGD, scaled rate": (SMALL * FACTOR, lambda rate: _sgd(rate(RATE * FACTOR, warmup=0))),
     **{
@@ -61,16 +69,14 @@ SMALLEST = {
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    harness.add_arguments(parser, "large_batch")
-    parser.add_argument("--rules", nargs="*", choices=RULES, help="what to train by")
-    parser.add_argument("--seeds", nargs="*", type=int, help="of weights and batches")
+    parser = harness.argument_parser("large_batch", __doc__)
+    parser.add_argument("--rules", nargs="*", choices=RULES, help="rules to train by")
+    parser.add_argument("--seeds", nargs="*", type=int, help="seeds of weights and batches")
     return harness.parse(parser, SHORT, FULL, SMALLEST)
 
 
 def planned(options):
+    """Returns one job for each rule and seed."""
     more = {} if options.epochs == EPOCHS else {"epochs": options.epochs}
     return harness.keyed(
         {"rule": rule, "seed": seed} | more for seed in options.seeds for rule in options.rules
@@ -78,7 +84,7 @@ def planned(options):
 
 
 def run(rule, seed, epochs=EPOCHS):
-    """Validation accuracy after each epoch."""
+    """Trains by a rule; the answer has the validation accuracy after each epoch."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(seed)
     batch, optimizer = RULES[rule]
@@ -99,12 +105,15 @@ def run(rule, seed, epochs=EPOCHS):
 
 
 def runs_of(cells, rule):
+    """Returns the answers of a rule, one for each seed."""
     return [cell for cell in cells.values() if cell["rule"] == rule]
 
 
 def show(cells):
+    """Prints the accuracy at the end by rule, and by how much it is below the small batch."""
     print(
-        f"\nscikit-learn's digits, {EPOCHS} epochs; validation accuracy at the end, mean over seeds (lowest, highest)"
+        f"\nscikit-learn's digits, {EPOCHS} epochs; validation accuracy at the end, "
+        "mean over seeds (lowest, highest)"
     )
     small = [cell["accuracies"][-1] for cell in runs_of(cells, "SGD, small batch")]
     rows = [("rule", "batch", "seeds", "accuracy", "points below the small batch")]
@@ -117,22 +126,46 @@ def show(cells):
     harness.show(rows)
 
 
-def plot(cells, path):
-    """Validation accuracy over epochs, mean and range over seeds."""
+LOWEST = 80
+"""Accuracy in percent at which the axis begins."""
 
-    def draw(axes):
-        for place, rule in enumerate(RULES):
+
+def plot(cells, path):
+    """Saves validation accuracy over epochs, mean and range over seeds."""
+
+    def draw(figure, axes):
+        below = []
+        for rule in RULES:
             curves = 100 * np.array([cell["accuracies"] for cell in runs_of(cells, rule)])
             if not curves.size:
                 continue
+            if curves.max() < LOWEST:
+                below.append(f"{rule}: {curves[:, -1].mean():.0f} %")
+                continue
             epochs = range(1, curves.shape[1] + 1)
-            axes[0].plot(
-                epochs, curves.mean(0), f"C{place}", label=f"{rule} ({RULES[rule][0]})", linewidth=1
+            style = figures.line(rule) | {"marker": "", "label": named(rule)}
+            axes[0].plot(epochs, curves.mean(0), **style)
+            axes[0].fill_between(
+                epochs, curves.min(0), curves.max(0), color=style["color"], alpha=0.12, linewidth=0
             )
-            axes[0].fill_between(epochs, curves.min(0), curves.max(0), color=f"C{place}", alpha=0.2)
-        axes[0].set(xlabel="epoch", ylabel="validation accuracy, %", ylim=(80, 100))
+        axes[0].set(xlabel="epoch", ylabel="validation accuracy, %", ylim=(LOWEST, 100.5))
+        axes[0].grid(axis="y")
+        if below:
+            text = "below the axis: " + "; ".join(below)
+            axes[0].annotate(text, (0.99, 0.02), xycoords="axes fraction", ha="right", fontsize=9)
+        figures.legend(
+            figure,
+            columns=3,
+            more=[named(rule) for rule in RULES if figures.style(rule).ours],
+            title="rule (batch); bold: tfposeidon; lines: mean of the seeds; bands: their range",
+        )
 
-    harness.plot(path, 1, draw)
+    figures.save(path, 1, draw, height_in=4.4)
+
+
+def named(rule):
+    """Returns the rule with its batch."""
+    return f"{rule} ({RULES[rule][0]})"
 
 
 def main():

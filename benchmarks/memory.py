@@ -1,13 +1,15 @@
-"""Memory of optimizers whose state lies whole on every rank, or in parts on its servers (`update="server"`).
+"""Measures memory of optimizers whose state lies whole on every rank, or in shards on the servers.
 
-python -m benchmarks.memory            # SGD, Adam and AdamW on 2 and 4 ranks
+    python -m benchmarks.memory      # momentum, Adam and AdamW on 2 and 4 ranks; 5 minutes
+
+Each line is a job of its own that makes three updates of one variable of 33.6 M values with the
+store, `ShardedServer(update="worker")` or `"server"`. An interrupted run goes on.
 """
 
-import argparse
 import itertools
 import statistics
 
-from benchmarks import harness
+from benchmarks import figures, harness
 from benchmarks.workers.memory import OPTIMIZERS
 
 ELEMENTS = 2**25
@@ -27,20 +29,23 @@ SMALLEST = {
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = harness.argument_parser("memory", __doc__)
+    parser.add_argument(
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
     )
-    harness.add_arguments(parser, "memory")
-    parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
     return harness.parse(parser, CASES, CASES, SMALLEST)
 
 
 def planned(options):
-    """A job for each optimizer and place: memory that one leaves behind would be the next one's."""
+    """Returns a job for each layout, optimizer and side that updates.
+
+    Memory that one case leaves behind would be counted for the next one in the same job.
+    """
     cases = itertools.product(options.layouts, options.optimizers, options.updates)
     more = {} if options.elements == ELEMENTS else {"elements": options.elements}
     return harness.keyed(
-        {"layout": layout, "optimizer": name, "update": of} | more for layout, name, of in cases
+        {"layout": layout, "optimizer": name, "update": update} | more
+        for layout, name, update in cases
     )
 
 
@@ -51,13 +56,16 @@ def run(layout, optimizer, update, elements=ELEMENTS):
 
 
 def rows(cells):
-    """(ranks, optimizer, update), bytes of slots and what is resident beyond plain SGD, both as the median of ranks."""
-    figures = {
+    """Yields (ranks, optimizer, update), bytes of slots, and resident bytes beyond plain SGD.
+
+    Both are medians of the ranks.
+    """
+    measured = {
         (c["layout"], c["optimizer"], c["update"]): c["systems"][c["optimizer"]]
         for c in cells.values()
     }
-    for (layout, optimizer, update), found in figures.items():
-        plain = figures.get((layout, "sgd", update))
+    for (layout, optimizer, update), found in measured.items():
+        plain = measured.get((layout, "sgd", update))
         if optimizer != "sgd" and plain:
             slots, resident, without = map(
                 statistics.median, (found["slots"], found["resident"], plain["resident"])
@@ -66,6 +74,7 @@ def rows(cells):
 
 
 def show(cells):
+    """Prints a line for each layout, optimizer and side that updates."""
     print(f"\n{ELEMENTS / 1e6:.1f} M float32 weights; the median of the ranks")
     table = [
         (layout, optimizer, update, f"{slots / 1e6:.1f} MB", f"{resident / 1e6:.0f} MB")
@@ -76,17 +85,52 @@ def show(cells):
     )
 
 
-def plot(cells, path):
-    def draw(axes):
-        found = list(rows(cells))
-        names = [" ".join(about) for about, *_ in found]
-        axes[0].barh(names, [resident / 1e6 for *_, resident in found], label="resident")
-        axes[0].plot(
-            [slots / 1e6 for _, slots, _ in found], names, "k|", markersize=12, label="slots"
-        )
-        axes[0].set(xlabel="MB")
+COLORS = {"worker": figures.BASELINE, "server": figures.style("ps").color}
+"""By where the update is made: on every rank, or on the servers of shards."""
 
-    harness.plot(path, 1, draw)
+
+def plot(cells, path):
+    """Saves a panel for each layout, with resident memory as bars and slots as marks on them."""
+    found = {}
+    for (layout, *about), slots, resident in rows(cells):
+        found.setdefault(layout, []).append((*about, slots / 1e6, resident / 1e6))
+
+    def draw(figure, axes):
+        most = max(size for own in found.values() for *_, resident in own for size in [resident])
+        for axis, (layout, own) in zip(axes, found.items(), strict=True):
+            names = []
+            for index, (optimizer, update, slots, resident) in enumerate(own):
+                names.append(f"{optimizer}, {update}")
+                hatch = {"hatch": "///", "edgecolor": "white"} if update == "worker" else {}
+                axis.barh(
+                    index,
+                    resident,
+                    color=COLORS[update],
+                    label=f'resident, update="{update}"',
+                    height=0.7,
+                    **hatch,
+                )
+                mark = axis.vlines(slots, index - 0.42, index + 0.42, "black", linewidth=2.5)
+                axis.annotate(
+                    f"{resident:.0f}",
+                    (max(resident, slots), index),
+                    (4, 0),
+                    textcoords="offset points",
+                    va="center",
+                )
+            mark.set_label("slots")
+            axis.set_yticks(range(len(names)), names)
+            axis.set(
+                title=figures.ranks(layout),
+                xlabel="MB on a rank, beyond plain SGD",
+                xlim=(0, 1.15 * most),
+            )
+            axis.invert_yaxis()
+            axis.tick_params(left=False)
+        figures.legend(figure, columns=3)
+
+    if found:
+        figures.save(path, len(found), draw, height_in=3.2)
 
 
 def main():

@@ -1,22 +1,21 @@
-"""Norms of all layers: the native op beside TensorFlow's two, and in parallel beside every rank for itself.
+"""Measures norms of all layers: the native op beside TensorFlow's, and shares of ranks beside all.
 
     python -m benchmarks.norms            # short: ResNet-50, 4 ranks
-    python -m benchmarks.norms --full     # and CommLib's Transformer; 4, 8 and 16 ranks
+    python -m benchmarks.norms --full     # and CommLib's Transformer; 4, 8, 16 ranks; 10 minutes
 
-As LARS needs them: of each variable and of its gradient. In parallel (CommLib, section 5.4) is the largest share,
-computed alone, and the all-gather of the results by ranks with nothing else to do: here 16 ranks share two processors,
-so that side by side each takes eight times as long as on a machine of its own. That is measured, too. An interrupted
-run goes on.
+Norms are those that LARS needs: of each variable and of its gradient. In parallel (CommLib,
+section 5.4) is the largest share, computed alone, and the all-gather of the results by ranks with
+nothing else to do: here 16 ranks share two CPU cores, so that side by side each takes eight times
+as long as on a machine of its own. That is measured, too. An interrupted run goes on.
 """
 
-import argparse
 import math
 import statistics
 import time
 
 import tensorflow as tf
 
-from benchmarks import harness
+from benchmarks import figures, harness
 from tfposeidon import ops
 from tfposeidon.lab import models
 
@@ -28,18 +27,21 @@ ROUNDS = 21
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    harness.add_arguments(parser, "norms")
+    parser = harness.argument_parser("norms", __doc__)
     parser.add_argument(
-        "--models", nargs="*", choices=sorted(models.MODELS), help="whose variables"
+        "--models",
+        nargs="*",
+        choices=sorted(models.MODELS),
+        help="models whose variables are taken",
     )
-    parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
+    parser.add_argument(
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
+    )
     return harness.parse(parser, SHORT, FULL, SMALLEST)
 
 
 def planned(options):
+    """Returns jobs for library and op by model, and in parallel by layout."""
     jobs = [
         {"kind": kind, "model": model} for model in options.models for kind in ("library", "op")
     ]
@@ -59,12 +61,12 @@ def run(kind, model, **more):
 
 
 def library(model):
-    """What the compiled benchmark says."""
+    """Measures the library's norms beside one read, in the compiled program."""
     return harness.native("norms", *(math.prod(shape) for shape in shapes(model) * 2))
 
 
 def op(model):
-    """Both in a `tf.function`, in turn, on values and as many gradients."""
+    """Measures the op and TensorFlow's two in `tf.function`s, in turn, on values and gradients."""
     tensors = [
         tf.convert_to_tensor(variable) for variable in (*drawn(model), *drawn(model, seed=1))
     ]
@@ -85,6 +87,7 @@ def op(model):
 
 
 def parallel(model, layout):
+    """Measures shares of the norms and their all-gather on ranks of the lab."""
     answer = harness.in_lab(
         harness.cluster(layout, RATE), "norms", {"model": model, "rounds": ROUNDS}
     )
@@ -92,7 +95,7 @@ def parallel(model, layout):
 
 
 def shapes(model):
-    """Of all variables, in the order of the layers."""
+    """Returns the shapes of a model's variables, in the order of the layers."""
     return [
         shape
         for layer in models.model(model).layers
@@ -101,7 +104,7 @@ def shapes(model):
 
 
 def drawn(model, seed=0):
-    """Variables for them."""
+    """Returns variables with drawn values in the shapes of a model's."""
     return [
         tf.Variable(tf.random.stateless_normal(shape, [i, seed]))
         for i, shape in enumerate(shapes(model))
@@ -112,6 +115,7 @@ def drawn(model, seed=0):
 
 
 def show(cells):
+    """Prints tables of library, op and ranks in parallel."""
     own = {
         kind: [cell for cell in cells.values() if cell["kind"] == kind]
         for kind in ("library", "op", "parallel")
@@ -167,7 +171,7 @@ def op_row(cell):
 
 def parallel_row(cell):
     seconds = {
-        name: statistics.median(figures["step_s"]) for name, figures in cell["systems"].items()
+        name: statistics.median(measured["step_s"]) for name, measured in cell["systems"].items()
     }
     both_s = seconds["share"] + seconds["all-gather"]
     milliseconds = {name: f"{1e3 * time_s:.2f} ms" for name, time_s in seconds.items()}
@@ -186,7 +190,10 @@ def parallel_row(cell):
 
 
 def crossover(seconds):
-    """How long norms must take on one rank for shares and an all-gather to be no slower.
+    """Returns how long norms must take on one rank for shares and an all-gather to be no slower.
+
+    Args:
+      seconds: Measured seconds of "local", "share" and "all-gather".
 
     >>> crossover({"local": 8.0, "share": 2.0, "all-gather": 3.0})
     4.0
@@ -194,30 +201,55 @@ def crossover(seconds):
     return seconds["all-gather"] / (1 - seconds["share"] / seconds["local"])
 
 
+LINES = {
+    "local": {"label": "every rank for itself", "color": figures.BASELINE, "linestyle": "--"},
+    "share": {"label": "largest share", "color": figures.PARTS[1], "linewidth": 1.4},
+    "all-gather": {"label": "all-gather", "color": figures.PARTS[2], "linewidth": 1.4},
+    "both": {
+        "label": "in parallel: share and all-gather",
+        "color": figures.PARTS[0],
+        "linewidth": 2.4,
+    },
+}
+
+
 def plot(cells, path):
-    """Time in parallel and alone over the number of ranks, one panel for each model."""
+    """Saves time in parallel and alone over the number of ranks, one panel for each model."""
     parallel = [cell for cell in cells.values() if cell["kind"] == "parallel"]
     names = list(dict.fromkeys(cell["model"] for cell in parallel))
 
-    def draw(axes):
+    def draw(figure, axes):
         for axis, name in zip(axes, names, strict=True):
-            own = [
-                cell for cell in parallel if cell["model"] == name and cell["layout"].endswith("x1")
-            ]
-            own.sort(key=lambda cell: int(cell["layout"].partition("x")[0]))
-            ranks = [int(cell["layout"].partition("x")[0]) for cell in own]
-            for system in ("local", "share", "all-gather"):
-                times = [1e3 * statistics.median(cell["systems"][system]["step_s"]) for cell in own]
-                axis.plot(
-                    ranks,
-                    times,
-                    "o-",
-                    label="every rank for itself" if system == "local" else system,
-                )
-            axis.set(title=name, xlabel="ranks, one per node", ylabel="ms", ylim=(0, None))
+            own = {
+                int(cell["layout"].partition("x")[0]): milliseconds(cell)
+                for cell in parallel
+                if cell["model"] == name and cell["layout"].endswith("x1")
+            }
+            ranks = sorted(own)
+            for system, style in LINES.items():
+                times = [own[count][system] for count in ranks]
+                axis.plot(ranks, times, marker="o", **style)
+            axis.set(
+                title=figures.MODELS.get(name, name),
+                xlabel="ranks, one per node",
+                ylabel="milliseconds",
+                ylim=(0, None),
+                xticks=ranks,
+            )
+            axis.grid(axis="y")
+        figures.legend(figure, more=[LINES["both"]["label"]])
 
     if names:
-        harness.plot(path, len(names), draw)
+        figures.save(path, len(names), draw, height_in=3.6)
+
+
+def milliseconds(cell):
+    """Returns medians of what a job timed, and of share and all-gather together."""
+    found = {
+        name: 1e3 * statistics.median(measured["step_s"])
+        for name, measured in cell["systems"].items()
+    }
+    return found | {"both": found["share"] + found["all-gather"]}
 
 
 def main():

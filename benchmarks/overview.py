@@ -1,31 +1,39 @@
-"""Draws the plot of the README from the cells of `benchmarks.scaling`: time per step on a slow link, beside the peers.
+"""Draws the plot of the README: time per step on a slow link, beside the peers.
 
-python -m benchmarks.overview     # reads docs/results/scaling.json, writes docs/results/overview.png
+    python -m benchmarks.overview     # docs/results/scaling.json -> docs/results/overview.png
+
+It shows cells that `python -m benchmarks.scaling --full` measured; nothing is run.
 """
 
 import argparse
 import json
 from pathlib import Path
 
-from benchmarks import harness, scaling
+from benchmarks import figures, scaling
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
-SYSTEMS = {
-    "horovod": "Horovod",
-    "ddp": "PyTorch DDP",
-    "2dtar": "tfposeidon, 2D torus",
-    "horovod-fp16": "Horovod, 16 bits",
-    "ddp-fp16": "PyTorch DDP, 16 bits",
-    "2dtar:float16": "tfposeidon, 2D torus, 16 bits",
-    "ddp-powersgd": "PyTorch DDP, PowerSGD",
-    "hitopk:0.01": "tfposeidon, top 1 %",
-}
-COLORS = {"horovod": "#9a9a9a", "ddp": "#5b8db8", "2dtar": "#d1495b", "hitopk": "#d1495b"}
-NAMES = {"vgg19": "VGG-19", "resnet50": "ResNet-50"}
+SYSTEMS = (
+    *("horovod", "ddp", "2dtar", "horovod-fp16", "ddp-fp16", "2dtar:float16"),
+    *("ddp-powersgd", "hitopk:0.01"),
+)
+"""What is drawn, top down, where there are results."""
+MODELS = ("vgg19", "resnet50")
+LIMIT = {"color": "black", "linestyle": "--", "linewidth": 1.5}
 
 
 def rows(cells, model, layout, gbit):
-    """Seconds of a step by system, at the speed of the real accelerator, and those of computing alone."""
+    """Returns what the plot shows of a model.
+
+    Args:
+      cells: Answers of `benchmarks.scaling`.
+      model: Name of the model.
+      layout: "MxN", nodes x ranks on each.
+      gbit: Bandwidth between nodes in Gb/s.
+
+    Returns:
+      Seconds of a step by system, at the speed of the real accelerator, and those without an
+      exchange.
+    """
     ((key, found),) = (
         (key, found)
         for key, found in scaling.groups(cells).items()
@@ -36,57 +44,46 @@ def rows(cells, model, layout, gbit):
     return {system: steps[system] for system in SYSTEMS if system in steps}, steps["alone"]
 
 
-def plot(cells, layout, gbit, path):
+def plot(cells, path, layout="4x2", gbit=4.0):
     """Saves one panel for each model, with a bar for each system."""
 
-    def draw(axes):
-        for axis, (model, name) in zip(axes, NAMES.items(), strict=True):
+    def draw(figure, axes):
+        for axis, model in zip(axes, MODELS, strict=True):
             steps, alone_s = rows(cells, model, layout, gbit)
-            colors = [COLORS[system.split("-")[0].split(":")[0]] for system in steps]
-            bars = axis.barh(
-                [SYSTEMS[system] for system in steps],
-                [1e3 * s for s in steps.values()],
-                color=colors,
-            )
-            axis.bar_label(bars, fmt="%.0f", padding=3, fontsize=9)
-            axis.axvline(
-                1e3 * alone_s,
-                color="black",
-                linestyle="--",
-                linewidth=1,
-                label="without communication",
-            )
-            axis.set(
-                title=name, xlabel="milliseconds per step", xlim=(0, 1.2e3 * max(steps.values()))
-            )
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.invert_yaxis()
-            axis.tick_params(labelleft=axis is axes[0])
-        for label, system in zip(axes[0].get_yticklabels(), steps, strict=True):
-            label.set_fontweight("bold" if system.startswith(("2dtar", "hitopk")) else "normal")
-        axes[0].figure.suptitle(
-            f"{layout.replace('x', ' x ')} ranks, {gbit:g} Gb/s between emulated nodes", y=1.02
-        )
+            milliseconds = {system: 1e3 * step_s for system, step_s in steps.items()}
+            figures.bars(axis, milliseconds, names=axis is axes[0])
+            axis.axvline(1e3 * alone_s, label="computing, without any exchange", **LIMIT)
+            axis.set(title=figures.MODELS[model], xlabel="milliseconds per step")
+        labels = [figures.style(system).label for system in steps]
+        ours = [f"tfposeidon, {label}" for label in labels]
+        names = [
+            own if figures.style(system).ours else label
+            for system, label, own in zip(steps, labels, ours, strict=True)
+        ]
+        axes[0].set_yticks(range(len(names)), names)
+        figure.suptitle(f"{figures.ranks(layout)}, {gbit:g} Gb/s between emulated nodes")
+        figures.legend(figure)
 
-    harness.plot(path, len(NAMES), draw)
+    figures.save(path, len(MODELS), draw, height_in=3.6)
 
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layout", default="4x2", help="nodes x ranks on each (4x2)")
+    parser.add_argument("--layout", default="4x2", help="cluster, as nodes x ranks on each (4x2)")
     parser.add_argument(
         "--gbit", type=float, default=4.0, help="bandwidth between nodes in Gb/s (4)"
     )
     parser.add_argument(
-        "--results", type=Path, default=RESULTS / "scaling.json", help="cells of benchmarks.scaling"
+        "--results",
+        type=Path,
+        default=RESULTS / "scaling.json",
+        help="answers of benchmarks.scaling",
     )
-    parser.add_argument(
-        "--plot", type=Path, default=RESULTS / "overview.png", help="where the plot goes"
-    )
+    parser.add_argument("--plot", type=Path, default=RESULTS / "overview.png", help="file to write")
     options = parser.parse_args()
-    plot(json.loads(options.results.read_text()), options.layout, options.gbit, options.plot)
+    plot(json.loads(options.results.read_text()), options.plot, options.layout, options.gbit)
 
 
 if __name__ == "__main__":

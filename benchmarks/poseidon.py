@@ -1,20 +1,17 @@
-"""Poseidon's figures again, on emulated accelerators.
-
-Speed-up over nodes (Figs. 5 and 6) and over bandwidth (Fig. 8), the share of time that ranks stand still (Fig. 7), and
-what each node sends and receives (Fig. 10).
+"""Measures Poseidon's figures again, on emulated accelerators.
 
     python -m benchmarks.poseidon            # short: one model on 2 and 4 ranks
-    python -m benchmarks.poseidon --full     # the papers' bandwidths on up to 16 ranks
+    python -m benchmarks.poseidon --full     # the paper's bandwidths on up to 16 ranks; 2.5 hours
 
-"ps-late" exchanges after the backward pass, "ps" during it (WFBP), "ps-adam" sends factors to one server a layer;
-"horovod" is Horovod's own all-reduce. Times, links and sizes are scaled as in benchmarks.scaling. An interrupted run
-goes on where it was.
+These are speed-up over nodes (Figs. 5 and 6) and over bandwidth (Fig. 8), the share of time that
+ranks stand still (Fig. 7), and what each node sends and receives (Fig. 10). "ps-late" exchanges
+after the backward pass, "ps" during it (WFBP), "ps-adam" sends factors to one server a layer;
+"horovod" is Horovod's own all-reduce. Times, links and sizes are scaled as in benchmarks.scaling.
+An interrupted run goes on.
 """
 
-import argparse
-
-from benchmarks import harness, scaling
-from tfposeidon.text import readable
+from benchmarks import figures, harness, scaling
+from tfposeidon.units import readable_size
 
 SYSTEMS = ("ps-late", "ps", "hybcomm", "horovod")
 # What the figures and section 5 tell, on 16 nodes: model, Gb/s, system -> speed-up.
@@ -42,12 +39,9 @@ COMMON = {"dilation": 8.0, "steps": 3}
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    harness.add_arguments(parser, "poseidon")
-    parser.add_argument("--models", nargs="*", choices=SLOWER, help="which of the models")
-    parser.add_argument("--nodes", nargs="*", type=int, help="how many, of one rank each")
+    parser = harness.argument_parser("poseidon", __doc__)
+    parser.add_argument("--models", nargs="*", choices=SLOWER, help="models of the paper")
+    parser.add_argument("--nodes", nargs="*", type=int, help="numbers of nodes, of one rank each")
     return harness.parse(
         parser,
         {"models": ["vgg19_22k"], "nodes": [4, 2], "bandwidths": 1} | COMMON,
@@ -57,7 +51,11 @@ def parse_arguments():
 
 
 def planned(options):
-    """Jobs, the largest clusters first: all at 40 Gb/s, fewer Gb/s on the most nodes, 4 x 4 ranks, traffic."""
+    """Returns the jobs, the largest clusters first.
+
+    All models run at 40 Gb/s, and at lower bandwidths on the most nodes; with `--full` also on 4 x
+    4 ranks, and once more for the traffic of each node.
+    """
     most = max(options.nodes)
     cases = [(model, f"{nodes}x1", FAST) for nodes in options.nodes for model in options.models]
     cases += [
@@ -73,7 +71,14 @@ def planned(options):
 
 
 def speedups(cells):
-    """(model, Gb/s, layout) -> system -> speed-up over one rank that exchanges nothing."""
+    """Returns speed-ups over one rank that exchanges nothing.
+
+    Args:
+      cells: Answers by key.
+
+    Returns:
+      (model, Gb/s, layout) -> system -> speed-up.
+    """
     found = {}
     for (model, layout, gbit, _), rows in scaling.groups(cells).items():
         nodes, per_node = map(int, layout.split("x"))
@@ -85,9 +90,10 @@ def speedups(cells):
 
 
 def show(cells):
-    """Speed-ups, beside the paper's where it tells them, the shares of time that ranks stand still, and traffic."""
+    """Prints speed-ups, the paper's, the share of time that ranks stand still, and traffic."""
     print(
-        "\nspeed-up over one rank alone; in brackets the share of time that the ranks stand still, on average"
+        "\nspeed-up over one rank alone; "
+        "in brackets the share of time that the ranks stand still, on average"
     )
     rows = [("model", "Gb/s", "ranks", *SYSTEMS, "paper")]
     stalled = {
@@ -113,8 +119,8 @@ def show(cells):
     for system, nodes in traffic(cells).items():
         sent, received = ([node[way] for node in nodes] for way in (0, 1))
         print(
-            f"{system}: a node sends {readable(min(sent))} to {readable(max(sent))} a step, and receives "
-            f"{readable(min(received))} to {readable(max(received))}"
+            f"{system}: a node sends {readable_size(min(sent))} to {readable_size(max(sent))} a "
+            f"step, and receives {readable_size(min(received))} to {readable_size(max(received))}"
         )
 
 
@@ -125,80 +131,116 @@ def _order(item):
 
 
 def traffic(cells):
-    """System -> bytes that each node sends and receives a step, in the size of the shrunk model."""
+    """Returns bytes that each node sends and receives a step, by system, as shrunk."""
     cell = next((c for c in cells.values() if c["task"]["systems"] == TRAFFIC["systems"]), None)
     return (
         {}
         if cell is None
-        else {name: figures["node_bytes"] for name, figures in cell["systems"].items()}
+        else {name: measured["node_bytes"] for name, measured in cell["systems"].items()}
     )
 
 
 def plot(cells, path):
-    """Speed-up over nodes and over bandwidth, a panel for each model, and the traffic of each node."""
+    """Saves speed-up over nodes and over bandwidth, a column of panels for each model.
+
+    The traffic of each node is another figure beside it, whose name ends with "_traffic".
+    """
     found = speedups(cells)
-    names = sorted({model for model, *_ in found})
-    sent = traffic(cells)
+    names = [model for model in SLOWER if any(model == key[0] for key in found)]
 
-    def draw(axes):
-        for axis, model in zip(axes, names, strict=False):
-            _draw_nodes(axis, model, found)
-        for axis, model in zip(axes[len(names) :], names, strict=False):
-            _draw_bandwidth(axis, model, found)
-        if sent:
-            _draw_traffic(axes[-1], sent)
+    def draw(figure, axes):
+        for axis, model in zip(axes[: len(names)], names, strict=True):
+            draw_nodes(axis, model, found)
+        for axis, model in zip(axes[len(names) :], names, strict=True):
+            draw_bandwidth(axis, model, found)
+        figures.legend(figure)
 
-    harness.plot(path, 2 * len(names) + bool(sent), draw)
-
-
-def _draw_nodes(axis, model, found):
-    for system in SYSTEMS:
-        points = [(int(layout[:-2]), v[system]) for (m, g, layout), v in found.items()
-                  if (m, g) == (model, FAST) and layout.endswith("x1") and system in v]  # fmt: skip
-        axis.plot(
-            *zip((1, 1), *sorted(points), strict=True), marker="o", markersize=4, label=system
+    figures.save(path, 2 * len(names), draw, columns=len(names), height_in=3.2)
+    if sent := traffic(cells):
+        beside = path.with_stem(f"{path.stem}_traffic")
+        figures.save(
+            beside, 1, lambda figure, axes: draw_traffic(figure, axes[0], sent), height_in=3.6
         )
-    axis.plot((1, 16), (1, 16), color="grey", linestyle=":", label="linear")
-    axis.set(title=f"{model}, {FAST:g} Gb/s", xlabel="nodes", ylabel="speed-up")
-    axis.legend(fontsize=7)
 
 
-def _draw_bandwidth(axis, model, found):
-    most = max(int(layout[:-2]) for m, _, layout in found if m == model and layout.endswith("x1"))
-    for number, system in enumerate(SYSTEMS):
-        points = [(g, v[system]) for (m, g, layout), v in found.items()
-                  if (m, layout) == (model, f"{most}x1") and system in v]  # fmt: skip
-        axis.plot(
-            *zip(*sorted(points), strict=True),
-            marker="o",
-            markersize=4,
-            color=f"C{number}",
-            label=system,
-        )
+def line(system):
+    """Returns the line of a system, broader for the store: it often lies under that of HybComm."""
+    wider = {"linewidth": 4.5, "markersize": 8} if system == "ps" else {}
+    return figures.line(system) | wider
+
+
+def draw_nodes(axis, model, found):
+    """Draws speed-up over the number of nodes, on fast links."""
+    for system in figures.in_order(SYSTEMS):
+        points = [
+            (int(layout.removesuffix("x1")), own[system])
+            for (name, gbit, layout), own in found.items()
+            if (name, gbit) == (model, FAST) and layout.endswith("x1") and system in own
+        ]
+        axis.plot(*zip((1, 1), *sorted(points), strict=True), **line(system))
+    axis.plot((1, 16), (1, 16), label="linear", **figures.REFERENCE)
+    axis.set(
+        title=f"{figures.MODELS[model]}, {FAST:g} Gb/s",
+        xlabel="nodes",
+        ylabel="speed-up",
+        xticks=(1, 2, 4, 8, 16),
+        ylim=(0, 17),
+        yticks=range(0, 17, 4),
+    )
+    axis.grid(axis="y")
+
+
+def draw_bandwidth(axis, model, found):
+    """Draws speed-up over bandwidth on the largest cluster, and what the paper says of it."""
+    most = max(
+        int(layout.removesuffix("x1"))
+        for name, _, layout in found
+        if name == model and layout.endswith("x1")
+    )
+    for system in figures.in_order(SYSTEMS):
+        points = [
+            (gbit, own[system])
+            for (name, gbit, layout), own in found.items()
+            if (name, layout) == (model, f"{most}x1") and system in own
+        ]
+        axis.plot(*zip(*sorted(points), strict=True), **line(system))
         paper = [
-            (g, v) for (m, g, s), v in PAPER.items() if (m, s) == (model, system) and most == 16
+            (gbit, speedup)
+            for (name, gbit, of), speedup in PAPER.items()
+            if (name, of) == (model, system) and most == 16
         ]
         if paper:
-            axis.plot(
-                *zip(*paper, strict=True),
-                marker="x",
-                linestyle="",
-                color=f"C{number}",
-                label=f"{system}, paper",
-            )
-    axis.axhline(most, color="grey", linestyle=":")
-    axis.set(title=f"{model}, {most} nodes", xlabel="Gb/s", ylim=(0, most * 1.05))
-
-
-def _draw_traffic(axis, sent):
-    for number, (system, nodes) in enumerate(sent.items()):
-        places = [node + 0.27 * number for node in range(len(nodes))]
-        axis.bar(places, [sum(node) / 1e6 for node in nodes], 0.25, label=system)
+            style = figures.line(system) | {"linestyle": "", "marker": "*", "markersize": 13}
+            style |= {"label": f"{figures.style(system).label}: paper"}
+            axis.plot(*zip(*paper, strict=True), markeredgecolor="black", **style)
+    axis.axhline(most, **figures.REFERENCE)
     axis.set(
-        title=f"{TRAFFIC['model']} on {TRAFFIC['layout']} ranks",
-        xlabel="node",
-        ylabel="MB sent and received",
+        title=f"{figures.MODELS[model]}, {most} nodes",
+        xlabel="bandwidth, Gb/s",
+        ylabel="speed-up",
+        ylim=(0, 1.08 * most),
+        yticks=range(0, most + 1, max(1, most // 4)),
+        xlim=(0, 1.05 * FAST),
     )
+    axis.grid(axis="y")
+
+
+def draw_traffic(figure, axis, sent):
+    """Draws what each node sends and receives in a step, by scheme."""
+    for number, (system, nodes) in enumerate(sent.items()):
+        centers = [node + 0.27 * (number - 1) for node in range(len(nodes))]
+        out, back = ([node[way] / 1e6 for node in nodes] for way in (0, 1))
+        label, style = figures.style(system).label, figures.bar(system)
+        axis.bar(centers, out, 0.25, label=f"{label}: sent", **style)
+        axis.bar(centers, back, 0.25, bottom=out, alpha=0.45, label=f"{label}: received", **style)
+    axis.set(
+        title=f"{figures.MODELS[TRAFFIC['model']]}, {figures.ranks(TRAFFIC['layout'])}",
+        xlabel="node",
+        ylabel="MB per step",
+        xticks=range(len(nodes)),
+    )
+    axis.grid(axis="y")
+    figures.legend(figure, columns=3)
 
 
 def main():

@@ -1,14 +1,16 @@
-"""Reading samples: from memory, from a slow source, in how much memory, and while training (CommLib, Fig. 9).
+"""Measures reading of samples: from memory, from a slow source, and in training.
 
-    python -m benchmarks.reading            # short
-    python -m benchmarks.reading --full     # the records and sizes of docs/results.md
+    python -m benchmarks.reading                          # short
+    python -m benchmarks.reading --full                   # as in docs/results; 45 minutes
+    python -m benchmarks.reading --full --parts jobs      # new jobs on a warm pool; 13 minutes
 
-The slow source is a folder that a preloaded library makes slow (`native/slow_source.c`): every open takes 4 ms, and all
-processes share 30 or 10 MB/s. The limit of reading from memory is one thread that copies the same records of the same
-file in random order into one buffer (`native/random_records.c`). Ratios are of one run, everything in turn.
+The slow source is a folder that a preloaded library makes slow (`native/slow_source.c`): every
+open takes 4 ms, and all processes share 30 or 10 MB/s. The limit of reading from memory is one
+thread that copies the same records of the same file in random order into one buffer
+(`native/random_records.c`). Training is that of CommLib's Fig. 9. Ratios are of one run,
+everything in turn. An interrupted run goes on.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -20,9 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import figures, harness
 
-# Of the slow source: one that a tuned reader keeps up with in training, and one that is too slow for it.
+# Rates of the slow source: one that a tuned reader keeps up with in training, and one that is too
+# slow for it.
 MB_S = [30, 10]
 HELD = ("imports", "datacache", "tf.data cache")
 COMMON = {"mb_s": MB_S, "nodes": {"layout": "2x2"}, "held": HELD, "ranks": [1, 2, 4]}
@@ -44,7 +47,7 @@ SMALLEST = {
     "sizes": [96],
     "parts": ["warm", "jobs", "cold", "memory", "training", "nodes"],
     "rounds": 1,
-    # One job: each of them, and each of its ranks, imports TensorFlow.
+    # Only one job, because each of its ranks imports TensorFlow.
     "held": ["datacache"],
     "ranks": [1],
     "images": 64,
@@ -54,31 +57,27 @@ SMALLEST = {
 }
 BATCH = {96: 256, 224: 128}
 OPEN_MS = 4
-# New jobs read so many times the data: what an iterator takes to begin is no part of what is asked.
+# New jobs read several times the data, so that an iterator's start counts for little.
 JOBS_DATA = 4
-# Of this process: another one that measures removes its own.
+# Each process that measures has a folder of its own, which it removes.
 POOL = f"datacache-benchmark-{os.getpid()}"
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    harness.add_arguments(parser, "reading")
-    parser.add_argument("--parts", nargs="*", choices=FULL["parts"], help="what to measure")
+    parser = harness.argument_parser("reading", __doc__)
+    parser.add_argument("--parts", nargs="*", choices=FULL["parts"], help="parts to measure")
     parser.add_argument(
-        "--sizes", nargs="*", type=int, choices=[96, 224], help="of the square images, in pixels"
+        "--sizes", nargs="*", type=int, choices=[96, 224], help="sides of the images, in pixels"
     )
-    parser.add_argument("--rounds", type=int, help="how often each system has its turn")
-    parser.add_argument("--images", type=int, help="files of the slow source")
-    parser.add_argument(
-        "--mb-s", nargs="*", type=int, help="10^6 bytes per second of the slow source"
-    )
+    parser.add_argument("--rounds", type=int, help="number of turns of each system")
+    parser.add_argument("--images", type=int, help="number of files of the slow source")
+    parser.add_argument("--mb-s", nargs="*", type=int, help="rates of the slow source, in MB/s")
     parser.add_argument("--data-mb", type=int, help="megabytes of records in memory")
     return harness.parse(parser, SHORT, FULL, SMALLEST)
 
 
 def planned(options):
+    """Returns the jobs of all parts that are asked for."""
     cells = []
     for size in options.sizes:
         samples = options.data_mb * 10**6 // (size * size * 3)
@@ -109,11 +108,15 @@ def planned(options):
 
 
 def run(kind, **task):
+    """Measures one job, in the lab or in a process of its own."""
     return on_nodes(**task) if kind == "nodes" else on_one(kind, **task)
 
 
 def on_nodes(layout, rate, samples=2560, rounds=3):
-    """In the lab: samples of 96 x 96 pixels in parts on the nodes, and steps that exchange 25.6 MB."""
+    """Measures a cache in shards on the nodes of the lab, beside local data.
+
+    Samples have 96 x 96 pixels, and steps exchange 25.6 MB.
+    """
     task = {"pixels": 96, "samples": samples, "batch": 64, "width": 231, "warm_up": 5}
     task |= {"rounds": rounds, "systems": []}
     answer = harness.in_lab(harness.cluster(layout, rate), "partitioned", task)
@@ -121,7 +124,7 @@ def on_nodes(layout, rate, samples=2560, rounds=3):
 
 
 def on_one(kind, **task):
-    """One worker in a process of its own, with a slow source where it reads files."""
+    """Runs one worker in a process of its own, with a slow source where it reads files."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"PYTHONPATH": str(harness.ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
         about = dict(task)
@@ -151,7 +154,7 @@ def on_one(kind, **task):
 
 
 def slow_source(folder, mb_s):
-    """The environment in which the folder's source is slow."""
+    """Returns the environment in which the folder's source is slow."""
     library = compiled(folder, "slow_source.c", "-O2", "-shared", "-fPIC", "-ldl")
     return {
         "LD_PRELOAD": library,
@@ -163,7 +166,7 @@ def slow_source(folder, mb_s):
 
 
 def compiled(folder, source, *flags):
-    """A native program or library of the benchmarks."""
+    """Compiles a native program or library of the benchmarks, and returns its path."""
     program = f"{folder}/{Path(source).stem}"
     subprocess.run(
         ["cc", harness.ROOT / "benchmarks/native" / source, *flags, "-o", program], check=True
@@ -172,7 +175,7 @@ def compiled(folder, source, *flags):
 
 
 def draw(path, images):
-    """JPEG files of some 100 kB in ten folders; returns their bytes."""
+    """Writes JPEG files of some 100 kB into ten folders, and returns their bytes."""
     import tensorflow as tf
 
     total = 0
@@ -187,6 +190,7 @@ def draw(path, images):
 
 
 def show(cells):
+    """Prints a table for each part that was measured."""
     cells = list(cells.values())
     show_warm([cell for cell in cells if cell["kind"] == "warm"])
     show_jobs([cell for cell in cells if cell["kind"] == "jobs"])
@@ -197,7 +201,8 @@ def show(cells):
 
 
 def rates(cell, what="samples_per_second"):
-    return {name: statistics.median(of[what]) for name, of in cell["systems"].items()}
+    """Returns medians of samples per second by system."""
+    return {name: statistics.median(measured[what]) for name, measured in cell["systems"].items()}
 
 
 def show_warm(cells):
@@ -209,17 +214,20 @@ def show_warm(cells):
             ("samples_per_second", "whole epochs"),
             ("after_the_first", "after the first batch"),
         ):
-            of = rates(cell, what)
+            speeds = rates(cell, what)
             ratios = [
                 ratio(cell, "datacache", "copies", what),
                 ratio(cell, "datacache", "tf.data cache", what),
             ]
-            absolute = [f"{of[name]:,.0f}/s" for name in ("copies", "datacache", "tf.data cache")]
+            absolute = [
+                f"{speeds[name]:,.0f}/s" for name in ("copies", "datacache", "tf.data cache")
+            ]
             rows.append((str(cell["size"]), text, *absolute, *(f"{value:.2f}" for value in ratios)))
     if cells:
         gigabytes = cells[0]["samples"] * cells[0]["size"] ** 2 * 3 / 1e9
         print(
-            f"\n{gigabytes:.1f} GB read from memory in random order; medians, and medians of the rounds' ratios"
+            f"\n{gigabytes:.1f} GB read from memory in random order; medians, "
+            "and medians of the rounds' ratios"
         )
         harness.show(rows)
 
@@ -227,10 +235,15 @@ def show_warm(cells):
 def show_jobs(cells):
     rows = [("pixels", "a new job's first epoch", "later", "first of later", "quartiles")]
     for cell in cells:
-        for name, of in cell["systems"].items():
-            ratios = [first / later for first, later in zip(of["first"], of["later"], strict=True)]
+        for name, measured in cell["systems"].items():
+            ratios = [
+                first / later
+                for first, later in zip(measured["first"], measured["later"], strict=True)
+            ]
             low, middle, high = np.percentile(ratios, [25, 50, 75])
-            first, later = (f"{statistics.median(of[what]):,.0f}/s" for what in ("first", "later"))
+            first, later = (
+                f"{statistics.median(measured[what]):,.0f}/s" for what in ("first", "later")
+            )
             rows.append(
                 (
                     f"{cell['size']}, {name}",
@@ -242,13 +255,14 @@ def show_jobs(cells):
             )
     if cells:
         print(
-            "\na new process on a warm pool: its first epoch and the three after it, in samples per second"
+            "\na new process on a warm pool: its first epoch and the three after it, "
+            "in samples per second"
         )
         harness.show(rows)
 
 
 def ratio(cell, one, other, what):
-    """Median over rounds: the machine's speed changes between them."""
+    """Returns the median over rounds, between which the machine's speed changes."""
     values = [cell["systems"][name][what] for name in (one, other)]
     return statistics.median(a / b for a, b in zip(*values, strict=True))
 
@@ -261,14 +275,18 @@ def show_cold(cells):
         for name, value in rates(cell).items():
             rows.append((name, f"{value:,.0f}", f"{value / limit:.2f}"))
     for cell in (cell for cell in cells if cell["kind"] == "decoding"):
-        of = rates(cell)
+        speeds = rates(cell)
         share = ratio(cell, "datacache, first epoch", "decoding", "samples_per_second")
-        rows.append(("limit: decoding, on a source that is not slow", f"{of['decoding']:,.0f}", ""))
         rows.append(
-            ("datacache, first epoch", f"{of['datacache, first epoch']:,.0f}", f"{share:.2f}")
+            ("limit: decoding, on a source that is not slow", f"{speeds['decoding']:,.0f}", "")
+        )
+        rows.append(
+            ("datacache, first epoch", f"{speeds['datacache, first epoch']:,.0f}", f"{share:.2f}")
         )
         later_share = ratio(cell, "datacache, later", "decoding", "samples_per_second")
-        rows.append(("datacache, later", f"{of['datacache, later']:,.0f}", f"{later_share:.2f}"))
+        rows.append(
+            ("datacache, later", f"{speeds['datacache, later']:,.0f}", f"{later_share:.2f}")
+        )
     if len(rows) > 1:
         print("\nJPEG files of a slow source, 4 ms per open")
         harness.show(rows)
@@ -277,11 +295,13 @@ def show_cold(cells):
 def show_memory(cells):
     rows = [("ranks", "data", *HELD)]
     for ranks in sorted({cell["ranks"] for cell in cells}):
-        of = {
+        measured = {
             cell["what"]: cell["systems"][cell["what"]] for cell in cells if cell["ranks"] == ranks
         }
-        data = next(iter(of.values()))["data"]
-        held = (f"{of[name]['held'] / 1e9:.2f} GB" if name in of else "" for name in HELD)
+        data = next(iter(measured.values()))["data"]
+        held = (
+            f"{measured[name]['held'] / 1e9:.2f} GB" if name in measured else "" for name in HELD
+        )
         rows.append((str(ranks), f"{data / 1e9:.2f} GB", *held))
     if cells:
         print("\nmemory that ranks of one node hold together, each page counted once")
@@ -295,13 +315,13 @@ def show_training(cells):
     for cell in cells:
         systems = cell["systems"]
         alone = later(systems["no reading"])
-        for name, of in systems.items():
-            first, steps = of["epochs"][0]["seconds"], of["epochs"][0]["steps"]
-            waiting = max(0.0, later(of) - alone) / steps
-            speed = of["samples"] / later(of)
+        for name, measured in systems.items():
+            first, steps = measured["epochs"][0]["seconds"], measured["epochs"][0]["steps"]
+            waiting = max(0.0, later(measured) - alone) / steps
+            speed = measured["samples"] / later(measured)
             times = (
                 f"{first:.1f} s",
-                f"{later(of):.1f} s",
+                f"{later(measured):.1f} s",
                 f"{speed:,.0f}",
                 f"{waiting * 1e3:.1f} ms",
             )
@@ -313,39 +333,51 @@ def show_training(cells):
 
 def show_nodes(cells):
     for cell in cells:
-        of = cell["systems"]
-        steps = {name: statistics.median(of[name]["step_s"]) for name in ("replicate", "split")}
+        systems = cell["systems"]
+        steps = {
+            name: statistics.median(systems[name]["step_s"]) for name in ("replicate", "split")
+        }
         ratios = [
-            b / a for a, b in zip(of["replicate"]["rounds_s"], of["split"]["rounds_s"], strict=True)
+            b / a
+            for a, b in zip(
+                systems["replicate"]["rounds_s"], systems["split"]["rounds_s"], strict=True
+            )
         ]
         print(
             f"\n{cell['layout']} ranks, {cell['rate']}/s: an epoch of a cache in parts brings "
-            f"{of['bytes']['measured'] / 1e6:.2f} MB over a node's link, predicted "
-            f"{of['bytes']['predicted'] / 1e6:.2f};\n"
-            f"steps take {1e3 * steps['replicate']:.0f} ms on local data and {1e3 * steps['split']:.0f} ms on parts "
+            f"{systems['bytes']['measured'] / 1e6:.2f} MB over a node's link, predicted "
+            f"{systems['bytes']['predicted'] / 1e6:.2f};\n"
+            f"steps take {1e3 * steps['replicate']:.0f} ms on local data "
+            f"and {1e3 * steps['split']:.0f} ms on parts "
             f"(median of the rounds' ratios {statistics.median(ratios):.3f})"
         )
 
 
-def later(of):
-    return statistics.median(epoch["seconds"] for epoch in of["epochs"][1:])
+def later(measured):
+    """Returns the median seconds of the epochs behind the first."""
+    return statistics.median(epoch["seconds"] for epoch in measured["epochs"][1:])
 
 
 def plot(cells, path):
-    """Samples per second in training, epoch by epoch."""
-    of_training = [cell for cell in cells.values() if cell["kind"] == "training"]
+    """Saves samples per second in training: a row for each source, first and later epochs."""
+    trained = [cell for cell in cells.values() if cell["kind"] == "training"]
 
-    def draw(axes):
-        for axis, cell in zip(axes, of_training, strict=True):
-            for name, of in cell["systems"].items():
-                speeds = [of["samples"] / epoch["seconds"] for epoch in of["epochs"]]
-                axis.plot(range(1, len(speeds) + 1), speeds, marker="o", label=name)
-            title = f"Training on a source of {cell['mb_s']} MB/s"
-            axis.set(xlabel="epoch", ylabel="samples per second", title=title, ylim=(0, None))
-            axis.locator_params(axis="x", integer=True)
+    def draw(_, axes):
+        for index, axis in enumerate(axes):
+            cell, later_ones = trained[index // 2], index % 2
+            speeds = {
+                name: measured["samples"]
+                / (later(measured) if later_ones else measured["epochs"][0]["seconds"])
+                for name, measured in cell["systems"].items()
+            }
+            figures.bars(axis, {name: speeds[name] for name in figures.in_order(speeds)})
+            epochs = "later epochs" if later_ones else "first epoch"
+            axis.set_title(f"source of {cell['mb_s']} MB/s, {epochs}")
+            axis.set_xlabel("samples per second")
+            axis.tick_params(labelleft=not later_ones)
 
-    if of_training:
-        harness.plot(path, len(of_training), draw)
+    if trained:
+        figures.save(path, 2 * len(trained), draw, height_in=2.1)
 
 
 def main():

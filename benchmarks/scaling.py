@@ -1,21 +1,21 @@
-"""Step time, exposed communication, stalls and scaling efficiency on emulated accelerators, beside the peers.
+"""Measures step time, exposed communication, stalls and scaling efficiency, beside the peers.
 
-    python -m benchmarks.scaling                 # short: one model on 2 x 2 ranks, one speed
-    python -m benchmarks.scaling --full          # results page: two models, 4 and 8 ranks, three speeds
-    python -m benchmarks.scaling --models resnet152 --layouts 4x4 --gbits 25 --systems allreduce 2dtar hitopk:0.001
+    python -m benchmarks.scaling            # short: ResNet-50 on 2 x 2 ranks, one bandwidth
+    python -m benchmarks.scaling --full     # two models, 4 and 8 ranks, three bandwidths; 2 hours
+    python -m benchmarks.scaling --models vgg19 --layouts 4x4 --gbits 25 --systems 2dtar hitopk:0.01
 
-Compute takes the papers' times, dilated (everything is D times slower, links too), and where a model would not
-fit into memory it is shrunk by f, and links by f squared. Bandwidths are named as they would be on the real cluster.
-Peers: Horovod called directly, PyTorch DDP, MultiWorkerMirroredStrategy. An interrupted run goes on where it was.
+Accelerators are emulated: compute takes the papers' times, dilated (everything is D times slower,
+links too), and where a model would not fit into memory it is shrunk by f, and links by f squared.
+Bandwidths are named as they would be on the real cluster. Peers are Horovod called directly,
+PyTorch DDP and MultiWorkerMirroredStrategy. An interrupted run goes on.
 """
 
-import argparse
 import importlib.util
 import itertools
 import math
 import statistics
 
-from benchmarks import harness
+from benchmarks import figures, harness
 from tfposeidon.lab import models
 
 SYSTEMS = ("alone", "allreduce", "asa", "asa16", "2dtar", "2dtar:float16")
@@ -47,20 +47,19 @@ FULL = {"models": ["vgg19", "resnet50"], "layouts": ["2x2", "4x2"], "gbits": [25
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    harness.add_arguments(parser, "scaling")
+    parser = harness.argument_parser("scaling", __doc__)
+    parser.add_argument("--models", nargs="*", choices=models.MODELS, help="models of the papers")
     parser.add_argument(
-        "--models", nargs="*", choices=models.MODELS, help="which of the papers' models"
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
     )
-    parser.add_argument("--layouts", nargs="*", metavar="MxN", help="nodes x ranks on each")
     parser.add_argument(
-        "--gbits", nargs="*", type=float, help="bandwidth between real nodes, in Gb/s"
+        "--gbits", nargs="*", type=float, help="bandwidths between real nodes, in Gb/s"
     )
-    parser.add_argument("--systems", nargs="*", help="schemes and peers")
-    parser.add_argument("--dilation", type=float, help=f"D ({DILATION:g})")
-    parser.add_argument("--steps", type=int, help="timed steps of each (3)")
+    parser.add_argument(
+        "--systems", nargs="*", help="schemes with options, such as hitopk:0.01, and peers"
+    )
+    parser.add_argument("--dilation", type=float, help=f"factor on all times ({DILATION:g})")
+    parser.add_argument("--steps", type=int, help="timed steps of each system (3)")
     options = harness.parse(parser, COMMON | SHORT, COMMON | FULL, SMALLEST)
     if not importlib.util.find_spec("torch"):
         print("Left out: PyTorch DDP, for PyTorch is missing. Run: pip install torch==2.13.0")
@@ -69,7 +68,7 @@ def parse_arguments():
 
 
 def planned(options):
-    """One job for each model, layout, bandwidth and program that measures."""
+    """Returns one job for each model, layout, bandwidth and program that measures."""
     common = {"dilation": options.dilation, "steps": options.steps}
     programs = harness.by_worker(options.systems, "keras_fit").items()
     cases = itertools.product(options.models, options.layouts, options.gbits, programs)
@@ -81,6 +80,7 @@ def planned(options):
 
 
 def run(model, layout, gbit, worker, systems, dilation, steps):
+    """Measures systems on one model and link, at the rate that fits dilation and shrinking."""
     shrink = SHRINK.get(model, 1)
     rate = gbit * 1e9 / dilation / shrink**2
     task = {
@@ -97,7 +97,14 @@ def run(model, layout, gbit, worker, systems, dilation, steps):
 
 
 def groups(cells):
-    """(model, layout, bandwidth, dilation) -> a row for each system, fastest first; of two jobs the later counts."""
+    """Returns what can be compared: rows of systems by case.
+
+    Args:
+      cells: Answers by key; of two jobs that measured a system the later counts.
+
+    Returns:
+      (model, layout, Gb/s, dilation) -> a row for each system, fastest first.
+    """
     found = {}
     for cell in cells.values():
         rows = found.setdefault(group(cell), {})
@@ -109,11 +116,22 @@ def groups(cells):
 
 
 def group(cell):
+    """Returns the case that an answer belongs to."""
     return cell["model"], cell["layout"], cell["gbit"], cell["task"]["dilation"]
 
 
 def row(system, figures, cell):
-    """What a step takes on the slowest rank, and the share of it that each rank's accelerator stands still."""
+    """Returns the figures of a system.
+
+    Args:
+      system: Name of the scheme or peer.
+      figures: Its times and bytes, or an error.
+      cell: Answer of the job that measured it.
+
+    Returns:
+      Dilated seconds of a step on the slowest rank, exposed ones and ideal ones, the share of time
+      that each rank's accelerator stands still, and efficiency; or the last line of the error.
+    """
     if "error" in figures:
         return {"system": system, "error": figures["error"].strip().splitlines()[-1]}
     task = cell["task"]
@@ -134,7 +152,7 @@ def row(system, figures, cell):
 
 
 def show(cells):
-    """Tables: seconds are dilated ones."""
+    """Prints a table for each case; seconds are dilated ones."""
     for (name, layout, gbit, dilation), rows in groups(cells).items():
         cell = next(c for c in cells.values() if group(c) == (name, layout, gbit, dilation))
         task = cell["task"]
@@ -171,47 +189,90 @@ def cells_of(row):
 
 
 def plot(cells, path):
-    """Scaling efficiency over bandwidth, one panel for each model and layout."""
+    """Saves scaling efficiency over bandwidth, one panel for each model and layout.
+
+    What was measured at one bandwidth only stands in a last panel of bars.
+    """
     found = groups(cells)
-    panels = sorted({(name, layout) for name, layout, *_ in found})
-    names = sorted({row["system"] for rows in found.values() for row in rows})
+    points = {panel: lines(found, panel) for panel in dict.fromkeys(key[:2] for key in found)}
+    over_bandwidth = {
+        panel: systems
+        for panel, systems in points.items()
+        if len({gbit for own in systems.values() for gbit, _ in own}) > 1
+    }
+    alone = {key: rows for key, rows in found.items() if key[:2] not in over_bandwidth}
 
-    def draw(axes):
-        for axis, panel in zip(axes, panels, strict=True):
-            for system, points in sorted(lines(found, panel).items()):
-                style = {
-                    "linestyle": "-" if system in SYSTEMS else "--",
-                    "color": f"C{names.index(system) % 10}",
-                }
-                axis.plot(
-                    *zip(*sorted(points), strict=True),
-                    marker="o",
-                    label=system,
-                    markersize=4,
-                    **style,
-                )
-            axis.set(
-                title=f"{panel[0]}, {panel[1]} ranks",
-                xlabel="Gb/s between nodes",
-                xscale="log",
-                ylim=(0, 105),
-            )
-            bandwidths = sorted({gbit for _, _, gbit, _ in found})
-            axis.set_xticks(bandwidths, [f"{gbit:g}" for gbit in bandwidths])
-            axis.minorticks_off()
-        axes[0].set_ylabel("scaling efficiency, %")
+    def draw(figure, axes):
+        for axis, (panel, systems) in zip(axes, over_bandwidth.items(), strict=False):
+            draw_lines(axis, panel, systems)
+        if alone:
+            draw_bars(axes[-1], alone)
+        figures.legend(figure)
 
-    harness.plot(path, len(panels), draw)
+    panels = len(over_bandwidth) + bool(alone)
+    figures.save(path, panels, draw, height_in=3.6 if panels < 3 else 3.0)
 
 
 def lines(found, panel):
-    """System -> points of bandwidth and efficiency, for one model and layout; alone it is 100 % by definition."""
+    """Returns points of bandwidth and efficiency in percent, by system.
+
+    Without an exchange efficiency is 100 % by definition, and left out.
+
+    Args:
+      found: Rows by case, from `groups`.
+      panel: Model and layout.
+    """
     points = {}
     for (name, layout, gbit, _), rows in found.items():
         for row in rows if (name, layout) == panel else ():
             if "step_s" in row and row["system"] != "alone":
                 points.setdefault(row["system"], []).append((gbit, 100 * row["efficiency"]))
     return points
+
+
+def draw_lines(axis, panel, systems):
+    """Draws a line for each system over bandwidth."""
+    for system in figures.in_order(systems):
+        axis.plot(*zip(*sorted(systems[system]), strict=True), **figures.line(system))
+    bandwidths = sorted({gbit for points in systems.values() for gbit, _ in points})
+    model, layout = panel
+    axis.set(
+        title=f"{figures.MODELS.get(model, model)}, {figures.ranks(layout)}",
+        xlabel="bandwidth between nodes, Gb/s",
+        ylabel="scaling efficiency, %",
+        xscale="log",
+        ylim=(0, 105),
+    )
+    axis.set_xticks(bandwidths, [f"{gbit:g}" for gbit in bandwidths])
+    axis.minorticks_off()
+    axis.grid(axis="y")
+
+
+def draw_bars(axis, found):
+    """Draws a group of bars for each model; of two dilations the first counts."""
+    cases = {key[:3]: rows for key, rows in reversed(found.items())}
+    cases = dict(reversed(cases.items()))
+    systems = figures.in_order(
+        {row["system"] for rows in cases.values() for row in rows if "step_s" in row} - {"alone"}
+    )
+    width = 0.8 / max(1, len(systems))
+    for index, system in enumerate(systems):
+        own = [
+            next(
+                (100 * r["efficiency"] for r in rows if r["system"] == system and "step_s" in r), 0
+            )
+            for rows in cases.values()
+        ]
+        centers = [group + width * (index - (len(systems) - 1) / 2) for group in range(len(own))]
+        label = figures.style(system).label
+        drawn = axis.bar(centers, own, 0.92 * width, label=label, **figures.bar(system))
+        if len(systems) < 6:
+            axis.bar_label(drawn, fmt="%.0f", padding=2, fontsize=9)
+    names = [figures.MODELS.get(model, model) for model, *_ in cases]
+    about = sorted({f"{figures.ranks(layout)}, {gbit:g} Gb/s" for _, layout, gbit in cases})
+    axis.set_xticks(range(len(names)), names)
+    axis.set(title="; ".join(about), ylabel="scaling efficiency, %", ylim=(0, 108))
+    axis.grid(axis="y")
 
 
 def main():

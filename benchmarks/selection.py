@@ -1,13 +1,13 @@
-"""Selection, error feedback and scatter-add beside one read, one addition and one zero fill of the same data.
+"""Measures selection, error feedback and scatter-add beside one pass over the same data.
 
-    python -m benchmarks.selection               # short: 4 M and 25.6 M elements
-    python -m benchmarks.selection --full        # 256 K to 128 M, three distributions and a real gradient
+    python -m benchmarks.selection           # short: 4 M and 25.6 M elements
+    python -m benchmarks.selection --full    # 256 K to 128 M, four kinds of values; 12 minutes
 
-The C++ library is compiled and measured alone; the ops are measured inside TensorFlow, beside TensorFlow's own
-selection. Ratios are of one run, everything in turn. An interrupted run goes on.
+Selection is compared with one read, error feedback with one addition, and scatter-add with one zero
+fill. The C++ library is compiled and measured alone; the ops are measured inside TensorFlow, beside
+TensorFlow's own selection. Ratios are of one run, everything in turn. An interrupted run goes on.
 """
 
-import argparse
 import itertools
 import statistics
 import time
@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from benchmarks import harness
+from benchmarks import figures, harness
 from tfposeidon import ops
 
 SHORT = {"elements": [2**22, 25_557_032], "distributions": ["laplace"]}
@@ -26,26 +26,26 @@ FULL = {
 }
 DENSITIES = (0.001, 0.01)
 SMALLEST = {"elements": [2**12], "distributions": ["laplace"], "densities": [0.01]}
-# The others are too slow to be worth the wait.
+# Longest vector for TensorFlow's own selection, which takes seconds beyond.
 MOST_FOR_TENSORFLOW = 2**25
 ROUNDS = 15
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    harness.add_arguments(parser, "selection")
+    parser = harness.argument_parser("selection", __doc__)
     parser.add_argument("--elements", nargs="*", type=int, help="lengths of the vectors")
     parser.add_argument(
-        "--distributions", nargs="*", choices=FULL["distributions"], help="of the values"
+        "--distributions",
+        nargs="*",
+        choices=FULL["distributions"],
+        help="distributions of the values",
     )
     common = {"densities": DENSITIES}
     return harness.parse(parser, common | SHORT, common | FULL, SMALLEST)
 
 
 def planned(options):
-    """The library and the ops for each distribution, length and density."""
+    """Returns jobs of library and ops for each distribution, length and density."""
     cases = itertools.product(
         ("library", "ops"), options.distributions, options.elements, options.densities
     )
@@ -56,11 +56,14 @@ def planned(options):
 
 
 def run(kind, distribution, elements, density):
+    """Measures one vector, and says on a line how it compares."""
     measured = {"library": library, "ops": in_tensorflow}[kind](distribution, elements, density)
     read_s, add_s, zero_s = (measured[f"{name}_s"] for name in ("read", "add", "zero"))
     print(
-        f"    exact {measured['exact_s'] / read_s:.2f} and mstopk {measured['mstopk_s'] / read_s:.2f} reads, "
-        f"feedback {measured['feedback_s'] / add_s:.2f} additions, scatter {measured['scatter_s'] / zero_s:.2f} fills"
+        f"    exact {measured['exact_s'] / read_s:.2f} reads, "
+        f"mstopk {measured['mstopk_s'] / read_s:.2f} reads, "
+        f"feedback {measured['feedback_s'] / add_s:.2f} additions, "
+        f"scatter {measured['scatter_s'] / zero_s:.2f} fills"
     )
     return measured | {
         "kind": kind,
@@ -74,7 +77,7 @@ def run(kind, distribution, elements, density):
 
 
 def library(distribution, elements, density):
-    """What the compiled benchmark says."""
+    """Measures the compiled library."""
     if distribution == "gradient":
         return harness.native(
             "selection", elements, density, "file", more=[drawn(distribution, elements)]
@@ -86,7 +89,7 @@ def library(distribution, elements, density):
 
 
 def in_tensorflow(distribution, elements, density):
-    """The ops and TensorFlow's own on one vector; and how much of it each method keeps."""
+    """Measures ops and TensorFlow's own on one vector, and how much each method keeps."""
     k = max(1, round(density * elements))
     x, residual = (
         tf.constant(drawn(distribution, elements)),
@@ -94,7 +97,7 @@ def in_tensorflow(distribution, elements, density):
     )
     ranks = 16
     counts = [k] * ranks
-    places = tf.concat(
+    indices = tf.concat(
         [
             ops.top_k(tf.random.stateless_normal([elements], [r, 0]), k, "exact")[1]
             for r in range(ranks)
@@ -111,11 +114,11 @@ def in_tensorflow(distribution, elements, density):
         "add": lambda: residual + x,
         "feedback": lambda: ops.error_feedback_top_k(residual, x, k, "exact"),
         "zero": lambda: tf.fill([elements], level),
-        "scatter": lambda: ops.scatter_add(sent, places, elements, counts),
+        "scatter": lambda: ops.scatter_add(sent, indices, elements, counts),
     }
     if elements <= MOST_FOR_TENSORFLOW:
         calls["tensorflow"] = lambda: tf.math.top_k(tf.abs(x), k)
-        calls["tensorflow_scatter"] = lambda: tf.math.unsorted_segment_sum(sent, places, elements)
+        calls["tensorflow_scatter"] = lambda: tf.math.unsorted_segment_sum(sent, indices, elements)
     compiled = {name: tf.function(call, autograph=False) for name, call in calls.items()}
     times = {name: [] for name in compiled}
     for turn in range(ROUNDS + 2):
@@ -131,7 +134,7 @@ def in_tensorflow(distribution, elements, density):
 
 
 def kept(x, k):
-    """Recall and share of the norm of each method, beside the exact choice."""
+    """Returns recall and share of the norm of each method, beside the exact choice."""
     largest = set(ops.top_k(x, k, "exact")[1].numpy().tolist())
     norm = float(tf.norm(tf.cast(x, tf.float64)))
     figures = {}
@@ -149,6 +152,7 @@ def kept(x, k):
 
 
 def drawn(distribution, elements, seed=0):
+    """Returns `[elements]` float32 values of a distribution."""
     generator = np.random.default_rng([seed, elements])
     if distribution == "laplace":
         return generator.laplace(scale=1e-3, size=elements).astype("float32")
@@ -161,7 +165,10 @@ def drawn(distribution, elements, seed=0):
 
 
 def real_gradient(elements, seed):
-    """Of a network on scikit-learn's digits after a few steps, wide enough for 26 M weights; repeated beyond."""
+    """Returns a gradient of a network on scikit-learn's digits after a few steps.
+
+    The network is wide enough for 26 M weights; longer vectors repeat it.
+    """
     from sklearn.datasets import load_digits
 
     keras.utils.set_random_seed(seed)
@@ -179,7 +186,7 @@ def real_gradient(elements, seed):
             for g in tape.gradient(value, [v.value for v in model.trainable_variables])
         ]
     )
-    # Pieces from all over the network.
+    # Rolled, so that short vectors are not of the first layer alone.
     return np.resize(np.roll(gradient, -len(gradient) // 3), elements)
 
 
@@ -187,11 +194,13 @@ def real_gradient(elements, seed):
 
 
 def show(cells):
+    """Prints tables of library and ops."""
     for kind in ("library", "ops"):
         own = [cell for cell in cells.values() if cell["kind"] == kind]
         if own:
             print(
-                f"\n{kind}: exact, mstopk, dgc, TensorFlow in reads; feedback in additions; scatter-add in zero fills"
+                f"\n{kind}: exact, mstopk, dgc, TensorFlow in reads; feedback in additions; "
+                "scatter-add in zero fills"
             )
             header = (
                 "values",
@@ -216,10 +225,12 @@ def show(cells):
 
 
 def cells_of(cell):
-    milliseconds = lambda name: f"{1e3 * cell[f'{name}_s']:.2f} ms"  # noqa: E731
-    ratio = lambda name, to: (
-        f"{cell[f'{name}_s'] / cell[f'{to}_s']:.2f}" if f"{name}_s" in cell else ""
-    )  # noqa: E731
+    def milliseconds(name):
+        return f"{1e3 * cell[f'{name}_s']:.2f} ms"
+
+    def ratio(name, to):
+        return f"{cell[f'{name}_s'] / cell[f'{to}_s']:.2f}" if f"{name}_s" in cell else ""
+
     kept = cell.get("kept")
     return (
         cell["distribution"],
@@ -238,33 +249,52 @@ def cells_of(cell):
     )
 
 
+RATIOS = (
+    ("exact", "read", "exact selection / read"),
+    ("mstopk", "read", "MSTopK / read"),
+    ("feedback", "add", "error feedback / addition"),
+    ("scatter", "zero", "scatter-add / zero fill"),
+)
+
+
 def plot(cells, path):
-    """Ratios over length, one panel for the library and one for the ops."""
+    """Saves ratios over length: median and range of distributions, by kind and density."""
+    found = {}
+    for cell in cells.values():
+        found.setdefault((cell["kind"], cell["density"]), []).append(cell)
+    cases = [case for case in itertools.product(("library", "ops"), DENSITIES) if case in found]
 
-    def draw(axes):
-        for axis, kind in zip(axes, ("library", "ops"), strict=True):
-            for name, to in (
-                ("exact", "read"),
-                ("mstopk", "read"),
-                ("feedback", "add"),
-                ("scatter", "zero"),
-            ):
-                for density, line in zip(DENSITIES, ("o--", "o-"), strict=True):
-                    own = [
-                        c for c in cells.values() if (c["kind"], c["density"]) == (kind, density)
-                    ]
-                    points = sorted((c["elements"], c[f"{name}_s"] / c[f"{to}_s"]) for c in own)
-                    if points:
-                        axis.plot(
-                            *zip(*points, strict=True),
-                            line,
-                            label=f"{name} / {to}, {density:g}",
-                            markersize=3,
-                        )
-            axis.set(title=kind, xlabel="elements", xscale="log", ylim=(0, 6))
-        axes[0].set_ylabel("ratio")
+    def draw(figure, axes):
+        for axis, (kind, density) in zip(axes, cases, strict=True):
+            for (name, to, label), color in zip(RATIOS, figures.PARTS, strict=True):
+                draw_ratio(axis, found[kind, density], (name, to), label=label, color=color)
+            axis.axhline(1, **figures.REFERENCE)
+            names = {"library": "C++ library", "ops": "TensorFlow ops"}
+            axis.set(
+                title=f"{names[kind]}, density {density:g}",
+                xlabel="values",
+                ylabel="ratio",
+                xscale="log",
+                ylim=(0, 6),
+            )
+            axis.grid(axis="y")
+        title = "lines: median of the distributions of values; bands: their range"
+        figures.legend(figure, more=[label for *_, label in RATIOS], title=title)
 
-    harness.plot(path, 2, draw)
+    figures.save(path, len(cases), draw)
+
+
+def draw_ratio(axis, cells, names, label, color):
+    """Draws the ratio of two times over length: median and range of the distributions."""
+    found = {}
+    name, to = names
+    for cell in cells:
+        found.setdefault(cell["elements"], []).append(cell[f"{name}_s"] / cell[f"{to}_s"])
+    lengths = sorted(found)
+    medians = [statistics.median(found[length]) for length in lengths]
+    axis.plot(lengths, medians, "o-", color=color, label=label, linewidth=2, markersize=5)
+    low, high = ([pick(found[length]) for length in lengths] for pick in (min, max))
+    axis.fill_between(lengths, low, high, color=color, alpha=0.13, linewidth=0)
 
 
 def main():

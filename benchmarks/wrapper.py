@@ -1,21 +1,22 @@
-"""What the wrapper costs in a step as `fit` makes it: beside Horovod's own exchange, and beside plain Keras.
+"""Measures what the wrapper costs in a step of `fit`, beside Horovod's exchange and plain Keras.
 
-    python -m benchmarks.wrapper
+    python -m benchmarks.wrapper                                             # 10 minutes
+    python -m benchmarks.wrapper --pairs 401 --systems allreduce fit         # 13 minutes
 
-Two ranks on one node exchange ResNet-50's gradients and apply their means; one rank calls `fit`. Steps include what
-`fit` has the wrapper do: samples are counted, gradients weighted, exchanges timed. Both sides are timed in turn,
-A B B A, and each such pair gives a ratio, so that a machine that becomes slower does not count. Beside the median of
-the ratios stand the interval in which it lies with 95 %, and their quartiles. An interrupted run goes on.
+Two ranks on one node exchange ResNet-50's gradients and apply their means; one rank calls `fit`.
+Steps include what `fit` has the wrapper do: samples are counted, gradients weighted, exchanges
+timed. Both sides are timed in turn, A B B A, and each such pair gives a ratio, so that a machine
+that becomes slower does not count. Beside the median of the ratios stand the interval in which it
+lies with 95 %, and their quartiles. An interrupted run goes on.
 """
 
-import argparse
 import itertools
 import math
 import statistics
 
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import figures, harness
 from tfposeidon.lab import models
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
 
@@ -29,21 +30,20 @@ SMALLEST = COMMON | {"pairs": 1, "systems": ["fit", "allreduce"], "model": "goog
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    harness.add_arguments(parser, "wrapper")
-    parser.add_argument("--pairs", type=int, help=f"pairs that are timed ({COMMON['pairs']})")
+    parser = harness.argument_parser("wrapper", __doc__)
+    parser.add_argument("--pairs", type=int, help=f"number of timed pairs ({COMMON['pairs']})")
     parser.add_argument("--systems", nargs="*", help="schemes on two ranks, and `fit` on one")
     parser.add_argument(
-        "--model", choices=models.MODELS, help="whose gradients are exchanged (resnet50)"
+        "--model", choices=models.MODELS, help="model whose gradients are exchanged (resnet50)"
     )
-    parser.add_argument("--bucket-mib", type=float, nargs="*", help="bucket sizes to try")
+    parser.add_argument(
+        "--bucket-mib", type=float, nargs="*", help="sizes of buckets to try, in MiB"
+    )
     return harness.parse(parser, COMMON, COMMON, SMALLEST)
 
 
 def planned(options):
-    """A job for each system."""
+    """Returns a job for each system and bucket size."""
     names = [
         "fit" if name == "fit" else f"{name} {bucket_mib:g}"
         for name in options.systems
@@ -64,10 +64,13 @@ def run(system, model, pairs):
 
 
 def median_interval(values):
-    """Between which of the values the median of all that could be drawn lies with 95 % at least; six are needed.
+    """Returns the values between which the true median lies with at least 95 %.
 
-    As many values lie below the interval as above it. The median misses it if at most so many fall on one side of it,
-    as so many heads of a coin.
+    As many values lie below the interval as above it. The median misses it if at most so many fall
+    on one side of it, as so many heads of a coin.
+
+    Args:
+      values: At least six numbers.
 
     >>> median_interval(range(100)), median_interval(range(101))
     ((39, 60), (40, 60))
@@ -75,49 +78,83 @@ def median_interval(values):
     ordered = sorted(values)
     count = len(ordered)
     tails = itertools.accumulate(math.comb(count, heads) for heads in range(count // 2))
-    # Both tails together in one of 20 cases.
+    # Both tails together are to hold in at most one of 20 cases.
     low = max(0, sum(40 * tail <= 2**count for tail in tails) - 1)
     return ordered[low], ordered[count - 1 - low]
 
 
 def ratios(cell):
-    """The system, and ours / theirs of each pair."""
-    ((system, figures),) = cell["systems"].items()
-    return system, [
-        ours / theirs for ours, theirs in zip(figures["ours_s"], figures["theirs_s"], strict=True)
-    ]
+    """Returns the system of an answer, and ours / theirs of each pair."""
+    ((system, measured),) = cell["systems"].items()
+    pairs = zip(measured["ours_s"], measured["theirs_s"], strict=True)
+    return system, [ours / theirs for ours, theirs in pairs]
 
 
 def show(cells):
+    """Prints times, ratios and their intervals."""
     header = ("", "pairs", "ours", "theirs", "ratio", "95 % of the median", "quartiles")
     print(
-        "\nsteps of two ranks on one machine by a scheme and buckets of so many MiB; of one rank, ten by `fit`"
+        "\nsteps of two ranks on one machine by a scheme and buckets of so many MiB; "
+        "of one rank, ten by `fit`"
     )
     harness.show([header, *map(row, cells.values())])
 
 
 def row(cell):
     system, found = ratios(cell)
-    figures = cell["systems"][system]
-    times = [f"{1e3 * statistics.median(figures[side]):.1f} ms" for side in ("ours_s", "theirs_s")]
+    measured = cell["systems"][system]
+    times = [f"{1e3 * statistics.median(measured[side]):.1f} ms" for side in ("ours_s", "theirs_s")]
     intervals = (median_interval(found), np.quantile(found, [0.25, 0.75]))
     texts = [f"{low:.3f} to {high:.3f}" for low, high in intervals]
     return (system, str(len(found)), *times, f"{statistics.median(found):.3f}", *texts)
 
 
 def plot(cells, path):
-    """Ratios of all pairs."""
+    """Saves the ratios of all pairs as boxes from quartile to quartile."""
 
-    def draw(axes):
+    def draw(figure, axes):
+        (axis,) = axes
         found = dict(map(ratios, cells.values()))
-        axes[0].boxplot(list(found.values()), showfliers=False)
-        axes[0].set_xticks(
-            range(1, len(found) + 1), list(found), rotation=30, ha="right", fontsize=7
-        )
-        axes[0].axhline(1.0, color="grey", linestyle=":", label="theirs")
-        axes[0].set_ylabel("time, ours / theirs")
+        for index, (system, values) in enumerate(found.items()):
+            color = figures.style(system.partition(" ")[0]).color
+            axis.boxplot(
+                [values],
+                positions=[index],
+                orientation="horizontal",
+                widths=0.6,
+                showfliers=False,
+                patch_artist=True,
+                boxprops={"facecolor": color},
+                medianprops={"color": "black", "linewidth": 2},
+            )
+            axis.annotate(
+                f"{statistics.median(values):.3f}",
+                (1.0, index),
+                (6, 0),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                va="center",
+            )
+        axis.axvline(1.0, label="as fast as without the wrapper", **figures.REFERENCE)
+        axis.set_yticks(range(len(found)), map(readable, found))
+        axis.set(xlabel="time with the wrapper / without it (right: median)")
+        axis.invert_yaxis()
+        axis.tick_params(left=False)
+        figures.legend(figure)
 
-    harness.plot(path, 1, draw)
+    figures.save(path, 1, draw, height_in=1.4 + 0.4 * len(cells))
+
+
+def readable(system):
+    """Returns the name of a system for the plot.
+
+    >>> readable("fit"), readable("asa16 4")
+    ('fit on one rank', 'all-to-all, 16 bits, buckets of 4 MiB')
+    """
+    if system == "fit":
+        return figures.style(system).label
+    scheme, bucket_mib = system.rsplit(" ", 1)
+    return f"{figures.style(scheme).label}, buckets of {bucket_mib} MiB"
 
 
 def main():

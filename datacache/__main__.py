@@ -1,4 +1,4 @@
-"""Runs `python -m datacache`."""
+"""Entry point of `python -m datacache`."""
 
 import sys
 

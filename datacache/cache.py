@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from datacache.batches import EpochIterator, batches
-from datacache.from_tfposeidon import place
+from datacache.from_tfposeidon import ProgressBar, place
 from datacache.levels.fingerprint import fingerprint, trace
 from datacache.levels.opening import open_levels
 from datacache.levels.pool_level import Verify
@@ -277,16 +277,14 @@ class Cache:
         samples = np.arange(len(self._source))
         if memory is not None:
             samples = samples[memory.has_room(samples)]
-        bar = (
-            keras.utils.Progbar(len(samples), unit_name="sample")
-            if progress and len(samples)
-            else None
-        )
+        bar = ProgressBar(len(samples), "samples") if progress else None
         for count in done_in_windows(
             lambda window: self._reader.fill(self._levels.missing(window)), samples
         ):
             if bar:
                 bar.add(count)
+        if bar:
+            bar.close()
         return self.stats()
 
     def stats(self) -> Statistics:

@@ -8,13 +8,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tfposeidon.communication.agreement import require_equal
 from tfposeidon.communication.launcher import place
-from tfposeidon.text import readable, table
+from tfposeidon.quiet import import_tensorflow
+from tfposeidon.text import ProgressBar, table
+from tfposeidon.units import parse_share, parse_size, readable_size
 
 if TYPE_CHECKING:
     from tfposeidon.communication.wire import Wire
 
-__all__ = ["Wire", "exchange_objects", "job_wire", "place", "readable", "table"]
+__all__ = [
+    "ProgressBar",
+    "Wire",
+    "exchange_objects",
+    "import_tensorflow",
+    "job_wire",
+    "parse_share",
+    "parse_size",
+    "place",
+    "readable_size",
+    "require_equal",
+    "table",
+]
 
 
 def job_wire() -> Wire | None:

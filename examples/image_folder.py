@@ -1,7 +1,8 @@
-"""Images in folders, read through datacache: a cold run, and a warm one that opens no file again.
+r"""Trains on images in folders through datacache: cold, then warm, without opening a file again.
 
 horovodrun -np 2 python examples/image_folder.py
-python -m tfposeidon lab --nodes 2 --per-node 2 --inter 200mbit -- python examples/image_folder.py --partition split
+python -m tfposeidon lab --nodes 2 --per-node 2 --inter 200mbit -- \
+  python examples/image_folder.py --partition split
 """
 
 import argparse
@@ -31,11 +32,11 @@ def parse_arguments():
         "--folder",
         type=Path,
         default="/tmp/datacache-digits",
-        help="one folder per class; drawn if missing",
+        help="folder of images, with one folder per class; drawn if it is missing",
     )
     parser.add_argument("--memory", default="auto", help="folder of the pool in memory")
     parser.add_argument(
-        "--tfds", action="store_true", help="put them into a tensorflow-datasets builder first"
+        "--tfds", action="store_true", help="read the images from a tensorflow-datasets builder"
     )
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument(
@@ -45,7 +46,9 @@ def parse_arguments():
         "--disk", type=Path, help="folder on a local disk that keeps the files as read"
     )
     parser.add_argument(
-        "--partition", default="auto", help="auto, replicate, or split: a part on each node"
+        "--partition",
+        default="auto",
+        help="auto, replicate (each node keeps all samples) or split (each node keeps a part)",
     )
     parser.add_argument(
         "--goal", type=float, default=0.85, help="training accuracy below which the job fails"
@@ -54,19 +57,20 @@ def parse_arguments():
 
 
 def draw(folder):
-    """scikit-learn's handwritten digits as PNG files, in a folder for each digit; whole, or not there."""
-    digits, whole = load_digits(), folder
-    folder = folder.with_name(f"{folder.name}.part")
-    for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
-        file = folder / str(label) / f"{number:04}.png"
+    """Writes scikit-learn's handwritten digits as PNG files, in a folder for each digit."""
+    digits = load_digits()
+    # Renamed at the end, so that a folder of this name is complete.
+    part = folder.with_name(f"{folder.name}.part")
+    for index, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
+        file = part / str(label) / f"{index:04}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         pixels = np.kron(image * 15.9, np.ones((2, 2))).astype("uint8")[..., np.newaxis]
         file.write_bytes(tf.io.encode_png(pixels).numpy())
-    folder.rename(whole)
+    part.rename(folder)
 
 
 def as_tfds(folder):
-    """The same images in a prepared builder of tensorflow-datasets, which decodes them."""
+    """Prepares a builder of tensorflow-datasets from the images of a folder, and returns it."""
     import tensorflow_datasets as tfds
 
     class Digits(tfds.core.GeneratorBasedBuilder):
@@ -97,12 +101,12 @@ def as_tfds(folder):
     if tp.rank() == 0:
         builder.download_and_prepare()
     exchange_objects(None, runtime.wire(), "prepared")
-    # Those that came before it was prepared have not seen it.
+    # Builders that were made before the data was prepared do not find it.
     return Digits(data_dir=folder.with_name(f"{folder.name}-tfds"))
 
 
 def source_and_function(options):
-    """Where samples come from, and what is kept of one: pixels as the decoder gives them, and the label."""
+    """Returns the source of samples, and the function that makes what the cache keeps of one."""
 
     def resized(image):
         return tf.cast(tf.image.resize(image, [SIZE, SIZE]), tf.uint8)
@@ -117,7 +121,11 @@ def source_and_function(options):
 
 
 def augment(image, label):
-    """After the cache, so that it differs from epoch to epoch; the cache keeps uint8, a quarter of float32."""
+    """Shifts an image by up to one pixel, and turns it into float32.
+
+    This comes after the cache: shifts differ from epoch to epoch, and the cache keeps uint8, which
+    takes a quarter of the memory.
+    """
     shift = tf.random.uniform([2], -1, 2, tf.int32)
     return tf.roll(tf.cast(image, tf.float32) / 255, shift, [1, 2]), label
 
@@ -136,7 +144,7 @@ def build_model():
 
 
 def train(options, source, preprocess):
-    """Opens the cache and trains a model; returns seconds, megabytes read from the source, and the accuracy."""
+    """Opens the cache, trains a model, and returns seconds, megabytes read and accuracy."""
     cache = datacache.Cache(
         source, preprocess, memory=options.memory, disk=options.disk, partition=options.partition
     )
@@ -153,10 +161,7 @@ def train(options, source, preprocess):
         keras_callbacks.MetricAverage(),
     ]
     begin = time.perf_counter()
-    verbose = 2 if tp.rank() == 0 else 0
-    history = model.fit(
-        data, epochs=options.epochs, callbacks=callbacks, shuffle=False, verbose=verbose
-    ).history
+    history = model.fit(data, epochs=options.epochs, callbacks=callbacks, shuffle=False).history
     seconds = time.perf_counter() - begin
     cache.close()
     return {
@@ -178,8 +183,8 @@ def main():
     if tp.rank() == 0:
         for name, run in runs.items():
             print(
-                f"{name}: {run['seconds']:.1f} s, {run['read']:.2f} MB read from the source, accuracy "
-                f"{100 * run['accuracy']:.1f} %"
+                f"{name}: {run['seconds']:.1f} s, {run['read']:.2f} MB read from the source, "
+                f"accuracy {100 * run['accuracy']:.1f} %"
             )
     return 0 if min(run["accuracy"] for run in runs.values()) >= options.goal else 1
 

@@ -1,4 +1,4 @@
-"""A small CNN on scikit-learn's handwritten digits, on as many ranks as there are.
+"""Trains a small CNN on scikit-learn's handwritten digits, on any number of ranks.
 
 horovodrun -np 2 python examples/keras_digits.py --epochs 12
 """
@@ -15,7 +15,7 @@ import keras_callbacks
 import tfposeidon as tp
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import replicas
-from tfposeidon.text import readable
+from tfposeidon.units import readable_size
 
 
 def parse_arguments():
@@ -39,7 +39,10 @@ def parse_arguments():
 
 
 def load_data(rank, size):
-    """1,797 images of 8 x 8 pixels: every rank trains on its share, all validate on the same part."""
+    """Returns this rank's share of the training data, and the validation data of all ranks.
+
+    There are 1,797 images of 8 x 8 pixels; a fifth of them is for validation.
+    """
     digits = load_digits()
     images = (digits.images[..., np.newaxis] / 16).astype("float32")
     x, x_val, y, y_val = train_test_split(
@@ -95,7 +98,7 @@ def main():
 
 
 def report(model, optimizer, accuracy, speeds, goal):
-    """Prints what the job did, on rank 0; returns the exit status, the same on every rank."""
+    """Prints on rank 0 what the job did, and returns the exit status, equal on all ranks."""
     different = replicas.differences(
         [*model.trainable_variables, *optimizer.variables], runtime.wire()
     )
@@ -104,7 +107,7 @@ def report(model, optimizer, accuracy, speeds, goal):
         print(f"validation accuracy: {100 * accuracy:.2f} %")
         if speeds:
             print(f"samples per second:  {np.median(speeds):,.0f} over all ranks")
-        print(f"bytes sent:          {readable(optimizer.plan.cost.bytes)} per rank and step")
+        print(f"bytes sent:          {readable_size(optimizer.plan.cost.bytes)} per rank and step")
         if different:
             print(f"RANKS DIFFER in {len(different)} variables: {different}")
         else:

@@ -1,8 +1,22 @@
-"""Keras callbacks for training on many ranks: one per file.
+"""Keras callbacks for training on many ranks.
 
-In a list of callbacks the order matters: first what starts (`BroadcastVariables`), then what averages
-(`AverageBatchNorm`, `MetricAverage`), then Keras's own that decide by metrics (`EarlyStopping`,
-`ReduceLROnPlateau`), then `GatherState` and what saves, `Checkpoint` last.
+Give the same callbacks to `fit` on every rank: most of them exchange something with the other
+ranks, and a rank without the callback would leave the others waiting. On one rank they work without
+a launcher.
+
+Their order in the list matters: first what makes ranks start alike (`BroadcastVariables`), then
+what averages (`AverageBatchNorm`, `MetricAverage`), then Keras's own that decide by metrics
+(`EarlyStopping`, `ReduceLROnPlateau`), then `GatherState` and what saves, with `Checkpoint` last.
+
+>>> import keras, keras_callbacks
+>>> callbacks = [
+...     keras_callbacks.BroadcastVariables(),
+...     keras_callbacks.LearningRateWarmup(0.8, warmup_epochs=5),
+...     keras_callbacks.AverageBatchNorm(),
+...     keras_callbacks.MetricAverage(),
+...     keras.callbacks.EarlyStopping("val_loss", patience=3),
+...     keras_callbacks.Checkpoint("/data/checkpoints"),
+... ]
 """
 
 from keras_callbacks.average_batch_norm import AverageBatchNorm

@@ -1,61 +1,78 @@
-"""What a cache did in each epoch, for logs and TensorBoard."""
+"""Reports what a cache did in each epoch, in logs and TensorBoard."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import keras
-import tensorflow as tf
+from typing_extensions import override
 
+from keras_callbacks._tensorboard import ScalarWriter
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 
 
 class CacheStatistics(keras.callbacks.Callback):
-    """Adds what a `datacache.Cache` counted in an epoch to its logs, summed over ranks, and to TensorBoard.
+    """Adds what a `datacache.Cache` counted in an epoch to its logs, and to TensorBoard.
 
-    - `cache_hits`: share of samples that were ready in memory.
-    - `cache_source_megabytes`: read from the source.
+    All ranks exchange their counts and get the same numbers:
+
+    - `cache_hits`: share of samples that were ready in memory, in [0, 1].
+    - `cache_source_megabytes`: megabytes that all ranks together read from the source.
     - `cache_wait_s`: seconds in which batches waited for samples, mean over ranks.
-    - `cache_healed`: samples found torn, and made again.
+    - `cache_healed`: samples that were found corrupt and made again, on all ranks.
 
     Args:
-      cache: Whose dataset is given to `fit`.
-      log_dir: Where rank 0 writes TensorBoard scalars, if given.
+      cache: The `datacache.Cache` whose dataset is given to `fit`.
+      log_dir: Folder in which rank 0 writes the scalars `cache/hits` and so on; `None` writes none.
+
+    Cost: one exchange of a few hundred bytes for each rank and epoch.
+
+    Example::
+
+        cache = datacache.Cache(source, preprocess)
+        statistics = keras_callbacks.CacheStatistics(cache, log_dir="logs")
+        history = model.fit(cache.dataset(global_batch=1024), callbacks=[statistics])
+        history.history["cache_hits"]
     """
 
     def __init__(self, cache: Any, log_dir: str | None = None) -> None:
         super().__init__()
         self.cache, self.log_dir = cache, log_dir
-        self._writer: Any = None
+        self._scalars = ScalarWriter(log_dir)
 
+    @override
     def on_train_begin(self, logs: Any = None) -> None:
-        if self.log_dir and runtime.rank() == 0:
-            self._writer = tf.summary.create_file_writer(str(self.log_dir))
+        self._scalars.open()
 
+    @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._before = self.cache.stats().to_dict()
 
+    @override
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        mine = {
+        own = {
             name: value - self._before[name] for name, value in self.cache.stats().to_dict().items()
         }
-        ranks = exchange_objects(mine, runtime.wire(), "tp.cache")
-        total = {name: sum(rank[name] for rank in ranks) for name in mine}
-        values = {
-            "cache_hits": total["memory_hits"]
-            / max(1, total["memory_hits"] + total["memory_misses"]),
-            "cache_source_megabytes": total["source_bytes"] / 1e6,
-            "cache_wait_s": total["wait_s"] / len(ranks),
-            "cache_healed": total["healed"],
-        }
+        values = _summary(exchange_objects(own, runtime.wire(), "tp.cache"))
         if logs is not None:
             logs.update(values)
-        if self._writer is not None:
-            with self._writer.as_default():
-                for name, value in values.items():
-                    tf.summary.scalar(name.replace("cache_", "cache/"), value, step=epoch)
+        tags = {name.replace("cache_", "cache/"): value for name, value in values.items()}
+        self._scalars.write(tags, epoch)
 
+    @override
     def on_train_end(self, logs: Any = None) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self._scalars.close()
+
+
+def _summary(ranks: list[dict[str, float]]) -> dict[str, float]:
+    """Returns what goes into the logs, from what each rank counted in the epoch."""
+    total = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
+    samples = total["memory_hits"] + total["memory_misses"]
+    return {
+        "cache_hits": total["memory_hits"] / max(1, samples),
+        "cache_source_megabytes": total["source_bytes"] / 1e6,
+        # Ranks wait at the same time, so that their sum is no time that anybody spent.
+        "cache_wait_s": total["wait_s"] / len(ranks),
+        "cache_healed": total["healed"],
+    }

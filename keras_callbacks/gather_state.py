@@ -1,30 +1,40 @@
-"""Brings state that servers keep together, for what saves on one rank."""
+"""Brings state that servers keep together on the rank that saves."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import keras
+from typing_extensions import override
 
-from keras_callbacks.model_state import optimizers
+from keras_callbacks._model_state import optimizers
 
 
 class GatherState(keras.callbacks.Callback):
-    """Gathers the optimizers' states on one rank after each epoch, where `ShardedServer(update="server")` cut it.
+    """Gathers the optimizer state on one rank after each epoch, for callbacks that save there.
 
-    All ranks have it, before what saves: `ModelCheckpoint` on that rank then writes an ordinary file.
-    `keras_callbacks.Checkpoint` does not need it.
+    `ShardedServer(update="server")` keeps it in parts on all ranks. With this callback,
+    `keras.callbacks.ModelCheckpoint` on that rank writes an ordinary file. All ranks need this
+    callback, as each sends its part, and need it before the callback that saves. With other schemes
+    it does nothing, and `keras_callbacks.Checkpoint` does not need it.
 
     Args:
-      rank: Who saves.
+      rank: Rank that saves; the same on every rank.
 
-    Memory: of the whole states, on that rank's host.
+    Memory: the whole optimizer state in that rank's host memory.
+
+    Example::
+
+        callbacks = [keras_callbacks.GatherState()]
+        if tp.rank() == 0:
+            callbacks.append(keras.callbacks.ModelCheckpoint("model.keras"))
     """
 
     def __init__(self, rank: int = 0) -> None:
         super().__init__()
         self.rank = rank
 
+    @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         for optimizer in optimizers(self.model):
             gather = getattr(optimizer, "gather_state", None)

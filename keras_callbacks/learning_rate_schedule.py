@@ -1,4 +1,4 @@
-"""Learning rates by epoch or by batch, with momentum correction."""
+"""Sets the learning rate by epoch or by batch, with momentum correction."""
 
 from __future__ import annotations
 
@@ -7,31 +7,49 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from typing_extensions import override
 
-from keras_callbacks.model_state import optimizers
+from keras_callbacks._model_state import optimizers
+from tfposeidon import ranges
 from tfposeidon.optimizer import DistributedOptimizer
 from tfposeidon.optimizers.wrapping import innermost
-from tfposeidon.training.skip_batches import is_skipping
+from tfposeidon.training import session
+
+SAME_RATE = 1e-7
+"""Relative difference up to which two learning rates are one: they are kept in float32."""
 
 
 class LearningRateSchedule(keras.callbacks.Callback):
     """Sets the learning rate to `initial_learning_rate * multiplier(epoch)`.
 
+    Every rank computes the rate by itself, so that all ranks need this callback with the same
+    arguments; `fit` compares their rates after each epoch. At the end of each epoch the rate goes
+    into the logs as `learning_rate`.
+
     Args:
-      initial_learning_rate: What the multiplier multiplies. It is asked for, and not read from the
-        optimizer, because a resumed optimizer is in the middle of its schedule.
-      multiplier: A number, or a function of the epoch: whole epochs with `staircase`, else fractions.
-      start_epoch: The first epoch in which the schedule holds.
-      end_epoch: The first in which it no longer does; by default it holds to the end.
-      staircase: Adjust once per epoch instead of at every batch.
-      momentum_correction: Keras's SGD keeps the rate inside its velocity. When the rate changes from
-        a to b, the velocity is multiplied by b / a (Goyal et al. 2017, eq. 10).
-      steps_per_epoch: Needed without `staircase` where `fit` does not know it.
-      optimizer: Whose rate it is; by default `model.optimizer`. For models with several, give each a callback.
+      initial_learning_rate: Rate that the multiplier multiplies, not negative. It is asked for, and
+        not read from the optimizer, because a resumed optimizer is in the middle of its schedule.
+      multiplier: A number, or a function of the epoch, from 0: whole epochs with `staircase`, else
+        fractions.
+      start_epoch: First epoch in which the callback sets the rate.
+      end_epoch: First epoch in which it no longer does; `None` for the end of training.
+      staircase: Whether the rate changes once per epoch; otherwise it changes before each batch.
+      momentum_correction: Whether the velocity is multiplied by `b / a` when the rate changes from
+        `a` to `b` (Goyal et al. 2017, equation 10): Keras's SGD keeps the rate inside its velocity.
+      steps_per_epoch: Batches per epoch on one rank, needed without `staircase` where `fit` does
+        not know them.
+      optimizer: Optimizer whose rate is set; by default `model.optimizer`. A model with several
+        optimizers needs one callback for each.
 
     Raises:
-      ValueError: If the optimizer's rate is a schedule, the steps per epoch are not known, or the model has several
+      ValueError: If `initial_learning_rate` is negative. In `fit`, if the optimizer's rate is a
+        schedule, if the steps per epoch are needed and not known, or if the model has several
         optimizers and none is given.
+
+    >>> import keras_callbacks
+    >>> halved = keras_callbacks.LearningRateSchedule(0.8, lambda epoch: 0.5 ** (epoch // 30))
+    >>> halved.initial_learning_rate * halved.multiplier(60)
+    0.2
     """
 
     def __init__(
@@ -46,10 +64,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
         super().__init__()
-        if initial_learning_rate < 0:
-            raise ValueError(
-                f"`initial_learning_rate` must not be negative. Received: initial_learning_rate={initial_learning_rate}"
-            )
+        ranges.check_number("initial_learning_rate", initial_learning_rate, ranges.NOT_NEGATIVE)
         self.initial_learning_rate = initial_learning_rate
         self.multiplier = multiplier if callable(multiplier) else lambda _: multiplier
         self.start_epoch = start_epoch
@@ -62,57 +77,66 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
     @property
     def optimizer(self) -> Any:
-        """Whose rate is set."""
+        """Optimizer whose rate is set."""
         return self.model.optimizer if self.given_optimizer is None else self.given_optimizer
 
+    @override
     def on_train_begin(self, logs: Any = None) -> None:
-        count = len(optimizers(self.model))
-        if self.given_optimizer is None and (
-            count > 1 or self.model.optimizer not in optimizers(self.model)
-        ):
-            raise ValueError(
-                f"The callback has to know whose rate it sets. Received: a model with {count} DistributedOptimizer(s) "
-                "beside its own `optimizer`. Pass optimizer=..., and one callback for each."
-            )
-        rate = innermost(self.optimizer)._learning_rate
-        if not isinstance(rate, keras.Variable):
-            raise ValueError(
-                "A callback can only set a plain learning rate. Received: an optimizer whose learning_rate is "
-                f"{rate!r}. Give the optimizer a number, or leave the callback out."
-            )
+        self._check_optimizer()
         if self.staircase:
             return
         self.steps_per_epoch = self.steps_per_epoch or self.params.get("steps")
         if not self.steps_per_epoch:
             raise ValueError(
-                "Without `staircase` the rate changes by fractions of an epoch. Received: data of unknown length. "
-                "Pass steps_per_epoch."
+                "Without `staircase` the rate changes by fractions of an epoch. Received: data of "
+                "unknown length. Pass steps_per_epoch."
             )
 
+    @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
         if self.staircase:
             self._set(epoch)
 
+    @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        # A resumed epoch's first batches were trained on before, and their rates are in the state.
-        if not self.staircase and not is_skipping(self.model):
+        # The first batches of a resumed epoch were trained on before, and their rates are in the
+        # state.
+        if not self.staircase and not session.of(self.model).is_skipping:
             assert self.steps_per_epoch
             self._set(self._epoch + batch / self.steps_per_epoch)
 
+    @override
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
             logs["learning_rate"] = float(self.optimizer.learning_rate)
+
+    def _check_optimizer(self) -> None:
+        count = len(optimizers(self.model))
+        if self.given_optimizer is None and (
+            count > 1 or self.model.optimizer not in optimizers(self.model)
+        ):
+            raise ValueError(
+                "The callback has to know whose rate it sets. Received: a model with "
+                f"{count} DistributedOptimizer(s) beside its own `optimizer`. Pass optimizer=..., "
+                "and one callback for each."
+            )
+        # Keras's public `learning_rate` would give the value of a schedule, not the schedule.
+        rate = innermost(self.optimizer)._learning_rate
+        if not isinstance(rate, keras.Variable):
+            raise ValueError(
+                "A callback can only set a plain learning rate. Received: an optimizer whose "
+                f"learning_rate is {rate!r}. Give the optimizer a number, or leave the callback "
+                "out."
+            )
 
     def _set(self, epoch: float) -> None:
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
         optimizer = self.optimizer
-        old, new = (
-            float(optimizer.learning_rate),
-            float(self.initial_learning_rate * self.multiplier(epoch)),
-        )
-        if abs(new - old) <= 1e-7 * max(abs(old), abs(new)):
+        old = float(optimizer.learning_rate)
+        new = float(self.initial_learning_rate * self.multiplier(epoch))
+        if abs(new - old) <= SAME_RATE * max(abs(old), abs(new)):
             return
         optimizer.learning_rate = new
         # A velocity made at rate 0 is 0, and stays right without correction.
@@ -121,13 +145,14 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
 
 def _velocities(optimizer: Any) -> list[Any]:
-    """Those of the optimizer, and of schemes that apply momentum before they select (`HierarchicalTopK(momentum=0.9)`).
+    """Returns the velocities of an optimizer, and those of its schemes.
 
-    Schemes keep theirs so that it follows the rate as Keras's does: see `tfposeidon.exchange.effective_rate`.
+    Schemes that apply momentum before they select, such as `HierarchicalTopK(momentum=0.9)`, keep
+    velocities that follow the rate as Keras's do: see `tfposeidon.exchange.effective_rate`.
     """
     velocities = list(getattr(innermost(optimizer), "momentums", []))
     if isinstance(optimizer, DistributedOptimizer):
-        pairs = zip(optimizer.rank_variables, optimizer.rank_pieces, strict=True)
+        pairs = zip(optimizer.rank_variables, optimizer.rank_descriptions, strict=True)
         velocities += [variable for variable, piece in pairs if piece.name == "velocity"]
     return velocities
 

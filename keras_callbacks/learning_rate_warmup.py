@@ -1,24 +1,44 @@
-"""Warm-up from the rate of one rank to the rate of all."""
+"""Warms up from the learning rate of one rank to that of all ranks together."""
 
 from __future__ import annotations
 
 import keras
+from typing_extensions import override
 
 from keras_callbacks.learning_rate_schedule import LearningRateSchedule
+from tfposeidon import ranges
 from tfposeidon.communication import runtime
 
 
 class LearningRateWarmup(LearningRateSchedule):
-    """Raises the rate, batch by batch, from `initial_learning_rate / size` to `initial_learning_rate`.
+    """Raises the learning rate from that of one rank to that of all ranks together.
+
+    It goes from `initial_learning_rate / size`, where `size` is the number of ranks, to
+    `initial_learning_rate`, and changes before each batch. The rate rises in a straight line over
+    the first `warmup_epochs`, because the full rate is unstable while weights still change rapidly.
+    After that this callback leaves the rate alone, so that a `LearningRateSchedule` may follow with
+    `start_epoch=warmup_epochs`.
 
     Args:
-      initial_learning_rate: The rate after warm-up: usually that of one rank times their number.
-      warmup_epochs: How long it takes.
+      initial_learning_rate: Rate after the warm-up: usually that of one rank times the number of
+        ranks.
+      warmup_epochs: Length of the warm-up in epochs, above 0; need not be whole.
       momentum_correction: As in `LearningRateSchedule`.
       steps_per_epoch: As in `LearningRateSchedule`.
       optimizer: As in `LearningRateSchedule`.
 
+    Raises:
+      ValueError: If `warmup_epochs` is not above 0; otherwise as `LearningRateSchedule`.
+
     Source: Goyal et al. 2017, section 2.2.
+
+    Example::
+
+        rate = 0.1 * tp.size()
+        callbacks = [
+            keras_callbacks.LearningRateWarmup(rate, warmup_epochs=5),
+            keras_callbacks.LearningRateSchedule(rate, decay, start_epoch=5),
+        ]
     """
 
     def __init__(
@@ -29,10 +49,7 @@ class LearningRateWarmup(LearningRateSchedule):
         steps_per_epoch: int | None = None,
         optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
-        if warmup_epochs <= 0:
-            raise ValueError(
-                f"`warmup_epochs` must be above 0. Received: warmup_epochs={warmup_epochs}"
-            )
+        ranges.check_number("warmup_epochs", warmup_epochs, ranges.POSITIVE)
         self.warmup_epochs = warmup_epochs
         super().__init__(
             initial_learning_rate,
@@ -47,14 +64,17 @@ class LearningRateWarmup(LearningRateSchedule):
         start = 1.0 / runtime.size()
         return start + (1.0 - start) * min(epoch / self.warmup_epochs, 1.0)
 
+    @override
     def _set(self, epoch: float) -> None:
         assert self.steps_per_epoch
         before = epoch - self.model.steps_per_execution / self.steps_per_epoch
-        # The first batch after warm-up sets the full rate, unless another schedule has set its own by then.
-        if epoch < self.warmup_epochs or (before < self.warmup_epochs and self._holds(before)):
+        # The first batch after the warm-up sets the full rate, unless another schedule has set its
+        # own by then.
+        if epoch < self.warmup_epochs or (before < self.warmup_epochs and self._is_set(before)):
             super()._set(epoch)
 
-    def _holds(self, epoch: float) -> bool:
-        """Whether the optimizer has the rate that this callback sets there."""
+    def _is_set(self, epoch: float) -> bool:
+        """Tells whether the optimizer has the rate that this callback sets at `epoch`."""
         rate = self.initial_learning_rate * self._fraction(epoch)
+        # Optimizers keep float32.
         return abs(float(self.optimizer.learning_rate) - rate) <= 1e-6 * rate

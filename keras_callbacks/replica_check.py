@@ -1,12 +1,14 @@
-"""Compares the replicas bit by bit, now and then."""
+"""Compares the replicas of a model bit by bit, now and then."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import keras
+from typing_extensions import override
 
-from keras_callbacks.model_state import replicated_variables
+from keras_callbacks._model_state import replicated_variables
+from tfposeidon import ranges
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import replicas
 from tfposeidon.training import layer_state
@@ -15,26 +17,31 @@ ACTIONS = ("stop", "repair", "report")
 
 
 class ReplicaCheck(keras.callbacks.Callback):
-    """Compares checksums of weights, optimizer state and what layers keep outside of variables over ranks.
+    """Compares checksums of weights, optimizer state and layers' other state over ranks.
 
-    Exchanges leave the same bits on every rank; what parts replicas is hardware, or a script that
-    does something on some ranks only.
+    Exchanges leave the same bits on every rank. What makes replicas differ all the same is faulty
+    hardware, or a script that does something on some ranks only. All ranks take part in each check.
 
     Args:
-      every_n_steps: How often; a check reads all weights once.
-      action: `"stop"` raises on all ranks, `"repair"` logs and broadcasts rank 0's values,
-        `"report"` only logs.
+      every_n_steps: Steps from one check to the next, at least 1.
+      action: What happens when replicas differ: `"stop"` raises on all ranks, `"repair"` logs the
+        difference on rank 0 and gives all ranks the values of rank 0, `"report"` only logs it.
 
     Raises:
-      RuntimeError: On all ranks, naming the first variable that differs and the ranks.
+      ValueError: If an argument is not one of those above.
+      RuntimeError: In `fit`, on all ranks, with `action="stop"`; the message names the first
+        variable that differs and the ranks.
+
+    Cost: each check reads all weights and optimizer state once, and exchanges a checksum (CRC-32)
+    for each.
+
+    >>> import keras_callbacks
+    >>> callbacks = [keras_callbacks.ReplicaCheck(every_n_steps=500, action="report")]
     """
 
     def __init__(self, every_n_steps: int = 1000, action: str = "stop") -> None:
         super().__init__()
-        if every_n_steps < 1:
-            raise ValueError(
-                f"`every_n_steps` must be at least 1. Received: every_n_steps={every_n_steps}"
-            )
+        ranges.check_number("every_n_steps", every_n_steps, ranges.AT_LEAST_1)
         if action not in ACTIONS:
             raise ValueError(
                 f"`action` must be one of {', '.join(ACTIONS)}. Received: action={action!r}"
@@ -43,7 +50,9 @@ class ReplicaCheck(keras.callbacks.Callback):
         self.action = action
         self._steps = 0
 
+    @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        # One call stands for `steps_per_execution` steps, so that multiples may be stepped over.
         before, self._steps = self._steps, self._steps + self.model.steps_per_execution
         if self._steps // self.every_n_steps > before // self.every_n_steps:
             self._check()
@@ -58,18 +67,15 @@ class ReplicaCheck(keras.callbacks.Callback):
         path, ranks = next(iter(found.items()))
         problem = (
             f"Replicas must hold the same bits. After {self._steps} steps {len(found)} of "
-            f"{len(variables) + len(layers)} variables and layers' states differ; the first is {path!r}, on rank(s) "
-            f"{ranks} against rank 0."
+            f"{len(variables) + len(layers)} variables and layers' states differ; the first is "
+            f"{path!r}, on rank(s) {ranks} against rank 0."
         )
         if self.action == "stop":
             raise RuntimeError(
                 f'{problem} Use ReplicaCheck(action="repair") to go on with rank 0\'s values.'
             )
-        runtime.say(
-            "tfposeidon: %s%s",
-            problem,
-            " All ranks get rank 0's." if self.action == "repair" else "",
-        )
-        if self.action == "repair":
+        repairs = self.action == "repair"
+        runtime.say("tfposeidon: %s%s", problem, " All ranks get rank 0's." if repairs else "")
+        if repairs:
             replicas.broadcast(variables, wire)
             layer_state.broadcast(self.model, wire)

@@ -6,28 +6,33 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
+from typing_extensions import override
 
 from tfposeidon import policies
 from tfposeidon.communication import runtime
 from tfposeidon.training import session
-from tfposeidon.training.skip_batches import is_skipping, retrace
 
 
 class SchemeSchedule(keras.callbacks.Callback):
-    """Uses one scheme from one epoch on, another from another: sparse first, say, then the 2D torus.
+    """Changes the communication scheme at the beginning of given epochs.
 
-    No residual is lost: the first batches of an epoch that begins with a change (until one of them has
-    counted; the whole epoch where ranks end it with the first that is out of data) still go by the old scheme, which
-    sends densely all that it has kept. Then the step is traced anew. Velocities of momentum correction
-    start anew. Put it before `Checkpoint`: a resumed run goes on with the scheme it was in.
+    A job may begin with a sparse scheme, say, and go on with a dense one. No residual is lost. When
+    an epoch begins with a change, its first steps still go by the old scheme, which then sends
+    densely all that it has kept; after the first such step that counts (means are finite, and the
+    rate is not 0) the step is traced anew with the new scheme. Where ranks end an epoch with the
+    first one that is out of data, that happens at the beginning of the next epoch. Velocities of
+    momentum correction start anew.
+
+    Every rank needs this callback with the same schedule. Put it before `Checkpoint`: a resumed run
+    then goes on with the scheme that it was saved with.
 
     Args:
-      schedule: Epoch -> scheme, as `DistributedOptimizer` takes it; it must begin at epoch 0.
+      schedule: Scheme by first epoch, from epoch 0; schemes as `DistributedOptimizer` takes them.
 
     Raises:
-      ValueError: If the schedule is empty, does not begin at 0, has an unknown scheme, or some schemes with
-        momentum correction and some without; in `fit`, if the model's optimizer is no DistributedOptimizer, or
-        `Checkpoint` comes before this.
+      ValueError: If the schedule does not begin at epoch 0, has an unknown scheme, or mixes schemes
+        with and without momentum correction. In `fit`, if the model has no `DistributedOptimizer`,
+        or if `Checkpoint` comes before this callback.
 
     Source: Shi et al. 2021 (CommLib), section 5.6: MSTopK at the lower resolutions, then 2D torus.
 
@@ -42,51 +47,62 @@ class SchemeSchedule(keras.callbacks.Callback):
         }
         if min(self.schedule, default=None) != 0:
             raise ValueError(
-                f"`schedule` must say by which scheme epoch 0 goes. Received: epochs {list(self.schedule)}"
+                "`schedule` must say by which scheme epoch 0 goes. Received: epochs "
+                f"{list(self.schedule)}"
             )
-        corrected = {
-            isinstance(p, policies.Uniform) and p.scheme.corrects_momentum
-            for p in self.schedule.values()
+        corrects_momentum = {
+            isinstance(policy, policies.Uniform) and policy.scheme.corrects_momentum
+            for policy in self.schedule.values()
         }
-        if len(corrected) > 1:
+        if len(corrects_momentum) > 1:
             raise ValueError(
-                "Momentum must be either the schemes' or the optimizer's, all the time. Received: a schedule in which "
-                "some schemes correct momentum and others do not. Leave momentum to the optimizer."
+                "Momentum must be either the schemes' or the optimizer's, all the time. Received: "
+                "a schedule in which some schemes correct momentum and others do not. Leave "
+                "momentum to the optimizer."
             )
         self._next: policies.Policy | None = None
         self._optimizers: list[Any] = []
-        self._skipping = False
+        self._is_skipping = False
 
+    @override
     def on_train_begin(self, logs: Any = None) -> None:
-        self._optimizers = session.optimizers_of(self.model)
+        self._session = session.of(self.model)
+        self._optimizers = self._session.optimizers
         if not self._optimizers:
             raise ValueError(
-                f"SchemeSchedule needs a DistributedOptimizer. Received: {type(self.model.optimizer).__name__}. "
+                "SchemeSchedule needs a DistributedOptimizer. Received: "
+                f"{type(self.model.optimizer).__name__}. "
                 "Compile the model with tp.DistributedOptimizer(...)."
             )
-        if getattr(self.model, "_initial_epoch", None) is not None:
+        if self._session.is_resumed:
             raise ValueError(
-                "SchemeSchedule must come before Checkpoint in the list of callbacks. Received: after it."
+                "SchemeSchedule must come before Checkpoint in the list of callbacks. Received: "
+                "after it."
             )
-        session.of(self.model).schedule_schemes()
+        self._session.announce_scheme_changes()
 
+    @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        # A change that the last epoch could not make.
         self._change_if_flushed()
         wanted = self.schedule[max(start for start in self.schedule if start <= epoch)]
         if all(optimizer.policy == wanted for optimizer in self._optimizers):
             return
         runtime.say("tfposeidon: epoch %d goes by %s.", epoch, wanted)
         self._next = wanted
-        # All of them, whatever the first has to say.
+        # A list, so that every optimizer flushes, whatever the first one answers.
         if not any([optimizer.exchange.flush() for optimizer in self._optimizers]):  # noqa: C419
             self._change_if_flushed()
 
+    @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._skipping = is_skipping(self.model)
+        # Asked before the batch: the last one to be skipped ends the skipping.
+        self._is_skipping = self._session.is_skipping
 
+    @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Ranks that end an epoch together need the exchange that they know until its end.
-        if not self._skipping and not any(
+        if not self._is_skipping and not any(
             optimizer.exchange.watches_absence for optimizer in self._optimizers
         ):
             self._change_if_flushed()
@@ -97,5 +113,5 @@ class SchemeSchedule(keras.callbacks.Callback):
         ):
             for optimizer in self._optimizers:
                 optimizer.change_scheme(self._next)
-            retrace(self.model)
+            self._session.retrace()
             self._next = None

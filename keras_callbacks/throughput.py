@@ -1,4 +1,4 @@
-"""Samples per second, bytes sent and communication that computation does not hide."""
+"""Reports samples per second, bytes sent, and communication that computation does not hide."""
 
 from __future__ import annotations
 
@@ -6,92 +6,101 @@ import time
 from typing import Any
 
 import keras
-import tensorflow as tf
+from typing_extensions import override
 
-from keras_callbacks.model_state import optimizers
+from keras_callbacks._model_state import optimizers, samples_seen
+from keras_callbacks._tensorboard import ScalarWriter
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.training.session import optimizers_of
 
 
 class Throughput(keras.callbacks.Callback):
-    """Adds speed to each epoch's logs, the same on every rank, and to TensorBoard.
+    """Adds speed to the logs of each epoch, and to TensorBoard.
 
-    - `samples_per_second`: of all ranks together, by the slowest rank's clock.
-    - `exposed_communication`: share of the time in which the step waited for the exchange after its
-      last gradient (mean over ranks); only with `DistributedOptimizer`.
-    - `megabytes_sent`: payload that this job's rank 0 sends per step, as the plan predicts.
+    All ranks exchange their measurements at the end of the epoch and get the same numbers:
 
-    The first step of an epoch is left out: the very first one traces and compiles.
+    - `samples_per_second`: samples of all ranks together, by the clock of the slowest rank.
+    - `exposed_communication`: share of the time, in [0, 1], in which a step waited for its exchange
+      after its last gradient; mean over ranks. 0 without a `DistributedOptimizer`; on GPUs, where
+      ops are queued, only a hint.
+    - `megabytes_sent`: payload that rank 0 sends per step, as the plan predicts.
+
+    The first step of an epoch is left out, because the very first one traces and compiles; so is
+    validation. An epoch of one step shows 0 samples per second.
 
     Args:
-      log_dir: Where rank 0 writes TensorBoard scalars, if given.
+      log_dir: Folder in which rank 0 writes the scalars `throughput/samples_per_second` and so on;
+        `None` writes none.
+
+    Cost: two exchanges of a few bytes for each rank and epoch.
+
+    >>> import keras_callbacks
+    >>> callbacks = [keras_callbacks.Throughput(log_dir="logs"), keras_callbacks.MetricAverage()]
     """
 
     def __init__(self, log_dir: str | None = None) -> None:
         super().__init__()
         self.log_dir = log_dir
-        self._writer: Any = None
-        self._started: tuple[float, float, float] | None = None
+        self._scalars = ScalarWriter(log_dir)
+        # Seconds, samples and seconds of exposed communication: after the first step, and in all
+        # others.
+        self._begin: tuple[float, float, float] | None = None
+        self._spent: list[float] = [0.0, 0.0, 0.0]
 
+    @override
     def on_train_begin(self, logs: Any = None) -> None:
-        if self.log_dir and runtime.rank() == 0:
-            self._writer = tf.summary.create_file_writer(str(self.log_dir))
+        self._scalars.open()
 
+    @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._started = None
-        self._finished: list[float] = [0.0, 0.0, 0.0]
+        self._begin = None
+        self._spent = [0.0, 0.0, 0.0]
 
+    @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._started is None:
-            self._started = self._now()
+        if self._begin is None:
+            self._begin = self._now()
 
+    @override
     def on_test_begin(self, logs: Any = None) -> None:
-        self._finish()
+        self._end_training()
 
+    @override
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._finish()
-        everybody = exchange_objects(self._finished, runtime.wire(), "tp.throughput")
-        slowest = max(seconds for seconds, _, _ in everybody)
-        if logs is None or slowest <= 0:
+        self._end_training()
+        ranks = exchange_objects(self._spent, runtime.wire(), "tp.throughput")
+        slowest_s = max(seconds for seconds, _, _ in ranks)
+        if logs is None or slowest_s <= 0:
             return
+        exposed = [exposed_s / (seconds or 1.0) for seconds, _, exposed_s in ranks]
         speed = {
-            "samples_per_second": sum(samples for _, samples, _ in everybody) / slowest,
-            "exposed_communication": sum(exposed / (s or 1.0) for s, _, exposed in everybody)
-            / len(everybody),
+            "samples_per_second": sum(samples for _, samples, _ in ranks) / slowest_s,
+            "exposed_communication": sum(exposed) / len(ranks),
             "megabytes_sent": self._bytes_sent() / 1e6,
         }
         logs.update(speed)
-        self._write(speed, epoch)
+        self._scalars.write({f"throughput/{name}": value for name, value in speed.items()}, epoch)
 
+    @override
     def on_train_end(self, logs: Any = None) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self._scalars.close()
 
-    def _finish(self) -> None:
-        # Keras sets its loss tracker back for validation, so this comes first and only once.
-        if self._started is not None:
-            self._finished = [
-                now - then for now, then in zip(self._now(), self._started, strict=True)
-            ]
-            self._started = None
+    def _end_training(self) -> None:
+        # Keras resets its loss tracker for validation, so this comes before it, and only once.
+        if self._begin is not None:
+            self._spent = [now - then for now, then in zip(self._now(), self._begin, strict=True)]
+            self._begin = None
 
     def _now(self) -> tuple[float, float, float]:
-        samples = next(
-            (float(m.count.numpy()) for m in self.model.metrics if m.name == "loss"), 0.0
+        exposed_s = sum(
+            getattr(optimizer, "exposed_s", 0.0) for optimizer in optimizers(self.model)
         )
-        exposed = sum(getattr(optimizer, "exposed_s", 0.0) for optimizer in optimizers(self.model))
-        return time.perf_counter(), samples, exposed
+        return time.perf_counter(), samples_seen(self.model) or 0.0, exposed_s
 
     def _bytes_sent(self) -> float:
-        mine = sum(
+        own = sum(
             optimizer.plan.cost.bytes for optimizer in optimizers_of(self.model) if optimizer.built
         )
-        return exchange_objects(mine, runtime.wire(), "tp.bytes")[0]
-
-    def _write(self, speed: dict[str, float], epoch: int) -> None:
-        if self._writer is None:
-            return
-        with self._writer.as_default():
-            for name, value in speed.items():
-                tf.summary.scalar(f"throughput/{name}", value, step=epoch)
+        # Ranks of unequal nodes send unequal amounts; all show what rank 0 sends.
+        return exchange_objects(own, runtime.wire(), "tp.bytes")[0]

@@ -1,7 +1,7 @@
-"""What a test is follows from where it lies: those in `tests/jobs` start ranks, labs or compilers, all others are fast.
+"""Marks tests by their folder: those in `tests/jobs` start ranks, labs or compilers.
 
-Tests run in three turns: the fast ones, then those whose jobs were started ahead and ran beside them, then the rest,
-whose jobs have the machine to themselves.
+All others are fast. Tests run in three turns: the fast ones; those whose jobs were started ahead
+and ran beside the fast ones; then the rest, whose jobs have the machine to themselves.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""The table of what every scheme promises. A new scheme adds one row to SCHEMES."""
+"""Table of what every scheme promises. A new scheme adds one row to SCHEMES."""
 
 import functools
 
@@ -34,13 +34,13 @@ SCHEMES = {
         None,
     ),
 }
-"""Scheme, and its rounding relative to the largest value: 0 for exact schemes, None for those with state."""
+"""Scheme, and its rounding relative to the largest value: 0 if exact, None for those with state."""
 
 LENGTHS = (0, 1, 7, 64, 10_007)
 
 
 def gradient(length, rank, dtype="float32"):
-    """Whole numbers, so that sums are known exactly in any order."""
+    """Returns whole numbers, so that sums are known exactly in any order."""
     generator = np.random.default_rng([length, rank])
     return generator.integers(-64, 64, length).astype(dtype)
 
@@ -51,12 +51,12 @@ def _mean(length, size):
 
 
 def fresh_state(scheme, length, topology):
-    """As the optimizer has it at the first step."""
+    """Returns the state that the optimizer has at the first step."""
     return tuple(tf.zeros(slot.shape) for slot in scheme.slots(length, topology))
 
 
 def settled_state(scheme, length, topology):
-    """As it might be past the warm-up, where costs are those that `cost` says."""
+    """Returns a state past the warm-up, where costs are those that `cost` predicts."""
     # With what is kept no value is 0, of which one bit has to say more.
     return tuple(
         tf.fill(t.shape, 100.0 if t.shape.rank == 0 else 0.25)
@@ -92,9 +92,10 @@ def check(name, length, wire, run=lambda function, *args: function(*args)):
 def check_conservation(
     scheme, length, wire, steps, label, run=lambda function, *args: function(*args), flush_at=None
 ):
-    """Over all ranks, at every step: sum(gradient + old residual) = ranks x update + sum(new residual).
+    """Asserts at every step that what is not sent is kept, and nothing else.
 
-    With momentum correction the velocity that comes in takes the gradient's place.
+    Over all ranks: sum(gradient + old residual) = ranks x update + sum(new residual). With momentum
+    correction the velocity that comes in takes the gradient's place.
 
     Args:
       flush_at: The step before which all is flushed: after it nothing must be left.
@@ -102,7 +103,10 @@ def check_conservation(
     topology = wire.topology
     slots = scheme.slots(length, topology)
     state = fresh_state(scheme, length, topology)
-    exchange = lambda vector, *state: scheme.exchange(vector, state, wire, f"{label}.{step}")  # noqa: E731
+
+    def exchange(vector, *state):
+        return scheme.exchange(vector, state, wire, f"{label}.{step}")
+
     for step in range(steps):
         if step == flush_at:
             state = scheme.flushing(state)
@@ -123,7 +127,7 @@ def check_conservation(
 
 
 def _placed(slots, state, length):
-    """Full vectors of what this rank keeps, 0 where it keeps nothing."""
+    """Returns full vectors of what this rank keeps, 0 where it keeps nothing."""
     vectors = {"residual": np.zeros(length, "float32"), "velocity": np.zeros(length, "float32")}
     for slot, tensor in zip(slots, state, strict=True):
         if slot.shape:

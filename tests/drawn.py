@@ -26,7 +26,7 @@ def decode(contents, label):
 
 
 def numbers(batches, samples):
-    """Of the images in batches, each of which must be one of those in the folder, with its label."""
+    """Checks that each image of the batches is one of the folder, with its label."""
     known = {image(number).tobytes(): number for number in range(samples)}
     found = []
     for pixels, labels in batches:

@@ -18,10 +18,11 @@ class Case:
     """A layer in use.
 
     Attributes:
-      shape: Of one sample.
-      apply: From the samples to what the layer makes of them.
-      factors: Shapes of its variables whose gradients are products of two thin matrices, in their order.
-      dtype: Of the samples; those of whole numbers are tokens.
+      shape: Shape of one sample.
+      apply: Function from the samples to the layer's output.
+      factors: Shapes of the variables whose gradients are products of two thin matrices, in the
+        layer's order.
+      dtype: Dtype of the samples; integers are tokens.
     """
 
     shape: tuple

@@ -19,11 +19,13 @@ _running = {}
 
 
 def ahead(job):
-    """Marks a test whose job may run beside fast tests: one that waits more than it computes, and measures nothing.
+    """Marks a test whose job may run beside the fast tests.
+
+    Such a job waits more than it computes, and measures nothing.
 
     Args:
-      job: A function of the test's parameters. It is called on a thread before the test's turn comes; the test finds
-        what it returned in the fixture `outcome`.
+      job: Function of the test's parameters. It is called on a thread before the test's turn comes;
+        the test gets its result from the fixture `outcome`.
     """
     return pytest.mark.ahead.with_args(job)
 
@@ -32,7 +34,8 @@ def horovodrun(size, *command, environment=None, hosts=None, timeout_s=LIMIT_S, 
     """Runs `python command` on `size` ranks.
 
     Returns:
-      The finished process with stdout and stderr together in `stdout`; with `background` the running one.
+      The finished process with stdout and stderr together in `stdout`; with `background`, the
+      running one.
     """
     launcher = [
         str(Path(sys.executable).with_name("horovodrun")),
@@ -63,7 +66,7 @@ def lab(options, *command, environment=None, timeout_s=LIMIT_S, background=False
 
 
 def start(command, environment=None):
-    """Starts any command in the project's folder, with what it says in `stdout`; `finish` waits for it."""
+    """Starts a command in the project's folder, its output in `stdout`; `finish` waits for it."""
     variables = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     process = subprocess.Popen(
         command,

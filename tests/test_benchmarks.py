@@ -12,6 +12,7 @@ from benchmarks import (
     accuracy,
     best_scheme,
     exchange,
+    figures,
     harness,
     hitopk_steps,
     large_batch,
@@ -20,6 +21,7 @@ from benchmarks import (
     overview,
     poseidon,
     reading,
+    redraw,
     scaling,
     selection,
     wrapper,
@@ -67,11 +69,33 @@ OF_RESULTS = {
 
 @pytest.mark.parametrize("name", OF_RESULTS)
 def test_results_that_are_kept_are_shown_and_plotted(name, tmp_path, capsys):
-    """Those of an earlier version, which lack what is shown now, would end the benchmark after all its jobs."""
+    """Those of an earlier version, which lack what is shown now, would end the benchmark late."""
     cells = json.loads((harness.RESULTS / f"{name}.json").read_text())
     OF_RESULTS[name].show(cells)
     assert capsys.readouterr().out
     OF_RESULTS[name].plot(cells, tmp_path / "plot.png")
+
+
+def test_every_system_has_a_color_of_its_own():
+    colors = [style.color for style in figures.STYLES.values()]
+    colors += [*figures.PARTS, figures.BASELINE]
+    assert len(set(colors)) == len(colors)
+    assert len({style.label for style in figures.STYLES.values()}) == len(figures.STYLES)
+
+
+def test_a_system_with_options_looks_like_its_scheme():
+    assert figures.style("2dtar:float16:other").color == figures.style("2dtar:float16").color
+    assert figures.style("2dtar:float16:other").label == "2dtar:float16:other"
+    assert figures.in_order(["2dtar", "unknown", "ddp"]) == ["ddp", "2dtar", "unknown"]
+
+
+def test_every_plot_can_be_drawn_again():
+    for name, (draw, files) in redraw.PLOTS.items():
+        assert callable(draw)
+        assert (harness.RESULTS / f"{name}.png").exists()
+        assert all((harness.RESULTS / f"{file}.json").exists() for file in files)
+    drawn = {file.stem.removesuffix("_traffic") for file in harness.RESULTS.glob("*.png")}
+    assert drawn == set(redraw.PLOTS)
 
 
 def test_no_results_are_kept_that_another_way_of_measuring_would_give():
@@ -286,7 +310,7 @@ def test_summary(answer, text):
 
 
 def test_best_scheme_says_what_poseidon_says():
-    """GoogLeNet's classifier goes to the store on 16 nodes (section 5.2); all of VGG19-22K goes by factors."""
+    """GoogLeNet's classifier goes to the store on 16 nodes (section 5.2), VGG19-22K by factors."""
     (googlenet,) = best_scheme.rows_of(models.model("googlenet"), 128, [2, 16])
     assert googlenet[:4] == ("googlenet", "128", "dense1", "1024 x 1000")
     assert [text.split()[0] for text in googlenet[4:]] == ["sfb", "ps"]
@@ -398,7 +422,7 @@ def test_a_failed_job_is_the_benchmarks_exit_status(tmp_path):
 
 
 def test_packs_of_mirrored_strategy_shrink_with_the_model():
-    """With the square of the factor, as parameters and links do: one of full size would hold all gradients."""
+    """With the square of the factor, as links do: one of full size would hold all gradients."""
     task = argparse.Namespace(shrink=4)
     assert mirrored.pack_bytes(task, "mirrored-packs") == 25 * 2**20 // 16
     assert mirrored.pack_bytes(task, "mirrored") == 0
@@ -410,7 +434,7 @@ def test_buckets_of_ddp_shrink_with_the_model():
     assert ddp.bucket_caps_mib(argparse.Namespace(shrink=4)) == [1 / 16, 25 / 16]
 
 
-@pytest.mark.parametrize("model", overview.NAMES)
+@pytest.mark.parametrize("model", overview.MODELS)
 def test_overview_has_a_bar_for_each_system_of_its_results(model):
     cells = json.loads((overview.RESULTS / "scaling.json").read_text())
     steps, alone_s = overview.rows(cells, model, "4x2", 4.0)

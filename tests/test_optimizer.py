@@ -360,7 +360,7 @@ def test_exclusions_from_weight_decay_reach_the_inner_optimizer():
             lambda: tp.DistributedOptimizer(SGD()).plan,
             "There is a plan once the optimizer knows its variables",
         ),
-        (lambda: tp.init(ranks_per_node=0), "`ranks_per_node` must be at least 1"),
+        (lambda: tp.init(ranks_per_node=0), "`ranks_per_node` must be a whole number from 1"),
     ],
 )
 def test_bad_input_is_refused(make, message):
@@ -419,19 +419,19 @@ def test_unknown_variables_are_refused():
     [
         (
             lambda: keras_callbacks.ReplicaCheck(every_n_steps=0),
-            "`every_n_steps` must be at least 1",
+            "`every_n_steps` must be a finite number from 1",
         ),
         (lambda: keras_callbacks.ReplicaCheck(action="panic"), "one of stop, repair, report"),
         (
             lambda: keras_callbacks.Checkpoint("x", every_n_steps=0),
-            "`every_n_steps` must be at least 1",
+            "`every_n_steps` must be a finite number from 1",
         ),
-        (lambda: keras_callbacks.Checkpoint("x", keep=0), "`keep` must be at least 1"),
+        (lambda: keras_callbacks.Checkpoint("x", keep=0), "`keep` must be a whole number from 1"),
         (
             lambda: keras_callbacks.LearningRateWarmup(0.1, warmup_epochs=0),
-            "`warmup_epochs` must be above 0",
+            "`warmup_epochs` must be a finite number above 0",
         ),
-        (lambda: keras_callbacks.LearningRateSchedule(-1, 1.0), "must not be negative"),
+        (lambda: keras_callbacks.LearningRateSchedule(-1, 1.0), "must be a finite number from 0"),
         (
             lambda: keras_callbacks.SchemeSchedule({}),
             r"by which scheme epoch 0 goes. Received: epochs \[\]",

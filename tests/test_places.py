@@ -1,4 +1,4 @@
-"""Where tests lie: what starts jobs belongs in `tests/jobs`, so that `make test-fast` starts none."""
+"""Tests that start jobs belong in `tests/jobs`, so that `make test-fast` starts none."""
 
 import re
 from pathlib import Path
@@ -12,5 +12,6 @@ def test_only_tests_in_jobs_start_jobs():
         imported = re.findall(r"from tests\.launch import (.+)", path.read_text())
         names = {name.strip() for line in imported for name in line.split(",")}
         assert names <= {"ROOT"}, (
-            f"{path.relative_to(tests)} imports {sorted(names)} from tests.launch: move it to tests/jobs"
+            f"{path.relative_to(tests)} imports {sorted(names)} from tests.launch: "
+            "move it to tests/jobs"
         )

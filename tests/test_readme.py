@@ -26,6 +26,6 @@ def test_the_example_runs(monkeypatch):
 
 
 def test_documents_that_are_pointed_to_exist():
-    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for document in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} points to {target}"

@@ -1,11 +1,34 @@
+import io
+
 import pytest
 
-from tfposeidon import text as text_module
+from tfposeidon.text import ProgressBar
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
 @pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (2.5e6, "2.50 MB"), (3e9, "3.00 GB")],
+    ("stream", "expected"),
+    [
+        (
+            Terminal(),
+            f"\r{'█' * 15}{'░' * 15}  50%  2 of 4 files, 60 s left\x1b[K"
+            f"\r{'█' * 30} 100%  4 of 4 files, 0 s left\x1b[K\r\x1b[K",
+        ),
+        (
+            io.StringIO(),
+            f"{'█' * 15}{'░' * 15}  50%  2 of 4 files, 60 s left\n"
+            f"{'█' * 30} 100%  4 of 4 files, 0 s left\n",
+        ),
+    ],
 )
-def test_readable(size, text):
-    assert text_module.readable(size) == text
+def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_log(stream, expected):
+    now_s = iter([0.0, 0.1, 60.0, 120.0])
+    progress = ProgressBar(4, "files", stream=stream, clock=lambda: next(now_s))
+    for count in (1, 1, 2):
+        progress.add(count)
+    progress.close()
+    assert stream.getvalue() == expected

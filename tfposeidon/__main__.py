@@ -1,4 +1,4 @@
-"""`python -m tfposeidon`: the commands beside the library."""
+"""The command `python -m tfposeidon`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,26 @@ import argparse
 import sys
 
 from tfposeidon import __version__
+from tfposeidon.commands import versions
+
+try:
+    versions.require_python()
+except versions.UnsupportedVersionError as error:
+    sys.exit(str(error))
+
+# An older Python refuses the syntax of these.
 from tfposeidon.commands import check, install
 from tfposeidon.lab import command as lab
+from tfposeidon.lab import demo
 
 COMMANDS = {
     "check": (
         check,
         "report versions and topology, and run a small collective; also under horovodrun",
+    ),
+    "demo": (
+        demo,
+        "compare schemes on a model in the lab, with a slow network between emulated nodes",
     ),
     "install": (
         install,
@@ -23,7 +36,11 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Runs the command that was asked for; returns the exit status."""
+    """Runs the command that was asked for.
+
+    Returns:
+      The exit status.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m tfposeidon", description="Keras 3 training over slow networks."
     )
@@ -35,6 +52,7 @@ def main() -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.main)
     options = parser.parse_args()
+    # The lab starts itself again with them, inside its namespaces.
     options.arguments = sys.argv[2:]
     return options.run(options)
 

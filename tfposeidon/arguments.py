@@ -51,14 +51,6 @@ def check_no_more_arguments(others: dict[str, Any]) -> None:
         )
 
 
-def check_bucket_bytes(bucket_bytes: Any) -> None:
-    """Refuses sizes that are not whole numbers from 0."""
-    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 0:
-        raise ValueError(
-            f"`bucket_bytes` must be a whole number from 0. Received: bucket_bytes={bucket_bytes!r}"
-        )
-
-
 def check_sample_count(sample_count: Any) -> None:
     """Refuses what is no function: the number itself belongs into `apply`."""
     if sample_count is not None and not callable(sample_count):

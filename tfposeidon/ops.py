@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfposeidon.native import library
+from tfposeidon.ranges import check_integer
 
 METHODS = ("mstopk", "exact", "dgc")
 
@@ -273,8 +274,7 @@ def l2_norms(tensors: Sequence[Any]) -> tf.Tensor:
 
 def _options(x: tf.Tensor, method: str, steps: int, **more: Any) -> dict[str, Any]:
     check_method(method)
-    if steps < 0:
-        raise ValueError(f"`steps` must not be negative. Received: steps={steps}")
+    check_integer("steps", steps, 0)
     length = x.shape.num_elements() if x.shape.is_fully_defined() else 0
     return {
         "method": method,

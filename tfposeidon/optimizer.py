@@ -8,8 +8,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from typing_extensions import override
 
-from tfposeidon import arguments, policies, sample_counts
+from tfposeidon import arguments, policies, ranges, sample_counts
 from tfposeidon.communication import runtime, surroundings
 from tfposeidon.exchange import layer_norms
 from tfposeidon.exchange.step import Step
@@ -19,7 +20,7 @@ from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.planning import rules
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.server.shards import ServerShards
-from tfposeidon.state.rank_state import Piece
+from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training import keras_patches
 
 _Update = Callable[[list[Any], Any], None]
@@ -27,38 +28,50 @@ _Update = Callable[[list[Any], Any], None]
 
 @keras.saving.register_keras_serializable("tfposeidon")
 class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
-    """Averages gradients over all ranks, then lets the optimizer it has apply them.
+    """Averages gradients over all ranks, then lets the optimizer inside apply them.
 
     It works in `fit`, `train_on_batch` and hand-written loops. It is a `LossScaleOptimizer` by type
-    only, so that `compile` does not put one around it: gradients must be reduced before anybody asks
-    whether they are finite. Under `mixed_float16`, `fit` puts Keras's real one *inside*.
+    only, so that `compile` does not put one around it: gradients must be averaged before anybody
+    asks whether they are finite. Under `mixed_float16`, `fit` puts Keras's real one *inside*.
 
     Args:
-      inner_optimizer: A Keras optimizer. If it has `gradient_accumulation_steps`, accumulation moves
-        to the wrapper: one exchange per update.
-      scheme: A name ("auto", "allreduce", "asa", "asa16", "2dtar", "ps", "sfb", "adam", "hybcomm", "hitopk",
-        "topk"), an object of `tfposeidon.schemes` or `tfposeidon.policies`, or rules `[(pattern, scheme), ...]`.
-      bucket_bytes: Small gradients are fused into buckets of up to this many bytes; larger than a
-        quarter of it, they go by themselves. Smaller buckets start earlier, larger ones cost fewer
-        messages, which "asa" and "2dtar" feel more than "allreduce"; 0 sends each variable by itself.
-      gradient_accumulation_steps: As in Keras's optimizers.
-      sample_count: How `fit` and `train_on_batch` weigh this rank: a function from what the train step is given, as
-        `(x, y, sample_weight)`, to a number. Left out, it is the number of samples, which is exact for losses that are
-        means over samples. `tfposeidon.sample_counts` has some for other losses; register your own with Keras if the
-        model is to be saved.
-      name: Of this object.
+      inner_optimizer: A Keras optimizer that is not distributed yet. If it has
+        `gradient_accumulation_steps`, accumulation moves to the wrapper: one exchange per update.
+      scheme: How gradients are exchanged (default `"auto"`): a name (`"auto"`, `"allreduce"`,
+        `"asa"`, `"asa16"`, `"2dtar"`, `"ps"`, `"sfb"`, `"adam"`, `"hybcomm"`, `"onebit"`,
+        `"hitopk"`, `"topk"`), an object of `tfposeidon.schemes` or `tfposeidon.policies`, or rules
+        `[(pattern, scheme), ...]`, of which the first whose pattern is found in a variable's path
+        decides. The same on all ranks.
+      bucket_bytes: Small gradients are fused into buckets of up to this many bytes (default 4 MiB);
+        larger than a quarter of it, they go by themselves. Smaller buckets start earlier, larger
+        ones cost fewer messages, which `"asa"` and `"2dtar"` feel more than `"allreduce"`; 0 sends
+        each variable by itself.
+      gradient_accumulation_steps: Calls of `apply` whose gradients are averaged for one exchange
+        and one update, as in Keras's optimizers (default `None`: one call). That of the inner
+        optimizer, if it has one, takes precedence.
+      sample_count: How `fit` and `train_on_batch` weigh this rank: a function from what the train
+        step is given, as `(x, y, sample_weight)`, to a number. `None` (default) counts samples,
+        which is exact for losses that are means over samples. `tfposeidon.sample_counts` has some
+        for other losses; register your own with Keras if the model is to be saved.
+      name: Name of the optimizer (default `"distributed_optimizer"`).
+      others: None is accepted; they are here so that arguments of Horovod's optimizer are refused
+        with what to write in their place.
 
     Raises:
-      TypeError: For arguments that there are not; for those of Horovod's optimizer it names ours. If `sample_count` is
-        no function.
-      ValueError: If an argument makes no sense, under `tf.distribute`, or with another Keras backend
-        than TensorFlow.
+      TypeError: For unknown arguments, or if `sample_count` is no function.
+      ValueError: If an argument is out of its range, if the inner optimizer does not suit the
+        scheme, under `tf.distribute`, or with another Keras backend than TensorFlow.
 
     Example:
     >>> import keras, tfposeidon as tp
     >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), scheme="asa")
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     >>> model.compile(optimizer=optimizer, loss="mse")
+
+    Another scheme for some variables:
+
+    >>> rules = [("embedding", "asa16"), (".*", tp.schemes.HierarchicalTopK(density=0.001))]
+    >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=rules)
     """
 
     built: bool
@@ -77,7 +90,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         arguments.check_no_more_arguments(others)
         surroundings.check_surroundings()
         arguments.check_inner(inner_optimizer, DistributedOptimizer)
-        arguments.check_bucket_bytes(bucket_bytes)
+        bucket_bytes = ranges.check_integer("bucket_bytes", bucket_bytes, 0)
         arguments.check_sample_count(sample_count)
         policy = policies.parse(scheme)
         rules.check_server_update(policy, inner_optimizer)
@@ -90,33 +103,40 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             gradient_accumulation_steps=steps,
             name=name or "distributed_optimizer",
         )
+        # Accumulation happens here, before the exchange; the inner optimizer must not do it again.
         rule.gradient_accumulation_steps = None
         self.inner_optimizer = inner_optimizer
         self._exchange = Step(self, policy, bucket_bytes, sample_count)
         self._accumulation: Accumulation | None = None
         self._shards: ServerShards | None = None
-        self._is_scaled_by_compile = False
         keras_patches.patch_keras(DistributedOptimizer)
 
     def __bool__(self) -> bool:
-        """True. Under `mixed_float16` only `compile(auto_scale_loss=False)` does not ask: nothing else tells."""
-        self._is_scaled_by_compile = (
-            self._is_scaled_by_compile or keras_patches.is_asked_by_compile()
-        )
-        return True
+        """Returns True, and notes whether Keras's `compile` asks.
 
-    @property
-    def is_scaled_by_compile(self) -> bool:
-        """Whether the model it was given to scales losses under `mixed_float16`, unless that was declined."""
-        return self._is_scaled_by_compile
+        Under `mixed_float16` it does, unless `auto_scale_loss=False`; nothing else tells whether
+        losses are to be scaled.
+        """
+        keras_patches.note_question_of_compile(self)
+        return True
 
     # ------------------------------------------------------------------ state
 
+    @override
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes the inner optimizer's state for `variables`, and the accumulators if there are any."""
+        """Makes the inner optimizer's state, and the accumulators if there are any.
+
+        Args:
+          variables: The trainable variables.
+
+        Raises:
+          ValueError: If a variable is not floating point, or, where servers update, if the inner
+            optimizer is built already.
+        """
         if self.built:
             return
         for variable in variables:
+            # Refuses what cannot be trained before any state is made.
             describe(variable)
         self._shards = self._server_shards(variables)
         if self._shards is not None:
@@ -132,51 +152,58 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self.built = True
 
     def _show_averages(self) -> None:
-        """Lends the averages of weights to a loss scale around them: `SwapEMAWeights` looks one optimizer deep."""
+        """Shows averages of weights on a loss scale, where `SwapEMAWeights` looks for them."""
         inner, rule = self.inner_optimizer, innermost(self)
         if inner is not rule and rule.use_ema:
             # Past Keras, which would take them for the loss scale's own.
             vars(inner)["_model_variables_moving_average"] = rule._model_variables_moving_average
 
     @property
+    @override
     def variables(self) -> list[Any]:
-        """The inner optimizer's that are equal on all ranks: all but state that servers keep."""
+        """Variables of the inner optimizer that are equal on all ranks: all but servers' state."""
         variables = self.inner_optimizer.variables
         return variables if self._shards is None else self._shards.without_slots(variables)
 
     @property
     def rank_variables(self) -> list[Any]:
-        """State that differs from rank to rank: accumulated gradients, the schemes' own, and the servers' part.
+        """Variables whose values differ from rank to rank.
 
+        They hold accumulated gradients, what schemes keep, and this rank's part of servers' state.
         `keras_callbacks.Checkpoint` saves it per rank; `.keras` files do not hold it.
         """
         return [variable for variable, _ in self._rank_state()]
 
     @property
-    def rank_pieces(self) -> list[Piece]:
-        """What each of `rank_variables` is: with it, state can be moved onto other ranks."""
+    def rank_descriptions(self) -> list[StateDescription]:
+        """Describes each of `rank_variables`, so that state can be moved onto other ranks."""
         return [piece for _, piece in self._rank_state()]
 
     @property
+    @override
     def iterations(self) -> Any:
         return self.inner_optimizer.iterations
 
     @property
     def plan(self) -> Plan:
-        """Which variable goes by which scheme, with bytes and reason.
+        """Plan of the exchange: which variable goes by which scheme, with bytes and reason.
+
+        `print(optimizer.plan)` shows it as a table. Once steps have run, it is the plan that the
+        last of them followed.
 
         Raises:
-          RuntimeError: Before the optimizer knows its variables.
+          RuntimeError: If the optimizer is not built, and so does not know its variables.
         """
         if not self.built:
             raise RuntimeError(
-                "There is a plan once the optimizer knows its variables. Received: an optimizer that is not built. "
-                "Call fit, or optimizer.build(model.trainable_variables), first."
+                "There is a plan once the optimizer knows its variables. Received: an optimizer "
+                "that is not built. Call fit, or optimizer.build(model.trainable_variables), first."
             )
         return self._exchange.plans.plan(self._trainable_variables, self.inner_optimizer)
 
+    @override
     def get_config(self) -> dict[str, Any]:
-        """Everything that the constructor takes, for saving with the model."""
+        """Returns the constructor's arguments, for saving with the model."""
         return {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
@@ -186,11 +213,17 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             "sample_count": keras.saving.serialize_keras_object(self._exchange.weigh_by),
         }
 
+    @override
     @classmethod
     def from_config(
         cls, config: dict[str, Any], custom_objects: Any = None
     ) -> DistributedOptimizer:
-        """The inverse of `get_config`; needs neither Horovod nor a launcher."""
+        """Makes an optimizer of what `get_config` returned; needs neither Horovod nor a launcher.
+
+        Args:
+          config: As `get_config` returns it; not changed.
+          custom_objects: Classes and functions by the names in `config`, as in Keras.
+        """
         objects: dict[str, Any] = {
             key: keras.saving.deserialize_keras_object(config[key], custom_objects=custom_objects)
             for key in ("inner_optimizer", "scheme", "sample_count")
@@ -198,40 +231,45 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         }
         return cls(**{**config, **objects})
 
+    @override
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Assigns values to `variables`, which are the inner optimizer's.
+        """Assigns values to `variables`, which are those of the inner optimizer.
 
         Args:
           weights: Arrays with the shapes of `variables`, in their order.
 
         Raises:
-          ValueError: If the optimizer is not built, or for arrays of another number or shape.
+          ValueError: If the optimizer is not built, or arrays have another number or shape.
         """
         if not self.built:
             raise ValueError(
-                "The optimizer must be built before its weights are set. Received: one that is not. "
-                "Call fit, or optimizer.build(model.trainable_variables), first."
+                "The optimizer must be built before its weights are set. Received: one that is "
+                "not. Call fit, or optimizer.build(model.trainable_variables), first."
             )
         wanted, given = (
             [tuple(array.shape) for array in arrays] for arrays in (self.variables, weights)
         )
         if wanted != given:
             raise ValueError(
-                f"There must be an array for each of the optimizer's variables, in their shapes {wanted}. "
-                f"Received: shapes {given}. Give what another optimizer of the same kind holds in `variables`."
+                "There must be an array for each of the optimizer's variables, in their shapes "
+                f"{wanted}. Received: shapes {given}. Give what another optimizer of the same kind "
+                "holds in `variables`."
             )
         for variable, array in zip(self.variables, weights, strict=True):
             variable.assign(array)
 
+    @override
     def save_own_variables(self, store: Any) -> None:
-        """Nothing: Keras saves the inner optimizer as a part of this one."""
+        """Saves nothing: Keras saves the inner optimizer as a part of this one."""
 
+    @override
     def load_own_variables(self, store: Any) -> None:
-        """Nothing: Keras loads the inner optimizer as a part of this one."""
+        """Loads nothing: Keras loads the inner optimizer as a part of this one."""
 
     # ------------------------------------------------------------------ steps
 
-    # Nothing in here is for AutoGraph, which would convert all that a hand-written step calls.
+    # AutoGraph would convert all that a hand-written step calls; nothing in here needs it.
+    @override
     @tf.autograph.experimental.do_not_convert
     def apply(
         self, grads: Iterable[Any], trainable_variables: Any = None, sample_count: Any = None
@@ -239,14 +277,17 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         """Averages gradients over all ranks and applies them.
 
         Args:
-          grads: One per variable: tensors, `IndexedSlices` or `None`.
+          grads: Gradients, one per variable: tensors, `IndexedSlices` or `None`. Empty, the call
+            does nothing.
           trainable_variables: The variables; those of `build` if left out.
-          sample_count: Samples behind these gradients on this rank. If given (`fit` gives it), ranks
-            weigh by their samples, and the result is exact for unequal batches; else every rank
-            weighs the same. All ranks must do alike.
+          sample_count: Number of samples behind these gradients on this rank. With it ranks weigh
+            by their samples, and the result is exact for unequal batches; `None` (default) takes
+            what `fit` counts, and outside of `fit` weighs all ranks the same. All ranks must do
+            alike.
 
         Raises:
-          ValueError: At trace time, inside XLA or `tf.distribute`, or for variables it cannot train.
+          ValueError: When a step is traced, inside XLA or `tf.distribute`, if numbers of gradients
+            and variables differ, or for variables that it cannot train.
           RuntimeError: At the first step, if ranks differ in their variables or settings.
         """
         grads = list(grads)
@@ -266,14 +307,15 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self._check_variables_are_known(variables)
         if len(grads) != len(variables):
             raise ValueError(
-                f"There must be a gradient per variable. Received: {len(grads)} and {len(variables)}."
+                f"There must be a gradient per variable. Received: {len(grads)} gradients and "
+                f"{len(variables)} variables. Give None for variables without one."
             )
         rules.check_all_variables(variables, self._trainable_variables, self._shards is not None)
 
     def _accumulate(
         self, grads: list[Any], variables: list[Any], count: Any, update: _Update
     ) -> None:
-        """Calls `update` with these gradients, or, where several calls make one update, with the sums of all."""
+        """Calls `update` with these gradients, or, if several calls make one update, with sums."""
         if self._accumulation is None:
             update(grads, count)
         else:
@@ -283,26 +325,42 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _update(self, variables: list[Any], grads: list[Any], count: Any) -> None:
         means = self._exchange.means(grads, variables, count, self._shards)
-        with layer_norms.used(self.inner_optimizer, self._exchange.plans.norms(variables)):
+        with layer_norms.override_norms(
+            self.inner_optimizer, self._exchange.plans.norms(variables)
+        ):
             if self._shards is None:
                 means.update(lambda found: self.inner_optimizer.apply(found, variables))
             else:
                 self._shards.apply(means)
         means.keep_state()
 
+    @override
     def apply_gradients(self, grads_and_vars: Iterable[Any], sample_count: Any = None) -> Any:
-        """As `apply`, for pairs. Returns the number of updates so far."""
+        """Averages and applies gradients given as pairs, as `apply` does.
+
+        Args:
+          grads_and_vars: Pairs of a gradient and its variable.
+          sample_count: See `apply`.
+
+        Returns:
+          The number of updates so far.
+        """
         grads, variables = zip(*grads_and_vars, strict=True)
         self.apply(grads, variables, sample_count)
         return self.iterations
 
+    @override
     def scale_loss(self, loss: Any) -> Any:
-        """As the inner optimizer does: times the loss scale, where there is one."""
+        """Multiplies a loss by the inner optimizer's loss scale, if it has one.
+
+        Args:
+          loss: Scalar tensor.
+        """
         return self.inner_optimizer.scale_loss(loss)
 
     @property
     def loss_scale_factor(self) -> float:
-        """1: scaling is for the inner optimizer."""
+        """Always 1: scaling is for the inner optimizer."""
         return 1.0
 
     @loss_scale_factor.setter
@@ -310,50 +368,73 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         # The one thing that Keras's LossScaleOptimizer does to an optimizer that it is put around.
         if hasattr(self, "_exchange"):
             raise ValueError(
-                "DistributedOptimizer must be the outermost optimizer. Received: a loss scale, or a "
-                "LossScaleOptimizer, around it. Write DistributedOptimizer(LossScaleOptimizer(optimizer))."
+                "DistributedOptimizer must be the outermost optimizer. Received: a loss scale, or "
+                "a LossScaleOptimizer, around it. "
+                "Write DistributedOptimizer(LossScaleOptimizer(optimizer))."
             )
 
+    @override
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """As for the inner optimizer, which does the decay."""
+        """Excludes variables from the weight decay of the inner optimizer; call it before `build`.
+
+        Args:
+          var_list: Variables to exclude.
+          var_names: Strings; variables whose names contain one of them are excluded.
+        """
         innermost(self).exclude_from_weight_decay(var_list, var_names)
 
+    @override
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """As the inner optimizer does at the end of `fit`: with `use_ema`, variables become their averages."""
+        """Ends `fit` as the inner optimizer does: `use_ema` turns variables into their averages.
+
+        Args:
+          var_list: The trainable variables.
+        """
         if self._shards is None or not innermost(self).use_ema:
             self.inner_optimizer.finalize_variable_values(var_list)
             return
         self._shards.finalize()
 
     def gather_state(self, rank: int = 0) -> None:
-        """Brings the optimizer's whole state to `rank`, which can save the model until the next step.
+        """Brings the optimizer's whole state to one rank.
 
-        All ranks call it together. Only `ShardedServer(update="server")` needs it; with others it does nothing.
-        Memory: of the whole state, on `rank`'s host.
+        That rank can then save the model, until the next step. All ranks call it together. Only
+        `ShardedServer(update="server")` needs it; with other schemes it does nothing. It takes the
+        memory of the whole state on that rank's host.
+
+        Args:
+          rank: That rank (default 0).
         """
         if self._shards is not None:
             self._shards.gather_state(rank)
 
     def scatter_state(self, rank: int = 0) -> None:
-        """The inverse, after a model was loaded on `rank` alone: gives every server its part of the state.
+        """Gives every server its part of the state, after a model was loaded on one rank alone.
 
-        All ranks call it together; `keras_callbacks.BroadcastVariables` does.
+        All ranks call it together, before the next step; `keras_callbacks.BroadcastVariables` does.
+
+        Args:
+          rank: The rank that has loaded the model (default 0).
         """
         if self._shards is not None:
             self._shards.scatter_state(rank)
 
     @property
     def policy(self) -> policies.Policy:
-        """What decides which variable goes by which scheme."""
+        """Policy that decides which variable goes by which scheme."""
         return self._exchange.plans.policy
 
     def change_scheme(self, scheme: Any) -> None:
-        """Exchanges by another scheme from the next traced step on; what was kept for the old one is dropped.
+        """Exchanges by another scheme from the next traced step on.
 
-        `keras_callbacks.SchemeSchedule` does it during `fit`, with a `flush` before and the step traced anew.
+        What was kept for the old scheme is dropped. `keras_callbacks.SchemeSchedule` does it during
+        `fit`: it sends what was kept before, and has the step traced anew.
 
         Args:
           scheme: As in the constructor; the same on all ranks, at the same step.
+
+        Raises:
+          ValueError: If `scheme` is unknown, or servers update with the old or the new scheme.
         """
         policy = policies.parse(scheme)
         rules.check_change(self.policy, policy)
@@ -363,22 +444,22 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     def exposed_s(self) -> float:
         """Communication that computation did not hide, in seconds over all steps so far.
 
-        It is the time between a step's last gradient and its last mean; on GPUs, where ops are queued,
-        only a hint.
+        It is the time between a step's last gradient and its last mean; on GPUs, where ops are
+        queued, only a hint.
         """
         return self._exchange.exposed_s
 
     @property
     def exchange(self) -> Step:
-        """What exchanges the gradients, for training loops and callbacks."""
+        """Object that exchanges the gradients, for training loops and callbacks."""
         return self._exchange
 
     def drop_accumulated(self) -> None:
-        """Drops gradients accumulated for an update that no longer comes."""
+        """Drops gradients that were accumulated for an update that no longer comes."""
         if self._accumulation is not None:
             self._accumulation.reset()
 
-    def _rank_state(self) -> list[tuple[Any, Piece]]:
+    def _rank_state(self) -> list[tuple[Any, StateDescription]]:
         if self.built and not self._exchange.exchangers:
             self._exchange.exchanger(self._trainable_variables)
         accumulated = (

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
+from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.config import Configured
@@ -18,16 +19,21 @@ from tfposeidon.schemes import (
     AllReduce,
     ByRows,
     FactorBroadcast,
-    FactorScheme,
     Scheme,
     ShardedServer,
 )
 from tfposeidon.schemes.sharded_server import PAIR_BYTES
-from tfposeidon.text import readable
+from tfposeidon.units import readable_size
 
 
 class Choice(NamedTuple):
-    """A scheme, the reason for it in a few words, and bytes a node by each scheme that was weighed."""
+    """A scheme for one variable, and why.
+
+    Attributes:
+      scheme: The scheme.
+      reason: The reason in a few words, for the plan.
+      candidates: Pairs of the name of a scheme that was weighed and the bytes per node by it.
+    """
 
     scheme: Scheme
     reason: str
@@ -35,52 +41,75 @@ class Choice(NamedTuple):
 
 
 class Policy(Configured, ABC):
-    """Chooses by the description of the gradient and the topology, never by values."""
+    """Chooses by the description of the gradient and the topology, never by values.
+
+    Subclasses are frozen dataclasses, so that models can be saved with them.
+    """
 
     @abstractmethod
     def choose(self, description: Description, topology: Topology) -> Choice:
-        """The scheme for one variable."""
+        """Chooses the scheme for one variable.
+
+        Args:
+          description: Describes the variable's gradient.
+          topology: The ranks of the job; the choice is the same on each.
+        """
 
     @property
     def reads_factors(self) -> bool:
-        """Whether it chooses, or may choose, by the factors of gradients, which only the first step tells."""
+        """True if it may choose by the factors of gradients, which only the first step tells."""
         return False
 
     @property
     def updates_at_servers(self) -> bool:
-        """Whether it lets servers update variables, for which the optimizer's state has to be built."""
+        """True if servers update some variables, and keep the optimizer's state for them."""
         return False
 
     @property
     def keeps_state(self) -> bool:
-        """Whether some of its schemes keep something from step to step, even on one rank."""
+        """True if some of its schemes keep something from step to step, even on one rank."""
         return False
 
 
 @dataclass(frozen=True)
 class Uniform(Policy):
-    """One scheme for everything."""
+    """One scheme for every variable.
+
+    Args:
+      scheme: The scheme.
+
+    Example:
+    >>> from tfposeidon import policies, schemes
+    >>> policies.parse("asa16") == policies.Uniform(schemes.AllToAll(wire_dtype="float16"))
+    True
+    """
 
     scheme: Scheme
 
+    @override
     def choose(self, description: Description, topology: Topology) -> Choice:
         return Choice(self.scheme, "asked for")
 
     @property
+    @override
     def reads_factors(self) -> bool:
-        return isinstance(self.scheme, FactorScheme)
+        return self.scheme.needs_factors
 
     @property
+    @override
     def updates_at_servers(self) -> bool:
-        return isinstance(self.scheme, ShardedServer) and self.scheme.update == "server"
+        return self.scheme.updates_at_servers
 
     @property
+    @override
     def keeps_state(self) -> bool:
         return bool(self.scheme.slots(max(1, self.scheme.min_length), Topology(0, ((0,),))))
 
+    @override
     def get_config(self) -> dict[str, Any]:
         return {"scheme": keras.saving.serialize_keras_object(self.scheme)}
 
+    @override
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Uniform:
         return cls(keras.saving.deserialize_keras_object(config["scheme"]))
@@ -88,114 +117,164 @@ class Uniform(Policy):
 
 @dataclass(frozen=True)
 class Auto(Policy):
-    """All-reduce for every variable, until there is a cost model over measured links to choose by."""
+    """All-reduce for every variable, until there is a cost model over measured links to choose by.
 
+    Example:
+    >>> import keras, tfposeidon as tp
+    >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    >>> optimizer.policy
+    Auto()
+    """
+
+    @override
     def choose(self, description: Description, topology: Topology) -> Choice:
         return Choice(AllReduce(), "auto means all-reduce in this version")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HybComm(Policy):
-    """Sufficient factors where they are fewer values than the matrix, the sharded store for everything else.
+    """Sends sufficient factors where they are fewer bytes, all else through the sharded store.
 
-    With P nodes, each worker and server, and K rows a node of an M x N kernel: factors if 2 K (P - 1) (M + N) is at
-    most 2 M N (P + P - 2) / P (BestScheme). Ranks of one node alone count as nodes. Each step decides for itself, by
-    the rows that all ranks have in it; the plan shows what the last one took.
+    With P nodes, each worker and server, and K rows a node of an M x N kernel: factors if
+    2 K (P - 1) (M + N) is at most 2 M N (P + P - 2) / P (BestScheme). Ranks of one node alone count
+    as nodes. Each step decides for itself, by the rows that all ranks have in it; the plan shows
+    what the last one took.
 
     Args:
-      pair_bytes: Of the store's pairs, as in `ShardedServer`.
+      pair_bytes: Size of the store's pairs in bytes (default 2 MiB), as in `ShardedServer`.
 
     Raises:
       ValueError: If `pair_bytes` is not positive.
 
-    Source: Zhang et al. 2017 (Poseidon), Algorithm 1 and Table 1. Differs: whatever is a product of two matrices
-    counts as fully connected; K are the rows that are sent, the mean over ranks, counted in each step; and bytes are
-    compared, where factors may have 16 bits and the rows of an embedding travel with an index in place of M values.
+    Source: Zhang et al. 2017 (Poseidon), Algorithm 1 and Table 1. Differs: whatever is a product of
+    two matrices counts as fully connected; K are the rows that are sent, the mean over ranks,
+    counted in each step; and bytes are compared, where factors may have 16 bits and the rows of an
+    embedding travel with an index in place of M values.
+
+    Example:
+    >>> from tfposeidon import policies
+    >>> from tfposeidon.communication.topology import Topology
+    >>> from tfposeidon.gradients.description import Description
+    >>> from tfposeidon.gradients.factors import FactorShape
+    >>> factors = FactorShape(rows=32, left=4096, right=4096, dtype="float32")
+    >>> kernel = Description("fc/kernel", (4096, 4096), "float32", factors)
+    >>> topology = Topology.regular(rank=0, size=8, ranks_per_node=1)
+    >>> policies.HybComm().choose(kernel, topology).reason
+    'sfb 14.68 MB <= ps 234.88 MB with K=32, P=8'
     """
 
     pair_bytes: int = PAIR_BYTES
 
     def __post_init__(self) -> None:
+        # Made here for its checks, so that a bad argument is refused at construction.
         _ = self._store
 
     @property
     def _store(self) -> ShardedServer:
         return ShardedServer(pair_bytes=self.pair_bytes)
 
+    @override
     def choose(self, description: Description, topology: Topology) -> Choice:
         factors = description.factors
         if factors is None:
-            return Choice(
-                self._store,
-                description.why_no_factors or "the first step tells whether it has factors",
-            )
-        ranks = max(len(node) for node in topology.nodes)
-        p, together = (len(topology.nodes), ranks) if len(topology.nodes) > 1 else (ranks, 1)
-        one_row, _ = best_scheme_values(factors.left_columns, factors.right, 1, p)
-        _, ps = best_scheme_values(factors.left, factors.right, 1, p)
-        one_row, ps = one_row * factors.itemsize, ps * description.itemsize
-        # One rank sends nothing either way.
-        most = ps / one_row if one_row else 0.0
-        # Up to as many rows as they are fewer than the store, sums in the node would be no fewer bytes than they.
-        sfb = FactorBroadcast(sums_in_node=False)
-        by_rows = ByRows(few=sfb, many=self._store, limit=int(most * topology.size / together))
+            reason = description.why_no_factors or "the first step tells whether it has factors"
+            return Choice(self._store, reason)
+        nodes, ranks_per_node = _workers(topology)
+        row, _ = best_scheme_values(factors.left_columns, factors.right, 1, nodes)
+        _, matrix = best_scheme_values(factors.left, factors.right, 1, nodes)
+        row_bytes, matrix_bytes = row * factors.itemsize, matrix * description.itemsize
+        # A single rank sends nothing either way.
+        most_rows = matrix_bytes / row_bytes if row_bytes else 0.0
+        # Up to this limit sums in the node would be no fewer bytes than the factors themselves.
+        few = FactorBroadcast(sums_in_node=False)
+        limit = int(most_rows * topology.size / ranks_per_node)
+        by_rows = ByRows(few=few, many=self._store, limit=limit)
         if factors.rows is None:
-            return Choice(by_rows, f"sfb up to K={int(most)}, ps beyond, P={p}")
-        k = together * factors.rows
-        scheme = by_rows.taken(round(factors.rows * topology.size))
+            return Choice(by_rows, f"sfb up to K={int(most_rows)}, ps beyond, P={nodes}")
+        k = ranks_per_node * factors.rows
+        scheme = by_rows.for_rows(round(factors.rows * topology.size))
         sign = "<=" if scheme == by_rows.few else ">"
-        reason = f"sfb {readable(k * one_row)} {sign} ps {readable(ps)} with K={k:g}, P={p}"
-        return Choice(scheme, reason, (("sfb", k * one_row), ("ps", ps)))
+        compared = f"sfb {readable_size(k * row_bytes)} {sign} ps {readable_size(matrix_bytes)}"
+        candidates = (("sfb", k * row_bytes), ("ps", matrix_bytes))
+        return Choice(scheme, f"{compared} with K={k:g}, P={nodes}", candidates)
 
     @property
+    @override
     def reads_factors(self) -> bool:
         return True
 
 
+def _workers(topology: Topology) -> tuple[int, int]:
+    """Returns Poseidon's number of nodes P, and the ranks that make one of them."""
+    ranks = max(len(node) for node in topology.nodes)
+    # On one node alone the ranks exchange as Poseidon's nodes do.
+    return (len(topology.nodes), ranks) if len(topology.nodes) > 1 else (ranks, 1)
+
+
 def best_scheme_values(m: int, n: int, k: int, p: int) -> tuple[float, float]:
-    """Values that a node sends and receives for an m x n kernel: by factors, and by the store.
+    """Counts the values that a node sends and receives for an m x n kernel.
 
     Args:
-      k: Rows of a node.
+      m: Rows of the kernel.
+      n: Columns of the kernel.
+      k: Rows of a node's factors.
       p: Nodes, each worker and server.
 
+    Returns:
+      The values by factors, and by the store.
+
     Source: Zhang et al. 2017 (Poseidon), Table 1.
+
+    Example:
+    >>> best_scheme_values(4096, 4096, k=32, p=8)
+    (3670016.0, 58720256.0)
     """
     return 2.0 * k * (p - 1) * (m + n), 2.0 * m * n * (p + p - 2) / p
 
 
 @dataclass(frozen=True, init=False)
 class Rules(Policy):
-    """By hand: the first rule whose pattern is found in the variable's path decides, else `Auto`.
+    """Schemes chosen by hand: the first rule whose pattern is found in the variable's path decides.
+
+    Variables that no rule matches go by `Auto`.
 
     Args:
       rules: Pairs of a regular expression and a scheme (a name or an object), or a dict of them.
 
     Raises:
-      ValueError: If a pattern is not a regular expression, a scheme is unknown, or some are to be updated at servers
-        while others depend on factors.
+      ValueError: If a pattern is not a regular expression, a scheme is unknown, or some are to be
+        updated at servers while others depend on factors.
 
+    Example:
+    >>> from tfposeidon.communication.topology import Topology
+    >>> from tfposeidon.gradients.description import Description
     >>> policy = Rules([("embedding", "asa16"), (".*", "2dtar")])
+    >>> table = Description("embedding/embeddings", (1000, 16), "float32")
+    >>> choice = policy.choose(table, Topology.regular(0, size=4, ranks_per_node=2))
+    >>> str(choice.scheme), choice.reason
+    ('asa(wire_dtype=float16)', "rule 'embedding'")
     """
 
     rules: tuple[tuple[str, Policy], ...]
 
     def __init__(self, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         pairs = rules.items() if isinstance(rules, Mapping) else rules
-        object.__setattr__(
-            self, "rules", tuple((_checked(pattern), parse(scheme)) for pattern, scheme in pairs)
-        )
+        parsed = tuple((_checked_pattern(pattern), parse(scheme)) for pattern, scheme in pairs)
+        # The dataclass is frozen, so that plans and configurations can be compared.
+        object.__setattr__(self, "rules", parsed)
         if self.updates_at_servers and self.reads_factors:
             raise ValueError(
-                "What servers update has to be known before the first step, and factors are known only then. "
-                f'Received: rules with both: {self.rules}. Use update="worker", or other schemes than "hybcomm", '
-                '"sfb" and "adam".'
+                "What servers update has to be known before the first step, and factors are known "
+                f"only then. Received: rules with both: {self.rules}. "
+                'Use update="worker", or other schemes than "hybcomm", "sfb" and "adam".'
             )
 
+    @override
     def choose(self, description: Description, topology: Topology) -> Choice:
         for pattern, policy in self.rules:
             if re.search(pattern, description.path):
                 choice = policy.choose(description, topology)
+                # The reasons of these two say no more than that the rule asked for it.
                 asked_for = isinstance(policy, Uniform | Rules)
                 return choice._replace(
                     reason=f"rule {pattern!r}" + ("" if asked_for else f": {choice.reason}")
@@ -203,22 +282,27 @@ class Rules(Policy):
         return Choice(Auto().choose(description, topology).scheme, "no rule matches")
 
     @property
+    @override
     def reads_factors(self) -> bool:
         return any(policy.reads_factors for _, policy in self.rules)
 
     @property
+    @override
     def updates_at_servers(self) -> bool:
         return any(policy.updates_at_servers for _, policy in self.rules)
 
     @property
+    @override
     def keeps_state(self) -> bool:
         return any(policy.keeps_state for _, policy in self.rules)
 
+    @override
     def get_config(self) -> dict[str, Any]:
         return {
             "rules": [[p, keras.saving.serialize_keras_object(policy)] for p, policy in self.rules]
         }
 
+    @override
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Rules:
         return cls(
@@ -227,7 +311,7 @@ class Rules(Policy):
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {"auto": Auto, "hybcomm": HybComm}
-"""What `scheme=` finds besides the schemes."""
+"""Makes a policy with its defaults, by the name that users pass as `scheme=`."""
 
 
 def parse(scheme: Any) -> Policy:
@@ -238,6 +322,10 @@ def parse(scheme: Any) -> Policy:
 
     Raises:
       ValueError: If it is none of these; the message lists the names.
+
+    Example:
+    >>> parse("hybcomm")
+    HybComm(pair_bytes=2097152)
     """
     if isinstance(scheme, Policy):
         return scheme
@@ -251,8 +339,8 @@ def parse(scheme: Any) -> Policy:
         return _parse_rules(scheme)
     names = ", ".join(f'"{name}"' for name in (*POLICIES, *REGISTRY))
     raise ValueError(
-        f"`scheme` must be one of {names}, an object of tfposeidon.schemes or tfposeidon.policies, or rules "
-        f"[(pattern, scheme), ...]. Received: scheme={scheme!r}"
+        f"`scheme` must be one of {names}, an object of tfposeidon.schemes or tfposeidon.policies, "
+        f"or rules [(pattern, scheme), ...]. Received: scheme={scheme!r}"
     )
 
 
@@ -260,12 +348,13 @@ def _parse_rules(rules: Any) -> Rules:
     pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
     if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(
-            f"Rules must be pairs of a pattern and a scheme. Received: scheme={rules!r}"
+            f"Rules must be pairs of a pattern and a scheme. Received: scheme={rules!r}. "
+            'Write for example [("embedding", "asa16"), (".*", "2dtar")].'
         )
     return Rules(pairs)
 
 
-def _checked(pattern: str) -> str:
+def _checked_pattern(pattern: str) -> str:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:

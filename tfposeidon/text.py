@@ -1,24 +1,24 @@
-"""Figures and tables as people read them."""
+"""Tables, sparklines and progress bars on terminals and in logs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TextIO
 
-
-def readable(size_bytes: float) -> str:
-    """Bytes, in powers of ten.
-
-    >>> readable(1.5e6)
-    '1.50 MB'
-    """
-    for unit, power in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size_bytes >= power:
-            return f"{size_bytes / power:.2f} {unit}"
-    return f"{size_bytes:.0f} B"
+LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with columns as wide as their widest cell."""
+    """Returns lines with columns as wide as their widest cell.
+
+    >>> table([("scheme", "ms"), ("hitopk", "239")])
+    ['scheme  ms', 'hitopk  239']
+
+    Args:
+      rows: Cells, the same number in each row; the first row may be a header.
+    """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -26,11 +26,78 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def bars(values: Sequence[float]) -> str:
-    """Values from 0 to 1 as a line of bars.
+def sparkline(values: Sequence[float]) -> str:
+    """Returns one bar for each value.
 
-    >>> bars([0, 0.5, 1])
+    >>> sparkline([0, 0.5, 1])
     '▁▅█'
+
+    Args:
+      values: From 0 to 1; what is above 1 is drawn as 1.
     """
-    levels = "▁▂▃▄▅▆▇█"
-    return "".join(levels[min(len(levels) - 1, int(value * len(levels)))] for value in values)
+    return "".join(LEVELS[min(len(LEVELS) - 1, int(value * len(LEVELS)))] for value in values)
+
+
+class ProgressBar:
+    """A bar on a terminal, a line now and then in a log.
+
+    >>> progress = ProgressBar(1000, "samples", stream=sys.stdout)
+    >>> progress.add(256)
+    >>> progress.close()
+
+    Args:
+      total: Number of items to be done.
+      unit: What the items are, in the plural.
+      stream: Where it is written, by default standard error.
+      clock: Seconds since some moment; for tests.
+    """
+
+    WIDTH = 30
+    TERMINAL_INTERVAL_S = 0.2
+    LOG_INTERVAL_S = 30.0
+
+    def __init__(
+        self,
+        total: int,
+        unit: str,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total, self._unit, self._done = total, unit, 0
+        self._stream, self._clock = stream or sys.stderr, clock
+        # A log would keep every state of the bar, with the control characters between them.
+        self._on_terminal = self._stream.isatty()
+        self._begin_s = self._written_s = clock()
+
+    def add(self, count: int) -> None:
+        """Counts items as done, and writes if the last time was long enough ago.
+
+        Args:
+          count: Items done since the last call.
+        """
+        self._done += count
+        now_s = self._clock()
+        interval_s = self.TERMINAL_INTERVAL_S if self._on_terminal else self.LOG_INTERVAL_S
+        if now_s - self._written_s >= interval_s:
+            self._written_s = now_s
+            line = self._line(now_s - self._begin_s)
+            self._write(f"\r{line}\x1b[K" if self._on_terminal else f"{line}\n")
+
+    def close(self) -> None:
+        """Removes the bar from a terminal."""
+        if self._on_terminal:
+            self._write("\r\x1b[K")
+
+    def _line(self, elapsed_s: float) -> str:
+        share = self._done / self._total
+        left_s = elapsed_s * (self._total - self._done) / self._done if self._done else 0.0
+        bar = "█" * int(self.WIDTH * share)
+        return (
+            f"{bar:░<{self.WIDTH}} {share:4.0%}  {self._done} of {self._total} {self._unit}, "
+            f"{left_s:.0f} s left"
+        )
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()

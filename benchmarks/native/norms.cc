@@ -1,5 +1,5 @@
-// Times the norms of many vectors beside one read of them. Prints one line of JSON; benchmarks/norms.py compiles it and
-// reads that.
+// Times the norms of many vectors beside one read of them. Prints one line of JSON;
+// benchmarks/norms.py compiles it and reads that.
 //
 //   norms SIZE...
 
@@ -31,7 +31,9 @@ void run(const std::vector<int64_t>& sizes) {
   std::vector<double> read_s, norms_s;
   for (int round = -2; round < 31; ++round) {
     double start = seconds();
-    for_each_part(total, pool, [&](Range range) { sink = passes.maximum(values.data() + range.begin, range.size()); });
+    for_each_part(total, pool, [&](Range range) {
+      sink = passes.maximum(values.data() + range.begin, range.size());
+    });
     const double read = seconds() - start;
     start = seconds();
     l2_norms(vectors, passes, pool, norms.data());
@@ -39,8 +41,8 @@ void run(const std::vector<int64_t>& sizes) {
     read_s.push_back(read);
     norms_s.push_back(seconds() - start);
   }
-  std::printf("{\"passes\": \"%s\", \"threads\": %d, \"read_s\": %.9f, \"norms_s\": %.9f}\n", passes.name,
-              pool.threads(), median(read_s), median(norms_s));
+  std::printf("{\"passes\": \"%s\", \"threads\": %d, \"read_s\": %.9f, \"norms_s\": %.9f}\n",
+              passes.name, pool.threads(), median(read_s), median(norms_s));
 }
 
 }  // namespace

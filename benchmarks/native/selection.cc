@@ -1,7 +1,10 @@
-// Times the native library's passes over memory, beside one read, one addition and one zero fill of the
-// same data in the same run. Prints one line of JSON; benchmarks/selection.py compiles it and reads that.
+// Times the native library's passes over memory, beside one read, one addition and one zero fill of
+// the same data in the same run. Prints one line of JSON; benchmarks/selection.py compiles it and
+// reads that.
 //
-//   selection ELEMENTS DENSITY DISTRIBUTION [FILE]     FILE: float32 values, for the distribution "file"
+//   selection ELEMENTS DENSITY DISTRIBUTION [FILE]
+//
+// FILE holds float32 values, for the distribution "file".
 
 #include <algorithm>
 #include <cmath>
@@ -33,7 +36,8 @@ double uniform() {
 
 float draw(const std::string& distribution) {
   const double u = uniform();
-  if (distribution == "laplace") return static_cast<float>((state & 4 ? -1e-3 : 1e-3) * std::log(u));
+  if (distribution == "laplace")
+    return static_cast<float>((state & 4 ? -1e-3 : 1e-3) * std::log(u));
   if (distribution == "cauchy") return static_cast<float>(1e-3 * std::tan(3.14159265 * (u - 0.5)));
   const double gauss = std::sqrt(-2 * std::log(u)) * std::cos(6.28318531 * uniform());
   // One in a hundred a thousand times larger.
@@ -98,16 +102,18 @@ void run(int64_t n, int64_t k, const std::string& distribution, const char* file
          });
        }},
   };
-  // What sixteen ranks would send: the same density, other places.
+  // Sixteen ranks send vectors of the same density with other indices.
   std::vector<int32_t> places(k * kRanks);
   const std::vector<int64_t> counts(kRanks, k);
   for (int64_t r = 0; r < kRanks; ++r) {
-    for (int64_t i = 0; i < k; ++i) places[r * k + i] = static_cast<int32_t>(uniform() * static_cast<double>(n));
+    for (int64_t i = 0; i < k; ++i)
+      places[r * k + i] = static_cast<int32_t>(uniform() * static_cast<double>(n));
     std::sort(places.begin() + r * k, places.begin() + (r + 1) * k);
   }
   const std::vector<float> sent(k * kRanks, 0.5f);
   entries.push_back({"scatter", [&] {
-                       scatter_add(places.data(), sent.data(), counts.data(), kRanks, n, pool, out.data());
+                       scatter_add(places.data(), sent.data(), counts.data(), kRanks, n, pool,
+                                   out.data());
                      }});
 
   const int rounds = static_cast<int>(std::clamp<int64_t>((int64_t{1} << 31) / n, 11, 301));
@@ -119,9 +125,11 @@ void run(int64_t n, int64_t k, const std::string& distribution, const char* file
       if (round >= 0) times[name].push_back(seconds() - begin);
     }
   }
-  std::printf("{\"elements\": %lld, \"k\": %lld, \"distribution\": \"%s\", \"passes\": \"%s\", \"threads\": %d",
-              static_cast<long long>(n), static_cast<long long>(k), distribution.c_str(), engine.passes.name,
-              pool.threads());
+  std::printf(
+      "{\"elements\": %lld, \"k\": %lld, \"distribution\": \"%s\", \"passes\": \"%s\", "
+      "\"threads\": %d",
+      static_cast<long long>(n), static_cast<long long>(k), distribution.c_str(),
+      engine.passes.name, pool.threads());
   for (auto& [name, list] : times) std::printf(", \"%s_s\": %.9f", name.c_str(), median(list));
   std::printf("}\n");
 }

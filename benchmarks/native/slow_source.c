@@ -1,4 +1,5 @@
-// A slow file system, to be preloaded: files below one folder open late, and all processes share one rate of bytes.
+// A slow file system, to be preloaded: files below one folder open late, and all processes share
+// one rate of bytes.
 //
 //   SLOW_SOURCE_FOLDER     what is slow; nothing else is
 //   SLOW_SOURCE_STATE      a file that the processes share: when the next byte may go, opens, bytes
@@ -24,20 +25,20 @@ struct shared {
   uint64_t next_ns, opens, bytes;
 };
 
-static struct shared *state;
-static const char *folder;
+static struct shared* state;
+static const char* folder;
 static double open_ms, mb_s;
 static uint64_t fail_every;
 static char slow[MOST_DESCRIPTORS];
 
-static int (*next_open)(const char *, int, ...);
-static int (*next_openat)(int, const char *, int, ...);
+static int (*next_open)(const char*, int, ...);
+static int (*next_openat)(int, const char*, int, ...);
 static int (*next_close)(int);
-static ssize_t (*next_read)(int, void *, size_t);
-static ssize_t (*next_pread)(int, void *, size_t, off_t);
+static ssize_t (*next_read)(int, void*, size_t);
+static ssize_t (*next_pread)(int, void*, size_t, off_t);
 
-static double number(const char *name) {
-  const char *value = getenv(name);
+static double number(const char* name) {
+  const char* value = getenv(name);
   return value ? atof(value) : 0;
 }
 
@@ -51,7 +52,7 @@ __attribute__((constructor)) static void start(void) {
   open_ms = number("SLOW_SOURCE_OPEN_MS");
   mb_s = number("SLOW_SOURCE_MB_S");
   fail_every = (uint64_t)number("SLOW_SOURCE_FAIL_EVERY");
-  const char *path = getenv("SLOW_SOURCE_STATE");
+  const char* path = getenv("SLOW_SOURCE_STATE");
   int file = path ? next_open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600) : -1;
   int shared = file >= 0 && ftruncate(file, sizeof *state) == 0;
   int flags = shared ? MAP_SHARED : MAP_SHARED | MAP_ANONYMOUS;
@@ -66,14 +67,16 @@ static uint64_t now_ns(void) {
 }
 
 static void wait_ns(uint64_t ns) {
-  struct timespec left = {.tv_sec = (time_t)(ns / 1000000000u), .tv_nsec = (long)(ns % 1000000000u)};
+  struct timespec left = {.tv_sec = (time_t)(ns / 1000000000u),
+                          .tv_nsec = (long)(ns % 1000000000u)};
   while (nanosleep(&left, &left) && errno == EINTR) {
   }
 }
 
-static int opened(const char *path, int file) {
+static int opened(const char* path, int file) {
   struct stat about;
-  if (file < 0 || file >= MOST_DESCRIPTORS || !folder || strncmp(path, folder, strlen(folder))) return file;
+  if (file < 0 || file >= MOST_DESCRIPTORS || !folder || strncmp(path, folder, strlen(folder)))
+    return file;
   if (fstat(file, &about) || !S_ISREG(about.st_mode)) return file;
   uint64_t count = __sync_add_and_fetch(&state->opens, 1);
   wait_ns((uint64_t)(open_ms * 1e6));
@@ -103,24 +106,24 @@ static ssize_t came(int file, ssize_t bytes) {
   return bytes;
 }
 
-#define MODE(flags)                    \
-  mode_t mode = 0;                     \
+#define MODE(flags)                      \
+  mode_t mode = 0;                       \
   if ((flags) & (O_CREAT | O_TMPFILE)) { \
-    va_list more;                      \
-    va_start(more, flags);             \
-    mode = va_arg(more, mode_t);       \
-    va_end(more);                      \
+    va_list more;                        \
+    va_start(more, flags);               \
+    mode = va_arg(more, mode_t);         \
+    va_end(more);                        \
   }
 
-#define OPEN(name)                                    \
-  int name(const char *path, int flags, ...) {        \
-    MODE(flags)                                       \
+#define OPEN(name)                                     \
+  int name(const char* path, int flags, ...) {         \
+    MODE(flags)                                        \
     return opened(path, next_open(path, flags, mode)); \
   }
-#define OPENAT(name)                                              \
-  int name(int at, const char *path, int flags, ...) {            \
-    MODE(flags)                                                   \
-    return opened(path, next_openat(at, path, flags, mode));       \
+#define OPENAT(name)                                         \
+  int name(int at, const char* path, int flags, ...) {       \
+    MODE(flags)                                              \
+    return opened(path, next_openat(at, path, flags, mode)); \
   }
 OPEN(open)
 OPEN(open64)
@@ -131,6 +134,12 @@ int close(int file) {
   if (file >= 0 && file < MOST_DESCRIPTORS) slow[file] = 0;
   return next_close(file);
 }
-ssize_t read(int file, void *into, size_t bytes) { return came(file, next_read(file, into, bytes)); }
-ssize_t pread(int file, void *into, size_t bytes, off_t at) { return came(file, next_pread(file, into, bytes, at)); }
-ssize_t pread64(int file, void *into, size_t bytes, off64_t at) { return came(file, next_pread(file, into, bytes, at)); }
+ssize_t read(int file, void* into, size_t bytes) {
+  return came(file, next_read(file, into, bytes));
+}
+ssize_t pread(int file, void* into, size_t bytes, off_t at) {
+  return came(file, next_pread(file, into, bytes, at));
+}
+ssize_t pread64(int file, void* into, size_t bytes, off64_t at) {
+  return came(file, next_pread(file, into, bytes, at));
+}

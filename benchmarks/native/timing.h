@@ -16,7 +16,8 @@
 
 namespace tfposeidon {
 
-// Threads that wait for work, as TensorFlow's do: starting one takes longer than selecting from a small vector.
+// Threads that wait for work, as TensorFlow's do: starting one takes longer than selecting from a
+// small vector.
 class Pool : public Parallel {
  public:
   explicit Pool(int count) {

@@ -1,1 +1,1 @@
-"""What runs on the ranks of a benchmark: one module for each system that is measured."""
+"""Programs that run on the ranks of a benchmark: one for each kind of system measured."""

@@ -6,6 +6,7 @@ import time
 import keras
 import numpy as np
 from sklearn.datasets import load_digits
+from typing_extensions import override
 
 import keras_callbacks
 import tfposeidon as tp
@@ -19,7 +20,12 @@ RATE, MOMENTUM = 0.05, 0.9
 
 
 class Reached(keras.callbacks.Callback):
-    """Notes accuracy, loss and training time after each epoch, and stops at the target unless it is to go on."""
+    """Notes accuracy, loss and training time after each epoch, and may stop at the target.
+
+    Args:
+      target: Validation accuracy to reach, from 0 to 1.
+      goes_on: Trains all epochs even if the target is reached.
+    """
 
     def __init__(self, target, goes_on):
         super().__init__()
@@ -28,17 +34,21 @@ class Reached(keras.callbacks.Callback):
         self.figures |= {"reached_steps": None, "reached_s": None}
         self.seconds = 0.0
 
+    @override
     def on_epoch_begin(self, epoch, logs=None):
         self.begin = time.perf_counter()
 
+    @override
     def on_train_batch_end(self, batch, logs=None):
         if self.model.optimizer.iterations == 1:
             # The first step is traced and compiled, which says nothing about the scheme.
             self.begin = time.perf_counter()
 
+    @override
     def on_test_begin(self, logs=None):
         self.seconds += time.perf_counter() - self.begin
 
+    @override
     def on_epoch_end(self, epoch, logs=None):
         accuracy = logs["val_accuracy"]
         self.figures["accuracies"].append(float(accuracy))
@@ -54,7 +64,12 @@ class Reached(keras.callbacks.Callback):
 
 
 def data(rank, size):
-    """This rank's training samples, and the validation samples of all."""
+    """Returns this rank's training samples, and the validation samples of all.
+
+    Args:
+      rank: Rank that asks.
+      size: Number of ranks.
+    """
     digits = load_digits()
     # The last writers differ from the first: shuffled, both parts have some of all.
     order = np.random.default_rng(0).permutation(len(digits.target))
@@ -64,6 +79,7 @@ def data(rank, size):
 
 
 def model():
+    """Returns the CNN of 0.09 M parameters."""
     layers = keras.layers
     stack = [
         layers.Conv2D(32, 3, activation="relu"),
@@ -76,7 +92,10 @@ def model():
 
 
 def optimizer_and_scheme(system):
-    """SGD with momentum: of the optimizer, or for sparse schemes before the selection."""
+    """Returns keywords of the wrapper for a system.
+
+    The momentum of SGD is the optimizer's, or for sparse schemes that before the selection.
+    """
     scheme = system if system == "hybcomm" else scheme_named(system)
     if not isinstance(scheme, SparseScheme):
         return {"inner_optimizer": keras.optimizers.SGD(RATE, momentum=MOMENTUM), "scheme": scheme}

@@ -1,6 +1,7 @@
-"""A peer: PyTorch's DistributedDataParallel over Gloo, with the emulated models' shapes, times and values.
+"""Measures a peer: PyTorch's DistributedDataParallel over Gloo.
 
-Shapes are in PyTorch's order, outputs first, because PowerSGD takes the first dimension as a matrix's rows.
+Models have the shapes, times and values of the emulated ones. Shapes are in PyTorch's order,
+outputs first, because PowerSGD takes the first dimension as a matrix's rows.
 """
 
 import gc
@@ -27,15 +28,16 @@ from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-# Of the ranks 1 to 4 that PyTorch's documentation calls typical, the one that keeps most of the gradient.
+# PyTorch's documentation calls ranks 1 to 4 typical; 4 keeps most of the gradient.
 POWERSGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}
-# Until then PowerSGD sends everything, and in the next step makes its memory.
+# Until `start_powerSGD_iter` PowerSGD sends everything; in the next step it makes its memory.
 POWERSGD_WARM_UP = POWERSGD["start_powerSGD_iter"] + 1
 SYSTEMS = ("ddp", "ddp-fp16", "ddp-powersgd")
-# Of one exchange; a bucket of 25 MB may wait for many others on a slow link.
+# Limit of one exchange: a bucket of 25 MB may wait for many others on a slow link.
 TIMEOUT = timedelta(minutes=10)
 SPREAD_OVER = 8
-# PyTorch's own: the first bucket is small, so that communication begins early; the last figure holds for all others.
+# PyTorch's own: the first bucket is small, so that communication begins early; the last one holds
+# for all others.
 BUCKETS_MIB = (1, 25)
 
 
@@ -61,7 +63,15 @@ def main():
 
 
 def measure(task, system):
-    """Trains a model of its own under `system`, and notes times and bytes."""
+    """Trains a model of its own under a system, and notes times and bytes.
+
+    Args:
+      task: The job's `Task`.
+      system: One of `SYSTEMS`.
+
+    Raises:
+      ValueError: If the system is unknown, or the warm-up too short for PowerSGD.
+    """
     if system not in SYSTEMS:
         raise ValueError(f"`systems` must be of {', '.join(SYSTEMS)}. Received: {system!r}")
     if system == "ddp-powersgd" and task.warm_up < POWERSGD_WARM_UP:
@@ -69,8 +79,8 @@ def measure(task, system):
             f"`warm_up` must be at least {POWERSGD_WARM_UP} for PowerSGD. Received: {task.warm_up}"
         )
     torch_model = EmulatedModel(task.emulated(), task.dilation, seed=task.rank)
-    # All ranks begin with zeros, which need not travel. As views of the buckets, gradients are not copied twice,
-    # and means do not go where the values came from.
+    # All ranks begin with zeros, which need not travel. As views of the buckets, gradients are not
+    # copied twice, and means do not go where the values came from.
     options = {
         "init_sync": False,
         "gradient_as_bucket_view": True,
@@ -93,16 +103,21 @@ def measure(task, system):
 
 
 def bucket_caps_mib(task):
-    """In a model that was shrunk a bucket is the same part of it."""
+    """Returns bucket sizes in MiB; of a shrunk model a bucket is the same part."""
     return [mib / task.shrink**2 for mib in BUCKETS_MIB]
 
 
 def power_sgd(groups_and_state, bucket):
-    """PyTorch's hook, with a process group for each bucket.
+    """Averages a bucket by PyTorch's hook, with a process group for each bucket.
 
-    A bucket exchanges three times in a row, each from the callback of the one before, on one of a group's two threads.
-    In one group for all, ranks come to different orders (Gloo: "Received data size doesn't match expected size"), or
-    both threads wait for exchanges that no thread is left to make.
+    A bucket exchanges three times in a row, each from the callback of the one before, on one of a
+    group's two threads. In one group for all, ranks come to different orders (Gloo: "Received data
+    size doesn't match expected size"), or both threads wait for exchanges that no thread is left
+    to make.
+
+    Args:
+      groups_and_state: Process group by bucket, and the state of PowerSGD.
+      bucket: PyTorch's `GradBucket`.
     """
     groups, state = groups_and_state
     if bucket.index() not in groups:
@@ -112,19 +127,19 @@ def power_sgd(groups_and_state, bucket):
 
 
 def everybody(seconds):
-    """As `Task.measure` wants it."""
+    """Returns the seconds of each rank, for `Task.measure`."""
     times = [torch.zeros((), dtype=torch.float64) for _ in range(distributed.get_world_size())]
     distributed.all_gather(times, torch.tensor(seconds, dtype=torch.float64))
     return [time.item() for time in times]
 
 
 class EmulatedModel(torch.nn.Module):
-    """The parameters and the timing of a model; its value is its input.
+    """Parameters and timing of a model; its value is its input.
 
     Args:
       model: A `tfposeidon.lab.models.Model`.
       dilation: Factor on all times.
-      seed: Of the gradients' values; give each rank its own.
+      seed: Seed of the gradients' values; give each rank its own.
     """
 
     def __init__(self, model, dilation, seed):
@@ -140,6 +155,7 @@ class EmulatedModel(torch.nn.Module):
         )
 
     def forward(self, token):
+        """Waits as long as the forward pass takes, and returns the token."""
         self.stream.begin()
         for layer in self.layers:
             token = layer(token)
@@ -147,7 +163,7 @@ class EmulatedModel(torch.nn.Module):
 
 
 class EmulatedLayer(torch.nn.Module):
-    """Real parameters; forward and backward wait, and then the gradients are there."""
+    """Layer with real parameters, which waits and then has its gradients."""
 
     def __init__(self, layer, batch, pool, wait_forward, wait_backward):
         super().__init__()
@@ -157,10 +173,14 @@ class EmulatedLayer(torch.nn.Module):
         self.own = torch.nn.ParameterList(torch.zeros(shape) for shape in shapes)
 
     def forward(self, token):
+        """Waits as long as the layer takes, and returns the token."""
         return Work.apply(token, self, *self.own)
 
     def gradients(self):
-        """A dense layer's kernel gets a real product, all else values from the pool."""
+        """Returns the gradients of kernel and vectors.
+
+        A dense layer's kernel gets a real product, all else values from the pool.
+        """
         kernel, *vectors = [parameter.shape for parameter in self.own]
         if self._layer.kind != "dense":
             return [self._pool.values(shape) for shape in (kernel, *vectors)]
@@ -169,22 +189,29 @@ class EmulatedLayer(torch.nn.Module):
 
 
 class Work(torch.autograd.Function):
-    """What PyTorch's autograd sees of a layer."""
+    """Layer as PyTorch's autograd sees it."""
 
     @staticmethod
     def forward(context, token, layer, *parameters):
+        """Waits for the layer's forward pass."""
         context.layer = layer
         layer.wait_forward()
         return token.clone()
 
     @staticmethod
     def backward(context, upstream):
+        """Waits for the layer's backward pass, and returns its gradients."""
         context.layer.wait_backward()
         return upstream, None, *context.layer.gradients()
 
 
 class Pool:
-    """Values near zero with heavy tails, as `tfposeidon.lab.accelerator` has them."""
+    """Values near zero with heavy tails, as `tfposeidon.lab.accelerator` has them.
+
+    Args:
+      length: Number of values of the largest tensor.
+      seed: Seed of the values.
+    """
 
     def __init__(self, length, seed):
         self._generator = np.random.default_rng(seed)
@@ -192,14 +219,17 @@ class Pool:
         self._values = torch.from_numpy(gradient_values(length, self._generator))
 
     def values(self, shape):
-        """A view of that shape, from another place each time."""
+        """Returns a view of the shape, from another index each time."""
         length = math.prod(shape)
-        place = int(self._generator.integers(len(self._values) - length + 1))
-        return self._values[place : place + length].view(*shape)
+        begin = int(self._generator.integers(len(self._values) - length + 1))
+        return self._values[begin : begin + length].view(*shape)
 
 
 def torch_shape(layer):
-    """The kernel's shape in PyTorch: outputs before inputs, windows last; embeddings are as in Keras."""
+    """Returns the kernel's shape in PyTorch: outputs before inputs, and windows last.
+
+    Embeddings are as in Keras.
+    """
     if layer.kind == "embedding":
         return layer.kernel
     *window, inputs, outputs = layer.kernel
@@ -207,7 +237,7 @@ def torch_shape(layer):
 
 
 def values_needed(layer, batch):
-    """Of the largest piece that is cut for a layer."""
+    """Returns the number of values of the largest tensor that is cut for a layer."""
     kernel = (
         batch * layer.rows * max(layer.kernel) if layer.kind == "dense" else math.prod(layer.kernel)
     )

@@ -6,10 +6,11 @@ import time
 import tensorflow as tf
 
 import tfposeidon as tp
-from benchmarks.workers.task import Task, payload_bytes
+from benchmarks.workers.task import Task
 from tfposeidon import ops
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.lab.network import payload_bytes
 from tfposeidon.schemes import REGISTRY
 from tfposeidon.schemes.wire_format import WIRE_DTYPES
 
@@ -27,6 +28,7 @@ def main():
 
 
 def measured(task, name, length, vector):
+    """Returns times of an exchange, and bytes that were sent and predicted."""
     scheme, wire = scheme_named(name), runtime.wire()
     label = f"bench.{name}.{length}".replace(":", "_")
 
@@ -55,7 +57,11 @@ def measured(task, name, length, vector):
 
 
 def scheme_named(name):
-    """The scheme of that name, with options behind colons: "2dtar:float16", "hitopk:0.001:exact"."""
+    """Returns a scheme by its name, with options behind colons.
+
+    Args:
+      name: Such as "2dtar:float16" or "hitopk:0.001:exact".
+    """
     name, *options = name.split(":")
     scheme = REGISTRY[name]()
     for option in options:
@@ -74,12 +80,12 @@ def _value(option):
 
 
 def fresh_state(scheme, length, wire):
-    """Variables for what the scheme keeps."""
+    """Returns variables of zeros for what the scheme keeps."""
     return [tf.Variable(tf.zeros(slot.shape)) for slot in scheme.slots(length, wire.topology)]
 
 
 def exchanged(scheme, vector, state, wire, name):
-    """The mean of a variable; `state` becomes the new one, as in the optimizer."""
+    """Returns the mean of a variable; `state` becomes the new one, as in the optimizer."""
     mean, new = scheme.exchange(
         vector.read_value(), tuple(map(tf.convert_to_tensor, state)), wire, name
     )
@@ -89,7 +95,15 @@ def exchanged(scheme, vector, state, wire, name):
 
 
 def slowest(wire, function):
-    """Seconds of the slowest rank; all begin together."""
+    """Calls a function on all ranks at once.
+
+    Args:
+      wire: The collectives.
+      function: What is timed.
+
+    Returns:
+      Seconds of the slowest rank.
+    """
     exchange_objects(None, wire, "bench.begin")
     begin = time.perf_counter()
     function()

@@ -9,7 +9,7 @@ from benchmarks.workers.exchange import exchanged, fresh_state, scheme_named, sl
 from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
 from tfposeidon.schemes import pairs, stages
-from tfposeidon.schemes.error_feedback import Feedback, Memory
+from tfposeidon.schemes.error_feedback import ErrorFeedback, FeedbackState
 
 REPEATS = 15
 STEPS = (
@@ -32,7 +32,7 @@ class Prefixes:
 
     Args:
       scheme: A `HierarchicalTopK`.
-      elements: Of the vector.
+      elements: Length of the vector.
       wire: The collectives.
     """
 
@@ -40,15 +40,15 @@ class Prefixes:
         self.scheme, self.wire = scheme, wire
         topology = wire.topology
         self.node = stages.Shards.even(elements, topology.node, owners=topology.positions)
-        self.count = round(scheme.density * self.node.own(topology.rank))
-        self.feedback = Feedback(
+        self.count = round(scheme.density * self.node.length_of(topology.rank))
+        self.feedback = ErrorFeedback(
             select=scheme.select, wire_dtype=scheme.wire_dtype, keep=True, momentum=0.0
         )
         self.vector = tf.Variable(tf.random.stateless_normal([elements], [topology.rank, 0]))
         self.state = fresh_state(scheme, elements, wire)
 
     def compiled(self):
-        """A function for each step, that makes it and those before it."""
+        """Returns a function for each step, which makes it and those before it."""
         functions = (self.scatter, self.select, self.gather, self.everything)
         label = f"steps.{self.scheme.density}".replace("0.", "0_")
         return [
@@ -57,27 +57,31 @@ class Prefixes:
         ]
 
     def scatter(self, name):
+        """Sums the vector in the node, and returns this rank's shard."""
         return stages.scatter_sum(
             self.vector.read_value(), self.node, self.wire, f"{name}.scatter", None
         )
 
     def select(self, name):
-        memory = Memory(self.state[1].read_value(), None)
+        """Selects from the shard's sum, with error feedback."""
+        memory = FeedbackState(self.state[1].read_value(), None)
         sent, memory = self.feedback.select_from(self.scatter(name), memory, self.count)
         self.state[1].assign(memory.residual)
         return sent
 
     def gather(self, name):
+        """Gathers what ranks of the same index selected, from all nodes."""
         sent = self.select(name)
         packed = pairs.pack(sent.values, sent.indices, self.scheme.wire_dtype)
         return self.wire.all_gather(packed, self.wire.topology.across, f"{name}.across")
 
     def everything(self, name):
+        """Exchanges by the scheme itself."""
         return exchanged(self.scheme, self.vector, self.state, self.wire, name)
 
 
 def measured(scheme, elements, wire):
-    """Seconds of the slowest rank for each step: what it adds to those before it."""
+    """Returns what each step adds to those before it, in seconds of the slowest rank."""
     compiled = Prefixes(scheme, elements, wire).compiled()
     turns = [[slowest(wire, call) for call in compiled] for _ in range(REPEATS + 2)][2:]
     until = [statistics.median(seconds) for seconds in zip(*turns, strict=True)]

@@ -1,8 +1,9 @@
-"""Our schemes under `fit`, and Horovod's all-reduce called directly, on the emulated Keras model.
+"""Measures our schemes under `fit`, and Horovod's all-reduce, on the emulated Keras model.
 
-Systems: a scheme's name ("2dtar:float16" has that type on the wire), "ps-late" (the store, after the whole backward
-pass), "ps-adam" (the store, with factors of dense layers sent to one server each), "horovod" and "horovod-fp16" (one
-named all-reduce per gradient, fused by Horovod), and "alone" (nothing is exchanged).
+Systems: a scheme's name ("2dtar:float16" has that type on the wire), "ps-late" (the store, after
+the whole backward pass), "ps-adam" (the store, with factors of dense layers sent to one server
+each), "horovod" and "horovod-fp16" (one named all-reduce per gradient, fused by Horovod), and
+"alone" (nothing is exchanged).
 """
 
 import time
@@ -11,17 +12,19 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from typing_extensions import override
 
 import tfposeidon as tp
 from benchmarks.workers.exchange import scheme_named
-from benchmarks.workers.task import Task, payload_bytes
+from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.lab.accelerator import emulated_model
+from tfposeidon.lab.network import payload_bytes
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
 
 COMPRESSION = {"horovod": "none", "horovod-fp16": "fp16"}
-# Layers of the emulated models that are dense, and those that are not.
+# What is no scheme of that name; "dense..." are the dense layers of the emulated models.
 SCHEMES = {
     "hybcomm": "hybcomm",
     "ps-late": "ps",
@@ -30,26 +33,36 @@ SCHEMES = {
 
 
 class StepTimer(keras.callbacks.Callback):
-    """Times each step of `fit` on every rank, and counts what the node sends; all ranks begin each step together."""
+    """Times each step of `fit` on every rank, and counts what the node sends.
+
+    All ranks begin each step together.
+
+    Args:
+      wire: The collectives.
+      warm_up: Number of steps that are not timed.
+    """
 
     def __init__(self, wire, warm_up):
         super().__init__()
         self.wire, self.warm_up, self.times = wire, warm_up, []
 
+    @override
     def on_train_batch_begin(self, batch, logs=None):
         exchange_objects(None, self.wire, "bench.begin")
         if batch == self.warm_up:
             self.before = self._node_bytes()
         self.begin = time.perf_counter()
 
+    @override
     def on_train_batch_end(self, batch, logs=None):
         own = time.perf_counter() - self.begin
         everybody = exchange_objects(own, self.wire, "bench.end")
         if batch >= self.warm_up:
             self.times.append(everybody)
 
+    @override
     def on_train_end(self, logs=None):
-        # Of every rank's node: sent and received.
+        # Bytes that the node of each rank has sent and received.
         self.node_bytes = exchange_objects(
             (self._node_bytes() - self.before).tolist(), self.wire, "bench.bytes"
         )
@@ -60,14 +73,15 @@ class StepTimer(keras.callbacks.Callback):
 
 
 class Late(tp.DistributedOptimizer):
-    """Exchanges nothing before the last gradient is there."""
+    """Wrapper that exchanges nothing before the last gradient is there."""
 
+    @override
     def apply(self, grads, trainable_variables=None, sample_count=None):
         super().apply(tf.tuple(list(grads)), trainable_variables, sample_count)
 
 
 def ours(task, system, model, wire):
-    """Steps of `fit`, as users run them."""
+    """Measures steps of `fit` with the wrapper, as users run them."""
     wrapper = Late if system.endswith("-late") else tp.DistributedOptimizer
     # A bucket of a model that was shrunk is the same part of it.
     bucket_bytes = round(DEFAULT_BUCKET_BYTES / task.shrink**2)
@@ -78,12 +92,13 @@ def ours(task, system, model, wire):
 
 
 def alone(task, system, model, wire):
-    """What a step takes without any exchange."""
+    """Measures steps of `fit` without any exchange."""
     model.compile(optimizer=keras.optimizers.SGD(0.01), loss="mse")
     fit(task, system, model, wire)
 
 
 def fit(task, system, model, wire):
+    """Trains a compiled model, and notes times and bytes of its steps."""
     timer = StepTimer(wire, task.warm_up)
     batch = model.inputs[0].shape[0]
     data = np.ones((batch * (task.warm_up + task.steps), 1), "float32")
@@ -93,7 +108,7 @@ def fit(task, system, model, wire):
 
 
 def horovod(task, system, model, wire):
-    """A hand-written step: one all-reduce for each gradient, which Horovod fuses by itself."""
+    """Measures a hand-written step: one all-reduce per gradient, which Horovod fuses."""
     optimizer = keras.optimizers.SGD(0.01)
     optimizer.build(model.trainable_variables)
     compression = getattr(hvd.Compression, COMPRESSION[system])

@@ -1,4 +1,4 @@
-"""What a rank holds after some steps: bytes of the optimizer's slots, and resident memory."""
+"""Measures what a rank holds after some steps: the optimizer's slots, and resident memory."""
 
 from pathlib import Path
 
@@ -20,7 +20,11 @@ OPTIMIZERS = {
 
 
 def resident_bytes(peak=False):
-    """Of this process, as the kernel counts them: now, or at most so far."""
+    """Returns resident bytes of this process, as the kernel counts them.
+
+    Args:
+      peak: Returns the most so far in place of what is resident now.
+    """
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines["VmHWM" if peak else "VmRSS"].split()[0]) * 1024
 
@@ -40,7 +44,7 @@ def main():
 
     for _ in range(3):
         step(tf.constant(1.0))
-    # The first two are the counter and the rate.
+    # The first two variables are the counter and the rate.
     slots = sum(4 * int(np.prod(v.shape)) for v in optimizer.inner_optimizer.variables[2:])
     own = {"slots": slots, "resident": resident_bytes()}
     everybody = exchange_objects(own, runtime.wire(), "memory")

@@ -1,7 +1,8 @@
-"""A peer: TensorFlow's MultiWorkerMirroredStrategy, rings over gRPC, in a loop of our own on the emulated Keras model.
+"""Measures a peer: TensorFlow's MultiWorkerMirroredStrategy, with rings over gRPC.
 
-Keras 3 cannot `fit` under this strategy. "mirrored" leaves the strategy's settings alone: all gradients travel as one,
-after the last of them is there. "mirrored-packs" has packs, which travel beside the backward pass.
+Keras 3 cannot `fit` under this strategy; here is a loop of our own on the emulated Keras model.
+"mirrored" leaves the strategy's settings alone: all gradients travel as one, after the last of
+them is there. "mirrored-packs" has packs, which travel beside the backward pass.
 """
 
 import json
@@ -15,7 +16,7 @@ from tfposeidon.lab.accelerator import emulated_model
 
 # As much as PyTorch puts into a bucket.
 PACK_BYTES = 25 * 2**20
-# In `bytes_per_pack`, 0 is for no packs.
+# In `bytes_per_pack`, 0 stands for no packs.
 SYSTEMS = {"mirrored": 0, "mirrored-packs": PACK_BYTES}
 LEARNING_RATE = 1e-3
 
@@ -23,7 +24,7 @@ LEARNING_RATE = 1e-3
 def main():
     task = Task.from_argument()
     os.environ["TF_CONFIG"] = json.dumps(cluster(task))
-    # It must be there before TensorFlow computes anything.
+    # The strategy must be there before TensorFlow computes anything.
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=ring(0))
     everybody = everybody_under(strategy, task)
     for system in task.systems:
@@ -34,13 +35,17 @@ def main():
 
 
 def cluster(task):
-    """TF_CONFIG: a worker for each rank."""
+    """Returns TF_CONFIG with a worker for each rank."""
     workers = [task.address(rank) for rank in range(task.size)]
     return {"cluster": {"worker": workers}, "task": {"type": "worker", "index": task.rank}}
 
 
 def ring(pack_bytes):
-    """How gradients travel: over gRPC, in packs of at least so many bytes, or as one for 0."""
+    """Returns options with which gradients travel in rings over gRPC.
+
+    Args:
+      pack_bytes: Least size of a pack, or 0 for all gradients as one.
+    """
     implementation = tf.distribute.experimental.CommunicationImplementation.RING
     return tf.distribute.experimental.CommunicationOptions(
         bytes_per_pack=pack_bytes, implementation=implementation
@@ -48,12 +53,21 @@ def ring(pack_bytes):
 
 
 def pack_bytes(task, system):
-    """In a model that was shrunk a pack is the same part of it."""
+    """Returns the size of a pack; of a shrunk model a pack is the same part."""
     return round(SYSTEMS[system] / task.shrink**2)
 
 
 def step_under(strategy, task, system):
-    """A training step of a model of its own."""
+    """Returns a training step of a model of its own.
+
+    Args:
+      strategy: The strategy.
+      task: The job's `Task`.
+      system: One of `SYSTEMS`.
+
+    Raises:
+      ValueError: If the system is unknown.
+    """
     if system not in SYSTEMS:
         raise ValueError(f"`systems` must be of {', '.join(SYSTEMS)}. Received: {system!r}")
     communication = ring(pack_bytes(task, system))
@@ -79,7 +93,7 @@ def step_under(strategy, task, system):
 
 
 def everybody_under(strategy, task):
-    """As `Task.measure` wants it."""
+    """Returns a function from own seconds to those of each rank, for `Task.measure`."""
 
     def on_replica(own):
         # An argument has no device yet, which the strategy looks for.

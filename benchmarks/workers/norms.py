@@ -1,4 +1,4 @@
-"""Times the norms of all layers on one rank, its share, their all-gather, and what all ranks do side by side."""
+"""Times the norms of all layers: on one rank, its share, their all-gather, and all at once."""
 
 import tensorflow as tf
 
@@ -45,7 +45,7 @@ def main():
 
 
 def twice(variables):
-    """The value, and once more for the gradient."""
+    """Returns each variable's value twice: as itself, and for its gradient."""
     return [[tf.convert_to_tensor(variable)] * 2 for variable in variables]
 
 

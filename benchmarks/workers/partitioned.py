@@ -1,6 +1,7 @@
-"""A cache in parts on the nodes: bytes on the link, and steps of training beside those on data that a node has.
+"""Measures a cache in shards on the nodes: bytes on the link, and steps beside those on local data.
 
-Systems: "bytes" (epochs without training), then in turn "local" (each node has all samples) and "split".
+Systems: "bytes" (epochs without training), then in turn "replicate" (each node has all samples) and
+"split".
 """
 
 import statistics
@@ -13,15 +14,17 @@ import datacache
 import tfposeidon as tp
 from benchmarks.workers.keras_fit import StepTimer
 from benchmarks.workers.reading import Drawn
-from benchmarks.workers.task import Task, payload_bytes
+from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.lab.network import payload_bytes
 
 NUMBER_AND_LENGTH = 16
 """Bytes that a sample costs on the wire beside itself."""
 
 
 def open_cache(task, partition):
+    """Returns a warm cache of drawn samples."""
     cache = datacache.Cache(
         Drawn(task.pixels, task.samples), partition=partition, memory=f"/dev/shm/{partition}"
     )
@@ -30,7 +33,7 @@ def open_cache(task, partition):
 
 
 def bytes_on_the_link(task, cache, wire):
-    """What a node sends in an epoch, and what its ranks' samples say."""
+    """Notes what a node receives in an epoch, and what its ranks' samples predict."""
     exchange_objects(None, wire, "bench.begin")
     before, received = payload_bytes(direction="rx"), cache.stats().received
     for _ in cache.counted(cache.dataset(task.batch, seed=1)):
@@ -57,7 +60,7 @@ def bytes_on_the_link(task, cache, wire):
 
 
 def steps(task, cache, wire):
-    """Seconds of each step of `fit`, on every rank."""
+    """Returns seconds of each step of `fit`, on every rank."""
     layers = [
         keras.Input((task.pixels, task.pixels, 3)),
         keras.layers.Flatten(),

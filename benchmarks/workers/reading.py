@@ -1,4 +1,7 @@
-"""Reads samples through the cache and through what users have otherwise; the answer is JSON on the last line."""
+"""Reads samples through the cache and through what users have otherwise.
+
+The answer is JSON on the last line.
+"""
 
 import json
 import multiprocessing
@@ -12,12 +15,18 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
+from typing_extensions import override
 
 import datacache
 
 
 class Drawn:
-    """Records that cost next to nothing to make."""
+    """Source of records that cost next to nothing to make.
+
+    Args:
+      size: Pixels of a side.
+      samples: Number of records.
+    """
 
     def __init__(self, size, samples):
         self.identity = {"kind": "drawn", "size": size, "samples": samples}
@@ -29,22 +38,25 @@ class Drawn:
         return self._samples
 
     def name(self, sample):
+        """Returns the name of a record."""
         return f"record {sample}"
 
     def read(self, sample):
+        """Returns the parts of a record."""
         return [self._first + np.uint8(sample % 256)]
 
     def decode(self, *stored):
+        """Returns what is stored, as it is."""
         return stored[0]
 
 
 def rate(data):
-    """Samples per second of one epoch."""
+    """Returns samples per second of one epoch."""
     return rates(data)[0]
 
 
 def rates(data):
-    """Samples per second of one epoch, and of the same after its first batch."""
+    """Returns samples per second of one epoch, and of the same after its first batch."""
     begin = first = time.perf_counter()
     samples = []
     for batch in data:
@@ -56,7 +68,7 @@ def rates(data):
 
 
 def as_dataset(source, size):
-    """Its samples one by one, as any user's pipeline would make them."""
+    """Returns the samples one by one, as any user's pipeline would make them."""
 
     def read(sample):
         return source.read(sample)[0]
@@ -71,7 +83,18 @@ def as_dataset(source, size):
 
 
 def warm(size, samples, batch, rounds, folder, copier):
-    """The cache, `.cache()` with a full shuffle, and one thread that only copies: in turn, each once a round."""
+    """Measures the cache, `.cache()` with a full shuffle, and one thread that only copies.
+
+    Each has its turn once a round.
+
+    Args:
+      size: Pixels of a side.
+      samples: Number of records.
+      batch: Samples of a batch.
+      rounds: Number of rounds that count.
+      folder: Name of the cache's folder in /dev/shm.
+      copier: Path of the compiled `native/random_records.c`.
+    """
     source = Drawn(size, samples)
     cache = datacache.Cache(source, memory=Path("/dev/shm") / folder)
     cache.warm(progress=False)
@@ -104,7 +127,7 @@ def warm(size, samples, batch, rounds, folder, copier):
 
 
 def _job(size, samples, batch, folder, found):
-    """A new job on a pool that is there: opens it, gets a model ready, and reads four epochs."""
+    """Opens a warm pool as a new job does, gets a model ready, and reads four epochs."""
     cache = datacache.Cache(Drawn(size, samples), memory=Path("/dev/shm") / folder)
     data = cache.dataset(batch)
     model = keras.Sequential(
@@ -118,7 +141,17 @@ def _job(size, samples, batch, folder, found):
 
 
 def jobs(size, samples, batch, rounds, folder):
-    """Epochs of new jobs on a warm pool: of the first one, which looks at checksums, and of the one after it."""
+    """Measures epochs of new jobs on a warm pool.
+
+    The first job of each round looks at checksums, the second one finds that done.
+
+    Args:
+      size: Pixels of a side.
+      samples: Number of records.
+      batch: Samples of a batch.
+      rounds: Number of rounds.
+      folder: Name of the cache's folder in /dev/shm.
+    """
     spawn = multiprocessing.get_context("spawn")
     cache, found = (
         datacache.Cache(Drawn(size, samples), memory=Path("/dev/shm") / folder),
@@ -144,11 +177,18 @@ def jobs(size, samples, batch, rounds, folder):
 
 
 def decoded(contents, label):
+    """Returns 96 x 96 pixels of a JPEG file's contents, and the label."""
     return tf.cast(tf.image.resize(tf.io.decode_jpeg(contents, 3), [96, 96]), tf.uint8), label
 
 
 def uncached(images, batch, **options):
-    """What the tutorials say."""
+    """Returns the dataset that the tutorials write.
+
+    Args:
+      images: Folder of the files.
+      batch: Samples of a batch.
+      **options: Keywords of `tf.data.Dataset.map`.
+    """
     source = datacache.from_folder(images)
     names = tf.data.Dataset.from_tensor_slices(
         ([source.name(i) for i in range(len(source))], source._classes)
@@ -164,7 +204,10 @@ TUNED_READS = 64
 
 
 def tuned(images, batch):
-    """Reads as a user who has tuned the pipeline would: many reads in parallel, in threads of the dataset's own."""
+    """Returns the dataset of a user who has tuned it.
+
+    Many files are read in parallel, in threads of the dataset's own.
+    """
     source = datacache.from_folder(images)
     names = tf.data.Dataset.from_tensor_slices(
         ([source.name(i) for i in range(len(source))], source._classes)
@@ -181,7 +224,7 @@ def tuned(images, batch):
 
 
 def cold(images, batch, folder):
-    """Epochs from a slow source: without a cache, the first one with it, and the second."""
+    """Measures epochs from a slow source: the first and later ones with the cache, and without."""
     cache = datacache.Cache(
         datacache.from_folder(images), decoded, memory=Path("/dev/shm") / folder
     )
@@ -200,7 +243,10 @@ def cold(images, batch, folder):
 
 
 def decoding(images, batch, rounds, folder):
-    """Epochs on a source that is not slow, in turn with tf.data's reading and decoding: the decoder's limit."""
+    """Measures epochs on a source that is not slow, where decoding is the limit.
+
+    They take turns with tf.data's reading and decoding.
+    """
     found = {"decoding": [], "datacache, first epoch": [], "datacache, later": []}
     for turn in range(rounds):
         found["decoding"].append(rate(uncached(images, batch, num_parallel_calls=2)))
@@ -217,7 +263,7 @@ def decoding(images, batch, rounds, folder):
 
 
 def _hold(what, size, samples, folder, ready, leave, found):
-    """One rank: reads two epochs, and says what it holds while all ranks hold theirs."""
+    """Reads two epochs on one rank, and says what it holds while all ranks hold theirs."""
     source = Drawn(size, samples)
     data = []
     if what == "datacache":
@@ -238,7 +284,7 @@ def _hold(what, size, samples, folder, ready, leave, found):
 
 
 def memory(what, ranks, size, samples, folder):
-    """Bytes that ranks hold together, each page counted once (PSS)."""
+    """Measures bytes that ranks hold together, each page counted once (PSS)."""
     spawn = multiprocessing.get_context("spawn")
     ready, leave, found = spawn.Barrier(ranks), spawn.Barrier(ranks + 1), spawn.Queue()
     arguments = (what, size, samples, folder, ready, leave, found)
@@ -256,26 +302,33 @@ def memory(what, ranks, size, samples, folder):
 
 
 class Timer(keras.callbacks.Callback):
-    """Times epochs of `fit`, and what the accelerator waits for data."""
+    """Times epochs of `fit`, and emulates the accelerator.
+
+    Args:
+      step_s: Seconds of a step on the accelerator.
+    """
 
     def __init__(self, step_s):
         super().__init__()
         self.step_s, self.epochs = step_s, []
 
+    @override
     def on_epoch_begin(self, epoch, logs=None):
         self.begin, self.steps = time.perf_counter(), 0
 
+    @override
     def on_train_batch_end(self, batch, logs=None):
         # The accelerator's part of the step.
         time.sleep(self.step_s)
         self.steps += 1
 
+    @override
     def on_epoch_end(self, epoch, logs=None):
         self.epochs.append({"seconds": time.perf_counter() - self.begin, "steps": self.steps})
 
 
 def training(images, batch, step_s, epochs, folder):
-    """Epochs of `fit` on a model whose step takes `step_s` on an accelerator."""
+    """Measures epochs of `fit` on a model whose step takes `step_s` on an accelerator."""
     cache = datacache.Cache(
         datacache.from_folder(images), decoded, memory=Path("/dev/shm") / folder
     )

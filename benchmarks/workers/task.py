@@ -1,4 +1,4 @@
-"""What a worker is asked to do, and how it answers: JSON in its argument, JSON in a file of rank 0."""
+"""What workers share: their request is JSON in the argument, the answer JSON in rank 0's file."""
 
 import json
 import os
@@ -8,19 +8,22 @@ import time
 from pathlib import Path
 
 from tfposeidon.lab import models, network
-
-HEADER_BYTES = 66
-"""Ethernet, IP, and TCP with time stamps, of every packet as the interface counts it."""
+from tfposeidon.lab.network import payload_bytes
 
 
 class Task:
-    """One job's request.
+    """One job's request, and its answer so far.
 
-    Attributes (from JSON):
-      model: Name in `tfposeidon.lab.models`; `shrink`: factor by which it is made smaller.
+    Args:
+      text: JSON object with the attributes below.
+
+    Attributes:
+      model: Name in `tfposeidon.lab.models`.
+      shrink: Factor by which the model is made smaller.
       dilation: Factor on compute times.
       systems: What to measure, in turn, in this job.
-      warm_up, steps: Steps that are not, and that are, timed.
+      warm_up: Number of steps that are not timed.
+      steps: Number of steps that are timed.
       result: Path of the answer.
     """
 
@@ -31,6 +34,7 @@ class Task:
 
     @classmethod
     def from_argument(cls):
+        """Returns the task that the command line names."""
         return cls(sys.argv[1])
 
     def __getattr__(self, name):
@@ -40,24 +44,34 @@ class Task:
             raise AttributeError(name) from None
 
     def emulated(self):
-        """The model to train, in the size that was asked for."""
+        """Returns the model to train, in the size that was asked for."""
         return models.model(self.model).shrunk(self.shrink)
 
     def address(self, rank):
-        """Host and port for a rank of a peer to listen at; ports lie below those that systems give out themselves."""
+        """Returns host and port for a rank of a peer to listen at.
+
+        Ports lie below those that systems give out themselves.
+
+        Args:
+          rank: Rank that listens.
+        """
         in_lab = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") == network.SWITCH_ADDRESS
         host = (
             network.address(rank // int(os.environ["HOROVOD_LOCAL_SIZE"]))
             if in_lab
             else "127.0.0.1"
         )
-        return f"{host}:{10_000 + int(os.environ.get('HOROVOD_GLOO_RENDEZVOUS_PORT', 0)) % 20_000 + rank}"
+        rendezvous = int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", 0))
+        return f"{host}:{10_000 + rendezvous % 20_000 + rank}"
 
     def measure(self, system, step, everybody):
-        """Times `step()` and notes the answer for `system`.
+        """Times a step, and notes the answer.
 
         Args:
-          everybody: From this rank's seconds to a list of each rank's; it also lets all ranks begin together.
+          system: Name of what is measured.
+          step: Function that makes one step.
+          everybody: Function from this rank's seconds to a list of each rank's; it also lets all
+            ranks begin together.
         """
         for _ in range(self.warm_up):
             step()
@@ -71,7 +85,14 @@ class Task:
         self.note_times(system, times, payload_bytes() - sent)
 
     def note_times(self, system, times, sent_bytes, **more):
-        """Notes each step's seconds on each rank, the slowest rank's apart, and what the node sent in all of them."""
+        """Notes times of all steps, and what the node sent.
+
+        Args:
+          system: Name of what was measured.
+          times: Seconds of each step on each rank.
+          sent_bytes: What the node sent in all steps.
+          **more: Further figures.
+        """
         slowest = [max(step) for step in times]
         self.note(
             system,
@@ -79,7 +100,12 @@ class Task:
         )
 
     def note(self, system, answer):
-        """Adds to the answer, and writes it beside and renames it."""
+        """Adds to the answer, and writes it beside its place and renames it.
+
+        Args:
+          system: Name of what was measured.
+          answer: Its figures.
+        """
         self.answer[system] = answer
         if self.rank == 0:
             print(f"{system:24} {summary(answer)}", flush=True)
@@ -90,7 +116,7 @@ class Task:
 
 
 def summary(answer):
-    """One line for people who watch."""
+    """Returns an answer as one line for people who watch."""
     if "error" in answer:
         return answer["error"].strip().splitlines()[-1]
     if "step_s" in answer:
@@ -98,14 +124,3 @@ def summary(answer):
     return ", ".join(
         f"{name} {value}" for name, value in answer.items() if not isinstance(value, list)
     )
-
-
-def payload_bytes(interface="eth0", direction="tx"):
-    """What this node has sent ("tx") or received ("rx") over its link so far, without headers; 0 without a link."""
-    folder = Path("/sys/class/net") / interface / "statistics"
-    if not folder.exists():
-        return 0
-    carried, packets = (
-        int((folder / f"{direction}_{what}").read_text()) for what in ("bytes", "packets")
-    )
-    return carried - HEADER_BYTES * packets

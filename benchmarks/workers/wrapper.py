@@ -1,7 +1,8 @@
 """Times steps of the wrapper beside the same by other means, in turn.
 
-Systems: "fit" (one rank, beside plain Keras), or a scheme and the MiB of its buckets, as "asa 4" (a model's gradients,
-beside Horovod's `grouped_allreduce` and the plain optimizer). Either way the wrapper does what `fit` has it do.
+Systems: "fit" (one rank, beside plain Keras), or a scheme and the MiB of its buckets, as "asa 4" (a
+model's gradients, beside Horovod's `grouped_allreduce` and the plain optimizer). Either way the
+wrapper does what `fit` has it do.
 """
 
 import horovod.tensorflow as hvd
@@ -19,7 +20,16 @@ BATCH, STEPS = 64, 10
 
 
 def in_turn(ours, theirs, pairs):
-    """Seconds of the slowest rank for `ours` and `theirs`, each the mean of two, for each pair."""
+    """Times two functions in turn.
+
+    Args:
+      ours: Function that makes a step by the wrapper.
+      theirs: Function that makes it by other means.
+      pairs: Number of pairs; the order in each is A B B A.
+
+    Returns:
+      Seconds of the slowest rank, each the mean of two calls, for each pair.
+    """
     order, wire = (ours, theirs, theirs, ours), runtime.wire()
     for function in order:
         function()
@@ -34,7 +44,10 @@ def in_turn(ours, theirs, pairs):
 
 
 def gradients(model):
-    """A model's, in the order of the forward pass; variables, for constants would be folded."""
+    """Returns a model's gradients, in the order of the forward pass.
+
+    They are variables, for constants would be folded.
+    """
     layers = models.model(model).layers
     shapes = [
         shape
@@ -51,7 +64,7 @@ def _trained(given):
 
 
 def wrapped(model, scheme, bucket_mib):
-    """A step's exchange and update by the wrapper."""
+    """Returns a function that makes a step's exchange and update by the wrapper."""
     given = gradients(model)
     trained = _trained(given)
     optimizer = tp.DistributedOptimizer(_sgd(), scheme=scheme, bucket_bytes=int(bucket_mib * 2**20))
@@ -66,7 +79,7 @@ def wrapped(model, scheme, bucket_mib):
 
 
 def horovods(model):
-    """The same by `grouped_allreduce` and the plain optimizer."""
+    """Returns a function that does the same by `grouped_allreduce` and the plain optimizer."""
     given = gradients(model)
     trained, optimizer = _trained(given), _sgd()
     optimizer.build(trained)
@@ -109,7 +122,7 @@ def _fit(optimizer):
 
 
 def sides(system, model):
-    """Ours and theirs, each a function that makes a step, or some."""
+    """Returns ours and theirs: functions that make a step, or ten."""
     if system == "fit":
         return _fit(tp.DistributedOptimizer(_sgd())), _fit(_sgd())
     scheme, bucket_mib = system.rsplit(" ", 1)

@@ -1,4 +1,4 @@
-"""`python -m datacache`: the pools of caches, seen and handled from outside of jobs."""
+"""The command `python -m datacache`, which lists, verifies, fills and removes pools of caches."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from pathlib import Path
 
 import numpy as np
 
-from datacache.command.progress import Progress
 from datacache.errors import CacheError
-from datacache.from_tfposeidon import readable, table
+from datacache.from_tfposeidon import ProgressBar, import_tensorflow, readable_size, table
 from datacache.pool.folder import default_memory, remove
 from datacache.pool.inspection import Contents, Report, find_pools, inspect_pool, read_contents
 from datacache.pool.pool import open_existing
 from datacache.sources.source import SourceError
 from datacache.system.access import Access, Directory
 
-DONE, TORN, WITHOUT_ROOM, FAILED, INTERRUPTED = 0, 1, 1, 2, 130
+DONE, CORRUPT, NO_ROOM, FAILED, INTERRUPTED = 0, 1, 1, 2, 130
 HEADINGS = ("FOLDER", "SOURCE", "READY", "KEPT", "OF", "TAKES", "OPENED", "STATE")
 MINUTE = "%Y-%m-%d %H:%M"
 WINDOW = 256
-"""Samples that `verify` looks at between two signs of life."""
+"""Samples that `verify` reads between two updates of the progress bar."""
 DESCRIPTION = """Pools keep the samples of caches: in /dev/shm and on local disks, one folder each.
 
   python -m datacache ls                               what this user has in shared memory
@@ -32,30 +31,39 @@ DESCRIPTION = """Pools keep the samples of caches: in /dev/shm and on local disk
   python -m datacache warm /data/train --disk /local/cache
   python -m datacache rm --all /local/cache            what no job has open
 
-All but `warm` load no TensorFlow, and are safe while jobs run. The exit status is 2 if something could not be done."""
-OF_LS = """Lists pools: what they keep, which of it is ready, and whether a process has them open.
+All are safe while jobs run, and all but `warm` do without TensorFlow. The exit status is 2 if
+something could not be done."""
+LS = """Lists pools: what they keep, which of it is ready, and whether a process has them open.
 
-Nothing is made or mapped. What cannot be used is listed with the reason, and `rm` removes it."""
-OF_VERIFY = """Looks at the checksums of all samples that are ready.
+Pools are only read. Those that cannot be used are listed with the reason, and `rm` removes them."""
+VERIFY = """Compares all samples that are ready with their checksums.
 
-Torn ones are not ready any more, so that jobs make them again. The exit status is 1 if there were any."""
-OF_WARM = """Brings the files of a folder to a local disk, so that jobs begin with a warm one.
+Corrupt samples are marked, and jobs make them again. The exit status is 1 if there were any."""
+WARM = """Copies the files of a folder to a local disk, so that jobs begin with a warm one.
 
-Jobs find them with `datacache.Cache(datacache.from_folder(SOURCE), disk=DISK)`, if they name the same endings and
-group, and both have labels or not. What is there is not read again, so it can be ended and started anew, also while
-jobs run. The exit status is 1 if the disk has no room for all files."""
-OF_RM = """Removes pools that no process has open, and what is left of pools that were never finished.
+Jobs find them with `datacache.Cache(datacache.from_folder(SOURCE), disk=DISK)`, if they name the
+same endings and group, and both have labels or both have none. Files that are there already are not
+read again, so the command can be interrupted and repeated, also while jobs run. The exit status is
+1 if the disk has no room for all files."""
+RM = """Removes pools that no process has open, and what is left of pools that were never finished.
 
 A folder that holds anything else is left alone."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that was asked for; returns the exit status."""
+    """Runs the command that was asked for.
+
+    Args:
+      argv: Arguments, by default those of the process.
+
+    Returns:
+      The exit status: 0, 1 for corrupt samples or missing room, 2 for errors, 130 for Ctrl-C.
+    """
     options = _parser().parse_args(argv)
     try:
         return options.run(options)
     except BrokenPipeError:
-        # Whoever read has seen enough; Python would complain once more when it ends.
+        # As in `ls | head`. Python would fail once more when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except KeyboardInterrupt:
@@ -80,17 +88,17 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    def folders(of: argparse.ArgumentParser, count: str, help_text: str) -> None:
-        of.add_argument("folders", nargs=count, type=Path, metavar="FOLDER", help=help_text)
+    def folders(parser: argparse.ArgumentParser, count: str, help_text: str) -> None:
+        parser.add_argument("folders", nargs=count, type=Path, metavar="FOLDER", help=help_text)
 
-    ls = command("ls", _ls, OF_LS)
+    ls = command("ls", _ls, LS)
     folders(ls, "*", f"a pool, or a folder of pools ({default_memory()})")
-    ls.add_argument("--json", action="store_true", help="for machines")
-    stats = command("stats", _stats, "Says all there is to say of a pool.")
+    ls.add_argument("--json", action="store_true", help="print JSON")
+    stats = command("stats", _stats, "Shows everything that is known about a pool.")
     stats.add_argument("folder", type=Path, metavar="FOLDER", help="a pool")
-    folders(command("verify", _verify, OF_VERIFY), "+", "a pool, or a folder of pools")
-    _add_warm(command("warm", _warm, OF_WARM))
-    rm = command("rm", _rm, OF_RM)
+    folders(command("verify", _verify, VERIFY), "+", "a pool, or a folder of pools")
+    _add_warm(command("warm", _warm, WARM))
+    rm = command("rm", _rm, RM)
     folders(rm, "*", "a pool; with --all a folder of pools")
     rm.add_argument(
         "--all", action="store_true", help=f"all pools in these folders ({default_memory()})"
@@ -134,7 +142,10 @@ def _ls(options: argparse.Namespace) -> int:
 
 
 def _own_memory(closed: bool = True) -> list[Path]:
-    """This user's folder in shared memory, where somebody else could have made one; none if there is none."""
+    """Returns this user's folder in shared memory, if there is one.
+
+    Others could have made a folder of that name; it is refused unless `closed` is false.
+    """
     root = Path(default_memory())
     try:
         Directory(root, closed=closed).close()
@@ -154,7 +165,7 @@ def _row(report: Report) -> tuple[str, ...]:
     return (
         str(report.folder),
         *samples,
-        readable(report.bytes),
+        readable_size(report.bytes),
         f"{report.opened:{MINUTE}}",
         state if of else f"broken, {state}",
     )
@@ -169,7 +180,7 @@ def _stats(options: argparse.Namespace) -> int:
     facts = {
         "folder": str(report.folder),
         **_facts(of),
-        "takes": readable(report.bytes),
+        "takes": readable_size(report.bytes),
         "made": f"{report.made:{MINUTE}}",
         "opened": f"{report.opened:{MINUTE}}, {'in use' if report.in_use else 'idle'}",
     }
@@ -187,13 +198,15 @@ def _facts(of: Contents) -> dict[str, str]:
     )
     heap = "none, as all samples are of one size"
     if of.heap_used is not None and of.heap_capacity is not None:
-        heap = f"{readable(of.heap_used)} used of at most {readable(of.heap_capacity)}"
+        heap = f"{readable_size(of.heap_used)} used of at most {readable_size(of.heap_capacity)}"
     return {
         "source": of.spec.source,
         "samples": f"{of.ready} ready of {of.slots} kept of {part.samples}",
         "part": f"{room} {whose}",
         "sample": ", ".join(map(str, layout.components)),
-        "columns": f"{layout.bytes} B for each sample, {readable(layout.offsets(of.slots)[-1])}",
+        "columns": (
+            f"{layout.bytes} B for each sample, {readable_size(layout.offsets(of.slots)[-1])}"
+        ),
         "heap": heap,
     }
 
@@ -214,7 +227,7 @@ def _verify_one(folder: Path) -> int:
     try:
         samples = np.arange(pool.spec.shard.samples)
         samples = samples[pool.ready(samples)]
-        progress, torn = Progress(len(samples), "samples"), 0
+        progress, torn = ProgressBar(len(samples), "samples"), 0
         for begin in range(0, len(samples), WINDOW):
             window = samples[begin : begin + WINDOW]
             torn += len(pool.find_corrupt(window, recheck=True))
@@ -223,22 +236,22 @@ def _verify_one(folder: Path) -> int:
     finally:
         pool.close()
     again = ", which jobs make again" if torn else ""
-    print(f"{folder}: {len(samples) - torn} whole, {torn} torn{again}")
-    return TORN if torn else DONE
+    print(f"{folder}: {len(samples) - torn} whole, {torn} corrupt{again}")
+    return CORRUPT if torn else DONE
 
 
 def _warm(options: argparse.Namespace) -> int:
-    # Nobody waits for TensorFlow who asks for less.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # Here, so that the other commands do not wait for TensorFlow.
+    import_tensorflow()
     from datacache.command.warming import warm
     from datacache.sources.image_folder import from_folder
 
     access = _access(options.group)
     chosen = {} if options.extensions is None else {"extensions": options.extensions or None}
-    bars: list[Progress] = []
+    bars: list[ProgressBar] = []
 
     def started(total: int) -> Callable[[int], None]:
-        bars.append(Progress(total, "files"))
+        bars.append(ProgressBar(total, "files"))
         return bars[0].add
 
     try:
@@ -248,16 +261,15 @@ def _warm(options: argparse.Namespace) -> int:
         for bar in bars:
             bar.close()
     counts = warmed.counts
-    print(
-        f"{warmed.folder}: {counts.source_reads} files read ({readable(counts.source_bytes)}), {warmed.ready} ready"
-    )
+    read = f"{counts.source_reads} files read ({readable_size(counts.source_bytes)})"
+    print(f"{warmed.folder}: {read}, {warmed.ready} ready")
     if warmed.ready == warmed.samples:
         return DONE
     print(
         f"{warmed.samples - warmed.ready} files have no room. Make room, or name another disk.",
         file=sys.stderr,
     )
-    return WITHOUT_ROOM
+    return NO_ROOM
 
 
 def _access(group: str | None) -> Access:
@@ -284,12 +296,12 @@ def _rm(options: argparse.Namespace) -> int:
 def _rm_one(folder: Path) -> int:
     report = inspect_pool(folder)
     remove(folder)
-    print(f"{folder}: freed {readable(report.bytes if report else 0)}")
+    print(f"{folder}: freed {readable_size(report.bytes if report else 0)}")
     return DONE
 
 
 def _each(folders: Sequence[Path], run: Callable[[Path], int]) -> list[int]:
-    """Does the others, too, if one fails."""
+    """Runs a command for each folder, and goes on where one fails; returns the exit statuses."""
     statuses = []
     for folder in folders:
         try:

@@ -19,12 +19,12 @@ from datacache.windows import done_in_windows
 
 @dataclass(frozen=True, kw_only=True)
 class Warmed:
-    """What came of it.
+    """Outcome of `warm`.
 
     Attributes:
-      folder: The pool.
-      samples: That the source has.
-      ready: Those that the disk has now.
+      folder: Folder of the pool.
+      samples: Number of samples in the source.
+      ready: Number of samples that are on the disk now.
       counts: What was read.
     """
 
@@ -40,17 +40,23 @@ def warm(
     started: Callable[[int], Callable[[int], None]],
     access: Access = PRIVATE,
 ) -> Warmed:
-    """Reads what the disk lacks, as `datacache.Cache(..., disk=disk)` would: what is there is not read again.
+    """Reads the samples that a disk lacks, as `datacache.Cache(..., disk=disk)` would.
+
+    Samples that are there are not read again.
 
     Args:
-      source: Of all samples.
-      disk: As `Cache` takes it; the pool is a folder in it.
-      started: Receives how many samples are to be read, and returns what is told how many more were.
-      access: Who may get at it.
+      source: Source of all samples.
+      disk: Folder as `Cache` takes it; the pool is a folder in it.
+      started: Is called with the number of samples to be read; what it returns is called with the
+        number of samples that were read since the last call.
+      access: Who may read the pool.
+
+    Returns:
+      What was read, and what is on the disk now.
 
     Raises:
-      CacheError: If the folder holds something else, or there is no room.
-      SourceError: If a sample cannot be read; it names the sample.
+      CacheError: If the folder holds something else, or the disk has no room to begin with.
+      SourceError: If a sample cannot be read; the message names the sample.
     """
     pool = open_stored_pool(source, disk, access)
     # Checksums are looked at when samples are used, or by `verify`.

@@ -1,18 +1,19 @@
-// Copies records in any order into a batch, past the CPU's caches, and computes their checksums on the way.
+// Copies records in any order into a batch, past the CPU's caches, and computes their checksums on
+// the way.
 //
-// A batch is larger than the caches, and is read elsewhere: an ordinary store would first read each cache line of it,
-// and evict what is in use. See docs/results.md for the time of a batch.
+// A batch is larger than the caches, and is read elsewhere: an ordinary store would first read each
+// cache line of it, and evict what is in use. See docs/results/reading.md for the time of a batch.
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-// Bytes of a cache line, of a part that is folded at a time, and from a load to its prefetch. Records of fewer than
-// SMALL bytes are copied as usual.
+// Bytes of a cache line, of a part that is folded at a time, and from a load to its prefetch.
+// Records of fewer than SMALL bytes are copied as usual.
 enum { LINE = 64, PART = 16, AHEAD = 1024, SMALL = 4096 };
 
-static void copy(char *into, const char *from, size_t bytes) {
+static void copy(char* into, const char* from, size_t bytes) {
 #if defined(__SSE2__)
   // Streaming stores must be aligned, and only whole lines are combined into one write.
   size_t head = -(uintptr_t)into % LINE;
@@ -22,14 +23,15 @@ static void copy(char *into, const char *from, size_t bytes) {
     for (; bytes >= LINE; into += LINE, from += LINE, bytes -= LINE) {
       _mm_prefetch(from + AHEAD, _MM_HINT_T0);
       for (int part = 0; part < LINE; part += PART)
-        _mm_stream_si128((__m128i *)(into + part), _mm_loadu_si128((const __m128i *)(from + part)));
+        _mm_stream_si128((__m128i*)(into + part), _mm_loadu_si128((const __m128i*)(from + part)));
     }
   }
 #endif
   memcpy(into, from, bytes);
 }
 
-// Streaming stores are not ordered with others: makes them visible before anybody is told that the batch is there.
+// Streaming stores are not ordered with others: makes them visible before anybody is told that the
+// batch is there.
 static void finish(void) {
 #if defined(__SSE2__)
   _mm_sfence();
@@ -37,24 +39,28 @@ static void finish(void) {
 }
 
 // into[i] = records[indices[i]], for records of `bytes` bytes.
-__attribute__((visibility("default"))) void gather_records(char *into, const char *records, int64_t bytes,
-                                                           const int64_t *indices, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) copy(into + i * bytes, records + indices[i] * bytes, (size_t)bytes);
+__attribute__((visibility("default"))) void gather_records(char* into, const char* records,
+                                                           int64_t bytes, const int64_t* indices,
+                                                           int64_t count) {
+  for (int64_t i = 0; i < count; ++i)
+    copy(into + i * bytes, records + indices[i] * bytes, (size_t)bytes);
   finish();
 }
 
 #if defined(__x86_64__)
-// CRC-32 as zlib computes it, by carry-less multiplication: several parts of 16 bytes are folded side by side, as each
-// multiplication takes several cycles, and the next part needs its result.
-// Source: Gopal, Ozturk, Guilford et al. 2009, "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ
-// Instruction": to fold by n bits takes x^(n + 32) and x^(n - 32) modulo the polynomial, bits reflected.
+// CRC-32 as zlib computes it, by carry-less multiplication: several parts of 16 bytes are folded
+// side by side, as each multiplication takes several cycles, and the next part needs its result.
+// Source: Gopal, Ozturk, Guilford et al. 2009, "Fast CRC Computation for Generic Polynomials Using
+// PCLMULQDQ Instruction": to fold by n bits takes x^(n + 32) and x^(n - 32) modulo the polynomial,
+// bits reflected.
 #define NARROW __attribute__((target("pclmul,sse4.1")))
 #define WIDE __attribute__((target("pclmul,sse4.1,avx2,vpclmulqdq")))
 
 // For what is left before and behind whole parts: fewer than 32 bytes, so a small table is enough.
-static uint32_t byte_by_byte(uint32_t checksum, const char *from, size_t bytes) {
-  static const uint32_t of_nibble[16] = {0x00000000, 0x1db71064, 0x3b6e20c8, 0x26d930ac, 0x76dc4190, 0x6b6b51f4,
-                                         0x4db26158, 0x5005713c, 0xedb88320, 0xf00f9344, 0xd6d6a3e8, 0xcb61b38c,
+static uint32_t byte_by_byte(uint32_t checksum, const char* from, size_t bytes) {
+  static const uint32_t of_nibble[16] = {0x00000000, 0x1db71064, 0x3b6e20c8, 0x26d930ac,
+                                         0x76dc4190, 0x6b6b51f4, 0x4db26158, 0x5005713c,
+                                         0xedb88320, 0xf00f9344, 0xd6d6a3e8, 0xcb61b38c,
                                          0x9b64c2b0, 0x86d3d2d4, 0xa00ae278, 0xbdbdf21c};
   for (; bytes; ++from, --bytes) {
     checksum ^= (uint8_t)*from;
@@ -64,55 +70,63 @@ static uint32_t byte_by_byte(uint32_t checksum, const char *from, size_t bytes) 
   return checksum;
 }
 
-// Moves the remainder `folded` on by the number of bits that `by` stands for, and adds what comes there.
+// Moves the remainder `folded` on by the number of bits that `by` stands for, and adds what comes
+// there.
 NARROW static inline __m128i fold(__m128i folded, __m128i by, __m128i next) {
-  const __m128i low = _mm_clmulepi64_si128(folded, by, 0x00), high = _mm_clmulepi64_si128(folded, by, 0x11);
+  const __m128i low = _mm_clmulepi64_si128(folded, by, 0x00),
+                high = _mm_clmulepi64_si128(folded, by, 0x11);
   return _mm_xor_si128(_mm_xor_si128(low, high), next);
 }
 
 // Reduces 128 bits to the remainder: to 64 bits, and then to 32 by Barrett's reduction.
 NARROW static inline uint32_t reduced(__m128i folded) {
-  const __m128i low_words = _mm_setr_epi32(-1, 0, -1, 0), by_128 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
-  const __m128i by_64 = _mm_set_epi64x(0, 0x163cd6124), polynomial = _mm_set_epi64x(0x1f7011641, 0x1db710641);
+  const __m128i low_words = _mm_setr_epi32(-1, 0, -1, 0),
+                by_128 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
+  const __m128i by_64 = _mm_set_epi64x(0, 0x163cd6124),
+                polynomial = _mm_set_epi64x(0x1f7011641, 0x1db710641);
   folded = _mm_xor_si128(_mm_srli_si128(folded, 8), _mm_clmulepi64_si128(folded, by_128, 0x10));
-  folded =
-      _mm_xor_si128(_mm_srli_si128(folded, 4), _mm_clmulepi64_si128(_mm_and_si128(folded, low_words), by_64, 0x00));
+  folded = _mm_xor_si128(_mm_srli_si128(folded, 4),
+                         _mm_clmulepi64_si128(_mm_and_si128(folded, low_words), by_64, 0x00));
   const __m128i quotient = _mm_clmulepi64_si128(_mm_and_si128(folded, low_words), polynomial, 0x10);
-  const __m128i product = _mm_clmulepi64_si128(_mm_and_si128(quotient, low_words), polynomial, 0x00);
+  const __m128i product =
+      _mm_clmulepi64_si128(_mm_and_si128(quotient, low_words), polynomial, 0x00);
   return (uint32_t)_mm_extract_epi32(_mm_xor_si128(folded, product), 1);
 }
 
-// Returns the checksum of whole parts, and copies them to `into`, a multiple of 16 bytes, unless it is null.
-NARROW static uint32_t of_parts(uint32_t checksum, char *into, const char *from, size_t bytes) {
+// Returns the checksum of whole parts, and copies them to `into`, a multiple of 16 bytes, unless it
+// is null.
+NARROW static uint32_t of_parts(uint32_t checksum, char* into, const char* from, size_t bytes) {
   const __m128i by_128 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
   __m128i folded = _mm_setzero_si128();
   for (size_t done = 0; done < bytes; done += PART) {
-    const __m128i next = _mm_loadu_si128((const __m128i *)(from + done));
-    if (into) _mm_stream_si128((__m128i *)(into + done), next);
-    folded = done ? fold(folded, by_128, next) : _mm_xor_si128(next, _mm_cvtsi32_si128((int)checksum));
+    const __m128i next = _mm_loadu_si128((const __m128i*)(from + done));
+    if (into) _mm_stream_si128((__m128i*)(into + done), next);
+    folded =
+        done ? fold(folded, by_128, next) : _mm_xor_si128(next, _mm_cvtsi32_si128((int)checksum));
   }
   return bytes ? reduced(folded) : checksum;
 }
 
 // The same for whole blocks of four parts.
-NARROW static uint32_t of_four_parts(uint32_t checksum, char *into, const char *from, size_t bytes) {
+NARROW static uint32_t of_four_parts(uint32_t checksum, char* into, const char* from,
+                                     size_t bytes) {
   const __m128i by_512 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4);
   __m128i folded[4] = {_mm_setzero_si128()};
   for (size_t done = 0; done < bytes; done += sizeof folded) {
     _mm_prefetch(from + done + AHEAD, _MM_HINT_T0);
 #pragma GCC unroll 4
     for (int part = 0; part < 4; ++part) {
-      const __m128i next = _mm_loadu_si128((const __m128i *)(from + done) + part);
-      if (into) _mm_stream_si128((__m128i *)(into + done) + part, next);
+      const __m128i next = _mm_loadu_si128((const __m128i*)(from + done) + part);
+      if (into) _mm_stream_si128((__m128i*)(into + done) + part, next);
       folded[part] = done ? fold(folded[part], by_512, next) : next;
     }
     if (!done) folded[0] = _mm_xor_si128(folded[0], _mm_cvtsi32_si128((int)checksum));
   }
-  return bytes ? of_parts(0, NULL, (const char *)folded, sizeof folded) : checksum;
+  return bytes ? of_parts(0, NULL, (const char*)folded, sizeof folded) : checksum;
 }
 
 // The same for whole blocks of eight parts, two in each register.
-WIDE static uint32_t of_eight_parts(uint32_t checksum, char *into, const char *from, size_t bytes) {
+WIDE static uint32_t of_eight_parts(uint32_t checksum, char* into, const char* from, size_t bytes) {
   const __m256i by_1024 = _mm256_set_epi64x(0x14a7fe880, 0x1e88ef372, 0x14a7fe880, 0x1e88ef372);
   __m256i folded[4] = {_mm256_setzero_si256()};
   for (size_t done = 0; done < bytes; done += sizeof folded) {
@@ -120,26 +134,31 @@ WIDE static uint32_t of_eight_parts(uint32_t checksum, char *into, const char *f
     _mm_prefetch(from + done + AHEAD + LINE, _MM_HINT_T0);
 #pragma GCC unroll 4
     for (int pair = 0; pair < 4; ++pair) {
-      const __m256i next = _mm256_loadu_si256((const __m256i *)(from + done) + pair);
-      if (into) _mm256_stream_si256((__m256i *)(into + done) + pair, next);
+      const __m256i next = _mm256_loadu_si256((const __m256i*)(from + done) + pair);
+      if (into) _mm256_stream_si256((__m256i*)(into + done) + pair, next);
       const __m256i low = _mm256_clmulepi64_epi128(folded[pair], by_1024, 0x00);
       const __m256i high = _mm256_clmulepi64_epi128(folded[pair], by_1024, 0x11);
       folded[pair] = done ? _mm256_xor_si256(_mm256_xor_si256(low, high), next) : next;
     }
-    if (!done) folded[0] = _mm256_xor_si256(folded[0], _mm256_zextsi128_si256(_mm_cvtsi32_si128((int)checksum)));
+    if (!done)
+      folded[0] =
+          _mm256_xor_si256(folded[0], _mm256_zextsi128_si256(_mm_cvtsi32_si128((int)checksum)));
   }
-  return bytes ? of_parts(0, NULL, (const char *)folded, sizeof folded) : checksum;
+  return bytes ? of_parts(0, NULL, (const char*)folded, sizeof folded) : checksum;
 }
 
-// Returns the checksum of a record, and copies it unless `into` is null. zlib inverts checksums before and after.
-static uint32_t checked(uint32_t checksum, char *into, const char *from, size_t bytes, int wide) {
-  uint32_t (*const of_blocks)(uint32_t, char *, const char *, size_t) = wide ? of_eight_parts : of_four_parts;
+// Returns the checksum of a record, and copies it unless `into` is null. zlib inverts checksums
+// before and after.
+static uint32_t checked(uint32_t checksum, char* into, const char* from, size_t bytes, int wide) {
+  uint32_t (*const of_blocks)(uint32_t, char*, const char*, size_t) =
+      wide ? of_eight_parts : of_four_parts;
   // The head ends where the widest streaming store may begin; without a copy there is none.
   const size_t block = (wide ? 8 : 4) * PART, ahead = -(uintptr_t)into % (2 * PART);
   const size_t head = ahead < bytes ? ahead : bytes;
-  const size_t blocks = (bytes - head) / block * block, parts = (bytes - head - blocks) / PART * PART;
+  const size_t blocks = (bytes - head) / block * block,
+               parts = (bytes - head - blocks) / PART * PART;
   const size_t rest = bytes - head - blocks - parts;
-  char *const behind = into ? into + head + blocks : NULL;
+  char* const behind = into ? into + head + blocks : NULL;
   checksum = byte_by_byte(~checksum, from, head);
   checksum = of_blocks(checksum, into ? into + head : NULL, from + head, blocks);
   checksum = of_parts(checksum, behind, from + head + blocks, parts);
@@ -160,33 +179,36 @@ __attribute__((visibility("default"))) int64_t parts_at_a_time(void) {
   return 0;
 }
 
-// Updates checksums[i] with the bytes of records[indices[i]], and copies these to into[i] unless `into` is null.
-// `at_a_time` is 1 or 2, and at most what `parts_at_a_time` returns.
-__attribute__((visibility("default"))) void check_records(char *into, const char *records, int64_t bytes,
-                                                          const int64_t *indices, int64_t count, uint32_t *checksums,
+// Updates checksums[i] with the bytes of records[indices[i]], and copies these to into[i] unless
+// `into` is null. `at_a_time` is 1 or 2, and at most what `parts_at_a_time` returns.
+__attribute__((visibility("default"))) void check_records(char* into, const char* records,
+                                                          int64_t bytes, const int64_t* indices,
+                                                          int64_t count, uint32_t* checksums,
                                                           int64_t at_a_time) {
 #if defined(__x86_64__)
   for (int64_t i = 0; i < count; ++i)
-    checksums[i] = checked(checksums[i], into ? into + i * bytes : NULL, records + indices[i] * bytes, (size_t)bytes,
-                           at_a_time > 1);
+    checksums[i] = checked(checksums[i], into ? into + i * bytes : NULL,
+                           records + indices[i] * bytes, (size_t)bytes, at_a_time > 1);
   finish();
 #else
-  (void)into, (void)records, (void)bytes, (void)indices, (void)count, (void)checksums, (void)at_a_time;
+  (void)into, (void)records, (void)bytes, (void)indices, (void)count, (void)checksums,
+      (void)at_a_time;
 #endif
 }
 
-// Where words[indices[i]] still equals seen[i] in the bits of `kept`, it becomes these bits and `mark`, or 0 unless
-// intact[i]; unchanged[i] says whether it did. Whoever writes a sample withdraws its word before, so that the word of a
-// sample that was rewritten is left alone.
-// The loop is for words that others mark at the same time, which changes none of these bits.
-__attribute__((visibility("default"))) void mark_words(uint64_t *words, const int64_t *indices, const uint64_t *seen,
-                                                       const uint8_t *intact, uint64_t kept, uint64_t mark,
-                                                       uint8_t *unchanged, int64_t count) {
+// Where words[indices[i]] still equals seen[i] in the bits of `kept`, it becomes these bits and
+// `mark`, or 0 unless intact[i]; unchanged[i] says whether it did. Whoever writes a sample
+// withdraws its word before, so that the word of a sample that was rewritten is left alone. The
+// loop is for words that others mark at the same time, which changes none of these bits.
+__attribute__((visibility("default"))) void mark_words(uint64_t* words, const int64_t* indices,
+                                                       const uint64_t* seen, const uint8_t* intact,
+                                                       uint64_t kept, uint64_t mark,
+                                                       uint8_t* unchanged, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const uint64_t by = intact[i] ? (seen[i] & kept) | mark : 0;
     uint64_t word = __atomic_load_n(words + indices[i], __ATOMIC_RELAXED);
     do unchanged[i] = !((word ^ seen[i]) & kept);
-    while (unchanged[i] &&
-           !__atomic_compare_exchange_n(words + indices[i], &word, by, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED));
+    while (unchanged[i] && !__atomic_compare_exchange_n(words + indices[i], &word, by, 0,
+                                                        __ATOMIC_RELEASE, __ATOMIC_RELAXED));
   }
 }

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Literal
 
-from datacache.from_tfposeidon import exchange_objects, job_wire
+from datacache.from_tfposeidon import exchange_objects, job_wire, require_equal
 from datacache.levels.levels import Levels
 from datacache.nodes.partitioned_reader import PartitionedReader
 from datacache.nodes.reader import LocalReader, Reader
@@ -46,13 +46,14 @@ def choose_shard(
     answers = exchange_objects(
         [fingerprint, fits(node, nodes) if is_asked else True], wire, "tp.datacache"
     )
-    for rank, (theirs, _) in enumerate(answers):
-        if theirs != answers[0][0]:
-            raise ValueError(
-                "All ranks must open the same cache. Received: another source, `preprocess` or "
-                f"`version` on rank {rank} than on rank 0. See that nodes see the same files, with "
-                "the same times, and run one script."
-            )
+    require_equal(
+        [theirs for theirs, _ in answers],
+        "All ranks must open the same cache",
+        "Fingerprints follow from the source, `preprocess` and `version`: see that nodes see the "
+        "same files, with the same times, and run one script.",
+        lambda first, other: (f"fingerprint {first}", other),
+        ValueError,
+    )
     replicated = partition == "replicate" or (
         partition == "auto" and all(theirs for _, theirs in answers)
     )

@@ -190,8 +190,8 @@ def find_gaps(extents: np.ndarray, capacity: int, length: int = 1) -> list[tuple
       length: Length of the shortest gap to return.
 
     Example:
-    >>> find_gaps(np.array([[4, 2], [0, 1], [5, 3], [90, 20]]), 100)
-    [(1, 4), (8, 100)]
+      >>> find_gaps(np.array([[4, 2], [0, 1], [5, 3], [90, 20]]), 100)
+      [(1, 4), (8, 100)]
     """
     begins, lengths = extents.T
     # Compared without `begins + lengths`, which could overflow.

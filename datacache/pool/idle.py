@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from datacache.errors import CacheError
-from datacache.from_tfposeidon import readable
+from datacache.from_tfposeidon import readable_size
 from datacache.pool.folder import FILES, LOCK_FILES, remove
 from datacache.pool.inspection import Report, find_pools, inspect_pool
 from datacache.system.access import Directory
@@ -73,7 +73,7 @@ def _try_remove(report: Report) -> bool:
     log.warning(
         "datacache: removed %s for room: %s, which no process had open since %s",
         report.folder,
-        readable(report.bytes),
+        readable_size(report.bytes),
         f"{report.opened:%Y-%m-%d %H:%M}",
     )
     return True

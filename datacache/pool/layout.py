@@ -46,8 +46,8 @@ class Component:
       shape: Dimensions that all samples share; `None` where samples differ.
 
     Example:
-    >>> print(Component(dtype="uint8", shape=(None, 3)))
-    uint8[?, 3]
+      >>> print(Component(dtype="uint8", shape=(None, 3)))
+      uint8[?, 3]
     """
 
     dtype: str
@@ -147,9 +147,9 @@ class Layout:
       components: Type and shape of each component, in the order in which samples have them.
 
     Example:
-    >>> layout = Layout.of([np.zeros((8, 8, 3), "uint8"), np.int64(0)])
-    >>> [str(component) for component in layout.components], layout.bytes
-    (['uint8[8, 8, 3]', 'int64[]'], 200)
+      >>> layout = Layout.of([np.zeros((8, 8, 3), "uint8"), np.int64(0)])
+      >>> [str(component) for component in layout.components], layout.bytes
+      (['uint8[8, 8, 3]', 'int64[]'], 200)
     """
 
     components: tuple[Component, ...]
@@ -275,10 +275,10 @@ def stack_samples(samples: Sequence[Sequence[Any]], layout: Layout) -> list[np.n
       layout: Their layout.
 
     Example:
-    >>> layout = Layout.of([np.zeros(1)], varying=[[0]])
-    >>> stack_samples([[np.ones(1)], [np.ones(2)]], layout)
-    [array([[1., 0.],
-           [1., 1.]])]
+      >>> layout = Layout.of([np.zeros(1)], varying=[[0]])
+      >>> stack_samples([[np.ones(1)], [np.ones(2)]], layout)
+      [array([[1., 0.],
+             [1., 1.]])]
     """
     columns = zip(*samples, strict=True)
     return [

@@ -53,19 +53,19 @@ class Pool:
       NoRoomError: If there is no room for the pool.
 
     Example:
-    >>> import tempfile
-    >>> from datacache.pool.layout import Layout
-    >>> from datacache.pool.shard import SampleShard
-    >>> spec = PoolSpec(
-    ...     layout=Layout.of([np.zeros(2, "uint8")]), shard=SampleShard(samples=3, slots=3)
-    ... )
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     pool = Pool(Path(folder) / "pool", lambda: spec)
-    ...     pool.put(1, [np.array([5, 7], "uint8")])
-    ...     pool.ready(np.arange(3)), pool.gather(np.array([1]))
-    ...     pool.close()
-    True
-    (array([False,  True, False]), [array([[5, 7]], dtype=uint8)])
+      >>> import tempfile
+      >>> from datacache.pool.layout import Layout
+      >>> from datacache.pool.shard import SampleShard
+      >>> spec = PoolSpec(
+      ...     layout=Layout.of([np.zeros(2, "uint8")]), shard=SampleShard(samples=3, slots=3)
+      ... )
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     pool = Pool(Path(folder) / "pool", lambda: spec)
+      ...     pool.put(1, [np.array([5, 7], "uint8")])
+      ...     pool.ready(np.arange(3)), pool.gather(np.array([1]))
+      ...     pool.close()
+      True
+      (array([False,  True, False]), [array([[5, 7]], dtype=uint8)])
     """
 
     def __init__(

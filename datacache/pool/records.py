@@ -17,10 +17,10 @@ def pack_samples(samples: Sequence[Arrays], layout: Layout) -> tuple[np.ndarray,
       layout: Their layout, which the receiver must know.
 
     Example:
-    >>> layout = Layout.of([np.zeros(2, "uint8"), np.array(b"", object)])
-    >>> content, lengths = pack_samples([[np.array([1, 2], "uint8"), b"text"]], layout)
-    >>> unpack_sample(content[: lengths[0]], layout)
-    [array([1, 2], dtype=uint8), array(b'text', dtype=object)]
+      >>> layout = Layout.of([np.zeros(2, "uint8"), np.array(b"", object)])
+      >>> content, lengths = pack_samples([[np.array([1, 2], "uint8"), b"text"]], layout)
+      >>> unpack_sample(content[: lengths[0]], layout)
+      [array([1, 2], dtype=uint8), array(b'text', dtype=object)]
     """
     texts = [
         b"".join(_pack(*pair) for pair in zip(layout.components, sample, strict=True))

@@ -21,8 +21,8 @@ def owner_nodes(samples: int, nodes: int, seed: int) -> np.ndarray:
       seed: Seed of the permutation.
 
     Example:
-    >>> np.bincount(owner_nodes(10, 4, seed=0)).tolist()
-    [3, 3, 2, 2]
+      >>> np.bincount(owner_nodes(10, 4, seed=0)).tolist()
+      [3, 3, 2, 2]
     """
     return _shuffled_positions(samples, seed) % nodes
 
@@ -43,9 +43,9 @@ class SampleShard:
       nodes: Number of nodes that share the samples; 1 if each node keeps all.
 
     Example:
-    >>> shard = SampleShard(samples=10, slots=3, node=1, nodes=2)
-    >>> shard.assigned_samples, shard.kept_samples, sorted(shard.slot_indices().tolist())[-4:]
-    (5, 3, [-1, 0, 1, 2])
+      >>> shard = SampleShard(samples=10, slots=3, node=1, nodes=2)
+      >>> shard.assigned_samples, shard.kept_samples, sorted(shard.slot_indices().tolist())[-4:]
+      (5, 3, [-1, 0, 1, 2])
     """
 
     samples: int

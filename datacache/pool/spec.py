@@ -28,12 +28,12 @@ class PoolSpec:
       source: Name of the samples' source, as users know it.
 
     Example:
-    >>> layout = Layout.of([np.zeros((2, 2), "uint8"), np.int64(0)])
-    >>> spec = PoolSpec(layout=layout, shard=SampleShard(samples=10, slots=4))
-    >>> spec.blueprint().files
-    {'samples': 128, 'words': 32}
-    >>> PoolSpec.from_dict(spec.to_dict()) == spec
-    True
+      >>> layout = Layout.of([np.zeros((2, 2), "uint8"), np.int64(0)])
+      >>> spec = PoolSpec(layout=layout, shard=SampleShard(samples=10, slots=4))
+      >>> spec.blueprint().files
+      {'samples': 128, 'words': 32}
+      >>> PoolSpec.from_dict(spec.to_dict()) == spec
+      True
     """
 
     layout: Layout

@@ -41,8 +41,8 @@ class Access:
       group: Number of the group whose members may; `None` for the user alone.
 
     Example:
-    >>> Access.of(None).users == f"user {os.geteuid()}"
-    True
+      >>> Access.of(None).users == f"user {os.geteuid()}"
+      True
     """
 
     group: int | None = None
@@ -151,12 +151,12 @@ class Directory:
       CacheError: If it is a link, belongs to another user, or is open to others.
 
     Example:
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as root:
-    ...     with Directory.create(Path(root) / "pool", PRIVATE) as directory:
-    ...         os.close(directory.open("words", make=True))
-    ...         directory.names(), oct(directory.stat("words").st_mode & 0o777)
-    ({'words'}, '0o600')
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as root:
+      ...     with Directory.create(Path(root) / "pool", PRIVATE) as directory:
+      ...         os.close(directory.open("words", make=True))
+      ...         directory.names(), oct(directory.stat("words").st_mode & 0o777)
+      ({'words'}, '0o600')
     """
 
     def __init__(self, path: Path, access: Access | None = None, *, closed: bool = True) -> None:

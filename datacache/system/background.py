@@ -22,11 +22,11 @@ class BackgroundSteps(threading.Thread):
       steps: Iterator that does one step each time it is asked for the next element.
 
     Example:
-    >>> done = []
-    >>> steps = BackgroundSteps(done.append(i) for i in range(3))
-    >>> steps.join()
-    >>> done
-    [0, 1, 2]
+      >>> done = []
+      >>> steps = BackgroundSteps(done.append(i) for i in range(3))
+      >>> steps.join()
+      >>> done
+      [0, 1, 2]
     """
 
     def __init__(self, steps: Iterable[None]) -> None:

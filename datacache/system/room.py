@@ -60,8 +60,8 @@ def means_full(error: OSError) -> bool:
       error: The error.
 
     Example:
-    >>> means_full(OSError(errno.ENOSPC, "")), means_full(OSError(errno.EACCES, ""))
-    (True, False)
+      >>> means_full(OSError(errno.ENOSPC, "")), means_full(OSError(errno.EACCES, ""))
+      (True, False)
     """
     return error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 

@@ -1,8 +1,90 @@
-"""The installer: corrections, cache, failed builds, and setup.py where something is missing."""
+"""The installer: versions, corrections, cache, failed builds, and what is missing."""
+
+import argparse
+import sys
+import tomllib
 
 import pytest
+import tensorflow as tf
 
-from tfposeidon.commands import install
+from tests.launch import ROOT
+from tfposeidon import native
+from tfposeidon.commands import install, versions
+
+
+@pytest.mark.parametrize("python", versions.PYTHON)
+def test_supported_versions_are_taken(monkeypatch, python):
+    monkeypatch.setattr(versions, "running_python", lambda: python)
+    versions.require_python()
+    for release in versions.tensorflow_releases():
+        versions.require_tensorflow("tensorflow-cpu", f"{release}.0")
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.14"])
+def test_another_python_is_refused(monkeypatch, capsys, python):
+    monkeypatch.setattr(versions, "running_python", lambda: python)
+    with pytest.raises(
+        versions.UnsupportedVersionError,
+        match=r"needs Python 3\.11, 3\.12 or 3\.13\. Received: .* python3\.13 -m venv",
+    ):
+        versions.require_python()
+    assert install.main(argparse.Namespace(horovod_only=True)) == 1
+    assert "needs Python" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("release", ["2.18", "2.22", "1.15"])
+def test_another_tensorflow_is_refused(monkeypatch, capsys, release):
+    monkeypatch.setattr(versions, "running_python", lambda: "3.12")
+    monkeypatch.setattr(install, "_tensorflow_version", lambda: f"tensorflow-cpu {release}.1")
+    assert install.main(argparse.Namespace(horovod_only=True)) == 1
+    assert (
+        f"tfposeidon needs TensorFlow 2.19, 2.20 or 2.21. Received: tensorflow-cpu {release}.1. "
+        "Run: pip install 'tensorflow-cpu==2.21.*', "
+        "then python -m tfposeidon install --horovod-only"
+    ) in capsys.readouterr().err
+
+
+def test_a_tensorflow_without_wheels_for_the_python_is_refused(monkeypatch):
+    monkeypatch.setattr(versions, "running_python", lambda: "3.13")
+    with pytest.raises(
+        versions.UnsupportedVersionError,
+        match=r"TensorFlow 2\.20 or 2\.21 on Python 3\.13\. Received: tensorflow 2\.19",
+    ):
+        install.install_tensorflow("2.19")
+
+
+def test_an_installed_tensorflow_is_not_replaced(monkeypatch):
+    monkeypatch.setattr(install, "_tensorflow_version", lambda: "tensorflow-cpu 2.21.0")
+    install.install_tensorflow("2.21")
+    with pytest.raises(install.InstallError, match=r"pip install 'tensorflow-cpu==2\.20\.\*'"):
+        install.install_tensorflow("2.20")
+
+
+def test_the_tensorflow_of_the_native_library_is_installed(monkeypatch, tmp_path):
+    """Of a wheel that was built elsewhere; it is the newest where there is no library."""
+    monkeypatch.setattr(versions, "running_python", lambda: "3.12")
+    monkeypatch.setattr(install, "nvidia_driver_present", lambda: False)
+    monkeypatch.setattr(install, "built_for", lambda: "2.20.0")
+    assert install.tensorflow_requirement() == "tensorflow-cpu==2.20.*"
+    assert install.tensorflow_requirement("2.19") == "tensorflow-cpu==2.19.*"
+    monkeypatch.setattr(install, "built_for", lambda: None)
+    assert install.tensorflow_requirement() == "tensorflow-cpu==2.21.*"
+
+
+def test_the_native_library_names_its_tensorflow(tmp_path):
+    assert install.built_for(native.LIBRARY) == tf.__version__
+    assert install.built_for(tmp_path / "missing.so") is None
+
+
+def test_the_package_declares_the_same_versions():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    last = int(versions.PYTHON[-1].split(".")[1])
+    assert project["requires-python"] == f">={versions.PYTHON[0]},<3.{last + 1}"
+    assert any(
+        requirement.startswith(f"keras>={versions.KERAS},")
+        for requirement in project["dependencies"]
+    )
+    assert versions.running_python() == f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
 def test_corrections_must_match_exactly_once(tmp_path):

@@ -45,7 +45,7 @@ def test_what_the_environment_says_stays(fresh, monkeypatch):
 @pytest.mark.parametrize("name", ["stall_timeout_s", "transport_timeout_s"])
 def test_limits_must_make_sense(fresh, name):
     with pytest.raises(
-        ValueError, match=rf"`{name}` must be at least 1 second\. Received: {name}=0"
+        ValueError, match=rf"`{name}` must be a finite number from 1\. Received: {name}=0"
     ):
         tp.init(**{name: 0})
 
@@ -113,7 +113,7 @@ def test_each_rank_of_a_node_gets_its_gpu():
 def test_check_reports(capsys):
     assert check.main(SimpleNamespace(ranks_per_node=None)) == 0
     said = capsys.readouterr().out
-    assert "tensorflow    2.21" in said
+    assert f"tensorflow    {tf.__version__}" in said
     assert "sums are right on all 1 rank(s)" in said
 
 

@@ -1,4 +1,4 @@
-"""`python -m datacache`: pools are listed, looked at, filled and removed, and no job is disturbed."""
+"""`python -m datacache` lists, inspects, fills and removes pools, and disturbs no job."""
 
 import fcntl
 import json
@@ -247,16 +247,19 @@ def test_stats(pools, capsys):
     )
 
 
-def test_torn_samples_are_found_and_made_again(pools, capsys):
+def test_corrupt_samples_are_found_and_made_again(pools, capsys):
     assert main(["verify", str(pools)]) == 0
     assert capsys.readouterr().out == (
-        f"{pools}/a: 12 whole, 0 torn\n{pools}/b: 5 whole, 0 torn\n{pools}/c: 2 whole, 0 torn\n"
+        "".join(
+            f"{pools}/{name}: {whole} whole, 0 corrupt\n"
+            for name, whole in zip("abc", (12, 5, 2), strict=True)
+        )
     )
     user = open_existing(pools / "a")
     user._columns.arrays[0][[3, 7]] ^= 1
     assert main(["verify", str(pools / "a"), str(pools / "nowhere")]) == 2
     out, err = capsys.readouterr()
-    assert out == f"{pools}/a: 10 whole, 2 torn, which jobs make again\n"
+    assert out == f"{pools}/a: 10 whole, 2 corrupt, which jobs make again\n"
     assert err.startswith(f"datacache: A cache must have a header.json. Received: {pools}/nowhere")
     assert not (pools / "nowhere").exists()
     assert np.flatnonzero(~user.ready(np.arange(SAMPLES))).tolist() == [3, 7]
@@ -264,7 +267,7 @@ def test_torn_samples_are_found_and_made_again(pools, capsys):
     user._columns.arrays[0][3] += 1
     user.close()
     assert main(["verify", str(pools)]) == 1
-    assert "a: 10 whole, 1 torn" in capsys.readouterr().out
+    assert "a: 10 whole, 1 corrupt" in capsys.readouterr().out
 
 
 def test_rm_leaves_what_is_in_use(pools, capsys):

@@ -51,7 +51,7 @@ def test_norms_in_parallel_are_those_of_one_rank_bit_by_bit(ranks):
     cluster = Cluster(Topology.regular(0, ranks, ranks).nodes)
     rows = [[tf.constant(t), tf.constant(2 * t)] for t in TENSORS]
     expected = local_norms(TENSORS, rows).numpy()
-    for found in cluster.run(lambda wire: layer_norms.in_parallel(wire, "norms")(TENSORS, rows)):
+    for found in cluster.run(lambda wire: layer_norms.parallel_norms(wire, "norms")(TENSORS, rows)):
         np.testing.assert_array_equal(found, expected)
     # Two numbers a layer reach each other rank, and nothing else does.
     assert sum(cluster.sent.values()) == 4 * 2 * len(TENSORS) * (ranks - 1)
@@ -69,7 +69,7 @@ def test_norms_of_parts_are_those_of_the_whole(scale):
             ["in parts", "whole"],
             [[tf.constant(mine)] * 2, [tf.constant(whole[1])] * 2],
         )
-        return layer_norms.of_parts(wire, lambda variable: variable == "in parts", "squares")(
+        return layer_norms.sharded_norms(wire, lambda variable: variable == "in parts", "squares")(
             variables, rows
         )
 

@@ -78,7 +78,7 @@ def test_rows_are_found_in_a_model():
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(tokens) ** 2)
         gradient = tape.gradient(loss, table.value)
-        found.extend(factor_agreement.find([gradient], [description], [table]))
+        found.extend(factor_agreement.find_factors([gradient], [description], [table]))
         rows = embedding_rows.read(gradient, (50, 4))
         return rows.product(rows.packed), tf.convert_to_tensor(gradient)
 

@@ -1,5 +1,8 @@
-"""The GPU kernels: compiled with nvcc where it is found, and registered. What they compute is tested in
-tests/native/gpu_test.cc, which runs the same passes on the processor; only a machine with a GPU can run them there."""
+"""GPU kernels are compiled with nvcc, where it is found, and registered.
+
+Their results are tested in tests/native/gpu_test.cc, which runs the same passes on the CPU: only a
+machine with a GPU can run them there.
+"""
 
 import json
 import shutil
@@ -13,7 +16,8 @@ from tests.launch import ROOT, ahead, finish, start
 
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
-# Which kernels for which devices, and what they read on the host. A process of its own: an op is registered once.
+# Prints which kernels exist for which devices, and which inputs they read on the host. It runs in a
+# process of its own, as an op is registered only once.
 REGISTERED = """
 import json, sys
 import tensorflow as tf
@@ -41,7 +45,7 @@ ONE_TYPE = {"TfposeidonL2Norms"}
 
 
 def compiled():
-    """What a process finds in the library after it was compiled for one architecture; each takes as long again."""
+    """Returns the kernels of a library compiled for one architecture; each takes as long again."""
     with tempfile.TemporaryDirectory() as folder:
         build = [sys.executable, "setup.py", "-q", "build_ext", "--cuda", "--gpus", "90"]
         done = finish(
@@ -67,7 +71,10 @@ def test_gpu_kernels_compile_and_register_on_a_tensorflow_without_gpus(outcome):
 
 
 def test_asking_for_gpu_kernels_first_loses_no_op():
-    code = "from tfposeidon import native, ops; native.has_gpu_kernels(); print(ops.top_k([1.0, 2.0], 1)[1].numpy())"
+    code = (
+        "from tfposeidon import native, ops; native.has_gpu_kernels(); "
+        "print(ops.top_k([1.0, 2.0], 1)[1].numpy())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import LIMIT_S, ROOT, descendants, finish, lab
+from tests.launch import LIMIT_S, ROOT, descendants, finish, lab, start
 
 PROBES = ROOT / "tests" / "on_ranks" / "probes.py"
 TRIES = 5
@@ -71,9 +71,11 @@ def test_links_have_the_rate_that_was_asked_for(tmp_path):
 
 
 def _check_rates(options, expected):
-    """Links never give more than 5 % above their rate, and the fastest quarter of the bytes comes within 5 % of it.
+    """Checks that links keep within 5 % of their rate.
 
-    Not all the bytes: a machine that stands still for longer than a link's burst takes rate away that is never made up.
+    They never exceed it by more, and the fastest quarter of the bytes comes that close from below.
+    Not all bytes do: a machine that stands still for longer than a link's burst loses rate that is
+    never made up for.
     """
     best = dict.fromkeys(expected, 0.0)
     for _ in range(TRIES):
@@ -235,11 +237,15 @@ def _check_as_another_user(tmp_path):
 
 
 def _python_of_others():
-    """This Python or the system's: the first that another user can run in a user namespace.
+    """Returns this Python or the system's: the first that another user can run in a user namespace.
 
-    Root's home may be closed there and not outside: in some containers a change of user keeps rights.
+    Root's home may be closed to that user there and open outside: in some containers a process that
+    changes its user keeps its rights.
     """
-    needed = f"import sys, horovod.runner.http.http_server; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
+    needed = (
+        "import sys, horovod.runner.http.http_server; "
+        f"sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
+    )
     for python in (sys.executable, shutil.which("python3", path="/usr/local/bin:/usr/bin")):
         tried = [*BECOME, "unshare", "--user", str(python), "-c", needed]
         if subprocess.run(tried, capture_output=True, env=OUR_PACKAGES).returncode == 0:
@@ -267,3 +273,41 @@ def test_missing_rights_are_named(tmp_path):
     assert "the lab needs network namespaces" in done.stdout
     assert "unshare failed: Operation not permitted" in done.stdout
     assert "Run it with sudo" in done.stdout
+
+
+DEMO = [sys.executable, "-m", "tfposeidon", "demo", "--steps", "1"]
+
+
+def test_demo_compares_schemes(tmp_path):
+    plot = tmp_path / "plots" / "demo.png"
+    done = finish(start([*DEMO, "--plot", str(plot)]), timeout_s=400)
+    assert done.returncode == 0, done.stdout
+    found = {}
+    for label in (
+        "Horovod's all-reduce",
+        "tfposeidon hybcomm, exact",
+        "tfposeidon hitopk, top 1 %",
+    ):
+        (row,) = [line for line in done.stdout.splitlines() if line.startswith(label)]
+        found[label] = row.removeprefix(label).replace("ms", "").replace("MB", "").split()
+    (horovod_ms, horovod_mb, _), *ours = [list(map(float, row)) for row in found.values()]
+    # A ring of 2 x 2 ranks carries 2 (P - 1) / P of 36 MB over each node's link, for two ranks.
+    assert 26.5 < horovod_mb < 28
+    assert horovod_ms > 2000
+    for step_ms, sent_mb, times_faster in ours:
+        assert sent_mb < 0.2 * horovod_mb
+        assert times_faster == pytest.approx(horovod_ms / step_ms, abs=0.1)
+        assert times_faster > 1
+    assert f"wrote {plot}" in done.stdout or "Matplotlib is missing" in done.stdout
+    assert plot.exists() == (f"wrote {plot}" in done.stdout)
+    assert "oneDNN" not in done.stdout
+
+
+def test_demo_goes_on_where_the_lab_cannot_run(tmp_path):
+    for tool in ("hostname", "unshare", "nsenter", "setpriv", "mount"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    done = finish(start(DEMO, environment={"PATH": str(tmp_path)}))
+    assert done.returncode == 0
+    assert done.stdout.count("\n") == 1
+    assert "ip, tc not found. Install: apt-get install iproute2" in done.stdout
+    assert done.stdout.startswith("The comparison on a slow network is left out")

@@ -40,7 +40,7 @@ WORLDS = {
     "3x2": (6, 2, ["contract_table"]),
     "2x2 in the lab": ("--nodes 2 --per-node 2 --inter 200mbit", 0, ["links", "feeding"]),
 }
-"""Schemes run on every layout; everything else on one, on the smallest that has all that it is about."""
+"""Schemes run on every layout; every other case runs on the smallest layout that shows it."""
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def results(world):
 
 
 def _environment(modules):
-    """Horovod's settings for a job: see docs/environment.md for what timelines and short cycles cost."""
+    """Returns Horovod's settings for a job; docs/environment.md says what each costs."""
     return (
         {"HOROVOD_TIMELINE": "DYNAMIC"} if "wait_free" in modules else {"HOROVOD_CYCLE_TIME": "5"}
     )

@@ -1,4 +1,4 @@
-"""The peers that benchmarks compare with: each trains a small emulated model on two nodes of the lab."""
+"""Each peer of the benchmarks trains a small emulated model on two nodes of the lab."""
 
 import importlib.util
 import json
@@ -51,7 +51,11 @@ def parameters():
 
 
 def powersgd_elements():
-    """P and Q, r (n + m), of the matrices [n, m] that this makes at least two times smaller; all else as it is."""
+    """Returns the values that PowerSGD sends.
+
+    A matrix `[n, m]` becomes P and Q, r (n + m) values, where that is at most half of n m; all
+    other gradients are sent whole.
+    """
     elements = 0
     for layer in models.model(MODEL).shrunk(SHRINK).layers:
         n, m = layer.kernel[-1], math.prod(layer.kernel[:-1])

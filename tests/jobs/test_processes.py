@@ -1,4 +1,4 @@
-"""What a process does that begins: importing starts nothing, one line is enough, and files need no more than Keras."""
+"""Processes at their start: imports start nothing, one line is enough, files need only Keras."""
 
 import os
 import subprocess
@@ -27,8 +27,8 @@ def test_inner_optimizer_loads_without_tfposeidon(tmp_path):
 
 def test_importing_starts_nothing():
     script = (
-        "import sys, tfposeidon, keras_callbacks, horovod.tensorflow as hvd; assert not hvd.is_initialized(); "
-        "import threading; print(len(threading.enumerate()))"
+        "import sys, tfposeidon, keras_callbacks, horovod.tensorflow as hvd; "
+        "assert not hvd.is_initialized(); import threading; print(len(threading.enumerate()))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300
@@ -52,3 +52,22 @@ def test_the_first_line_of_a_process_is_enough():
         [sys.executable, "-c", ONE_LINE], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.stdout.split() == ["LossScaleOptimizer", "True"], done.stderr
+
+
+PIPED = """
+import keras, numpy as np, tfposeidon as tp
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+model.fit(np.zeros((8, 4), "float32"), np.zeros((8, 1), "float32"), batch_size=4, epochs=2)
+"""
+
+
+def test_output_into_a_pipe_has_no_control_characters():
+    done = subprocess.run(
+        [sys.executable, "-c", PIPED], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    lines = done.stdout.splitlines()
+    assert [line.split(" - ")[0] for line in lines] == ["Epoch 1/2", "2/2", "Epoch 2/2", "2/2"], (
+        done.stderr
+    )
+    assert not any(character in done.stdout for character in "\b\r\x1b")

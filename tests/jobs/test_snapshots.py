@@ -23,7 +23,7 @@ for step in range(int(sys.argv[2]), 10**6):
 
 
 def kills():
-    """What is found after each of six writers was killed: the step before it, and the newest whole snapshot."""
+    """Kills six writers; returns each one's step and the newest whole snapshot found after it."""
     pauses = random.Random(0)
     found, newest = [], 0
     with tempfile.TemporaryDirectory() as folder:

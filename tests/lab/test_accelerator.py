@@ -1,4 +1,4 @@
-"""The emulated accelerator: time goes by in order and off the processor, parameters and gradients are real."""
+"""The emulated accelerator: time passes in order and off the CPU, gradients are real."""
 
 import math
 import time
@@ -130,7 +130,7 @@ def test_dense_gradients_are_products_of_factors():
 
 
 def test_gradients_are_not_there_before_their_layer_has_worked():
-    """Each waits for its own layer and for those after it, so that exchange can begin with the last."""
+    """Each waits for its own layer and those after it, so that the last is exchanged first."""
     stream = Recorder()
     graph = _gradients(emulated_model(small(), stream=stream)).get_concrete_function().graph
     waits = [op for op in graph.get_operations() if op.type in ("PyFunc", "EagerPyFunc")]
@@ -167,7 +167,9 @@ def test_waiting_leaves_the_processor_alone():
 
 
 def test_dilation_must_be_positive():
-    with pytest.raises(ValueError, match=r"`dilation` must be positive. Received: dilation=0"):
+    with pytest.raises(
+        ValueError, match=r"`dilation` must be a finite number above 0. Received: dilation=0"
+    ):
         emulated_model(small(), dilation=0)
 
 

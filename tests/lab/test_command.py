@@ -67,9 +67,15 @@ REFUSED = {
     "--nodes 2 --slow 2=1mbit -- true": "`--slow` names one of the nodes 0..1. Received: node 2",
     "--nodes 2 --slow 1 -- true": "A slow node reads NODE=RATE",
     "--nodes 2 -- no-such-program": "The command must be there. Received: 'no-such-program'",
-    "--nodes 200 --per-node 100 -- true": "All ranks must fit into memory. Received: 20000 ranks of 0.4 GB",
-    "--nodes 2 --report /no/such/folder/r.json -- true": "`--report` must name a file in a directory that",
-    "--nodes 2 --report /tmp -- true": "`--report` must name a file in a directory that can be written. Received: /tmp",
+    "--nodes 200 --per-node 100 -- true": (
+        "All ranks must fit into memory. Received: 20000 ranks of 0.4 GB"
+    ),
+    "--nodes 2 --report /no/such/folder/r.json -- true": (
+        "`--report` must name a file in a directory that"
+    ),
+    "--nodes 2 --report /tmp -- true": (
+        "`--report` must name a file in a directory that can be written. Received: /tmp"
+    ),
     "--nodes 2 --inter 2000000tbit -- true": "A rate must be in 8kbit..1tbit",
 }
 

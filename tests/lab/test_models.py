@@ -72,7 +72,8 @@ def test_every_kernel_and_its_flops_are_those_of_keras(name):
     ],
 )
 def test_parameters_are_exactly_the_published_ones(name, parameters):
-    # GoogLeNet: Theano-MPI counts two auxiliary heads: 1 x 1 x 128 after 4a and 4d, then 2048 x 1024 and 1024 x 1000.
+    # GoogLeNet: Theano-MPI counts two auxiliary heads: 1 x 1 x 128 after 4a and 4d, then
+    # 2048 x 1024 and 1024 x 1000.
     assert model(name).parameters == parameters
 
 
@@ -195,7 +196,9 @@ def test_shrunk_layers_still_fit_together():
 
 @pytest.mark.parametrize("factor", [0, 0.5, -1, math.nan])
 def test_shrunk_refuses_to_enlarge(factor):
-    with pytest.raises(ValueError, match=f"`factor` must be at least 1. Received: factor={factor}"):
+    with pytest.raises(
+        ValueError, match=f"`factor` must be a finite number from 1. Received: factor={factor}"
+    ):
         model("vgg19").shrunk(factor)
 
 

@@ -24,7 +24,9 @@ using Indices = std::vector<int32_t>;
 
 inline std::mt19937_64 generator(7);
 
-inline int64_t below(int64_t bound) { return static_cast<int64_t>(generator() % static_cast<uint64_t>(bound)); }
+inline int64_t below(int64_t bound) {
+  return static_cast<int64_t>(generator() % static_cast<uint64_t>(bound));
+}
 inline double uniform() { return std::uniform_real_distribution<double>()(generator); }
 inline double normal() { return std::normal_distribution<double>()(generator); }
 
@@ -34,8 +36,8 @@ inline void expect(bool truth, const char* what, const std::string& about) {
   std::exit(1);
 }
 
-inline constexpr const char* kKinds[] = {"normal", "mostly zero", "ties",  "zero",      "constant",
-                                  "rising", "falling",     "heavy", "huge",     "non-finite"};
+inline constexpr const char* kKinds[] = {"normal", "mostly zero", "ties",  "zero", "constant",
+                                         "rising", "falling",     "heavy", "huge", "non-finite"};
 
 inline Floats draw(int64_t n, const std::string& kind) {
   Floats x(n);
@@ -62,7 +64,8 @@ inline Floats draw(int64_t n, const std::string& kind) {
 inline Indices exact(const Floats& x, int64_t k) {
   Indices order(x.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return key_of(x[a]) > key_of(x[b]); });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int32_t a, int32_t b) { return key_of(x[a]) > key_of(x[b]); });
   order.resize(k);
   std::sort(order.begin(), order.end());
   return order;
@@ -74,7 +77,8 @@ inline float mean_magnitude(const Floats& x) {
   double sum = 0;
   for (size_t i = 0; i < whole; i += 64) {
     for (size_t j = i; j < i + 16; ++j) {
-      sum += (std::fabs(x[j]) + std::fabs(x[j + 16])) + (std::fabs(x[j + 32]) + std::fabs(x[j + 48]));
+      sum +=
+          (std::fabs(x[j]) + std::fabs(x[j + 16])) + (std::fabs(x[j + 32]) + std::fabs(x[j + 48]));
     }
   }
   for (size_t i = whole; i < x.size(); ++i) sum += std::fabs(x[i]);
@@ -92,7 +96,8 @@ inline Indices literal_ms_top_k(const Floats& x, int64_t k, int steps, uint64_t 
   for (int i = 0; i < steps; ++i) {
     const float ratio = l + (r - l) / 2;
     const float thres = mean + ratio * (u - mean);
-    const int64_t nnz = std::count_if(x.begin(), x.end(), [&](float v) { return std::fabs(v) >= thres; });
+    const int64_t nnz =
+        std::count_if(x.begin(), x.end(), [&](float v) { return std::fabs(v) >= thres; });
     if (nnz <= k) {
       r = ratio;
       if (nnz > k1) k1 = nnz, thres1 = thres;
@@ -147,7 +152,8 @@ Selected selected(int64_t k, const Select& call) {
 
 inline void check_values(const Selected& s, const Floats& x, const std::string& about) {
   for (size_t i = 0; i < s.indices.size(); ++i) {
-    expect(bits_of(s.values[i]) == bits_of(x[s.indices[i]]), "values are those at the indices", about);
+    expect(bits_of(s.values[i]) == bits_of(x[s.indices[i]]), "values are those at the indices",
+           about);
   }
 }
 
@@ -185,7 +191,8 @@ inline Sparse draw_sparse(const Floats& x) {
 // Puts an index that is outside 0 .. n-1 at the place returned; there must be a place.
 inline int64_t spoil(Sparse* s) {
   const int64_t place = below(static_cast<int64_t>(s->indices.size()));
-  const int32_t wrong[] = {static_cast<int32_t>(s->sum.size()), -1, std::numeric_limits<int32_t>::max(),
+  const int32_t wrong[] = {static_cast<int32_t>(s->sum.size()), -1,
+                           std::numeric_limits<int32_t>::max(),
                            std::numeric_limits<int32_t>::min()};
   s->indices[place] = wrong[below(4)];
   return place;
@@ -193,7 +200,8 @@ inline int64_t spoil(Sparse* s) {
 
 inline void check_sum(const Floats& sum, const Floats& expected, const std::string& about) {
   for (size_t i = 0; i < sum.size(); ++i) {
-    expect(bits_of(sum[i]) == bits_of(expected[i]) || std::isnan(expected[i]), "adds in rank order", about);
+    expect(bits_of(sum[i]) == bits_of(expected[i]) || std::isnan(expected[i]), "adds in rank order",
+           about);
   }
 }
 
@@ -207,7 +215,8 @@ void check_scatter_add(const Case& c, const std::string& about, const Add& add) 
   if (s.indices.empty()) return;
   const int64_t place = spoil(&s);
   const auto outside = add(s, out.data());
-  expect(outside.place == place && outside.index == s.indices[place], "finds the index that is outside", about);
+  expect(outside.place == place && outside.index == s.indices[place],
+         "finds the index that is outside", about);
 }
 
 // Vectors one behind the other, empty and short ones among them.
@@ -223,7 +232,8 @@ inline std::vector<Span> cut_anywhere(const Floats& x) {
   return vectors;
 }
 
-inline void check_norms_of(const std::vector<Span>& vectors, const Floats& norms, const std::string& about) {
+inline void check_norms_of(const std::vector<Span>& vectors, const Floats& norms,
+                           const std::string& about) {
   for (size_t v = 0; v < vectors.size(); ++v) {
     long double sum = 0;
     for (int64_t i = 0; i < vectors[v].size; ++i) {
@@ -231,7 +241,8 @@ inline void check_norms_of(const std::vector<Span>& vectors, const Floats& norms
     }
     const float expected = static_cast<float>(std::sqrt(sum));
     const bool close = std::fabs(norms[v] - expected) <= 1e-6f * expected;
-    expect(close || norms[v] == expected || (std::isnan(expected) && std::isnan(norms[v])), "takes norms", about);
+    expect(close || norms[v] == expected || (std::isnan(expected) && std::isnan(norms[v])),
+           "takes norms", about);
   }
 }
 

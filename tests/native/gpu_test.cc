@@ -1,5 +1,6 @@
-// The GPU's library against plain references, its passes run by Thrust on the processor. That they are compiled for
-// CUDA and register is for tests/jobs/test_cuda.py; that they run there is for a machine with a GPU.
+// The GPU's library against plain references, its passes run by Thrust on the CPU. That they
+// are compiled for CUDA and register is for tests/jobs/test_cuda.py; that they run there is for a
+// machine with a GPU.
 //
 //   gpu_test [cases]
 
@@ -41,7 +42,7 @@ class Processor {
   std::vector<std::unique_ptr<char[]>> held_;
 };
 
-// As the passes add it.
+// Adds in the order in which the passes add.
 float mean_in_64_bits(const Floats& x) {
   double sum = 0;
   for (float v : x) sum += std::fabs(static_cast<double>(v));
@@ -68,7 +69,8 @@ void check_selection(const Case& c, const std::string& about) {
   const uint64_t seed = generator();
   for (int steps : {0, 1, 5, 30}) {
     const Selected s = select_from(source, {Method::kMsTopK, n, c.k, steps, seed});
-    expect(s.indices == literal_ms_top_k(c.x, c.k, steps, seed, mean_in_64_bits(c.x)), "is Algorithm 1", about);
+    expect(s.indices == literal_ms_top_k(c.x, c.k, steps, seed, mean_in_64_bits(c.x)),
+           "is Algorithm 1", about);
     check_values(s, c.x, about);
   }
 }
@@ -79,15 +81,18 @@ void check_error_feedback(const Case& c, const std::string& about) {
   Floats sum(n), out(n, -7), speed(n, -7);
   for (int64_t i = 0; i < n; ++i) sum[i] = residual[i] + c.x[i];
   Processor machine;
-  Selected s = select_from(ErrorFeedback{residual.data(), c.x.data(), out.data()}, {Method::kExact, n, c.k, 0, 0});
+  Selected s = select_from(ErrorFeedback{residual.data(), c.x.data(), out.data()},
+                           {Method::kExact, n, c.k, 0, 0});
   expect(s.indices == exact(sum, c.k), "selects from residual + gradient", about);
   check_values(s, sum, about);
   clear_sent(machine, s.indices.data(), s.values.data(), c.k, WireType::kFloat32, out.data());
   for (int32_t i : s.indices) sum[i] = 0;
-  for (int64_t i = 0; i < n; ++i) expect(bits_of(sum[i]) == bits_of(out[i]), "the rest stays", about);
+  for (int64_t i = 0; i < n; ++i)
+    expect(bits_of(sum[i]) == bits_of(out[i]), "the rest stays", about);
 
   for (int64_t i = 0; i < n; ++i) sum[i] = residual[i] + (velocity[i] * 0.9f + c.x[i]);
-  const MomentumCorrection correction{residual.data(), velocity.data(), c.x.data(), 0.9f, speed.data(), out.data()};
+  const MomentumCorrection correction{residual.data(), velocity.data(), c.x.data(), 0.9f,
+                                      speed.data(),    out.data()};
   s = select_from(correction, {Method::kExact, n, c.k, 0, 0});
   expect(s.indices == exact(sum, c.k), "selects from residual + velocity", about);
   clear_sent(machine, s.indices.data(), s.values.data(), c.k, WireType::kBfloat16, out.data());
@@ -105,8 +110,9 @@ void check_error_feedback(const Case& c, const std::string& about) {
 void check_scatter_add(const Case& c, const std::string& about) {
   tfposeidon::check_scatter_add(c, about, [&](const Sparse& s, float* out) {
     Processor machine;
-    return scatter_add(machine, s.indices.data(), s.values.data(), static_cast<int64_t>(s.indices.size()),
-                       static_cast<int64_t>(c.x.size()), out);
+    return scatter_add(machine, s.indices.data(), s.values.data(),
+                       static_cast<int64_t>(s.indices.size()), static_cast<int64_t>(c.x.size()),
+                       out);
   });
 }
 

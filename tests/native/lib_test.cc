@@ -1,5 +1,6 @@
-// The library against plain references, on random and nasty input, for every instruction set that this
-// processor has. `make check-native` runs it under the address, undefined-behaviour and thread sanitizers.
+// The library against plain references, on random and nasty input, for every instruction set that
+// this CPU has. `make check-native` runs it under the address, undefined-behaviour and thread
+// sanitizers.
 //
 //   lib_test [cases]
 
@@ -18,22 +19,26 @@ void check_selection(const Case& c, const Engine& engine, const std::string& abo
   const int64_t n = static_cast<int64_t>(c.x.size());
   const Vector source(c.x.data());
   const Indices expected = exact(c.x, c.k);
-  Selected s = selected(c.k, [&](int32_t* i, float* v) { exact_top_k(source, n, c.k, engine, i, v); });
+  Selected s =
+      selected(c.k, [&](int32_t* i, float* v) { exact_top_k(source, n, c.k, engine, i, v); });
   expect(s.indices == expected, "exact_top_k takes the k largest", about);
   check_values(s, c.x, about);
   s = selected(c.k, [&](int32_t* i, float* v) { dgc_top_k(source, n, c.k, engine, i, v); });
   expect(s.indices == expected, "dgc_top_k takes the k largest", about);
   const uint64_t seed = generator();
   for (int steps : {0, 1, 5, 30}) {
-    s = selected(c.k, [&](int32_t* i, float* v) { ms_top_k(source, n, c.k, steps, seed, engine, i, v); });
-    expect(s.indices == literal_ms_top_k(c.x, c.k, steps, seed, mean_magnitude(c.x)), "ms_top_k is Algorithm 1", about);
+    s = selected(
+        c.k, [&](int32_t* i, float* v) { ms_top_k(source, n, c.k, steps, seed, engine, i, v); });
+    expect(s.indices == literal_ms_top_k(c.x, c.k, steps, seed, mean_magnitude(c.x)),
+           "ms_top_k is Algorithm 1", about);
     check_values(s, c.x, about);
   }
 }
 
 void check_error_feedback(const Case& c, const Engine& engine, const std::string& about) {
   const int64_t n = static_cast<int64_t>(c.x.size());
-  Floats residual = draw(n, "normal"), velocity = draw(n, "normal"), sum(n), faster(n), out(n), velocity_out(n);
+  Floats residual = draw(n, "normal"), velocity = draw(n, "normal"), sum(n), faster(n), out(n),
+         velocity_out(n);
   for (int64_t i = 0; i < n; ++i) {
     sum[i] = residual[i] + c.x[i];
     faster[i] = velocity[i] * 0.9f + c.x[i];
@@ -46,11 +51,12 @@ void check_error_feedback(const Case& c, const Engine& engine, const std::string
   expect(s.indices == exact(sum, c.k), "selects from residual + gradient", about);
   check_values(s, sum, about);
   for (int32_t i : s.indices) sum[i] = 0;
-  for (int64_t i = 0; i < n; ++i) expect(bits_of(sum[i]) == bits_of(out[i]), "the rest stays", about);
+  for (int64_t i = 0; i < n; ++i)
+    expect(bits_of(sum[i]) == bits_of(out[i]), "the rest stays", about);
 
   for (int64_t i = 0; i < n; ++i) sum[i] = residual[i] + faster[i];
-  const MomentumCorrection correction(residual.data(), velocity.data(), c.x.data(), 0.9f, velocity_out.data(),
-                                      out.data(), engine.passes);
+  const MomentumCorrection correction(residual.data(), velocity.data(), c.x.data(), 0.9f,
+                                      velocity_out.data(), out.data(), engine.passes);
   s = selected(c.k, [&](int32_t* i, float* v) {
     exact_top_k(correction, n, c.k, engine, i, v);
     clear_sent(i, v, c.k, WireType::kBfloat16, engine, out.data());
@@ -66,8 +72,9 @@ void check_error_feedback(const Case& c, const Engine& engine, const std::string
 
 void check_scatter_add(const Case& c, const Engine& engine, const std::string& about) {
   tfposeidon::check_scatter_add(c, about, [&](const Sparse& s, float* out) {
-    return scatter_add(s.indices.data(), s.values.data(), s.counts.data(), static_cast<int64_t>(s.counts.size()),
-                       static_cast<int64_t>(c.x.size()), engine.parallel, out);
+    return scatter_add(s.indices.data(), s.values.data(), s.counts.data(),
+                       static_cast<int64_t>(s.counts.size()), static_cast<int64_t>(c.x.size()),
+                       engine.parallel, out);
   });
 }
 
@@ -79,7 +86,8 @@ void check_one_bit(const Case& c, const Engine& engine, const std::string& about
     const Floats residual = draw(n, rank % 2 == 0 ? "zero" : "normal");
     Floats kept(n, -7);
     std::vector<uint32_t> code(one_bit_limit(n), 7);
-    code.resize(one_bit_encode(residual.data(), c.x.data(), n, engine.parallel, code.data(), kept.data()));
+    code.resize(
+        one_bit_encode(residual.data(), c.x.data(), n, engine.parallel, code.data(), kept.data()));
     size_t size = one_bit_size(n);
     for (int64_t begin = 0; begin < n; begin += kOneBitBlock) {
       const int64_t end = std::min(n, begin + kOneBitBlock);
@@ -107,17 +115,21 @@ void check_one_bit(const Case& c, const Engine& engine, const std::string& about
         const float mean = float_of(said[sign]);
         expected[i] += mean;
         if (!std::isfinite(sums[0]) || !std::isfinite(sums[1]) || largest > 1e30) continue;
-        expect(std::fabs(mean - sums[sign] / counts[sign]) <= 1e-4 * largest, "two means of a block", about);
+        expect(std::fabs(mean - sums[sign] / counts[sign]) <= 1e-4 * largest,
+               "two means of a block", about);
         expect(kept[i] == value - mean, "said + residual = sum", about);
       }
     }
     expect(code.size() == size, "a second bit only where some are zero, and others not", about);
-    if (n % 32 != 0) expect(code[n / 32] >> (n % 32) == 0, "nothing is said of what is not there", about);
+    if (n % 32 != 0)
+      expect(code[n / 32] >> (n % 32) == 0, "nothing is said of what is not there", about);
     codes.insert(codes.end(), code.begin(), code.end());
   }
   const auto split = one_bit_split(codes.data(), static_cast<int64_t>(codes.size()), n);
   expect(static_cast<int64_t>(split.size()) == (n == 0 ? 0 : count), "codes are told apart", about);
-  if (n > 0) expect(one_bit_split(codes.data(), codes.size() - 1, n).empty(), "parts of codes are refused", about);
+  if (n > 0)
+    expect(one_bit_split(codes.data(), codes.size() - 1, n).empty(), "parts of codes are refused",
+           about);
   one_bit_sum(split, n, engine.parallel, sum.data());
   check_sum(sum, expected, about);
 }
@@ -164,7 +176,8 @@ void check_past_int32() {
   const Engine engine{best_passes(), serial, workspace};
   std::vector<int64_t> indices(places.size());
   Floats values(places.size());
-  exact_top_k(source, n, static_cast<int64_t>(places.size()), engine, indices.data(), values.data());
+  exact_top_k(source, n, static_cast<int64_t>(places.size()), engine, indices.data(),
+              values.data());
   expect(indices == places, "indices past 2^31", "int64");
   for (size_t i = 0; i < places.size(); ++i) {
     expect(values[i] == MostlyZero::value(places[i]), "values past 2^31", "int64");
@@ -178,9 +191,10 @@ bool same(float a, float b) { return bits_of(a) == bits_of(b) || (std::isnan(a) 
 // The value of a float16, from its definition.
 float float16_value(uint16_t half) {
   const int exponent = half >> 10 & 31, fraction = half & 1023;
-  float value = exponent == 31 ? (fraction ? std::nanf("") : HUGE_VALF)
-                               : std::ldexp(static_cast<float>(exponent ? 1024 + fraction : fraction),
-                                            (exponent ? exponent : 1) - 25);
+  float value = exponent == 31
+                    ? (fraction ? std::nanf("") : HUGE_VALF)
+                    : std::ldexp(static_cast<float>(exponent ? 1024 + fraction : fraction),
+                                 (exponent ? exponent : 1) - 25);
   return half & 0x8000 ? -value : value;
 }
 
@@ -190,7 +204,8 @@ void check_float16(const Passes& passes) {
     const std::vector<uint16_t> halves(9, static_cast<uint16_t>(half));
     Floats values(9);
     passes.sum_float16(halves.data(), 1, 9, 9, values.data());
-    for (float v : values) expect(same(v, float16_value(halves[0])), "float16 to float32", passes.name);
+    for (float v : values)
+      expect(same(v, float16_value(halves[0])), "float16 to float32", passes.name);
     std::vector<uint16_t> back(9);
     passes.to_float16(values.data(), 9, back.data());
     if (!std::isnan(values[0])) expect(back == halves, "float32 to float16 and back", passes.name);
@@ -198,7 +213,8 @@ void check_float16(const Passes& passes) {
   for (int i = 0; i < 200'000; ++i) {
     const float x = float_of(static_cast<uint32_t>(generator()));
     if (std::isnan(x)) continue;
-    const Floats many(9, i % 2 ? x : static_cast<float>(std::ldexp(normal(), static_cast<int>(below(50)) - 30)));
+    const Floats many(
+        9, i % 2 ? x : static_cast<float>(std::ldexp(normal(), static_cast<int>(below(50)) - 30)));
     std::vector<uint16_t> out(9);
     passes.to_float16(many.data(), 9, out.data());
     for (uint16_t half : out) {
@@ -210,9 +226,11 @@ void check_float16(const Passes& passes) {
       const double up = float16_value(static_cast<uint16_t>((half & 0x7fff) + 1));
       const double down = float16_value(static_cast<uint16_t>(std::max(0, (half & 0x7fff) - 1)));
       const double error = std::fabs(value - got);
-      const bool nearest = error <= std::fabs(magnitude - up) && error <= std::fabs(magnitude - down);
+      const bool nearest =
+          error <= std::fabs(magnitude - up) && error <= std::fabs(magnitude - down);
       const bool tie = error == std::fabs(magnitude - up) || error == std::fabs(magnitude - down);
-      expect(nearest && (!tie || error == 0 || half % 2 == 0), "rounds to nearest even", passes.name);
+      expect(nearest && (!tie || error == 0 || half % 2 == 0), "rounds to nearest even",
+             passes.name);
     }
   }
 }
@@ -220,9 +238,9 @@ void check_float16(const Passes& passes) {
 void check_bfloat16(const Passes& passes) {
   for (int i = 0; i < 200'000; ++i) {
     uint32_t bits = static_cast<uint32_t>(generator());
-    if (i % 8 == 0) bits &= 0x807fffff;  // denormals
+    if (i % 8 == 0) bits &= 0x807fffff;                   // denormals
     if (i % 8 == 1) bits = (bits & 0xffff0000) | 0x8000;  // ties
-    if (i % 8 == 2) bits |= 0x7f800000;  // not finite
+    if (i % 8 == 2) bits |= 0x7f800000;                   // not finite
     const Floats x(33, float_of(bits));
     std::vector<uint16_t> out(33);
     Floats back(33);
@@ -248,7 +266,8 @@ void check_norms(const Case& c, const Engine& engine, const std::string& about) 
   check_norms_of(vectors, norms, about);
   l2_norms(vectors, usable_passes().front(), Serial(), plain.data());
   for (size_t v = 0; v < norms.size(); ++v) {
-    expect(bits_of(norms[v]) == bits_of(plain[v]) || std::isnan(plain[v]), "norms have the same bits everywhere", about);
+    expect(bits_of(norms[v]) == bits_of(plain[v]) || std::isnan(plain[v]),
+           "norms have the same bits everywhere", about);
   }
 }
 
@@ -259,12 +278,14 @@ void check_sums(const Passes& passes) {
     std::vector<uint16_t> halves(x.size());
     for (const bool brain : {false, true}) {
       (brain ? passes.to_bfloat16 : passes.to_float16)(x.data(), rows * stride, halves.data());
-      (brain ? passes.sum_bfloat16 : passes.sum_float16)(halves.data(), rows, stride, n, sum.data());
+      (brain ? passes.sum_bfloat16 : passes.sum_float16)(halves.data(), rows, stride, n,
+                                                         sum.data());
       for (int64_t j = 0; j < n; ++j) {
         expected[j] = 0;
         for (int64_t r = 0; r < rows; ++r) {
           const uint16_t half = halves[r * stride + j];
-          const float value = brain ? float_of(static_cast<uint32_t>(half) << 16) : float16_value(half);
+          const float value =
+              brain ? float_of(static_cast<uint32_t>(half) << 16) : float16_value(half);
           expected[j] = r == 0 ? value : expected[j] + value;
         }
       }
@@ -300,8 +321,9 @@ void run(int cases) {
     for (const Passes& passes : usable_passes()) {
       for (size_t p = 0; p < parallels.size(); ++p) {
         const Engine engine{passes, *parallels[p], workspaces[p]};
-        const std::string about = c.about + ", " + passes.name + ", " + std::to_string(parallels[p]->threads()) +
-                                  " thread(s), case " + std::to_string(number);
+        const std::string about = c.about + ", " + passes.name + ", " +
+                                  std::to_string(parallels[p]->threads()) + " thread(s), case " +
+                                  std::to_string(number);
         check_selection(c, engine, about);
         check_error_feedback(c, engine, about);
         check_scatter_add(c, engine, about);

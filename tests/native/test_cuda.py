@@ -23,12 +23,12 @@ def test_the_plan_says_that_selection_leaves_the_gpu(monkeypatch):
     for scheme, words in (
         (
             "hitopk",
-            "hitopk: what is sent is made on the processor, as tfposeidon was built without nvcc",
+            "hitopk: what is sent is made on the CPU, as tfposeidon was built without nvcc",
         ),
         ("allreduce", ""),
     ):
         plan = make_plan(variables, policies.parse(scheme), Topology.regular(0, 4, 2), 1 << 20)
-        assert advice.processor_advice(plan) == ""
+        assert advice.cpu_advice(plan) == ""
         with monkeypatch.context() as patch:
             patch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0"])
-            assert advice.processor_advice(plan)[: len(words) or None] == words
+            assert advice.cpu_advice(plan)[: len(words) or None] == words

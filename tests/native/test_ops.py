@@ -201,7 +201,9 @@ def test_bad_input_to_python():
         ops.top_k(tf.ones([9], tf.int32), 3)
     with pytest.raises(ValueError, match=r"`k` and `seed` must be whole numbers. Received: 1.9"):
         ops.top_k(x, 1.9)
-    with pytest.raises(ValueError, match=r"`steps` must not be negative. Received: steps=-1"):
+    with pytest.raises(
+        ValueError, match=r"`steps` must be a whole number from 0. Received: steps=-1"
+    ):
         ops.top_k(x, 3, steps=-1)
     with pytest.raises(ValueError, match=r"`residual` must be float32. Received: dtype=float64"):
         ops.error_feedback_top_k(tf.ones([9], tf.float64), x, 3)

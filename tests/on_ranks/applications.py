@@ -1,7 +1,8 @@
 """Models of `keras.applications` with random weights train under HybComm.
 
-One each with large dense layers, with depthwise convolutions and with scales by channel. Those that take minutes to
-trace (Inception, Xception, DenseNet), ResNet50V2 and EfficientNetV2B0 were tried by hand.
+There is one each with large dense layers, with depthwise convolutions and with scales by channel.
+Those that take minutes to trace (Inception, Xception, DenseNet), ResNet50V2 and EfficientNetV2B0
+were tried by hand.
 """
 
 import keras

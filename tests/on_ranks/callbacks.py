@@ -105,7 +105,7 @@ def case_generators_say_that_the_model_must_be_built(wire):
 def case_broadcast_names_the_first_difference(wire):
     model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(4 + wire.topology.rank)])
     model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss="mse")
-    with Raises(RuntimeError, r"first difference is variable 0: .*\(20, 4\).*\(20, 5\)"):
+    with Raises(RuntimeError, r"first difference at variable 0: .*\(20, 4\).*\(20, 5\)"):
         model.fit(*models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
 
 
@@ -349,7 +349,7 @@ def _state(model):
 
 
 def check_resumes_everywhere(wire, build, make_optimizer, scheme="auto", callbacks=()):
-    """Restores at every step, and compares the rest of the run with one that was not interrupted."""
+    """Restores at every step, and compares what follows with a run that was not interrupted."""
     folder = _folder(wire)
     whole, history = _job(
         build,
@@ -382,7 +382,7 @@ def case_resume_at_every_step(wire):
 
 
 def case_resume_behind_the_last_batch_of_an_epoch(wire):
-    """With a callback that might stop training: an epoch in which nothing is left to train on ends all the same."""
+    """Where a callback may stop training, an epoch with nothing left to train on ends, too."""
     watching = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
     folder = _folder(wire)
     whole, _ = _job(models.mlp, os.path.join(folder, "whole"), sgd, [watching], every_n_steps=1)

@@ -1,4 +1,4 @@
-"""The contract table on real ranks, in graph mode, where TensorFlow could fold or merge collectives."""
+"""The contract table on real ranks, in graphs, where TensorFlow could fold or merge collectives."""
 
 import horovod.tensorflow as hvd
 import keras
@@ -50,7 +50,7 @@ def _check_same_bits(array, wire):
 
 
 def case_bytes_on_the_wire(wire):
-    """What the loopback carries is what `cost` says, within the headers of packets. MPI uses shared memory."""
+    """Checks that the loopback carries what `cost` says, within headers; MPI uses shared memory."""
     if hvd.mpi_enabled():
         return
     ranks = range(wire.topology.size)

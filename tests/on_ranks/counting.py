@@ -5,24 +5,25 @@ import functools
 
 import tensorflow as tf
 
-from benchmarks.workers.task import payload_bytes
 from tests import contract
 from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.lab.network import payload_bytes
 from tfposeidon.schemes.sparse import SparseScheme
 
 LENGTH = 2**21
 TRIES = 10
 DENSITY = 0.1
-"""Of sparse schemes here, so that their bytes, too, are many beside those that ranks only tell each other."""
+"""Density of sparse schemes here: their bytes, too, must be many beside Horovod's own messages."""
 TALK = 10_000
-"""Bytes of each rank, which Horovod's ranks tell each other in every cycle: more on a busy machine."""
+"""Bytes per rank of the messages that Horovod sends in every cycle: more on a busy machine."""
 
 
 def check(wire, interface, expect):
     """Exchanges by every scheme.
 
     Args:
-      expect: From a scheme's cost, as a function of the topology, to the bytes that `interface` carries.
+      expect: Function from a scheme's cost, itself a function of the topology, to the bytes that
+        `interface` carries.
     """
     for name, (scheme, _) in contract.SCHEMES.items():
         if isinstance(scheme, SparseScheme):
@@ -42,7 +43,8 @@ def check(wire, interface, expect):
 
 def check_carried(exchange, interface, wire, expected, label, talk=0):
     """Compares the bytes of one exchange with what is expected; returns them."""
-    # What TCP sends again, where a rank had to wait for its processor, comes on top: the least of some tries counts.
+    # TCP sends again where a rank had to wait for its CPU, and that comes on top: the least of some
+    # tries counts.
     most = 1.02 * expected + TALK * wire.topology.size + talk
     carried = _carried(exchange, interface, wire)
     for _ in range(1, TRIES):

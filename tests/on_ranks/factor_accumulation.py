@@ -1,4 +1,4 @@
-"""Factors under gradient accumulation: kept as rows from step to step, and exchanged once per update."""
+"""Factors under gradient accumulation: kept as rows across steps, and exchanged once per update."""
 
 import keras
 import numpy as np
@@ -47,7 +47,8 @@ def case_equal_to_one_process(wire):
             bucket, description = _by_variable(optimizer.plan)[variable]
             assert bucket.scheme.name == scheme[0][1]
             rows = ACCUMULATED * BATCH // wire.topology.size
-            # More rows than the smaller side of a kernel are kept as a matrix, which is as many rows as that.
+            # More rows than the smaller side of a kernel are kept as a matrix, which takes no more
+            # room than that many rows.
             expected = 4 * rows if variable == "embeddings" else min(rows, *description.shape)
             assert description.factors.rows == expected
             assert "rows of factors are kept over 2 steps" in str(optimizer.plan)
@@ -101,7 +102,7 @@ def case_batches_that_weigh_differently(wire):
 
 
 def case_between_two_plans(wire):
-    """Rows that wait for their update when the next batches are too large for factors, and matrices the other way."""
+    """Rows wait for their update while larger batches need matrices, and matrices the other way."""
     x, y = models.mlp.data(64 * wire.topology.size)
     mine = slice(wire.topology.rank, None, wire.topology.size)
     for sizes in ((1, 32), (32, 1)):
@@ -145,7 +146,7 @@ def _bias_loss(model, x, y):
 
 
 def _looped(wire, scheme, calls, changes=()):
-    """Weights after hand-written calls with these losses, and changes of scheme before some of them."""
+    """Returns the weights after calls with these losses and changes of scheme before some."""
     keras.utils.set_random_seed(3)
     model = models.mlp()
     variables = [v.value for v in model.trainable_variables]

@@ -1,4 +1,4 @@
-"""Sufficient factors on the wire: the same training as with matrices, and nothing left of the local product."""
+"""Sufficient factors train as matrices do, and the local product leaves the graph."""
 
 import json
 import re
@@ -165,7 +165,7 @@ def case_hybcomm_says_what_it_weighed(wire):
 
 
 def case_what_has_no_factors_is_reduced(wire):
-    """Biases of attention are matrices whose gradients are no products, and so are kernels of convolutions."""
+    """Attention's biases and kernels of convolutions have gradients that are no products."""
     for build, path, why in (
         (models.attention, "query/bias", "it comes from Sum"),
         (models.cnn, "conv2d.*/kernel", "it comes from Conv2DBackpropFilter"),
@@ -225,7 +225,7 @@ def case_another_batch_size_is_weighed_anew(wire):
 
 
 def case_a_trace_without_factors_sends_the_matrix(wire):
-    """The plan says factors; the last rank then clips before it applies, and its peers need not know."""
+    """The last rank clips before it applies, against a plan of factors; its peers need not know."""
     start = np.random.default_rng(0).normal(size=(6, 4)).astype("float32")
     x = np.random.default_rng(1).normal(size=(wire.topology.size, 3, 6)).astype("float32")
 

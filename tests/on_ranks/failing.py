@@ -1,4 +1,4 @@
-"""A job in which rank 1 does what its argument says, at the third step; with "none" it trains until it is ended."""
+"""Trains until rank 1 fails at step 3 as the argument says; with "none", until it is ended."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""In the lab: HybComm sends what suits the rows of a step, whoever feeds it, and the plan says what was sent."""
+"""In the lab, HybComm sends what suits a step's rows, whoever feeds it, and the plan says so."""
 
 import keras
 import numpy as np
@@ -12,9 +12,9 @@ from tests.on_ranks.counting import check_carried
 from tests.on_ranks.models import same_on_all_ranks
 
 TALK = 200_000
-"""Of a step and what `fit` has to say before and after it."""
+"""Bytes of a step's messages and of what `fit` sends before and after it."""
 WIDTH = 500
-"""Of a kernel's sides: on two nodes of two ranks, factors of up to 125 rows a rank are less than the store."""
+"""Side of the kernels: on 2 x 2 ranks, factors of up to 125 rows per rank are the cheaper way."""
 
 
 class _Batches(keras.utils.PyDataset):

@@ -1,7 +1,8 @@
 """Models of keras-hub, small and with random weights, train as in one process.
 
-What they have and small examples have not: positions cut to a batch's length and class tokens tiled to the batch, so
-that gradients have no static shape; variables without a gradient; frozen layers beside LoRA's; experts as one array.
+They have what small examples lack: positions cut to a batch's length and class tokens tiled to the
+batch, so that gradients have no static shape; variables without a gradient; frozen layers beside
+LoRA's; experts as one array.
 """
 
 import keras
@@ -77,7 +78,7 @@ def _images(count):
 
 
 def _check(wire, build, data, make_optimizer, schemes):
-    """Exact schemes end where one process ends, and all of them with the same bits on every rank."""
+    """Exact schemes end where one process ends, and all schemes with the same bits on all ranks."""
     start = build()
     reference = train_alone(models.copy(build, start), data, make_optimizer())
     moved = max(np.abs(a - b).max() for a, b in zip(reference, start.get_weights(), strict=True))

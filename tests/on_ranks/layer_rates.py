@@ -109,7 +109,7 @@ def case_mixed_precision_with_an_overflow(wire):
 
 
 def case_two_lists_of_variables(wire):
-    """As two networks that one optimizer trains in turn: each has norms of its own, and names of its own."""
+    """One optimizer trains two networks in turn: each has norms and names of its own."""
     a, b = (
         [keras.Variable(np.full((n, n), 2.0 + i), name=f"w{i}") for i in range(3)] for n in (2, 3)
     )

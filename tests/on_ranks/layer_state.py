@@ -1,4 +1,4 @@
-"""What preprocessing layers learn and keep outside of variables: rank 0's goes to all, and differences are seen."""
+"""State that preprocessing layers keep outside of variables is sent by rank 0 and compared."""
 
 import os
 import shutil
@@ -187,7 +187,7 @@ def case_what_cannot_be_sent_is_refused(wire):
 
 
 def case_checkpoints_hold_it(wire):
-    """A job that goes on with layers that are not adapted, or to something else, predicts what was saved."""
+    """A resumed job predicts what was saved, though its layers were not adapted, or otherwise."""
     folder = exchange_objects(
         tempfile.mkdtemp() if wire.topology.rank == 0 else "", wire, "folder"
     )[0]

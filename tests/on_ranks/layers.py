@@ -1,4 +1,4 @@
-"""Every layer of Keras that has weights: with factors or without, training is that of one process."""
+"""Every Keras layer that has weights trains as in one process, with factors or without."""
 
 import keras
 import numpy as np
@@ -26,7 +26,7 @@ def case_every_layer_trains_as_in_one_process(wire):
 
 
 class _Side:
-    """Builds a model of all layers for samples of one shape: a score for each, of which the labels want one."""
+    """Builds a model of all layers for samples of one shape, with one score per label."""
 
     def __init__(self, shape, dtype):
         self.shape, self.dtype = shape, dtype

@@ -1,4 +1,4 @@
-"""In the lab: what stays in a node goes over its loopback, what leaves it over its link, and both as predicted."""
+"""In the lab, loopbacks and links carry the bytes that were predicted for them."""
 
 from tests.on_ranks import counting
 

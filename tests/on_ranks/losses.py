@@ -1,4 +1,4 @@
-"""What is exact for which loss: ranks that share batches unequally, beside one process with the whole of each."""
+"""Losses on ranks that share batches unequally, compared with one process on whole batches."""
 
 import keras
 import numpy as np
@@ -46,7 +46,7 @@ def _mine(data, wire):
 def _trained(start, build, data, batch, optimizer, loss):
     model = models.copy(build, start)
     model.compile(optimizer=optimizer, loss=loss)
-    # Of a length that Keras does not know: ranks tell one another at each step whether they have a batch.
+    # Keras does not know the length: ranks tell each other at each step whether they have a batch.
     model.fit(
         tf.data.Dataset.from_tensor_slices(data).batch(batch).filter(lambda *_: True),
         shuffle=False,
@@ -89,7 +89,7 @@ EXACT, FAR = 1e-5, 2e-2
 
 
 def case_means_over_samples(wire):
-    """Exact as they are, with `sample_weight` too: a sum of weighted losses by the number of samples."""
+    """Weighted sums divided by the number of samples are exact, with `sample_weight` too."""
     x, y = models.mlp.data(BATCHES * BATCH)
     weights = np.random.default_rng(2).uniform(0, 3, len(x)).astype("float32")
     for data in ((x, y), (x, y, weights)):
@@ -119,7 +119,7 @@ def case_means_over_tokens(wire):
 
 
 def case_sums_over_samples(wire):
-    """Also those that are left as vectors: a gradient is that of their sum. The mean of ranks' sums is a P-th of it."""
+    """Sums, and losses left as vectors, whose gradient is that of their sum: P times the mean."""
     data = models.mlp.data(BATCHES * BATCH)
     for reduction in ("sum", "none"):
         one = _OneProcess(
@@ -140,7 +140,7 @@ def _linear():
 
 
 def case_products_of_means(wire):
-    """By no count exact: each rank sees the means of its own part (batch normalisation, losses for balance)."""
+    """No weighting is exact where a rank sees means of its own part, as in batch normalisation."""
     loss = lambda y, p: keras.ops.mean(p[:, 0]) * keras.ops.mean(p[:, 1])  # noqa: E731
     one = _OneProcess(_linear, models.mlp.data(BATCHES * BATCH), loss)
     for sample_count in (None, tp.sample_counts.equal):

@@ -84,7 +84,7 @@ def share(data, batch, topology):
 
 
 def of_any_length(x, y, batch):
-    """Batches of texts of which TensorFlow does not know how long they are: each is cut to a length among the data."""
+    """Batches of texts whose length TensorFlow does not know statically: the data give it."""
     lengths = np.full(len(x), x.shape[1])
     data = tf.data.Dataset.from_tensor_slices((x, y, lengths)).batch(batch)
     return data.map(lambda tokens, labels, length: (tokens[:, : length[0]], labels))

@@ -207,7 +207,7 @@ def case_tied_weights_in_a_subclassed_model(wire):
 
 
 class CutAndTiled(keras.layers.Layer):
-    """Adds positions, a table cut to the batch's length, and a first token, tiled to the batch: as BERT and ViT do."""
+    """Adds a table of positions cut to the batch's length and a tiled token, as BERT and ViT do."""
 
     def build(self, shape):
         self.table = self.add_weight(shape=(12, shape[-1]), name="table")

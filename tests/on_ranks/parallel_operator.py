@@ -1,4 +1,4 @@
-"""The parallel tensor operator on real ranks: equal to what one computes, and errors on all of them."""
+"""The parallel tensor operator on real ranks equals one process, and errors reach all of them."""
 
 import numpy as np
 import tensorflow as tf
@@ -74,7 +74,10 @@ def case_at_every_step_of_a_loop(wire):
 
 def case_other_tensors_on_a_rank(wire):
     mine = weights()[: 3 if wire.topology.rank else 4]
-    problem = r"same tensors.*first at item 3: \[\['float32', \[2, 2\]\]\] on rank 0, none \(there are 3\)"
+    problem = (
+        r"same tensors.*first difference at item 3: \[\['float32', \[2, 2\]\]\] on rank 0, "
+        r"none \(there are 3\)"
+    )
     with Raises(RuntimeError, problem):
         tp.parallel_tensor_operator(norms, mine)
     mine = [tf.cast(w, "float64") if wire.topology.rank else w for w in weights()]

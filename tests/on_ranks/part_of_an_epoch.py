@@ -1,4 +1,7 @@
-"""Some steps over a cache, going on from where the last job was: `part_of_an_epoch.py FOLDER SAMPLES STEPS`."""
+"""Reads some steps of a cache from where the last job ended.
+
+part_of_an_epoch.py FOLDER SAMPLES STEPS
+"""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Steps in which only some variables have gradients: on all ranks or on some, from the first step on or later."""
+"""Steps in which only some variables have gradients, on all ranks or some, at once or later."""
 
 import warnings
 
@@ -43,7 +43,7 @@ def _gradients(step, rank):
 
 
 def _check_like_one_process(wire, scheme, presence):
-    """`presence(step, rank)` says which gradients there are; those of nobody are no gradients in one process either."""
+    """Compares with one process; `presence(step, rank)` says which gradients a rank has."""
     make = lambda: keras.optimizers.AdamW(0.1, weight_decay=0.05)  # noqa: E731
     ours, alone = (
         _Trained(tp.DistributedOptimizer(make(), scheme), "ours"),
@@ -101,7 +101,7 @@ def case_keras_warns_of_what_has_no_gradient(wire):
 
 
 def case_what_a_sparse_scheme_kept_still_arrives(wire):
-    """A residual is sent in steps in which its variable has no gradient any more, and none of it is lost."""
+    """A residual is sent even when its variable has no gradient any more; none of it is lost."""
     shape = (64, 32)
     scheme = tp.schemes.TopKAllGather(density=0.1, min_elements=0)
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1.0), scheme)
@@ -135,7 +135,7 @@ def case_what_a_sparse_scheme_kept_still_arrives(wire):
 
 
 def case_a_regularised_variable_by_factors_needs_its_gradient_everywhere(wire):
-    """Each rank adds the regulariser's part by itself: one without a gradient would part from the others."""
+    """Each rank adds weight decay itself: one without a gradient would part from the others."""
     model = models.mlp()
     x, y = models.mlp.data(8)
     optimizer = tp.DistributedOptimizer(

@@ -1,4 +1,4 @@
-"""`tp.all_reduce` and its like, as scripts call them: eagerly, in functions, with constants, in hand-written loops."""
+"""`tp.all_reduce` and its like, called eagerly, in functions, with constants and in loops."""
 
 import keras
 import numpy as np

@@ -38,7 +38,7 @@ def case_different_models_are_refused(wire):
     model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
     with Raises(
         RuntimeError,
-        r"first difference is variable 0: .*kernel' \(20, 3\).*\(20, 4\) float32 on rank 1",
+        r"first difference at variable 0: .*kernel' \(20, 3\).*\(20, 4\) float32 on rank 1",
     ):
         model.fit(*models.mlp.data(8), verbose=0)
 

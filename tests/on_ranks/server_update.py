@@ -1,4 +1,4 @@
-"""Servers that update: a P-th of the optimizer's state on each rank, and nothing that users could tell it by."""
+"""Servers that update keep a P-th of the optimizer's state per rank; all else looks the same."""
 
 import os
 import tempfile
@@ -54,7 +54,7 @@ def case_state_is_a_pth(wire):
         padding = 4 * slots * len(model.trainable_variables)
         share = whole / wire.topology.size + slots * SERVED.pair_bytes
         assert _bytes(inner.variables[2:]) <= share + padding, (whole, _bytes(inner.variables[2:]))
-        pairs = zip(optimizer.rank_variables, optimizer.rank_pieces, strict=True)
+        pairs = zip(optimizer.rank_variables, optimizer.rank_descriptions, strict=True)
         kept = [v for v, p in pairs if p.offset < p.members[0][1]]
         held = sum(exchange_objects(int(_bytes(kept)), wire, "held"))
         assert held == whole, (held, whole)
@@ -177,20 +177,18 @@ def case_some_variables_served(wire):
 
 
 def case_clipped_under_a_loss_scale(wire):
-    inner = lambda: keras.optimizers.LossScaleOptimizer(
-        SGD(0.5, global_clipnorm=0.1), initial_scale=64.0
-    )  # noqa: E731
+    inner = keras.optimizers.LossScaleOptimizer(SGD(0.5, global_clipnorm=0.1), initial_scale=64.0)
     data = models.mlp.data(4 * BATCH)
     start = models.mlp()
     reference = train_alone(models.copy(models.mlp, start), data, SGD(0.5, global_clipnorm=0.1))
     weights = train_together(
-        models.copy(models.mlp, start), data, tp.DistributedOptimizer(inner(), scheme=SERVED), wire
+        models.copy(models.mlp, start), data, tp.DistributedOptimizer(inner, scheme=SERVED), wire
     )
     check_equal(weights, reference)
 
 
 def case_one_server_has_nearly_all(wire):
-    """Of one pair: the others have other parts of the norm, and must not clip whole variables by them."""
+    """Each rank has one part of the norm and must not clip whole variables by that part."""
     scheme = [("kernel", tp.schemes.ShardedServer(update="server")), (".*", "allreduce")]
     model = models.mlp()
     optimizer = tp.DistributedOptimizer(SGD(0.5, momentum=0.9, global_clipnorm=1e-3), scheme=scheme)

@@ -20,7 +20,7 @@ ADAM = keras.optimizers.Adam
 
 
 class Gan(keras.Model):
-    """As on keras.io, with the noise as a part of the data, so that ranks and one process see the same."""
+    """The GAN of keras.io, with the noise in the data, so that all see the same."""
 
     def __init__(self, d_steps=1):
         super().__init__()
@@ -228,7 +228,7 @@ class _StopAtStep2(keras.callbacks.Callback):
 
 
 def case_stop_in_the_middle_of_an_epoch(wire):
-    """On all ranks at once, or on one, whose wish ends the others' epoch with their next step, which is dropped."""
+    """Training stops on all ranks at once, or on one, which drops the others' next step."""
     for ranks, eagerly in (((0, 1), False), ((1,), False), ((1,), True)):
         model = models.mlp()
         optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.05))
@@ -245,7 +245,7 @@ def case_terminate_on_nan(wire):
     x, y = models.mlp.data(16)
     if wire.topology.rank == 1:
         x[4:8] = np.nan
-    # Without a ReLU, which oneDNN fuses into the product and which then makes 0 of what is not a number.
+    # Without a ReLU: oneDNN fuses it into the product, and it then turns NaN into 0.
     model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(models.CLASSES)])
     model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss=models.LOSS)
     stop = keras.callbacks.TerminateOnNaN()

@@ -1,4 +1,4 @@
-"""Sparse schemes in real steps: nothing is lost, whatever happens to rates, scales, scheme or process."""
+"""Sparse schemes lose nothing in real steps, whatever happens to rates, scheme or process."""
 
 import itertools
 
@@ -152,7 +152,7 @@ def case_a_schedule_of_schemes_loses_nothing(wire):
             )
         assert wire.topology.rank or any("epoch 3 goes by" in line for line in lines), lines
         assert model.optimizer.plan.buckets[0].scheme == tp.schemes.Torus2D()
-        assert not any(piece.members for piece in model.optimizer.rank_pieces), (
+        assert not any(piece.members for piece in model.optimizer.rank_descriptions), (
             "the torus keeps nothing"
         )
         expected = (

@@ -1,4 +1,4 @@
-"""What schemes with state get from the optimizer, tried with one that sends half the bits and keeps the rest."""
+"""Schemes with state, tried with one that sends half the bits and keeps the rest."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,7 +19,7 @@ from tfposeidon.schemes.base import Slot
 
 @dataclass(frozen=True, kw_only=True)
 class Rounded(VectorScheme):
-    """All-reduce of what survives rounding to bfloat16; the rounding error waits for the next step."""
+    """All-reduces what survives rounding to bfloat16; the rest waits for the next step."""
 
     name: ClassVar[str] = "rounded"
 

@@ -55,7 +55,7 @@ def check_equal(weights, reference):
 
 
 def check_close(weights, reference, start, share):
-    """Of each variable, weights differ by at most this share of what the reference has moved it by."""
+    """Checks that each variable is within this share of the reference's own move."""
     for weight, expected, before in zip(weights, reference, start, strict=True):
         moved = np.linalg.norm(expected - before)
         assert moved > 0, "nothing was learnt, so nothing was compared"

@@ -68,7 +68,7 @@ def case_unknown_but_equal_lengths_lose_no_step(wire):
 
 
 def case_ranks_without_data_have_no_rows(wire):
-    """They take the branch of the others; what the plan shows is of the last step that anybody had data for."""
+    """Ranks without data take the others' branch; the plan shows the last step with data."""
     for static_batches in (False, True):
         _check_rows(wire, static_batches)
 

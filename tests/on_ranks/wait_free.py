@@ -131,7 +131,8 @@ def case_timeline_shows_the_overlap(wire):
         done = _completions(path.read_text()) if wire.topology.rank == 0 else {}
     if wire.topology.rank == 0:
         order = sorted(done, key=done.get)
-        # The last two are the first layer's kernel and, with its bias, all small variables: they come together.
+        # The last two are the first layer's kernel and the bucket of its bias and all small
+        # variables: they become ready together.
         assert order[:-2] == sorted(order, key=lambda name: int(name.rpartition("_")[2]))[:-2], (
             order
         )
@@ -167,7 +168,7 @@ class Delayed(tp.schemes.AllReduce):
 
 
 def case_exposed_communication_is_what_computation_does_not_hide(wire):
-    """The exchange of the last gradients counts; one that is hidden behind the backward pass does not."""
+    """Only the exchange of the last gradients counts, not those hidden by the backward pass."""
     assert _exposed_s("slow/dense.*/kernel", backward_s=2 * EXCHANGE_S) >= EXCHANGE_S
     assert 0 < _exposed_s("slow_1/dense.*/kernel", backward_s=2 * EXCHANGE_S) < EXCHANGE_S
 

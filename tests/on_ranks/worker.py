@@ -45,8 +45,8 @@ def main(results_path, ranks_per_node, *modules):
     tp.init(ranks_per_node=layout, stall_timeout_s=STALL_LIMIT_S)
     wire = runtime.wire()
     results = {}
-    # What imports made lives as long as the rank: no collection needs to look at it. Collections are not too rare, for
-    # to take down all graphs of several cases at once took a minute.
+    # Objects made by imports live as long as the rank: no collection needs to look at them.
+    # Collections are not too rare: to free the graphs of several cases at once took a minute.
     gc.freeze()
     gc.set_threshold(5_000, 10, 10)
     for name, case in cases(modules).items():

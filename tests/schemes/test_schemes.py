@@ -55,6 +55,24 @@ def _check(name, length, nodes):
         assert len(set(cluster.names[rank])) == len(cluster.names[rank])
 
 
+@pytest.mark.parametrize("name", contract.SCHEMES)
+def test_exact_says_what_the_contract_measures(name):
+    scheme, rounding = contract.SCHEMES[name]
+    assert scheme.exact == (rounding == 0.0)
+
+
+def test_families_are_told_by_properties():
+    """Policies and plans ask for these, so a family must not lack one."""
+    by_rows = schemes.ByRows(few=schemes.FactorBroadcast(), many=schemes.AllReduce(), limit=3)
+    made = [make() for make in schemes.REGISTRY.values()]
+    assert {s.name for s in made if s.needs_factors} == {"sfb", "adam"}
+    assert [s.name for s in (*made, by_rows) if s.takes_factors] == ["sfb", "adam", "by rows"]
+    assert not any(s.updates_at_servers for s in made)
+    assert schemes.ShardedServer(update="server").updates_at_servers
+    assert all(s.for_rows(1) is s for s in made)
+    assert (by_rows.for_rows(3), by_rows.for_rows(4)) == (by_rows.few, by_rows.many)
+
+
 def test_torus_sends_what_its_docstring_says():
     m, n, d = 16, 8, 16 * 8 * 1000
     cost = schemes.Torus2D().cost(d, 4, Topology.regular(5, m * n, n))
@@ -99,10 +117,10 @@ def test_conservation(kind, options, density, layout):
 @pytest.mark.parametrize("length", [1, 31, 9_001])
 def test_conservation_of_one_bit(length, layout):
     cluster = Cluster(LAYOUTS[layout])
-    check = lambda wire: contract.check_conservation(
-        schemes.OneBit(), length, wire, 5, "x", flush_at=4
-    )[0]  # noqa: E731
-    ends = cluster.run(check)
+    scheme = schemes.OneBit()
+    ends = cluster.run(
+        lambda wire: contract.check_conservation(scheme, length, wire, 5, "x", flush_at=4)[0]
+    )
     for mean in ends:
         np.testing.assert_array_equal(mean, ends[0], "ranks differ")
 
@@ -111,7 +129,8 @@ def test_one_bit_is_a_bit():
     bits = 8 * schemes.OneBit().cost(2**24, 4, Topology.regular(0, 8, 1)).cross_bytes
     assert bits / 7 / 2**24 == pytest.approx(1 + 96 / 4096)
     with pytest.raises(
-        ValueError, match=r"`min_elements` must not be negative\. Received: min_elements=-1"
+        ValueError,
+        match=r"`min_elements` must be a finite number from 0\. Received: min_elements=-1",
     ):
         schemes.OneBit(min_elements=-1)
 
@@ -137,15 +156,27 @@ def test_non_finite_input_reaches_every_rank(scheme, poison):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"density": 0}, r"`density` must be in \(0, 1\]. Received: density=0. Use AllReduce\(\)"),
-        ({"density": 1.5}, r"`density` must be in \(0, 1\]. Received: density=1.5"),
-        ({"density": float("nan")}, r"`density` must be in \(0, 1\]. Received: density=nan"),
+        (
+            {"density": 0},
+            r"`density` must be a number in \(0, 1\]. Received: density=0. Use AllReduce\(\)",
+        ),
+        ({"density": 1.5}, r"`density` must be a number in \(0, 1\]. Received: density=1.5"),
+        (
+            {"density": float("nan")},
+            r"`density` must be a number in \(0, 1\]. Received: density=nan",
+        ),
         ({"select": "sort"}, r"must be one of .*Received: 'sort'"),
         ({"wire_dtype": "int8"}, r"`wire_dtype` must be None or .*Received: wire_dtype='int8'"),
-        ({"momentum": 1.0}, r"`momentum` must be in \[0, 1\). Received: momentum=1.0"),
+        ({"momentum": 1.0}, r"`momentum` must be a number in \[0, 1\). Received: momentum=1.0"),
         ({"momentum": 0.9, "error_feedback": False}, r"Momentum correction needs error feedback"),
-        ({"warmup_steps": -1}, r"`warmup_steps` must not be negative. Received: warmup_steps=-1"),
-        ({"min_elements": -1}, r"`min_elements` must not be negative. Received: min_elements=-1"),
+        (
+            {"warmup_steps": -1},
+            r"`warmup_steps` must be a finite number from 0. Received: warmup_steps=-1",
+        ),
+        (
+            {"min_elements": -1},
+            r"`min_elements` must be a finite number from 0. Received: min_elements=-1",
+        ),
     ],
 )
 def test_bad_input_to_sparse_schemes(kind, options, message):
@@ -303,7 +334,7 @@ BY_ROWS = (
 @pytest.mark.parametrize("scheme", BY_ROWS, ids=str)
 @pytest.mark.parametrize("many", [False, True])
 def test_all_ranks_take_the_branch_that_suits_their_rows(many, scheme, layout):
-    """Of two variables, one without rows on the first rank; bytes are those of the scheme taken, and of one number."""
+    """With two variables; bytes are those of the scheme that is taken, and of one number."""
     nodes = LAYOUTS[layout]
     cluster = Cluster(nodes)
     size = cluster.topology.size
@@ -333,7 +364,7 @@ def test_all_ranks_take_the_branch_that_suits_their_rows(many, scheme, layout):
         for i in (0, 1)
     ]
     assert {total for _, total in results} == {2.0 * sum(counts)}
-    taken = scheme.taken(sum(counts))
+    taken = scheme.for_rows(sum(counts))
     assert taken == (scheme.many if 12 * size > 12 and many else scheme.few)
     shown = bucket.with_rows(
         2 * sum(counts), policies.Uniform(schemes.FactorBroadcast()), cluster.topology
@@ -350,5 +381,7 @@ def test_all_ranks_take_the_branch_that_suits_their_rows(many, scheme, layout):
 
 
 def test_a_pair_size_must_be_positive():
-    with pytest.raises(ValueError, match=r"`pair_bytes` must be positive. Received: pair_bytes=0"):
+    with pytest.raises(
+        ValueError, match=r"`pair_bytes` must be a finite number above 0. Received: pair_bytes=0"
+    ):
         schemes.ShardedServer(pair_bytes=0)

@@ -17,7 +17,7 @@ from tfposeidon.gradients.description import describe
 from tfposeidon.planning.plan import make_plan
 from tfposeidon.policies import Uniform
 from tfposeidon.server.shards import ServerShards
-from tfposeidon.state.rank_state import redistributed
+from tfposeidon.state.rank_state import redistribute
 from tfposeidon.state.snapshots import SnapshotError
 
 SERVED = tp.schemes.ShardedServer(update="server", pair_bytes=256)
@@ -63,7 +63,7 @@ def test_each_value_of_the_state_is_on_one_rank_whatever_the_layout(before, afte
     covered = {key: np.zeros(array.size) for key, array in whole.items()}
     for shards in _everybody(after, variables, 400):
         wanted = [(piece, variable.numpy()) for variable, piece in shards.rank_state]
-        for (piece, _), array in zip(wanted, redistributed(saved, wanted), strict=True):
+        for (piece, _), array in zip(wanted, redistribute(saved, wanted), strict=True):
             key = piece.name, piece.members[0][0]
             covered[key][piece.offset :][: array.size] += 1
             np.testing.assert_allclose(
@@ -137,7 +137,9 @@ def test_variables_of_tensorflow():
     optimizer = tp.DistributedOptimizer(inner, scheme=SERVED)
     tf.function(lambda: optimizer.apply([tf.ones([4, 5])], [weight]))()
     np.testing.assert_allclose(weight.numpy(), 0.9, atol=1e-5)
-    assert [piece.members for piece in optimizer.rank_pieces] == [(("layer/weight:0", 20),)] * 2
+    assert [piece.members for piece in optimizer.rank_descriptions] == [
+        (("layer/weight:0", 20),)
+    ] * 2
     assert "layer_weight_0_momentum" in inner.variables[2].path
 
 
@@ -166,7 +168,10 @@ class _Elementwise(keras.optimizers.Lamb):
     "optimizer", [keras.optimizers.Lamb, keras.optimizers.Adafactor, keras.optimizers.Muon]
 )
 def test_rules_that_need_whole_variables_are_refused(optimizer):
-    message = f'SGD, .* can work on. Received: {optimizer.__name__}, .*Use ShardedServer\\(update="worker"\\)'
+    message = (
+        f"SGD, .* can work on. Received: {optimizer.__name__}, "
+        '.*Use ShardedServer\\(update="worker"\\)'
+    )
     with pytest.raises(ValueError, match=message):
         tp.DistributedOptimizer(optimizer(), scheme=SERVED)
     tp.DistributedOptimizer(optimizer(), scheme="ps")

@@ -2,9 +2,12 @@
 
 import json
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+import tfposeidon as tp
 from tests.in_process import Cluster, InProcessWire
 from tfposeidon import schemes
 from tfposeidon.communication.topology import Topology
@@ -12,7 +15,7 @@ from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.gradients.description import Description
 from tfposeidon.planning.plan import make_plan
 from tfposeidon.policies import Uniform
-from tfposeidon.state.rank_state import Piece, redistributed
+from tfposeidon.state.rank_state import StateDescription, redistribute
 
 LAYOUTS = {
     "1x1": ((0,),),
@@ -38,7 +41,7 @@ def _states(scheme, nodes, bucket_bytes):
     ranks = range(Topology(0, nodes).size)
     exchangers = [_exchanger(scheme, nodes, rank, bucket_bytes) for rank in ranks]
     return [
-        list(zip(e.pieces(), [v for bucket in e.states for v in bucket], strict=True))
+        list(zip(e.describe_states(), [v for bucket in e.states for v in bucket], strict=True))
         for e in exchangers
     ]
 
@@ -69,7 +72,7 @@ def test_sums_survive_any_change_of_layout(scheme, before, after):
         )
     # Also with other buckets: what counts are the variables.
     wanted = [[(p, v.numpy()) for p, v in state] for state in _states(scheme, LAYOUTS[after], 400)]
-    new = [list(zip([p for p, _ in w], redistributed(saved, w), strict=True)) for w in wanted]
+    new = [list(zip([p for p, _ in w], redistribute(saved, w), strict=True)) for w in wanted]
     before_totals, after_totals = _totals(saved), _totals(new)
     assert len(before_totals) == 2 * len(VARIABLES)
     for key, total in before_totals.items():
@@ -82,11 +85,13 @@ def test_sums_survive_any_change_of_layout(scheme, before, after):
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 6), (4, 4)])
 def test_whole_arrays_are_shared_out(before, after):
-    gradient, counter = Piece(name="accumulated_0", holders=after), Piece(name="accumulated_1")
+    gradient, counter = (
+        StateDescription(name="accumulated_0", owners=after),
+        StateDescription(name="accumulated_1"),
+    )
     saved = [[(gradient, np.full(3, rank + 1.0)), (counter, np.int64(5))] for rank in range(before)]
     parts = [
-        redistributed(saved, [(gradient, np.zeros(3)), (counter, np.int64(0))])
-        for _ in range(after)
+        redistribute(saved, [(gradient, np.zeros(3)), (counter, np.int64(0))]) for _ in range(after)
     ]
     np.testing.assert_allclose(np.sum([p[0] for p in parts], axis=0), sum(range(1, before + 1)))
     assert all(p[1] == 5 for p in parts)
@@ -101,43 +106,77 @@ def test_rows_of_factors_are_shared_out(before, after):
         saved.append(
             [
                 (
-                    Piece(name=name, offset=rank, holders=before, joined=True),
+                    StateDescription(name=name, offset=rank, owners=before, concatenated=True),
                     rows if rank else np.zeros((0, 0)),
                 )
             ]
         )
     parts = []
     for rank in range(after):
-        piece = Piece(name=name, offset=rank, holders=after, joined=True)
-        parts += redistributed(saved, [(piece, np.zeros((0, 0)))])
+        piece = StateDescription(name=name, offset=rank, owners=after, concatenated=True)
+        parts += redistribute(saved, [(piece, np.zeros((0, 0)))])
     rows = sorted(row[0] for part in parts if part.size for row in part)
     assert rows == [rank for rank in range(before) for _ in range(rank)]
     assert sum(part.shape[0] for part in parts) == len(rows)
 
 
 def test_what_nobody_wants_is_an_error():
-    piece = Piece(name="residual", members=(("dense/kernel", 4),), holders=1)
+    piece = StateDescription(name="residual", members=(("dense/kernel", 4),), owners=1)
     with pytest.raises(
         ValueError, match="there is a residual of dense/kernel, which another scheme sends now"
     ):
-        redistributed([[(piece, np.ones(4))]], [])
+        redistribute([[(piece, np.ones(4))]], [])
 
 
 def test_scalars_go_with_the_variables_of_their_bucket():
     """Not by the order of buckets: then one would get another's."""
-    a, b = (Piece(name="steps", members=((path, 4),), scalar=True) for path in "ab")
-    both = Piece(name="steps", members=(("a", 4), ("b", 4)), scalar=True)
-    new = Piece(name="steps", members=(("c", 4),), scalar=True)
+    a, b = (StateDescription(name="steps", members=((path, 4),), scalar=True) for path in "ab")
+    both = StateDescription(name="steps", members=(("a", 4), ("b", 4)), scalar=True)
+    new = StateDescription(name="steps", members=(("c", 4),), scalar=True)
     saved = [[(a, np.float32(3)), (b, np.float32(5))]]
     shaped = np.float32(0)
-    assert redistributed(saved, [(b, shaped), (a, shaped), (new, shaped)]) == [5, 3, 0]
+    assert redistribute(saved, [(b, shaped), (a, shaped), (new, shaped)]) == [5, 3, 0]
     with pytest.raises(
         ValueError, match="variables of one bucket had different steps: 3 of a, 5 of b"
     ):
-        redistributed(saved, [(both, shaped)])
-    assert redistributed([[(both, np.float32(2))]], [(b, shaped), (a, shaped)]) == [2, 2]
+        redistribute(saved, [(both, shaped)])
+    assert redistribute([[(both, np.float32(2))]], [(b, shaped), (a, shaped)]) == [2, 2]
 
 
-def test_pieces_survive_json():
-    piece = Piece(name="residual", members=(("a", 4), ("b", 2)), offset=3, holders=2)
-    assert Piece.from_dict(json.loads(json.dumps(piece.to_dict()))) == piece
+def test_what_is_equal_on_all_ranks_goes_with_its_list_of_variables():
+    """Not by the order of lists. Of a list that was not saved it is zeros, as in checkpoints that numbered the lists."""
+    lists = {"ab": (("a", 4), ("b", 2)), "c": (("c", 3),), "ba": (("b", 2), ("a", 4))}
+    seen = {name: StateDescription(name="had_gradient", members=m) for name, m in lists.items()}
+    saved = [(seen["ab"], np.array([1.0, 0.0])), (seen["c"], np.array([1.0]))]
+    wanted = [(seen["c"], np.zeros(1)), (seen["ba"], np.zeros(2)), (seen["ab"], np.zeros(2))]
+    for ranks in (1, 3):
+        new = [array.tolist() for array in redistribute([saved] * ranks, wanted)]
+        assert new == [[1.0], [0.0, 0.0], [1.0, 0.0]]
+    old = [(StateDescription(name="seen_0"), np.array([1.0, 1.0]))]
+    assert redistribute([old], wanted[2:])[0].tolist() == [0.0, 0.0]
+
+
+def test_rates_are_described_by_their_variables_whatever_list_came_first():
+    def rates(order):
+        scheme = schemes.HierarchicalTopK(momentum=0.9, min_elements=0)
+        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1.0), scheme)
+        lists = {name: [tf.Variable(tf.zeros([3]), name=name)] for name in "ab"}
+        optimizer.build([*lists["a"], *lists["b"]])
+        for name in order:
+            optimizer.inner_optimizer.learning_rate = {"a": 0.5, "b": 0.25}[name]
+            optimizer.apply([tf.ones([3])], lists[name])
+        pairs = zip(optimizer.rank_descriptions, optimizer.rank_variables, strict=True)
+        return {
+            d: v.numpy().tolist() for d, v in pairs if d.name in ("effective_rate", "had_gradient")
+        }
+
+    assert rates("ab") == rates("ba")
+    assert sorted(value for value in rates("ab").values() if isinstance(value, float)) == [
+        0.25,
+        0.5,
+    ]
+
+
+def test_descriptions_survive_json():
+    piece = StateDescription(name="residual", members=(("a", 4), ("b", 2)), offset=3, owners=2)
+    assert StateDescription.from_dict(json.loads(json.dumps(piece.to_dict()))) == piece

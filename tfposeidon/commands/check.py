@@ -1,7 +1,7 @@
 """Reports versions, how Horovod was built and the nodes it sees, and runs a small collective.
 
 Alone it checks this machine; under `horovodrun -np N python -m tfposeidon check` it checks the job.
-The exit status is 1, with the remedy on the screen, if something is off.
+If something is wrong, it says what to do, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -13,44 +13,56 @@ import platform
 import sys
 from typing import Any
 
-from tfposeidon.commands import install
+from tfposeidon.commands import install, versions
+from tfposeidon.quiet import import_tensorflow
+from tfposeidon.text import table
 
 
 class CheckError(RuntimeError):
-    """What is off, and the remedy."""
+    """Raised where something is wrong; the message says what to do."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `python -m tfposeidon check`."""
+    """Adds the options of `python -m tfposeidon check`.
+
+    Args:
+      parser: Parser of the command.
+    """
     parser.add_argument("--ranks-per-node", type=int, help="as in tfposeidon.init()")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs `python -m tfposeidon check`; returns the exit status."""
+    """Runs `python -m tfposeidon check`.
+
+    Args:
+      options: Parsed options.
+
+    Returns:
+      The exit status: 0, or 1 if something is wrong.
+    """
     try:
-        versions = _versions()
+        rows = _versions()
         topology = _start(options.ranks_per_node)
-        lines = [*versions, *_horovod_build(), f"topology      {topology}"]
-        problems = _collective()
+        rows += [*_horovod_build(), ("topology", str(topology))]
+        problems = _wrong_schemes()
     except (CheckError, ImportError, ValueError, RuntimeError) as error:
         print(f"tfposeidon check: {error}", file=sys.stderr)
         return 1
     if topology.rank == 0:
-        print(
-            "\n".join(
-                [*lines, f"collective    sums are right on all {topology.size} rank(s)", *problems]
-            )
-        )
+        if not problems:
+            rows.append(("collective", f"sums are right on all {topology.size} rank(s)"))
+        print("\n".join([*table(rows), *problems]))
     return 1 if problems else 0
 
 
-def _versions() -> list[str]:
-    lines = [f"python        {platform.python_version()} on {platform.machine()}"]
+def _versions() -> list[tuple[str, str]]:
+    rows = [("python", f"{platform.python_version()} on {platform.machine()}")]
     for names in (("tensorflow", "tensorflow-cpu"), ("keras",), ("horovod",), ("numpy",)):
         version = next((v for v in map(_version, names) if v), None)
         if version is None:
             raise CheckError(f"{names[0]} is missing. Run: python -m tfposeidon install")
-        lines.append(f"{names[0]:<13} {version}")
+        rows.append((names[0], version))
+    _check_tensorflow()
     keras = _version("keras") or ""
     if not keras.startswith(install.KERAS_VERSION.rstrip("*")):
         raise CheckError(
@@ -59,10 +71,26 @@ def _versions() -> list[str]:
         )
     if not (_version("horovod") or "").endswith(install.CORRECTED_MARK):
         raise CheckError(
-            f"Horovod needs corrections to work over several hosts. Received: {_version('horovod')} without them. "
-            "Run: python -m tfposeidon install --horovod-only"
+            "Horovod needs corrections to work over several hosts. Received: "
+            f"{_version('horovod')} without them. Run: python -m tfposeidon install --horovod-only"
         )
-    return lines
+    return rows
+
+
+def _check_tensorflow() -> None:
+    package, version = next(
+        (name, version)
+        for name in ("tensorflow", "tensorflow-cpu")
+        if (version := _version(name)) is not None
+    )
+    versions.require_tensorflow(package, version)
+    built_for = install.built_for()
+    if built_for and versions.release_of(built_for) != versions.release_of(version):
+        raise CheckError(
+            "The native library must be built for the TensorFlow that loads it. "
+            f"Received: TensorFlow {version} and a library for {built_for}. "
+            "Run in tfposeidon's folder: pip install --force-reinstall --no-deps ."
+        )
 
 
 def _version(name: str) -> str | None:
@@ -73,12 +101,13 @@ def _version(name: str) -> str | None:
 
 
 def _start(ranks_per_node: int | None) -> Any:
+    import_tensorflow()
     from tfposeidon.communication import runtime
 
     return runtime.init(ranks_per_node=ranks_per_node)
 
 
-def _horovod_build() -> list[str]:
+def _horovod_build() -> list[tuple[str, str]]:
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -87,17 +116,21 @@ def _horovod_build() -> list[str]:
     gpus = len(tf.config.list_physical_devices("GPU"))
     if gpus and "nccl" not in built:
         raise CheckError(
-            f"There are {gpus} GPU(s), but Horovod was built without NCCL. Remove {install.cache_folder()} and run: "
-            "python -m tfposeidon install --horovod-only"
+            f"Horovod must be built with NCCL where there are GPUs. Received: {gpus} GPU(s), and "
+            f"Horovod without NCCL. Remove {install.cache_folder()} and run: python -m tfposeidon "
+            "install --horovod-only"
         )
     return [
-        f"built with    {', '.join(built)}; ranks find one another over {controller}",
-        f"GPUs          {gpus}",
+        ("horovod with", f"{', '.join(built)}; ranks find one another over {controller}"),
+        ("GPUs", str(gpus)),
     ]
 
 
-def _collective() -> list[str]:
-    """Runs every scheme once in graph mode, sparse ones so that they send everything; returns what was wrong."""
+def _wrong_schemes() -> list[str]:
+    """Runs every scheme once in a graph, and returns a line for each whose mean is wrong.
+
+    Sparse schemes send everything here, so that their mean is that of the others.
+    """
     import tensorflow as tf
 
     from tfposeidon.communication import runtime
@@ -112,8 +145,8 @@ def _collective() -> list[str]:
         mean = exchange(tf.constant([float(topology.rank)] * 5)).numpy()
         if abs(mean - expected).max() > 1e-3:
             problems.append(
-                f"PROBLEM: scheme {name!r} gave {mean} instead of {expected}; reinstall Horovod with "
-                "python -m tfposeidon install --horovod-only"
+                f"PROBLEM: scheme {name!r} gave {mean} instead of {expected}; reinstall Horovod "
+                "with python -m tfposeidon install --horovod-only"
             )
     return problems
 
@@ -122,9 +155,8 @@ def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
     import tensorflow as tf
 
     from tfposeidon.gradients.factors import Factors
-    from tfposeidon.schemes import FactorScheme
 
-    if isinstance(scheme, FactorScheme):
+    if scheme.needs_factors:
         return scheme.exchange_factors(
             Factors(vector[:1, None], tf.ones_like(vector)[None]), wire, f"check.{name}"
         )

@@ -1,9 +1,9 @@
 """Installs what tfposeidon stands on: TensorFlow, and Horovod with some corrections.
 
 Horovod 0.28.1, its last release, neither compiles against TensorFlow 2.16 or later nor connects
-several hosts over Gloo as it stands. `python -m tfposeidon install` downloads its source, corrects it
-(see `CORRECTIONS`), builds a wheel and keeps that in a per-user cache, so that the next environment
-on this machine takes seconds.
+several hosts over Gloo as it stands. `python -m tfposeidon install` downloads its source, corrects
+it (see `CORRECTIONS`), builds a wheel and keeps that in a per-user cache, so that the next
+environment on this machine takes seconds. `versions` says which Python and TensorFlow it takes.
 
 This module uses the standard library only: it runs before anything else is there.
 """
@@ -12,33 +12,45 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfposeidon.commands import versions
+
 HOROVOD_VERSION = "0.28.1"
 CORRECTED_MARK = "+tfposeidon.2"
-TENSORFLOW_VERSION = "2.21.*"
-KERAS_VERSION = "3.15.*"
+KERAS_VERSION = f"{versions.KERAS}.*"
 BUILD_TOOLS = ("setuptools<80", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml")
 TAIL_LINES = 25
+LIBRARY = Path(__file__).parents[1] / "native" / "_ops.so"
 
 
 class InstallError(RuntimeError):
-    """What could not be installed, and what to do about it."""
+    """An installation that failed, with the cause and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """One text that is wrong in Horovod's source, and what it has to be."""
+    """A wrong passage in Horovod's source, and what it has to be.
+
+    Args:
+      file: Path in Horovod's source.
+      wrong: Text that occurs once in the file.
+      right: What replaces it.
+      why: What goes wrong without the correction.
+    """
 
     file: str
     wrong: str
@@ -46,18 +58,28 @@ class Correction:
     why: str
 
     def apply(self, source: Path) -> None:
+        """Corrects the file.
+
+        Args:
+          source: Folder of Horovod's source.
+
+        Raises:
+          InstallError: If the wrong passage does not occur exactly once.
+        """
         path = source / self.file
         text = path.read_text()
         if text.count(self.wrong) != 1:
             raise InstallError(
-                f"A correction must match Horovod's source exactly once. Received: {text.count(self.wrong)} "
-                f"matches in {self.file}. Only horovod=={HOROVOD_VERSION} is supported."
+                f"A correction must match Horovod's source exactly once. Received: "
+                f"{text.count(self.wrong)} matches in {self.file}. "
+                f"Only horovod=={HOROVOD_VERSION} is supported."
             )
         path.write_text(text.replace(self.wrong, self.right))
 
 
-RECEIVE_FIRST = """Gloo announces a receive over the connection on which it sends. Sent first, a large message holds the
-announcement back, and with it the other direction: two ranks that exchange use half of what their link can carry."""
+RECEIVE_FIRST = """Gloo announces a receive over the connection on which it sends. Sent first, a
+large message holds the announcement back, and with it the other direction: two ranks that exchange
+use half of what their link can carry."""
 
 CORRECTIONS = (
     Correction(
@@ -70,7 +92,8 @@ CORRECTIONS = (
         file="horovod/common/gloo/gloo_context.cc",
         wrong="  device_attr.iface = gloo_iface_;\n  device_attr.ai_family = AF_UNSPEC;\n"
         "  auto dev = CreateDevice(device_attr);\n\n  global_ctx",
-        right="  device_attr.iface = global_context.gloo_iface_;\n  device_attr.ai_family = AF_UNSPEC;\n"
+        right="  device_attr.iface = global_context.gloo_iface_;\n"
+        "  device_attr.ai_family = AF_UNSPEC;\n"
         "  auto dev = CreateDevice(device_attr);\n\n  global_ctx",
         why="Process sets ignore the chosen network interface and bind to 127.0.1.1 on Debian.",
     ),
@@ -121,25 +144,66 @@ CORRECTIONS = (
 
 
 def nvidia_driver_present() -> bool:
-    """True where a kernel driver for NVIDIA GPUs is loaded."""
+    """Returns whether a kernel driver for NVIDIA GPUs is loaded."""
     return Path("/proc/driver/nvidia/version").exists()
 
 
-def tensorflow_requirement() -> str:
-    """The CPU wheel (half the size) unless there is a GPU to use."""
+def tensorflow_requirement(release: str | None = None) -> str:
+    """Returns what pip is asked for: the CPU wheel (half the size) unless there is a GPU to use.
+
+    Args:
+      release: Such as `"2.20"`; default the one that the native library was built for, else the
+        newest that is supported on this Python.
+    """
+    release = release or versions.release_of(built_for() or versions.tensorflow_releases()[-1])
     if nvidia_driver_present():
-        return f"tensorflow[and-cuda]=={TENSORFLOW_VERSION}"
-    return f"tensorflow-cpu=={TENSORFLOW_VERSION}"
+        return f"tensorflow[and-cuda]=={release}.*"
+    return f"tensorflow-cpu=={release}.*"
+
+
+def built_for(library: Path = LIBRARY) -> str | None:
+    """Returns the version of TensorFlow that the native library was compiled for, if it is known.
+
+    Args:
+      library: The file, which is read and not loaded.
+    """
+    if not library.exists():
+        return None
+    match = re.search(rb"tfposeidon built for TensorFlow ([0-9a-z.]+)", library.read_bytes())
+    return match[1].decode() if match else None
+
+
+def finds(module: str) -> bool:
+    """Returns whether a module can be imported in the build, or where pip installs to.
+
+    Args:
+      module: Name without dots; it is not imported.
+    """
+    return _finds(module, [*sys.path, sysconfig.get_path("purelib")])
+
+
+def target_has(module: str) -> bool:
+    """Returns whether a module is where pip installs to, also from its isolated builds.
+
+    Args:
+      module: Name without dots; it is not imported.
+    """
+    # Isolated builds run this environment's interpreter, but with another `sys.path`.
+    return _finds(module, [sysconfig.get_path("purelib")])
+
+
+def _finds(module: str, path: list[str]) -> bool:
+    return importlib.machinery.PathFinder.find_spec(module, path) is not None
 
 
 def cache_folder() -> Path:
-    """Per-user folder of built wheels: `$XDG_CACHE_HOME/tfposeidon/wheels`."""
+    """Returns the per-user folder of built wheels: `$XDG_CACHE_HOME/tfposeidon/wheels`."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "tfposeidon" / "wheels"
 
 
 def horovod_flags() -> dict[str, str]:
-    """Horovod's build options: Gloo always, MPI and NCCL where asked for or present."""
+    """Returns Horovod's build options: Gloo always, MPI and NCCL where asked for or present."""
     with_mpi = os.environ.get("HOROVOD_WITH_MPI") == "1"
     flags = {
         "HOROVOD_WITH_TENSORFLOW": "1",
@@ -160,7 +224,7 @@ def horovod_flags() -> dict[str, str]:
 
 
 def cache_key() -> str:
-    """Changes with whatever the built wheel depends on: TensorFlow, Python, compiler, corrections."""
+    """Returns a hash of what the wheel depends on: TensorFlow, Python, compiler, corrections."""
     parts = [
         HOROVOD_VERSION,
         _tensorflow_version() or "none",
@@ -173,13 +237,30 @@ def cache_key() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def install_tensorflow() -> None:
-    """Installs TensorFlow and Keras where they are missing; keeps what is there."""
-    if _tensorflow_version():
-        return
-    requirement = tensorflow_requirement()
-    _say(f"installing {requirement} and keras=={KERAS_VERSION}")
-    _pip("install", requirement, f"keras=={KERAS_VERSION}")
+def install_tensorflow(release: str | None = None) -> None:
+    """Installs TensorFlow and Keras where they are missing; keeps what is there.
+
+    Args:
+      release: Such as `"2.20"`; default: see `tensorflow_requirement`.
+
+    Raises:
+      UnsupportedVersionError: If there are no wheels of `release` for this Python.
+      InstallError: If another release is installed already.
+    """
+    if release:
+        versions.require_tensorflow("tensorflow", release)
+    present = _tensorflow_version()
+    if present is None:
+        requirement = tensorflow_requirement(release)
+        _say(f"installing {requirement} and keras=={KERAS_VERSION}")
+        _pip("install", requirement, f"keras=={KERAS_VERSION}")
+    elif release and versions.release_of(present.split()[1]) != release:
+        raise InstallError(
+            "TensorFlow is kept where it is installed. "
+            f"Received: --tensorflow {release}, and {present} is installed. "
+            f"Run: pip install '{present.split()[0]}=={release}.*', "
+            "then python -m tfposeidon install"
+        )
 
 
 def install_horovod() -> None:
@@ -187,12 +268,15 @@ def install_horovod() -> None:
 
     Raises:
       InstallError: With the last lines of the compiler, and what to install.
+      UnsupportedVersionError: If the installed TensorFlow is not supported.
     """
-    if _tensorflow_version() is None:
+    present = _tensorflow_version()
+    if present is None:
         raise InstallError(
             "Horovod is built against TensorFlow, which is missing here. "
             "Run: python -m tfposeidon install (without --horovod-only)."
         )
+    versions.require_tensorflow(*present.split())
     folder = cache_folder() / cache_key()
     wheels = sorted(folder.glob("horovod-*.whl"))
     if not wheels:
@@ -203,7 +287,7 @@ def install_horovod() -> None:
 
 
 def _build_into(folder: Path) -> Path:
-    """Builds the wheel beside the cache and renames it in, so that a kill leaves no half a wheel."""
+    """Builds the wheel in a scratch folder of the cache; a kill leaves no half a wheel."""
     _require_build_tools()
     folder.parent.mkdir(parents=True, exist_ok=True)
     _pip("install", *BUILD_TOOLS)
@@ -263,7 +347,8 @@ def _compile(source: Path, target: Path, scratch: Path) -> None:
         raise InstallError(
             f"{_compilers_last_lines(log)}\n\nHorovod could not be built; all lines are in {log}. "
             "It needs a C++17 compiler, cmake, make and Python's headers: "
-            "apt-get install g++ cmake make python3-dev (and libopenmpi-dev for HOROVOD_WITH_MPI=1)."
+            "apt-get install g++ cmake make python3-dev "
+            "(and libopenmpi-dev for HOROVOD_WITH_MPI=1)."
         )
 
 
@@ -276,7 +361,7 @@ def _compilers_last_lines(log: Path) -> str:
 
 
 def _nccl_environment(scratch: Path) -> dict[str, str]:
-    """Points Horovod's build at the NCCL that came with `tensorflow[and-cuda]`, unless told otherwise."""
+    """Returns variables that name the NCCL of `tensorflow[and-cuda]`, unless one is set."""
     spec = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
     if "HOROVOD_NCCL_HOME" in os.environ or spec is None or not spec.submodule_search_locations:
         return {}
@@ -297,13 +382,15 @@ def _require_build_tools() -> None:
         missing.append("libopenmpi-dev")
     if nvidia_driver_present() and shutil.which("nvcc", path=_nvcc_path()) is None:
         raise InstallError(
-            "There is an NVIDIA driver, and Horovod is built with NCCL, for which it needs nvcc and the CUDA runtime. "
-            "Missing: nvcc. Install the CUDA toolkit of TensorFlow's major version (apt-get install cuda-toolkit-12), "
-            "or set HOROVOD_CUDA_HOME to where it is."
+            "There is an NVIDIA driver, and Horovod is built with NCCL, "
+            "for which it needs nvcc and the CUDA runtime. Missing: nvcc. "
+            "Install the CUDA toolkit of TensorFlow's major version "
+            "(apt-get install cuda-toolkit-12), or set HOROVOD_CUDA_HOME to where it is."
         )
     if missing:
         raise InstallError(
-            f"Building Horovod needs a C++ compiler, cmake and make. Missing: {', '.join(missing)}. "
+            "Building Horovod needs a C++ compiler, cmake and make. "
+            f"Missing: {', '.join(missing)}. "
             f"Run: apt-get install {' '.join(missing)}"
         )
 
@@ -347,17 +434,35 @@ def _say(text: str) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `python -m tfposeidon install`."""
+    """Adds the options of `python -m tfposeidon install`.
+
+    Args:
+      parser: The command's parser.
+    """
     parser.add_argument("--horovod-only", action="store_true", help="leave TensorFlow as it is")
+    parser.add_argument(
+        "--tensorflow",
+        choices=versions.TENSORFLOW,
+        help="the release to install where there is none; "
+        "default: the newest that is supported on this Python",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs `python -m tfposeidon install`; returns the exit status."""
+    """Runs `python -m tfposeidon install`.
+
+    Args:
+      options: What `add_arguments` defines, parsed.
+
+    Returns:
+      The exit status; 1 where something could not be installed.
+    """
     try:
+        versions.require_python()
         if not options.horovod_only:
-            install_tensorflow()
+            install_tensorflow(options.tensorflow)
         install_horovod()
-    except InstallError as error:
+    except (InstallError, versions.UnsupportedVersionError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 
 def even(length: int, parts: int) -> list[tuple[int, int]]:
-    """Begin and end of each part; lengths differ by one at most.
+    """Returns begin and end of each part; lengths differ by one at most, the larger come first.
+
+    Args:
+      length: Number of elements.
+      parts: Number of parts; some are empty where there are fewer elements.
 
     >>> even(5, 3)
-    [(0, 1), (1, 3), (3, 5)]
+    [(0, 2), (2, 4), (4, 5)]
     """
-    return [(length * part // parts, length * (part + 1) // parts) for part in range(parts)]
+    quotient, remainder = divmod(length, parts)
+    begins = [quotient * part + min(part, remainder) for part in range(parts + 1)]
+    return list(itertools.pairwise(begins))
 
 
 def balanced(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:

@@ -7,7 +7,8 @@ import os
 import socket
 from typing import Any
 
-from tfposeidon.communication import failure, launcher
+from tfposeidon import ranges
+from tfposeidon.communication import agreement, failure, launcher
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import HorovodWire, Wire, exchange_objects
 
@@ -135,10 +136,11 @@ def _check_layout_in_store(topology: Topology) -> None:
     mine = [list(node) for node in topology.nodes]
     if topology.rank == 0:
         store.put("layout", mine)
-    elif (first := store.wait_for("layout", LAYOUT_PATIENCE_S)) != mine:
-        raise RuntimeError(
-            f"All ranks must see the same nodes. Received: {first} on rank 0, {mine} on rank {topology.rank}. "
-            "Pass the same `ranks_per_node` to tfposeidon.init() everywhere."
+    else:
+        agreement.require_equal(
+            {0: store.wait_for("layout", LAYOUT_PATIENCE_S), topology.rank: mine},
+            "All ranks must see the same nodes",
+            "Pass the same `ranks_per_node` to tfposeidon.init() everywhere.",
         )
 
 
@@ -171,8 +173,8 @@ def _set_limits(stall_timeout_s: float | None, transport_timeout_s: float | None
         ("stall_timeout_s", stall_timeout_s),
         ("transport_timeout_s", transport_timeout_s),
     ):
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` must be at least 1 second. Received: {name}={value}")
+        if value is not None:
+            ranges.check_number(name, value, ranges.AT_LEAST_1, "It is in seconds.")
     if stall_timeout_s is not None or launcher.STALL_LIMIT not in os.environ:
         limit = round(stall_timeout_s or DEFAULT_STALL_TIMEOUT_S)
         os.environ[launcher.STALL_LIMIT] = str(limit)

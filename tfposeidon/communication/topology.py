@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from tfposeidon.ranges import check_integer
+
 
 @dataclass(frozen=True)
 class Group:
@@ -51,11 +53,12 @@ class Topology:
     @classmethod
     def regular(cls, rank: int, size: int, ranks_per_node: int) -> Topology:
         """Nodes of `ranks_per_node` consecutive ranks; the last one smaller where that does not divide."""
-        if ranks_per_node < 1:
-            raise ValueError(
-                f"`ranks_per_node` must be at least 1. Received: ranks_per_node={ranks_per_node}. "
-                "Leave it out to take the nodes that the launcher names."
-            )
+        check_integer(
+            "ranks_per_node",
+            ranks_per_node,
+            1,
+            "Leave it out to take the nodes that the launcher names.",
+        )
         starts = range(0, size, ranks_per_node)
         return cls(rank, tuple(tuple(range(s, min(s + ranks_per_node, size))) for s in starts))
 

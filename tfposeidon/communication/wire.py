@@ -18,14 +18,15 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
+from tfposeidon.communication import agreement
 from tfposeidon.communication.topology import Group, Topology
 
-# Of the names of all collectives that are called, or traced, in a `numbered` block.
+# Of the names of all collectives that are called, or traced, in a `numbered_names` block.
 _suffix = contextvars.ContextVar("suffix", default="")
 
 
 @contextlib.contextmanager
-def numbered(number: int) -> Iterator[None]:
+def numbered_names(number: int) -> Iterator[None]:
     """Names all collectives inside anew: for code that one graph calls several times, from 0.
 
     TensorFlow would make names unique by itself, but in each branch and on a rank that is out of data in another way.
@@ -188,12 +189,12 @@ def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
     pairs = [
         json.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)
     ]
-    for rank, (other, _) in enumerate(pairs):
-        if other != pairs[0][0]:
-            raise RuntimeError(
-                f"All ranks must communicate alike. Received: {pairs[0][0]!r} on rank 0, {other!r} on rank {rank}. "
-                "Give every rank the same callbacks, in the same order, and the same number of epochs and evaluations."
-            )
+    agreement.require_equal(
+        [name for name, _ in pairs],
+        "All ranks must communicate alike",
+        "Give every rank the same callbacks, in the same order, and the same number of epochs and "
+        "evaluations.",
+    )
     return [value for _, value in pairs]
 
 

@@ -1,1 +1,1 @@
-"""Carries out a plan in each step, after all ranks have agreed on it."""
+"""The exchange of gradients in each step, by a plan that all ranks have agreed on."""

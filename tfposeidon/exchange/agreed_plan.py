@@ -1,4 +1,8 @@
-"""The plans of one optimizer, made and agreed on as its steps are traced, and what carries them out."""
+"""The plans of one optimizer, which ranks agree on when its steps are traced.
+
+There is one plan for each list of variables that the optimizer is called with: a GAN or a model
+that is trained in parts calls it with several.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +23,23 @@ from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.planning import advice, rules
 from tfposeidon.planning.plan import Plan, make_plan, with_rows
 from tfposeidon.policies import Policy
-from tfposeidon.state.rank_state import Piece
+from tfposeidon.state.rank_state import StateDescription
 
-# Collectives are matched by name. Planners take their number at their first step, which all ranks
-# reach together, and not when they are made: a rank may make or load more of them than others.
+# Collectives are matched by name. Plans take their number at their first step, which all ranks
+# reach together, and not when they are made: a rank may make or load more optimizers than others.
 _numbers = itertools.count()
 
 
 class AgreedPlans:
-    """A plan and an `Exchanger` for each list of variables that the optimizer is called with.
+    """A plan and an `Exchanger` for each list of variables that an optimizer is called with.
 
     Args:
-      policy: Decides which variable goes by which scheme.
-      bucket_bytes: See `DistributedOptimizer`.
+      policy: Decides which variable is exchanged by which scheme.
+      bucket_bytes: Bytes up to which small gradients are fused; see `DistributedOptimizer`.
+
+    Attributes:
+      policy: As given, or as `change_policy` has set it.
+      bucket_bytes: As given.
     """
 
     def __init__(self, policy: Policy, bucket_bytes: int) -> None:
@@ -39,12 +47,21 @@ class AgreedPlans:
         self.bucket_bytes = bucket_bytes
         self._exchangers: dict[Any, Exchanger] = {}
         self._effective_rates: dict[Any, EffectiveRate] = {}
-        self._norms: dict[Any, layer_norms.Choice] = {}
+        self._norms: dict[Any, layer_norms.NormMethod] = {}
         self._notes: dict[str, None] = {}
         self._zeros = Zeros()
 
     def exchanger(self, variables: list[Any], inner_optimizer: Any) -> Exchanger:
-        """What exchanges the gradients of `variables`; made at the first call."""
+        """Returns what exchanges the gradients of a list of variables, and makes it at the first call.
+
+        Args:
+          variables: Keras or TensorFlow variables; another order is another list.
+          inner_optimizer: Optimizer that applies the means.
+
+        Raises:
+          ValueError: If the plan does not go with the inner optimizer, or for a variable that is
+            not floating point.
+        """
         key = _key(variables)
         if key not in self._exchangers:
             plan = self._plan([describe(v) for v in variables])
@@ -54,26 +71,39 @@ class AgreedPlans:
         return self._exchangers[key]
 
     def effective_rate(self, variables: list[Any]) -> EffectiveRate:
-        """How far the weights moved for a gradient of 1, for the exchanger of `variables`."""
+        """Returns the rate at which the schemes' state of `variables` was made.
+
+        Args:
+          variables: A list for which `exchanger` was called.
+        """
         return self._effective_rates[_key(variables)]
 
     def norms(self, variables: list[Any]) -> Norms | None:
-        """How a layer-wise optimizer takes norms of these variables; as it likes, where `None`."""
-        return self._norms.get(_key(variables), layer_norms.Choice()).norms
+        """Returns the function by which a layer-wise optimizer computes norms; `None` for its own.
+
+        Args:
+          variables: Those that it updates.
+        """
+        return self._norms.get(_key(variables), layer_norms.NormMethod()).norms
 
     @property
     def exchangers(self) -> list[Exchanger]:
-        """All of them, in the order in which they were made."""
+        """All exchangers, in the order in which they were made."""
         return list(self._exchangers.values())
 
     @property
-    def agreed(self) -> list[Exchanger]:
-        """Those that have been in a step, in the order of their first."""
+    def agreed_exchangers(self) -> list[Exchanger]:
+        """Exchangers that ranks have agreed on in a step, in the order in which they were made."""
         return [exchanger for exchanger in self.exchangers if exchanger.prefix]
 
     def plan(self, variables: list[Any], inner_optimizer: Any) -> Plan:
-        """All plans as one, as the last step followed them; before the first step, that for `variables`."""
-        plans = [self._of_last_step(exchanger) for exchanger in self.agreed]
+        """Returns all plans as one, as the last step followed them; before the first step, that for `variables`.
+
+        Args:
+          variables: Trainable variables of the optimizer.
+          inner_optimizer: Optimizer that applies the means.
+        """
+        plans = [self._of_last_step(exchanger) for exchanger in self.agreed_exchangers]
         if not plans:
             plans = [self.exchanger(variables, inner_optimizer).plan]
         buckets = tuple(itertools.chain(*(plan.buckets for plan in plans)))
@@ -87,10 +117,21 @@ class AgreedPlans:
         inner_optimizer: Any,
         settings: dict[str, Any],
     ) -> None:
-        """While a step is traced: makes sure that all ranks are about to do the same; at the first, plans with factors.
+        """Makes sure, while the first step is traced, that all ranks are about to do the same, and plans with factors.
+
+        Later traces change nothing: ranks retrace when they like, and nobody else might be there to
+        answer.
 
         Args:
-          settings: What has to be the same on all ranks, besides the variables and this planner's own.
+          grads: Gradients of this rank, one per variable: tensors, `IndexedSlices` or `None`.
+          variables: Variables that they are for.
+          inner_optimizer: Optimizer that applies the means.
+          settings: What has to be the same on all ranks, besides the variables, the policy and
+            `bucket_bytes`. JSON must be able to hold it.
+
+        Raises:
+          RuntimeError: On all ranks alike, if variables or settings differ.
+          ValueError: If a scheme needs factors and no gradient has any.
         """
         exchanger = self.exchanger(variables, inner_optimizer)
         if exchanger.prefix is None:
@@ -108,20 +149,30 @@ class AgreedPlans:
         self._take_notes(grads, variables, inner_optimizer, settings)
 
     def change_policy(self, policy: Policy) -> None:
-        """Drops all plans; those of the next traced step follow `policy`."""
+        """Drops all plans; those of the next traced step follow `policy`.
+
+        Args:
+          policy: The same on all ranks.
+        """
         self.policy = policy
         self._exchangers.clear()
         self._effective_rates.clear()
         self._norms.clear()
         self._notes.clear()
 
-    def rank_state(self) -> Iterator[tuple[Any, Piece]]:
-        """Variables that schemes keep on this rank, and what each of them is."""
-        for number, (key, exchanger) in enumerate(self._exchangers.items()):
+    def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
+        """Yields the variables that schemes keep on this rank, each with what it is."""
+        for key, exchanger in self._exchangers.items():
             if any(exchanger.states):
-                yield from zip(itertools.chain(*exchanger.states), exchanger.pieces(), strict=True)
-                yield self._effective_rates[key].variable, Piece(name=f"update_rate_{number}")
-                yield exchanger.seen, Piece(name=f"seen_{number}")
+                yield from zip(
+                    itertools.chain(*exchanger.states), exchanger.describe_states(), strict=True
+                )
+                # By the variables, and not by a number: another run may meet the lists in another
+                # order.
+                members = exchanger.members
+                rate = StateDescription(name="effective_rate", members=members)
+                yield self._effective_rates[key].variable, rate
+                yield exchanger.had_gradient, StateDescription(name="had_gradient", members=members)
 
     def _plan(self, descriptions: list[Description]) -> Plan:
         topology = runtime.wire().topology
@@ -136,14 +187,14 @@ class AgreedPlans:
     def _plan_with_factors(
         self, grads: list[Any], variables: list[Any], replicated: list[Any]
     ) -> None:
-        """Plans again, now that the ops are there that make the gradients."""
+        """Plans again, now that the graph shows the ops that make the gradients."""
         exchanger = self._exchangers[_key(variables)]
         descriptions = [describe(v) for v in variables]
-        found = factor_agreement.find(grads, descriptions, replicated)
+        found = factor_agreement.find_factors(grads, descriptions, replicated)
         with tf.init_scope():
             everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
-        plan = self._plan(factor_agreement.agreed(descriptions, everybody))
-        factor_agreement.check(plan, self.policy)
+        plan = self._plan(factor_agreement.merge_findings(descriptions, everybody))
+        factor_agreement.check_any_factors(plan, self.policy)
         new = Exchanger(plan, exchanger.wire, self._zeros, exchanger.rows)
         new.take_over(exchanger)
         self._exchangers[_key(variables)] = new
@@ -152,7 +203,7 @@ class AgreedPlans:
         key = _key(variables)
         exchanger = self._exchangers[key]
         served = any(bucket.server for bucket in exchanger.plan.buckets)
-        self._norms[key] = layer_norms.choose(
+        self._norms[key] = layer_norms.choose_norms(
             inner_optimizer, variables, served, exchanger.wire, f"{exchanger.prefix}"
         )
         if self._norms[key].note:
@@ -172,9 +223,10 @@ class AgreedPlans:
                 self._note(f"{describe(variable).path}: rows are summed and sent as a dense matrix")
             if grad is None:
                 self._note(
-                    f"{describe(variable).path}: no gradient on rank {runtime.rank()}, zeros are sent"
+                    f"{describe(variable).path}: no gradient on rank {runtime.rank()}, "
+                    "zeros are sent"
                 )
-        for text in (advice.sparsity_advice(plan, inner_optimizer), advice.processor_advice(plan)):
+        for text in (advice.sparsity_advice(plan, inner_optimizer), advice.cpu_advice(plan)):
             if text:
                 self._note(text)
                 runtime.say("tfposeidon: %s.", text)
@@ -189,7 +241,10 @@ def _key(variables: list[Any]) -> Any:
 
 def _weighing(settings: dict[str, Any]) -> str:
     if settings["sample_count"]:
-        return f"ranks weigh by {settings['sample_count']}: exact for losses that are means over what it counts"
+        return (
+            f"ranks weigh by {settings['sample_count']}: exact for losses that are means over what "
+            "it counts"
+        )
     if settings["counted"]:
         return (
             "ranks weigh by their number of samples: exact for losses that are means over samples"

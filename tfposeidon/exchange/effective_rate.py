@@ -1,7 +1,7 @@
-"""How far weights move for a gradient of 1: what residuals must be rescaled by when it changes.
+"""How far weights move for a gradient of 1, by which residuals are rescaled when it changes.
 
-A residual made at one learning rate and sent at another would count by their ratio, and one made under one
-loss scale is wrong under the next.
+A residual that was made at one learning rate and sent at another would count by their ratio, and
+one that was made under one loss scale is wrong under the next.
 """
 
 from __future__ import annotations
@@ -17,19 +17,30 @@ class EffectiveRate:
     """Learning rate over loss scale, at the last step that changed the schemes' state.
 
     Attributes:
-      variable: That rate; 0 before the first such step.
+      variable: That rate, a float32 scalar; 0 before the first such step.
     """
 
     def __init__(self) -> None:
         with tf.init_scope():
             self.variable = tf.Variable(0.0, trainable=False, name="effective_rate")
 
-    def now(self, optimizer: Any) -> tf.Tensor:
-        """Float32; that of the step being made."""
+    def current(self, optimizer: Any) -> tf.Tensor:
+        """Returns the rate of the step that is being made, a float32 scalar.
+
+        Args:
+          optimizer: Keras optimizer, which may scale losses.
+        """
         rate = tf.cast(innermost(optimizer).learning_rate, tf.float32)
         return rate / tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
 
-    def rescale(self, now: tf.Tensor) -> tf.Tensor:
-        """Factor for what was kept, so that it counts as when it was made; 1 where there is no telling."""
-        known = tf.logical_and(self.variable > 0.0, now > 0.0)
-        return tf.where(known, tf.math.divide_no_nan(self.variable.read_value(), now), 1.0)
+    def rescale(self, current: tf.Tensor) -> tf.Tensor:
+        """Returns the factor for what was kept, so that it counts as it would have when it was made.
+
+        Args:
+          current: Rate of the step that is being made.
+
+        Returns:
+          Float32 scalar; 1 where one of the rates is 0, which tells nothing.
+        """
+        known = tf.logical_and(self.variable > 0.0, current > 0.0)
+        return tf.where(known, tf.math.divide_no_nan(self.variable.read_value(), current), 1.0)

@@ -14,7 +14,6 @@ from tfposeidon.gradients.description import Description
 from tfposeidon.gradients.factors import Factors, FactorShape, NoFactorsError
 from tfposeidon.planning.plan import Plan
 from tfposeidon.policies import Policy
-from tfposeidon.schemes import FactorScheme
 
 log = logging.getLogger("tfposeidon")
 
@@ -22,7 +21,7 @@ Found = dict[str, Any]
 """A `FactorShape` as it travels between ranks, with a digest of constants, or `{"why_not": text}`."""
 
 
-def find(
+def find_factors(
     gradients: Sequence[Any],
     descriptions: Sequence[Description],
     replicated: Collection[Any],
@@ -50,7 +49,7 @@ def _read(gradient: Any, description: Description, replicated: Collection[Any]) 
     return sufficient_factors.read(gradient, description.shape, description.dtype, replicated)
 
 
-def agreed(
+def merge_findings(
     descriptions: Sequence[Description], everybody: Sequence[Sequence[Found]]
 ) -> list[Description]:
     """Descriptions with the factors that all ranks have."""
@@ -76,7 +75,7 @@ def _merged(found: Sequence[Found]) -> dict[str, Any]:
     }
 
 
-def check(plan: Plan, policy: Policy) -> None:
+def check_any_factors(plan: Plan, policy: Policy) -> None:
     """Refuses a scheme that needs factors where no variable has any; single ones without go by all-reduce.
 
     Args:
@@ -92,7 +91,7 @@ def check(plan: Plan, policy: Policy) -> None:
         d for bucket in plan.buckets for d in bucket.descriptions if len(d.shape) > 1
     ):
         scheme = policy.choose(description, plan.topology).scheme
-        if isinstance(scheme, FactorScheme):
+        if scheme.needs_factors:
             raise ValueError(
                 f"{scheme.name!r} needs gradients that are a product of two thin matrices: those of kernels of "
                 f"{sufficient_factors.LAYERS}. Received: none; that of {description.path!r} is no product, because "
@@ -100,20 +99,20 @@ def check(plan: Plan, policy: Policy) -> None:
             )
 
 
-def taken(gradients: Sequence[Any], plan: Plan, replicated: Collection[Any]) -> list[Any]:
+def extract_factors(gradients: Sequence[Any], plan: Plan, replicated: Collection[Any]) -> list[Any]:
     """Gradients with `Factors` in the place of those that are to go by them, if this trace shows them.
 
     Raises:
       ValueError: If peers add a regulariser's part by themselves, which cannot be told from the rest of that matrix.
     """
-    taken = list(gradients)
+    extracted = list(gradients)
     for member, description in _by_factors(plan):
-        if taken[member] is None:
+        if extracted[member] is None:
             continue
         agreed = description.factors
         assert agreed is not None
         try:
-            factors = _read(taken[member], description, replicated)
+            factors = _read(extracted[member], description, replicated)
             reason = (
                 "" if factors.shape == agreed else f"its factors are {factors.shape}, not {agreed}"
             )
@@ -129,11 +128,11 @@ def taken(gradients: Sequence[Any], plan: Plan, replicated: Collection[Any]) -> 
                 "tfposeidon: %s goes as a whole matrix in this trace: %s.", description.path, reason
             )
         else:
-            taken[member] = factors
-    return taken
+            extracted[member] = factors
+    return extracted
 
 
-def as_planned(gradients: Sequence[Any], plan: Plan) -> list[Any]:
+def convert_to_factors(gradients: Sequence[Any], plan: Plan) -> list[Any]:
     """Gradients with matrices as `Factors`, too, where they are to go by them: times the unit matrix.
 
     Peers cannot know of another trace, and need not.

@@ -13,8 +13,6 @@ from tfposeidon.gradients.description import Description
 from tfposeidon.gradients.embedding_rows import Rows
 from tfposeidon.gradients.factors import Factors
 from tfposeidon.planning.plan import Bucket
-from tfposeidon.schemes.base import FactorScheme
-from tfposeidon.schemes.by_rows import ByRows, mean_products
 
 
 def exchange(
@@ -42,11 +40,7 @@ def exchange(
     factors = [_no_rows(d, zero) if g is None else g for g, d in pairs]
     rows = _agreed_rows(factors, wire, name, zero, after=[weight] if weight is not None else [])
     sent = [_sent(one, weight, zero) for one in factors]
-    if isinstance(bucket.scheme, ByRows):
-        mean = bucket.scheme.exchange_factors(sent, rows, bucket.dtype, wire, name)
-    else:
-        assert isinstance(bucket.scheme, FactorScheme)
-        mean = mean_products(bucket.scheme, sent, bucket.dtype, wire, name)
+    mean = bucket.scheme.exchange_products(sent, rows, bucket.dtype, wire, name)
     mean = tf.ensure_shape(mean, [bucket.length])
     if any(one.local is not None for one in factors):
         mean += tf.concat(

@@ -12,14 +12,14 @@ import tensorflow as tf
 
 from tfposeidon.communication.partition import balanced
 from tfposeidon.communication.wire import Wire, exchange_objects
-from tfposeidon.exchange.parallel_operator import gathered
+from tfposeidon.exchange.parallel_operator import gather_results
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, Norms, local_norms, norm_dtype
 from tfposeidon.optimizers.wrapping import innermost
 
 ROUNDS = 7
 
 
-def in_parallel(wire: Wire, name: str) -> Norms:
+def parallel_norms(wire: Wire, name: str) -> Norms:
     """Norms of which each rank takes those of some layers (CommLib, section 4.2), for variables that ranks agreed on.
 
     Cost: a P-th of the reading, and one all-gather of two numbers per layer.
@@ -35,12 +35,14 @@ def in_parallel(wire: Wire, name: str) -> Norms:
             if begin < end
             else None
         )
-        return tf.ensure_shape(gathered(own, dtype.name, [width], wire, name), [len(rows), width])
+        return tf.ensure_shape(
+            gather_results(own, dtype.name, [width], wire, name), [len(rows), width]
+        )
 
     return norms
 
 
-def of_parts(wire: Wire, served: Callable[[Any], bool], name: str) -> Norms:
+def sharded_norms(wire: Wire, served: Callable[[Any], bool], name: str) -> Norms:
     """Norms of variables of which some lie in parts on all ranks: their squares are summed.
 
     Args:
@@ -63,11 +65,11 @@ def of_parts(wire: Wire, served: Callable[[Any], bool], name: str) -> Norms:
     return norms
 
 
-class Choice(NamedTuple):
+class NormMethod(NamedTuple):
     """Who takes the norms of one list of variables.
 
     Attributes:
-      norms: For `used`; `None` where the optimizer asks for none, or servers complete them.
+      norms: For `override_norms`; `None` where the optimizer asks for none, or servers complete them.
       note: For the plan; may be empty.
     """
 
@@ -75,37 +77,37 @@ class Choice(NamedTuple):
     note: str = ""
 
 
-def choose(
+def choose_norms(
     optimizer: Any, variables: Sequence[Any], served: bool, wire: Wire, prefix: str
-) -> Choice:
+) -> NormMethod:
     """Who takes the norms that a layer-wise optimizer asks for, at the first trace of a step.
 
     Args:
       optimizer: The one inside `DistributedOptimizer`; it need not be layer-wise.
-      variables: What it trains; ranks have agreed on them, and on `settings`.
+      variables: What it trains; ranks have agreed on them, and on `norm_settings`.
       served: Whether servers update some of them.
       wire: What joins the ranks.
       prefix: Begins the names of collectives.
     """
     inner = innermost(optimizer)
     if not isinstance(inner, LayerWiseOptimizer) or wire.topology.size == 1:
-        return Choice()
+        return NormMethod()
     if served:
-        return Choice(
+        return NormMethod(
             note="norms of layers: of the servers' parts, their squares are summed over the ranks"
         )
-    layers = inner.scaled(variables)
-    parallel = in_parallel(wire, f"{prefix}.norms_of_layers")
+    layers = inner.scaled_variables(variables)
+    parallel = parallel_norms(wire, f"{prefix}.norms_of_layers")
     wanted, why = inner.parallel, f"parallel={inner.parallel}"
     if wanted == "auto":
         local_s, parallel_s = _measured(layers, wire, prefix)
         wanted = parallel_s < local_s
         why = f"measured once: {1e3 * parallel_s:.2f} ms in parallel, {1e3 * local_s:.2f} ms on every rank"
     note = f"norms of {len(layers)} layers: {'each rank a share' if wanted else 'all on every rank'} ({why})"
-    return Choice(parallel if wanted else local_norms, note)
+    return NormMethod(parallel if wanted else local_norms, note)
 
 
-def settings(optimizer: Any) -> dict[str, Any]:
+def norm_settings(optimizer: Any) -> dict[str, Any]:
     """What decides which collectives norms need, and so must be the same on all ranks; for JSON."""
     inner = innermost(optimizer)
     if not isinstance(inner, LayerWiseOptimizer):
@@ -114,7 +116,7 @@ def settings(optimizer: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def used(optimizer: Any, norms: Norms | None) -> Iterator[None]:
+def override_norms(optimizer: Any, norms: Norms | None) -> Iterator[None]:
     """Within it a layer-wise optimizer takes its norms so; elsewhere, whoever has it takes them by himself."""
     inner = innermost(optimizer)
     if norms is None or not isinstance(inner, LayerWiseOptimizer):
@@ -132,7 +134,7 @@ def _measured(layers: Sequence[Any], wire: Wire, prefix: str) -> tuple[float, fl
     if not layers:
         return 0.0, 0.0
     with tf.init_scope():
-        candidates = [local_norms, in_parallel(wire, f"{prefix}.measured_norms")]
+        candidates = [local_norms, parallel_norms(wire, f"{prefix}.measured_norms")]
         mine = [
             _seconds(norms, layers, wire, f"{prefix}.norms_{place}")
             for place, norms in enumerate(candidates)

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon.communication import runtime, surroundings
+from tfposeidon.communication import agreement, runtime, surroundings
 from tfposeidon.communication.partition import balanced, even
 from tfposeidon.communication.wire import Wire, exchange_objects, opaque, unknown_zero, zeros
 
@@ -67,10 +67,14 @@ def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf
     >>> tp.parallel_tensor_operator(lambda some: tf.stack([tf.reduce_sum(w) for w in some]), weights).numpy().tolist()
     [4.0, 6.0]
     """
-    return over(runtime.wire(), function, tensors, f"tp.parallel_tensor_operator_{next(_numbers)}")
+    return run_in_parallel(
+        runtime.wire(), function, tensors, f"tp.parallel_tensor_operator_{next(_numbers)}"
+    )
 
 
-def over(wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str) -> tf.Tensor:
+def run_in_parallel(
+    wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str
+) -> tf.Tensor:
     """See `parallel_tensor_operator`.
 
     Args:
@@ -85,7 +89,7 @@ def over(wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str) ->
         surroundings.check_graph()
         items = _items(tensors)
         description = _description(items)
-        begin, end = _parts(items, wire.topology.size)[wire.topology.rank]
+        begin, end = _cut(items, wire.topology.size)[wire.topology.rank]
         result = _result(function(items[begin:end])) if begin < end else None
     except Exception as error:  # noqa: BLE001
         problem = error
@@ -98,10 +102,10 @@ def over(wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str) ->
         everybody = exchange_objects(mine, wire, name)
     if problem is not None:
         raise problem
-    return gathered(result, *_agreed(everybody), wire, f"{name}.all_gather")
+    return gather_results(result, *_agreed(everybody), wire, f"{name}.all_gather")
 
 
-def gathered(
+def gather_results(
     own: tf.Tensor | None, dtype: str, shape: list[int], wire: Wire, name: str
 ) -> tf.Tensor:
     """The results of all ranks one after the other (Eq. 14), where it is known that they fit together.
@@ -134,7 +138,7 @@ def _items(tensors: Any) -> Any:
     return items
 
 
-def _parts(items: Any, ranks: int) -> list[tuple[int, int]]:
+def _cut(items: Any, ranks: int) -> list[tuple[int, int]]:
     if isinstance(items, list):
         return balanced(
             [sum(t.shape.num_elements() for t in tf.nest.flatten(item)) for item in items], ranks
@@ -175,37 +179,24 @@ def _agreed(everybody: list[dict[str, Any]]) -> tuple[str, list[int]]:
             raise RuntimeError(
                 f"A parallel tensor operator must not fail on any rank. Received, on rank {rank}: {other['error']}"
             )
-    for rank, other in enumerate(everybody):
-        if other["tensors"] != everybody[0]["tensors"]:
-            raise RuntimeError(
-                "All ranks must pass the same tensors to a parallel tensor operator. "
-                f"{_difference(everybody[0]['tensors'], other['tensors'])} on rank {rank}. Build the same list, in the "
-                "same order, on every rank."
-            )
+    agreement.require_equal(
+        [other["tensors"] for other in everybody],
+        "All ranks must pass the same tensors to a parallel tensor operator",
+        "Build the same list, in the same order, on every rank.",
+        agreement.at_first_item("item"),
+    )
     results = {
         rank: other["result"] for rank, other in enumerate(everybody) if other["result"] is not None
     }
-    first = min(results)
-    for rank, result in results.items():
-        if result != results[first]:
-            raise RuntimeError(
-                "The parts of a parallel tensor operator must fit together: one dtype, and one shape but for the first "
-                f"axis. Received: {_readable(results[first])} on rank {first}, {_readable(result)} on rank {rank}. "
-                "Return one row, or as many as you like, for each item."
-            )
-    return results[first][0], results[first][1]
-
-
-def _difference(first: list[Any], other: list[Any]) -> str:
-    place = next(
-        (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
-        min(len(first), len(other)),
+    agreement.require_equal(
+        results,
+        "The parts of a parallel tensor operator must fit together: one dtype, and one shape but "
+        "for the first axis",
+        "Return one row, or as many as you like, for each item.",
+        lambda first, other: (_readable(first), _readable(other)),
     )
-    here, there = (
-        str(items[place]) if place < len(items) else f"none (there are {place})"
-        for items in (first, other)
-    )
-    return f"Received, first at item {place}: {here} on rank 0, {there}"
+    dtype, shape = results[min(results)]
+    return dtype, shape
 
 
 def _readable(result: list[Any]) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfposeidon.communication import agreement
 from tfposeidon.communication.wire import Wire, exchange_objects
-from tfposeidon.exchange.agreement import as_json, check_same_variables
+from tfposeidon.exchange.variable_agreement import as_json, check_same_variables
 from tfposeidon.gradients.description import Description
 
 # What Horovod does not carry travels as whole numbers of the same width.
@@ -74,7 +75,7 @@ def differences(variables: Sequence[Any], wire: Wire) -> dict[str, list[int]]:
     everybody = exchange_objects(checksums(variables), wire, "tp.checksums")
     found: dict[str, list[int]] = {}
     for place, description in enumerate(describe_any(variables)):
-        ranks = [rank for rank, sums in enumerate(everybody) if sums[place] != everybody[0][place]]
+        ranks = agreement.different_ranks([sums[place] for sums in everybody])
         if ranks:
             found[description.path] = ranks
     return found
@@ -88,10 +89,7 @@ def different_arrays(arrays: Mapping[str, np.ndarray], wire: Wire) -> dict[str, 
     everybody = exchange_objects(mine, wire, "tp.arrays")
     names = dict.fromkeys(name for sums in everybody for name in sums)
     found = {
-        name: [
-            rank for rank, sums in enumerate(everybody) if sums.get(name) != everybody[0].get(name)
-        ]
-        for name in names
+        name: agreement.different_ranks([sums.get(name) for sums in everybody]) for name in names
     }
     return {name: ranks for name, ranks in found.items() if ranks}
 

@@ -29,7 +29,7 @@ class Server(Protocol):
     def own_parts(self, gradients: Sequence[Any]) -> list[Any]:
         """The parts that this rank serves, where there is but one rank."""
 
-    def completed(self, means: list[Any]) -> list[Any]:
+    def clip_by_whole_norms(self, means: list[Any]) -> list[Any]:
         """Means as the inner optimizer may see them: clipped by norms over all ranks."""
 
 
@@ -156,7 +156,7 @@ class Step:
         inner = self._optimizer.inner_optimizer
         self.plans.agree(gradients, variables, inner, self._settings(count))
         exchanger = self.exchanger(variables)
-        gradients = factor_agreement.taken(
+        gradients = factor_agreement.extract_factors(
             gradients, exchanger.plan, [*variables, *inner.variables]
         )
         with exchanger.call():
@@ -178,29 +178,34 @@ class Step:
         """
         if not self._exchanges(variables):
             rows = [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-            return Means(rows if server is None else server.completed(server.own_parts(rows)))
+            return Means(
+                rows if server is None else server.clip_by_whole_norms(server.own_parts(rows))
+            )
         assert self._absent is not None
         assert self._exposed_s is not None
         exchanger = self.exchanger(variables)
         presence = exchanger.presence(gradients, count)
-        sent = factor_agreement.as_planned(gradients, exchanger.plan)
+        sent = factor_agreement.convert_to_factors(gradients, exchanger.plan)
         ready = _time_after(sent)
         rate = self._rate(variables)
         values, states = exchanger.exchange(
             sent, presence.weight, None if rate is None else rate.rescale
         )
         if server is not None:
-            values = server.completed(values)
+            values = server.clip_by_whole_norms(values)
         self._exposed_s.assign_add(_time_after(values) - ready)
         # Read by nobody in most steps; a collective whose result is not used would be left out.
         self._absent.assign(presence.absent)
         state = list(zip(itertools.chain(*exchanger.states), itertools.chain(*states), strict=True))
         if rate is not None:
-            state += [(rate.variable, rate.now), (exchanger.seen, exchanger.now_seen(presence))]
+            state += [
+                (rate.variable, rate.now),
+                (exchanger.had_gradient, exchanger.updated_had_gradient(presence)),
+            ]
         return Means(
             values,
             missing=tuple(
-                exchanger.groups(
+                exchanger.group_by_first_step(
                     [index for index, gradient in enumerate(gradients) if gradient is None]
                 )
             ),
@@ -229,7 +234,7 @@ class Step:
         if not any(self.exchanger(variables).states):
             return None
         effective = self.plans.effective_rate(variables)
-        now = effective.now(self._optimizer.inner_optimizer)
+        now = effective.current(self._optimizer.inner_optimizer)
         return _Rate(effective.variable, now, effective.rescale(now))
 
     def _settings(self, count: Any) -> dict[str, Any]:
@@ -243,7 +248,7 @@ class Step:
                 type(optimizer.inner_optimizer).__name__,
                 type(innermost(optimizer)).__name__,
             ],
-            **layer_norms.settings(optimizer.inner_optimizer),
+            **layer_norms.norm_settings(optimizer.inner_optimizer),
         }
 
     # ------------------------------------------------------------------ for training loops and callbacks
@@ -270,7 +275,7 @@ class Step:
     @property
     def exchangers(self) -> list[Exchanger]:
         """What has exchanged gradients in the steps so far, for each list of variables."""
-        return self.plans.agreed
+        return self.plans.agreed_exchangers
 
     @property
     def exposed_s(self) -> float:

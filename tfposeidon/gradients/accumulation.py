@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfposeidon.gradients.embedding_rows import Rows, as_product
 from tfposeidon.gradients.factors import Factors
-from tfposeidon.state.rank_state import Piece
+from tfposeidon.state.rank_state import StateDescription
 
 
 class Accumulation:
@@ -35,11 +35,11 @@ class Accumulation:
         self._weight = optimizer.add_variable((), dtype="float32", name="accumulated_weight")
         self._calls = optimizer.add_variable((), dtype="int", name="accumulated_calls")
 
-    def rank_state(self, rank: int, size: int) -> list[tuple[Any, Piece]]:
+    def rank_state(self, rank: int, size: int) -> list[tuple[Any, StateDescription]]:
         """All variables, and what each of them is."""
         sums = [pair for one in self._sums for pair in one.rank_state(rank, size)]
-        weight = self._weight, Piece(name="accumulated_weight", holders=size)
-        return [*sums, weight, (self._calls, Piece(name="accumulated_calls"))]
+        weight = self._weight, StateDescription(name="accumulated_weight", owners=size)
+        return [*sums, weight, (self._calls, StateDescription(name="accumulated_calls"))]
 
     def add(
         self,
@@ -99,9 +99,9 @@ class _Sum:
         self.matrix = optimizer.add_variable_from_reference(variable, name="accumulator")
         self.stack = _Stack(self.matrix) if len(variable.shape) > 1 else None
 
-    def rank_state(self, rank: int, size: int) -> list[tuple[Any, Piece]]:
+    def rank_state(self, rank: int, size: int) -> list[tuple[Any, StateDescription]]:
         stacked = [] if self.stack is None else self.stack.rank_state(self.name, rank, size)
-        return [(self.matrix, Piece(name=self.name, holders=size)), *stacked]
+        return [(self.matrix, StateDescription(name=self.name, owners=size)), *stacked]
 
     def plus(self, gradient: Any, weight: tf.Tensor) -> Any:
         if isinstance(gradient, Factors):
@@ -187,7 +187,7 @@ class _Stack:
             self.local = _growing([0], wide, "local")
             self.weight = tf.Variable(0.0, trainable=False, name="weight")
 
-    def rank_state(self, name: str, rank: int, size: int) -> list[tuple[Any, Piece]]:
+    def rank_state(self, name: str, rank: int, size: int) -> list[tuple[Any, StateDescription]]:
         parts = {
             "left": self.left,
             "right": self.right,
@@ -195,11 +195,16 @@ class _Stack:
             "weights": self.weights,
         }
         rows = [
-            (variable, Piece(name=f"{name}_{part}", offset=rank, holders=size, joined=True))
+            (
+                variable,
+                StateDescription(
+                    name=f"{name}_{part}", offset=rank, owners=size, concatenated=True
+                ),
+            )
             for part, variable in parts.items()
         ]
-        local = self.local, Piece(name=f"{name}_local")
-        return [*rows, local, (self.weight, Piece(name=f"{name}_weight", holders=size))]
+        local = self.local, StateDescription(name=f"{name}_local")
+        return [*rows, local, (self.weight, StateDescription(name=f"{name}_weight", owners=size))]
 
     def plus(
         self, factors: Factors, weight: tf.Tensor, matrix: tf.Tensor, is_matrix: tf.Tensor

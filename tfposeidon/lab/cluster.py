@@ -1,11 +1,15 @@
-"""What is asked of the lab: nodes, links and faults. Pure, checked at construction."""
+"""The cluster that the lab emulates: nodes, and the links between them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tfposeidon.units import readable_rate
+
+# Addresses are 10.99.0.1 to 10.99.0.250; the switch has 10.99.0.254.
 MOST_NODES = 250
 BURST_S = 0.001
+# Two Ethernet frames. A bucket smaller than one would let nothing pass.
 SMALLEST_BURST_BYTES = 3200
 QUEUE_S = 0.05
 SMALLEST_QUEUE_BYTES = 2**24
@@ -13,20 +17,26 @@ SMALLEST_QUEUE_BYTES = 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The emulated machines and the links between them.
+    """Emulated machines and the links between them.
+
+    >>> cluster = Cluster(nodes=2, per_node=2, inter=2e8, slow=((1, 5e7),))
+    >>> print(cluster)
+    2 x 2 ranks, 200 Mb/s between nodes, 50 Mb/s for node 1
+    >>> cluster.rate(0), cluster.rate(1)
+    (200000000.0, 50000000.0)
 
     Args:
-      nodes: Machines, each with one link to a switch that has no limit of its own.
-      per_node: Ranks on each; they talk over the loopback.
+      nodes: Number of machines, each with one link to a switch that has no limit of its own.
+      per_node: Number of ranks on each machine; they communicate over its loopback.
       inter: Bits per second of a node's link, in each direction; `None` leaves it unshaped.
-      intra: Bits per second of the loopback of a node; `None` leaves it unshaped.
-      rtt: Seconds that a packet takes to another node and back, besides the machine's own time.
-      jitter: Seconds by which the time of one direction varies, at most, up or down.
-      loss: Part of the packets that get lost on their way to the switch.
-      slow: Bits per second of single nodes' links, in place of `inter`.
+      intra: Bits per second of a node's loopback; `None` leaves it unshaped.
+      rtt: Seconds added to the round trip of a packet between two nodes.
+      jitter: Seconds by which the delay of one direction varies at most, up or down.
+      loss: Fraction of the packets that are lost on their way to the switch.
+      slow: Pairs of a node and the bits per second of its link, in place of `inter`.
 
     Raises:
-      ValueError: If a value makes no sense.
+      ValueError: If a value is out of range.
     """
 
     nodes: int
@@ -45,8 +55,8 @@ class Cluster:
             raise ValueError(f"`--per-node` must be at least 1. Received: {self.per_node}")
         if self.jitter > self.rtt / 2:
             raise ValueError(
-                f"`--jitter` must not exceed half of `--rtt`, the time of one direction. Received: jitter "
-                f"{self.jitter * 1e3:g} ms, rtt {self.rtt * 1e3:g} ms"
+                "`--jitter` must not exceed half of `--rtt`, the time of one direction. Received: "
+                f"jitter {self.jitter * 1e3:g} ms, rtt {self.rtt * 1e3:g} ms"
             )
         for node, _ in self.slow:
             self.check_node("--slow", node)
@@ -57,23 +67,43 @@ class Cluster:
         return self.nodes * self.per_node
 
     def rate(self, node: int) -> float | None:
-        """Bits per second of a node's link."""
+        """Returns the bits per second of a node's link, `None` if it is unshaped.
+
+        Args:
+          node: Index of the node.
+        """
         return dict(self.slow).get(node, self.inter)
 
     @property
     def delays(self) -> bool:
-        """True if packets have to be held back or dropped, which shaping alone does not do."""
+        """True if packets have to be held back or dropped, which token buckets cannot do."""
         return self.rtt > 0 or self.loss > 0
 
     def check_node(self, option: str, node: int) -> None:
-        """Refuses a node that is not there, naming the option that asked for it."""
+        """Refuses a node that does not exist.
+
+        Args:
+          option: Command-line option that asked for it.
+          node: Index of the node.
+
+        Raises:
+          ValueError: If the cluster has no such node.
+        """
         if not 0 <= node < self.nodes:
             raise ValueError(
                 f"`{option}` names one of the nodes 0..{self.nodes - 1}. Received: node {node}"
             )
 
     def check_rank(self, option: str, rank: int) -> None:
-        """Refuses a rank that is not there, naming the option that asked for it."""
+        """Refuses a rank that does not exist.
+
+        Args:
+          option: Command-line option that asked for it.
+          rank: The rank.
+
+        Raises:
+          ValueError: If the cluster has no such rank.
+        """
         if not 0 <= rank < self.size:
             raise ValueError(
                 f"`{option}` names one of the ranks 0..{self.size - 1}. Received: rank {rank}"
@@ -93,30 +123,24 @@ class Cluster:
 
 
 def burst_bytes(rate: float) -> int:
-    """What a link lets through at once: one millisecond, so that timings hardly see it.
+    """Returns the bytes that a link lets through at once: those of one millisecond.
 
-    On the development machines smaller bursts lose rate under load, and larger ones flatter short exchanges.
+    On the development machines smaller bursts lost rate under load, and larger ones made short
+    exchanges faster than the link.
+
+    Args:
+      rate: Bits per second.
     """
     return max(round(rate / 8 * BURST_S), SMALLEST_BURST_BYTES)
 
 
 def queue_bytes(rate: float) -> int:
-    """What waits before a link until packets are dropped: 50 ms, and 16 MiB at least, as in deep-buffered switches.
+    """Returns the bytes that wait before a link until packets are dropped: 50 ms, at least 16 MiB.
 
-    So that schemes are measured, and not how this kernel's TCP recovers from losses.
+    Deep buffers, as some switches have, so that benchmarks measure schemes and not how TCP of
+    this kernel recovers from losses.
+
+    Args:
+      rate: Bits per second.
     """
     return max(round(rate / 8 * QUEUE_S), SMALLEST_QUEUE_BYTES)
-
-
-def readable_rate(rate: float | None) -> str:
-    """A rate as people read it.
-
-    >>> readable_rate(2e8), readable_rate(None)
-    ('200 Mb/s', 'unshaped')
-    """
-    if rate is None:
-        return "unshaped"
-    for unit, power in (("Gb/s", 1e9), ("Mb/s", 1e6), ("kb/s", 1e3)):
-        if rate >= power:
-            return f"{rate / power:g} {unit}"
-    return f"{rate:g} b/s"

@@ -3,8 +3,8 @@
   python -m tfposeidon lab --nodes 2 --per-node 2 --inter 200mbit -- python train.py
 
 Nodes are network namespaces on this machine, joined by a switch; ranks find the environment that
-horovodrun gives them. At the end a table tells what crossed each node's link, read from its queues.
-The exit status is the job's. Needs Linux with iproute2, as root or with user namespaces.
+horovodrun gives them. At the end a table shows what crossed each node's link, read from its queues.
+The exit status is that of the job. Needs Linux with iproute2, as root or with user namespaces.
 """
 
 from __future__ import annotations
@@ -19,18 +19,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfposeidon.lab import faults, sandbox, units
+from tfposeidon.lab import faults, sandbox
 from tfposeidon.lab.cluster import Cluster
 from tfposeidon.lab.faults import Fault
+from tfposeidon.units import parse_duration, parse_rate, parse_share, parse_size
+
+RANK_BYTES = 4e8
+"""Memory that TensorFlow takes by itself in each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for on the command line, checked.
+    """Request of the command line, checked.
 
     Attributes:
+      cluster: The nodes and links to emulate.
+      command: The program that each rank runs, and its arguments.
+      faults: Faults to inject.
       show: Ranks whose output is shown; `None` for all.
-      report: Where to write JSON.
+      report: File for the report in JSON; `None` for none.
     """
 
     cluster: Cluster
@@ -41,39 +48,46 @@ class Request:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `python -m tfposeidon lab`."""
-    rate, time = _type(units.rate), _type(units.duration)
+    """Adds the options of `python -m tfposeidon lab`.
+
+    Args:
+      parser: Parser of the command.
+    """
+    rate, time = _type(parse_rate), _type(parse_duration)
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--nodes", type=int, required=True, metavar="M", help="number of nodes")
     cluster.add_argument(
         "--per-node", type=int, default=1, metavar="N", help="ranks on each node (1)"
     )
     cluster.add_argument(
-        "--inter", type=rate, metavar="RATE", help="of a node's link, each way: 200mbit (unshaped)"
+        "--inter",
+        type=rate,
+        metavar="RATE",
+        help="rate of a node's link in each direction: 200mbit (unshaped)",
     )
     cluster.add_argument(
-        "--intra", type=rate, metavar="RATE", help="between ranks of a node: 10gbit (unshaped)"
+        "--intra", type=rate, metavar="RATE", help="rate between ranks of a node: 10gbit (unshaped)"
     )
     cluster.add_argument(
         "--rtt",
         type=time,
         default=0.0,
         metavar="TIME",
-        help="time that a round trip takes longer: 1ms",
+        help="time added to each round trip: 1ms (none)",
     )
     cluster.add_argument(
         "--jitter",
         type=time,
         default=0.0,
         metavar="TIME",
-        help="by which each way varies, at most half of rtt: 100us",
+        help="variation of one direction's delay, at most half of rtt: 100us (none)",
     )
     cluster.add_argument(
         "--loss",
-        type=_type(units.share),
+        type=_type(_loss),
         default=0.0,
         metavar="SHARE",
-        help="packets that get lost: 0.1%%",
+        help="share of packets that are lost: 0.1%% (none)",
     )
     cluster.add_argument(
         "--slow",
@@ -84,9 +98,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another rate for one node",
     )
     trouble = parser.add_argument_group(
-        "faults, each as often as wanted; seconds count from the start of the ranks"
+        "faults, which may be repeated; seconds count from the start of the ranks"
     )
-    for name, reader, form, help_text in (
+    for name, reader, syntax, help_text in (
         ("--kill", faults.kill, "RANK@SECONDS", "kill a rank"),
         ("--stop", faults.stop, "RANK@SECONDS+SECONDS", "stop a rank (SIGSTOP) for some time"),
         ("--cut", faults.cut, "NODE@SECONDS", "cut a node's link for good"),
@@ -97,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             type=_type(reader),
             action="extend",
             default=[],
-            metavar=form,
+            metavar=syntax,
             help=help_text,
         )
     output = parser.add_argument_group("output")
@@ -105,17 +119,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--show",
         choices=("all", "first"),
         default="all",
-        help="every rank's output, or rank 0's (all)",
+        help="whose output is shown: every rank's, or rank 0's (all)",
     )
-    output.add_argument(
-        "--report", type=Path, metavar="FILE", help="also write what was seen as JSON"
-    )
+    output.add_argument("--report", type=Path, metavar="FILE", help="also write the report as JSON")
     output.add_argument(
         "--rank-memory",
-        type=_type(units.size),
-        default=4e8,
+        type=_type(parse_size),
+        default=RANK_BYTES,
         metavar="SIZE",
-        help="that each rank will need (400mb)",
+        help="memory that each rank will need: 1.5GB (400MB)",
     )
     parser.add_argument(
         "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each rank runs"
@@ -123,23 +135,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs `python -m tfposeidon lab`; returns the job's exit status, or 2 if nothing was started."""
+    """Runs `python -m tfposeidon lab`.
+
+    Args:
+      options: Parsed options, and in `options.arguments` the arguments they were parsed from.
+
+    Returns:
+      The job's exit status, or 2 if nothing was started.
+    """
     try:
-        asked = request(options)
-        _check_horovod()
-        _check_report(asked.report)
-        _check_memory(asked.cluster, options.rank_memory)
+        request = read_request(options)
+        _check_report(request.report)
+        check_machine(request.cluster, options.rank_memory)
         return sandbox.run("tfposeidon.lab.inside", options.arguments)
     except (ValueError, sandbox.UnavailableError) as error:
         print(f"tfposeidon lab: {error}", file=sys.stderr)
         return 2
 
 
-def request(options: argparse.Namespace) -> Request:
-    """What the options ask for.
+def read_request(options: argparse.Namespace) -> Request:
+    """Checks the options, and returns what they ask for.
+
+    Args:
+      options: Parsed options.
 
     Raises:
-      ValueError: If something does not fit together.
+      ValueError: If options contradict one another, or the command does not exist.
     """
     cluster = Cluster(
         nodes=options.nodes,
@@ -161,7 +182,8 @@ def request(options: argparse.Namespace) -> Request:
         raise ValueError("A command is missing. Put it last: ... -- python train.py")
     if not shutil.which(command[0]):
         raise ValueError(
-            f"The command must be there. Received: {command[0]!r}, which is neither on PATH nor a program"
+            f"The command must be there. Received: {command[0]!r}, which is neither on PATH nor a "
+            "program"
         )
     show = None if options.show == "all" else {0}
     return Request(
@@ -169,10 +191,25 @@ def request(options: argparse.Namespace) -> Request:
     )
 
 
+def check_machine(cluster: Cluster, rank_bytes: float) -> None:
+    """Refuses a machine that lacks Horovod, or memory for all ranks.
+
+    Args:
+      cluster: The nodes and their ranks.
+      rank_bytes: Bytes of memory that each rank will need.
+
+    Raises:
+      ValueError: If this machine lacks one of them.
+    """
+    _check_horovod()
+    _check_memory(cluster, rank_bytes)
+
+
 def _check_horovod() -> None:
     if not importlib.util.find_spec("horovod"):
         raise ValueError(
-            "The lab needs Horovod, in whose store ranks find one another. Run: python -m tfposeidon install"
+            "The lab needs Horovod, in whose store ranks find one another. Run: "
+            "python -m tfposeidon install"
         )
 
 
@@ -184,16 +221,16 @@ def _check_report(path: Path | None) -> None:
 
 
 def _check_memory(cluster: Cluster, rank_bytes: float) -> None:
-    """More ranks than fit would be killed one by one, minutes later."""
+    # The kernel would kill ranks that do not fit, one by one and minutes later.
     lines = Path("/proc/meminfo").read_text().splitlines()
     free_bytes = next(
         1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")
     )
     if cluster.size * rank_bytes > free_bytes:
         raise ValueError(
-            f"All ranks must fit into memory. Received: {cluster.size} ranks of {rank_bytes / 1e9:g} GB (what "
-            f"TensorFlow takes by itself), {free_bytes / 1e9:.1f} GB free. Ask for fewer, or tell with --rank-memory "
-            "that they need less."
+            f"All ranks must fit into memory. Received: {cluster.size} ranks of "
+            f"{rank_bytes / 1e9:g} GB (what TensorFlow takes by itself), {free_bytes / 1e9:.1f} GB "
+            "free. Ask for fewer, or set --rank-memory if they need less."
         )
 
 
@@ -201,11 +238,18 @@ def _slow(text: str) -> tuple[int, float]:
     node, equals, rate = text.partition("=")
     if not equals or not node.isdigit():
         raise ValueError(f"A slow node reads NODE=RATE, like 1=50mbit. Received: {text!r}")
-    return int(node), units.rate(rate)
+    return int(node), parse_rate(rate)
+
+
+def _loss(text: str) -> float:
+    share = parse_share(text)
+    if share == 1:
+        raise ValueError(f"A share must be below 100%, or nothing arrives. Received: {text!r}")
+    return share
 
 
 def _type(reader: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Lets argparse show the reader's own words."""
+    """Returns a `type` for argparse that shows the message of `reader` when it refuses a value."""
 
     def read(text: str) -> Any:
         try:

@@ -1,9 +1,9 @@
 """Holds packets back between nodes and switch, or drops them: delay, jitter and loss.
 
-The kernels of many clouds and containers come without `netem`, and none can test what it lacks, so a
-process of our own stands in each link, between two TAP devices: `eth0` in the node and the bridge's
-port. Segmentation offload is left on where nothing is dropped, so a frame is up to 64 kB and costs
-some 20 us of one core: good for links of a few Gb/s.
+The kernels of many clouds and containers come without `netem`, so a process of our own stands in
+the links, between two TAP devices each: `eth0` in the node and the bridge's port. Segmentation
+offload is left on where nothing is dropped, so a frame is up to 64 kB and costs some 20 us of one
+core: good for links of a few Gb/s.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from tfposeidon.lab.sandbox import UnavailableError
 
 TUN_DEVICE = "/dev/net/tun"
+# From linux/if_tun.h.
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 OFFLOAD_CHECKSUM, OFFLOAD_TSO4 = 0x01, 0x02
@@ -33,7 +34,7 @@ LARGEST_FRAME = 2**16 + 256
 
 
 @dataclass(order=True)
-class _Held:
+class _HeldFrame:
     due_s: float
     number: int
     target: int = field(compare=False)
@@ -42,13 +43,19 @@ class _Held:
 
 @dataclass(kw_only=True)
 class DelayLine:
-    """Passes frames from one TAP device to another.
+    """Frames on their way from nodes to the switch.
+
+    >>> line = DelayLine(delay_s=0.5, jitter_s=0.0, loss=0.0)
+    >>> line.take(b"frame", target=5, now_s=1.0)
+    >>> line.due(1.0), line.until_next(1.0), line.due(1.5)
+    ([], 0.5, [(5, b'frame')])
 
     Args:
-      delay_s: Seconds from node to switch.
-      jitter_s: By which that varies, up or down, uniformly; frames never overtake one another.
-      loss: Part of the frames from node to switch that is dropped.
-      seed: Of jitter and loss.
+      delay_s: Seconds that a frame takes.
+      jitter_s: Seconds by which that varies, up or down, uniformly; frames to one target never
+        overtake one another.
+      loss: Fraction of the frames that is dropped.
+      seed: Seed of jitter and loss.
     """
 
     delay_s: float
@@ -58,22 +65,35 @@ class DelayLine:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self._held: list[_Held] = []
+        self._held: list[_HeldFrame] = []
         self._last_due: dict[int, float] = {}
         self._count = 0
 
     def take(self, frame: bytes, target: int, now_s: float) -> None:
-        """A frame on its way to the switch."""
+        """Takes a frame, to drop it or to hold it until it is due.
+
+        Args:
+          frame: The frame.
+          target: Where it goes: the descriptor of a TAP device.
+          now_s: Seconds since some moment.
+        """
         if self._random.random() < self.loss:
             return
         due = now_s + self.delay_s + self._random.uniform(-self.jitter_s, self.jitter_s)
         due = max(due, self._last_due.get(target, 0.0))
         self._last_due[target] = due
         self._count += 1
-        heapq.heappush(self._held, _Held(due, self._count, target, frame))
+        heapq.heappush(self._held, _HeldFrame(due, self._count, target, frame))
 
     def due(self, now_s: float) -> list[tuple[int, bytes]]:
-        """The frames whose time has come, each with its target, in order."""
+        """Returns the frames whose time has come, and no longer holds them.
+
+        Args:
+          now_s: Seconds since the same moment.
+
+        Returns:
+          Pairs of a target and a frame, in the order in which they are due.
+        """
         ready = []
         while self._held and self._held[0].due_s <= now_s:
             held = heapq.heappop(self._held)
@@ -81,16 +101,28 @@ class DelayLine:
         return ready
 
     def until_next(self, now_s: float) -> float | None:
-        """Seconds until a frame is due; `None` if none is held."""
+        """Returns the seconds until a frame is due, `None` if none is held.
+
+        Args:
+          now_s: Seconds since the same moment.
+        """
         return max(0.0, self._held[0].due_s - now_s) if self._held else None
 
 
 def start(
     node_devices: Sequence[str], switch_devices: Sequence[str], line: DelayLine
 ) -> subprocess.Popen[str]:
-    """Makes the devices in this network namespace, and a process that passes frames between them.
+    """Makes TAP devices in this network namespace, and a process that passes frames between them.
 
     The devices stay connected when they are moved to other namespaces.
+
+    Args:
+      node_devices: Names of the devices at the nodes' ends of the links.
+      switch_devices: Names of the devices at the switch's ends, in the same order.
+      line: How frames are delayed and dropped on their way to the switch.
+
+    Returns:
+      The process, which works until it is killed.
 
     Raises:
       UnavailableError: If the machine has no TAP devices, with the remedy.
@@ -109,8 +141,9 @@ def start(
     if answer != "ready":
         process.wait()
         raise UnavailableError(
-            f"Delay, jitter and loss need TAP devices. Received: {answer or 'no answer'}. Load the kernel module "
-            f"`tun` (modprobe tun), let containers see {TUN_DEVICE}, or leave --rtt, --jitter and --loss out."
+            f"Delay, jitter and loss need TAP devices. Received: {answer or 'no answer'}. Load the "
+            f"kernel module `tun` (modprobe tun), let containers see {TUN_DEVICE}, or leave --rtt, "
+            "--jitter and --loss out."
         )
     return process
 
@@ -125,7 +158,7 @@ def _tap(name: str, offload: bool) -> int:
 
 
 def _pass_frames(to_switch: dict[int, int], to_nodes: dict[int, int], line: DelayLine) -> None:
-    """Works until it is killed: frames to the switch through the line, those to the nodes at once."""
+    """Passes frames until it is killed: to the switch through the line, to the nodes at once."""
     devices = [*to_switch, *to_nodes]
     while True:
         # select() waits for microseconds, epoll for whole milliseconds.
@@ -141,7 +174,7 @@ def _pass_frames(to_switch: dict[int, int], to_nodes: dict[int, int], line: Dela
 
 
 def _read(device: int) -> list[bytes]:
-    """Some frames, as many as are there, but not so many that others starve."""
+    """Returns the frames that are there, but not so many that other devices starve."""
     frames = []
     for _ in range(16):
         try:
@@ -161,9 +194,10 @@ def _write(device: int, frame: bytes) -> None:
 
 
 def main() -> None:
-    """Makes the devices, says so, and passes frames."""
+    """Makes the devices, writes "ready" or the error to standard output, and passes frames."""
     request = json.loads(sys.argv[1])
     line = DelayLine(**request["line"])
+    # With offload one frame stands for up to 44 packets: loss would hit all of them together.
     offload = line.loss == 0
     # To be on time on a loaded machine; root of a user namespace may not.
     with contextlib.suppress(PermissionError):

@@ -1,4 +1,4 @@
-"""Faults on request: what happens to which rank or node, and when."""
+"""Faults on request: ranks are killed or stopped, links are cut."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something that happens to a rank or a node while the job runs.
+    """Fault of a rank or a node while the job runs.
+
+    >>> str(Fault(kind="cut", target=1, at_s=30.0))
+    "cut node 1's link after 30 s"
 
     Args:
-      kind: "kill", "stop" and "continue" a rank, or "cut" a node's link.
-      target: The rank or the node.
-      at_s: Seconds after the ranks were started.
+      kind: "kill", "stop" or "continue" for a rank, "cut" for a node's link.
+      target: Index of the rank or the node.
+      at_s: Seconds after the start of the ranks.
     """
 
     kind: str
@@ -26,16 +29,29 @@ class Fault:
 
 
 def kill(text: str) -> list[Fault]:
-    """Reads `RANK@SECONDS`."""
+    """Reads what `--kill` asks for.
+
+    Args:
+      text: `RANK@SECONDS`.
+
+    Raises:
+      ValueError: If `text` has another form.
+    """
     rank, at_s = _numbers(r"(\d+)@([\d.]+)", text, "RANK@SECONDS, like 1@30")
     return [Fault(kind="kill", target=int(rank), at_s=at_s)]
 
 
 def stop(text: str) -> list[Fault]:
-    """Reads `RANK@SECONDS+SECONDS`: when it is stopped, and for how long.
+    """Reads what `--stop` asks for.
 
     >>> [str(fault) for fault in stop("1@30+5")]
     ['stop rank 1 after 30 s', 'continue rank 1 after 35 s']
+
+    Args:
+      text: `RANK@SECONDS+SECONDS`: when the rank is stopped, and for how long.
+
+    Raises:
+      ValueError: If `text` has another form.
     """
     rank, at_s, for_s = _numbers(
         r"(\d+)@([\d.]+)\+([\d.]+)", text, "RANK@SECONDS+SECONDS, like 1@30+5"
@@ -47,7 +63,14 @@ def stop(text: str) -> list[Fault]:
 
 
 def cut(text: str) -> list[Fault]:
-    """Reads `NODE@SECONDS`."""
+    """Reads what `--cut` asks for.
+
+    Args:
+      text: `NODE@SECONDS`.
+
+    Raises:
+      ValueError: If `text` has another form.
+    """
     node, at_s = _numbers(r"(\d+)@([\d.]+)", text, "NODE@SECONDS, like 1@30")
     return [Fault(kind="cut", target=int(node), at_s=at_s)]
 
@@ -57,4 +80,5 @@ def _numbers(pattern: str, text: str, form: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in found.groups())  # type: ignore[union-attr]
     except (AttributeError, ValueError):
+        # No match, or a number such as "1.2.3".
         raise ValueError(f"A fault reads {form}. Received: {text!r}") from None

@@ -1,4 +1,4 @@
-"""`python -m tfposeidon.lab.inside`: the part of the lab that runs in namespaces of its own."""
+"""The part of the lab that runs in namespaces of its own: `python -m tfposeidon.lab.inside`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tfposeidon import quiet
 from tfposeidon.lab import command, report
 from tfposeidon.lab.cluster import Cluster
 from tfposeidon.lab.network import INTERFACE, SWITCH_ADDRESS, host_name, network
@@ -18,16 +19,24 @@ from tfposeidon.lab.sandbox import ENDED, UnavailableError
 
 
 def main(arguments: list[str]) -> int:
-    """Builds the cluster, runs the job on it, and reports; returns the exit status."""
+    """Builds the cluster, runs the job on it, and reports.
+
+    Args:
+      arguments: Those of `python -m tfposeidon lab`.
+
+    Returns:
+      The exit status: the job's, or 2 if there was no job.
+    """
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
+    # Ranks may write what this locale cannot encode; that must not end their job.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    return asyncio.run(_run(command.request(parser.parse_args(arguments))))
+    return asyncio.run(_run(command.read_request(parser.parse_args(arguments))))
 
 
 async def _run(request: command.Request) -> int:
-    _end_with(sys.stdin.fileno())
+    _cancel_at_end_of(sys.stdin.fileno())
     try:
         with network(request.cluster) as built, rendezvous(request.cluster) as environments:
             job = Job(built, request.faults, request.show)
@@ -49,22 +58,29 @@ async def _run(request: command.Request) -> int:
     return job.status
 
 
-def _end_with(descriptor: int) -> None:
-    """Cancels the current task when nothing more can come from `descriptor`: so the sandbox asks for the end."""
+def _cancel_at_end_of(descriptor: int) -> None:
+    """Cancels the current task when `descriptor` is at its end: so the sandbox asks for the end."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
 
-    def end() -> None:
+    def cancel() -> None:
         loop.remove_reader(descriptor)
         task.cancel()
 
-    loop.add_reader(descriptor, end)
+    loop.add_reader(descriptor, cancel)
 
 
 @contextmanager
 def rendezvous(cluster: Cluster) -> Iterator[list[dict[str, str]]]:
-    """Horovod's key-value store at the switch, and what each rank needs in its environment, as from `horovodrun`."""
+    """Starts Horovod's key-value store at the switch, as `horovodrun` would.
+
+    Args:
+      cluster: The nodes and their ranks.
+
+    Yields:
+      The environment variables of each rank, by rank. The store ends with the context.
+    """
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
     from horovod.runner.http.http_server import RendezvousServer
@@ -74,7 +90,12 @@ def rendezvous(cluster: Cluster) -> Iterator[list[dict[str, str]]]:
     server = RendezvousServer()
     store_port = server.start()
     server.init(slots)
-    common = os.environ | create_run_env_vars(SWITCH_ADDRESS, [INTERFACE], str(store_port))
+    common = (
+        quiet.DEFAULTS
+        | os.environ
+        | create_run_env_vars(SWITCH_ADDRESS, [INTERFACE], str(store_port))
+    )
+    # The lab shows lines as ranks write them.
     common |= {"PYTHONUNBUFFERED": "1"}
     try:
         yield [common | create_slot_env_vars(slot) for slot in slots]

@@ -1,7 +1,8 @@
 """Shapes, FLOPs and single-device speeds of the models that the papers train.
 
-ResNet's convolutions have no bias, as in the paper and unlike Keras's. Differs from the papers: GoogLeNet and
-Inception-V3 are without auxiliary heads. FLOPs are those of products, not of pooling, activation and normalisation.
+ResNet's convolutions have no bias, as in the paper and unlike those of Keras. Differs from the
+papers: GoogLeNet and Inception-V3 are without auxiliary heads. FLOPs are those of products, not of
+pooling, activation and normalisation.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal
+
+from tfposeidon import ranges
 
 Kind = Literal["convolution", "dense", "embedding"]
 IMAGE_CHANNELS = 3
@@ -18,18 +21,23 @@ IMAGE_CHANNELS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer with parameters, in the order of the forward pass.
+    """Layer with parameters.
+
+    >>> layer = model("alexnet").layers[-1]
+    >>> layer.name, layer.kernel, layer.parameters
+    ('dense3', (4096, 1000), 4097000)
 
     Attributes:
-      name: Unique within the model.
-      kernel: (height, width, channels in, channels out) of a convolution, of one group's channels in where it is
-        grouped; (in, out) of a dense layer or embedding.
-      kind: What makes the kernel's gradient: a convolution, a matrix product or a scatter of rows (in transformers the
-        logits share the "tokens" embedding, so a matrix product adds to its gradient).
-      vectors: Lengths of the further parameters: bias, or what the normalisation that follows learns.
-      flops: Of the forward pass, per sample; a multiply-add counts 2. An embedding has 0.
-      rows: Rows per sample in the product that makes the kernel's gradient: 1, or the sequence's length; 0 for a
-        convolution.
+      name: Name, unique within the model.
+      kernel: (height, width, channels in, channels out) of a convolution, with the channels in of
+        one group where it is grouped; (in, out) of a dense layer or embedding.
+      kind: What makes the kernel's gradient: a convolution, a matrix product or a scatter of rows.
+        In transformers the logits share the "tokens" embedding, so a matrix product adds to its
+        gradient.
+      vectors: Lengths of the further parameters: bias, or those of the normalisation that follows.
+      flops: FLOPs of the forward pass per sample; a multiply-add counts 2. An embedding has 0.
+      rows: Rows per sample in the product that makes the kernel's gradient: 1, or the length of
+        the sequence; 0 for a convolution.
     """
 
     name: str
@@ -41,10 +49,17 @@ class Layer:
 
     @property
     def parameters(self) -> int:
+        """Number of parameters."""
         return math.prod(self.kernel) + sum(self.vectors)
 
     def shrunk(self, factor: float) -> Layer:
-        """Channels, matrix sides and vectors divided by `factor`; windows and image channels stay, and FLOPs do."""
+        """Returns the layer with channels, matrix sides and vectors divided by a factor.
+
+        Windows, the channels of images, and FLOPs stay.
+
+        Args:
+          factor: At least 1.
+        """
         window, channels = self.kernel[:-2], self.kernel[-2:]
         image = self.kind == "convolution" and channels[0] == IMAGE_CHANNELS
         inputs = channels[0] if image else _divided(channels[0], factor)
@@ -56,11 +71,11 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model as one of the papers trains it.
+    """Model as one of the papers trains it.
 
     Attributes:
-      name: As in `MODELS`; with "/factor" where it was shrunk.
-      layers: In the order of the forward pass.
+      name: Its name in `MODELS`, with "/factor" where it was shrunk.
+      layers: Layers with parameters, in the order of the forward pass.
       batch: Samples per device and step.
       throughput: Samples per second of one device that exchanges nothing.
       source: Where batch and throughput come from, and on which device.
@@ -74,11 +89,12 @@ class Model:
 
     @property
     def parameters(self) -> int:
+        """Number of parameters."""
         return sum(layer.parameters for layer in self.layers)
 
     @property
     def flops(self) -> float:
-        """Of the forward pass, per sample of the model before it was shrunk."""
+        """FLOPs of the forward pass, per sample of the model before it was shrunk."""
         return sum(layer.flops for layer in self.layers)
 
     @property
@@ -87,28 +103,34 @@ class Model:
         return self.batch / self.throughput
 
     def times(self) -> tuple[tuple[float, float], ...]:
-        """Seconds forward and backward of each layer, in the order of `layers`; together `step_s`.
+        """Returns the seconds of each layer's forward and backward pass, together `step_s`.
 
-        The step's time is spread by FLOPs. Backward takes twice the forward, because it makes two products (of the
-        kernel's and of the input's gradient) where forward makes one.
+        The time of a step is spread by FLOPs. The backward pass takes twice as long as the forward
+        pass, because it makes two products (for the gradients of kernel and input) where the
+        forward pass makes one.
         """
         flop_s = self.step_s / (3 * self.flops)
         return tuple((layer.flops * flop_s, 2 * layer.flops * flop_s) for layer in self.layers)
 
     def shrunk(self, factor: float) -> Model:
-        """A model that stands for this one with less memory: M, N and K divided by `factor`.
+        """Returns a model that stands for this one with less memory: M, N and K are divided.
 
-        Every dimension is divided by the same rule, rounded, and at least 1. Factors have K (M + N) elements and
-        matrices M N, so both shrink with the square of `factor` while the batch K can, and rows per sample stay. The
-        step and each layer take as long as before, so throughput divides as the batch does and FLOPs stay.
+        Every dimension is divided by the same rule, rounded, and at least 1. Factors have K (M + N)
+        elements and matrices M N, so both shrink with the square of `factor` as long as the batch K
+        can shrink; rows per sample stay. The step and each layer take as long as before, so
+        throughput is divided as the batch is, and FLOPs stay.
+
+        >>> full, quarter = model("vgg19"), model("vgg19").shrunk(4)
+        >>> full.batch, quarter.batch, round(full.parameters / quarter.parameters)
+        (256, 64, 16)
+
+        Args:
+          factor: At least 1.
 
         Raises:
           ValueError: If `factor` is below 1.
         """
-        if not factor >= 1:
-            raise ValueError(
-                f"`factor` must be at least 1. Received: factor={factor}. Use 1 for the full size."
-            )
+        ranges.check_number("factor", factor, ranges.AT_LEAST_1, "Use 1 for the full size.")
         batch = _divided(self.batch, factor)
         return replace(
             self,
@@ -120,10 +142,13 @@ class Model:
 
 
 def model(name: str) -> Model:
-    """The model of that name.
+    """Returns the model of a name.
+
+    Args:
+      name: One of `MODELS`.
 
     Raises:
-      ValueError: If there is none.
+      ValueError: If there is none of that name.
     """
     if name not in MODELS:
         raise ValueError(f"`name` must be one of {', '.join(MODELS)}. Received: name={name!r}")
@@ -135,34 +160,40 @@ def _divided(length: int, factor: float) -> int:
 
 
 def _convolution(name: str, kernel: tuple[int, ...], side: int, *, vectors: int = 1) -> Layer:
-    """With an output of `side` x `side` and `vectors` vectors of one value per channel."""
+    """Returns a layer with an output of `side` x `side`.
+
+    It has as many `vectors`, of one value per channel.
+    """
     flops = 2 * math.prod(kernel) * side**2
     lengths = (kernel[-1],) * vectors
     return Layer(name=name, kernel=kernel, kind="convolution", vectors=lengths, flops=flops, rows=0)
 
 
 def _stem(*shapes: tuple[int, int, int, int]) -> Iterator[Layer]:
-    """Convolutions of (output side, window, channels in, channels out)."""
-    for place, (side, window, inputs, out) in enumerate(shapes, 1):
-        yield _convolution(f"convolution{place}", (window, window, inputs, out), side)
+    """Yields convolutions of (output side, window, channels in, channels out)."""
+    for number, (side, window, inputs, out) in enumerate(shapes, 1):
+        yield _convolution(f"convolution{number}", (window, window, inputs, out), side)
 
 
 def _branches(
     name: str, channels: int, branches: str, side: int, last: int = 0, vectors: int = 1
 ) -> Generator[Layer, None, int]:
-    """Convolutions from one input of `channels`: "1x1x64 | 1x1x96 3x3x128+1x1x8" has two branches.
+    """Yields convolutions from one input of `channels`, in branches.
 
-    A step is height x width x channels out; "+" sets two side by side. Outputs are `side` x `side`, at the end of a
-    branch `last` x `last`. Returns the channels of all branches' ends together.
+    "1x1x64 | 1x1x96 3x3x128+1x1x8" has two branches. A step is height x width x channels out; "+"
+    sets two side by side. Outputs are `side` x `side`, at the end of a branch `last` x `last`.
+
+    Returns:
+      The number of channels at the ends of all branches together.
     """
     ends = 0
     for branch, steps in enumerate(branches.split("|"), 1):
         inputs = channels
-        for place, step in enumerate(steps.split(), 1):
-            size = last if last and place == len(steps.split()) else side
+        for number, step in enumerate(steps.split(), 1):
+            size = last if last and number == len(steps.split()) else side
             kernels = [tuple(map(int, kernel.split("x"))) for kernel in step.split("+")]
             for height, width, out in kernels:
-                layer = f"{name}/{branch}.{place}/{height}x{width}"
+                layer = f"{name}/{branch}.{number}/{height}x{width}"
                 yield _convolution(layer, (height, width, inputs, out), size, vectors=vectors)
             inputs = sum(out for _, _, out in kernels)
         ends += inputs
@@ -172,7 +203,10 @@ def _branches(
 def _dense(
     name: str, inputs: int, outputs: int, *, rows: int = 1, vectors: int = 1, more: float = 0
 ) -> Layer:
-    """With `vectors` vectors of one value per output; `more` FLOPs are of products without a kernel."""
+    """Returns a layer with `vectors` vectors of one value per output.
+
+    `more` are the FLOPs of products without a kernel.
+    """
     flops = 2 * inputs * outputs * rows + more
     lengths = (outputs,) * vectors
     return Layer(
@@ -181,8 +215,8 @@ def _dense(
 
 
 def _classifier(*widths: int) -> Iterator[Layer]:
-    for place, (inputs, outputs) in enumerate(pairwise(widths), 1):
-        yield _dense(f"dense{place}", inputs, outputs)
+    for number, (inputs, outputs) in enumerate(pairwise(widths), 1):
+        yield _dense(f"dense{number}", inputs, outputs)
 
 
 def _alexnet() -> Iterator[Layer]:
@@ -203,7 +237,10 @@ def _vgg19(classes: int) -> Iterator[Layer]:
 
 
 def _resnet(*blocks: int) -> Iterator[Layer]:
-    """He et al. 2016, Table 1: each convolution is normalised, and a stage's stride is in its first 1 x 1."""
+    """He et al. 2016, Table 1.
+
+    Each convolution is normalised, and the stride of a stage is in its first 1 x 1 convolution.
+    """
     yield _convolution("convolution1", (7, 7, IMAGE_CHANNELS, 64), 112, vectors=2)
     channels = 64
     for stage, count in enumerate(blocks):
@@ -248,7 +285,8 @@ INCEPTION_V3 = (  # output side, output side of the branches' ends, branches
         (
             17,
             17,
-            f"1x1x192 | 1x1x{n} 1x7x{n} 7x1x192 | 1x1x{n} 7x1x{n} 1x7x{n} 7x1x{n} 1x7x192 | 1x1x192",
+            f"1x1x192 | 1x1x{n} 1x7x{n} 7x1x192 | "
+            f"1x1x{n} 7x1x{n} 1x7x{n} 7x1x{n} 1x7x192 | 1x1x192",
         )
         for n in (128, 160, 160, 192)
     ),
@@ -258,13 +296,13 @@ INCEPTION_V3 = (  # output side, output side of the branches' ends, branches
 
 
 def _inception_v3() -> Iterator[Layer]:
-    """Szegedy et al. 2016 at 299 x 299, normalised without gamma and without the auxiliary head, as Keras has it."""
+    """Szegedy et al. 2016 at 299 x 299, as in Keras: no gamma, and no auxiliary head."""
     first = (149, 3, IMAGE_CHANNELS, 32)
     yield from _stem(first, (147, 3, 32, 32), (147, 3, 32, 64), (73, 1, 64, 80), (71, 3, 80, 192))
     channels = 192
-    for place, (side, last, branches) in enumerate(INCEPTION_V3):
+    for index, (side, last, branches) in enumerate(INCEPTION_V3):
         pooled = channels if last < side else 0
-        channels = pooled + (yield from _branches(f"mixed{place}", channels, branches, side, last))
+        channels = pooled + (yield from _branches(f"mixed{index}", channels, branches, side, last))
     yield from _classifier(channels, 1000)
 
 
@@ -275,40 +313,55 @@ def _embedding(name: str, entries: int, width: int, length: int, *, vectors: int
     )
 
 
+PROJECTIONS = ("query", "key", "value", "output")
+
+
 def _transformer(
     blocks: dict[str, int], *, width: int, tokens: int, length: int, positions: int = 0
 ) -> Iterator[Layer]:
-    """Blocks of so many attentions and a feed-forward part; the matrix that embeds `tokens` makes the logits too.
+    """Yields blocks of so many attentions and a feed-forward part each.
 
-    Learned `positions` come with biases in the attention, as in BERT. Of the products without a kernel of their own,
-    the scores' FLOPs (4 length^2 width) are spread evenly over an attention's four projections, and the logits' stand
-    at the last layer, where their time passes.
+    The matrix that embeds `tokens` makes the logits, too. Learned `positions` come with biases in
+    the attention, as in BERT. Of the products without a kernel of their own, the FLOPs of the
+    scores (4 length^2 width) are spread evenly over the four projections of an attention, and those
+    of the logits are at the last layer, where their time passes.
     """
     yield _embedding("tokens", tokens, width, length)
     if positions:
         yield _embedding("positions", positions, width, length, vectors=2)
     for block, attentions in blocks.items():
-        for place in range(4 * attentions):
-            name = f"{block}/attention{place // 4 + 1}/{('query', 'key', 'value', 'output')[place % 4]}"
-            vectors = (positions > 0) + 2 * (place % 4 == 3)
+        for attention, (index, projection) in product(range(attentions), enumerate(PROJECTIONS)):
+            name = f"{block}/attention{attention + 1}/{projection}"
+            # Its bias, and after the last one the layer normalisation.
+            vectors = (positions > 0) + 2 * (index == len(PROJECTIONS) - 1)
             yield _dense(name, width, width, rows=length, vectors=vectors, more=length**2 * width)
         yield _dense(f"{block}/inner", width, 4 * width, rows=length)
         logits = 2 * length * width * tokens if block == list(blocks)[-1] else 0
         yield _dense(f"{block}/outer", 4 * width, width, rows=length, vectors=3, more=logits)
 
 
-# Vaswani et al. 2017, base, and BERT-base (Devlin et al. 2019) without its pooler and segment embedding. The latter
-# stands for CommLib's Transformer, of which only the 110 M parameters and the 256 words are told.
-BASE = {f"encoder{place}": 1 for place in range(1, 7)} | {
-    f"decoder{place}": 2 for place in range(1, 7)
+# Vaswani et al. 2017, base, and BERT-base (Devlin et al. 2019) without its pooler and segment
+# embedding. The latter stands for CommLib's Transformer, of which the paper tells only the 110 M
+# parameters and the 256 words.
+BASE = {f"encoder{number}": 1 for number in range(1, 7)} | {
+    f"decoder{number}": 2 for number in range(1, 7)
 }
-BERT = {f"encoder{place}": 1 for place in range(1, 13)}
+BERT = {f"encoder{number}": 1 for number in range(1, 13)}
 
 POSEIDON = "Poseidon (Zhang et al. 2017), section 5.1 and Table 3; Titan X"
 COMMLIB = "CommLib (Shi et al. 2021), section 5.5; V100, mixed precision"
-THEANO_MPI = "Theano-MPI (Ma et al. 2016), Table 3: 5,120 images in 31.2 s on one K20m (it seems), 3.90 s on eight"
-VASWANI = "Vaswani et al. 2017, section 5: 25,000 tokens in 0.4 s on eight P100, exchange included; in sentences of 25"
-NO_BATCH = "the batch is not told: 8 explains Table 3, given the exposed time per parameter of VGG-19 and ResNet-50"
+THEANO_MPI = (
+    "Theano-MPI (Ma et al. 2016), Table 3: 5,120 images in 31.2 s on one K20m (it seems), 3.90 s "
+    "on eight"
+)
+VASWANI = (
+    "Vaswani et al. 2017, section 5: 25,000 tokens in 0.4 s on eight P100, exchange included; in "
+    "sentences of 25"
+)
+NO_BATCH = (
+    "the batch is not told: 8 explains Table 3, given the exposed time per parameter of VGG-19 and "
+    "ResNet-50"
+)
 
 
 def _model(name: str, layers: Iterator[Layer], batch: int, throughput: float, source: str) -> Model:

@@ -1,9 +1,9 @@
 """Nodes and links: namespaces joined by a bridge, shaped by `tc` in both directions.
 
-A node is a process that holds a network, a host-name and a mount namespace, with a `/dev/shm` of its
-own. Its link is a pair of interfaces: `eth0` in the node, `portN` on the bridge, which lies in the lab's
-own namespace, where the rendezvous server listens. What a node sends queues at `eth0`, what it receives
-at its port.
+A node is a process that holds a network, a host-name and a mount namespace, with a `/dev/shm` of
+its own. Its link is a pair of interfaces: `eth0` in the node, `portN` on the bridge, which lies in
+the lab's own namespace, where the rendezvous server listens. What a node sends queues at `eth0`,
+what it receives at its port.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tfposeidon.lab import delay_line
 from tfposeidon.lab.cluster import Cluster, burst_bytes, queue_bytes
@@ -22,26 +23,34 @@ from tfposeidon.lab.sandbox import UnavailableError
 
 SWITCH_ADDRESS = "10.99.0.254"
 INTERFACE = "eth0"
-# Reno is the one congestion control that every kernel allows in a namespace; what a kernel has as its default
-# differs, and BBR, for one, leaves up to half of a link idle when both directions are full.
-HOLD = """
-hostname "$0" && ip link set dev lo up && mount -t sysfs none /sys && mount -t tmpfs none /dev/shm &&
+# Of every packet as the interface counts it: Ethernet, IP, and TCP with time stamps.
+HEADER_BYTES = 66
+# Reno is the one congestion control that every kernel allows in a namespace. The defaults of
+# kernels differ, and BBR, for one, leaves up to half of a link idle when both directions are full.
+HOLD_NODE = """
+hostname "$0" && ip link set dev lo up &&
+mount -t sysfs none /sys && mount -t tmpfs none /dev/shm &&
 echo reno > /proc/sys/net/ipv4/tcp_congestion_control && echo ready && exec sleep infinity
 """
-# A tmpfs over /mnt, in a mount namespace of our own: the file needs no place outside.
-HOSTS = "mount -t tmpfs none /mnt && cat > /mnt/hosts && mount --bind /mnt/hosts /etc/hosts && umount -l /mnt"
+# By way of a tmpfs over /mnt in our mount namespace, so that no file is written outside.
+REPLACE_HOSTS = (
+    "mount -t tmpfs none /mnt && cat > /mnt/hosts && "
+    "mount --bind /mnt/hosts /etc/hosts && umount -l /mnt"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What crossed one node's link, headers included.
-
-    Attributes:
-      sent_bytes, sent_packets: From the node to the switch.
-      received_bytes, received_packets: From the switch to the node.
-      dropped_packets: Lost in full queues, in either direction.
+    """Traffic over one node's link, headers included.
 
     With delay or jitter, frames of up to 64 kB that arrive at a node count as one packet.
+
+    Attributes:
+      sent_bytes: Bytes from the node to the switch.
+      sent_packets: Packets from the node to the switch.
+      received_bytes: Bytes from the switch to the node.
+      received_packets: Packets from the switch to the node.
+      dropped_packets: Packets lost in full queues, in either direction.
     """
 
     sent_bytes: int
@@ -52,7 +61,13 @@ class Traffic:
 
 
 class Network:
-    """The links of a cluster; made by `network()`."""
+    """Nodes and links of a cluster, while they exist; made by `network()`.
+
+    Args:
+      cluster: The nodes and links that were asked for.
+      holders: Process ids of the processes that hold the namespaces of the nodes, by node.
+      line: The process that delays packets, if there is one.
+    """
 
     def __init__(
         self, cluster: Cluster, holders: list[int], line: subprocess.Popen[str] | None
@@ -62,7 +77,13 @@ class Network:
         self._line = line
 
     def entering(self, node: int) -> list[str]:
-        """What to put before a command so that it runs on a node, in the present directory."""
+        """Returns the words to put before a command so that it runs on a node.
+
+        The command runs in the current directory.
+
+        Args:
+          node: Index of the node.
+        """
         target = str(self._holders[node])
         return [
             "nsenter",
@@ -77,15 +98,19 @@ class Network:
         ]
 
     def cut(self, node: int) -> None:
-        """Pulls the cable at the switch."""
+        """Cuts a node's link for good, at the switch.
+
+        Args:
+          node: Index of the node.
+        """
         _call("ip", "link", "set", "dev", port(node), "down")
 
     def traffic(self) -> list[Traffic]:
-        """What has crossed each node's link so far, as the queues at its ends counted it."""
-        received = _queues("tc")
-        return [self._of_node(node, received) for node in range(self.cluster.nodes)]
+        """Returns the traffic over each node's link so far, counted by the queues at its ends."""
+        ports = _queues("tc")
+        return [self._traffic_of(node, ports) for node in range(self.cluster.nodes)]
 
-    def _of_node(self, node: int, ports: dict[str, dict[str, int]]) -> Traffic:
+    def _traffic_of(self, node: int, ports: dict[str, dict[str, int]]) -> Traffic:
         sent = _queues(*self.entering(node), "tc")[INTERFACE]
         received = ports[port(node)]
         return Traffic(
@@ -97,7 +122,9 @@ class Network:
         )
 
     def byte_counts(self) -> list[int]:
-        """Bytes that each node has sent so far: cheap, without the headers that segmentation adds later.
+        """Returns the bytes that each node has sent so far.
+
+        Cheaper than `traffic`, but without the headers that segmentation adds later.
 
         Raises:
           UnavailableError: If the links are dead, because the delay line is.
@@ -116,31 +143,68 @@ class Network:
 
 
 def host_name(node: int) -> str:
-    """What the ranks of a node call their host."""
+    """Returns the host name of a node.
+
+    Args:
+      node: Index of the node.
+    """
     return f"node{node}"
 
 
 def address(node: int) -> str:
-    """The node's address on the network of the lab."""
+    """Returns a node's address on the network of the lab.
+
+    Args:
+      node: Index of the node.
+    """
     return f"10.99.0.{node + 1}"
 
 
 def port(node: int) -> str:
-    """The bridge's end of a node's link."""
+    """Returns the name of the interface at the bridge's end of a node's link.
+
+    Args:
+      node: Index of the node.
+    """
     return f"port{node}"
+
+
+def payload_bytes(interface: str = INTERFACE, direction: Literal["tx", "rx"] = "tx") -> int:
+    """Returns what this node has carried over an interface so far, in bytes without headers.
+
+    To be called on a rank. Where the interface is missing, as outside the lab, it is 0.
+
+    Args:
+      interface: Name of the interface; that of the node's link by default.
+      direction: "tx" for what was sent, "rx" for what was received.
+    """
+    folder = Path("/sys/class/net") / interface / "statistics"
+    if not folder.exists():
+        return 0
+    carried, packets = (
+        int((folder / f"{direction}_{what}").read_text()) for what in ("bytes", "packets")
+    )
+    return carried - HEADER_BYTES * packets
 
 
 @contextmanager
 def network(cluster: Cluster) -> Iterator[Network]:
     """Builds the nodes and their links; to be called inside the sandbox.
 
+    Args:
+      cluster: What to build.
+
+    Yields:
+      The network, which ends with the context.
+
     Raises:
-      subprocess.CalledProcessError: If the kernel refuses, with its words.
+      subprocess.CalledProcessError: If the kernel refuses, with its message.
+      UnavailableError: If delays are asked for and the machine has no TAP devices.
     """
     hosts = Path("/etc/hosts").read_text() + "".join(
         f"{address(node)} {host_name(node)}\n" for node in range(cluster.nodes)
     )
-    _call("sh", "-c", HOSTS, text=hosts)
+    _call("sh", "-c", REPLACE_HOSTS, text=hosts)
     _call("ip", "link", "set", "dev", "lo", "up")
     _call("ip", "link", "add", "name", "switch", "type", "bridge")
     _call("ip", "addr", "add", f"{SWITCH_ADDRESS}/24", "dev", "switch")
@@ -165,7 +229,7 @@ def network(cluster: Cluster) -> Iterator[Network]:
 
 
 def _hold(name: str) -> subprocess.Popen[str]:
-    command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", HOLD, name]
+    command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", HOLD_NODE, name]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stderr is not None
@@ -198,7 +262,7 @@ def _connect(built: Network, node: int) -> None:
 
 
 def _queue(rate: float | None) -> list[str]:
-    """A token bucket, or, where nothing is shaped, a plain queue, because it counts."""
+    """Returns a token bucket for `tc`, or, where nothing is shaped, a plain queue that counts."""
     if rate is None:
         return ["pfifo", "limit", "10000"]
     return [
@@ -213,7 +277,7 @@ def _queue(rate: float | None) -> list[str]:
 
 
 def _queues(*tc: str) -> dict[str, dict[str, int]]:
-    """The counters of every root queue, by interface."""
+    """Returns the counters of every root queue, by interface."""
     return {
         queue["dev"]: queue
         for queue in json.loads(_call(*tc, "-s", "-j", "qdisc", "show"))

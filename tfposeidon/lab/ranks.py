@@ -1,4 +1,4 @@
-"""Starts the ranks of a job, passes their output on, lets faults happen, and ends all when one fails."""
+"""Runs the ranks of a job: passes their output on, injects faults, ends all when one fails."""
 
 from __future__ import annotations
 
@@ -15,22 +15,35 @@ from typing import IO
 
 from tfposeidon.lab.faults import Fault
 from tfposeidon.lab.network import Network
+from tfposeidon.quiet import is_startup_message
 
-LAST_WORDS_S = 10.0
+GRACE_S = 10.0
+"""Time in which ranks may end by themselves after one has failed, and say why."""
 TERMINATION_S = 3.0
-SAMPLE_S = 0.5
-LOOK_S = 0.02
+"""Time between SIGTERM and SIGKILL."""
+SAMPLE_INTERVAL_S = 0.5
+POLL_INTERVAL_S = 0.02
 DRAIN_S = 1.0
+"""Time to read on after a rank has ended: what it has started may keep the pipe open."""
 KEPT_LINES = 30
 CHUNK_BYTES = 65536
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
-# Progress bars go back to the start of their line.
+# Progress bars return to the start of their line. Not at the end of a chunk: "\n" may follow.
 LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!$)")
 
 
 @dataclass(kw_only=True)
 class Rank:
-    """One process of the job. `status` is `None` while it runs, negative for a signal."""
+    """Process of a job.
+
+    Attributes:
+      number: The rank.
+      node: Index of its node.
+      process: The process, which leads a session of its own.
+      status: Exit status, negative for a signal; `None` while it runs.
+      wall_s: Seconds from the start of the job to the end of the rank.
+      last_lines: The end of its output.
+    """
 
     number: int
     node: int
@@ -40,7 +53,11 @@ class Rank:
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
 
     def signal(self, number: int) -> None:
-        """Reaches the rank and what it has started."""
+        """Sends a signal to the rank and to what it has started.
+
+        Args:
+          number: The signal.
+        """
         # It may have ended, with all that belongs to it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
@@ -49,17 +66,24 @@ class Rank:
         if self.status is None:
             return f"rank {self.number} runs"
         if self.status < 0:
-            return f"rank {self.number} was ended by {signal.Signals(-self.status).name} after {self.wall_s:.1f} s"
+            name = signal.Signals(-self.status).name
+            return f"rank {self.number} was ended by {name} after {self.wall_s:.1f} s"
         return f"rank {self.number} ended with exit status {self.status} after {self.wall_s:.1f} s"
 
 
 class Job:
-    """The ranks of one job.
+    """Job whose ranks run on the nodes of a network.
 
     Args:
-      network: Where they run.
-      faults: What happens on the way.
-      show: Ranks whose output is shown, `None` for all. The first to fail is always heard.
+      network: The nodes.
+      faults: Faults to inject while the job runs.
+      show: Ranks whose output is shown, `None` for all. The end of the output of the first to
+        fail is always shown.
+
+    Attributes:
+      ranks: The ranks that were started, in order.
+      first_failed: The rank that failed first, `None` if none has.
+      samples: Pairs of seconds since the start and the bytes that each node had sent by then.
     """
 
     def __init__(self, network: Network, faults: list[Fault], show: set[int] | None) -> None:
@@ -75,40 +99,45 @@ class Job:
 
     @property
     def wall_s(self) -> float:
-        """Seconds until the slowest rank had ended."""
+        """Seconds from the start of the job to the end of its slowest rank."""
         return max((rank.wall_s for rank in self.ranks), default=0.0)
 
     @property
     def status(self) -> int:
-        """The job's exit status: 0, or that of the rank that failed first, as a shell gives it."""
+        """Exit status of the job: 0, or that of the rank that failed first, as a shell gives it."""
         status = self.first_failed.status if self.first_failed else 0
         assert status is not None
         return status if status >= 0 else 128 - status
 
     async def run(self, command: list[str], environments: list[dict[str, str]]) -> None:
-        """Runs `command` once per environment, and returns when every rank has ended.
+        """Runs the job, and returns when every rank has ended.
+
+        Args:
+          command: The program that each rank runs, and its arguments.
+          environments: Environment variables of each rank; there are as many ranks.
 
         Raises:
-          asyncio.CancelledError: After all ranks were ended, when the task is cancelled or nobody reads our output.
+          asyncio.CancelledError: After all ranks were ended, when the task is cancelled or nobody
+            reads our output.
           UnavailableError: After all ranks were ended, when the network has failed.
         """
         self._begin = time.monotonic()
         self._task = asyncio.current_task()
-        watched: list[asyncio.Task[None]] = []
-        beside: set[asyncio.Task[None]] = set()
+        watchers: list[asyncio.Task[None]] = []
+        background: set[asyncio.Task[None]] = set()
         try:
             for number, variables in enumerate(environments):
                 self.ranks.append(await self._start(number, command, variables))
-            watched = [asyncio.create_task(self._watch(rank)) for rank in self.ranks]
-            beside = {asyncio.create_task(self._happen(fault)) for fault in self._faults}
-            beside.add(asyncio.create_task(self._sample()))
-            await _all_of(watched, beside)
+            watchers = [asyncio.create_task(self._watch(rank)) for rank in self.ranks]
+            background = {asyncio.create_task(self._inject(fault)) for fault in self._faults}
+            background.add(asyncio.create_task(self._sample()))
+            await _wait_for(watchers, background)
         finally:
             self._ended = True
-            for task in beside:
+            for task in background:
                 task.cancel()
             await self._end(0.0)
-            await asyncio.gather(*watched)
+            await asyncio.gather(*watchers)
             self._take_sample()
 
     async def _start(self, number: int, command: list[str], variables: dict[str, str]) -> Rank:
@@ -129,16 +158,17 @@ class Job:
         output = [
             asyncio.create_task(self._pass_on(rank, source, sink)) for source, sink in streams
         ]
-        # Process.wait() would also wait for the pipes, which what the rank has started may hold open.
+        # Process.wait() would also wait for the pipes, which children of the rank may hold open.
         while (status := rank.process.returncode) is None:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
         rank.status, rank.wall_s = status, time.monotonic() - self._begin
         failed_first = status != 0 and self.first_failed is None and not self._ended
         if failed_first:
             self.first_failed = rank
-        _, open_still = await asyncio.wait(output, timeout=DRAIN_S)
-        for task in open_still:
+        _, still_open = await asyncio.wait(output, timeout=DRAIN_S)
+        for task in still_open:
             task.cancel()
+        # What it has started and left behind.
         rank.signal(signal.SIGKILL)
         if failed_first:
             self._fail(rank)
@@ -157,13 +187,16 @@ class Job:
 
     def _print(self, rank: Rank, line: bytes, sink: IO[str]) -> None:
         text = line.decode(errors="replace")
+        if is_startup_message(text):
+            return
         rank.last_lines.append(text)
         if self._show is not None and rank.number not in self._show:
             return
         try:
             print(f"[{rank.number}] {text}", file=sink, flush=True)
         except BrokenPipeError:
-            # As in `lab ... | head`: nobody listens, so the job ends. What is still buffered must not fail again.
+            # As in `lab ... | head`: nobody reads, so the job ends. What is still buffered must not
+            # fail again when Python flushes it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())
             assert self._task is not None
             self._task.cancel()
@@ -173,12 +206,12 @@ class Job:
             for line in rank.last_lines:
                 print(f"[{rank.number}] {line}", file=sys.stderr)
         say(str(rank))
-        self._ending = asyncio.create_task(self._end(LAST_WORDS_S))
+        self._ending = asyncio.create_task(self._end(GRACE_S))
 
-    async def _end(self, last_words_s: float) -> None:
-        """Ends what still runs: after some time for last words by SIGTERM, then by SIGKILL."""
+    async def _end(self, grace_s: float) -> None:
+        """Ends what still runs: after a time of grace by SIGTERM, then by SIGKILL."""
         for number, wait_s in (
-            (None, last_words_s),
+            (None, grace_s),
             (signal.SIGTERM, TERMINATION_S),
             (signal.SIGKILL, 0.0),
         ):
@@ -192,7 +225,7 @@ class Job:
             ):
                 await asyncio.sleep(0.05)
 
-    async def _happen(self, fault: Fault) -> None:
+    async def _inject(self, fault: Fault) -> None:
         await asyncio.sleep(self._begin + fault.at_s - time.monotonic())
         say(str(fault))
         if fault.kind == "cut":
@@ -203,22 +236,28 @@ class Job:
     async def _sample(self) -> None:
         while True:
             self._take_sample()
-            await asyncio.sleep(SAMPLE_S)
+            await asyncio.sleep(SAMPLE_INTERVAL_S)
 
     def _take_sample(self) -> None:
         self.samples.append((time.monotonic() - self._begin, self._network.byte_counts()))
 
 
-async def _all_of(watched: list[asyncio.Task[None]], beside: set[asyncio.Task[None]]) -> None:
-    """Waits for all that are watched; what fails beside them, fails here."""
-    waiting = set(watched)
+async def _wait_for(
+    watchers: list[asyncio.Task[None]], background: set[asyncio.Task[None]]
+) -> None:
+    """Waits for all watchers; raises what a task of either kind raises, as soon as it does."""
+    waiting = set(watchers)
     while waiting:
-        done, _ = await asyncio.wait(waiting | beside, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(waiting | background, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
-        waiting, beside = waiting - done, beside - done
+        waiting, background = waiting - done, background - done
 
 
 def say(text: str) -> None:
-    """A line of the lab's own, apart from the ranks' output."""
+    """Writes a line of the lab's own to standard error, apart from the output of ranks.
+
+    Args:
+      text: The line.
+    """
     print(f"tfposeidon lab: {text}", file=sys.stderr, flush=True)

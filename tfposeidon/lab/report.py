@@ -1,4 +1,4 @@
-"""What the lab saw: a table for people, JSON for programs."""
+"""Reports of the lab: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ from typing import Any
 from tfposeidon.lab.cluster import Cluster
 from tfposeidon.lab.network import Traffic, host_name
 from tfposeidon.lab.ranks import Job
-from tfposeidon.text import bars, readable, table
+from tfposeidon.text import sparkline, table
+from tfposeidon.units import readable_size
 
 LONGEST_BARS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One run of a job.
+    """Report of a job.
 
     Attributes:
-      wall_s: Seconds until the slowest rank had ended.
-      ranks: Of each rank its node, exit status (negative for a signal) and seconds.
-      traffic: What crossed each node's link, headers included.
-      sent_over_time: Pairs of seconds since the start and the bytes that each node had sent by then.
+      cluster: The nodes and links on which it ran.
+      command: The program that each rank ran, and its arguments.
+      exit_status: Exit status of the job.
+      wall_s: Seconds from the start to the end of the slowest rank.
+      ranks: For each rank its number, node, exit status (negative for a signal) and seconds.
+      traffic: Traffic over each node's link, headers included.
+      sent_over_time: Pairs of seconds since the start and the bytes that each node had sent by
+        then.
     """
 
     cluster: Cluster
@@ -42,7 +47,14 @@ class Report:
     def of(
         cls, cluster: Cluster, command: Sequence[str], job: Job, traffic: Sequence[Traffic]
     ) -> Report:
-        """What there is to say about a job that has ended."""
+        """Returns the report of a job that has ended.
+
+        Args:
+          cluster: The nodes and links on which it ran.
+          command: The program that each rank ran, and its arguments.
+          job: The job.
+          traffic: Traffic over each node's link at its end.
+        """
         return cls(
             cluster=cluster,
             command=command,
@@ -56,30 +68,42 @@ class Report:
             sent_over_time=job.samples,
         )
 
-    def used(self, node: int, size_bytes: int) -> float | None:
-        """Part of what the link could have carried one way in that time; `None` if it has no limit."""
+    def link_share(self, node: int, size_bytes: int) -> float | None:
+        """Returns bytes as a fraction of what a link could have carried one way during the job.
+
+        Args:
+          node: The node whose link it is.
+          size_bytes: Bytes that the link has carried in one direction.
+
+        Returns:
+          The fraction, or `None` if the link has no limit.
+        """
         rate = self.cluster.rate(node)
         return 8 * size_bytes / (rate * self.wall_s) if rate and self.wall_s else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Returns all fields, and the rate and share of each link, for JSON."""
         content = dataclasses.asdict(self)
         for node, row in enumerate(content["traffic"]):
             row["rate_bits_per_s"] = self.cluster.rate(node)
-            row["sent_share"] = self.used(node, row["sent_bytes"])
-            row["received_share"] = self.used(node, row["received_bytes"])
+            row["sent_share"] = self.link_share(node, row["sent_bytes"])
+            row["received_share"] = self.link_share(node, row["received_bytes"])
         return content
 
     def write(self, path: Path) -> None:
-        """Writes JSON, beside and renamed."""
-        beside = path.with_name(f".{path.name}.part")
-        beside.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
-        beside.replace(path)
+        """Writes the report as JSON.
+
+        Args:
+          path: The file; it appears when it is complete.
+        """
+        temporary = path.with_name(f".{path.name}.part")
+        temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        temporary.replace(path)
 
     def __str__(self) -> str:
         slowest = max(self.ranks, key=lambda rank: rank["wall_s"])["rank"]
-        head = f"{self.cluster}: {shlex.join(self.command)}"
-        tail = (
+        what = f"{self.cluster}: {shlex.join(self.command)}"
+        outcome = (
             f"{self.wall_s:.1f} s (the slowest was rank {slowest}), exit status {self.exit_status}"
         )
         header = (
@@ -94,23 +118,24 @@ class Report:
             "sent over time",
         )
         rows = [self._row(node, traffic) for node, traffic in enumerate(self.traffic)]
-        return "\n".join(["", head, tail, *table([header, *rows])])
+        return "\n".join(["", what, outcome, *table([header, *rows])])
 
     def _row(self, node: int, traffic: Traffic) -> tuple[str, ...]:
         return (
             host_name(node),
-            readable(traffic.sent_bytes),
+            readable_size(traffic.sent_bytes),
             str(traffic.sent_packets),
-            _percent(self.used(node, traffic.sent_bytes)),
-            readable(traffic.received_bytes),
+            _percent(self.link_share(node, traffic.sent_bytes)),
+            readable_size(traffic.received_bytes),
             str(traffic.received_packets),
-            _percent(self.used(node, traffic.received_bytes)),
+            _percent(self.link_share(node, traffic.received_bytes)),
             str(traffic.dropped_packets),
-            bars(self._load(node)),
+            sparkline(self._load(node)),
         )
 
     def _load(self, node: int) -> list[float]:
-        """The use of the link over time, in parts of its rate or, without one, of the busiest moment."""
+        """Returns the load of a link over time: fractions of its rate, or of the busiest moment."""
+        # Stretches of even length, so that no more bars are drawn than fit on a line.
         points = [(at_s, counts[node]) for at_s, counts in self.sent_over_time]
         stride = -(-len(points) // LONGEST_BARS) or 1
         points = [*points[:-1:stride], *points[-1:]]
@@ -123,5 +148,5 @@ class Report:
         return [rate / full for rate in rates]
 
 
-def _percent(part: float | None) -> str:
-    return "" if part is None else f"{part:.0%}"
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"

@@ -1,4 +1,4 @@
-"""Runs Python inside private namespaces, which the kernel clears away with the last process in them.
+"""Runs Python inside private namespaces, which the kernel removes with the last process in them.
 
 Nothing of the lab has a name outside: several labs run side by side, and whatever way one ends, no
 process, interface or file of it stays.
@@ -25,25 +25,30 @@ TOOLS = {
 }
 NAMESPACES = ("unshare", "--fork", "--kill-child", "--pid", "--mount-proc", "--mount", "--net")
 AS_USER = ("--user", "--map-root-user")
-# What a lab is made of, tried out before anything is started.
+# The parts that a lab is made of, tried out before anything is started.
 PROBE = """ip link add name switch type bridge && ip link add name a type veth peer name b &&
 tc qdisc add dev a root tbf rate 1mbit burst 3200 limit 100000"""
-
-
-# The status of an inside that was asked to end, and did.
+# The exit status of an inside that was asked to end, and did.
 ENDED = 128 + signal.SIGTERM
 
 
 class UnavailableError(Exception):
-    """The machine cannot hold a lab; the message says what is missing."""
+    """Raised where the machine cannot run a lab; the message says what is missing."""
 
 
 def run(module: str, arguments: list[str]) -> int:
-    """Runs `python -m module` with `arguments` in namespaces of its own; returns its exit status.
+    """Runs a Python module in namespaces of its own.
 
-    At a signal that ends a job (Ctrl-C, SIGTERM, SIGHUP) the inside's standard input ends, and ending takes as
-    long as it takes; at a second one everything is killed. A signal passed on would also reach what the inside
-    has just started, which is for the inside to end.
+    At a signal that ends a job (Ctrl-C, SIGTERM, SIGHUP) the standard input of the inside ends, and
+    the inside takes the time it needs to end; at a second signal everything is killed. The signal
+    is not passed on, because it would also reach what the inside has just started and is to end.
+
+    Args:
+      module: Name of the module, as for `python -m`.
+      arguments: Arguments of the module.
+
+    Returns:
+      Its exit status; 128 plus the number of the signal if it was ended by one.
 
     Raises:
       UnavailableError: If tools or rights are missing.
@@ -53,33 +58,40 @@ def run(module: str, arguments: list[str]) -> int:
         "setpriv",
         "--pdeathsig",
         "KILL",
-        *_namespaces(),
+        *namespaces(),
         sys.executable,
         "-m",
         module,
         *arguments,
     ]
-    heard, asking = os.pipe()
-    asked: list[int] = []
+    # The inside reads one end as its standard input, and ends when this process closes the other.
+    standard_input, end_request = os.pipe()
+    signals: list[int] = []
     inside: subprocess.Popen[bytes] | None = None
 
     def end(number: int, frame: FrameType | None) -> None:
-        if not asked:
-            os.close(asking)
+        if not signals:
+            os.close(end_request)
         elif inside is not None:
             os.killpg(inside.pid, signal.SIGKILL)
-        asked.append(number)
+        signals.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end)
-    inside = subprocess.Popen(command, start_new_session=True, stdin=heard)
+    inside = subprocess.Popen(command, start_new_session=True, stdin=standard_input)
     status = inside.wait()
     status = status if status >= 0 else 128 - status
-    return 128 + asked[0] if asked and status in (ENDED, 128 + signal.SIGKILL) else status
+    return 128 + signals[0] if signals and status in (ENDED, 128 + signal.SIGKILL) else status
 
 
-def _namespaces() -> tuple[str, ...]:
-    """The command that makes the namespaces: as root, else through a user namespace."""
+def namespaces() -> tuple[str, ...]:
+    """Returns the command that makes the namespaces: as root, else through a user namespace.
+
+    It is tried out, in a tenth of a second.
+
+    Raises:
+      UnavailableError: If tools or rights are missing.
+    """
     missing = [tool for tool in TOOLS if not shutil.which(tool)]
     if missing:
         packages = sorted({TOOLS[tool] for tool in missing})
@@ -100,6 +112,6 @@ def _namespaces() -> tuple[str, ...]:
         + "\n".join(errors)
         + "\n"
         "Run it with sudo, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
-        "kernel.apparmor_restrict_unprivileged_userns=0); a container needs --privileged. The kernel needs veth, "
-        "bridge and sch_tbf."
+        "kernel.apparmor_restrict_unprivileged_userns=0); a container needs --privileged. The "
+        "kernel needs veth, bridge and sch_tbf."
     )

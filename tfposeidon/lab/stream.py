@@ -1,4 +1,4 @@
-"""An accelerator's clock: work of a given length, in order, that leaves the processor alone."""
+"""The clock of an emulated accelerator: work takes time, in order, without using the CPU."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ from collections.abc import Callable
 
 
 class Stream:
-    """Waits as long as an accelerator would work.
+    """Queue of work that an emulated accelerator carries out in order.
 
-    As on a real one, a step's work is queued ahead: a piece starts when the one before it ended, even
-    if this machine noticed that late. So the time of a step does not grow with the load of the machine.
+    As on a real accelerator, the work of a step is queued ahead: a kernel starts when the one
+    before it ended, even if this machine noticed the end late. So the time of a step does not grow
+    with the load of the machine.
+
+    >>> now_s = [0.0]
+    >>> stream = Stream(clock=lambda: now_s[0], sleep=lambda s: now_s.append(now_s.pop() + s))
+    >>> stream.begin()
+    >>> stream.run(0.5)
+    >>> stream.busy_s, now_s
+    (0.5, [0.5])
 
     Args:
-      clock, sleep: As in `time`; for tests.
+      clock: Returns seconds, as `time.monotonic`; for tests.
+      sleep: Waits for some seconds, as `time.sleep`; for tests.
     """
 
     def __init__(
@@ -24,14 +33,18 @@ class Stream:
         self._clock, self._sleep = clock, sleep
         self._free_s = clock()
         self.busy_s = 0.0
-        """Seconds of work so far."""
+        """Seconds that the accelerator has worked so far."""
 
     def begin(self) -> None:
-        """A step starts: what came before has ended."""
+        """Starts a step: the accelerator is free now."""
         self._free_s = self._clock()
 
     def run(self, seconds: float) -> None:
-        """Returns when this piece of work would be done."""
+        """Waits until a piece of work would be done.
+
+        Args:
+          seconds: How long the accelerator works on it.
+        """
         self._free_s += seconds
         self.busy_s += seconds
         wait_s = self._free_s - self._clock()

@@ -1,4 +1,4 @@
-"""Gradient values as they are in training: most near zero, with heavy tails."""
+"""Values distributed as gradients are in training: most near zero, with heavy tails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ SCALE = 1e-3
 
 
 def gradient_values(length: int, generator: np.random.Generator) -> NDArray[np.float32]:
-    """`[length]` float32, normal with a log-normal spread."""
+    """Returns `[length]` float32: normal values, with a log-normal spread.
+
+    Args:
+      length: Number of values.
+      generator: Source of the random numbers.
+    """
     values = generator.standard_normal(length, dtype=np.float32)
     values *= np.exp(generator.standard_normal(length, dtype=np.float32)) * SCALE
     return values

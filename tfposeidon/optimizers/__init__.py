@@ -1,4 +1,4 @@
-"""Optimizers for large batches, with a rate for each layer, and the schedules they go with."""
+"""Optimizers for large batches, LARS and LAMB, and the learning rate schedules they go with."""
 
 from tfposeidon.optimizers import schedules
 from tfposeidon.optimizers.lamb import LAMB

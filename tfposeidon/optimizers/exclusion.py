@@ -1,4 +1,4 @@
-"""Which variables a layer-wise rule leaves alone."""
+"""Variables that a layer-wise rule leaves alone."""
 
 from __future__ import annotations
 
@@ -10,66 +10,83 @@ from typing import Any
 from tfposeidon.gradients.description import path_of
 
 Exclude = Sequence[str] | Callable[[Any], bool] | None
+"""Type of the argument `exclude` of LARS and LAMB."""
 
-# The last word of the path, so that "unbiased_head/kernel" is not meant. Biases may have two axes (GRU,
-# MultiHeadAttention), and so may gamma and beta (LayerNormalization over two).
+# Only the last word of the path counts, so that "unbiased_head/kernel" is not excluded. Paths are
+# needed because biases may have two axes (GRU, MultiHeadAttention), and so may gamma and beta
+# (LayerNormalization over two).
 _SCALE_OR_SHIFT = re.compile(r"(^|[/_.])(bias|gamma|beta)(:\d+)?$")
 
 
 class Exclusion:
-    """A rule that says which variables are excluded.
+    """Rule that says which variables are excluded.
 
     Args:
-      rule: `None` for `is_scale_or_shift`; regular expressions, one of which is to be found in the variable's path;
-        or a function of the variable. `[]` excludes nothing.
+      rule: `None` for `is_scale_or_shift`; a list of regular expressions, of which one must be
+        found in the path of an excluded variable (`[]` excludes nothing); or a function from a
+        variable to whether it is excluded.
 
     Raises:
-      ValueError: If it is something else.
+      ValueError: If `rule` is something else, or a string in it is not a regular expression.
+
+    >>> import keras
+    >>> kernel, bias = keras.Variable([[1.0]], name="kernel"), keras.Variable([1.0], name="bias")
+    >>> Exclusion(None).indices([kernel, bias]), Exclusion(["kernel"]).indices([kernel, bias])
+    (frozenset({1}), frozenset({0}))
     """
 
     def __init__(self, rule: Exclude) -> None:
         self._rule = rule if rule is None or callable(rule) else _checked(rule)
 
-    def places(self, variables: Sequence[Any]) -> frozenset[int]:
-        """Places of excluded variables in the list.
+    def indices(self, variables: Sequence[Any]) -> frozenset[int]:
+        """Returns the indices of the excluded variables.
 
-        Patterns that are found in none, and a function that is true of none, are a `UserWarning`.
+        Patterns that are found in no path, and a function that is true of no variable, are a
+        `UserWarning`.
+
+        Args:
+          variables: Variables of Keras or TensorFlow.
         """
         rule = is_scale_or_shift if self._rule is None else self._rule
-        # A server's part stands for the whole variable.
+        # A server holds a flat part of a variable: what counts are the shape and path of the whole
+        # one.
         variables = [getattr(variable, "whole", variable) for variable in variables]
         if callable(rule):
-            places = frozenset(place for place, variable in enumerate(variables) if rule(variable))
-            if self._rule is not None and variables and not places:
+            indices = frozenset(index for index, variable in enumerate(variables) if rule(variable))
+            if self._rule is not None and variables and not indices:
                 what = f"is a function that excludes no variable: {_name_of(rule)}"
-                _warn_of_idle(what, "Correct it, or use [].", variables)
-            return places
-        found = {pattern: _places_with(pattern, variables) for pattern in rule}
-        idle = [repr(pattern) for pattern, places in found.items() if not places]
-        if idle:
-            what = f"has patterns that are in no variable's path: {', '.join(idle)}"
-            _warn_of_idle(what, "Correct the patterns, or leave them out.", variables)
+                _warn_unused(what, "Correct it, or use [].", variables)
+            return indices
+        found = {pattern: _indices_with(pattern, variables) for pattern in rule}
+        unused = [repr(pattern) for pattern, indices in found.items() if not indices]
+        if unused:
+            what = f"has patterns that are in no variable's path: {', '.join(unused)}"
+            _warn_unused(what, "Correct the patterns, or leave them out.", variables)
         return frozenset[int]().union(*found.values())
 
     def get_config(self) -> list[str] | None:
-        """The rule as JSON can hold it.
+        """Returns the rule as JSON can hold it.
 
         Raises:
-          ValueError: If it is a function.
+          ValueError: If the rule is a function.
         """
         if callable(self._rule):
             raise ValueError(
-                "`exclude` must be None or patterns for the optimizer to be saved. Received: the function "
-                f"{_name_of(self._rule)}, which a file cannot hold. Give patterns that are found in the paths of the "
-                "same variables, or save the weights alone (save_weights, keras_callbacks.Checkpoint)."
+                "`exclude` must be None or patterns for the optimizer to be saved. Received: the "
+                f"function {_name_of(self._rule)}, which a file cannot hold. Give patterns that "
+                "are found in the paths of the same variables, or save the weights alone "
+                "(save_weights, keras_callbacks.Checkpoint)."
             )
         return None if self._rule is None else list(self._rule)
 
 
 def is_scale_or_shift(variable: Any) -> bool:
-    """Whether it is a bias or a parameter of a normalization layer.
+    """Tells whether a variable is a bias or a parameter of a normalization layer.
 
     These have at most one axis, or a path whose last word is "bias", "gamma" or "beta".
+
+    Args:
+      variable: A variable of Keras or TensorFlow.
     """
     return len(variable.shape) <= 1 or _SCALE_OR_SHIFT.search(path_of(variable)) is not None
 
@@ -79,23 +96,24 @@ def _checked(patterns: Any) -> tuple[str, ...]:
         isinstance(pattern, str) for pattern in patterns
     ):
         raise ValueError(
-            "`exclude` must be None, a list of patterns, or a function of a variable. "
-            f'Received: exclude={patterns!r}. Give for example ["bias", "gamma", "beta"], or [] to exclude nothing.'
+            "`exclude` must be None, a list of patterns, or a function of a variable. Received: "
+            f'exclude={patterns!r}. Give for example ["bias", "gamma", "beta"], or [] to exclude '
+            "nothing."
         )
     for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(
-                f"`exclude` must hold regular expressions. Received: exclude={patterns!r}, of which {pattern!r} is "
-                f"none: {error}. Escape it with re.escape."
+                f"`exclude` must hold regular expressions. Received: exclude={patterns!r}, of "
+                f"which {pattern!r} is none: {error}. Escape it with re.escape."
             ) from error
     return tuple(patterns)
 
 
-def _places_with(pattern: str, variables: Sequence[Any]) -> frozenset[int]:
+def _indices_with(pattern: str, variables: Sequence[Any]) -> frozenset[int]:
     return frozenset(
-        place for place, variable in enumerate(variables) if re.search(pattern, path_of(variable))
+        index for index, variable in enumerate(variables) if re.search(pattern, path_of(variable))
     )
 
 
@@ -103,7 +121,7 @@ def _name_of(rule: Callable[[Any], bool]) -> str:
     return getattr(rule, "__qualname__", repr(rule))
 
 
-def _warn_of_idle(what: str, remedy: str, variables: Sequence[Any]) -> None:
+def _warn_unused(what: str, remedy: str, variables: Sequence[Any]) -> None:
     paths = ", ".join(repr(path_of(variable)) for variable in variables[:3])
     warnings.warn(
         f"`exclude` {what}. The paths are such as {paths}. {remedy}", UserWarning, stacklevel=3

@@ -1,4 +1,4 @@
-"""`LAMB`: Adam whose step for each layer is as long as its weights ask for."""
+"""LAMB: Adam with a learning rate for each layer."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from typing_extensions import override
 
-from tfposeidon.optimizers import checks
+from tfposeidon import ranges
 from tfposeidon.optimizers.exclusion import Exclude
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, ratio_or_1
 
 
 @keras.saving.register_keras_serializable(package="tfposeidon")
 class LAMB(LayerWiseOptimizer):
-    """Layer-wise adaptive moments, for large batches.
+    """LAMB: layer-wise adaptive moments, for large batches.
 
-    For weights `w`, their gradient `g`, the learning rate `lr`, step t = 1, 2, ... and each variable by itself::
+    For each variable with weights `w` and gradient `g`, learning rate `lr` and step t = 1, 2, ...::
 
         m     = beta_1 m + (1 - beta_1) g
         v     = beta_2 v + (1 - beta_2) g^2
@@ -26,28 +27,36 @@ class LAMB(LayerWiseOptimizer):
         ratio = |w| / |r|, or 1 where one of them is 0
         w     = w - lr ratio r
 
-    `keras.optimizers.Lamb` is this without exclusion, and decays weights before the rule, outside the ratio.
+    `keras.optimizers.Lamb` has no exclusion, and decays weights before the rule, outside the ratio.
 
     Args:
-      learning_rate: A number, a schedule of Keras, or a function without arguments.
+      learning_rate: A number, a Keras schedule, or a function without arguments.
       beta_1: Decay of the first moment, in [0, 1).
       beta_2: Decay of the second moment, in [0, 1).
-      epsilon: Added to the root of the second moment.
-      weight_decay: Inside the step, and so inside the ratio; Keras's own decoupled decay does not happen.
-      exclude: Variables with ratio 1 and without decay, which move as in Adam. As in `LARS`: `None` for biases and
-        parameters of normalization layers, regular expressions searched in the path, or a function of the variable.
-      parallel: Inside `DistributedOptimizer`, whether each rank takes the norms of some layers only. As in `LARS`.
-      options: Those of `keras.optimizers.Optimizer`: name, clipping, EMA, accumulation, loss scale.
+      epsilon: Term added to the root of the second moment, above 0.
+      weight_decay: Weight decay inside the step, and so inside the ratio, from 0; Keras's own
+        decoupled decay is off.
+      exclude: Variables with ratio 1 and without decay, which move as in Adam. As in `LARS`: `None`
+        for biases and parameters of normalization layers, regular expressions searched in the path,
+        or a function of the variable.
+      parallel: Whether, inside `DistributedOptimizer`, each rank takes the norms of some layers
+        only. As in `LARS`.
+      **options: Options of `keras.optimizers.Optimizer`: name, clipping, EMA, accumulation, loss
+        scale.
 
     Raises:
-      ValueError: If an argument makes no sense.
+      ValueError: If an argument is not in its range.
 
-    State: both moments ("momentum", "velocity") in the order of Keras's Lamb; float32 for 16-bit variables. Norms are
-    of whole variables: servers (`ShardedServer(update="server")`), which have but parts, sum squares over the ranks.
-    Memory: beside the state, a step for every variable at a time, as norms of all are taken in one call.
-    Source: You et al. 2020, algorithm 2, with the identity for phi. Differs: exclusion, which the authors' code has.
+    State: both moments ("momentum", "velocity"), in the order of Keras's Lamb; float32 for 16-bit
+    variables. Norms are those of whole variables, also where servers
+    (`ShardedServer(update="server")`) hold them in parts.
 
-    Example:
+    Memory: beside the state, the steps of all variables at once, because all norms are taken in one
+    call.
+
+    Source: You et al. 2020 (Large batch optimization for deep learning), algorithm 2, with the
+    identity for phi. Differs: exclusion, which the authors' code has, too.
+
     >>> import keras
     >>> optimizer = LAMB(0.002, weight_decay=0.01, exclude=["bias", "gamma", "beta", "embedding"])
     >>> optimizer.weight_decay
@@ -69,43 +78,51 @@ class LAMB(LayerWiseOptimizer):
         super().__init__(
             learning_rate, weight_decay=weight_decay, exclude=exclude, parallel=parallel, **options
         )
-        self.beta_1 = checks.number("beta_1", beta_1, checks.BELOW_1, "Use 0.9.")
-        self.beta_2 = checks.number("beta_2", beta_2, checks.BELOW_1, "Use 0.999.")
-        self.epsilon = checks.number("epsilon", epsilon, checks.POSITIVE, "Use 1e-6.")
+        self.beta_1 = ranges.check_number("beta_1", beta_1, ranges.BELOW_1, "Use 0.9.")
+        self.beta_2 = ranges.check_number("beta_2", beta_2, ranges.BELOW_1, "Use 0.999.")
+        self.epsilon = ranges.check_number("epsilon", epsilon, ranges.POSITIVE, "Use 1e-6.")
 
+    @override
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes two moments for each variable."""
+        """Creates two moments for each variable."""
         if self.built:
             return
         super().build(variables)
         self._momentums, self._velocities = self._new_state(variables, "momentum", "velocity")
 
+    @override
     def get_config(self) -> dict[str, Any]:
-        """Constructor arguments."""
         own = ("beta_1", "beta_2", "epsilon")
         return {**super().get_config(), **{name: getattr(self, name) for name in own}}
 
+    @override
     def _direction(self, gradient: tf.Tensor, value: tf.Tensor, variable: Any) -> tf.Tensor:
-        place = self._get_variable_index(variable)
-        first = self._average(self._momentums[place], gradient, self.beta_1)
-        second = self._average(self._velocities[place], tf.square(gradient), self.beta_2)
+        index = self._get_variable_index(variable)
+        first = self._unbiased_average(self._momentums[index], gradient, self.beta_1)
+        second = self._unbiased_average(self._velocities[index], tf.square(gradient), self.beta_2)
         step = first / (tf.sqrt(second) + self.epsilon)
         decay = self._decay_of(variable)
         return step + decay * value if decay else step
 
-    def _measured(self, gradient: tf.Tensor, value: tf.Tensor, direction: tf.Tensor) -> tf.Tensor:
+    @override
+    def _compared_to_weights(
+        self, gradient: tf.Tensor, value: tf.Tensor, direction: tf.Tensor
+    ) -> tf.Tensor:
         return direction
 
+    @override
     def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
         return ratio_or_1(weights, others, (weights > 0.0) & (others > 0.0))
 
+    @override
     def _move(self, variable: Any, step: tf.Tensor) -> None:
         self.assign_sub(variable, step)
 
-    def _average(self, kept: Any, sample: tf.Tensor, beta: float) -> tf.Tensor:
-        """Takes a sample into a moment, and returns it without its bias towards 0."""
+    def _unbiased_average(self, kept: Any, sample: tf.Tensor, beta: float) -> tf.Tensor:
+        """Updates a moment with a sample, and returns it without its bias towards 0."""
         average = tf.convert_to_tensor(kept) * beta + sample * (1.0 - beta)
         self.assign(kept, average)
-        # 1 - beta^t; as a difference it would lose four digits at beta = 0.999 and the first steps.
+        # This is 1 - beta^t. In float32 the difference itself would lose four digits in the first
+        # steps at beta = 0.999, where it is about 0.001.
         exponent = math.log(beta) if beta else -math.inf
         return average / -tf.math.expm1(tf.cast(self.iterations + 1, sample.dtype) * exponent)

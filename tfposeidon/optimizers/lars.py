@@ -1,4 +1,4 @@
-"""`LARS`: a learning rate for each layer, from the norms of its weights and its gradient."""
+"""LARS: SGD with a learning rate for each layer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from typing_extensions import override
 
-from tfposeidon.optimizers import checks
+from tfposeidon import ranges
 from tfposeidon.optimizers.exclusion import Exclude
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, ratio_or_1
 
@@ -17,9 +18,9 @@ RATIOS = ("sum_of_norms", "norm_of_sum")
 
 @keras.saving.register_keras_serializable(package="tfposeidon")
 class LARS(LayerWiseOptimizer):
-    """SGD with momentum and layer-wise adaptive rates, for large batches.
+    """LARS: SGD with momentum and layer-wise adaptive rates, for large batches.
 
-    For weights `w`, their gradient `g`, the learning rate `lr` and each variable by itself::
+    For each variable with weights `w` and gradient `g`, and learning rate `lr`::
 
         ratio    = trust_coefficient |w| / (|g| + weight_decay |w| + epsilon)    "sum_of_norms"
         ratio    = trust_coefficient |w| / (|g + weight_decay w| + epsilon)      "norm_of_sum"
@@ -27,38 +28,46 @@ class LARS(LayerWiseOptimizer):
         velocity = momentum velocity - step
         w        = w + velocity, or with `nesterov` w + momentum velocity - step
 
-    The ratio is 1, without the coefficient, where `|w|` or `|g|` is 0 ("norm_of_sum": `|w|` or `|g + weight_decay w|`).
-    The learning rate is inside the velocity: a change of it acts on new steps, not on what the velocity holds already.
+    The ratio is 1, without the coefficient, where `|w|` or `|g|` is 0; with "norm_of_sum", where
+    `|w|` or `|g + weight_decay w|` is. The learning rate is inside the velocity: a change of the
+    rate acts on new steps, not on the velocity so far.
 
     Args:
-      learning_rate: A number, a schedule of Keras, or a function without arguments. As the ratio has
+      learning_rate: A number, a Keras schedule, or a function without arguments. As the ratio has
         `trust_coefficient` in it, rates are far above those of SGD: 1 to 30 in the papers.
-      momentum: In [0, 1).
-      nesterov: Looks ahead by one step of momentum.
-      trust_coefficient: By how much of its norm a layer may change in a step.
-      weight_decay: Enters both the ratio and the step; Keras's own decoupled decay does not happen.
-      exclude: Variables with ratio 1 and without decay, which move as in SGD at the learning rate itself. `None`:
-        biases and parameters of normalization layers, that is variables with at most one axis, or whose path ends in
-        the word "bias", "gamma" or "beta". Or regular expressions to be searched in the path ("dense/kernel"); `[]`
-        excludes nothing. Or a function of the variable, which cannot be saved with the model.
+      momentum: Decay of the velocity, in [0, 1); 0 keeps no velocity.
+      nesterov: Whether to look ahead by one step of momentum; needs momentum.
+      trust_coefficient: Share of its norm by which a layer may change in a step at rate 1, above 0.
+      weight_decay: Weight decay inside both ratio and step, from 0; Keras's own decoupled decay is
+        off.
+      exclude: Variables with ratio 1 and without decay, which move as in SGD at the learning rate
+        itself. `None`: biases and parameters of normalization layers, that is variables with at
+        most one axis, or whose path ends in the word "bias", "gamma" or "beta". Or regular
+        expressions to be searched in the path ("dense/kernel"); `[]` excludes nothing. Or a
+        function of the variable, which cannot be saved with the model.
       ratio: "sum_of_norms" (the papers) or "norm_of_sum" (optax.lars), as above.
-      epsilon: In the denominator.
-      parallel: Inside `DistributedOptimizer`, whether each rank takes the norms of some layers only, and receives the
-        others': `True`, `False`, or "auto" for what is faster. That is measured once, at the first step, and
-        `DistributedOptimizer.plan` says what came of it.
-      options: Those of `keras.optimizers.Optimizer`: name, clipping, EMA, accumulation, loss scale.
+      epsilon: Term added to the denominator of the ratio, from 0.
+      parallel: Whether, inside `DistributedOptimizer`, each rank takes the norms of some layers
+        only, and receives the others': `True`, `False`, or "auto" for the faster way. That is
+        measured once, at the first step, and `DistributedOptimizer.plan` shows the result.
+      **options: Options of `keras.optimizers.Optimizer`: name, clipping, EMA, accumulation, loss
+        scale.
 
     Raises:
-      ValueError: If an argument makes no sense.
+      ValueError: If an argument is not in its range.
 
-    State: the velocity ("momentum"), as Keras's SGD has it, so that `keras_callbacks.LearningRateSchedule` can correct
-    it; float32 for 16-bit variables. Norms are of whole variables: servers (`ShardedServer(update="server")`), which
-    have but parts, sum squares over the ranks.
-    Memory: beside the state, a step for every variable at a time, as norms of all are taken in one call.
-    Source: You, Gitman and Ginsburg 2017, algorithm 1; CommLib (Shi et al. 2021), Eq. 11. Differs: exclusion, which
-    Paddle and MLPerf have, and `nesterov`.
+    State: the velocity ("momentum"), as Keras's SGD has it, so that
+    `keras_callbacks.LearningRateSchedule` can correct it; float32 for 16-bit variables. Norms are
+    those of whole variables, also where servers (`ShardedServer(update="server")`) hold them in
+    parts.
 
-    Example:
+    Memory: beside the state, the steps of all variables at once, because all norms are taken in one
+    call.
+
+    Source: You, Gitman and Ginsburg 2017, algorithm 1; CommLib (Shi et al. 2021), equation 11.
+    Differs: exclusion, which Paddle and MLPerf have, `nesterov`, `epsilon`, and the sign of the
+    velocity, which is that of Keras's SGD.
+
     >>> import keras
     >>> optimizer = LARS(2.0, weight_decay=1e-4)
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
@@ -82,44 +91,54 @@ class LARS(LayerWiseOptimizer):
         super().__init__(
             learning_rate, weight_decay=weight_decay, exclude=exclude, parallel=parallel, **options
         )
-        self.momentum = checks.number(
-            "momentum", momentum, checks.BELOW_1, "Use 0.9, or 0.0 for none."
+        self.momentum = ranges.check_number(
+            "momentum", momentum, ranges.BELOW_1, "Use 0.9, or 0.0 for none."
         )
         self.nesterov = _checked_nesterov(nesterov, self.momentum)
-        self.trust_coefficient = checks.number(
+        self.trust_coefficient = ranges.check_number(
             "trust_coefficient",
             trust_coefficient,
-            checks.POSITIVE,
+            ranges.POSITIVE,
             "Use 0.001, or exclude variables from the ratio.",
         )
         self.ratio = _checked_ratio(ratio)
-        self.epsilon = checks.number("epsilon", epsilon, checks.NOT_NEGATIVE, "Use 0.0 for none.")
+        self.epsilon = ranges.check_number(
+            "epsilon", epsilon, ranges.NOT_NEGATIVE, "Use 0.0 for none."
+        )
 
+    @override
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes a velocity for each variable, if there is momentum."""
+        """Creates a velocity for each variable, if there is momentum."""
         if self.built:
             return
         super().build(variables)
-        # Under the name that SGD has: callbacks that change the rate rescale what is in it.
+        # The attribute has SGD's name: callbacks that change the rate find the velocities by it,
+        # and rescale them.
         self.momentums = self._new_state(variables, "momentum")[0] if self.momentum else []
 
+    @override
     def get_config(self) -> dict[str, Any]:
-        """Constructor arguments."""
         own = ("momentum", "nesterov", "trust_coefficient", "ratio", "epsilon")
         return {**super().get_config(), **{name: getattr(self, name) for name in own}}
 
+    @override
     def _direction(self, gradient: tf.Tensor, value: tf.Tensor, variable: Any) -> tf.Tensor:
         decay = self._decay_of(variable)
         return gradient + decay * value if decay else gradient
 
-    def _measured(self, gradient: tf.Tensor, value: tf.Tensor, direction: tf.Tensor) -> tf.Tensor:
+    @override
+    def _compared_to_weights(
+        self, gradient: tf.Tensor, value: tf.Tensor, direction: tf.Tensor
+    ) -> tf.Tensor:
         return direction if self.ratio == "norm_of_sum" else gradient
 
+    @override
     def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
         denominators = others if self.ratio == "norm_of_sum" else others + decays * weights
         defined = (weights > 0.0) & (others > 0.0)
         return ratio_or_1(self.trust_coefficient * weights, denominators + self.epsilon, defined)
 
+    @override
     def _move(self, variable: Any, step: tf.Tensor) -> None:
         if not self.momentum:
             self.assign_sub(variable, step)
@@ -133,12 +152,13 @@ class LARS(LayerWiseOptimizer):
 def _checked_nesterov(nesterov: Any, momentum: float) -> bool:
     if not isinstance(nesterov, bool):
         raise ValueError(
-            f"`nesterov` must be True or False. Received: nesterov={nesterov!r}. Leave it out for False."
+            f"`nesterov` must be True or False. Received: nesterov={nesterov!r}. Leave it out for "
+            "False."
         )
     if nesterov and not momentum:
         raise ValueError(
-            f"`nesterov` needs momentum. Received: nesterov=True, momentum={momentum}. Use momentum=0.9, or leave "
-            "nesterov out."
+            f"`nesterov` needs momentum. Received: nesterov=True, momentum={momentum}. Use "
+            "momentum=0.9, or leave nesterov out."
         )
     return nesterov
 
@@ -146,7 +166,7 @@ def _checked_nesterov(nesterov: Any, momentum: float) -> bool:
 def _checked_ratio(ratio: Any) -> str:
     if ratio not in RATIOS:
         raise ValueError(
-            f'`ratio` must be "sum_of_norms" or "norm_of_sum". Received: ratio={ratio!r}. Leave it out for the '
-            "papers' form, the first."
+            f'`ratio` must be "sum_of_norms" or "norm_of_sum". Received: ratio={ratio!r}. Leave it '
+            "out for the papers' form, the first."
         )
     return ratio

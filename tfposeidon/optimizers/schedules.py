@@ -1,4 +1,4 @@
-"""Learning rates that Keras lacks; its `CosineDecay` has a warm-up of its own, which is counted in epochs here."""
+"""Learning rate schedules that Keras lacks: polynomial with warm-up, and cosine in epochs."""
 
 from __future__ import annotations
 
@@ -6,40 +6,42 @@ from typing import Any, Self
 
 import keras
 import tensorflow as tf
+from typing_extensions import override
 
-from tfposeidon.optimizers import checks
+from tfposeidon import ranges
 
 
 @keras.saving.register_keras_serializable(package="tfposeidon")
 class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule):
-    """Rises in a straight line, then falls by a power: the usual schedule for LARS and LAMB.
+    """Learning rate that rises in a straight line, then falls by a power: usual for LARS and LAMB.
 
-    At step s = 0, 1, 2, ..., with k = s - warmup_steps:
+    At step s = 0, 1, 2, ..., with k = s - warmup_steps::
 
         rate = initial + (peak - initial) s / warmup_steps              for s < warmup_steps
         rate = end + (peak - end) (1 - min(k, decay_steps) / decay_steps)^power    afterwards
 
-    so that the peak is reached at step `warmup_steps`, and the end at `warmup_steps + decay_steps`. With the default
-    start the first step has rate 0 and moves nothing, as in Keras's `CosineDecay`.
+    The peak is reached at step `warmup_steps`, and the end at `warmup_steps + decay_steps`. With
+    the default `initial_learning_rate` the first step has rate 0 and moves nothing, as in Keras's
+    `CosineDecay`.
 
-    Steps are those that the optimizer counts. With `gradient_accumulation_steps` a Keras optimizer counts every batch;
-    inside `DistributedOptimizer`, which accumulates itself, it counts updates.
+    Steps are those that the optimizer counts. With `gradient_accumulation_steps` a Keras optimizer
+    counts every batch; inside `DistributedOptimizer`, which accumulates itself, it counts updates.
 
     Args:
-      peak_learning_rate: At the end of the warm-up.
-      warmup_steps: 0 for none.
-      decay_steps: After the warm-up.
-      initial_learning_rate: At step 0; not above the peak.
-      end_learning_rate: After all steps; not above the peak.
-      power: 1 falls in a straight line, 2 is common with LARS.
-      name: Of its operations.
+      peak_learning_rate: Rate at the end of the warm-up, above 0.
+      warmup_steps: Steps of the warm-up, from 0.
+      decay_steps: Steps of the decay after the warm-up, from 1.
+      initial_learning_rate: Rate at step 0, from 0 to the peak.
+      end_learning_rate: Rate after all steps, from 0 to the peak.
+      power: Exponent of the decay, above 0: 1 falls in a straight line, 2 is common with LARS.
+      name: Name of the schedule and of its operations.
 
     Raises:
-      ValueError: If an argument makes no sense.
+      ValueError: If an argument is not in its range.
 
-    Source: Goyal et al. 2017, section 2.2, for the warm-up; You, Gitman and Ginsburg 2017, section 5, for the decay.
+    Source: Goyal et al. 2017, section 2.2, for the warm-up; You, Gitman and Ginsburg 2017, section
+    5, for the decay.
 
-    Example:
     >>> schedule = PolynomialDecayWithWarmup(8.0, warmup_steps=4, decay_steps=10)
     >>> [float(schedule(step)) for step in (0, 2, 4, 9, 14, 99)]
     [0.0, 4.0, 8.0, 2.0, 0.0, 0.0]
@@ -56,20 +58,22 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
         power: float = 2.0,
         name: str = "PolynomialDecayWithWarmup",
     ) -> None:
-        self.peak_learning_rate = checks.number(
-            "peak_learning_rate", peak_learning_rate, checks.POSITIVE, "Give for example 1.0."
+        self.peak_learning_rate = ranges.check_number(
+            "peak_learning_rate", peak_learning_rate, ranges.POSITIVE, "Give for example 1.0."
         )
-        self.warmup_steps = checks.whole(
+        self.warmup_steps = ranges.check_integer(
             "warmup_steps", warmup_steps, 0, "Use 0 for none, or by_epochs."
         )
-        self.decay_steps = checks.whole(
+        self.decay_steps = ranges.check_integer(
             "decay_steps", decay_steps, 1, "Count the steps after the warm-up."
         )
         self.initial_learning_rate = self._up_to_peak(
             "initial_learning_rate", initial_learning_rate
         )
         self.end_learning_rate = self._up_to_peak("end_learning_rate", end_learning_rate)
-        self.power = checks.number("power", power, checks.POSITIVE, "Use 1 for a straight line.")
+        self.power = ranges.check_number(
+            "power", power, ranges.POSITIVE, "Use 1 for a straight line."
+        )
         self.name = name
 
     @classmethod
@@ -81,14 +85,17 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
         steps_per_epoch: int,
         **options: Any,
     ) -> Self:
-        """The same, in epochs, which need not be whole; steps are rounded.
+        """Makes a schedule from lengths in epochs, which need not be whole; steps are rounded.
 
         Args:
-          peak_learning_rate: At the end of the warm-up.
-          warmup_epochs: 0 for none.
-          decay_epochs: After the warm-up.
-          steps_per_epoch: On one rank, so `ceil(samples / (batch_size * ranks))`.
-          options: As in the constructor.
+          peak_learning_rate: Rate at the end of the warm-up, above 0.
+          warmup_epochs: Epochs of the warm-up, from 0.
+          decay_epochs: Epochs of the decay after the warm-up, above 0.
+          steps_per_epoch: Steps of one rank, `ceil(samples / (batch_size * ranks))`.
+          **options: Further arguments of the constructor.
+
+        Raises:
+          ValueError: If an argument is not in its range.
 
         >>> PolynomialDecayWithWarmup.by_epochs(1.0, 2.5, 37.5, steps_per_epoch=100).decay_steps
         3750
@@ -96,8 +103,16 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
         warmup_steps, decay_steps = _in_steps(warmup_epochs, decay_epochs, steps_per_epoch)
         return cls(peak_learning_rate, warmup_steps, decay_steps, **options)
 
+    @override
     def __call__(self, step: Any) -> tf.Tensor:
-        """The rate at `step`, a scalar: float32, or whatever `keras.config.floatx()` says."""
+        """Returns the rate at a step.
+
+        Args:
+          step: Integer scalar, from 0.
+
+        Returns:
+          Scalar of `keras.config.floatx()`.
+        """
         dtype = keras.config.floatx()
         with tf.name_scope(self.name):
             since_peak = tf.cast(step, dtype) - self.warmup_steps
@@ -107,12 +122,12 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
                 + (self.peak_learning_rate - self.end_learning_rate) * left**self.power
             )
             rise = self.peak_learning_rate - self.initial_learning_rate
-            # With no warm-up there is no step before the peak, and this is not taken.
+            # Without a warm-up no step comes before the peak, and this value is never taken.
             rising = self.peak_learning_rate + rise * since_peak / max(1, self.warmup_steps)
             return tf.where(since_peak < 0.0, rising, decayed)
 
+    @override
     def get_config(self) -> dict[str, Any]:
-        """Constructor arguments."""
         return {
             "peak_learning_rate": self.peak_learning_rate,
             "warmup_steps": self.warmup_steps,
@@ -125,10 +140,10 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
 
     def _up_to_peak(self, name: str, value: Any) -> float:
         peak = self.peak_learning_rate
-        rule = checks.Range(
+        rule = ranges.Range(
             f"a number in [0, peak_learning_rate={peak}]", lambda rate: 0.0 <= rate <= peak
         )
-        return checks.number(name, value, rule, "Use 0.0, or a higher peak.")
+        return ranges.check_number(name, value, rule, "Use 0.0, or a higher peak.")
 
 
 def cosine_decay_by_epochs(
@@ -138,25 +153,27 @@ def cosine_decay_by_epochs(
     steps_per_epoch: int,
     **options: Any,
 ) -> keras.optimizers.schedules.CosineDecay:
-    """Keras's `CosineDecay`: from 0 up to the peak, then down along a cosine; epochs need not be whole.
+    """Makes a `keras.optimizers.schedules.CosineDecay` from lengths in epochs.
+
+    The rate rises from 0 to the peak in a straight line, then falls along a cosine. Epochs need not
+    be whole.
 
     Args:
-      peak_learning_rate: At the end of the warm-up.
-      warmup_epochs: 0 for none.
-      decay_epochs: After the warm-up.
-      steps_per_epoch: On one rank, so `ceil(samples / (batch_size * ranks))`.
-      options: As in `keras.optimizers.schedules.CosineDecay`: alpha, name.
+      peak_learning_rate: Rate at the end of the warm-up, above 0.
+      warmup_epochs: Epochs of the warm-up, from 0.
+      decay_epochs: Epochs of the decay after the warm-up, above 0.
+      steps_per_epoch: Steps of one rank, `ceil(samples / (batch_size * ranks))`.
+      **options: Options of `keras.optimizers.schedules.CosineDecay`: alpha, name.
 
     Raises:
-      ValueError: If an argument makes no sense.
+      ValueError: If an argument is not in its range.
 
-    Example:
     >>> schedule = cosine_decay_by_epochs(8.0, warmup_epochs=2, decay_epochs=3, steps_per_epoch=2)
     >>> [round(float(schedule(step)), 3) for step in (0, 2, 4, 7, 10)]
     [0.0, 4.0, 8.0, 4.0, 0.0]
     """
-    peak = checks.number(
-        "peak_learning_rate", peak_learning_rate, checks.POSITIVE, "Give for example 1.0."
+    peak = ranges.check_number(
+        "peak_learning_rate", peak_learning_rate, ranges.POSITIVE, "Give for example 1.0."
     )
     warmup_steps, decay_steps = _in_steps(warmup_epochs, decay_epochs, steps_per_epoch)
     cosine = keras.optimizers.schedules.CosineDecay
@@ -166,10 +183,14 @@ def cosine_decay_by_epochs(
 
 
 def _in_steps(warmup_epochs: Any, decay_epochs: Any, steps_per_epoch: Any) -> tuple[int, int]:
-    steps = checks.whole("steps_per_epoch", steps_per_epoch, 1, "Count the batches of one rank.")
-    warmup = checks.number("warmup_epochs", warmup_epochs, checks.NOT_NEGATIVE, "Use 0 for none.")
-    decay = checks.number(
-        "decay_epochs", decay_epochs, checks.POSITIVE, "Count the epochs after the warm-up."
+    steps = ranges.check_integer(
+        "steps_per_epoch", steps_per_epoch, 1, "Count the batches of one rank."
     )
-    # Less than half a step is a step: something has to come down.
+    warmup = ranges.check_number(
+        "warmup_epochs", warmup_epochs, ranges.NOT_NEGATIVE, "Use 0 for none."
+    )
+    decay = ranges.check_number(
+        "decay_epochs", decay_epochs, ranges.POSITIVE, "Count the epochs after the warm-up."
+    )
+    # A decay of less than half a step still takes one: the rate has to come down.
     return round(warmup * steps), max(1, round(decay * steps))

@@ -6,7 +6,16 @@ from typing import Any
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer inside wrappers that have an `inner_optimizer`."""
+    """Returns the optimizer inside wrappers that have an `inner_optimizer`.
+
+    Args:
+      optimizer: A Keras optimizer, wrapped any number of times: in `DistributedOptimizer`, or in
+        Keras's `LossScaleOptimizer`.
+
+    >>> import keras
+    >>> innermost(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())).name
+    'sgd'
+    """
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer

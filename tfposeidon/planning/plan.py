@@ -1,11 +1,11 @@
-"""The coordinator: descriptions + topology + policy -> plan. It is pure; nothing is sent here."""
+"""Coordinator: makes plans of descriptions, topology and policy. It is pure; nothing is sent."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,21 +13,35 @@ from typing import Any
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description
 from tfposeidon.policies import Choice, Policy
-from tfposeidon.schemes import AllReduce, ByRows, FactorScheme, Scheme, ShardedServer, VectorScheme
+from tfposeidon.schemes import AllReduce, Scheme, ShardedServer
 from tfposeidon.schemes.base import Slot
 from tfposeidon.schemes.cost import Cost
-from tfposeidon.text import readable, table
+from tfposeidon.text import table
+from tfposeidon.units import readable_size
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
+"""Size up to which small gradients are fused: 4 MiB."""
+
+COLUMNS = (
+    "bucket",
+    "variable",
+    "shape",
+    "dtype",
+    "scheme",
+    "in the node",
+    "across nodes",
+    "reason",
+)
+"""Columns of a printed plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Gradients that are sent as one vector, in the order of their variables' reversed list.
+    """Gradients that are exchanged together, as one vector or each as its factors.
 
     Attributes:
-      members: Places of the variables in the list that the plan was made for.
-      descriptions: Their descriptions, in the same order; all of one dtype.
+      members: Indices of the variables in the list that the plan was made for, the last first.
+      descriptions: Descriptions of their gradients, in the same order; all of one dtype.
       scheme: How the bucket is exchanged.
       choices: Why, for each variable, and what was weighed, in the same order.
     """
@@ -39,14 +53,43 @@ class Bucket:
 
     @property
     def length(self) -> int:
+        """Elements of all gradients."""
         return sum(d.length for d in self.descriptions)
 
     @property
     def bytes(self) -> int:
+        """Bytes of all gradients."""
         return sum(d.bytes for d in self.descriptions)
 
+    @property
+    def dtype(self) -> str:
+        """Dtype in which the gradients are exchanged."""
+        return self.descriptions[0].dtype
+
+    @property
+    def takes_factors(self) -> bool:
+        """True if gradients are exchanged as products of two thin matrices, or may be."""
+        return self.scheme.takes_factors
+
+    @property
+    def goes_alone(self) -> bool:
+        """True if no other variable may share the bucket."""
+        return self.scheme.needs_factors
+
+    @property
+    def server(self) -> ShardedServer | None:
+        """Scheme of the bucket, if servers update its variables; else `None`."""
+        if not self.scheme.updates_at_servers:
+            return None
+        assert isinstance(self.scheme, ShardedServer)
+        return self.scheme
+
     def joined(self, other: Bucket) -> Bucket:
-        """Both in one, this one's variables first."""
+        """Returns both in one bucket, this one's variables first.
+
+        Args:
+          other: A bucket of the same scheme and dtype.
+        """
         return dataclasses.replace(
             self,
             members=self.members + other.members,
@@ -54,31 +97,15 @@ class Bucket:
             choices=self.choices + other.choices,
         )
 
-    @property
-    def dtype(self) -> str:
-        return self.descriptions[0].dtype
-
-    @property
-    def takes_factors(self) -> bool:
-        """Whether gradients are exchanged as products of two thin matrices, or may be."""
-        return isinstance(self.scheme, FactorScheme | ByRows)
-
-    @property
-    def goes_alone(self) -> bool:
-        """Whether no other variable may share it."""
-        return isinstance(self.scheme, FactorScheme)
-
-    @property
-    def server(self) -> ShardedServer | None:
-        """The scheme, if it is servers that update the variables, and not every rank."""
-        return (
-            self.scheme
-            if isinstance(self.scheme, ShardedServer) and self.scheme.update == "server"
-            else None
-        )
-
     def served_parts(self, topology: Topology) -> tuple[tuple[int, int], ...]:
-        """Begin and end of what `topology.rank` serves of each member, in elements; (0, 0) for nothing."""
+        """Returns what `topology.rank` serves of each member, where servers update.
+
+        Args:
+          topology: The ranks of the job, as that rank sees them.
+
+        Returns:
+          For each member begin and end, in elements; (0, 0) for nothing.
+        """
         assert self.server is not None
         begin, end = self.server.own_range(self.length, topology)
         starts = itertools.accumulate((d.length for d in self.descriptions), initial=0)
@@ -89,32 +116,42 @@ class Bucket:
         return tuple((first, last) if first < last else (0, 0) for first, last in parts)
 
     def slots(self, topology: Topology) -> tuple[Slot, ...]:
-        """What the scheme keeps for it from step to step, on `topology.rank`."""
+        """Describes what the scheme keeps for the bucket from step to step, on `topology.rank`.
+
+        Args:
+          topology: The ranks of the job, as that rank sees them.
+        """
         return self.scheme.slots(self.length, topology)
 
     def cost(self, topology: Topology) -> Cost:
-        """What `topology.rank` spends on it; of two schemes, before the first step, that for many rows."""
-        scheme = self.scheme.many if isinstance(self.scheme, ByRows) else self.scheme
-        if isinstance(scheme, FactorScheme):
-            factors = [d.factors for d in self.descriptions if d.factors]
-            return sum((scheme.factor_cost(one, topology) for one in factors), Cost())
-        assert isinstance(scheme, VectorScheme)
-        return scheme.cost(self.length, self.descriptions[0].itemsize, topology)
+        """Predicts what `topology.rank` spends on the bucket.
+
+        Where each step chooses between two schemes, this is the cost of the one for many rows.
+
+        Args:
+          topology: The ranks of the job, as that rank sees them.
+        """
+        factors = [d.factors for d in self.descriptions if d.factors]
+        itemsize = self.descriptions[0].itemsize
+        return self.scheme.bucket_cost(self.length, itemsize, factors, topology)
 
     def with_rows(self, rows: float, policy: Policy, topology: Topology) -> Bucket:
-        """As a step took it whose variables had so many rows, all of them and all ranks together."""
-        rows /= len(self.members)
+        """Returns the bucket as a step with a known number of rows exchanged it.
+
+        Args:
+          rows: Rows of the factors of all its variables and all ranks together.
+          policy: Policy of the plan.
+          topology: The ranks of the job.
+        """
+        rows_of_each = rows / len(self.members)
         known = tuple(
-            dataclasses.replace(
-                d, factors=d.factors and dataclasses.replace(d.factors, rows=rows / topology.size)
-            )
-            for d in self.descriptions
+            _with_rows_of_rank(d, rows_of_each / topology.size) for d in self.descriptions
         )
         return dataclasses.replace(
             self,
             descriptions=known,
-            scheme=self.scheme.taken(rows) if isinstance(self.scheme, ByRows) else self.scheme,
-            choices=tuple(_choice(policy, d, topology) for d in known),
+            scheme=self.scheme.for_rows(rows_of_each),
+            choices=tuple(_choose(policy, d, topology) for d in known),
         )
 
 
@@ -124,8 +161,18 @@ class Plan:
 
     Attributes:
       buckets: In the order in which their gradients appear in the backward pass.
-      topology: What the plan was made for.
+      topology: The ranks that the plan was made for, as this rank sees them.
       notes: What is done in another way than one might expect, and why.
+
+    Example:
+    >>> from tfposeidon import policies
+    >>> layers = [Description("dense/kernel", (784, 10), "float32"),
+    ...           Description("dense/bias", (10,), "float32")]
+    >>> plan = make_plan(layers, policies.parse("asa"), Topology.regular(0, 4, ranks_per_node=1))
+    >>> [(bucket.scheme.name, bucket.members) for bucket in plan.buckets]
+    [('asa', (1, 0))]
+    >>> int(plan.cost.cross_bytes), plan.cost.steps
+    (47096, 6)
     """
 
     buckets: tuple[Bucket, ...]
@@ -134,11 +181,15 @@ class Plan:
 
     @cached_property
     def cost(self) -> Cost:
-        """All buckets together, as this rank sends them."""
+        """Cost of all buckets together, as this rank sends them."""
         return sum((bucket.cost(self.topology) for bucket in self.buckets), Cost())
 
     def to_json(self) -> str:
-        """The plan for machines: topology, notes, buckets with scheme and bytes, and for each variable the reason."""
+        """Returns the plan as JSON.
+
+        It holds the topology, the notes, and for each bucket the scheme with its options and cost,
+        and for each variable the reason and the bytes by each scheme that was weighed.
+        """
         buckets = [self._bucket_to_dict(bucket) for bucket in self.buckets]
         content = {
             "nodes": self.topology.nodes,
@@ -166,47 +217,31 @@ class Plan:
         }
 
     def __str__(self) -> str:
+        """Returns the plan as a table, with a line for each variable."""
         lines = [f"Plan for {self.topology}, as rank {self.topology.rank} sends it, per step:"]
-        header = (
-            "bucket",
-            "variable",
-            "shape",
-            "dtype",
-            "scheme",
-            "in the node",
-            "across nodes",
-            "reason",
-        )
         rows = [row for i, bucket in enumerate(self.buckets) for row in self._rows(i, bucket)]
-        total = (
-            "total",
-            "",
-            "",
-            "",
-            "",
-            readable(self.cost.node_bytes),
-            readable(self.cost.cross_bytes),
-            "",
-        )
-        lines += table([header, *rows, total])
+        node, across = readable_size(self.cost.node_bytes), readable_size(self.cost.cross_bytes)
+        total = ("total", "", "", "", "", node, across, "")
+        lines += table([COLUMNS, *rows, total])
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
     def _rows(self, index: int, bucket: Bucket) -> list[tuple[str, ...]]:
         cost = bucket.cost(self.topology)
-        figures = (str(bucket.scheme), readable(cost.node_bytes), readable(cost.cross_bytes))
+        figures = (
+            str(bucket.scheme),
+            readable_size(cost.node_bytes),
+            readable_size(cost.cross_bytes),
+        )
         rows: list[tuple[str, ...]] = []
-        above = ""
-        for place, (d, choice) in enumerate(zip(bucket.descriptions, bucket.choices, strict=True)):
-            head = (
-                str(index) if place == 0 else "",
-                d.path,
-                "x".join(map(str, d.shape)) or "scalar",
-                d.dtype,
-            )
-            # Once for all variables of a bucket that have it in common.
-            reason, above = "" if choice.reason == above else choice.reason, choice.reason
-            rows.append((*head, *(figures if place == 0 else ("", "", "")), reason))
+        reason_above = ""
+        for d, choice in zip(bucket.descriptions, bucket.choices, strict=True):
+            shape = "x".join(map(str, d.shape)) or "scalar"
+            number, shown = ("", ("", "", "")) if rows else (str(index), figures)
+            # A reason that several variables of a bucket have in common is shown once.
+            reason = "" if choice.reason == reason_above else choice.reason
+            reason_above = choice.reason
+            rows.append((number, d.path, shape, d.dtype, *shown, reason))
         return rows
 
 
@@ -217,50 +252,37 @@ def make_plan(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     notes: Sequence[str] = (),
 ) -> Plan:
-    """Assigns schemes and fuses small gradients into buckets, last variables first (Poseidon, section 3.1).
+    """Assigns schemes and fuses small gradients into buckets, last variables first.
 
-    Variables of at least a quarter of `bucket_bytes` go by themselves, without a copy. Smaller ones share a
-    bucket, while scheme and dtype are the same (and where rows decide, the shape of factors) and it stays within
-    `bucket_bytes`. Buckets are in the order in which the last of their gradients appears.
+    Variables of at least a quarter of `bucket_bytes` go by themselves, without a copy. Smaller ones
+    share a bucket, while scheme and dtype are the same (and where rows decide, the shape of
+    factors) and it stays within `bucket_bytes`. Buckets are in the order in which the last of their
+    gradients appears.
+
+    Args:
+      descriptions: Descriptions of the gradients, in the order of the variables.
+      policy: Decides which variable goes by which scheme.
+      topology: The ranks of the job, as this rank sees them.
+      bucket_bytes: Size up to which gradients are fused (default 4 MiB); 0 fuses none.
+      notes: What the plan is to say besides what schemes note.
+
+    Source: Zhang et al. 2017 (Poseidon), section 3.1. Differs: Poseidon does not fuse.
     """
-    buckets: list[Bucket] = []
-    filling: dict[Any, Bucket] = {}
-    for member in reversed(range(len(descriptions))):
-        description = descriptions[member]
-        choice = _choice(policy, description, topology)
-        scheme = choice.scheme
-        new = Bucket(
-            members=(member,), descriptions=(description,), scheme=scheme, choices=(choice,)
-        )
-        if 4 * description.bytes >= bucket_bytes or new.goes_alone:
-            buckets.append(new)
-            continue
-        key = (
-            scheme,
-            description.dtype,
-            description.factors if isinstance(scheme, ByRows) else None,
-        )
-        open_bucket = filling.get(key)
-        if open_bucket is None or open_bucket.bytes + new.bytes > bucket_bytes:
-            filling[key] = new
-            buckets += [open_bucket] if open_bucket else []
-        else:
-            filling[key] = open_bucket.joined(new)
-    last_first = _fitted(
-        sorted([*buckets, *filling.values()], key=lambda bucket: -bucket.members[-1]), topology
+    buckets = _fitted(
+        _fused(_single_buckets(descriptions, policy, topology), bucket_bytes), topology
     )
-    remarks = [b.scheme.note(b.length, topology) for b in last_first]
+    remarks = [bucket.scheme.note(bucket.length, topology) for bucket in buckets]
     remarks = [f"bucket {i}: {remark}" for i, remark in enumerate(remarks) if remark]
-    return Plan(buckets=tuple(last_first), topology=topology, notes=(*notes, *remarks))
+    return Plan(buckets=tuple(buckets), topology=topology, notes=(*notes, *remarks))
 
 
 def with_rows(plan: Plan, rows: Sequence[float], policy: Policy) -> Plan:
-    """The plan as a step followed it that had so many rows.
+    """Returns the plan as a step with known numbers of rows followed it.
 
     Args:
-      plan: As `plan` makes it.
-      rows: At a bucket's place, those of all its variables and ranks; 0 where nobody knows them.
-      policy: That of the plan.
+      plan: As `make_plan` returns it.
+      rows: For each bucket the rows of all its variables and ranks; 0 where nobody knows them.
+      policy: Policy of the plan.
     """
     pairs = zip(plan.buckets, rows, strict=False)
     buckets = [
@@ -270,29 +292,75 @@ def with_rows(plan: Plan, rows: Sequence[float], policy: Policy) -> Plan:
     return dataclasses.replace(plan, buckets=tuple(buckets))
 
 
-def _fitted(buckets: list[Bucket], topology: Topology) -> list[Bucket]:
-    """Schemes for factors as they suit their variables."""
-    load = [0.0] * topology.size
+def _single_buckets(
+    descriptions: Sequence[Description], policy: Policy, topology: Topology
+) -> Iterable[Bucket]:
+    """Yields a bucket for each variable, the last first: its gradient is the first to be known."""
+    for member in reversed(range(len(descriptions))):
+        description = descriptions[member]
+        choice = _choose(policy, description, topology)
+        yield Bucket(
+            members=(member,),
+            descriptions=(description,),
+            scheme=choice.scheme,
+            choices=(choice,),
+        )
+
+
+def _fused(singles: Iterable[Bucket], bucket_bytes: int) -> list[Bucket]:
+    """Fuses buckets of one variable each, in their order; see `make_plan`."""
+    full: list[Bucket] = []
+    filling: dict[Any, Bucket] = {}
+    for single in singles:
+        if 4 * single.bytes >= bucket_bytes or single.goes_alone:
+            full.append(single)
+            continue
+        # Rows decide for a whole bucket, so its factors must have one shape.
+        factors = single.descriptions[0].factors if single.takes_factors else None
+        key = (single.scheme, single.dtype, factors)
+        open_bucket = filling.get(key)
+        if open_bucket is None or open_bucket.bytes + single.bytes > bucket_bytes:
+            filling[key] = single
+            full += [open_bucket] if open_bucket else []
+        else:
+            filling[key] = open_bucket.joined(single)
+    # A bucket can be sent when the gradient of its last member is there.
+    return sorted([*full, *filling.values()], key=lambda bucket: -bucket.members[-1])
+
+
+def _fitted(buckets: Iterable[Bucket], topology: Topology) -> list[Bucket]:
+    """Replaces schemes by those that suit the factors of their variables."""
+    served_bytes = [0.0] * topology.size
     fitted = []
     for bucket in buckets:
         scheme, factors = bucket.scheme, bucket.descriptions[0].factors
-        if isinstance(scheme, FactorScheme) and factors is not None:
-            scheme = scheme.fitted(factors, topology, load)
+        if factors is not None:
+            scheme = scheme.fitted(factors, topology, served_bytes)
         fitted.append(dataclasses.replace(bucket, scheme=scheme))
     return fitted
 
 
-def _choice(policy: Policy, description: Description, topology: Topology) -> Choice:
-    """The policy's, except for variables that are too small for the scheme, or whose gradients are no products."""
+def _with_rows_of_rank(description: Description, rows: float) -> Description:
+    factors = description.factors and dataclasses.replace(description.factors, rows=rows)
+    return dataclasses.replace(description, factors=factors)
+
+
+def _choose(policy: Policy, description: Description, topology: Topology) -> Choice:
+    """Returns the policy's choice, or a dense scheme where that cannot send the variable well.
+
+    These are variables that are too small for the scheme, and gradients that are no products where
+    the scheme needs factors.
+    """
     choice = policy.choose(description, topology)
-    if isinstance(choice.scheme, FactorScheme) and len(description.shape) < 2:
-        return choice._replace(scheme=AllReduce(), reason=f"no matrix for {choice.scheme.name}")
-    if isinstance(choice.scheme, FactorScheme) and description.why_no_factors:
-        why = f"no factors for {choice.scheme.name}: {description.why_no_factors}"
+    scheme = choice.scheme
+    if scheme.needs_factors and len(description.shape) < 2:
+        return choice._replace(scheme=AllReduce(), reason=f"no matrix for {scheme.name}")
+    if scheme.needs_factors and description.why_no_factors:
+        why = f"no factors for {scheme.name}: {description.why_no_factors}"
         return choice._replace(scheme=AllReduce(), reason=why)
-    if description.length >= choice.scheme.min_length:
+    if description.length >= scheme.min_length:
         return choice
     return choice._replace(
-        scheme=choice.scheme.for_small or AllReduce(),
-        reason=f"fewer than {choice.scheme.min_length} elements for {choice.scheme.name}",
+        scheme=scheme.for_small_variables or AllReduce(),
+        reason=f"fewer than {scheme.min_length} elements for {scheme.name}",
     )

@@ -11,7 +11,6 @@ from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.planning.plan import Plan
 from tfposeidon.policies import Policy
 
-# Rules that update each element by itself.
 ELEMENTWISE = (
     keras.optimizers.SGD,
     keras.optimizers.RMSprop,
@@ -23,74 +22,125 @@ ELEMENTWISE = (
     keras.optimizers.Ftrl,
     keras.optimizers.Lion,
 )
+"""Optimizers whose rule updates each element by itself."""
 
 
 def check_server_update(policy: Policy, inner: Any) -> None:
-    """Refuses to let servers update by a rule that needs whole variables, or may need them."""
+    """Refuses to let servers update by a rule that needs whole variables, or may need them.
+
+    Args:
+      policy: Decides whether servers update.
+      inner: The optimizer inside `DistributedOptimizer`.
+
+    Raises:
+      ValueError: If servers update and the rule is not known to work on parts of variables.
+    """
     if not policy.updates_at_servers:
         return
     optimizer = innermost(inner)
+    # Subclasses that change only their constructor keep the rule: AdamW has Adam's.
     rule = next(cls for cls in type(optimizer).__mro__ if "update_step" in vars(cls))
-    completed = isinstance(optimizer, LayerWiseOptimizer)
-    if (
-        rule not in ELEMENTWISE
-        and not completed
-        and not getattr(optimizer, "updates_elementwise", False)
-    ):
+    # Norms of layers are summed over the servers' parts, by `exchange.layer_norms`.
+    sums_norms = isinstance(optimizer, LayerWiseOptimizer)
+    declared = getattr(optimizer, "updates_elementwise", False)
+    if rule not in ELEMENTWISE and not sums_norms and not declared:
         names = ", ".join([*(cls.__name__ for cls in ELEMENTWISE), "LARS", "LAMB"])
         raise ValueError(
-            f'update="server" gives the optimizer parts of variables, which {names} can work on. Received: '
-            f"{type(optimizer).__name__}, whose rule needs whole variables, or is not known not to. Use "
-            'ShardedServer(update="worker"), or, if each element is updated by itself, set updates_elementwise = True '
-            "on the optimizer."
+            f'update="server" gives the optimizer parts of variables, which {names} can work on. '
+            f"Received: {type(optimizer).__name__}, whose rule needs whole variables, or is not "
+            'known not to. Use ShardedServer(update="worker"), or, if each element is updated by '
+            "itself, set updates_elementwise = True on the optimizer."
         )
 
 
 def check_not_built(inner: Any) -> None:
-    """Refuses an optimizer that has state already, which servers would have to cut."""
+    """Refuses an optimizer that has state already, which servers would have to cut.
+
+    Args:
+      inner: The optimizer inside `DistributedOptimizer`.
+
+    Raises:
+      ValueError: If it is built.
+    """
     if inner.built:
         raise ValueError(
-            'With update="server" the optimizer\'s state is made by DistributedOptimizer. Received: '
-            f"{type(innermost(inner)).__name__}, built already. Pass a new one."
+            'With update="server" the optimizer\'s state is made by DistributedOptimizer. '
+            f"Received: {type(innermost(inner)).__name__}, built already. Pass a new one."
         )
 
 
 def check_all_variables(given: list[Any], built: list[Any], served: bool) -> None:
-    """Refuses updates of some variables only where each server's part was cut for all."""
+    """Refuses updates of some variables only where each server's part was cut for all.
+
+    Args:
+      given: The variables of a call of `apply`.
+      built: Those that the optimizer was built for.
+      served: Whether servers update.
+
+    Raises:
+      ValueError: If servers update, and the two lists differ.
+    """
     if served and [id(v) for v in given] != [id(v) for v in built]:
         raise ValueError(
             'With update="server" all variables are updated together. Received: gradients for '
-            f"{len(given)} of {len(built)} variables, or in another order. Use an optimizer for each list, or "
-            'update="worker".'
+            f"{len(given)} of {len(built)} variables, or in another order. Use an optimizer for "
+            'each list, or update="worker".'
         )
 
 
 def check_callbacks(policy: Policy, callbacks: list[Any]) -> None:
-    """Refuses callbacks that reach for variables of the inner optimizer, where these are parts."""
+    """Refuses callbacks that use variables of the inner optimizer, where these are parts.
+
+    Args:
+      policy: Decides whether servers update.
+      callbacks: All callbacks of `fit`.
+
+    Raises:
+      ValueError: If servers update and there is a `keras.callbacks.SwapEMAWeights`.
+    """
     if policy.updates_at_servers and any(
         isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks
     ):
         raise ValueError(
-            'With update="server" averages of weights lie with the servers. Received: SwapEMAWeights. Leave it out (at '
-            'the end of fit the weights become their averages), or use update="worker".'
+            'With update="server" averages of weights lie with the servers. Received: '
+            "SwapEMAWeights. Leave it out (at the end of fit the weights become their averages), "
+            'or use update="worker".'
         )
 
 
 def check_change(old: Policy, new: Policy) -> None:
-    """Refuses a change of schemes to or from servers that update."""
+    """Refuses a change of schemes to or from servers that update.
+
+    Args:
+      old: The policy so far.
+      new: The policy of later steps.
+
+    Raises:
+      ValueError: If they differ, and servers update with one of them.
+    """
     if old != new and (old.updates_at_servers or new.updates_at_servers):
         raise ValueError(
-            f'Schemes with update="server" stay for the whole training: the optimizer\'s state lies with the servers. '
-            f'Received: a change from {old} to {new}. Use update="worker".'
+            'Schemes with update="server" stay for the whole training: the optimizer\'s state lies '
+            f'with the servers. Received: a change from {old} to {new}. Use update="worker".'
         )
 
 
 def check_momentum(plan: Plan, inner: Any) -> None:
-    """Refuses momentum both before selection and after it."""
+    """Refuses momentum both before selection and after it.
+
+    Args:
+      plan: The plan that steps are to follow.
+      inner: The optimizer inside `DistributedOptimizer`.
+
+    Raises:
+      ValueError: If a scheme corrects momentum and the optimizer has momentum, too.
+    """
     corrected = {bucket.scheme.name for bucket in plan.buckets if bucket.scheme.corrects_momentum}
-    afterwards = getattr(innermost(inner), "momentum", 0.0)
-    if corrected and afterwards:
+    optimizer = innermost(inner)
+    momentum = getattr(optimizer, "momentum", 0.0)
+    if corrected and momentum:
         raise ValueError(
-            "Momentum correction takes the place of the optimizer's momentum. Received: momentum in "
-            f"{', '.join(sorted(corrected))} and in {type(innermost(inner)).__name__}. Use SGD(momentum=0.0)."
+            "Momentum correction takes the place of the optimizer's momentum. Received: momentum "
+            f"in {', '.join(sorted(corrected))} and in {type(optimizer).__name__}. "
+            "Use SGD(momentum=0.0)."
         )

@@ -26,6 +26,7 @@ REGISTRY: dict[str, Callable[[], Scheme]] = {
     "hitopk": HierarchicalTopK,
     "topk": TopKAllGather,
 }
+"""Makes a scheme with its defaults, by the name that users pass as `scheme=`."""
 
 __all__ = [
     "REGISTRY",

@@ -6,39 +6,45 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import tensorflow as tf
+from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import cost
 from tfposeidon.schemes.base import State, VectorScheme
 from tfposeidon.schemes.cost import Cost
-from tfposeidon.schemes.wire_format import check_wire_dtype, decode, encode, wire_itemsize
+from tfposeidon.schemes.wire_format import WithWireDtype, decode, encode, wire_itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduce(VectorScheme):
+class AllReduce(WithWireDtype, VectorScheme):
     """Averages gradients by Horovod's all-reduce (a ring over Gloo, NCCL's choice on GPUs).
 
     Args:
-      wire_dtype: `None` for the gradient's own dtype or `"float16"`, in which Horovod also sums.
+      wire_dtype: `None` for the gradient's own dtype (default), or `"float16"`, in which Horovod
+        also sums.
 
     Raises:
       ValueError: If `wire_dtype` is anything else.
 
     Cost: 2 (P - 1) steps, 2 n (P - 1) / P elements sent per rank.
+
+    Example:
+    >>> from tfposeidon import schemes
+    >>> from tfposeidon.communication.topology import Topology
+    >>> int(schemes.AllReduce().cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2)).bytes)
+    6000
+    >>> schemes.AllReduce(wire_dtype="float16").exact
+    False
     """
 
     name: ClassVar[str] = "allreduce"
-    wire_dtype: str | None = None
+    allowed_wire_dtypes: ClassVar[tuple[str, ...]] = ("float16",)
+    wire_dtype_remedy: ClassVar[str] = (
+        'Use AllToAll(wire_dtype="bfloat16"): Horovod cannot sum bfloat16.'
+    )
 
-    def __post_init__(self) -> None:
-        remedy = 'Use AllToAll(wire_dtype="bfloat16"): Horovod cannot sum bfloat16.'
-        check_wire_dtype(self.wire_dtype, ("float16",), remedy)
-
-    @property
-    def exact(self) -> bool:
-        return self.wire_dtype is None
-
+    @override
     def exchange(
         self, gradient: tf.Tensor, state: State, wire: Wire, name: str
     ) -> tuple[tf.Tensor, State]:
@@ -50,6 +56,7 @@ class AllReduce(VectorScheme):
         summed = wire.all_reduce(encode(scaled, self.wire_dtype), world, name)
         return decode(summed, self.wire_dtype, gradient.dtype), state
 
+    @override
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
         size_bytes = length * wire_itemsize(self.wire_dtype, itemsize)
         return cost.ring_all_reduce(topology, topology.world, size_bytes)

@@ -1,15 +1,17 @@
-"""The one abstraction: a scheme maps gradients and its own state to the mean gradient and new state.
+"""The one abstraction: a scheme maps gradients and its state to the mean gradient and new state.
 
-`VectorScheme`s take gradients as they are, `FactorScheme`s as the product of two thin matrices.
+A `VectorScheme` takes gradients as they are, a `FactorScheme` as the product of two thin matrices.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import tensorflow as tf
+from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
@@ -18,6 +20,7 @@ from tfposeidon.gradients.factors import Factors, FactorShape
 from tfposeidon.schemes.cost import Cost
 
 State = tuple[tf.Tensor, ...]
+"""State of a scheme for one bucket: a tensor for each of its slots, in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +28,11 @@ class Slot:
     """One float32 tensor that a scheme keeps from step to step; it starts at zero.
 
     Attributes:
-      name: Says what it is.
-      shape: `(n,)` for values of `n` elements of the bucket, `()` for a number that is the same on all ranks.
-      offset: Where in the bucket these elements begin. What counts is the sum over all ranks that hold
-        an element: it is kept when the number of ranks changes.
+      name: What the tensor holds, such as `"residual"`.
+      shape: `(n,)` for values of `n` elements of the bucket, `()` for a number that is the same on
+        all ranks.
+      offset: Index in the bucket of the first of these elements. What counts is the sum over all
+        ranks that hold an element: it is kept when the number of ranks changes.
     """
 
     name: str
@@ -37,20 +41,29 @@ class Slot:
 
 
 class Scheme(Configured, ABC):
-    """How one bucket of gradients becomes the mean over all ranks: a `VectorScheme` or a `FactorScheme`.
+    """How one bucket of gradients becomes the mean over all ranks.
 
     Subclasses are frozen, keyword-only dataclasses. They see neither variables nor learning rates,
     and keep nothing between calls: what has to last is `state`, which the optimizer stores.
+
+    Policies, plans and exchanges ask for the properties declared here, not for the class: a new
+    scheme overrides those in which it differs.
     """
 
     name: ClassVar[str]
-    """What users pass as `scheme=`, and what the plan prints."""
+    """Name that users pass as `scheme=`, and that the plan prints."""
 
     has_gpu_kernels: ClassVar[bool] = True
-    """Whether its native ops, if it has any, run on GPUs too."""
+    """True if its native ops, if it has any, run on GPUs too."""
+
+    needs_factors: ClassVar[bool] = False
+    """True if it can exchange only gradients that are products of two thin matrices."""
+
+    takes_factors: ClassVar[bool] = False
+    """True if it is given the factors of gradients, of which it may still make their products."""
 
     def __str__(self) -> str:
-        """The name, and the options that differ from their defaults."""
+        """Returns the name, and the options that differ from their defaults."""
         shown = [f for f in fields(self) if f.repr]  # type: ignore[arg-type]
         options = [
             f"{f.name}={getattr(self, f.name)}" for f in shown if getattr(self, f.name) != f.default
@@ -63,13 +76,18 @@ class Scheme(Configured, ABC):
         return True
 
     @property
+    def updates_at_servers(self) -> bool:
+        """True if servers update the variables, and not every rank."""
+        return False
+
+    @property
     def min_length(self) -> int:
-        """Variables with fewer elements are better sent densely."""
+        """Number of elements below which a variable is better sent by another scheme."""
         return 0
 
     @property
-    def for_small(self) -> Scheme | None:
-        """What sends variables with fewer than `min_length` elements, if not `AllReduce`."""
+    def for_small_variables(self) -> Scheme | None:
+        """Scheme for variables with fewer than `min_length` elements; `None` means `AllReduce`."""
         return None
 
     @property
@@ -77,24 +95,103 @@ class Scheme(Configured, ABC):
         """True if it accumulates velocity itself, so that the optimizer must not."""
         return False
 
+    # ------------------------------------------------------------------ planning
+
+    def fitted(self, factors: FactorShape, topology: Topology, served_bytes: list[float]) -> Scheme:
+        """Returns the scheme that suits one variable: this one, or another in its place.
+
+        Args:
+          factors: Shape of the variable's factors; with the rows of a step, where these are known.
+          topology: The ranks of the job; the result is the same on each.
+          served_bytes: Bytes that each rank serves already; a scheme that gives the variable to a
+            server adds the variable's bytes in place.
+        """
+        return self
+
+    def for_rows(self, rows: float) -> Scheme:
+        """Returns the scheme that a step follows, where that depends on the number of rows.
+
+        Args:
+          rows: Rows of one variable's factors, summed over all ranks.
+        """
+        return self
+
+    @abstractmethod
+    def bucket_cost(
+        self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
+    ) -> Cost:
+        """Predicts what `topology.rank` spends on one bucket.
+
+        Args:
+          length: Elements of all variables of the bucket.
+          itemsize: Bytes of an element.
+          factors: Shape of each variable's factors; ignored by schemes that exchange vectors.
+          topology: The ranks of the job.
+        """
+
     def note(self, length: int, topology: Topology) -> str:
-        """What it does in another way than its name says for a bucket of `length` elements; mostly nothing."""
+        """Returns what the scheme does in another way than its name says; mostly nothing.
+
+        Args:
+          length: Elements of the bucket.
+          topology: The ranks of the job.
+        """
         return ""
 
+    # ------------------------------------------------------------------ exchange
+
+    @abstractmethod
+    def exchange_products(
+        self, factors: Sequence[Factors], rows: tf.Tensor, dtype: str, wire: Wire, name: str
+    ) -> tf.Tensor:
+        """Exchanges a bucket of gradients that are given as factors.
+
+        Args:
+          factors: This rank's factors, one for each variable.
+          rows: Float32 scalar: rows of all variables and all ranks together.
+          dtype: Dtype of the result.
+          wire: The collectives to use.
+          name: Prefix for their names: unique per bucket, the same on every rank.
+
+        Returns:
+          The mean products over all ranks, one after the other, `[n]` in `dtype` with the same
+          bits on every rank.
+        """
+
+    # ------------------------------------------------------------------ state
+
     def slots(self, length: int, topology: Topology) -> tuple[Slot, ...]:
-        """What lasts from step to step for a bucket of `length` elements, on `topology.rank`."""
+        """Describes what lasts from step to step for one bucket, on `topology.rank`.
+
+        Args:
+          length: Elements of the bucket.
+          topology: The ranks of the job.
+        """
         return ()
 
     def rescaled(self, state: State, factor: tf.Tensor) -> State:
-        """State whose gradients were `factor` times as large: after a change of learning rate or loss scale."""
+        """Returns the state after a change of the learning rate or of the loss scale.
+
+        Args:
+          state: Tensors of `slots`.
+          factor: Float32 scalar by which everything kept of gradients is multiplied.
+        """
         return state
 
     def flushing(self, state: State) -> State:
-        """State with which all exchanges from now on send all that there is, so that nothing is left."""
+        """Returns a state with which all later exchanges send everything, so that nothing is left.
+
+        Args:
+          state: Tensors of `slots`.
+        """
         return state
 
     def has_flushed(self, state: State) -> bool:
-        """Whether an exchange that counted has sent everything since `flushing`."""
+        """Tells whether an exchange that counted has sent everything since `flushing`.
+
+        Args:
+          state: Tensors of `slots`, with values.
+        """
         return True
 
 
@@ -108,47 +205,82 @@ class VectorScheme(Scheme):
         """Exchanges one bucket.
 
         Args:
-          gradient: `[n]` floating point, `n` static and the same on every rank; it is left as it is.
+          gradient: `[n]` floating point, `n` static and the same on every rank; not changed.
           state: Tensors of `slots`.
           wire: The collectives to use.
           name: Prefix for their names: unique per bucket, the same on every rank.
 
         Returns:
-          The mean over all ranks, `[n]` in the gradient's dtype with the same bits on every rank, and
-          the new state.
+          The mean over all ranks, `[n]` in the gradient's dtype with the same bits on every rank,
+          and the new state.
         """
 
     @abstractmethod
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
-        """What `topology.rank` spends on `length` elements of `itemsize` bytes."""
+        """Predicts what `topology.rank` spends on one exchange.
+
+        Args:
+          length: Elements of the bucket.
+          itemsize: Bytes of an element.
+          topology: The ranks of the job.
+        """
+
+    @override
+    def bucket_cost(
+        self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
+    ) -> Cost:
+        return self.cost(length, itemsize, topology)
+
+    @override
+    def exchange_products(
+        self, factors: Sequence[Factors], rows: tf.Tensor, dtype: str, wire: Wire, name: str
+    ) -> tf.Tensor:
+        # Products are computed here and no earlier: a step that sends factors does not need them.
+        products = [tf.cast(one.own_product, dtype) for one in factors]
+        return self.exchange(tf.concat(products, 0), (), wire, name)[0]
 
 
 class FactorScheme(Scheme):
-    """A scheme for one variable whose gradient is a product of two thin matrices; it keeps nothing."""
+    """A scheme for one variable whose gradient is a product of two thin matrices, without state."""
 
-    def fitted(self, factors: FactorShape, topology: Topology, load: list[float]) -> Scheme:
-        """As it suits one variable: itself, another, or `ByRows`.
-
-        Args:
-          factors: Of the variable; with the rows of a step, where these are known.
-          topology: The ranks of the job; what is decided is the same on each.
-          load: Bytes that each rank serves already, to which are added those of this variable.
-        """
-        return self
+    needs_factors: ClassVar[bool] = True
+    takes_factors: ClassVar[bool] = True
 
     @abstractmethod
     def exchange_factors(self, factors: Factors, wire: Wire, name: str) -> tf.Tensor:
         """Exchanges the factors of one variable.
 
         Args:
-          factors: Of this rank, on the wire's terms (`Factors.packed`); ranks may have different numbers of rows.
+          factors: This rank's factors, which travel as `Factors.packed`; ranks may have different
+            numbers of rows.
           wire: The collectives to use.
-          name: Prefix for their names: unique per bucket, the same on every rank.
+          name: Prefix for their names: unique per variable, the same on every rank.
 
         Returns:
-          The mean product over all ranks, `[M * N]` float32 with the same bits on every rank.
+          The mean product over all ranks, `[M * N]` float32 (float64 for float64 factors) with the
+          same bits on every rank.
         """
 
     @abstractmethod
     def factor_cost(self, factors: FactorShape, topology: Topology) -> Cost:
-        """What `topology.rank` spends where every rank has factors of this shape."""
+        """Predicts what `topology.rank` spends where every rank has factors of this shape.
+
+        Args:
+          factors: Shape of one variable's factors; without rows the bytes of factors count as 0.
+          topology: The ranks of the job.
+        """
+
+    @override
+    def bucket_cost(
+        self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
+    ) -> Cost:
+        return sum((self.factor_cost(one, topology) for one in factors), Cost())
+
+    @override
+    def exchange_products(
+        self, factors: Sequence[Factors], rows: tf.Tensor, dtype: str, wire: Wire, name: str
+    ) -> tf.Tensor:
+        means = [
+            self.exchange_factors(one, wire, f"{name}.{index}") for index, one in enumerate(factors)
+        ]
+        return tf.concat([tf.cast(mean, dtype) for mean in means], 0)

@@ -8,19 +8,22 @@ from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
+from typing_extensions import override
 
+from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
-from tfposeidon.gradients.factors import Factors
+from tfposeidon.gradients.factors import Factors, FactorShape
 from tfposeidon.schemes.base import FactorScheme, Scheme, VectorScheme
+from tfposeidon.schemes.cost import Cost
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByRows(Scheme):
     """Takes one scheme up to a number of rows, and another beyond it.
 
-    How many rows there are is known when a step runs, whoever feeds it: they are added up over ranks, so that all take
-    the same branch. The plan shows the scheme that the last step took. Variables whose factors have the same shape may
-    share a bucket.
+    How many rows there are is known when a step runs, whoever feeds it: they are added up over
+    ranks, so that all take the same branch. The plan shows the scheme that the last step took.
+    Variables whose factors have the same shape may share a bucket.
 
     Args:
       few: Sends the factors of each variable.
@@ -28,9 +31,18 @@ class ByRows(Scheme):
       limit: Rows up to which `few` is taken, of one variable and all ranks together.
 
     Cost: that of the scheme that is taken.
+
+    Example:
+    >>> from tfposeidon import schemes
+    >>> scheme = schemes.ByRows(
+    ...     few=schemes.FactorBroadcast(), many=schemes.ShardedServer(), limit=64
+    ... )
+    >>> [str(scheme.for_rows(rows)) for rows in (64, 65)]
+    ['sfb', 'ps']
     """
 
     name: ClassVar[str] = "by rows"
+    takes_factors: ClassVar[bool] = True
     few: FactorScheme
     many: FactorScheme | VectorScheme
     limit: int
@@ -38,20 +50,29 @@ class ByRows(Scheme):
     def __str__(self) -> str:
         return f"{self.few} or {self.many}"
 
-    def taken(self, rows: float) -> FactorScheme | VectorScheme:
-        """What a step takes with that many rows of one variable, of all ranks together."""
+    @override
+    def for_rows(self, rows: float) -> Scheme:
         return self.few if rows <= self.limit else self.many
 
-    def exchange_factors(
+    @override
+    def bucket_cost(
+        self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
+    ) -> Cost:
+        """Predicts the cost of many rows: before the first step nobody knows how many there are."""
+        return self.many.bucket_cost(length, itemsize, factors, topology)
+
+    @override
+    def exchange_products(
         self, factors: Sequence[Factors], rows: tf.Tensor, dtype: str, wire: Wire, name: str
     ) -> tf.Tensor:
-        """As `mean_products`, by the scheme that suits `rows`: of all variables and ranks together, a scalar."""
+        # `rows` is an all-reduced sum, so every rank takes the same branch.
         return tf.cond(
             rows <= self.limit * len(factors),
-            lambda: mean_products(self.few, factors, dtype, wire, name),
-            lambda: mean_products(self.many, factors, dtype, wire, name),
+            lambda: self.few.exchange_products(factors, rows, dtype, wire, name),
+            lambda: self.many.exchange_products(factors, rows, dtype, wire, name),
         )
 
+    @override
     def get_config(self) -> dict[str, Any]:
         schemes = {
             part: keras.saving.serialize_keras_object(getattr(self, part))
@@ -59,37 +80,10 @@ class ByRows(Scheme):
         }
         return {**schemes, "limit": self.limit}
 
+    @override
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ByRows:
         schemes = {
             part: keras.saving.deserialize_keras_object(config[part]) for part in ("few", "many")
         }
         return cls(**{**config, **schemes})
-
-
-def mean_products(
-    scheme: FactorScheme | VectorScheme,
-    factors: Sequence[Factors],
-    dtype: str,
-    wire: Wire,
-    name: str,
-) -> tf.Tensor:
-    """Exchanges the factors of some variables, or their products, which are only then computed.
-
-    Args:
-      scheme: How.
-      factors: Of this rank, one for each variable.
-      dtype: Of the variables' gradients on the wire.
-      wire: The collectives to use.
-      name: Prefix for their names.
-
-    Returns:
-      The mean products over all ranks one after the other, `[n]` in `dtype`.
-    """
-    if isinstance(scheme, VectorScheme):
-        products = [tf.cast(one.own_product, dtype) for one in factors]
-        return scheme.exchange(tf.concat(products, 0), (), wire, name)[0]
-    means = [
-        scheme.exchange_factors(one, wire, f"{name}.{place}") for place, one in enumerate(factors)
-    ]
-    return tf.concat([tf.cast(mean, dtype) for mean in means], 0)

@@ -1,4 +1,4 @@
-"""What an exchange costs, as each scheme predicts it."""
+"""Predicted costs of exchanges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class Cost:
       steps: Messages that follow one another on the longest path.
       node_bytes: Payload bytes this rank sends to ranks of its own node.
       cross_bytes: Payload bytes this rank sends to ranks of other nodes.
-      flops: Floating-point additions this rank makes, other than inside Horovod.
+      flops: Floating-point additions this rank makes, other than inside Horovod; multiplications
+        too, where factors are multiplied.
     """
 
     steps: int = 0
@@ -25,9 +26,11 @@ class Cost:
 
     @property
     def bytes(self) -> float:
+        """Payload bytes this rank sends to all other ranks."""
         return self.node_bytes + self.cross_bytes
 
     def __add__(self, other: Cost) -> Cost:
+        """Returns the cost of one exchange after the other."""
         return Cost(
             steps=self.steps + other.steps,
             node_bytes=self.node_bytes + other.node_bytes,
@@ -36,14 +39,17 @@ class Cost:
         )
 
 
-def shares(length: int, parts: int) -> list[int]:
-    """Cuts `length` elements into `parts` that differ by one at most, the larger first."""
-    quotient, remainder = divmod(length, parts)
-    return [quotient + (part < remainder) for part in range(parts)]
+def cost_of_messages(
+    topology: Topology, messages: dict[int, float], *, steps: int, flops: float = 0.0
+) -> Cost:
+    """Sums the messages of one rank by the kind of link that they take.
 
-
-def sent(topology: Topology, messages: dict[int, float], *, steps: int, flops: float = 0.0) -> Cost:
-    """Sums messages (receiver -> bytes) by the kind of link that they take from this rank."""
+    Args:
+      topology: The ranks of the job, as the sender sees them.
+      messages: Bytes for each receiver; those to the sender itself do not count.
+      steps: Messages that follow one another on the longest path.
+      flops: Additions that the sender makes.
+    """
     me = topology.rank
     node = sum(
         size for peer, size in messages.items() if peer != me and topology.same_node(me, peer)
@@ -53,44 +59,69 @@ def sent(topology: Topology, messages: dict[int, float], *, steps: int, flops: f
 
 
 def ring_all_reduce(topology: Topology, group: Group, size_bytes: float) -> Cost:
-    """Horovod's ring: all bytes of a rank go to one neighbour (in Gloo, the one before it).
+    """Predicts Horovod's ring: a rank sends all to one neighbour (in Gloo, the one before it).
+
+    Args:
+      topology: The ranks of the job, as the rank that spends it sees them.
+      group: The ranks of the ring.
+      size_bytes: Bytes of the vector.
 
     Cost: 2 (P - 1) steps, 2 n (P - 1) / P bytes sent per rank.
     Source: Patarasuk and Yuan 2009.
     """
     p = group.size
     neighbour = group.ranks[(group.index(topology.rank) - 1) % p]
-    return sent(topology, {neighbour: 2 * size_bytes * (p - 1) / p}, steps=2 * (p - 1))
+    return cost_of_messages(topology, {neighbour: 2 * size_bytes * (p - 1) / p}, steps=2 * (p - 1))
 
 
 def all_to_all(
     topology: Topology, group: Group, split_bytes: list[float], flops: float = 0.0
 ) -> Cost:
-    """Part `i` goes straight to the group's rank `i`. P - 1 steps, all that is not one's own is sent."""
+    """Predicts an all-to-all, in which part `i` goes straight to the group's rank `i`.
+
+    Args:
+      topology: The ranks of the job, as the rank that spends it sees them.
+      group: The ranks that take part.
+      split_bytes: Bytes of each part.
+      flops: Additions that the rank makes of what it receives.
+
+    Cost: P - 1 steps; all parts but the rank's own are sent.
+    """
     messages = dict(zip(group.ranks, split_bytes, strict=True))
-    return sent(topology, messages, steps=group.size - 1, flops=flops)
+    return cost_of_messages(topology, messages, steps=group.size - 1, flops=flops)
 
 
 def ring_all_gather(topology: Topology, group: Group, parts_bytes: list[float]) -> Cost:
-    """Horovod's ring over Gloo: each rank passes on every part but the one its successor owns.
+    """Predicts Horovod's ring over Gloo: a rank sends on every part but that of its successor.
+
+    Args:
+      topology: The ranks of the job, as the rank that spends it sees them.
+      group: The ranks of the ring.
+      parts_bytes: Bytes of the part that each of them contributes.
 
     Cost: P - 1 steps, n (P - 1) / P bytes sent per rank where the parts are equal.
     """
     p = group.size
     successor = (group.index(topology.rank) + 1) % p
-    passed_on = sum(parts_bytes) - parts_bytes[successor]
-    return sent(topology, {group.ranks[successor]: passed_on}, steps=p - 1)
+    sent_on = sum(parts_bytes) - parts_bytes[successor]
+    return cost_of_messages(topology, {group.ranks[successor]: sent_on}, steps=p - 1)
 
 
 def tree_broadcast(topology: Topology, root: int, size_bytes: float) -> Cost:
-    """Gloo's binomial tree: in each round, every rank that has the values passes them on to one that has not.
+    """Predicts Gloo's binomial tree: in each round, all ranks that have the values send them on.
+
+    Args:
+      topology: The ranks of the job, as the rank that spends it sees them; all take part.
+      root: The rank that has the values.
+      size_bytes: Bytes of the vector.
 
     Cost: log2 P steps; the root sends log2 P times, half of the ranks not at all.
     """
     p = topology.size
-    place = (topology.rank - root) % p
+    # Distance from the root round the ring of ranks: in round i those below 2^i have the values.
+    distance = (topology.rank - root) % p
     rounds = (p - 1).bit_length()
-    receivers = [place + 2**i for i in range(rounds) if place < 2**i and place + 2**i < p]
-    return sent(
+    receivers = [distance + 2**i for i in range(rounds) if distance < 2**i and distance + 2**i < p]
+    return cost_of_messages(
         topology, {(root + receiver) % p: size_bytes for receiver in receivers}, steps=rounds
     )

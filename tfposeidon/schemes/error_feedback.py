@@ -1,6 +1,7 @@
-"""Error feedback: what a selection leaves behind is added to the next gradient, so that nothing is lost.
+"""Error feedback: what a selection leaves behind is added to the next gradient, so none is lost.
 
-It wraps the selection and not the scheme: in the hierarchical exchange the residual is that of the shard.
+It wraps the selection and not the scheme: in the hierarchical exchange the residual is that of the
+shard.
 """
 
 from __future__ import annotations
@@ -10,41 +11,48 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfposeidon import ops
+from tfposeidon import ops, ranges
 
 
-class Memory(NamedTuple):
-    """What lasts from step to step: `[n]` float32 each, `None` where it is not kept."""
+class FeedbackState(NamedTuple):
+    """Tensors that last from step to step: `[n]` float32 each, `None` where not kept."""
 
     residual: tf.Tensor | None
     velocity: tf.Tensor | None
 
     @property
     def kept(self) -> tuple[tf.Tensor, ...]:
-        """Those that there are."""
+        """Those of the two that are kept."""
         return tuple(tensor for tensor in self if tensor is not None)
 
 
-class Sent(NamedTuple):
-    """The selected elements: `[k]` float32, with a residual rounded to the wire's type, and `[k]` int32, ascending."""
+class Selection(NamedTuple):
+    """Elements that were selected to be sent.
+
+    Attributes:
+      values: `[k]` float32; rounded to the wire's type where there is a residual, which takes the
+        rounding error.
+      indices: `[k]` int32, ascending.
+    """
 
     values: tf.Tensor
     indices: tf.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feedback:
+class ErrorFeedback:
     """How elements are selected, and what becomes of the others.
 
     Args:
       select: A method of `tfposeidon.ops.top_k`.
       wire_dtype: What values are rounded to; the rounding error stays in the residual.
       keep: Whether there is a residual. Without one, what is not sent is lost.
-      momentum: Of momentum correction, 0 for none: velocity is accumulated before selection, and masked where
-        something was sent (Lin et al. 2018, section 3).
+      momentum: Coefficient of momentum correction, 0 for none: velocity is accumulated before
+        selection, and masked where something was sent (Lin et al. 2018, section 3).
 
     Raises:
-      ValueError: If an argument makes no sense.
+      ValueError: If `select` is unknown, `momentum` is not in [0, 1), or there is momentum without
+        a residual.
     """
 
     select: str
@@ -54,50 +62,66 @@ class Feedback:
 
     def __post_init__(self) -> None:
         ops.check_method(self.select)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"`momentum` must be in [0, 1). Received: momentum={self.momentum}")
+        ranges.check_number("momentum", self.momentum, ranges.BELOW_1, "Use 0.0 for none.")
         if self.momentum and not self.keep:
             raise ValueError(
-                f"Momentum correction needs error feedback. Received: momentum={self.momentum}, error_feedback=False."
+                f"Momentum correction needs error feedback. Received: momentum={self.momentum}, "
+                "error_feedback=False. Use error_feedback=True, or momentum=0.0."
             )
 
     def select_from(
-        self, gradient: tf.Tensor, memory: Memory, k: int | tf.Tensor, seed: tf.Tensor | int = 0
-    ) -> tuple[Sent, Memory]:
-        """Selects `k` elements of what has been kept and `gradient`.
+        self,
+        gradient: tf.Tensor,
+        state: FeedbackState,
+        k: int | tf.Tensor,
+        seed: tf.Tensor | int = 0,
+    ) -> tuple[Selection, FeedbackState]:
+        """Selects `k` elements of the residual plus `gradient`.
 
         Args:
           gradient: `[n]` float32.
-          memory: Of this rank.
-          k: 0 to n.
-          seed: Of MSTopK's window.
+          state: This rank's.
+          k: Number of elements, from 0 to `n`.
+          seed: Seed of MSTopK's random window; other methods have none.
 
         Returns:
-          What is sent and the new memory; `scatter(values) + new residual = residual + gradient`, with the
-          velocity in place of the gradient if there is one.
+          What is sent, and the new state: `scatter(values) + new residual = residual + gradient`,
+          with the velocity in place of the gradient if there is one.
         """
-        if memory.residual is None:
-            return Sent(*ops.top_k(gradient, k, self.select, seed=seed)), memory
+        if state.residual is None:
+            return Selection(*ops.top_k(gradient, k, self.select, seed=seed)), state
         options: dict[str, Any] = {
             "method": self.select,
             "wire_dtype": self.wire_dtype,
             "seed": seed,
         }
-        if memory.velocity is None:
+        if state.velocity is None:
             values, indices, residual = ops.error_feedback_top_k(
-                memory.residual, gradient, k, **options
+                state.residual, gradient, k, **options
             )
-            return Sent(values, indices), Memory(residual, None)
+            return Selection(values, indices), FeedbackState(residual, None)
         values, indices, residual, velocity = ops.momentum_correction_top_k(
-            memory.residual, gradient, memory.velocity, k, self.momentum, **options
+            state.residual, gradient, state.velocity, k, self.momentum, **options
         )
-        return Sent(values, indices), Memory(residual, velocity)
+        return Selection(values, indices), FeedbackState(residual, velocity)
 
-    def all_of(self, gradient: tf.Tensor, memory: Memory) -> tuple[tf.Tensor, Memory]:
-        """Everything there is, `[n]`, as when `k` is `n`; but velocity goes on: nothing was delayed."""
-        if memory.residual is None:
-            return gradient, memory
-        if memory.velocity is None:
-            return memory.residual + gradient, Memory(tf.zeros_like(gradient), None)
-        velocity = self.momentum * memory.velocity + gradient
-        return memory.residual + velocity, Memory(tf.zeros_like(gradient), velocity)
+    def select_all(
+        self, gradient: tf.Tensor, state: FeedbackState
+    ) -> tuple[tf.Tensor, FeedbackState]:
+        """Sends all elements, as if `k` were `n`, except that velocity is kept.
+
+        Args:
+          gradient: `[n]` float32.
+          state: This rank's.
+
+        Returns:
+          The residual plus the gradient (or the velocity), `[n]` float32, and the new state, whose
+          residual is zero.
+        """
+        if state.residual is None:
+            return gradient, state
+        if state.velocity is None:
+            return state.residual + gradient, FeedbackState(tf.zeros_like(gradient), None)
+        # Velocity is masked where elements were late, and here none was.
+        velocity = self.momentum * state.velocity + gradient
+        return state.residual + velocity, FeedbackState(tf.zeros_like(gradient), velocity)

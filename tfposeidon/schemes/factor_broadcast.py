@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import tensorflow as tf
+from typing_extensions import override
 
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
@@ -20,18 +21,32 @@ from tfposeidon.schemes.cost import Cost
 class FactorBroadcast(FactorScheme):
     """Gathers every rank's factors and multiplies them once.
 
-    First across nodes, among the ranks of one position, then in the node; ranks may have different numbers of rows.
-    In the node the ranks' products are summed instead where that is fewer bytes, as the plan says.
+    First across nodes, among the ranks of one position, then in the node; ranks may have different
+    numbers of rows. In the node the ranks' products are summed instead where that is fewer bytes,
+    as the plan says.
 
     Args:
-      sums_in_node: Whether products are summed in the node. `None` leaves it to each step, which goes by its rows.
+      sums_in_node: Whether products are summed in the node. `None` (default) leaves it to each
+        step, which goes by its rows.
 
-    Cost: (m - 1) + (n - 1) steps; a rank with K rows sends K (m - 1) (M + N) values across nodes and
-    m K (n - 1) (M + N) in its node, m nodes of n ranks; the product takes 2 m n K M N operations. With sums in the
-    node 2 (n - 1) steps there, 2 M N (n - 1) / n values and 2 m K M N operations.
-    Source: Zhang et al. 2017 (Poseidon), sections 2.1 and 3.2; Xie et al. 2016. Differs: factors go round in a ring
-    and not to each peer, which is as many values; the product is formed once, not for each peer; uneven nodes gather
-    over all ranks at once.
+    Cost: (m - 1) + (n - 1) steps; a rank with K rows sends K (m - 1) (M + N) values across nodes
+    and m K (n - 1) (M + N) in its node, m nodes of n ranks; the product takes 2 m n K M N
+    operations. With sums in the node 2 (n - 1) steps there, 2 M N (n - 1) / n values and 2 m K M N
+    operations.
+    Source: Zhang et al. 2017 (Poseidon), sections 2.1 and 3.2; Xie et al. 2016. Differs: factors go
+    round in a ring and not to each peer, which is as many values; the product is formed once, not
+    for each peer; uneven nodes gather over all ranks at once.
+
+    Example:
+    >>> from tfposeidon import schemes
+    >>> from tfposeidon.communication.topology import Topology
+    >>> from tfposeidon.gradients.factors import FactorShape
+    >>> factors = FactorShape(rows=32, left=1024, right=1024, dtype="float32")
+    >>> topology = Topology.regular(0, size=4, ranks_per_node=1)
+    >>> int(schemes.FactorBroadcast().factor_cost(factors, topology).bytes) // 2**10
+    768
+    >>> int(schemes.AllReduce().cost(1024 * 1024, itemsize=4, topology=topology).bytes) // 2**10
+    6144
     """
 
     name: ClassVar[str] = "sfb"
@@ -40,58 +55,62 @@ class FactorBroadcast(FactorScheme):
     def __str__(self) -> str:
         return f"{self.name}(sums_in_node=True)" if self.sums_in_node else self.name
 
-    def fitted(self, factors: FactorShape, topology: Topology, load: list[float]) -> Scheme:
-        """With sums in the node where they are fewer bytes there, which rows decide."""
-        if self.sums_in_node is not None or _uneven(topology):
+    @override
+    def fitted(self, factors: FactorShape, topology: Topology, served_bytes: list[float]) -> Scheme:
+        if self.sums_in_node is not None or _is_uneven(topology):
             return self
         few, many = (replace(self, sums_in_node=sums) for sums in (False, True))
-        # Every rank of an even layout sends as much.
-        one_row, sums = (
-            way.factor_cost(replace(factors, rows=1), topology).node_bytes for way in (few, many)
+        # Every rank of an even layout sends as much, so all find the same limit.
+        one_row_bytes, sums_bytes = (
+            scheme.factor_cost(replace(factors, rows=1), topology).node_bytes
+            for scheme in (few, many)
         )
-        if not one_row:
+        if not one_row_bytes:
             return self
-        by_rows = ByRows(few=few, many=many, limit=int(topology.size * sums / one_row))
-        return (
-            by_rows if factors.rows is None else by_rows.taken(round(factors.rows * topology.size))
-        )
+        limit = int(topology.size * sums_bytes / one_row_bytes)
+        by_rows = ByRows(few=few, many=many, limit=limit)
+        if factors.rows is None:
+            return by_rows
+        return by_rows.for_rows(round(factors.rows * topology.size))
 
+    @override
     def exchange_factors(self, factors: Factors, wire: Wire, name: str) -> tf.Tensor:
         topology, rows = wire.topology, factors.packed
-        for stage, group in self._stages(topology).items():
+        for stage, group in self._gathering_groups(topology).items():
             rows = wire.all_gather(rows, group, f"{name}.{stage}")
         total = factors.product(rows)
-        if self._sums(topology):
+        if self._sums_in_node_of(topology):
             # An all-reduce of each node by itself might add in another order in each.
             shards = stages.Shards.even(total.shape[0], topology.node)
             own = stages.scatter_sum(total, shards, wire, f"{name}.node_scatter", None)
             total = stages.gather(own, shards, wire, f"{name}.node_gather")
         return total / tf.cast(topology.size, total.dtype)
 
+    @override
     def factor_cost(self, factors: FactorShape, topology: Topology) -> Cost:
-        total, held = Cost(), float(factors.bytes)
-        ranks = 1
-        for group in self._stages(topology).values():
-            total += cost.ring_all_gather(topology, group, [held] * group.size)
-            held *= group.size
-            ranks *= group.size
-        if self._sums(topology):
+        total, held_bytes = Cost(), float(factors.bytes)
+        gathered_ranks = 1
+        for group in self._gathering_groups(topology).values():
+            total += cost.ring_all_gather(topology, group, [held_bytes] * group.size)
+            held_bytes *= group.size
+            gathered_ranks *= group.size
+        if self._sums_in_node_of(topology):
             shards = stages.Shards.even(factors.left * factors.right, topology.node)
             itemsize = factors.matrix_bytes // (factors.left * factors.right)
             total += stages.cost_by_levels(shards, None, itemsize, topology, None)
-        return total + Cost(
-            flops=2.0 * ranks * (factors.rows or 0) * factors.left_columns * factors.right
-        )
+        rows = gathered_ranks * (factors.rows or 0)
+        return total + Cost(flops=2.0 * rows * factors.left_columns * factors.right)
 
-    def _stages(self, topology: Topology) -> dict[str, Group]:
-        if topology.across is None or _uneven(topology):
+    def _gathering_groups(self, topology: Topology) -> dict[str, Group]:
+        """Returns the groups that gather factors, one after the other, by the name of the stage."""
+        if topology.across is None or _is_uneven(topology):
             return {"gather": topology.world}
         across = {"across_gather": topology.across}
         return across if self.sums_in_node else across | {"node_gather": topology.node}
 
-    def _sums(self, topology: Topology) -> bool:
-        return bool(self.sums_in_node) and not _uneven(topology)
+    def _sums_in_node_of(self, topology: Topology) -> bool:
+        return bool(self.sums_in_node) and not _is_uneven(topology)
 
 
-def _uneven(topology: Topology) -> bool:
+def _is_uneven(topology: Topology) -> bool:
     return len({len(node) for node in topology.nodes}) > 1

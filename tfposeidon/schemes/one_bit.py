@@ -6,36 +6,52 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import tensorflow as tf
+from typing_extensions import override
 
-from tfposeidon import ops
+from tfposeidon import ops, ranges
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import cost, stages
-from tfposeidon.schemes.base import Slot, State, VectorScheme
+from tfposeidon.schemes.base import Slot, State
 from tfposeidon.schemes.cost import Cost
+from tfposeidon.schemes.residual import FLUSHED, ResidualScheme
 
-SENDING, FLUSHING, FLUSHED = 0.0, -1.0, -2.0
-"""One bit each; everything is to be sent; everything was and is."""
+SENDING_BITS = 0.0
+"""Value of the slot "mode" unless the scheme is being flushed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneBit(VectorScheme):
-    """Sums in the node, then sends one bit for each value across nodes; what the bits do not say comes back.
+class OneBit(ResidualScheme):
+    """Sums in the node, then sends one bit for each value across nodes, with error feedback.
 
-    Every 4096 values of a bucket share two means, of those that are positive and of those that are negative. Zeros (of
-    what is frozen, masked, or never met) are in neither, and stay zeros.
+    Every 4096 values of a bucket share two means, of those that are positive and of those that are
+    negative; what the bits do not say joins the next gradient. Zeros (of what is frozen, masked, or
+    never met) are in neither mean, and stay zeros.
 
     Args:
-      min_elements: Variables with fewer are sent densely, by `AllReduce`.
+      min_elements: Variables with fewer elements are sent densely, by `AllReduce` (default 4096).
 
     Raises:
       ValueError: If `min_elements` is negative.
 
-    Cost: m nodes of n ranks, d elements: d (n - 1) / n values for the scatter and as many for the gather in the node;
-    across nodes (m - 1) d / n bits and 3 numbers for each 4096 values, and as many bits again where some of 4096 are
-    zero and others not, which depends on values and is not in `cost`.
-    Source: Seide et al. 2014, as compared in Zhang et al. 2017 (Poseidon), section 5.3. Differs: blocks of 4096 values
-    where CNTK has columns; codes are gathered and not added and coded again; zeros are not taken for positive.
+    Cost: m nodes of n ranks, d elements: d (n - 1) / n values for the scatter and as many for the
+    gather in the node; across nodes (m - 1) d / n bits and 3 numbers for each 4096 values, and as
+    many bits again where some of 4096 are zero and others not, which depends on values and is not
+    in `cost`.
+    Source: Seide et al. 2014, as compared in Zhang et al. 2017 (Poseidon), section 5.3. Differs:
+    blocks of 4096 values where CNTK has columns; codes are gathered and not added and coded again;
+    zeros are not taken for positive.
+
+    Example:
+    >>> from tfposeidon import schemes
+    >>> from tfposeidon.communication.topology import Topology
+    >>> topology = Topology.regular(0, size=4, ranks_per_node=1)
+    >>> one_bit, dense = (
+    ...     scheme.cost(10**6, itemsize=4, topology=topology).cross_bytes
+    ...     for scheme in (schemes.OneBit(), schemes.AllReduce())
+    ... )
+    >>> round(dense / one_bit)
+    16
     """
 
     name: ClassVar[str] = "onebit"
@@ -43,37 +59,21 @@ class OneBit(VectorScheme):
     min_elements: int = 4096
 
     def __post_init__(self) -> None:
-        if self.min_elements < 0:
-            raise ValueError(
-                f"`min_elements` must not be negative. Received: min_elements={self.min_elements}"
-            )
+        ranges.check_number(
+            "min_elements",
+            self.min_elements,
+            ranges.NOT_NEGATIVE,
+            "Use 0 to send every variable as bits.",
+        )
 
-    @property
-    def exact(self) -> bool:
-        return False
-
-    @property
-    def min_length(self) -> int:
-        return self.min_elements
-
+    @override
     def slots(self, length: int, topology: Topology) -> tuple[Slot, ...]:
         node = stages.Shards.even(length, topology.node, owners=topology.positions)
-        residual = Slot(
-            name="residual", shape=(node.own(topology.rank),), offset=node.offset(topology.rank)
-        )
+        rank = topology.rank
+        residual = Slot(name="residual", shape=(node.length_of(rank),), offset=node.offset_of(rank))
         return Slot(name="mode", shape=()), residual
 
-    def rescaled(self, state: State, factor: tf.Tensor) -> State:
-        mode, residual = state
-        return mode, residual * factor
-
-    def flushing(self, state: State) -> State:
-        mode, residual = state
-        return tf.fill(tf.shape(mode), FLUSHING), residual
-
-    def has_flushed(self, state: State) -> bool:
-        return float(state[0]) == FLUSHED
-
+    @override
     def exchange(
         self, gradient: tf.Tensor, state: State, wire: Wire, name: str
     ) -> tuple[tf.Tensor, State]:
@@ -91,34 +91,34 @@ class OneBit(VectorScheme):
             codes = wire.all_gather(code, topology.across, f"{name}.bits_across")
             return ops.one_bit_sum(codes, residual.shape[0]), kept
 
+        flushes = mode < SENDING_BITS
+        # `mode` is the same on all ranks, so all take the same branch.
         total, kept = (
-            tf.cond(mode < SENDING, everything, bits) if self._codes(topology) else everything()
+            tf.cond(flushes, everything, bits) if _sends_across(topology) else everything()
         )
         mean = stages.gather(total / topology.size, node, wire, f"{name}.node_gather")
-        return tf.cast(mean, gradient.dtype), (tf.where(mode < SENDING, FLUSHED, mode), kept)
-
-    @staticmethod
-    def _codes(topology: Topology) -> bool:
-        """Whether this rank has anything to send across nodes."""
-        return topology.across is not None and topology.across.size > 1
+        return tf.cast(mean, gradient.dtype), (tf.where(flushes, FLUSHED, mode), kept)
 
     def _dense_sum(self, shard: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:
-        if not self._codes(wire.topology):
+        if not _sends_across(wire.topology):
             return shard
         assert wire.topology.across is not None
         return wire.all_reduce(shard, wire.topology.across, f"{name}.across")
 
+    @override
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
         node = stages.Shards.even(length, topology.node, owners=topology.positions)
-        total = stages.scatter_sum_cost(node, itemsize, topology, None) + stages.gather_cost(
-            node, 4, topology, None
-        )
-        if topology.across is None or not self._codes(topology):
+        # What is gathered is float32, whatever the gradient is.
+        total = stages.scatter_sum_cost(node, itemsize, topology, None)
+        total += stages.gather_cost(node, 4, topology, None)
+        if topology.across is None or not _sends_across(topology):
             return total
-        own = node.own(topology.rank)
-        sent = [4.0 * ops.one_bit_size(own)] * topology.across.size
-        return (
-            total
-            + cost.ring_all_gather(topology, topology.across, sent)
-            + Cost(flops=len(sent) * own)
-        )
+        own_length = node.length_of(topology.rank)
+        code_bytes = [4.0 * ops.one_bit_size(own_length)] * topology.across.size
+        total += cost.ring_all_gather(topology, topology.across, code_bytes)
+        return total + Cost(flops=len(code_bytes) * own_length)
+
+
+def _sends_across(topology: Topology) -> bool:
+    """Tells whether this rank has anything to send to other nodes."""
+    return topology.across is not None and topology.across.size > 1

@@ -11,19 +11,24 @@ from tfposeidon.schemes.wire_format import decode, encode
 
 
 def pair_bytes(wire_dtype: str | None) -> int:
-    """Bytes of one index and one value."""
+    """Returns the bytes of one index and one value.
+
+    Args:
+      wire_dtype: Type of values on the wire; `None` for float32.
+    """
     return 8 if wire_dtype is None else 6
 
 
 def pack(values: tf.Tensor, indices: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
-    """Both in one vector, indices first: int32, or uint16 where values have 16 bits.
+    """Joins indices and values in one vector, indices first.
 
     Args:
       values: `[k]` float32.
       indices: `[k]` int32.
+      wire_dtype: Type of values on the wire; `None` for float32.
 
     Returns:
-      `[k * pair_bytes / itemsize]`.
+      `[k * pair_bytes / itemsize]`: int32, or uint16 where values have 16 bits.
     """
     if wire_dtype is None:
         return tf.concat([indices, tf.bitcast(values, tf.int32)], 0)
@@ -35,14 +40,16 @@ def pack(values: tf.Tensor, indices: tf.Tensor, wire_dtype: str | None) -> tf.Te
 def unpack(
     packed: tf.Tensor, groups: Sequence[tuple[int, Any]], wire_dtype: str | None
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """The inverse for many messages that follow one another.
+    """Inverts `pack` for many messages that follow one another.
 
     Args:
-      packed: `[sum of all]`.
+      packed: All messages in one vector.
       groups: Runs of messages of one length: how many, and of how many pairs each.
+      wire_dtype: As for `pack`.
 
     Returns:
-      `values` `[c]` float32, `indices` `[c]` int32, and `counts`, pairs in each message.
+      `values` `[c]` float32, `indices` `[c]` int32, and `counts` `[messages]` int64: the pairs of
+      each message.
     """
     width = pair_bytes(wire_dtype) // packed.dtype.size
     sizes = [count * width * k for count, k in groups]
@@ -50,6 +57,7 @@ def unpack(
     values, indices, counts = [], [], []
     for run, (count, k) in zip(runs, groups, strict=True):
         messages = tf.reshape(run, [count, width * k])
+        # Values take one element of a message each, indices the others.
         split = (width - 1) * k
         indices.append(_indices(messages[:, :split]))
         values.append(tf.reshape(_values(messages[:, split:], wire_dtype), [-1]))

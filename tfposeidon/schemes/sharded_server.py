@@ -1,4 +1,4 @@
-"""Poseidon's key-value store: pairs of 2 MB, spread evenly over servers that are the nodes themselves."""
+"""Poseidon's key-value store: gradients spread evenly over servers, which are the nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import tensorflow as tf
+from typing_extensions import override
 
+from tfposeidon import ranges
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
@@ -14,32 +16,43 @@ from tfposeidon.schemes.base import State, VectorScheme
 from tfposeidon.schemes.cost import Cost
 
 PAIR_BYTES = 2 * 2**20
+"""Size of Poseidon's key-value pairs (section 4.1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedServer(VectorScheme):
-    """Pushes gradients to the servers of their pairs and pulls the means from there.
+    """Pushes gradients to the servers of their parts and pulls the means from there.
 
-    Every node is worker and server. A bucket is cut into equal parts, one for each server. Nodes of several ranks sum
-    inside first, and each rank serves its shard of the node's part.
+    Every node is worker and server. A bucket is cut into equal parts, one for each server. Nodes of
+    several ranks sum inside first, and each rank serves its shard of the node's part.
 
-    With `update="server"` each rank keeps the optimizer's state for its own values only, applies the optimizer there,
-    and pulls parameters in place of gradients: as many bytes, and a P-th of the memory and of the update's work.
-    `DistributedOptimizer` sees to it, for optimizers whose rule works element by element.
+    With `update="server"` each rank keeps the optimizer's state for its own values only, applies
+    the optimizer there, and pulls parameters in place of gradients: as many bytes, and a P-th of
+    the memory and of the update's work. `DistributedOptimizer` sees to it, for optimizers whose
+    rule works element by element.
 
     Args:
-      pair_bytes: How much more than another a server may hold, over all buckets. Parts that differ by one element keep
-        within it without being told, so that it changes nothing.
-      update: Where the optimizer is applied: "worker", on every rank, or "server".
+      pair_bytes: By how many bytes, over all buckets, a server may hold more than another (default
+        2 MiB). Parts that differ by one element keep within it anyway, so it changes nothing.
+      update: Where the optimizer is applied: `"worker"` (default), on every rank, or `"server"`.
 
     Raises:
       ValueError: If `pair_bytes` is not positive, or `update` is neither "worker" nor "server".
 
-    Cost: 2 (P - 1) steps; over all buckets 2 d (P - 1) / P elements sent per node and as many received, for P nodes
-    and d elements.
-    Source: Zhang et al. 2017 (Poseidon), sections 4.1 and 5.1; pushing is an all-to-all with a local sum, pulling an
-    all-gather. Differs: every bucket is spread over all servers, where Poseidon's pairs of 2 MB have one each. Horovod
-    carries out one exchange after another: with a bucket on one server, that server's link alone would be at work.
+    Cost: 2 (P - 1) steps; over all buckets 2 d (P - 1) / P elements sent per node and as many
+    received, for P nodes and d elements.
+    Source: Zhang et al. 2017 (Poseidon), sections 4.1 and 5.1; pushing is an all-to-all with a
+    local sum, pulling an all-gather. Differs: every bucket is spread over all servers, where
+    Poseidon's pairs of 2 MB have one each. Horovod carries out one exchange after another: with a
+    bucket on one server, that server's link alone would be at work.
+
+    Example:
+    >>> from tfposeidon import schemes
+    >>> from tfposeidon.communication.topology import Topology
+    >>> schemes.ShardedServer().own_range(10, Topology.regular(1, size=4, ranks_per_node=1))
+    (3, 6)
+    >>> schemes.ShardedServer(update="server").updates_at_servers
+    True
     """
 
     name: ClassVar[str] = "ps"
@@ -47,38 +60,69 @@ class ShardedServer(VectorScheme):
     update: str = "worker"
 
     def __post_init__(self) -> None:
-        if self.pair_bytes <= 0:
-            raise ValueError(
-                f"`pair_bytes` must be positive. Received: pair_bytes={self.pair_bytes}. Leave it out for 2 MB."
-            )
+        ranges.check_number(
+            "pair_bytes", self.pair_bytes, ranges.POSITIVE, "Leave it out for 2 MB."
+        )
         if self.update not in ("worker", "server"):
             raise ValueError(
                 f'`update` must be "worker" or "server". Received: update={self.update!r}'
             )
 
+    @property
+    @override
+    def updates_at_servers(self) -> bool:
+        return self.update == "server"
+
+    @override
     def exchange(
         self, gradient: tf.Tensor, state: State, wire: Wire, name: str
     ) -> tuple[tf.Tensor, State]:
-        node, across = stages.levels(gradient.shape[0], wire.topology)
+        node, across = stages.shards_by_level(gradient.shape[0], wire.topology)
         return stages.mean_by_levels(gradient, node, across, wire, name, None), state
 
     def push(self, gradient: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:
-        """The first half of `exchange`: the mean of what this rank serves, `[n]` -> `[end - begin]` of `own_range`."""
-        node, across = stages.levels(gradient.shape[0], wire.topology)
+        """Makes the first half of `exchange`: averages what this rank serves.
+
+        Args:
+          gradient: `[n]` floating point, `n` static and the same on every rank.
+          wire: The collectives to use.
+          name: Prefix for their names, the same on every rank.
+
+        Returns:
+          The mean, `[end - begin]` of `own_range`, in the gradient's dtype.
+        """
+        node, across = stages.shards_by_level(gradient.shape[0], wire.topology)
         return stages.own_mean_by_levels(gradient, node, across, wire, name, None)
 
     def pull(self, own: tf.Tensor, length: int, wire: Wire, name: str) -> tf.Tensor:
-        """The second half: from what every rank serves to all `[length]` values, the same bits on every rank."""
-        node, across = stages.levels(length, wire.topology)
+        """Makes the second half of `exchange`: gathers what all ranks serve.
+
+        Args:
+          own: `[end - begin]` of `own_range`: what this rank serves.
+          length: Elements of the whole bucket.
+          wire: The collectives to use.
+          name: Prefix for their names, the same on every rank.
+
+        Returns:
+          `[length]` in the dtype of `own`, the same bits on every rank.
+        """
+        node, across = stages.shards_by_level(length, wire.topology)
         return stages.gather_by_levels(own, node, across, wire, name, None)
 
     def own_range(self, length: int, topology: Topology) -> tuple[int, int]:
-        """Begin and end of what `topology.rank` serves of a bucket of `length` elements."""
-        node, across = stages.levels(length, topology)
+        """Returns begin and end of what a rank serves of a bucket; (0, 0) for nothing.
+
+        Args:
+          length: Elements of the bucket.
+          topology: The ranks of the job, as that rank sees them.
+        """
+        node, across = stages.shards_by_level(length, topology)
         if across is None:
             return 0, 0
-        begin = node.offset(topology.rank) + across.offset(topology.rank)
-        return begin, begin + across.own(topology.rank)
+        begin = node.offset_of(topology.rank) + across.offset_of(topology.rank)
+        return begin, begin + across.length_of(topology.rank)
 
+    @override
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
-        return stages.cost_by_levels(*stages.levels(length, topology), itemsize, topology, None)
+        node, across = stages.shards_by_level(length, topology)
+        return stages.cost_by_levels(node, across, itemsize, topology, None)

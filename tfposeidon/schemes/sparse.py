@@ -1,4 +1,4 @@
-"""What the sparse schemes share: a shard per rank, selection with error feedback, pairs on the slow links."""
+"""Base of the sparse schemes: shards, selection with error feedback, pairs on the slow links."""
 
 from __future__ import annotations
 
@@ -8,57 +8,69 @@ from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
+from typing_extensions import override
 
-from tfposeidon import ops
+from tfposeidon import ops, ranges
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import cost, pairs, stages
-from tfposeidon.schemes.base import Scheme, Slot, State, VectorScheme
+from tfposeidon.schemes.base import Scheme, Slot, State
 from tfposeidon.schemes.cost import Cost
-from tfposeidon.schemes.error_feedback import Feedback, Memory, Sent
+from tfposeidon.schemes.error_feedback import ErrorFeedback, FeedbackState, Selection
+from tfposeidon.schemes.residual import FLUSHED, ResidualScheme
 from tfposeidon.schemes.wire_format import check_wire_dtype
 
 MAX_LENGTH = 2**31
-FLUSHING, FLUSHED = -1.0, -2.0
-"""In place of the number of steps so far: everything is to be sent, and everything was and is."""
+"""Elements of a bucket whose indices are int32 on the wire."""
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Who selects from what, for a bucket on one topology."""
+    """Who selects from what, for a bucket on one topology.
+
+    Attributes:
+      node: Shards in the node.
+      across: The ranks that exchange pairs across nodes; `None` where there are no others.
+      node_count: Number of nodes.
+      rank: This rank.
+    """
 
     node: stages.Shards
     across: Group | None
-    nodes: int
+    node_count: int
     rank: int
 
     @property
     def length(self) -> int:
         """Elements of this rank's shard."""
-        return self.node.own(self.rank)
+        return self.node.length_of(self.rank)
 
     @property
     def offset(self) -> int:
-        return self.node.offset(self.rank)
+        """Index in the bucket of the first of them."""
+        return self.node.offset_of(self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseScheme(VectorScheme):
+class SparseScheme(ResidualScheme):
     """Sends the elements of largest magnitude; what is not sent is added to the next gradient.
 
     Args:
-      density: Share of elements that each node sends, in (0, 1].
-      select: `"mstopk"`, `"exact"` or `"dgc"`: see `tfposeidon.ops.top_k`.
-      wire_dtype: Of values on the wire: `None`, `"float16"` or `"bfloat16"`. Rounding errors join the residual.
-        float16 ends at 65504, and what is sent are sums over a node, not means; bfloat16 has no such end.
-      error_feedback: Whether there is a residual. Without one, what is not sent is lost.
-      momentum: Of momentum correction (Lin et al. 2018, section 3); the optimizer's own must then be 0.
-      warmup_steps: Over so many steps the density falls exponentially from 1 to `density`.
-      min_elements: Variables with fewer are sent densely, by `AllReduce`; with `momentum`, by this scheme at
-        density 1.
+      density: Share of elements that each node sends, in (0, 1] (default 0.01).
+      select: `"mstopk"` (default), `"exact"` or `"dgc"`: see `tfposeidon.ops.top_k`.
+      wire_dtype: Type of values on the wire: `None` for float32 (default), `"float16"` or
+        `"bfloat16"`. Rounding errors join the residual. float16 ends at 65504, and what is sent are
+        sums over a node, not means; bfloat16 has no such end.
+      error_feedback: Whether there is a residual (default). Without one, what is not sent is lost.
+      momentum: Coefficient of momentum correction (Lin et al. 2018, section 3), in [0, 1) (default
+        0: none); the optimizer's own must then be 0.
+      warmup_steps: Steps over which the density falls exponentially from 1 to `density` (default
+        0).
+      min_elements: Variables with fewer elements are sent densely (default 4096): by `AllReduce`,
+        or, with `momentum`, by this scheme at density 1.
 
     Raises:
-      ValueError: If an argument makes no sense.
+      ValueError: If an argument is out of its range, or there is momentum without error feedback.
     """
 
     density: float = 0.01
@@ -70,82 +82,63 @@ class SparseScheme(VectorScheme):
     min_elements: int = 4096
 
     def __post_init__(self) -> None:
-        if not 0 < self.density <= 1:
-            raise ValueError(
-                f"`density` must be in (0, 1]. Received: density={self.density}. Use AllReduce() to send everything."
-            )
+        ranges.check_number(
+            "density", self.density, ranges.FRACTION, "Use AllReduce() to send everything."
+        )
         check_wire_dtype(self.wire_dtype)
         for name in ("warmup_steps", "min_elements"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"`{name}` must not be negative. Received: {name}={getattr(self, name)}"
-                )
+            ranges.check_number(name, getattr(self, name), ranges.NOT_NEGATIVE, "Use 0 for none.")
+        # Made here for its checks, so that a bad argument is refused at construction.
         _ = self._feedback
 
     @property
-    def exact(self) -> bool:
-        return False
-
-    @property
+    @override
     def corrects_momentum(self) -> bool:
         return self.momentum > 0
 
     @property
-    def min_length(self) -> int:
-        return self.min_elements
-
-    @property
-    def for_small(self) -> Scheme | None:
-        # The optimizer's momentum is 0, so it is kept here, too.
+    @override
+    def for_small_variables(self) -> Scheme | None:
+        # The optimizer's momentum is 0, so small variables need momentum from the scheme, too.
         return replace(self, density=1.0, min_elements=0) if self.corrects_momentum else None
 
     @abstractmethod
-    def _seen(self, topology: Topology) -> Topology:
-        """The topology that the stages are laid out on."""
+    def _layout_topology(self, topology: Topology) -> Topology:
+        """Returns the topology that the stages are laid out on."""
 
-    # ------------------------------------------------------------------ state
-
+    @override
     def slots(self, length: int, topology: Topology) -> tuple[Slot, ...]:
         layout = self._layout(length, topology)
         names = ["residual"] * self.error_feedback + ["velocity"] * self.corrects_momentum
         shard = [Slot(name=name, shape=(layout.length,), offset=layout.offset) for name in names]
         return (Slot(name="steps", shape=()), *shard)
 
-    def rescaled(self, state: State, factor: tf.Tensor) -> State:
-        steps, *memory = state
-        return (steps, *(tensor * factor for tensor in memory))
-
-    def flushing(self, state: State) -> State:
-        steps, *memory = state
-        return (tf.fill(tf.shape(steps), FLUSHING), *memory)
-
-    def has_flushed(self, state: State) -> bool:
-        return float(state[0]) == FLUSHED
-
     # --------------------------------------------------------------- exchange
 
+    @override
     def exchange(
         self, gradient: tf.Tensor, state: State, wire: Wire, name: str
     ) -> tuple[tf.Tensor, State]:
         layout = self._layout(gradient.shape[0], wire.topology)
-        steps, memory = self._checked(state, layout)
+        steps, kept_before = self._unpack_state(state, layout)
         shard = stages.scatter_sum(gradient, layout.node, wire, f"{name}.node_scatter", None)
+        # Residuals are float32: in 16 bits small values would be lost when they are added.
         shard = tf.ensure_shape(tf.cast(shard, tf.float32), [layout.length])
 
         def dense() -> tuple[tf.Tensor, State]:
-            everything, new = self._feedback.all_of(shard, memory)
+            everything, new = self._feedback.select_all(shard, kept_before)
             return self._dense_mean(everything, layout, wire, name), new.kept
 
         def sparse() -> tuple[tf.Tensor, State]:
-            sent, new = self._feedback.select_from(
-                shard, memory, self._count(layout.length, steps), self._seed(steps, layout)
-            )
-            return self._sparse_mean(sent, layout, steps, wire, name), new.kept
+            k = self._selected_count(layout.length, steps)
+            seed = self._selection_seed(steps, layout)
+            selection, new = self._feedback.select_from(shard, kept_before, k, seed)
+            return self._sparse_mean(selection, layout, steps, wire, name), new.kept
 
         if self._is_dense(layout):
             mean, kept = dense()
         else:
-            mean, kept = tf.cond(self._wants_everything(layout, steps), dense, sparse)
+            mean, kept = tf.cond(self._sends_everything(layout, steps), dense, sparse)
         steps = tf.where(steps < 0.0, FLUSHED, steps + 1.0)
         return tf.cast(mean, gradient.dtype), (steps, *kept)
 
@@ -160,73 +153,95 @@ class SparseScheme(VectorScheme):
         return stages.gather(mean, layout.node, wire, f"{name}.node_gather")
 
     def _sparse_mean(
-        self, sent: Sent, layout: _Layout, steps: Any, wire: Wire, name: str
+        self, selection: Selection, layout: _Layout, steps: Any, wire: Wire, name: str
     ) -> tf.Tensor:
-        packed = pairs.pack(sent.values, sent.indices, self.wire_dtype)
+        packed = pairs.pack(selection.values, selection.indices, self.wire_dtype)
         if layout.across is not None:
             packed = wire.all_gather(packed, layout.across, f"{name}.pairs_across")
         if not self._gathers_pairs(layout):
-            owned = [(layout.nodes, self._count(layout.length, steps))]
-            mean = self._accumulate(packed, owned, [0], layout.length, wire)
+            messages = [(layout.node_count, self._selected_count(layout.length, steps))]
+            mean = self._sum_pairs(packed, messages, [0], layout.length, wire)
             return stages.gather(mean, layout.node, wire, f"{name}.sums_in_node")
         packed = wire.all_gather(packed, layout.node.group, f"{name}.pairs_in_node")
-        owned = [(layout.nodes, self._count(length, steps)) for length in layout.node.lengths]
-        offsets = [layout.node.offset(rank) for rank in layout.node.group.ranks]
-        return self._accumulate(packed, owned, offsets, sum(layout.node.lengths), wire)
+        node = layout.node
+        messages = [(layout.node_count, self._selected_count(n, steps)) for n in node.lengths]
+        offsets = [node.offset_of(rank) for rank in node.group.ranks]
+        return self._sum_pairs(packed, messages, offsets, sum(node.lengths), wire)
 
-    def _accumulate(
+    def _sum_pairs(
         self,
         packed: tf.Tensor,
-        groups: list[tuple[int, Any]],
+        messages: list[tuple[int, Any]],
         offsets: list[int],
         length: int,
         wire: Wire,
     ) -> tf.Tensor:
-        """The mean of all ranks, `[length]`, from pairs in the order of positions and, in these, of nodes."""
-        values, indices, counts = pairs.unpack(packed, groups, self.wire_dtype)
+        """Returns the mean over all ranks, from the pairs that they have selected.
+
+        Args:
+          packed: Pairs in the order of positions in the node and, in these, of nodes.
+          messages: For each position: how many messages, and of how many pairs each.
+          offsets: For each position: index in the result of the shard's first element.
+          length: Elements of the result.
+          wire: Tells the number of ranks.
+        """
+        values, indices, counts = pairs.unpack(packed, messages, self.wire_dtype)
         if any(offsets):
-            per_group = [
+            per_position = [
                 tf.fill([count * k], offset)
-                for (count, k), offset in zip(groups, offsets, strict=True)
+                for (count, k), offset in zip(messages, offsets, strict=True)
             ]
-            indices += tf.concat(per_group, 0)
+            indices += tf.concat(per_position, 0)
         # Divided before they are spread: k values per rank instead of all.
         mean = ops.scatter_add(values / wire.topology.size, indices, length, counts)
         return tf.ensure_shape(mean, [length])
 
     # ------------------------------------------------------------------- cost
 
+    @override
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
         layout = self._layout(length, topology)
-        width = pairs.pair_bytes(self.wire_dtype)
-        k = self._count(layout.length)
-        total = stages.scatter_sum_cost(layout.node, itemsize, topology, None)
+        scatter = stages.scatter_sum_cost(layout.node, itemsize, topology, None)
         if self._is_dense(layout):
-            if layout.across is not None:
-                across = stages.Shards.even(layout.length, layout.across)
-                total += stages.scatter_sum_cost(across, 4, topology, None)
-                total += stages.gather_cost(across, 4, topology, None)
-            return total + stages.gather_cost(layout.node, 4, topology, None)
+            return scatter + self._dense_cost(layout, topology)
+        return scatter + self._sparse_cost(layout, topology)
+
+    @staticmethod
+    def _dense_cost(layout: _Layout, topology: Topology) -> Cost:
+        # 4 bytes each: after the scatter values are float32, whatever the gradient is.
+        total = stages.gather_cost(layout.node, 4, topology, None)
+        if layout.across is not None:
+            across = stages.Shards.even(layout.length, layout.across)
+            total += stages.scatter_sum_cost(across, 4, topology, None)
+            total += stages.gather_cost(across, 4, topology, None)
+        return total
+
+    def _sparse_cost(self, layout: _Layout, topology: Topology) -> Cost:
+        width = pairs.pair_bytes(self.wire_dtype)
+        k = self._selected_count(layout.length)
+        total = Cost(flops=layout.node_count * k)
         if layout.across is not None:
             total += cost.ring_all_gather(topology, layout.across, [width * k] * layout.across.size)
-        total += Cost(flops=layout.nodes * k)
         if not self._gathers_pairs(layout):
             return total + stages.gather_cost(layout.node, 4, topology, None)
-        parts = [width * layout.nodes * self._count(n) for n in layout.node.lengths]
-        return total + cost.ring_all_gather(
-            topology, layout.node.group, [float(part) for part in parts]
-        )
+        counts = [layout.node_count * self._selected_count(n) for n in layout.node.lengths]
+        parts_bytes = [float(width * count) for count in counts]
+        return total + cost.ring_all_gather(topology, layout.node.group, parts_bytes)
 
+    @override
     def note(self, length: int, topology: Topology) -> str:
         if not self._is_dense(self._layout(length, topology)):
             return ""
-        return f"density {self.density} on {topology} is more bytes in pairs than all values: sent densely"
+        return (
+            f"density {self.density} on {topology} is more bytes in pairs than all values: "
+            "sent densely"
+        )
 
     # -------------------------------------------------------------- decisions
 
     @cached_property
-    def _feedback(self) -> Feedback:
-        return Feedback(
+    def _feedback(self) -> ErrorFeedback:
+        return ErrorFeedback(
             select=self.select,
             wire_dtype=self.wire_dtype,
             keep=self.error_feedback,
@@ -236,27 +251,35 @@ class SparseScheme(VectorScheme):
     def _layout(self, length: int, topology: Topology) -> _Layout:
         if length > MAX_LENGTH:
             raise ValueError(
-                f"Indices on the wire are int32, for up to 2^31 elements a bucket. Received: {length}. "
-                "Give this variable a dense scheme by a rule."
+                "Indices on the wire are int32, for up to 2^31 elements a bucket. "
+                f"Received: {length}. Give this variable a dense scheme by a rule."
             )
-        seen = self._seen(topology)
+        seen = self._layout_topology(topology)
         node = stages.Shards.even(length, seen.node, owners=seen.positions)
         across = seen.across if seen.across is not None and seen.across.size > 1 else None
         return _Layout(node, across, len(seen.nodes), topology.rank)
 
-    def _checked(self, state: State, layout: _Layout) -> tuple[tf.Tensor, Memory]:
+    def _unpack_state(self, state: State, layout: _Layout) -> tuple[tf.Tensor, FeedbackState]:
         steps, *kept = state
         expected = [[], *[[layout.length]] * (self.error_feedback + self.corrects_momentum)]
         received = [tensor.shape.as_list() for tensor in state]
         if received != expected:
             raise ValueError(
-                f"State must be that of this rank's shard, {expected}. Received: shapes {received}. It was made for "
-                "another layout of nodes, or another scheme."
+                f"State must be that of this rank's shard, {expected}. Received: shapes {received}."
+                " It was made for another layout of nodes, or another scheme."
             )
-        return steps, Memory(*[*kept, None, None][:2])
+        return steps, FeedbackState(*[*kept, None, None][:2])
 
-    def _count(self, length: int, steps: tf.Tensor | None = None) -> Any:
-        """Elements selected of a shard: at least one, if it has any. A tensor during warm-up."""
+    def _selected_count(self, length: int, steps: tf.Tensor | None = None) -> Any:
+        """Returns how many elements of a shard are sent: at least one, if it has any.
+
+        Args:
+          length: Elements of the shard.
+          steps: Steps so far; `None` means after the warm-up.
+
+        Returns:
+          A Python number, or an int64 scalar tensor where there is a warm-up and `steps` is given.
+        """
         if steps is None or not self.warmup_steps:
             return min(length, max(1, round(self.density * length)))
         progress = tf.clip_by_value(steps / self.warmup_steps, 0.0, 1.0)
@@ -265,32 +288,45 @@ class SparseScheme(VectorScheme):
         return tf.clip_by_value(count, min(1, length), length)
 
     @staticmethod
-    def _seed(steps: tf.Tensor, layout: _Layout) -> tf.Tensor:
-        """Another window of equals at every step and on every rank."""
+    def _selection_seed(steps: tf.Tensor, layout: _Layout) -> tf.Tensor:
+        """Returns a seed with which MSTopK's window differs at every step and on every rank."""
         return tf.cast(steps, tf.int64) * 1_000_003 + layout.rank
 
     def _is_dense(self, layout: _Layout) -> bool:
-        """Whether pairs are more bytes than values, at the final density, or nothing is sent at all."""
-        alone = layout.nodes == 1 and layout.node.group.size == 1
-        return alone or all(
-            bool(self._outweigh(layout, self._count(n), n)) for n in layout.node.lengths
+        """Tells whether values are always sent, and never pairs.
+
+        They are where pairs would be more bytes at the final density, and on a single rank, which
+        sends nothing.
+        """
+        is_single_rank = layout.node_count == 1 and layout.node.group.size == 1
+        return is_single_rank or all(
+            bool(self._pairs_outweigh_values(layout, self._selected_count(n), n))
+            for n in layout.node.lengths
         )
 
-    def _outweigh(self, layout: _Layout, k: Any, length: int) -> Any:
+    def _pairs_outweigh_values(self, layout: _Layout, k: Any, length: int) -> Any:
         # Across nodes a dense sum moves each value twice; on one node what is saved is a gather.
-        moves = 2 if layout.nodes > 1 else 1
-        return k * layout.nodes * pairs.pair_bytes(self.wire_dtype) >= moves * 4 * length
+        moves = 2 if layout.node_count > 1 else 1
+        return k * layout.node_count * pairs.pair_bytes(self.wire_dtype) >= moves * 4 * length
 
-    def _wants_everything(self, layout: _Layout, steps: tf.Tensor) -> tf.Tensor:
-        """The same on all ranks: while flushing, and in warm-up while pairs would be more bytes."""
-        flushing = steps < 0.0
+    def _sends_everything(self, layout: _Layout, steps: tf.Tensor) -> tf.Tensor:
+        """Tells whether a step sends all values: while flushing, or early in the warm-up.
+
+        All ranks must take the same branch, so this looks at what is the same on all: the number of
+        steps, and the longest shard in place of the rank's own.
+        """
+        is_flushing = steps < 0.0
         if not self.warmup_steps:
-            return flushing
+            return is_flushing
         longest = max(layout.node.lengths)
-        return tf.logical_or(flushing, self._outweigh(layout, self._count(longest, steps), longest))
+        k = self._selected_count(longest, steps)
+        return tf.logical_or(is_flushing, self._pairs_outweigh_values(layout, k, longest))
 
     def _gathers_pairs(self, layout: _Layout) -> bool:
-        """Whether, in the node, pairs are fewer bytes than the sums they make; decided at the final density."""
+        """Tells whether, in the node, pairs are fewer bytes than the sums they make.
+
+        Decided at the final density, once for the graph of the step.
+        """
         width = pairs.pair_bytes(self.wire_dtype)
-        sparse = sum(width * layout.nodes * self._count(n) for n in layout.node.lengths)
-        return layout.node.group.size > 1 and sparse < 4 * sum(layout.node.lengths)
+        counts = [layout.node_count * self._selected_count(n) for n in layout.node.lengths]
+        return layout.node.group.size > 1 and width * sum(counts) < 4 * sum(layout.node.lengths)

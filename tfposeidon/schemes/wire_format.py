@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import tensorflow as tf
 
 from tfposeidon import ops
 
 WIRE_DTYPES = ("float16", "bfloat16")
+"""Types in which values may cross the wire in place of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithWireDtype:
+    """Mix-in for schemes whose only loss is the rounding of values that cross the wire.
+
+    It comes before the scheme's other base class, whose `exact` it overrides.
+
+    Args:
+      wire_dtype: `None` for the gradient's own dtype (default), or one of `allowed_wire_dtypes`.
+
+    Raises:
+      ValueError: If `wire_dtype` is anything else.
+    """
+
+    allowed_wire_dtypes: ClassVar[tuple[str, ...]] = WIRE_DTYPES
+    """Values of `wire_dtype` besides `None`."""
+
+    wire_dtype_remedy: ClassVar[str] = ""
+    """Ends the message about another `wire_dtype`."""
+
+    wire_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        check_wire_dtype(self.wire_dtype, self.allowed_wire_dtypes, self.wire_dtype_remedy)
+
+    @property
+    def exact(self) -> bool:
+        """True if values cross the wire in the gradient's own dtype."""
+        return self.wire_dtype is None
 
 
 def check_wire_dtype(
     wire_dtype: str | None, allowed: tuple[str, ...] = WIRE_DTYPES, remedy: str = ""
 ) -> None:
-    """Refuses a wire type that makes no sense.
+    """Refuses a type that values cannot have on the wire.
+
+    Args:
+      wire_dtype: What the user gave.
+      allowed: What it may be besides `None`.
+      remedy: Ends the message.
 
     Raises:
       ValueError: If `wire_dtype` is neither `None` nor one of `allowed`.
@@ -20,17 +59,31 @@ def check_wire_dtype(
     if wire_dtype is not None and wire_dtype not in allowed:
         names = ", ".join(f'"{name}"' for name in allowed)
         raise ValueError(
-            f"`wire_dtype` must be None or one of {names}. Received: wire_dtype={wire_dtype!r}. {remedy}"
+            f"`wire_dtype` must be None or one of {names}. Received: wire_dtype={wire_dtype!r}. "
+            f"{remedy}"
         )
 
 
 def wire_itemsize(wire_dtype: str | None, itemsize: int) -> int:
-    """Bytes per element on the wire."""
+    """Returns the bytes of one element on the wire.
+
+    Args:
+      wire_dtype: Type on the wire; `None` for the values' own.
+      itemsize: Bytes of one element in the values' own type.
+    """
     return itemsize if wire_dtype is None else 2
 
 
 def encode(tensor: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
-    """Rounds to the wire's type; bfloat16 travels as uint16, because Horovod does not know it."""
+    """Rounds values to the wire's type.
+
+    Args:
+      tensor: Floating point, of any shape.
+      wire_dtype: Type on the wire; `None` leaves values as they are.
+
+    Returns:
+      The same shape in `wire_dtype`; bfloat16 as uint16, because Horovod does not know bfloat16.
+    """
     if wire_dtype is None:
         return tensor
     encoded = ops.encode(tf.cast(tensor, tf.float32), wire_dtype)
@@ -38,17 +91,26 @@ def encode(tensor: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
 
 
 def decode(tensor: tf.Tensor, wire_dtype: str | None, dtype: tf.DType) -> tf.Tensor:
-    """The inverse of `encode`, up to its rounding."""
+    """Inverts `encode`, up to its rounding.
+
+    Args:
+      tensor: As `encode` returns it.
+      wire_dtype: As for `encode`.
+      dtype: Type of the result, where `wire_dtype` is not `None`.
+    """
     if wire_dtype is None:
         return tensor
     return tf.cast(_sixteen_bits(tensor, wire_dtype), dtype)
 
 
 def decode_sum(rows: tf.Tensor, count: int, wire_dtype: str | None, dtype: tf.DType) -> tf.Tensor:
-    """Sums `count` encoded vectors that follow one another, those of 16 bits in float32.
+    """Sums encoded vectors that follow one another, those of 16 bits in float32.
 
     Args:
-      rows: `[count * n]`.
+      rows: `[count * n]`, as `encode` returns it.
+      count: Number of vectors.
+      wire_dtype: As for `encode`.
+      dtype: Type of the result, where `wire_dtype` is not `None`.
 
     Returns:
       `[n]` in `dtype`.

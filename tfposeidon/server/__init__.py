@@ -1,1 +1,1 @@
-"""Optimizer updates on parameter servers: the shard of each rank, and what needs whole gradients."""
+"""Optimizer updates on servers: the shards of each rank, and what needs whole gradients."""

@@ -1,7 +1,8 @@
-"""What a rank keeps as the server of its shards (Poseidon, section 4.1): optimizer state for these alone.
+"""Parameter server on each rank (Poseidon, section 4.1): optimizer state for its shards alone.
 
-The inner optimizer is built on shards in place of variables. It may not find out: shards have the names of their
-variables, norms and non-finite values are those of whole gradients, and the state is saved and loaded whole.
+The inner optimizer is built on shards in place of variables, and must not notice: shards have the
+names of their variables, norms and non-finite values are those of whole gradients, and the state is
+saved and loaded whole.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
+from typing_extensions import override
 
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import layer_norms
@@ -22,25 +24,38 @@ from tfposeidon.gradients.description import describe, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.server import whole_gradients
-from tfposeidon.state.rank_state import Piece
+from tfposeidon.state.rank_state import StateDescription
 
 
-class _Slot(NamedTuple):
-    """State that the optimizer keeps for one shard."""
+class _ShardSlot(NamedTuple):
+    """State that the optimizer keeps for one shard.
+
+    Attributes:
+      name: Name by which the optimizer asked for it, such as "momentum".
+      variable: Holds it; as long as the shard.
+      member: Index of the shard's variable in those that the optimizer trains.
+    """
 
     name: str
     variable: keras.Variable
     member: int
 
-    def place(self, optimizer: Any) -> int:
-        """Where it is among the optimizer's variables, by which Keras saves it."""
+    def index_in(self, optimizer: Any) -> int:
+        """Returns its index in the optimizer's variables, by which Keras saves it."""
         return next(
-            place for place, variable in enumerate(optimizer.variables) if variable is self.variable
+            index for index, variable in enumerate(optimizer.variables) if variable is self.variable
         )
 
 
 class Shard(keras.Variable):
-    """A part of a variable, under the variable's name, by which optimizers call their state and exclude from decay."""
+    """A part of a variable, under the variable's name.
+
+    Optimizers derive the names of their state from it, and exclude variables from decay by it.
+
+    Args:
+      whole: The variable.
+      length: Elements of the part.
+    """
 
     def __init__(self, whole: Any, length: int) -> None:
         self.whole = whole
@@ -55,6 +70,7 @@ class Shard(keras.Variable):
         )
 
     @property
+    @override
     def path(self) -> str:
         return self._whole_path
 
@@ -63,11 +79,12 @@ class ServerShards:
     """This rank's shards of the variables that are updated at their servers.
 
     Args:
-      exchanger: Of all variables that the optimizer trains.
-      variables: These; what the plan does not give to servers stays whole.
+      exchanger: Exchanges the gradients of all variables that the optimizer trains.
+      variables: These variables; those that the plan does not give to servers stay whole.
 
     Attributes:
-      targets: What the inner optimizer is to be built on and applied to: shards, and variables that stay whole.
+      targets: What the inner optimizer is built on and applied to: shards, and variables that stay
+        whole, in the order of `variables`.
     """
 
     def __init__(self, exchanger: Exchanger, variables: Sequence[Any]) -> None:
@@ -78,78 +95,96 @@ class ServerShards:
         self._parts = self._parts_of(exchanger.wire.topology.rank)
         for member in self._parts:
             _check_trained_by_gradient(variables[member])
-        # Where a rank serves nothing of a variable it has one zero: it can be clipped, decayed, and shown a NaN.
+        # Where a rank serves nothing of a variable it has a single zero, which can be clipped and
+        # decayed like any value, and can carry a NaN that another rank has found.
         with tf.init_scope():
             shards = {
                 m: Shard(variables[m], max(1, end - begin))
                 for m, (begin, end) in self._parts.items()
             }
         self.targets = [shards.get(member, variable) for member, variable in enumerate(variables)]
-        self._slots: list[_Slot] = []
+        self._slots: list[_ShardSlot] = []
         self._gathered: tuple[int, dict[int, np.ndarray]] | None = None
         self._loaded: dict[int, np.ndarray] = {}
 
     def build(self, inner_optimizer: Any) -> None:
-        """Builds the inner optimizer on shards, and has its state saved and loaded whole."""
+        """Builds the inner optimizer on shards, and has its state saved and loaded whole.
+
+        Args:
+          inner_optimizer: The optimizer inside `DistributedOptimizer`; not built.
+        """
         self._optimizer, self._inner = inner_optimizer, innermost(inner_optimizer)
         self._exclude_from_weight_decay()
-        with self._noting_slots():
+        with self._recording_slots():
             inner_optimizer.build(self.targets)
-        # Keras asks each optimizer for itself.
+        # Replaced on the instance: Keras saves and loads nested optimizers one by one, and asks
+        # the innermost itself.
         self._load_whole = self._inner.load_own_variables
         self._inner.save_own_variables = self._save
         self._inner.load_own_variables = self._load
-        # For replicas of tf.distribute, which is refused; it would have the first pull wait for the last push.
+        # It serves replicas of tf.distribute, which is refused, and joins all gradients for them:
+        # the first pull would wait for the last push.
         self._inner._all_reduce_sum_gradients = list
 
     @property
-    def rank_state(self) -> Iterator[tuple[Any, Piece]]:
-        """State of this rank's shards, and what each variable of it is."""
+    def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
+        """Variables that hold state of this rank's shards, and what each of them is."""
         for slot in self._slots:
             begin, end = self._parts[slot.member]
             whole = self._variables[slot.member]
             description = describe(whole)
-            # What stands for nothing lies behind the end.
+            # The single zero of a rank that serves nothing counts for no element of the whole.
             offset = begin if begin < end else description.length
             members = ((description.path, description.length),)
-            yield slot.variable, Piece(name=slot.name, members=members, offset=offset, holders=1)
+            yield (
+                slot.variable,
+                StateDescription(name=slot.name, members=members, offset=offset, owners=1),
+            )
 
     def without_slots(self, variables: Sequence[Any]) -> list[Any]:
-        """Those of the inner optimizer's variables that are equal on all ranks."""
+        """Returns those variables of the inner optimizer that are equal on all ranks.
+
+        Args:
+          variables: All variables of the inner optimizer.
+        """
         own = {id(slot.variable) for slot in self._slots}
         return [variable for variable in variables if id(variable) not in own]
 
-    def completed(self, means: list[Any]) -> list[Any]:
-        """Gradients as the inner optimizer may see them, which knows only a part of some.
+    def clip_by_whole_norms(self, means: list[Any]) -> list[Any]:
+        """Clips by norms of whole gradients, as the inner optimizer would, which has parts of some.
 
         Args:
-          means: As `Exchanger.exchange` returns them.
+          means: Mean gradients, as `Exchanger.exchange` returns them.
+
+        Returns:
+          The same, clipped; NaN in place of what some rank has found not to be finite.
         """
         served = [member for member in self._parts if means[member] is not None]
         name = f"{self._exchanger.prefix}.norms"
-        return whole_gradients.completed(means, served, self._optimizer, self._exchanger.wire, name)
+        wire = self._exchanger.wire
+        return whole_gradients.clip_by_whole_norms(means, served, self._optimizer, wire, name)
 
     def apply(self, means: Means) -> None:
         """Applies the inner optimizer to what this rank serves and to what stays whole, and pulls.
 
         Args:
-          means: With values from `completed`.
+          means: Mean gradients, with values from `clip_by_whole_norms`.
         """
         self._loaded = {}
         self._refresh()
-        # What was clipped by whole norms would be clipped once more by those of this rank's parts, to rounding.
+        # What was clipped by norms of whole gradients must not be clipped by norms of parts again.
         with (
             _set_to_none(self._inner, "clipnorm", "global_clipnorm"),
-            layer_norms.used(self._inner, self._norms()),
+            layer_norms.override_norms(self._inner, self._norms()),
         ):
             means.update(lambda found: self._optimizer.apply(found, self.targets))
         self._pull({member for member, mean in enumerate(means.values) if mean is not None})
 
     def _norms(self) -> Norms | None:
-        # Collectives have their names once ranks have agreed.
+        # Not made in `build`: collectives have their names once ranks have agreed.
         name = f"{self._exchanger.prefix}.norms_of_layers"
         return (
-            layer_norms.of_parts(self._exchanger.wire, self._is_served, name)
+            layer_norms.sharded_norms(self._exchanger.wire, self._is_served, name)
             if self._parts
             else None
         )
@@ -158,12 +193,19 @@ class ServerShards:
         return any(of_tensorflow(self.targets[member]) is variable for member in self._parts)
 
     def finalize(self) -> None:
-        """What the inner optimizer does at the end of `fit`: with `use_ema`, variables become their averages."""
+        """Ends `fit` as the inner optimizer does: `use_ema` turns variables into their averages."""
         self._optimizer.finalize_variable_values(self.targets)
         self._pull(constrained=set())
 
     def own_parts(self, gradients: Sequence[Any]) -> list[Any]:
-        """Gradients as `Exchanger.exchange` returns them, where there is but one rank and nothing to exchange."""
+        """Brings gradients into the form in which `Exchanger.exchange` returns means, on one rank.
+
+        Args:
+          gradients: One per variable: tensors, `IndexedSlices` or `None`.
+
+        Returns:
+          Dense gradients, those of variables that servers update as vectors.
+        """
         dense = [
             None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients
         ]
@@ -173,14 +215,18 @@ class ServerShards:
         ]
 
     def _refresh(self) -> None:
-        """Takes values from the variables: what callbacks, constraints or loading did to them counts."""
+        """Copies values from the variables, which callbacks or loading may have changed."""
         for member, (begin, end) in self._parts.items():
             if begin < end:
                 flat = tf.reshape(tf.convert_to_tensor(self._variables[member]), [-1])
                 self.targets[member].assign(flat[begin:end])
 
     def _pull(self, constrained: set[int]) -> None:
-        """Gives the variables the values that all servers have for them now."""
+        """Gives the variables the values that all servers have for them now.
+
+        Args:
+          constrained: Indices of variables that were updated, to which constraints are applied.
+        """
         for bucket in self._buckets:
             shards = [tf.convert_to_tensor(self.targets[member]) for member in bucket.members]
             for member, value in zip(
@@ -192,29 +238,37 @@ class ServerShards:
                 variable.assign(value if constraint is None else constraint(value))
 
     def _contribute_nothing(self, means: list[Any]) -> list[Any]:
-        """Takes part in what follows others' exchange, with values as they are."""
-        means = self.completed(means)
+        """Takes part in what other ranks do after the exchange, and leaves values as they are."""
+        means = self.clip_by_whole_norms(means)
         self._refresh()
         self._pull(constrained=set())
         return means
 
     def gather_state(self, rank: int) -> None:
-        """Brings whole state to `rank`, where it can be saved until the next step."""
+        """Brings the whole state to one rank, where it can be saved until the next step.
+
+        Args:
+          rank: That rank; the same on all ranks, which call this together.
+        """
         whole = {}
         saves = self._exchanger.wire.topology.rank == rank
         for number, slot in enumerate(self._slots):
             value = self._gather(slot, f"tp.gather_state_{number}")
             if saves:
-                whole[slot.place(self._inner)] = value
+                whole[slot.index_in(self._inner)] = value
         self._gathered = (self._step(), whole) if saves else None
 
     def scatter_state(self, rank: int) -> None:
-        """Gives every server its part of the state that `rank` has loaded; nothing, if that has loaded none."""
+        """Gives every server its part of the state that one rank has loaded, if it has loaded any.
+
+        Args:
+          rank: That rank; the same on all ranks, which call this together.
+        """
         wire = self._exchanger.wire
         if not exchange_objects(bool(self._loaded), wire, "tp.scatter_state")[rank]:
             return
         for number, slot in enumerate(self._slots):
-            whole = self._loaded.get(slot.place(self._inner))
+            whole = self._loaded.get(slot.index_in(self._inner))
             if whole is None:
                 whole = np.zeros(self._variables[slot.member].shape)
             dtype = tf.float32 if slot.variable.dtype == "bfloat16" else slot.variable.dtype
@@ -226,7 +280,7 @@ class ServerShards:
                 slot.variable.assign(flat[begin:end])
         self._loaded = {}
 
-    def _gather(self, slot: _Slot, name: str) -> np.ndarray:
+    def _gather(self, slot: _ShardSlot, name: str) -> np.ndarray:
         topology = self._exchanger.wire.topology
         begin, end = self._parts[slot.member]
         own = tf.convert_to_tensor(slot.variable)[: end - begin]
@@ -244,31 +298,33 @@ class ServerShards:
         if self._exchanger.wire.topology.size == 1:
             self.gather_state(0)
         if self._gathered is None or self._gathered[0] != self._step():
+            gathered = (
+                f"gathered at step {self._gathered[0]}"
+                if self._gathered
+                else "not gathered on this rank"
+            )
             raise RuntimeError(
-                "The optimizer's state lies on all ranks, because servers update, and has to be gathered before it is "
-                f"saved. Received: saving at step {self._step()}, "
-                + (
-                    f"gathered at step {self._gathered[0]}. "
-                    if self._gathered
-                    else "not gathered on this rank. "
-                )
-                + "Have all ranks call optimizer.gather_state(), give fit keras_callbacks.GatherState() before what "
-                "saves, or save with keras_callbacks.Checkpoint, which needs no gathering."
+                "The optimizer's state lies on all ranks, because servers update, and has to be "
+                f"gathered before it is saved. Received: saving at step {self._step()}, {gathered}."
+                " Have all ranks call optimizer.gather_state(), give fit "
+                "keras_callbacks.GatherState() before what saves, or save with "
+                "keras_callbacks.Checkpoint, which needs no gathering."
             )
         whole = self._gathered[1]
-        for place, variable in enumerate(self._inner.variables):
-            store[str(place)] = whole[place] if place in whole else variable.numpy()
+        for index, variable in enumerate(self._inner.variables):
+            store[str(index)] = whole[index] if index in whole else variable.numpy()
 
     def _load(self, store: Any) -> None:
-        arrays = {key: store[key] for key in store.keys()}  # noqa: SIM118 - h5py's groups are no mappings of Keras's
+        # Keras gives a group of its file, which is no mapping.
+        arrays = {key: store[key] for key in store.keys()}  # noqa: SIM118
         for slot in self._slots:
-            place = slot.place(self._inner)
-            if str(place) in arrays:
+            index = slot.index_in(self._inner)
+            if str(index) in arrays:
                 begin, end = self._parts[slot.member]
-                # For `scatter_state`, until the first step.
-                self._loaded[place] = np.asarray(arrays[str(place)])
-                flat = self._loaded[place].reshape(-1)
-                arrays[str(place)] = flat[begin:end] if begin < end else slot.variable.numpy()
+                # Kept for `scatter_state`, until the first step: it may be called on this rank.
+                self._loaded[index] = np.asarray(arrays[str(index)])
+                flat = self._loaded[index].reshape(-1)
+                arrays[str(index)] = flat[begin:end] if begin < end else slot.variable.numpy()
         self._load_whole(arrays)
 
     def _step(self) -> int:
@@ -283,8 +339,8 @@ class ServerShards:
         }
 
     def _exclude_from_weight_decay(self) -> None:
-        """Shards of variables that are excluded, by themselves or by name, are excluded too."""
-        # TensorFlow's name, unlike Keras's own, says in which layer a variable is.
+        """Excludes the shards of variables that are excluded, by themselves or by name."""
+        # Asked of TensorFlow's variable: its name, unlike Keras's own, says in which layer it is.
         members = [
             m
             for m in self._parts
@@ -295,8 +351,8 @@ class ServerShards:
             self._inner._exclude_from_weight_decay |= excluded
 
     @contextmanager
-    def _noting_slots(self) -> Iterator[None]:
-        """What the optimizer makes for a shard meanwhile is noted: afterwards there is no telling."""
+    def _recording_slots(self) -> Iterator[None]:
+        """Records what the optimizer makes for a shard meanwhile: later there is no telling."""
         members = {
             id(target): member
             for member, target in enumerate(self.targets)
@@ -304,15 +360,15 @@ class ServerShards:
         }
         make = self._inner.add_variable_from_reference
 
-        def note(reference_variable: Any, name: str | None = None, **options: Any) -> Any:
+        def record(reference_variable: Any, name: str | None = None, **options: Any) -> Any:
             variable = make(reference_variable, name=name, **options)
             if id(reference_variable) in members:
                 self._slots.append(
-                    _Slot(name or "state", variable, members[id(reference_variable)])
+                    _ShardSlot(name or "state", variable, members[id(reference_variable)])
                 )
             return variable
 
-        self._inner.add_variable_from_reference = note
+        self._inner.add_variable_from_reference = record
         try:
             yield
         finally:
@@ -322,8 +378,9 @@ class ServerShards:
 def _check_trained_by_gradient(variable: Any) -> None:
     if getattr(variable, "overwrite_with_gradient", False):
         raise ValueError(
-            f'With update="server" variables follow gradients. Received: {describe(variable).path!r}, which is '
-            'overwritten with its gradient, as scales for float8 are. Use update="worker".'
+            'With update="server" variables follow gradients. Received: '
+            f"{describe(variable).path!r}, which is overwritten with its gradient, as scales for "
+            'float8 are. Use update="worker".'
         )
 
 

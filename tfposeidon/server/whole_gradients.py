@@ -1,4 +1,4 @@
-"""Completes what an optimizer would find out from whole gradients, where it gets parts of some."""
+"""Norms and non-finite values of whole gradients, for optimizers that get parts of some."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.optimizers.wrapping import innermost
 
 
-def completed(
+def clip_by_whole_norms(
     gradients: list[Any], served: Sequence[int], optimizer: Any, wire: Wire, name: str
 ) -> list[Any]:
     """Clips by norms of whole gradients, and shows values that are not finite to all ranks.
@@ -20,40 +20,46 @@ def completed(
     The optimizer must not clip once more: norms of parts differ between ranks.
 
     Args:
-      gradients: Parts of those of `served`, the others whole; `None` where there is none.
-      served: Places of gradients whose parts lie on all ranks.
-      optimizer: What they are for; it may scale losses.
-      name: Of the one small all-reduce, which is left out where nothing asks for it.
+      gradients: This rank's parts of those of `served`, the others whole; `None` where there is
+        none.
+      served: Indices of gradients whose parts lie on all ranks.
+      optimizer: The optimizer that they are for; it may scale losses.
+      wire: The collectives to use.
+      name: Name of the one small all-reduce, which is left out where nothing asks for it.
+
+    Returns:
+      Clipped gradients. If the optimizer clips by norm or scales losses, and a part on some rank is
+      not finite, then all parts on all ranks are NaN, so that all skip the step alike.
     """
     inner = innermost(optimizer)
     by_norm = bool(inner.clipnorm or inner.global_clipnorm)
     if not (by_norm or (served and isinstance(optimizer, keras.optimizers.LossScaleOptimizer))):
         return gradients
     result = list(gradients)
-    squares, finite = _reduced([gradients[place] for place in served], wire, name)
-    for place in served:
-        # One that is not finite counts for all: so it does on one rank alone.
-        result[place] = tf.where(finite, gradients[place], float("nan"))
+    squares, finite = _reduced([gradients[index] for index in served], wire, name)
+    for index in served:
+        # One value that is not finite counts for all, as it does on a single rank.
+        result[index] = tf.where(finite, gradients[index], float("nan"))
     if not by_norm:
         return result
-    # Clipped before the loss scale is taken off, so the limit is scaled.
+    # Gradients are clipped before the loss scale is taken off them, so the limit is scaled, too.
     scale = tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
     known = dict(zip(served, squares, strict=True))
-    norms = {
+    squared_norms = {
         m: known[m] if m in known else _square(g) for m, g in enumerate(result) if g is not None
     }
     if inner.global_clipnorm:
-        norms = dict.fromkeys(norms, tf.add_n(list(norms.values())))
+        squared_norms = dict.fromkeys(squared_norms, tf.add_n(list(squared_norms.values())))
     limit = (inner.clipnorm or inner.global_clipnorm) * scale
-    for place, square in norms.items():
-        result[place] = _clipped(result[place], tf.sqrt(square), limit)
+    for index, square in squared_norms.items():
+        result[index] = _clipped(result[index], tf.sqrt(square), limit)
     return result
 
 
 def _reduced(
     parts: Sequence[tf.Tensor], wire: Wire, name: str
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Squared norm of each gradient, and whether all of them are finite, over all ranks."""
+    """Returns the squared norm of each gradient, and whether all are finite, over all ranks."""
     if not parts:
         return [], tf.constant(True)
     unbounded = tf.add_n(
@@ -65,7 +71,7 @@ def _reduced(
 
 
 def _clipped(gradient: tf.Tensor, norm: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
-    # As Keras: with a norm that is not finite nothing is.
+    # As in Keras: with a norm that is not finite nothing is (norm - norm is NaN then).
     factor = limit / tf.maximum(norm, limit) + (norm - norm)
     return gradient * tf.cast(factor, gradient.dtype)
 

@@ -1,7 +1,8 @@
 """Moves state that differs from rank to rank onto other ranks, keeping its sums.
 
-A residual is what a rank has not sent yet: what counts is the sum over all ranks, element by element. So
-pieces are put together by variable, and cut anew for the ranks and buckets that there are now.
+A residual is what a rank has not sent yet: what counts is its sum over all ranks, element by
+element. So the vectors of all ranks are put together by variable, and cut anew for the ranks and
+buckets that there are now.
 """
 
 from __future__ import annotations
@@ -13,131 +14,201 @@ from typing import Any
 
 import numpy as np
 
+# Names in checkpoints, which were written before the attributes had theirs.
+_ON_DISK = {"owners": "holders", "concatenated": "joined"}
+
+WholeKey = tuple[str, tuple[str, ...]]
+"""A quantity, and the paths of the variables that it is of."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What one array of a rank's state is.
+class StateDescription:
+    """Tells what one array of a rank's state is.
 
     Attributes:
-      name: Of the quantity; the same on all ranks.
-      members: Variables of the bucket it belongs to: path and elements, in order. Empty for what belongs to no
-        bucket, such as an accumulated gradient.
-      offset: Where in the bucket it begins.
-      holders: How many ranks hold a part of each of its elements; 0 for what is equal on all ranks.
-      joined: Whether what ranks hold does not add up, but stands one below the other, as the rows of factors. Then
-        `holders` is how many ranks share it out, and `offset` which one this is.
-      scalar: Whether it is one number for all members, equal on all ranks, such as a count of steps.
+      name: Name of the quantity, the same on all ranks.
+      members: Variables that it belongs to: path and number of elements of each, in order. Empty
+        for what needs no variables to be told apart, such as an accumulated gradient, whose name
+        has a number.
+      offset: Index in the bucket, the members one after the other, at which it begins.
+      owners: Number of ranks that own a share of each element, to be summed; 0 for what is equal on
+        all ranks.
+      concatenated: Whether what ranks own does not add up, but stands one below the other, as the
+        rows of factors do. Then `owners` is the number of ranks that share the arrays out, and
+        `offset` is the index of this one.
+      scalar: Whether it is one number for all members, equal on all ranks, such as a count of
+        steps.
+
+    >>> residual = StateDescription(name="residual", members=(("kernel", 6),), offset=2, owners=1)
+    >>> StateDescription.from_dict(residual.to_dict()) == residual
+    True
     """
 
     name: str
     members: tuple[tuple[str, int], ...] = ()
     offset: int = 0
-    holders: int = 0
-    joined: bool = False
+    owners: int = 0
+    concatenated: bool = False
     scalar: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        """Returns what `from_dict` reads, for JSON."""
+        return {_ON_DISK.get(name, name): value for name, value in asdict(self).items()}
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Piece:
-        """The inverse, of what JSON made of it."""
+    def from_dict(cls, content: dict[str, Any]) -> StateDescription:
+        """Makes one from what `to_dict` returned.
+
+        Args:
+          content: That dictionary, also after JSON has made lists of its tuples.
+        """
+        names = {on_disk: name for name, on_disk in _ON_DISK.items()}
+        values = {names.get(name, name): value for name, value in content.items()}
         members = tuple((path, length) for path, length in content["members"])
-        return cls(**content | {"members": members})
+        return cls(**values | {"members": members})
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the array is this rank's part of a bucket, which is cut otherwise on other ranks."""
+        return bool(self.members) and not self.scalar and self.owners > 0
+
+    @property
+    def whole_key(self) -> WholeKey:
+        """What identifies an array that is never cut."""
+        return self.name, tuple(path for path, _ in self.members)
 
     def overlaps(self, length: int) -> Iterator[tuple[tuple[str, str], int, slice, slice]]:
-        """For an array of `length` elements: quantity and variable, its elements, where in it, where in the array."""
+        """Finds the variables of which an array holds a part.
+
+        Args:
+          length: Number of elements of the array.
+
+        Yields:
+          Quantity and path of the variable, its number of elements, the slice of the variable that
+          the array holds, and the slice of the array that holds it. Nothing where the array is
+          never cut.
+        """
         start = 0
-        for path, elements in () if self.scalar else self.members:
+        for path, elements in self.members if self.is_cut else ():
             begin, end = max(start, self.offset), min(start + elements, self.offset + length)
             if begin < end:
                 inside = slice(begin - start, end - start)
-                yield (
-                    (self.name, path),
-                    elements,
-                    inside,
-                    slice(begin - self.offset, end - self.offset),
-                )
+                in_array = slice(begin - self.offset, end - self.offset)
+                yield (self.name, path), elements, inside, in_array
             start += elements
 
 
-State = Sequence[tuple[Piece, np.ndarray]]
+RankState = Sequence[tuple[StateDescription, np.ndarray]]
+"""All arrays of one rank's state, each with what it is."""
 
 
-def redistributed(saved: Sequence[State], wanted: State) -> list[np.ndarray]:
-    """Arrays for one rank of a job on other ranks.
+@dataclass(frozen=True)
+class _Saved:
+    """What all ranks had saved.
+
+    Attributes:
+      totals: Quantity and path of a variable -> its sum over all ranks, as a vector.
+      scalars: Quantity and path of a variable -> a number that was equal on all ranks.
+      whole: Arrays that are never cut, of each rank that had one, in the order of ranks.
+    """
+
+    totals: dict[tuple[str, str], np.ndarray]
+    scalars: dict[tuple[str, str], np.ndarray]
+    whole: dict[WholeKey, list[np.ndarray]]
+
+
+def redistribute(saved: Sequence[RankState], wanted: RankState) -> list[np.ndarray]:
+    """Makes the arrays of one rank of a job from those of a job on other ranks.
 
     Args:
-      saved: The state of each rank that there was.
-      wanted: The pieces of one rank that there is now, with arrays of their shapes.
+      saved: State of each rank that there was.
+      wanted: State of one rank that there is now: only descriptions, shapes and dtypes are read,
+        and the values of scalars that nobody has saved.
 
     Returns:
-      One array for each piece: its part of the sum over all ranks, divided by its holders; what is equal on
-      all ranks stays as it is.
+      One array for each description: this rank's part of the sum over all ranks, divided by its
+      owners; what is equal on all ranks stays as it is, and what nobody has saved is zeros.
 
     Raises:
-      ValueError: If something was saved that nobody wants, or variables that share a bucket now had different scalars.
+      ValueError: If something was saved that nobody wants, or variables that share a bucket now had
+        different scalars.
     """
-    totals: dict[tuple[str, str], np.ndarray] = {}
-    scalars: dict[tuple[str, str], np.ndarray] = {}
-    whole: dict[str, list[np.ndarray]] = defaultdict(list)
+    found = _put_together(saved)
+    _check_all_wanted(found, wanted)
+    arrays = []
+    for description, like in wanted:
+        if description.scalar:
+            arrays.append(_common_scalar(description, like, found.scalars))
+        elif description.is_cut:
+            arrays.append(_cut(description, like, found.totals))
+        else:
+            arrays.append(_whole(description, like, found.whole))
+    return arrays
+
+
+def _put_together(saved: Sequence[RankState]) -> _Saved:
+    found = _Saved({}, {}, defaultdict(list))
     for state in saved:
-        for piece, array in state:
-            if not piece.members:
-                whole[piece.name].append(array)
-            if piece.scalar:
-                scalars |= {(piece.name, path): array for path, _ in piece.members}
-            for key, elements, inside, place in piece.overlaps(array.size):
-                total = totals.setdefault(key, np.zeros(elements, array.dtype))
-                total[inside] += array[place]
-    unwanted = set(totals) - {
-        (piece.name, path) for piece, _ in wanted for path, _ in piece.members
+        for description, array in state:
+            if description.scalar:
+                found.scalars.update(
+                    {(description.name, path): array for path, _ in description.members}
+                )
+            elif not description.is_cut:
+                found.whole[description.whole_key].append(array)
+            for key, elements, inside, in_array in description.overlaps(array.size):
+                total = found.totals.setdefault(key, np.zeros(elements, array.dtype))
+                total[inside] += array[in_array]
+    return found
+
+
+def _check_all_wanted(found: _Saved, wanted: RankState) -> None:
+    """Refuses to drop sums: gradients that were computed and not sent would be lost in silence."""
+    unwanted = set(found.totals) - {
+        (description.name, path) for description, _ in wanted for path, _ in description.members
     }
     if unwanted:
         name, path = min(unwanted)
         raise ValueError(f"there is a {name} of {path}, which another scheme sends now")
-    return [
-        _scalar(piece, shaped, scalars) if piece.scalar else _wanted(piece, shaped, totals, whole)
-        for piece, shaped in wanted
-    ]
 
 
-def _scalar(
-    piece: Piece, shaped: np.ndarray, scalars: dict[tuple[str, str], np.ndarray]
+def _common_scalar(
+    description: StateDescription, like: np.ndarray, scalars: dict[tuple[str, str], np.ndarray]
 ) -> np.ndarray:
-    """The number that all members had; as it is now, where there was none."""
+    """Returns the number that all members had, or the one that there is now, if nobody has saved any."""
     found = {
-        path: scalars[piece.name, path]
-        for path, _ in piece.members
-        if (piece.name, path) in scalars
+        path: scalars[description.name, path]
+        for path, _ in description.members
+        if (description.name, path) in scalars
     }
     if len({float(number) for number in found.values()}) > 1:
         shown = ", ".join(f"{float(number):g} of {path}" for path, number in found.items())
-        raise ValueError(f"variables of one bucket had different {piece.name}: {shown}")
-    return next(iter(found.values()), shaped)
+        raise ValueError(f"variables of one bucket had different {description.name}: {shown}")
+    return next(iter(found.values()), like)
 
 
-def _wanted(
-    piece: Piece, shaped: np.ndarray, totals: dict[Any, np.ndarray], whole: dict[str, Any]
+def _cut(
+    description: StateDescription, like: np.ndarray, totals: dict[tuple[str, str], np.ndarray]
 ) -> np.ndarray:
-    if not piece.members:
-        arrays = whole.get(piece.name, [np.zeros_like(shaped)])
-        if piece.joined:
-            return _below_one_another(arrays[piece.offset :: piece.holders], shaped)
-        return (
-            np.asarray(np.sum(arrays, axis=0) / piece.holders, shaped.dtype)
-            if piece.holders
-            else arrays[0]
-        )
-    result = np.zeros_like(shaped)
-    for key, _, inside, place in piece.overlaps(shaped.size):
+    result = np.zeros_like(like)
+    for key, _, inside, in_array in description.overlaps(like.size):
         if key in totals:
-            result[place] = totals[key][inside] / piece.holders
+            result[in_array] = totals[key][inside] / description.owners
     return result
 
 
-def _below_one_another(arrays: Sequence[np.ndarray], shaped: np.ndarray) -> np.ndarray:
+def _whole(
+    description: StateDescription, like: np.ndarray, whole: dict[WholeKey, list[np.ndarray]]
+) -> np.ndarray:
+    arrays = whole.get(description.whole_key, [np.zeros_like(like)])
+    if description.concatenated:
+        return _below_one_another(arrays[description.offset :: description.owners], like)
+    if description.owners:
+        return np.asarray(np.sum(arrays, axis=0) / description.owners, like.dtype)
+    return arrays[0]
+
+
+def _below_one_another(arrays: Sequence[np.ndarray], like: np.ndarray) -> np.ndarray:
     # Empty arrays may have other widths.
     filled = [array for array in arrays if array.size]
-    return np.concatenate(filled) if filled else shaped[:0]
+    return np.concatenate(filled) if filled else like[:0]

@@ -25,6 +25,7 @@ import numpy as np
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire, exchange_objects
+from tfposeidon.ranges import check_integer
 
 Arrays = dict[str, np.ndarray]
 
@@ -62,11 +63,9 @@ class Snapshots:
     """
 
     def __init__(self, folder: str | os.PathLike[str], wire: Wire, keep: int = 2) -> None:
-        if keep < 1:
-            raise ValueError(f"`keep` must be at least 1. Received: keep={keep}")
         self.folder = Path(folder)
         self.wire = wire
-        self.keep = keep
+        self.keep = check_integer("keep", keep, 1)
         self._writing: tuple[Path, Path, Future[tuple[Any, str | None]]] | None = None
 
     def write(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
@@ -256,11 +255,11 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def numbered(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
+def to_named_arrays(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
     """Names for a list of arrays in a file: its order is what identifies them."""
     return {f"{prefix}{i}": array for i, array in enumerate(arrays)}
 
 
-def listed(arrays: Arrays, prefix: str) -> list[np.ndarray]:
-    """The inverse of `numbered`."""
+def to_array_list(arrays: Arrays, prefix: str) -> list[np.ndarray]:
+    """The inverse of `to_named_arrays`."""
     return [arrays[f"{prefix}{i}"] for i in range(sum(name.startswith(prefix) for name in arrays))]

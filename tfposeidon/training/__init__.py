@@ -1,1 +1,1 @@
-"""What Keras's training loop has to know: patched methods, a model's optimizers, epochs that end together."""
+"""Keras's training loop: patched methods, sessions of models, equal epochs, state of layers."""

@@ -1,14 +1,17 @@
-"""What Keras's training loop has to know of a `DistributedOptimizer`.
+"""Methods of `keras.Model` that know of the model's `DistributedOptimizer`.
 
 Keras gives an optimizer no way to see the model it trains. So the first `DistributedOptimizer` of a
-process wraps three methods of `keras.Model`; models with other optimizers pass through untouched.
+process wraps five methods of `keras.Model`; models with other optimizers pass through untouched.
 They are methods that Keras looks up after the optimizer was made, even in one line such as
 `model.compile(optimizer=tp.DistributedOptimizer(...))`, for which `compile` itself is too early.
 
-- `_resolve_auto_jit_compile`: `jit_compile="auto"` means no XLA, which cannot compile what schemes do.
+- `_resolve_auto_jit_compile`: `jit_compile="auto"` means no XLA, which cannot compile what schemes
+  do.
 - `make_train_function`: under `mixed_float16` the loss scale goes inside; the train step tells the
   optimizer how many samples a batch has, so that unequal batches are weighed right.
-- `fit`: one progress bar, and epochs that end on all ranks after the same step (`equal_steps`).
+- `fit`: output of one rank, and epochs that end on all ranks after the same step (`equal_steps`).
+- `fit`, `evaluate`, `predict`: `verbose="auto"` shows no progress bar where there is no terminal
+  (`verbosity`).
 """
 
 from __future__ import annotations
@@ -26,36 +29,47 @@ import tensorflow as tf
 
 from tfposeidon.communication import runtime
 from tfposeidon.planning import rules
-from tfposeidon.training import equal_steps, session
+from tfposeidon.training import equal_steps, session, verbosity
 
 _WITH_AUTOMATIC_XLA: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models for which `jit_compile="auto"` chose XLA."""
 
 
-def is_asked_by_compile() -> bool:
-    """Whether the caller's caller is Keras's own `compile`."""
+_SCALED_BY_COMPILE: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Optimizers that Keras's `compile` would have wrapped in a loss scale under `mixed_float16`."""
+
+
+def note_question_of_compile(optimizer: Any) -> None:
+    """Notes that losses are to be scaled for an optimizer, if the caller's caller is Keras's own `compile`.
+
+    Args:
+      optimizer: Whose `__bool__` was called: `compile(auto_scale_loss=False)` does not ask it.
+    """
     asking = sys._getframe(2)
-    return asking.f_code.co_name == "compile" and str(asking.f_globals.get("__name__")).startswith(
-        "keras."
-    )
+    module = str(asking.f_globals.get("__name__"))
+    if asking.f_code.co_name == "compile" and module.startswith("keras."):
+        _SCALED_BY_COMPILE.add(optimizer)
 
 
 def patch_keras(optimizer_class: type) -> None:
-    """Wraps the methods; the second call does nothing.
+    """Wraps the methods of `keras.Model`; the second call does nothing.
 
     Args:
-      optimizer_class: `DistributedOptimizer`; models with optimizers of other classes pass through untouched.
+      optimizer_class: `DistributedOptimizer`; methods of models with other optimizers do what they
+        did before.
     """
-    session.recognize(optimizer_class)
+    session.register_optimizer_class(optimizer_class)
     replacements = {
         "_resolve_auto_jit_compile": _resolve_auto_jit_compile,
         "make_train_function": _make_train_function,
         "fit": _fit,
+        "evaluate": _without_progress_bar,
+        "predict": _without_progress_bar,
     }
     for name, replacement in replacements.items():
-        home = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
-        if not hasattr(getattr(home, name), "_tfposeidon"):
-            setattr(home, name, _wrapped(getattr(home, name), replacement))
+        owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
+        if not hasattr(getattr(owner, name), "_tfposeidon"):
+            setattr(owner, name, _wrapped(getattr(owner, name), replacement))
 
 
 def _wrapped(original: Any, replacement: Any) -> Any:
@@ -81,7 +95,7 @@ def _resolve_auto_jit_compile(original: Any, call: inspect.BoundArguments) -> bo
 def _suits_xla(model: Any) -> bool:
     if all(optimizer.exchange.suits_xla for optimizer in session.optimizers_of(model)):
         return True
-    session.of(model).keep_xla_off()
+    session.of(model).log_xla_is_off()
     return False
 
 
@@ -97,11 +111,12 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
 
 
 def _scale_losses(model: Any) -> None:
-    # A compile or a train step of the model's own has to scale by what it keeps elsewhere, as with Keras's optimizers.
+    # A model with a compile or a train step of its own, whose optimizer is elsewhere, has to scale
+    # losses itself, as with Keras's optimizers.
     optimizer = model.optimizer
     if model.dtype_policy.name != "mixed_float16" or not session.is_distributed(optimizer):
         return
-    if optimizer.is_scaled_by_compile:
+    if optimizer in _SCALED_BY_COMPILE:
         _put_scale_inside(optimizer)
 
 
@@ -119,8 +134,9 @@ def _put_scale_inside(optimizer: Any) -> None:
     scaled = keras.optimizers.LossScaleOptimizer(inner)
     if optimizer.built:
         raise ValueError(
-            "Under mixed_float16 the optimizer needs a loss scale. Received: an optimizer that was built without "
-            "one. Compile with a new DistributedOptimizer, or give its inner optimizer loss_scale_factor=1.0."
+            "Under mixed_float16 the optimizer needs a loss scale. Received: an optimizer that was "
+            "built without one. Compile with a new DistributedOptimizer, or give its inner "
+            "optimizer loss_scale_factor=1.0."
         )
     optimizer.inner_optimizer = scaled
 
@@ -132,7 +148,7 @@ def _count_samples(model: Any) -> None:
 
     @functools.wraps(step)
     def train_step(data: Any) -> Any:
-        with session.of(model).step(data):
+        with session.of(model).train_step(data):
             return step(data)
 
     train_step._tfposeidon = True  # type: ignore[attr-defined]
@@ -145,37 +161,50 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         return original(*call.args, **call.kwargs)
     call.apply_defaults()
     _prepare(model, call.arguments)
-    if runtime.size() == 1:
-        return original(*call.args, **call.kwargs)
     if call.arguments["verbose"] == "auto" and runtime.rank() != 0:
         call.arguments["verbose"] = 0
+    call.arguments["verbose"] = verbosity.resolve(call.arguments["verbose"])
+    if runtime.size() == 1:
+        return original(*call.args, **call.kwargs)
     callbacks = call.arguments["callbacks"]
     if not isinstance(callbacks, keras.callbacks.CallbackList):
-        call.arguments["callbacks"] = equal_steps.around(keras.tree.flatten(callbacks or []))
+        call.arguments["callbacks"] = equal_steps.with_equal_epochs(
+            keras.tree.flatten(callbacks or [])
+        )
     with warnings.catch_warnings():
-        # Keras's advice for epochs that end early is wrong where another rank has fewer batches; we log that.
+        # Keras's advice for epochs that end early is wrong where another rank has fewer batches;
+        # `EqualSteps` logs what is right.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         return original(*call.args, **call.kwargs)
+
+
+def _without_progress_bar(original: Any, call: inspect.BoundArguments) -> Any:
+    # Unlike in `fit`, every rank prints: each evaluates its own share of the data.
+    if session.optimizers_of(call.arguments["self"]):
+        call.apply_defaults()
+        call.arguments["verbose"] = verbosity.resolve(call.arguments["verbose"])
+    return original(*call.args, **call.kwargs)
 
 
 def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
     """Tells the optimizers what can be known before the first step, so that it is traced once."""
     for optimizer in session.optimizers_of(model):
-        rules.check_callbacks(optimizer.policy, _listed(arguments["callbacks"]))
+        rules.check_callbacks(optimizer.policy, _as_list(arguments["callbacks"]))
     if session.is_distributed(model.optimizer):
         _build(model, *(arguments[name] for name in ("x", "y", "sample_weight")))
         if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
-            # Otherwise the first trace makes the exchange's variables, and TensorFlow traces the step once more.
+            # Otherwise the first trace makes the exchange's variables, and TensorFlow traces the
+            # step once more.
             model.optimizer.exchange.exchanger(model.trainable_weights)
 
 
 def _trains_all_together(model: keras.Model) -> bool:
-    """Whether the train step is Keras's own, which gives all trainable variables to the optimizer in one call."""
-    home = next(cls for cls in type(model).__mro__ if "train_step" in vars(cls))
-    return home.__module__.startswith("keras.")
+    """Tells whether the train step is Keras's own, which updates all variables in one call."""
+    owner = next(cls for cls in type(model).__mro__ if "train_step" in vars(cls))
+    return owner.__module__.startswith("keras.")
 
 
-def _listed(callbacks: Any) -> list[Any]:
+def _as_list(callbacks: Any) -> list[Any]:
     return (
         callbacks.callbacks
         if isinstance(callbacks, keras.callbacks.CallbackList)
@@ -184,22 +213,25 @@ def _listed(callbacks: Any) -> list[Any]:
 
 
 def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
-    """Builds model, metrics and optimizer before callbacks broadcast or restore them, where that works.
+    """Builds model, metrics and optimizer before callbacks broadcast or restore them.
 
-    Keras on TensorFlow leaves it to the first step, and trains models that cannot be built from shapes
-    alone. Those stay as they are; callbacks that need a built model say so.
+    Keras on TensorFlow leaves it to the first step, and trains models that cannot be built from
+    shapes alone. Those stay as they are; callbacks that need a built model say so.
     """
     if model.run_eagerly:
         return
     _scale_losses(model)
     with contextlib.suppress(Exception):
-        specification = _specification(x, y, sample_weight)
+        specification = _batch_specification(x, y, sample_weight)
         if specification is not None:
             model._symbolic_build(data_batch=specification)
 
 
-def _specification(x: Any, y: Any, sample_weight: Any) -> Any:
-    """Shapes and dtypes of a batch; `None` for generators, from which looking would take one."""
+def _batch_specification(x: Any, y: Any, sample_weight: Any) -> Any:
+    """Returns shapes and dtypes of a batch, or `None` for data that do not tell them.
+
+    Generators do not: to look at a batch would take it from them.
+    """
     if isinstance(x, tf.data.Dataset):
         return x.element_spec
     arrays = (
@@ -211,11 +243,11 @@ def _specification(x: Any, y: Any, sample_weight: Any) -> Any:
         hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in keras.tree.flatten(arrays)
     ):
         return None
-    return keras.tree.map_structure(_batch_of, arrays)
+    return keras.tree.map_structure(_array_specification, arrays)
 
 
-def _batch_of(array: Any) -> tf.TensorSpec:
+def _array_specification(array: Any) -> tf.TensorSpec:
     dtype = keras.backend.standardize_dtype(array.dtype)
-    return tf.TensorSpec(
-        [None, *array.shape[1:]], keras.config.floatx() if dtype == "float64" else dtype
-    )
+    # Keras casts NumPy's default for floats when it makes batches of arrays.
+    dtype = keras.config.floatx() if dtype == "float64" else dtype
+    return tf.TensorSpec([None, *array.shape[1:]], dtype)

@@ -1,7 +1,8 @@
-"""State of a model's layers that no variable holds: adapted statistics, bins, vocabularies, tables and files.
+"""State of a model's layers that no variable holds.
 
-Preprocessing layers adapt to data before training, mostly each rank to its own share. What they learn then stands in
-tensors, lists and tables, which nobody finds among `model.variables`.
+Preprocessing layers adapt to data before training, mostly each rank to its own share. What they
+learn (statistics, bins, vocabularies) stands in tensors, lists, tables and files, and is not among
+`model.variables`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon.communication.wire import Wire, broadcast_bytes, exchange_objects
-from tfposeidon.training.skip_batches import retrace
+from tfposeidon.training import session
 
 State = dict[str, np.ndarray]
-"""Number and name of the layer, and of the quantity, to its value."""
+"""Arrays by index and name of the layer and name of the quantity: `"3.normalization.mean"`."""
 
 _LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
-_KEPT_ELSEWHERE = (keras.layers.TextVectorization,)  # In the lookup layer inside it.
-# Whose finalize_state begins with what this rank counted.
-_KEEP_WHAT_THEY_COUNTED = (*_LOOKUPS, *_KEPT_ELSEWHERE, keras.layers.Discretization)
+# Their state is that of the lookup layer inside them, which is a layer of the model, too.
+_STATELESS = (keras.layers.TextVectorization,)
+# Their `finalize_state` would begin with what this rank has counted in `adapt`, and drop what was
+# assigned.
+_FINALIZED_FROM_COUNTS = (*_LOOKUPS, *_STATELESS, keras.layers.Discretization)
 _TABLES = (
     tf.lookup.StaticHashTable
     | tf.lookup.experimental.MutableHashTable
@@ -34,41 +37,57 @@ _TABLES = (
 
 
 def read(model: keras.Model) -> State:
-    """What the layers of a model hold outside of variables."""
+    """Returns what the layers of a model hold outside of variables.
+
+    Args:
+      model: A Keras model; layers and models inside it are read, too.
+    """
     return {
-        f"{number}.{layer.name}.{name}": value
-        for number, layer in enumerate(model._flatten_layers())
+        f"{index}.{layer.name}.{name}": value
+        for index, layer in enumerate(model._flatten_layers())
         for name, value in _read(layer).items()
     }
 
 
 def assign(model: keras.Model, state: State) -> None:
-    """Gives the layers what `read` found, here, on another rank or in another process.
+    """Assigns to the layers what `read` returned, here, on another rank or in another process.
 
-    Layers that compute something from their variables once these are set (`finalize_state`) do so first. If anything
-    changes, the model's functions are traced anew: those there were hold the old values.
+    Layers that compute something from their variables once these are set (`finalize_state`) do so
+    first. If anything changes, the model's functions are traced anew, because those that were
+    traced before hold the old values.
+
+    Args:
+      model: A Keras model of the same layers as the one that was read.
+      state: What `read` returned.
 
     Raises:
-      ValueError: If something differs that can be looked at but not set.
+      ValueError: If something differs that can be read but not assigned.
     """
     before = read(model)
-    for number, layer in enumerate(model._flatten_layers()):
-        if hasattr(layer, "finalize_state") and not isinstance(layer, _KEEP_WHAT_THEY_COUNTED):
+    for index, layer in enumerate(model._flatten_layers()):
+        if hasattr(layer, "finalize_state") and not isinstance(layer, _FINALIZED_FROM_COUNTS):
             layer.finalize_state()
-        values = dict(_of_layer(number, state))
+        values = dict(_quantities_of_layer(index, state))
         if values and not _equal(_read(layer), values):
             _assign(layer, values)
     if not _equal(read(model), before):
         model.test_function = model.predict_function = None
         if model.train_function is not None:
-            retrace(model)
+            session.of(model).retrace()
 
 
 def broadcast(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
-    """Gives every rank what the layers of `root_rank` hold outside of variables; all ranks call it together.
+    """Gives every rank what the layers of one rank hold outside of variables.
+
+    All ranks call it together.
+
+    Args:
+      model: A Keras model, of the same layers on every rank.
+      wire: Exchanges with the other ranks.
+      root_rank: Rank whose state all others receive.
 
     Raises:
-      ValueError: On all ranks, if `assign` does on any.
+      ValueError: On all ranks, if `assign` raises on any.
     """
     if wire.topology.size == 1:
         return
@@ -79,8 +98,9 @@ def broadcast(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
         assign(model, received)
     except ValueError as error:
         problem = str(error)
-    everybody = exchange_objects(problem, wire, "tp.layer_state.assigned")
-    for rank, other in enumerate(everybody):
+    # Every rank must raise: one that went on alone would wait for the others.
+    problems = exchange_objects(problem, wire, "tp.layer_state.assigned")
+    for rank, other in enumerate(problems):
         if other:
             raise ValueError(f"{other} (rank {rank})")
 
@@ -96,9 +116,9 @@ def _from_bytes(content: bytes) -> State:
         return {name: archive[name] for name in archive.files}
 
 
-def _of_layer(number: int, state: State) -> Iterator[tuple[str, np.ndarray]]:
+def _quantities_of_layer(index: int, state: State) -> Iterator[tuple[str, np.ndarray]]:
     for key, value in state.items():
-        if key.split(".", 1)[0] == str(number):
+        if key.split(".", 1)[0] == str(index):
             yield key.rsplit(".", 1)[1], value
 
 
@@ -107,10 +127,10 @@ def _equal(a: State, b: State) -> bool:
 
 
 def _read(layer: Any) -> State:
-    if isinstance(layer, _KEPT_ELSEWHERE):
+    if isinstance(layer, _STATELESS):
         return {}
     if isinstance(layer, keras.layers.Normalization):
-        # One that is not built has no variance.
+        # A layer that is not built has no variance.
         values = {name: getattr(layer, name, None) for name in ("mean", "variance")}
         return {
             name: np.asarray(value, "float32")
@@ -142,9 +162,9 @@ def _assign(layer: Any, values: State) -> None:
         _assign_files(layer, values)
     else:
         raise ValueError(
-            "Tables in layers must be alike on all ranks, or be saved by the layer's save_assets and load_assets. "
-            f"Received: layer {layer.name!r}, whose {', '.join(sorted(values))} differ. Fill them alike, or write "
-            "these methods."
+            "Tables in layers must be alike on all ranks, or be saved by the layer's save_assets "
+            f"and load_assets. Received: layer {layer.name!r}, whose {', '.join(sorted(values))} "
+            "differ. Fill them alike, or write these methods."
         )
 
 
@@ -152,19 +172,20 @@ def _read_lookup(layer: Any) -> State:
     vocabulary = layer.get_vocabulary(include_special_tokens=False)
     if not vocabulary:
         return {}
-    # As text, for NumPy's files hold no objects; whole numbers too.
+    # As text, also integers: NumPy's files hold no objects.
     state = {"vocabulary": np.asarray([str(token) for token in vocabulary])}
     weights = getattr(layer, "idf_weights_const", None)
     return state if weights is None else state | {"idf_weights": np.asarray(weights)}
 
 
 def _assign_lookup(layer: Any, values: State) -> None:
-    whole = isinstance(layer, keras.layers.IntegerLookup)
-    tokens = [int(token) if whole else str(token) for token in values["vocabulary"]]
+    to_token = int if isinstance(layer, keras.layers.IntegerLookup) else str
+    tokens = [to_token(token) for token in values["vocabulary"]]
     if "idf_weights" not in values:
         layer.set_vocabulary(tokens)
         return
-    # Those of the tokens alone, and then all as they were, with those of tokens that it does not know.
+    # Keras takes the weights of the tokens alone, and computes those of special tokens (unknown
+    # ones) from them. Then all weights are assigned, as they were saved.
     begin = layer.vocabulary_size() - len(layer.get_vocabulary(include_special_tokens=False))
     layer.set_vocabulary(tokens, idf_weights=values["idf_weights"][begin : begin + len(tokens)])
     layer.load_own_variables({"idf_weights": values["idf_weights"]})

@@ -1,4 +1,4 @@
-"""The `DistributedOptimizer`s of a model, and what its training loop has to know of them together."""
+"""Session of a model: its `DistributedOptimizer`s, and the state that its training loop shares."""
 
 from __future__ import annotations
 
@@ -12,113 +12,182 @@ import keras
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
+from tfposeidon.training.skip_batches import SkipBatches
 
 _distributed: tuple[type, ...] = ()
-"""`DistributedOptimizer`, once there is one: this room knows nothing of the class but what `recognize` was given."""
+"""`DistributedOptimizer`, once there is one; importing it here would be a circle."""
 
 
-def recognize(optimizer_class: type) -> None:
-    """Makes instances of a class count as distributed optimizers."""
+def register_optimizer_class(optimizer_class: type) -> None:
+    """Makes instances of a class count as distributed optimizers.
+
+    Args:
+      optimizer_class: `DistributedOptimizer`.
+    """
     global _distributed
     _distributed = (optimizer_class,)
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether it is a `DistributedOptimizer`."""
+    """Tells whether an optimizer is a `DistributedOptimizer`.
+
+    Args:
+      optimizer: Any object.
+    """
     return isinstance(optimizer, _distributed)
 
 
 def optimizers_of(model: Any) -> list[Any]:
     """Finds every `DistributedOptimizer` of a model.
 
-    Models with a `compile` of their own, such as GANs, call their optimizers what they like. So all attributes of
-    the model and of the layers and models inside it are looked at, with the lists and dictionaries there. A model
-    inside that was compiled itself, such as an encoder that was trained before, keeps its optimizers to itself.
+    Models with a `compile` of their own, such as GANs, call their optimizers what they like. So all
+    attributes of the model and of the layers and models inside it are looked at, with the lists and
+    dictionaries there. A model inside that was compiled itself, such as an encoder that was trained
+    before, keeps its optimizers to itself.
 
     Args:
       model: A Keras model.
 
     Returns:
-      Each optimizer once: `model.optimizer` first, the others in the order in which they were assigned, which is the
-      same on all ranks.
+      Each optimizer once: `model.optimizer` first, the others in the order in which they were
+      assigned, which is the same on all ranks.
     """
     layers = model._flatten_layers(include_self=False)
     holders = [model, *(layer for layer in layers if not getattr(layer, "compiled", False))]
-    held = [
+    values = [
         getattr(model, "optimizer", None),
-        *(v for holder in holders for v in _inside(list(vars(holder).values()))),
+        *(value for holder in holders for value in _flattened(list(vars(holder).values()))),
     ]
-    return list({id(value): value for value in held if is_distributed(value)}.values())
+    return list({id(value): value for value in values if is_distributed(value)}.values())
 
 
-def _inside(value: Any) -> Iterator[Any]:
+def _flattened(value: Any) -> Iterator[Any]:
+    """Yields what is in lists and dictionaries, at any depth."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
         for item in value:
-            yield from _inside(item)
+            yield from _flattened(item)
     else:
         yield value
 
 
 class Session:
-    """What the training loop of one model and its optimizers tell one another; `session.of(model)` gives it.
+    """State that a model's training loop, its callbacks and its optimizers share.
+
+    `session.of(model)` returns the model's own.
 
     Args:
-      model: Is not kept alive.
+      model: The model; it is not kept alive.
     """
 
     def __init__(self, model: keras.Model) -> None:
-        self._model = weakref.ref(model)
+        # The model holds its session: a strong reference back would leave both to the garbage
+        # collector.
+        self._reference = weakref.ref(model)
         self._watches_absence = False
-        self._steps: tf.Variable | None = None
+        self._step_counter: tf.Variable | None = None
         self._watched: list[Any] = []
-        self._keeps_xla_off = False
-        self._schedules_schemes = False
-
-    def schedule_schemes(self) -> None:
-        """Says that a callback changes the schemes: a resumed run goes on with those that made the saved state."""
-        self._schedules_schemes = True
+        self._has_logged_xla = False
+        self._has_scheme_changes = False
 
     @property
-    def schedules_schemes(self) -> bool:
-        """Whether a callback changes the schemes."""
-        return self._schedules_schemes
-
-    def keep_xla_off(self) -> None:
-        """Logs, once, that XLA is off for the model's steps."""
-        # Keras asks more than once.
-        if not self._keeps_xla_off:
-            self._keeps_xla_off = True
-            runtime.say(
-                "tfposeidon: XLA is off for this model's steps: it can compile neither collectives nor selection."
-            )
+    def _model(self) -> Any:
+        return self._reference()
 
     @property
     def optimizers(self) -> list[Any]:
-        """See `optimizers_of`."""
-        return optimizers_of(self._model())
+        """The model's `DistributedOptimizer`s: see `optimizers_of`."""
+        return optimizers_of(self._model)
+
+    def log_xla_is_off(self) -> None:
+        """Logs, once, that XLA is off for the model's steps."""
+        # Keras asks more than once.
+        if not self._has_logged_xla:
+            self._has_logged_xla = True
+            runtime.say(
+                "tfposeidon: XLA is off for this model's steps: it can compile neither collectives "
+                "nor selection."
+            )
+
+    # ------------------------------------------------------------------ schemes and resuming
+
+    def announce_scheme_changes(self) -> None:
+        """Notes that a callback changes the schemes: a resumed run goes on with the saved ones."""
+        self._has_scheme_changes = True
+
+    @property
+    def has_scheme_changes(self) -> bool:
+        """Whether a callback changes the schemes."""
+        return self._has_scheme_changes
+
+    def resume_at(self, epoch: int, batches: int) -> None:
+        """Makes the `fit` that begins go on in the middle of an earlier one.
+
+        Args:
+          epoch: Index of the epoch to go on with.
+          batches: Batches of that epoch that were trained on before; they are read and dropped.
+        """
+        # Keras's own: `fit` reads it after `on_train_begin`, for `BackupAndRestore`.
+        self._model._initial_epoch = epoch
+        if batches:
+            self._model.train_function = SkipBatches(self._model, batches)
+
+    def begin_where_asked(self) -> None:
+        """Makes `fit` begin at its own `initial_epoch` again."""
+        self._model._initial_epoch = None
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this `fit` goes on in the middle of an earlier one."""
+        return getattr(self._model, "_initial_epoch", None) is not None
+
+    @property
+    def is_skipping(self) -> bool:
+        """Whether the next batch is dropped, as the first ones of a resumed epoch are."""
+        train_function = self._model.train_function
+        return isinstance(train_function, SkipBatches) and train_function.remaining > 0
+
+    def retrace(self) -> None:
+        """Makes the train function anew; batches that are still to be dropped will be."""
+        model = self._model
+        skipping = model.train_function if isinstance(model.train_function, SkipBatches) else None
+        model.make_train_function(force=True)
+        if skipping is not None:
+            skipping.train, model.train_function = model.train_function, skipping
+
+    # ------------------------------------------------------------------ steps and the end of epochs
 
     @contextlib.contextmanager
-    def step(self, data: Any) -> Iterator[None]:
-        """Surrounds a train step as it is traced: its optimizers weigh this rank by the samples in `data`."""
-        if self._watches_absence and self._steps is not None:
-            self._steps.assign_add(1)
+    def train_step(self, data: Any) -> Iterator[None]:
+        """Surrounds a train step as it is traced: its optimizers weigh this rank by its samples.
+
+        Args:
+          data: What the train step is given, as `(x, y, sample_weight)`.
+        """
+        if self._watches_absence and self._step_counter is not None:
+            self._step_counter.assign_add(1)
         with contextlib.ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(optimizer.exchange.counting(data))
             yield
 
     def watch_absence(self, wanted: bool) -> bool:
-        """Makes steps tell whether some ranks are out of data, and drops such steps' updates on all ranks.
+        """Makes steps tell whether ranks are out of data; all ranks drop the updates of such steps.
+
+        Args:
+          wanted: Whether they shall; the same on all ranks.
 
         Returns:
           Whether the step has to be traced anew.
         """
-        if wanted and self._steps is None:
+        if wanted and self._step_counter is None:
             with tf.init_scope():
-                self._steps = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="steps")
-        # Looking for them takes longer than a small step: they are kept as long as absence is watched.
+                self._step_counter = tf.Variable(
+                    tf.zeros([], tf.int64), trainable=False, name="steps"
+                )
+        # Looking for them takes longer than a small step: they are kept as long as absence is
+        # watched.
         self._watched = self.optimizers if wanted else []
         # An optimizer may have served another model since this one was traced.
         for optimizer in self.optimizers:
@@ -127,66 +196,65 @@ class Session:
         return before != wanted
 
     @property
-    def steps(self) -> int:
+    def steps_done(self) -> int:
         """Train steps so far, counted while absence is watched."""
-        return 0 if self._steps is None else int(self._steps.numpy())
+        return 0 if self._step_counter is None else int(self._step_counter.numpy())
 
     @property
     def absent_ranks(self) -> int:
-        """Ranks that had no batch left at the last step, while absence is watched."""
+        """Number of ranks that had no batch left at the last step, while absence is watched."""
         return max(optimizer.exchange.absent_ranks for optimizer in self._watched)
 
     def finish_epoch(self) -> None:
-        """Contributes nothing to the others' steps until all ranks are done with the epoch.
+        """Contributes zeros to the other ranks' steps until all ranks are done with the epoch.
 
         Gradients accumulated for an update that no longer comes are dropped on every rank.
 
         Raises:
-          RuntimeError: If this rank has done no step, so that it does not know what to contribute to.
+          RuntimeError: If this rank has done no step, so that it does not know what to contribute
+            to.
         """
         exchangers = [
             exchanger for optimizer in self._watched for exchanger in optimizer.exchange.exchangers
         ]
-        calls = [
-            (exchanger, number) for exchanger in exchangers for number in range(exchanger.calls)
-        ]
+        # A step may exchange several times by each.
+        calls = [(exchanger, call) for exchanger in exchangers for call in range(exchanger.calls)]
         if not calls:
             raise RuntimeError(
                 "A rank without a single batch cannot end an epoch. Give every rank data."
             )
-        if self._runs_eagerly:
-            # One after the other, as in the others' steps.
-            while (
-                min(
-                    [
-                        int(exchanger.contribute_nothing_eagerly(number)[0])
-                        for exchanger, number in calls
-                    ]
-                )
-                < runtime.size()
-            ):
-                pass
+        if self._model.run_eagerly:
+            _contribute_in_turn(calls)
         else:
-            # All at once: how often, and in which order, the others' step exchanges by each is not known here.
+            # All at once: how often, and in which order, the others' step exchanges by each is not
+            # known here.
             with ThreadPoolExecutor(len(calls)) as threads:
                 list(threads.map(_contribute_nothing, *zip(*calls, strict=True)))
         for optimizer in self._watched:
             optimizer.exchange.forget_absence()
             optimizer.drop_accumulated()
 
-    @property
-    def _runs_eagerly(self) -> bool:
-        model = self._model()
-        return bool(model and model.run_eagerly)
+
+def _contribute_in_turn(calls: list[tuple[Any, int]]) -> None:
+    """Contributes to one exchange after the other, in the order of the other ranks' eager steps."""
+    finished = 0
+    while finished < runtime.size():
+        counts = [int(exchanger.contribute_nothing_eagerly(call)[0]) for exchanger, call in calls]
+        finished = min(counts)
 
 
-def _contribute_nothing(exchanger: Any, number: int) -> None:
-    while int(exchanger.contribute_nothing(number)[0]) < runtime.size():
+def _contribute_nothing(exchanger: Any, call: int) -> None:
+    # The first number that comes back says how many ranks are out of data.
+    while int(exchanger.contribute_nothing(call)[0]) < runtime.size():
         pass
 
 
 def of(model: keras.Model) -> Session:
-    """The model's session; made at the first call."""
+    """Returns the model's session, made at the first call.
+
+    Args:
+      model: A Keras model.
+    """
     session = getattr(model, "_tfposeidon_session", None)
     if session is None:
         session = model._tfposeidon_session = Session(model)

@@ -9,36 +9,38 @@ import keras
 
 
 class SkipBatches:
-    """Stands in for the train function while batches of the epoch were already trained on.
+    """Train function that drops the first batches of an epoch instead of training on them.
+
+    Keras has no hook between reading a batch and training on it, so the function it calls is
+    replaced. After the last dropped batch the model gets its own train function back.
 
     Args:
-      model: Its train function comes back after so many `batches`.
+      model: Model that is about to be trained; its train function must have been made.
+      batches: Number of batches to drop; with `steps_per_execution` a multiple of it.
+
+    Attributes:
+      remaining: Batches still to drop.
+      train: The model's own train function.
     """
 
     def __init__(self, model: keras.Model, batches: int) -> None:
         self.model = model
-        self.left = batches
+        self.remaining = batches
         self.train: Callable[[Any], Any] = model.train_function
 
     def __call__(self, iterator: Any) -> Any:
-        """Takes batches from the iterator and drops them; when all are, trains."""
-        if self.left <= 0:
+        """Drops the batches of one execution; trains once all are dropped.
+
+        Args:
+          iterator: Iterator over the epoch's batches, as Keras gives it to a train function.
+
+        Returns:
+          What the train function returns, or `{}`, logs without metrics, for dropped batches.
+        """
+        if self.remaining <= 0:
             self.model.train_function = self.train
             return self.train(iterator)
         for _ in range(self.model.steps_per_execution):
             next(iterator)
-        self.left -= self.model.steps_per_execution
+        self.remaining -= self.model.steps_per_execution
         return {}
-
-
-def retrace(model: keras.Model) -> None:
-    """Makes the train function anew; batches that are to be passed over still are."""
-    passing = model.train_function if isinstance(model.train_function, SkipBatches) else None
-    model.make_train_function(force=True)
-    if passing is not None:
-        passing.train, model.train_function = model.train_function, passing
-
-
-def is_skipping(model: keras.Model) -> bool:
-    """True while batches of a resumed epoch are read without training on them."""
-    return isinstance(model.train_function, SkipBatches) and model.train_function.left > 0

@@ -1,4 +1,4 @@
-// Sums of sparse and of 16-bit vectors on the processor.
+// Sums of sparse and of 16-bit vectors on the CPU.
 
 #include "tfposeidon/native/kernels/accumulation.h"
 
@@ -19,7 +19,8 @@ class ProcessorScatterAddOp : public ScatterAddOp<Index> {
   using typename ScatterAddOp<Index>::Call;
 
   Outside add(OpKernelContext* context, const Call& c) override {
-    return scatter_add(c.indices, c.values, c.counts, c.segments, c.size, TensorFlowThreads(context), c.sum);
+    return scatter_add(c.indices, c.values, c.counts, c.segments, c.size,
+                       TensorFlowThreads(context), c.sum);
   }
 };
 
@@ -30,7 +31,8 @@ class ProcessorEncodeOp : public EncodeOp<T> {
 
  private:
   void encode(OpKernelContext* context, const float* x, int64_t n, uint16_t* out) override {
-    const auto pass = kWireOf<T> == WireType::kFloat16 ? best_passes().to_float16 : best_passes().to_bfloat16;
+    const auto pass =
+        kWireOf<T> == WireType::kFloat16 ? best_passes().to_float16 : best_passes().to_bfloat16;
     for_each_part(n, TensorFlowThreads(context),
                   [&](Range range) { pass(x + range.begin, range.size(), out + range.begin); });
   }
@@ -42,15 +44,19 @@ class ProcessorSumRowsOp : public SumRowsOp<T> {
   using SumRowsOp<T>::SumRowsOp;
 
  private:
-  void add(OpKernelContext* context, const uint16_t* rows, int64_t count, int64_t n, float* sum) override {
-    const auto pass = kWireOf<T> == WireType::kFloat16 ? best_passes().sum_float16 : best_passes().sum_bfloat16;
-    for_each_part(n, TensorFlowThreads(context),
-                  [&](Range range) { pass(rows + range.begin, count, n, range.size(), sum + range.begin); });
+  void add(OpKernelContext* context, const uint16_t* rows, int64_t count, int64_t n,
+           float* sum) override {
+    const auto pass =
+        kWireOf<T> == WireType::kFloat16 ? best_passes().sum_float16 : best_passes().sum_bfloat16;
+    for_each_part(n, TensorFlowThreads(context), [&](Range range) {
+      pass(rows + range.begin, count, n, range.size(), sum + range.begin);
+    });
   }
 };
 
-#define REGISTER(name, type, T, kernel) \
-  REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_CPU).TypeConstraint<T>(type), kernel<T>)
+#define REGISTER(name, type, T, kernel)                                                      \
+  REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_CPU).TypeConstraint<T>(type), \
+                          kernel<T>)
 
 REGISTER("TfposeidonScatterAdd", "index_type", int32_t, ProcessorScatterAddOp);
 REGISTER("TfposeidonScatterAdd", "index_type", int64_t, ProcessorScatterAddOp);

@@ -1,4 +1,4 @@
-// What the accumulation ops of processors and GPUs have in common.
+// The part of the accumulation ops that CPUs and GPUs share.
 
 #ifndef TFPOSEIDON_NATIVE_KERNELS_ACCUMULATION_H_
 #define TFPOSEIDON_NATIVE_KERNELS_ACCUMULATION_H_
@@ -23,16 +23,19 @@ class ScatterAddOp : public tensorflow::OpKernel {
     const Tensor& values = context->input(0);
     const Tensor& indices = context->input(1);
     const Tensor& counts = context->input(2);
-    OP_REQUIRES(context, TensorShapeUtils::IsVector(values.shape()) && values.shape() == indices.shape(),
-                absl::InvalidArgumentError(absl::StrCat(
-                    "Values and indices must be vectors of one length. Received: ", values.shape().DebugString(),
-                    " and ", indices.shape().DebugString())));
     OP_REQUIRES(context,
-                TensorShapeUtils::IsVector(counts.shape()) && TensorShapeUtils::IsScalar(context->input(3).shape()),
+                TensorShapeUtils::IsVector(values.shape()) && values.shape() == indices.shape(),
+                absl::InvalidArgumentError(absl::StrCat(
+                    "Values and indices must be vectors of one length. Received: ",
+                    values.shape().DebugString(), " and ", indices.shape().DebugString())));
+    OP_REQUIRES(context,
+                TensorShapeUtils::IsVector(counts.shape()) &&
+                    TensorShapeUtils::IsScalar(context->input(3).shape()),
                 absl::InvalidArgumentError("`counts` must be a vector and `size` a scalar."));
     const int64_t size = context->input(3).scalar<int64_t>()();
     OP_REQUIRES(context, size >= 0,
-                absl::InvalidArgumentError(absl::StrCat("`size` must not be negative. Received: size=", size)));
+                absl::InvalidArgumentError(
+                    absl::StrCat("`size` must not be negative. Received: size=", size)));
     const auto segments = counts.flat<int64_t>();
     int64_t left = values.NumElements();
     for (int64_t s = 0; s < segments.size(); ++s) {
@@ -42,12 +45,13 @@ class ScatterAddOp : public tensorflow::OpKernel {
     OP_REQUIRES(context, left == 0, wrong_counts(counts, values));
     Tensor* sum = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, tensorflow::TensorShape({size}), &sum));
-    const Outside outside = add(context, {indices.flat<Index>().data(), values.flat<float>().data(),
-                                          values.NumElements(), segments.data(), segments.size(), size,
-                                          sum->flat<float>().data()});
+    const Outside outside = add(
+        context, {indices.flat<Index>().data(), values.flat<float>().data(), values.NumElements(),
+                  segments.data(), segments.size(), size, sum->flat<float>().data()});
     OP_REQUIRES(context, outside.place < 0,
-                absl::InvalidArgumentError(absl::StrCat("Indices must be in 0 .. size - 1. Received: indices[",
-                                                        outside.place, "]=", outside.index, " for size=", size)));
+                absl::InvalidArgumentError(
+                    absl::StrCat("Indices must be in 0 .. size - 1. Received: indices[",
+                                 outside.place, "]=", outside.index, " for size=", size)));
   }
 
  protected:
@@ -55,7 +59,7 @@ class ScatterAddOp : public tensorflow::OpKernel {
     const Index* indices;
     const float* values;
     int64_t total;
-    const int64_t* counts;  // On the processor.
+    const int64_t* counts;  // On the CPU.
     int64_t segments;
     int64_t size;
     float* sum;
@@ -64,16 +68,18 @@ class ScatterAddOp : public tensorflow::OpKernel {
   virtual Outside add(tensorflow::OpKernelContext* context, const Call& call) = 0;
 
  private:
-  static absl::Status wrong_counts(const tensorflow::Tensor& counts, const tensorflow::Tensor& values) {
-    return absl::InvalidArgumentError(absl::StrCat("`counts` must not be negative and add up to the number of values. ",
-                                                   "Received: counts=", counts.SummarizeValue(8), " for ",
-                                                   values.NumElements(), " values."));
+  static absl::Status wrong_counts(const tensorflow::Tensor& counts,
+                                   const tensorflow::Tensor& values) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "`counts` must not be negative and add up to the number of values. ",
+        "Received: counts=", counts.SummarizeValue(8), " for ", values.NumElements(), " values."));
   }
 };
 
 // T is Eigen::half or Eigen::bfloat16.
 template <class T>
-constexpr WireType kWireOf = std::is_same_v<T, Eigen::half> ? WireType::kFloat16 : WireType::kBfloat16;
+constexpr WireType kWireOf =
+    std::is_same_v<T, Eigen::half> ? WireType::kFloat16 : WireType::kBfloat16;
 
 template <class T>
 class EncodeOp : public tensorflow::OpKernel {
@@ -84,11 +90,13 @@ class EncodeOp : public tensorflow::OpKernel {
     const tensorflow::Tensor& x = context->input(0);
     tensorflow::Tensor* y = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, x.shape(), &y));
-    encode(context, x.flat<float>().data(), x.NumElements(), reinterpret_cast<uint16_t*>(y->flat<T>().data()));
+    encode(context, x.flat<float>().data(), x.NumElements(),
+           reinterpret_cast<uint16_t*>(y->flat<T>().data()));
   }
 
  protected:
-  virtual void encode(tensorflow::OpKernelContext* context, const float* x, int64_t n, uint16_t* out) = 0;
+  virtual void encode(tensorflow::OpKernelContext* context, const float* x, int64_t n,
+                      uint16_t* out) = 0;
 };
 
 template <class T>
@@ -100,19 +108,22 @@ class SumRowsOp : public tensorflow::OpKernel {
 
   void Compute(tensorflow::OpKernelContext* context) final {
     const tensorflow::Tensor& rows = context->input(0);
-    OP_REQUIRES(context, tensorflow::TensorShapeUtils::IsVector(rows.shape()) && rows.NumElements() % count_ == 0,
-                absl::InvalidArgumentError(
-                    absl::StrCat("`rows` must be a vector of `count` equal parts. Received: shape ",
-                                 rows.shape().DebugString(), ", count=", count_)));
+    OP_REQUIRES(
+        context,
+        tensorflow::TensorShapeUtils::IsVector(rows.shape()) && rows.NumElements() % count_ == 0,
+        absl::InvalidArgumentError(
+            absl::StrCat("`rows` must be a vector of `count` equal parts. Received: shape ",
+                         rows.shape().DebugString(), ", count=", count_)));
     const int64_t n = rows.NumElements() / count_;
     tensorflow::Tensor* sum = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, tensorflow::TensorShape({n}), &sum));
-    add(context, reinterpret_cast<const uint16_t*>(rows.flat<T>().data()), count_, n, sum->flat<float>().data());
+    add(context, reinterpret_cast<const uint16_t*>(rows.flat<T>().data()), count_, n,
+        sum->flat<float>().data());
   }
 
  protected:
-  virtual void add(tensorflow::OpKernelContext* context, const uint16_t* rows, int64_t count, int64_t n,
-                   float* sum) = 0;
+  virtual void add(tensorflow::OpKernelContext* context, const uint16_t* rows, int64_t count,
+                   int64_t n, float* sum) = 0;
 
  private:
   int64_t count_;

@@ -42,18 +42,22 @@ class GpuSumRowsOp : public SumRowsOp<T> {
   using SumRowsOp<T>::SumRowsOp;
 
  private:
-  void add(OpKernelContext* context, const uint16_t* rows, int64_t count, int64_t n, float* sum) override {
-    on_gpu(context, [&](const gpu::Device& device) { gpu::sum_rows(device, rows, count, n, kWireOf<T>, sum); });
+  void add(OpKernelContext* context, const uint16_t* rows, int64_t count, int64_t n,
+           float* sum) override {
+    on_gpu(context, [&](const gpu::Device& device) {
+      gpu::sum_rows(device, rows, count, n, kWireOf<T>, sum);
+    });
   }
 };
 
-#define REGISTER(name, type, T, kernel) \
-  REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_GPU).TypeConstraint<T>(type), kernel<T>)
-#define REGISTER_SCATTER(T)                                   \
-  REGISTER_KERNEL_BUILDER(Name("TfposeidonScatterAdd")        \
-                              .Device(tensorflow::DEVICE_GPU) \
-                              .HostMemory("counts")           \
-                              .HostMemory("size")             \
+#define REGISTER(name, type, T, kernel)                                                      \
+  REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_GPU).TypeConstraint<T>(type), \
+                          kernel<T>)
+#define REGISTER_SCATTER(T)                                     \
+  REGISTER_KERNEL_BUILDER(Name("TfposeidonScatterAdd")          \
+                              .Device(tensorflow::DEVICE_GPU)   \
+                              .HostMemory("counts")             \
+                              .HostMemory("size")               \
                               .TypeConstraint<T>("index_type"), \
                           GpuScatterAddOp<T>)
 

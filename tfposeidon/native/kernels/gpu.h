@@ -22,8 +22,8 @@ class TensorFlowMemory : public gpu::Memory {
 
   void* allocate(size_t bytes) override {
     tensorflow::Tensor memory;
-    const absl::Status status =
-        context_->allocate_temp(tensorflow::DT_INT8, tensorflow::TensorShape({static_cast<int64_t>(bytes)}), &memory);
+    const absl::Status status = context_->allocate_temp(
+        tensorflow::DT_INT8, tensorflow::TensorShape({static_cast<int64_t>(bytes)}), &memory);
     if (!status.ok()) throw std::runtime_error(status.ToString());
     held_.push_back(memory);
     return memory.flat<int8_t>().data();
@@ -39,7 +39,8 @@ template <class Work>
 void on_gpu(tensorflow::OpKernelContext* context, const Work& work) {
   TensorFlowMemory memory(context);
   try {
-    work(gpu::Device{context->op_device_context()->stream()->platform_specific_handle().stream, &memory});
+    work(gpu::Device{context->op_device_context()->stream()->platform_specific_handle().stream,
+                     &memory});
   } catch (const std::exception& error) {
     context->SetStatus(absl::InternalError(absl::StrCat("On the GPU: ", error.what())));
   }

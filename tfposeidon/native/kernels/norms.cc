@@ -1,4 +1,4 @@
-// Norms on the processor.
+// Norms on the CPU.
 
 #include "tfposeidon/native/kernels/norms.h"
 
@@ -12,7 +12,8 @@ class CpuL2NormsOp : public L2NormsOp {
   using L2NormsOp::L2NormsOp;
 
  private:
-  void take(tensorflow::OpKernelContext* context, const std::vector<Span>& vectors, float* norms) override {
+  void take(tensorflow::OpKernelContext* context, const std::vector<Span>& vectors,
+            float* norms) override {
     l2_norms(vectors, best_passes(), TensorFlowThreads(context), norms);
   }
 };

@@ -1,4 +1,4 @@
-// What the norm ops of processors and GPUs have in common.
+// The part of the norm ops that CPUs and GPUs share.
 
 #ifndef TFPOSEIDON_NATIVE_KERNELS_NORMS_H_
 #define TFPOSEIDON_NATIVE_KERNELS_NORMS_H_
@@ -21,13 +21,14 @@ class L2NormsOp : public tensorflow::OpKernel {
       vectors.push_back({tensor.flat<float>().data(), tensor.NumElements()});
     }
     tensorflow::Tensor* norms = nullptr;
-    OP_REQUIRES_OK(context,
-                   context->allocate_output(0, tensorflow::TensorShape({context->num_inputs()}), &norms));
+    OP_REQUIRES_OK(context, context->allocate_output(
+                                0, tensorflow::TensorShape({context->num_inputs()}), &norms));
     take(context, vectors, norms->flat<float>().data());
   }
 
  private:
-  virtual void take(tensorflow::OpKernelContext* context, const std::vector<Span>& vectors, float* norms) = 0;
+  virtual void take(tensorflow::OpKernelContext* context, const std::vector<Span>& vectors,
+                    float* norms) = 0;
 };
 
 }  // namespace tfposeidon

@@ -11,7 +11,8 @@ class GpuL2NormsOp : public L2NormsOp {
   using L2NormsOp::L2NormsOp;
 
  private:
-  void take(tensorflow::OpKernelContext* context, const std::vector<Span>& vectors, float* norms) override {
+  void take(tensorflow::OpKernelContext* context, const std::vector<Span>& vectors,
+            float* norms) override {
     on_gpu(context, [&](const gpu::Device& device) { gpu::l2_norms(device, vectors, norms); });
   }
 };

@@ -1,4 +1,4 @@
-// The selection ops on the processor.
+// The selection ops on the CPU.
 
 #include "tfposeidon/native/kernels/selection.h"
 
@@ -30,7 +30,7 @@ class ProcessorSelectionOp : public SelectionOp<Index> {
     } else {
       ms_top_k(source, c.n, c.k, this->steps_, c.seed, engine, c.indices, c.values);
     }
-    // Where nothing is selected, nothing was read, and so nothing made.
+    // If nothing is selected, nothing was read, and the outputs are not filled yet.
     for (int64_t begin = 0; c.k == 0 && begin < c.n; begin += kBlock) {
       source.block(begin, std::min(kBlock, c.n - begin));
     }
@@ -67,7 +67,8 @@ class ErrorFeedbackTopKOp : public ProcessorSelectionOp<Index> {
   using typename SelectionOp<Index>::Call;
 
   void run_on(OpKernelContext* context, const Call& c, const Engine& engine) override {
-    const ErrorFeedback source(this->vector(context, 0), this->vector(context, 1), c.kept[0], engine.passes);
+    const ErrorFeedback source(this->vector(context, 0), this->vector(context, 1), c.kept[0],
+                               engine.passes);
     this->select(source, c, engine);
     clear_sent(c.indices, c.values, c.k, wire_, engine, c.kept[0]);
   }
@@ -87,8 +88,9 @@ class MomentumCorrectionTopKOp : public ProcessorSelectionOp<Index> {
   using typename SelectionOp<Index>::Call;
 
   void run_on(OpKernelContext* context, const Call& c, const Engine& engine) override {
-    const MomentumCorrection source(this->vector(context, 0), this->vector(context, 2), this->vector(context, 1),
-                                    momentum_, c.kept[1], c.kept[0], engine.passes);
+    const MomentumCorrection source(this->vector(context, 0), this->vector(context, 2),
+                                    this->vector(context, 1), momentum_, c.kept[1], c.kept[0],
+                                    engine.passes);
     this->select(source, c, engine);
     clear_sent(c.indices, c.values, c.k, wire_, engine, c.kept[0]);
     mask_sent(c.indices, c.k, engine, c.kept[1]);
@@ -98,11 +100,13 @@ class MomentumCorrectionTopKOp : public ProcessorSelectionOp<Index> {
   float momentum_;
 };
 
-#define REGISTER(name, kernel)                                                                         \
-  REGISTER_KERNEL_BUILDER(                                                                             \
-      Name(name).Device(tensorflow::DEVICE_CPU).TypeConstraint<int32_t>("index_type"), kernel<int32_t>); \
-  REGISTER_KERNEL_BUILDER(                                                                             \
-      Name(name).Device(tensorflow::DEVICE_CPU).TypeConstraint<int64_t>("index_type"), kernel<int64_t>)
+#define REGISTER(name, kernel)                                                         \
+  REGISTER_KERNEL_BUILDER(                                                             \
+      Name(name).Device(tensorflow::DEVICE_CPU).TypeConstraint<int32_t>("index_type"), \
+      kernel<int32_t>);                                                                \
+  REGISTER_KERNEL_BUILDER(                                                             \
+      Name(name).Device(tensorflow::DEVICE_CPU).TypeConstraint<int64_t>("index_type"), \
+      kernel<int64_t>)
 
 REGISTER("TfposeidonTopK", TopKOp);
 REGISTER("TfposeidonErrorFeedbackTopK", ErrorFeedbackTopKOp);

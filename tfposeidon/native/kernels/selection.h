@@ -1,4 +1,4 @@
-// What the selection ops of processors and GPUs have in common.
+// The part of the selection ops that CPUs and GPUs share.
 
 #ifndef TFPOSEIDON_NATIVE_KERNELS_SELECTION_H_
 #define TFPOSEIDON_NATIVE_KERNELS_SELECTION_H_
@@ -12,7 +12,8 @@
 
 namespace tfposeidon {
 
-// Vectors of one length come in, then k and seed; values and indices come out, then vectors that are kept.
+// Vectors of one length come in, then k and seed; values and indices come out, then vectors that
+// are kept.
 template <class Index>
 class SelectionOp : public tensorflow::OpKernel {
  public:
@@ -27,34 +28,41 @@ class SelectionOp : public tensorflow::OpKernel {
     const int vectors = context->num_inputs() - 2;
     const Tensor& first = context->input(0);
     OP_REQUIRES(context, TensorShapeUtils::IsVector(first.shape()),
-                absl::InvalidArgumentError(absl::StrCat("What is selected from must be a vector. Received: shape ",
-                                                        first.shape().DebugString())));
+                absl::InvalidArgumentError(
+                    absl::StrCat("What is selected from must be a vector. Received: shape ",
+                                 first.shape().DebugString())));
     for (int i = 1; i < vectors; ++i) {
-      OP_REQUIRES(context, context->input(i).shape() == first.shape(),
-                  absl::InvalidArgumentError(absl::StrCat(
-                      "Residual, gradient and velocity must have one shape. Received: ", first.shape().DebugString(),
-                      " and ", context->input(i).shape().DebugString())));
+      OP_REQUIRES(
+          context, context->input(i).shape() == first.shape(),
+          absl::InvalidArgumentError(absl::StrCat(
+              "Residual, gradient and velocity must have one shape. Received: ",
+              first.shape().DebugString(), " and ", context->input(i).shape().DebugString())));
     }
     for (int i = vectors; i < vectors + 2; ++i) {
       OP_REQUIRES(context, TensorShapeUtils::IsScalar(context->input(i).shape()),
-                  absl::InvalidArgumentError(absl::StrCat("`k` and `seed` must be scalars. Received: shape ",
-                                                          context->input(i).shape().DebugString())));
+                  absl::InvalidArgumentError(
+                      absl::StrCat("`k` and `seed` must be scalars. Received: shape ",
+                                   context->input(i).shape().DebugString())));
     }
     const int64_t n = first.NumElements();
     const int64_t k = context->input(vectors).scalar<int64_t>()();
     OP_REQUIRES(context, 0 <= k && k <= n,
-                absl::InvalidArgumentError(
-                    absl::StrCat("`k` must be in 0 .. n. Received: k=", k, " for a vector of n=", n, " elements.")));
+                absl::InvalidArgumentError(absl::StrCat("`k` must be in 0 .. n. Received: k=", k,
+                                                        " for a vector of n=", n, " elements.")));
     OP_REQUIRES(context, n - 1 <= std::numeric_limits<Index>::max(),
-                absl::InvalidArgumentError(
-                    absl::StrCat("int32 indices end at 2^31 - 1. Received: a vector of ", n,
-                                 " elements. Their length must be known while tracing, or cut the vector.")));
+                absl::InvalidArgumentError(absl::StrCat(
+                    "int32 indices end at 2^31 - 1. Received: a vector of ", n,
+                    " elements. Their length must be known while tracing, or cut the vector.")));
     Tensor* values = nullptr;
     Tensor* indices = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, tensorflow::TensorShape({k}), &values));
     OP_REQUIRES_OK(context, context->allocate_output(1, tensorflow::TensorShape({k}), &indices));
-    Call call{n, k, static_cast<uint64_t>(context->input(vectors + 1).scalar<int64_t>()()),
-              indices->flat<Index>().data(), values->flat<float>().data(), {}};
+    Call call{n,
+              k,
+              static_cast<uint64_t>(context->input(vectors + 1).scalar<int64_t>()()),
+              indices->flat<Index>().data(),
+              values->flat<float>().data(),
+              {}};
     for (int i = 2; i < context->num_outputs(); ++i) {
       Tensor* kept = nullptr;
       OP_REQUIRES_OK(context, context->allocate_output(i, first.shape(), &kept));
@@ -88,7 +96,9 @@ inline WireType wire_type(tensorflow::OpKernelConstruction* construction) {
   std::string name;
   const absl::Status found = construction->GetAttr("wire", &name);
   if (!found.ok()) construction->SetStatus(found);
-  return name == "float16" ? WireType::kFloat16 : name == "bfloat16" ? WireType::kBfloat16 : WireType::kFloat32;
+  return name == "float16"    ? WireType::kFloat16
+         : name == "bfloat16" ? WireType::kBfloat16
+                              : WireType::kFloat32;
 }
 
 }  // namespace tfposeidon

@@ -56,8 +56,8 @@ class ErrorFeedbackTopKOp : public GpuSelectionOp<Index> {
 
   void run_on(OpKernelContext* context, const Call& c, const gpu::Selection& selection,
               const gpu::Device& device) override {
-    gpu::error_feedback_top_k(device, selection, this->vector(context, 0), this->vector(context, 1), wire_, c.indices,
-                              c.values, c.kept[0]);
+    gpu::error_feedback_top_k(device, selection, this->vector(context, 0), this->vector(context, 1),
+                              wire_, c.indices, c.values, c.kept[0]);
   }
 
   WireType wire_;
@@ -76,23 +76,23 @@ class MomentumCorrectionTopKOp : public GpuSelectionOp<Index> {
 
   void run_on(OpKernelContext* context, const Call& c, const gpu::Selection& selection,
               const gpu::Device& device) override {
-    gpu::momentum_correction_top_k(device, selection, this->vector(context, 0), this->vector(context, 2),
-                                   this->vector(context, 1), momentum_, wire_, c.indices, c.values, c.kept[0],
-                                   c.kept[1]);
+    gpu::momentum_correction_top_k(device, selection, this->vector(context, 0),
+                                   this->vector(context, 2), this->vector(context, 1), momentum_,
+                                   wire_, c.indices, c.values, c.kept[0], c.kept[1]);
   }
 
   WireType wire_;
   float momentum_;
 };
 
-#define REGISTER_INDEX(name, kernel, Index)                           \
-  REGISTER_KERNEL_BUILDER(Name(name)                                  \
-                              .Device(tensorflow::DEVICE_GPU)         \
-                              .HostMemory("k")                        \
-                              .HostMemory("seed")                     \
-                              .TypeConstraint<Index>("index_type"),   \
+#define REGISTER_INDEX(name, kernel, Index)                         \
+  REGISTER_KERNEL_BUILDER(Name(name)                                \
+                              .Device(tensorflow::DEVICE_GPU)       \
+                              .HostMemory("k")                      \
+                              .HostMemory("seed")                   \
+                              .TypeConstraint<Index>("index_type"), \
                           kernel<Index>)
-#define REGISTER(name, kernel)            \
+#define REGISTER(name, kernel)           \
   REGISTER_INDEX(name, kernel, int32_t); \
   REGISTER_INDEX(name, kernel, int64_t)
 

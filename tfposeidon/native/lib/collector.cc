@@ -15,7 +15,7 @@ uint32_t nth_of(uint32_t* keys, int64_t n, int64_t m) {
   return keys[m - 1];
 }
 
-// Keeps the k largest, ties by lowest place, in their order.
+// Keeps the k largest, ties by lowest index, in their order.
 void shrink(Candidates* c, int64_t k, Buffer<uint32_t>* scratch, const Passes& passes) {
   uint32_t* keys = scratch->reserve(c->count);
   for (int64_t i = 0; i < c->count; ++i) keys[i] = c->bits[i] & kKeyMask;
@@ -56,7 +56,8 @@ Bracket bracket(const KeyAt& key_at, int64_t total, int64_t m) {
 
 }  // namespace
 
-int32_t sampled_threshold(const Source& source, int64_t n, int64_t k, double margin, const Engine& engine) {
+int32_t sampled_threshold(const Source& source, int64_t n, int64_t k, double margin,
+                          const Engine& engine) {
   if (n < kSmallestSampled) return kEverything;
   const Sampling plan = sampling(n, k, margin);
   if (plan.rank > plan.size()) return kEverything;
@@ -77,13 +78,14 @@ int32_t sampled_threshold(const Source& source, int64_t n, int64_t k, double mar
   return static_cast<int32_t>(nth_key({all}, plan.rank, engine)) - 1;
 }
 
-std::vector<Candidates> collect(const Source& source, int64_t n, int64_t k, int32_t above, Statistics* statistics,
-                                const Engine& engine) {
+std::vector<Candidates> collect(const Source& source, int64_t n, int64_t k, int32_t above,
+                                Statistics* statistics, const Engine& engine) {
   const int count = parts_for(n, engine.parallel);
   const int64_t limit = 2 * k + 4 * kBlock;
   std::vector<Candidates> parts(count);
   std::vector<Statistics> partial(count);
-  if (engine.workspace.parts.size() < static_cast<size_t>(count)) engine.workspace.parts.resize(count);
+  if (engine.workspace.parts.size() < static_cast<size_t>(count))
+    engine.workspace.parts.resize(count);
   engine.parallel.run(count, [&](int part) {
     Workspace::PerPart& memory = engine.workspace.parts[part];
     Candidates c;
@@ -98,7 +100,8 @@ std::vector<Candidates> collect(const Source& source, int64_t n, int64_t k, int3
       const float* x = source.block(begin, length);
       if (statistics != nullptr) engine.passes.statistics(x, length, &own);
       const uint32_t base = static_cast<uint32_t>(begin - c.range.begin);
-      c.count += engine.passes.filter(x, length, c.above, base, c.indices + c.count, c.bits + c.count);
+      c.count +=
+          engine.passes.filter(x, length, c.above, base, c.indices + c.count, c.bits + c.count);
       if (c.count > limit) shrink(&c, k, &memory.middle, engine.passes);
     }
     parts[part] = c;

@@ -14,7 +14,7 @@
 
 namespace tfposeidon {
 
-// What is selected from. Each block is asked for at least once, by one thread at a time.
+// The data that is selected from. Each block is asked for at least once, by one thread at a time.
 class Source {
  public:
   virtual ~Source() = default;
@@ -25,7 +25,7 @@ class Source {
   // A cache line of it, x[begin .. begin + kLine - 1], to `out`; changes nothing.
   virtual void line(int64_t begin, float* out) const = 0;
 
-  // Asks the processor to fetch what `line` needs.
+  // Asks the CPU to fetch what `line` needs.
   virtual void prefetch(int64_t begin) const = 0;
 };
 
@@ -33,7 +33,9 @@ class Vector : public Source {
  public:
   explicit Vector(const float* x) : x_(x) {}
   const float* block(int64_t begin, int64_t) const override { return x_ + begin; }
-  void line(int64_t begin, float* out) const override { std::memcpy(out, x_ + begin, sizeof(float) * kLine); }
+  void line(int64_t begin, float* out) const override {
+    std::memcpy(out, x_ + begin, sizeof(float) * kLine);
+  }
   void prefetch(int64_t i) const override { __builtin_prefetch(x_ + i); }
 
  private:
@@ -69,15 +71,16 @@ struct Engine {
   Workspace& workspace;
 };
 
-// A key that, with high probability, a little more than k of the n elements are above; kEverything if
-// the sample does not tell. `margin` is in standard deviations of the number sampled; 0 gives an estimate
-// that is as often too high as too low.
-int32_t sampled_threshold(const Source& source, int64_t n, int64_t k, double margin, const Engine& engine);
+// A key that, with high probability, a little more than k of the n elements are above; kEverything
+// if the sample does not tell. `margin` is in standard deviations of the number sampled; 0 gives an
+// estimate that is as often too high as too low.
+int32_t sampled_threshold(const Source& source, int64_t n, int64_t k, double margin,
+                          const Engine& engine);
 
-// One pass: all elements above a key, raised where more than 2 k of a part are: only its k largest, ties
-// by lowest index, can be among the k largest of all. Fills `statistics` too if given.
-std::vector<Candidates> collect(const Source& source, int64_t n, int64_t k, int32_t above, Statistics* statistics,
-                                const Engine& engine);
+// One pass: all elements above a key, raised where more than 2 k of a part are: only its k largest,
+// ties by lowest index, can be among the k largest of all. Fills `statistics` too if given.
+std::vector<Candidates> collect(const Source& source, int64_t n, int64_t k, int32_t above,
+                                Statistics* statistics, const Engine& engine);
 
 int64_t total_count(const std::vector<Candidates>& parts);
 

@@ -10,7 +10,8 @@ constexpr int64_t kInFlight = 24;
 
 // Calls work(i) for all i < k with places[i] on its way to the cache.
 template <class Index, class Work>
-void for_each_place(const Index* indices, int64_t k, const Parallel& parallel, const float* places, const Work& work) {
+void for_each_place(const Index* indices, int64_t k, const Parallel& parallel, const float* places,
+                    const Work& work) {
   constexpr int64_t kPerThread = 8192;
   const int parts = static_cast<int>(std::clamp<int64_t>(k / kPerThread, 1, parallel.threads()));
   parallel.run(parts, [&](int part) {
@@ -37,9 +38,11 @@ void round_to(WireType wire, const float* values, int64_t n, const Passes& passe
 }  // namespace
 
 template <class Index>
-void clear_sent(const Index* indices, float* values, int64_t k, WireType wire, const Engine& engine, float* residual) {
+void clear_sent(const Index* indices, float* values, int64_t k, WireType wire, const Engine& engine,
+                float* residual) {
   if (wire == WireType::kFloat32) {
-    for_each_place(indices, k, engine.parallel, residual, [&](int64_t i) { residual[indices[i]] = 0; });
+    for_each_place(indices, k, engine.parallel, residual,
+                   [&](int64_t i) { residual[indices[i]] = 0; });
     return;
   }
   for (int64_t begin = 0; begin < k; begin += kBlock) {
@@ -55,7 +58,8 @@ void clear_sent(const Index* indices, float* values, int64_t k, WireType wire, c
 
 template <class Index>
 void mask_sent(const Index* indices, int64_t k, const Engine& engine, float* velocity) {
-  for_each_place(indices, k, engine.parallel, velocity, [&](int64_t i) { velocity[indices[i]] = 0; });
+  for_each_place(indices, k, engine.parallel, velocity,
+                 [&](int64_t i) { velocity[indices[i]] = 0; });
 }
 
 template void clear_sent(const int32_t*, float*, int64_t, WireType, const Engine&, float*);

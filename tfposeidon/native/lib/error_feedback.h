@@ -37,12 +37,12 @@ class ErrorFeedback : public Source {
   const Passes& passes_;
 };
 
-// The same with momentum correction (Lin et al. 2018, section 3.2): velocity_out = momentum * velocity +
-// gradient, out = residual + velocity_out.
+// The same with momentum correction (Lin et al. 2018, section 3.2): velocity_out = momentum *
+// velocity + gradient, out = residual + velocity_out.
 class MomentumCorrection : public Source {
  public:
-  MomentumCorrection(const float* residual, const float* velocity, const float* gradient, float momentum,
-                     float* velocity_out, float* out, const Passes& passes)
+  MomentumCorrection(const float* residual, const float* velocity, const float* gradient,
+                     float momentum, float* velocity_out, float* out, const Passes& passes)
       : residual_(residual),
         velocity_(velocity),
         gradient_(gradient),
@@ -79,10 +79,11 @@ class MomentumCorrection : public Source {
   const Passes& passes_;
 };
 
-// Takes what was sent out of the residual: values[i] becomes what crosses the wire, and the rounding
-// error, 0 in float32, is what stays at residual[indices[i]].
+// Takes what was sent out of the residual: values[i] becomes what crosses the wire, and the
+// rounding error, 0 in float32, is what stays at residual[indices[i]].
 template <class Index>
-void clear_sent(const Index* indices, float* values, int64_t k, WireType wire, const Engine& engine, float* residual);
+void clear_sent(const Index* indices, float* values, int64_t k, WireType wire, const Engine& engine,
+                float* residual);
 
 // Forgets the velocity of what was sent (Lin et al. 2018, momentum factor masking).
 template <class Index>

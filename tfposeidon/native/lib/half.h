@@ -1,4 +1,4 @@
-// 16-bit values in whole numbers: the same bits on every processor and GPU, denormals kept.
+// 16-bit values in whole numbers: the same bits on every CPU and GPU, denormals kept.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_HALF_H_
 #define TFPOSEIDON_NATIVE_LIB_HALF_H_
@@ -12,7 +12,7 @@ namespace tfposeidon {
 // How values cross the wire.
 enum class WireType { kFloat32, kFloat16, kBfloat16 };
 
-// Not by the processor's own instruction, which makes denormals zero: peers would differ.
+// Not by the CPU's own instruction, which makes denormals zero: peers would differ.
 TFPOSEIDON_HOST_DEVICE inline uint16_t to_bfloat16(float x) {
   const uint32_t bits = bits_of(x);
   const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
@@ -21,13 +21,16 @@ TFPOSEIDON_HOST_DEVICE inline uint16_t to_bfloat16(float x) {
   return static_cast<uint16_t>(((bits & kKeyMask) > kInfinityKey ? quiet : rounded) >> 16);
 }
 
-TFPOSEIDON_HOST_DEVICE inline float from_bfloat16(uint16_t x) { return float_of(static_cast<uint32_t>(x) << 16); }
+TFPOSEIDON_HOST_DEVICE inline float from_bfloat16(uint16_t x) {
+  return float_of(static_cast<uint32_t>(x) << 16);
+}
 
 TFPOSEIDON_HOST_DEVICE inline uint16_t to_float16(float x) {
   const uint32_t sign = (bits_of(x) >> 16) & 0x8000;
   const uint32_t key = key_of(x);
   if (key > kInfinityKey) return static_cast<uint16_t>(sign | 0x7e00 | ((key >> 13) & 0x3ff));
-  if (key >= 0x47800000u) return static_cast<uint16_t>(sign | 0x7c00);  // 65536 and more; what rounds up follows
+  if (key >= 0x47800000u)
+    return static_cast<uint16_t>(sign | 0x7c00);  // 65536 and more; what rounds up follows
   if (key < 0x38800000u) {
     // A denormal: adding 1/2 leaves its bits, rounded to even, at the end of the sum.
     return static_cast<uint16_t>(sign | (bits_of(float_of(key) + 0.5f) - 0x3f000000u));
@@ -40,7 +43,8 @@ TFPOSEIDON_HOST_DEVICE inline float from_float16(uint16_t x) {
   const uint32_t exponent = (x >> 10) & 31;
   const uint32_t fraction = x & 0x3ff;
   if (exponent == 0) return float_of(sign | bits_of(static_cast<float>(fraction) * 0x1p-24f));
-  if (exponent == 31) return float_of(sign | kInfinityKey | (fraction << 13) | (fraction != 0 ? 0x400000u : 0));
+  if (exponent == 31)
+    return float_of(sign | kInfinityKey | (fraction << 13) | (fraction != 0 ? 0x400000u : 0));
   return float_of(sign | ((exponent + 112) << 23) | (fraction << 13));
 }
 

@@ -1,4 +1,4 @@
-// Functions that both processors and GPUs run.
+// Functions that both CPUs and GPUs run.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_HOST_DEVICE_H_
 #define TFPOSEIDON_NATIVE_LIB_HOST_DEVICE_H_

@@ -1,4 +1,5 @@
-// Magnitudes as whole numbers: the bits of |x| order like |x|, with infinity and NaN above everything.
+// Magnitudes as whole numbers: the bits of |x| order like |x|, with infinity and NaN above
+// everything.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_KEYS_H_
 #define TFPOSEIDON_NATIVE_LIB_KEYS_H_

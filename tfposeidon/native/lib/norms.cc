@@ -29,7 +29,8 @@ Chunks chunks_of(const std::vector<Span>& vectors) {
   return chunks;
 }
 
-void l2_norms(const std::vector<Span>& vectors, const Passes& passes, const Parallel& parallel, float* norms) {
+void l2_norms(const std::vector<Span>& vectors, const Passes& passes, const Parallel& parallel,
+              float* norms) {
   const Chunks chunks = chunks_of(vectors);
   const int64_t count = static_cast<int64_t>(chunks.spans.size());
   std::vector<double> squares(count);

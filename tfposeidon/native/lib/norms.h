@@ -16,8 +16,8 @@ struct Span {
   int64_t size;
 };
 
-// Vectors cut into chunks, so that long and short ones are the same work for threads. What is summed first does not
-// depend on how many threads there are.
+// Vectors cut into chunks, so that long and short ones are the same work for threads. What is
+// summed first does not depend on how many threads there are.
 constexpr int64_t kNormChunk = 1 << 15;
 
 struct Chunks {
@@ -27,9 +27,10 @@ struct Chunks {
 
 Chunks chunks_of(const std::vector<Span>& vectors);
 
-// norms[v] = sqrt(sum of squares of vector v), summed in 64 bits: the same bits for any number of threads and any
-// instruction set, and no square is too large or too small.
-void l2_norms(const std::vector<Span>& vectors, const Passes& passes, const Parallel& parallel, float* norms);
+// norms[v] = sqrt(sum of squares of vector v), summed in 64 bits: the same bits for any number of
+// threads and any instruction set, and no square is too large or too small.
+void l2_norms(const std::vector<Span>& vectors, const Passes& passes, const Parallel& parallel,
+              float* norms);
 
 }  // namespace tfposeidon
 

@@ -14,12 +14,13 @@ struct Means {
   uint32_t zeros;
 };
 
-// By their bits: the other comparison takes the smallest values for zeros where a thread flushes them.
+// By their bits: the other comparison takes the smallest values for zeros where a thread flushes
+// them.
 bool is_zero(float value) { return bits_of(value) << 1 == 0; }
 
 bool is_negative(float value) { return bits_of(value) > 0x80000000u; }
 
-// Lane by lane, so that compilers vectorize it and all processors add in one order.
+// Lane by lane, so that compilers vectorize it and all CPUs add in one order.
 Means means_of(const float* x, int64_t n) {
   float sums[2][kLanes] = {};
   int64_t negative = 0, zeros = 0;
@@ -39,12 +40,15 @@ Means means_of(const float* x, int64_t n) {
     total[0] += sums[0][j];
     total[1] += sums[1][j];
   }
-  const auto mean = [](double sum, int64_t count) { return count == 0 ? 0.0f : static_cast<float>(sum / count); };
-  return {{mean(total[0], n - negative - zeros), mean(total[1], negative)}, static_cast<uint32_t>(zeros)};
+  const auto mean = [](double sum, int64_t count) {
+    return count == 0 ? 0.0f : static_cast<float>(sum / count);
+  };
+  return {{mean(total[0], n - negative - zeros), mean(total[1], negative)},
+          static_cast<uint32_t>(zeros)};
 }
 
-Means encode_block(const float* residual, const float* gradient, int64_t n, uint32_t* signs, uint32_t* mask,
-                   float* kept) {
+Means encode_block(const float* residual, const float* gradient, int64_t n, uint32_t* signs,
+                   uint32_t* mask, float* kept) {
   for (int64_t i = 0; i < n; ++i) kept[i] = residual[i] + gradient[i];
   const Means means = means_of(kept, n);
   for (int64_t begin = 0; begin < n; begin += 32) {
@@ -64,16 +68,20 @@ Means encode_block(const float* residual, const float* gradient, int64_t n, uint
 }
 
 // Words that say which values of a block of n are zero: none where all are, as both means are then.
-int64_t mask_words(uint32_t zeros, int64_t n) { return 0 < zeros && zeros < n ? one_bit_words(n) : 0; }
+int64_t mask_words(uint32_t zeros, int64_t n) {
+  return 0 < zeros && zeros < n ? one_bit_words(n) : 0;
+}
 
-int64_t block_length(int64_t block, int64_t n) { return std::min(kOneBitBlock, n - block * kOneBitBlock); }
+int64_t block_length(int64_t block, int64_t n) {
+  return std::min(kOneBitBlock, n - block * kOneBitBlock);
+}
 
-// What a code's block says beside signs.
+// The means of a code's block, and its zeros.
 const uint32_t* block_words(const uint32_t* code, int64_t block, int64_t n) {
   return code + one_bit_words(n) + 3 * block;
 }
 
-// Of the blocks from `first` to before `last`.
+// Counts the words of the masks of blocks `first` to before `last`.
 int64_t masks_of(const uint32_t* code, int64_t first, int64_t last, int64_t n) {
   int64_t words = 0;
   for (int64_t block = first; block < last; ++block) {
@@ -82,7 +90,8 @@ int64_t masks_of(const uint32_t* code, int64_t first, int64_t last, int64_t n) {
   return words;
 }
 
-void add_block(const uint32_t* signs, const uint32_t* mask, const float means[2], int64_t n, float* out) {
+void add_block(const uint32_t* signs, const uint32_t* mask, const float means[2], int64_t n,
+               float* out) {
   const auto bit = [](const uint32_t* words, int64_t i) { return words[i / 32] >> (i % 32) & 1; };
   if (mask == nullptr) {
     for (int64_t i = 0; i < n; ++i) out[i] += means[bit(signs, i)];
@@ -102,14 +111,14 @@ void for_parts(int64_t n, const Parallel& parallel, const Work& work) {
 
 }  // namespace
 
-int64_t one_bit_encode(const float* residual, const float* gradient, int64_t n, const Parallel& parallel,
-                       uint32_t* code, float* kept) {
+int64_t one_bit_encode(const float* residual, const float* gradient, int64_t n,
+                       const Parallel& parallel, uint32_t* code, float* kept) {
   uint32_t* masks = code + one_bit_size(n);
   for_parts(n, parallel, [&](int64_t block, int64_t end) {
     for (; block < end; ++block) {
       const int64_t begin = block * kOneBitBlock;
-      const Means own = encode_block(residual + begin, gradient + begin, block_length(block, n), code + begin / 32,
-                                     masks + begin / 32, kept + begin);
+      const Means own = encode_block(residual + begin, gradient + begin, block_length(block, n),
+                                     code + begin / 32, masks + begin / 32, kept + begin);
       uint32_t* said = code + one_bit_words(n) + 3 * block;
       for (int sign = 0; sign < 2; ++sign) said[sign] = bits_of(own.of[sign]);
       said[2] = own.zeros;
@@ -136,14 +145,16 @@ std::vector<const uint32_t*> one_bit_split(const uint32_t* codes, int64_t words,
   return begins;
 }
 
-void one_bit_sum(const std::vector<const uint32_t*>& codes, int64_t n, const Parallel& parallel, float* out) {
+void one_bit_sum(const std::vector<const uint32_t*>& codes, int64_t n, const Parallel& parallel,
+                 float* out) {
   for_parts(n, parallel, [&](int64_t first, int64_t end) {
     std::fill(out + first * kOneBitBlock, out + std::min(end * kOneBitBlock, n), 0.0f);
     for (const uint32_t* code : codes) {
       const uint32_t* mask = code + one_bit_size(n) + masks_of(code, 0, first, n);
       for (int64_t block = first; block < end; ++block) {
         const uint32_t* said = block_words(code, block, n);
-        const int64_t begin = block * kOneBitBlock, length = block_length(block, n), more = mask_words(said[2], length);
+        const int64_t begin = block * kOneBitBlock, length = block_length(block, n),
+                      more = mask_words(said[2], length);
         const float means[2] = {float_of(said[0]), float_of(said[1])};
         add_block(code + begin / 32, more ? mask : nullptr, means, length, out + begin);
         mask += more;

@@ -15,7 +15,8 @@ typedef double Doubles __attribute__((vector_size(64)));
 
 constexpr int64_t kGroups = kBlock / 16;
 
-// Without a branch: most groups have none, and a mispredicted branch costs more than looking at all.
+// Without a branch: most groups have none, and a mispredicted branch costs more than looking at
+// all.
 inline int64_t list_one_by_one(const uint16_t* masks, uint16_t* hits) {
   int64_t count = 0;
   for (int64_t g = 0; g < kGroups; ++g) {
@@ -43,7 +44,8 @@ inline uint16_t lanes_to_bits(Keys lanes) {
   const __m128i high = _mm_packs_epi32(quarters[2], quarters[3]);
   return (uint16_t)_mm_movemask_epi8(_mm_packs_epi16(low, high));
 #else
-  const Keys weights = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+  const Keys weights = {1,   2,   4,    8,    16,   32,   64,    128,
+                        256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
   lanes &= weights;
   int32_t sum = 0;
   for (int j = 0; j < 16; ++j) sum += lanes[j];
@@ -51,9 +53,13 @@ inline uint16_t lanes_to_bits(Keys lanes) {
 #endif
 }
 
-inline int64_t list_groups(const uint16_t* masks, uint16_t* hits) { return list_one_by_one(masks, hits); }
+inline int64_t list_groups(const uint16_t* masks, uint16_t* hits) {
+  return list_one_by_one(masks, hits);
+}
 
-inline void append(Keys values, uint16_t mask, uint32_t* out) { append_one_by_one(values, mask, out); }
+inline void append(Keys values, uint16_t mask, uint32_t* out) {
+  append_one_by_one(values, mask, out);
+}
 
 #include "tfposeidon/native/lib/passes.inc"
 }  // namespace plain
@@ -72,9 +78,13 @@ inline uint16_t lanes_to_bits(Keys lanes) {
   return (uint16_t)(_mm256_movemask_ps(halves[0]) | _mm256_movemask_ps(halves[1]) << 8);
 }
 
-inline int64_t list_groups(const uint16_t* masks, uint16_t* hits) { return list_one_by_one(masks, hits); }
+inline int64_t list_groups(const uint16_t* masks, uint16_t* hits) {
+  return list_one_by_one(masks, hits);
+}
 
-inline void append(Keys values, uint16_t mask, uint32_t* out) { append_one_by_one(values, mask, out); }
+inline void append(Keys values, uint16_t mask, uint32_t* out) {
+  append_one_by_one(values, mask, out);
+}
 
 #include "tfposeidon/native/lib/passes.inc"
 }  // namespace avx2
@@ -98,7 +108,7 @@ inline int64_t list_groups(const uint16_t* masks, uint16_t* hits) {
   return count;
 }
 
-// Compressed in a register and stored whole: storing only the lanes set is slow on some processors.
+// Compressed in a register and stored whole: storing only the lanes set is slow on some CPUs.
 inline void append(Keys values, uint16_t mask, uint32_t* out) {
   _mm512_storeu_si512(out, _mm512_maskz_compress_epi32(mask, (__m512i)values));
 }

@@ -25,15 +25,17 @@ struct Passes {
 
   // Appends those of x[0 .. n-1] whose key is > above, in order: indices (plus `base`) and bits.
   // Returns how many. `n` is at most kBlock; `indices` and `bits` have room for n + kSlack.
-  int64_t (*filter)(const float* x, int64_t n, int32_t above, uint32_t base, uint32_t* indices, uint32_t* bits);
+  int64_t (*filter)(const float* x, int64_t n, int32_t above, uint32_t base, uint32_t* indices,
+                    uint32_t* bits);
 
-  // Appends the keys in (low, high] of bits[0 .. n-1]; returns how many. `keys` has room for n + kSlack.
+  // Appends the keys in (low, high] of bits[0 .. n-1]; returns how many. `keys` has room for n +
+  // kSlack.
   int64_t (*between)(const uint32_t* bits, int64_t n, int32_t low, int32_t high, uint32_t* keys);
 
-  // Writes those of n candidates whose key is > above: indices (plus `base`) and values. Returns how many; there
-  // are at most `room`, and nothing is written behind them.
-  int64_t (*compact)(const uint32_t* indices, const uint32_t* bits, int64_t n, int32_t above, uint32_t base,
-                     int64_t room, int32_t* out_indices, float* out_values);
+  // Writes those of n candidates whose key is > above: indices (plus `base`) and values. Returns
+  // how many; there are at most `room`, and nothing is written behind them.
+  int64_t (*compact)(const uint32_t* indices, const uint32_t* bits, int64_t n, int32_t above,
+                     uint32_t base, int64_t room, int32_t* out_indices, float* out_values);
 
   void (*statistics)(const float* x, int64_t n, Statistics* total);
 
@@ -50,8 +52,8 @@ struct Passes {
   void (*add)(const float* a, const float* b, int64_t n, float* out);
 
   // velocity_out = momentum * velocity + gradient; out = residual + velocity_out.
-  void (*add_with_momentum)(const float* residual, const float* velocity, const float* gradient, float momentum,
-                            int64_t n, float* velocity_out, float* out);
+  void (*add_with_momentum)(const float* residual, const float* velocity, const float* gradient,
+                            float momentum, int64_t n, float* velocity_out, float* out);
 
   // Copies past the caches, without reading what is overwritten, and leaves zeros.
   void (*move_out)(float* from, int64_t n, float* to);
@@ -64,7 +66,7 @@ struct Passes {
   void (*sum_bfloat16)(const uint16_t* rows, int64_t count, int64_t stride, int64_t n, float* out);
 };
 
-// All that this processor can run, the plainest first.
+// All that this CPU can run, the plainest first.
 const std::vector<Passes>& usable_passes();
 
 // The last of `usable_passes`.

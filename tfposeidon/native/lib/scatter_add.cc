@@ -14,7 +14,8 @@ namespace {
 // Elements that are summed in the first-level cache before they are written once.
 constexpr int64_t kTile = 1 << 14;
 
-// From here on (16 MiB) the sum is written past the caches: its reader would not find it there anyhow.
+// From here on (16 MiB) the sum is written past the caches: its reader would not find it there
+// anyhow.
 constexpr int64_t kLarge = 1 << 22;
 
 // Pairs: a few tiles of a segment.
@@ -28,15 +29,17 @@ Outside first_outside(const Index* indices, int64_t total, int64_t n) {
   return {};
 }
 
-// Adds what lies in [range.begin, range.end), tile by tile. Assumes ascending segments, but trusts nobody:
-// writes stay in the range, and the number of pairs used tells the caller whether all were.
+// Adds what lies in [range.begin, range.end), tile by tile. Assumes ascending segments, but trusts
+// nobody: writes stay in the range, and the number of pairs used tells the caller whether all were.
 template <class Index>
-int64_t add_ascending(const Index* indices, const float* values, const std::vector<int64_t>& ends, Range range,
-                      bool large, float* out) {
+int64_t add_ascending(const Index* indices, const float* values, const std::vector<int64_t>& ends,
+                      Range range, bool large, float* out) {
   using Unsigned = std::make_unsigned_t<Index>;
   std::vector<int64_t> cursor(ends.size() - 1);
   for (size_t s = 0; s + 1 < ends.size(); ++s) {
-    cursor[s] = std::lower_bound(indices + ends[s], indices + ends[s + 1], static_cast<Index>(range.begin)) - indices;
+    cursor[s] = std::lower_bound(indices + ends[s], indices + ends[s + 1],
+                                 static_cast<Index>(range.begin)) -
+                indices;
   }
   alignas(64) float own[kTile] = {};
   int64_t used = 0;
@@ -47,7 +50,7 @@ int64_t add_ascending(const Index* indices, const float* values, const std::vect
     for (size_t s = 0; s < cursor.size(); ++s) {
       int64_t i = cursor[s];
       for (; i < ends[s + 1]; ++i) {
-        // There are more segments than the processor's prefetchers follow.
+        // There are more segments than the CPU's prefetchers follow.
         __builtin_prefetch(indices + i + kAhead);
         __builtin_prefetch(values + i + kAhead);
         const Unsigned place = static_cast<Unsigned>(indices[i]) - static_cast<Unsigned>(begin);
@@ -64,7 +67,8 @@ int64_t add_ascending(const Index* indices, const float* values, const std::vect
 
 // In any order: every thread looks at all pairs for those of its range.
 template <class Index>
-void add_unordered(const Index* indices, const float* values, int64_t total, Range range, float* out) {
+void add_unordered(const Index* indices, const float* values, int64_t total, Range range,
+                   float* out) {
   std::memset(out + range.begin, 0, sizeof(float) * range.size());
   for (int64_t i = 0; i < total; ++i) {
     if (indices[i] >= range.begin && indices[i] < range.end) out[indices[i]] += values[i];
@@ -74,8 +78,8 @@ void add_unordered(const Index* indices, const float* values, int64_t total, Ran
 }  // namespace
 
 template <class Index>
-Outside scatter_add(const Index* indices, const float* values, const int64_t* counts, int64_t segments, int64_t n,
-                    const Parallel& parallel, float* out) {
+Outside scatter_add(const Index* indices, const float* values, const int64_t* counts,
+                    int64_t segments, int64_t n, const Parallel& parallel, float* out) {
   std::vector<int64_t> ends(segments + 1, 0);
   for (int64_t s = 0; s < segments; ++s) ends[s + 1] = ends[s] + counts[s];
   const int64_t total = ends.back();
@@ -85,11 +89,15 @@ Outside scatter_add(const Index* indices, const float* values, const int64_t* co
   });
   if (used == total) return {};
   const Outside outside = first_outside(indices, total, n);
-  if (outside.place < 0) for_each_part(n, parallel, [&](Range range) { add_unordered(indices, values, total, range, out); });
+  if (outside.place < 0)
+    for_each_part(n, parallel,
+                  [&](Range range) { add_unordered(indices, values, total, range, out); });
   return outside;
 }
 
-template Outside scatter_add(const int32_t*, const float*, const int64_t*, int64_t, int64_t, const Parallel&, float*);
-template Outside scatter_add(const int64_t*, const float*, const int64_t*, int64_t, int64_t, const Parallel&, float*);
+template Outside scatter_add(const int32_t*, const float*, const int64_t*, int64_t, int64_t,
+                             const Parallel&, float*);
+template Outside scatter_add(const int64_t*, const float*, const int64_t*, int64_t, int64_t,
+                             const Parallel&, float*);
 
 }  // namespace tfposeidon

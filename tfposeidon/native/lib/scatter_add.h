@@ -9,18 +9,18 @@
 
 namespace tfposeidon {
 
-// The first index that is outside the sum, and its place among the pairs; or -1.
+// The first index that is outside the sum, and its position among the pairs; or -1.
 struct Outside {
   int64_t place = -1;
   int64_t index = 0;
 };
 
-// out[0 .. n-1] = 0, then out[indices[i]] += values[i] with segments in their order: the same bits for any
-// number of threads. Segments, one a rank, are `counts[s]` pairs each; ascending ones are fastest.
-// `out` is complete if no index is outside 0 .. n-1.
+// out[0 .. n-1] = 0, then out[indices[i]] += values[i] with segments in their order: the same bits
+// for any number of threads. Segments, one a rank, are `counts[s]` pairs each; ascending ones are
+// fastest. `out` is complete if no index is outside 0 .. n-1.
 template <class Index>
-Outside scatter_add(const Index* indices, const float* values, const int64_t* counts, int64_t segments, int64_t n,
-                    const Parallel& parallel, float* out);
+Outside scatter_add(const Index* indices, const float* values, const int64_t* counts,
+                    int64_t segments, int64_t n, const Parallel& parallel, float* out);
 
 }  // namespace tfposeidon
 

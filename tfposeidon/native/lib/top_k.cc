@@ -18,24 +18,29 @@ struct Counts {
   int64_t band = 0;
 };
 
-// Where the next element goes, and the number of the next one in the band.
+// The output position of the next element, and the number of the next one in the band.
 struct Place {
   int64_t out = 0;
   int64_t band = 0;
 };
 
-int64_t overlap(Range a, Range b) { return std::max<int64_t>(0, std::min(a.end, b.end) - std::max(a.begin, b.begin)); }
+int64_t overlap(Range a, Range b) {
+  return std::max<int64_t>(0, std::min(a.end, b.end) - std::max(a.begin, b.begin));
+}
 
 // Writes the chosen ones of a run of elements while `place` is before `out_end`.
 template <class Index>
-void write_run(int64_t base, const uint32_t* run_indices, const uint32_t* bits, int64_t n, Thresholds thresholds,
-               Range window, int64_t out_end, Place* place, Index* indices, float* values) {
-  Place at = *place;  // A copy: for all the compiler knows, a store through `indices` could change *place.
+void write_run(int64_t base, const uint32_t* run_indices, const uint32_t* bits, int64_t n,
+               Thresholds thresholds, Range window, int64_t out_end, Place* place, Index* indices,
+               float* values) {
+  Place at =
+      *place;  // A copy: for all the compiler knows, a store through `indices` could change *place.
   for (int64_t i = 0; i < n && at.out < out_end; ++i) {
     const int32_t key = static_cast<int32_t>(bits[i] & kKeyMask);
     const bool higher = key > thresholds.upper;
     const bool band = !higher && key > thresholds.lower;
-    // Written whether chosen or not, and overwritten if not: cheaper than a branch that goes either way.
+    // Written whether chosen or not, and overwritten if not: cheaper than a branch that goes either
+    // way.
     indices[at.out] = static_cast<Index>(base + run_indices[i]);
     values[at.out] = float_of(bits[i]);
     at.out += higher || (band && at.band >= window.begin && at.band < window.end);
@@ -46,19 +51,20 @@ void write_run(int64_t base, const uint32_t* run_indices, const uint32_t* bits, 
 
 // Writes all of a run with a key > above.
 template <class Index>
-void write_all_above(int64_t base, const uint32_t* run_indices, const uint32_t* bits, int64_t n, int32_t above,
-                     int64_t out_end, Place* place, const Passes& passes, Index* indices, float* values) {
+void write_all_above(int64_t base, const uint32_t* run_indices, const uint32_t* bits, int64_t n,
+                     int32_t above, int64_t out_end, Place* place, const Passes& passes,
+                     Index* indices, float* values) {
   if constexpr (sizeof(Index) == sizeof(int32_t)) {
-    place->out += passes.compact(run_indices, bits, n, above, static_cast<uint32_t>(base), out_end - place->out,
-                                 indices + place->out, values + place->out);
+    place->out += passes.compact(run_indices, bits, n, above, static_cast<uint32_t>(base),
+                                 out_end - place->out, indices + place->out, values + place->out);
   } else {
     write_run(base, run_indices, bits, n, {above, above}, {}, out_end, place, indices, values);
   }
 }
 
-// Writes k elements. `runs(part, work)` calls work(base, indices, bits, count) for runs of elements in
-// their order, among which are all with a key > lower. Where the band has `spare` elements too many,
-// those taken begin at first(spare).
+// Writes k elements. `runs(part, work)` calls work(base, indices, bits, count) for runs of elements
+// in their order, among which are all with a key > lower. Where the band has `spare` elements too
+// many, those taken begin at first(spare).
 template <class Index, class Runs, class First>
 void write_chosen(const Runs& runs, int parts, int64_t k, Thresholds thresholds, const First& first,
                   const Engine& engine, Index* indices, float* values) {
@@ -88,7 +94,8 @@ void write_chosen(const Runs& runs, int parts, int64_t k, Thresholds thresholds,
     runs(part, [&](int64_t base, const uint32_t* run_indices, const uint32_t* bits, int64_t n) {
       const int64_t end = places[part + 1].out;
       if (wanted == total.band) {
-        write_all_above(base, run_indices, bits, n, thresholds.lower, end, &at, engine.passes, indices, values);
+        write_all_above(base, run_indices, bits, n, thresholds.lower, end, &at, engine.passes,
+                        indices, values);
       } else {
         write_run(base, run_indices, bits, n, thresholds, window, end, &at, indices, values);
       }
@@ -104,13 +111,15 @@ auto runs_of_candidates(const std::vector<Candidates>& parts) {
 }
 
 // From the data themselves, when candidates do not hold all of the band.
-auto runs_of_source(const Source& source, int64_t n, int parts, int32_t lower, const Passes& passes) {
+auto runs_of_source(const Source& source, int64_t n, int parts, int32_t lower,
+                    const Passes& passes) {
   return [&source, n, parts, lower, &passes](int part, auto&& work) {
     const Range range = part_of(n, parts, part);
     uint32_t indices[kBlock + kSlack], bits[kBlock + kSlack];
     for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
       const int64_t length = std::min(kBlock, range.end - begin);
-      const int64_t found = passes.filter(source.block(begin, length), length, lower, 0, indices, bits);
+      const int64_t found =
+          passes.filter(source.block(begin, length), length, lower, 0, indices, bits);
       work(begin, indices, bits, found);
     }
   };
@@ -118,17 +127,20 @@ auto runs_of_source(const Source& source, int64_t n, int parts, int32_t lower, c
 
 // Everything above the k-th key, and the first of those equal to it.
 template <class Index>
-void write_largest(const std::vector<Candidates>& parts, int64_t k, const Engine& engine, Index* indices, float* values) {
+void write_largest(const std::vector<Candidates>& parts, int64_t k, const Engine& engine,
+                   Index* indices, float* values) {
   write_chosen(
-      runs_of_candidates(parts), static_cast<int>(parts.size()), k, largest(nth_key(parts, k, engine)),
-      [](int64_t) { return int64_t{0}; }, engine, indices, values);
+      runs_of_candidates(parts), static_cast<int>(parts.size()), k,
+      largest(nth_key(parts, k, engine)), [](int64_t) { return int64_t{0}; }, engine, indices,
+      values);
 }
 
-// Where the band is everything that is not higher: the places of the higher ones, all candidates, tell where its
-// window lies, and nothing else is looked at.
+// Where the band is everything that is not higher: the indices of the higher ones, all candidates,
+// tell where its window lies, and nothing else is looked at.
 template <class Index, class First>
-void write_around(const Source& source, const std::vector<Candidates>& parts, int64_t n, int64_t k, int32_t upper,
-                  const First& first, const Passes& passes, Index* indices, float* values) {
+void write_around(const Source& source, const std::vector<Candidates>& parts, int64_t n, int64_t k,
+                  int32_t upper, const First& first, const Passes& passes, Index* indices,
+                  float* values) {
   int64_t wanted = k, out = 0;
   for (const Candidates& c : parts) wanted -= passes.count(c.bits, c.count, upper);
   int64_t place = first(n - k);  // Of the window's next element, but for the higher ones before it.
@@ -158,7 +170,8 @@ void write_around(const Source& source, const std::vector<Candidates>& parts, in
 }  // namespace
 
 template <class Index>
-void exact_top_k(const Source& source, int64_t n, int64_t k, const Engine& engine, Index* indices, float* values) {
+void exact_top_k(const Source& source, int64_t n, int64_t k, const Engine& engine, Index* indices,
+                 float* values) {
   if (k == 0) return;
   const int32_t above = sampled_threshold(source, n, k, kSafe, engine);
   std::vector<Candidates> parts = collect(source, n, k, above, nullptr, engine);
@@ -167,22 +180,24 @@ void exact_top_k(const Source& source, int64_t n, int64_t k, const Engine& engin
 }
 
 template <class Index>
-void dgc_top_k(const Source& source, int64_t n, int64_t k, const Engine& engine, Index* indices, float* values) {
+void dgc_top_k(const Source& source, int64_t n, int64_t k, const Engine& engine, Index* indices,
+               float* values) {
   if (k == 0) return;
   int32_t above = sampled_threshold(source, n, k, 0.0, engine);
   std::vector<Candidates> parts = collect(source, n, k, above, nullptr, engine);
   for (int lowerings = 0; total_count(parts) < k; ++lowerings) {
     // Few non-zeros may lie far below: after some steps all are taken.
     const bool goes_on = lowerings < kMostLowerings && above > 0;
-    above = goes_on ? static_cast<int32_t>(key_of(0.8f * float_of(static_cast<uint32_t>(above)))) : kEverything;
+    above = goes_on ? static_cast<int32_t>(key_of(0.8f * float_of(static_cast<uint32_t>(above))))
+                    : kEverything;
     parts = collect(source, n, k, above, nullptr, engine);
   }
   write_largest(parts, k, engine, indices, values);
 }
 
 template <class Index>
-void ms_top_k(const Source& source, int64_t n, int64_t k, int steps, uint64_t seed, const Engine& engine,
-              Index* indices, float* values) {
+void ms_top_k(const Source& source, int64_t n, int64_t k, int steps, uint64_t seed,
+              const Engine& engine, Index* indices, float* values) {
   if (k == 0) return;
   const int64_t wanted = std::min(k + 1, n);
   const int32_t above = sampled_threshold(source, n, wanted, kSafe, engine);
@@ -201,7 +216,8 @@ void ms_top_k(const Source& source, int64_t n, int64_t k, int steps, uint64_t se
     return static_cast<int64_t>(random_below(static_cast<uint64_t>(spare) + 1, seed));
   };
   const int part_count = static_cast<int>(parts.size());
-  const bool complete = std::all_of(parts.begin(), parts.end(), [&](const Candidates& c) { return found.lower >= c.above; });
+  const bool complete = std::all_of(parts.begin(), parts.end(),
+                                    [&](const Candidates& c) { return found.lower >= c.above; });
   if (complete) {
     write_chosen(runs_of_candidates(parts), part_count, k, found, first, engine, indices, values);
   } else if (found.lower == kEverything) {
@@ -216,7 +232,9 @@ template void exact_top_k(const Source&, int64_t, int64_t, const Engine&, int32_
 template void exact_top_k(const Source&, int64_t, int64_t, const Engine&, int64_t*, float*);
 template void dgc_top_k(const Source&, int64_t, int64_t, const Engine&, int32_t*, float*);
 template void dgc_top_k(const Source&, int64_t, int64_t, const Engine&, int64_t*, float*);
-template void ms_top_k(const Source&, int64_t, int64_t, int, uint64_t, const Engine&, int32_t*, float*);
-template void ms_top_k(const Source&, int64_t, int64_t, int, uint64_t, const Engine&, int64_t*, float*);
+template void ms_top_k(const Source&, int64_t, int64_t, int, uint64_t, const Engine&, int32_t*,
+                       float*);
+template void ms_top_k(const Source&, int64_t, int64_t, int, uint64_t, const Engine&, int64_t*,
+                       float*);
 
 }  // namespace tfposeidon

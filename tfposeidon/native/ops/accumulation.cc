@@ -29,7 +29,8 @@ REGISTER_OP("TfposeidonScatterAdd")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Sums sparse vectors: sum[indices[i]] += values[i], segment after segment, so that the bits do not depend on threads.
+Sums sparse vectors: sum[indices[i]] += values[i], segment after segment, so that
+the bits do not depend on threads.
 
 values: [c].
 indices: [c], each in 0 .. size - 1; fastest where each segment ascends.
@@ -47,7 +48,7 @@ REGISTER_OP("TfposeidonEncode")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Rounds to the nearest 16-bit value, ties to even; denormals are kept on every processor.
+Rounds to the nearest 16-bit value, ties to even; denormals are kept on every CPU.
 
 x: Any shape.
 y: The same shape.

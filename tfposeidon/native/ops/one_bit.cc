@@ -23,14 +23,15 @@ REGISTER_OP("TfposeidonOneBitEncode")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Codes residual + gradient as one bit a value, its sign, and two means for each block of 4096 values. Zeros are in
-neither mean, and stay zeros: another bit a value says which they are, in blocks that have some beside other values.
+Codes residual + gradient as one bit per value, its sign, and two means for each block of 4096
+values. Zeros are in neither mean and stay zeros: in blocks that have some beside other values,
+another bit per value says which they are.
 
 residual: [n].
 gradient: [n].
-code: [ceil(n / 32) + 3 ceil(n / 4096) + zeros]: signs, 32 to a word; then for each block the means of what is positive
-  and of what is negative, and the number of zeros; then which values are zero.
-new_residual: [n]: what the code does not say.
+code: [ceil(n / 32) + 3 ceil(n / 4096) + zeros]: signs, 32 to a word; then for each block the means
+  of its positive and of its negative values, and the number of zeros; then which values are zero.
+new_residual: [n]: the difference between the input and what the code stands for.
 )doc");
 
 REGISTER_OP("TfposeidonOneBitSum")
@@ -46,7 +47,7 @@ REGISTER_OP("TfposeidonOneBitSum")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Sums what codes of OneBitEncode say, in their order.
+Sums the vectors that codes of OneBitEncode stand for, in their order.
 
 codes: one after the other.
 sum: [size].

@@ -10,8 +10,8 @@ using tensorflow::shape_inference::DimensionHandle;
 using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
 
-// Inputs 0 .. vectors-1 are vectors of one length; then come scalars k and seed. Outputs are values and
-// indices of length k, then `kept` vectors of the inputs' length.
+// Inputs 0 .. vectors-1 are vectors of one length; then come scalars k and seed. Outputs are values
+// and indices of length k, then `kept` vectors of the inputs' length.
 absl::Status selection_shapes(InferenceContext* c, int vectors, int kept) {
   ShapeHandle vector;
   TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &vector));
@@ -43,8 +43,8 @@ REGISTER_OP("TfposeidonTopK")
     .Doc(R"doc(
 Selects the k elements of largest magnitude, in the order of their indices.
 
-NaN and infinity count as larger than everything. Methods: exact (ties to the lowest index), mstopk (Shi et al.
-2021, Algorithm 1, with N = steps), dgc (Lin et al. 2018, double sampling).
+NaN and infinity count as larger than everything. Methods: exact (ties to the lowest index),
+mstopk (Shi et al. 2021, Algorithm 1, with N = steps), dgc (Lin et al. 2018, double sampling).
 
 x: [n].
 k: Scalar, 0 <= k <= n.
@@ -100,7 +100,8 @@ REGISTER_OP("TfposeidonMomentumCorrectionTopK")
     .Doc(R"doc(
 As ErrorFeedbackTopK with momentum correction and factor masking (Lin et al. 2018, section 3).
 
-Selects from residual + (momentum * velocity + gradient); velocity is forgotten where something was sent.
+Selects from residual + (momentum * velocity + gradient); velocity becomes 0 where something was
+sent.
 
 residual: [n].
 gradient: [n].

@@ -40,7 +40,8 @@ struct AddRun {
 
 // Pairs are brought together by a stable sort, so that the bits do not depend on who is faster.
 template <class Machine, class Index>
-Outside scatter_add(Machine& machine, const Index* indices, const float* values, int64_t total, int64_t n, float* out) {
+Outside scatter_add(Machine& machine, const Index* indices, const float* values, int64_t total,
+                    int64_t n, float* out) {
   const Index* end = indices + total;
   const Index* wrong = thrust::find_if(machine.policy(), indices, end, OutOf<Index>{n});
   if (wrong != end) return {wrong - indices, machine.read(wrong)};

@@ -1,8 +1,9 @@
-// The library on a CUDA GPU: what top_k.h, error_feedback.h, scatter_add.h, norms.h and passes.h do on the processor.
+// The library on a CUDA GPU: what top_k.h, error_feedback.h, scatter_add.h, norms.h and passes.h do
+// on the CPU.
 //
-// Selection gives the processor's output, but for MSTopK's mean, which is summed in 64 bits throughout; dgc goes the way
-// of exact, which has the same output. Pointers are to the GPU's memory.
-// Throws what Thrust throws when a launch fails, and what `Memory` throws.
+// Selection gives the CPU's output, but for MSTopK's mean, which is summed in 64 bits
+// throughout; dgc goes the way of exact, which has the same output. Pointers are to the GPU's
+// memory. Throws what Thrust throws when a launch fails, and what `Memory` throws.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_GPU_GPU_H_
 #define TFPOSEIDON_NATIVE_LIB_GPU_GPU_H_
@@ -39,28 +40,32 @@ struct Selection {
 };
 
 template <class Index>
-void top_k(const Device& device, const Selection& selection, const float* x, Index* indices, float* values);
+void top_k(const Device& device, const Selection& selection, const float* x, Index* indices,
+           float* values);
 
 // Writes the sum residual + gradient without what was sent to `kept`.
 template <class Index>
 void error_feedback_top_k(const Device& device, const Selection& selection, const float* residual,
-                          const float* gradient, WireType wire, Index* indices, float* values, float* kept);
+                          const float* gradient, WireType wire, Index* indices, float* values,
+                          float* kept);
 
 // Also writes momentum * velocity + gradient, 0 where something was sent, to `speed`.
 template <class Index>
-void momentum_correction_top_k(const Device& device, const Selection& selection, const float* residual,
-                               const float* velocity, const float* gradient, float momentum, WireType wire,
-                               Index* indices, float* values, float* kept, float* speed);
+void momentum_correction_top_k(const Device& device, const Selection& selection,
+                               const float* residual, const float* velocity, const float* gradient,
+                               float momentum, WireType wire, Index* indices, float* values,
+                               float* kept, float* speed);
 
 // out = 0, then out[indices[i]] += values[i] in the order of the pairs.
 template <class Index>
-Outside scatter_add(const Device& device, const Index* indices, const float* values, int64_t total, int64_t n,
-                    float* out);
+Outside scatter_add(const Device& device, const Index* indices, const float* values, int64_t total,
+                    int64_t n, float* out);
 
 void encode(const Device& device, const float* x, int64_t n, WireType wire, uint16_t* out);
 
 // out = sum of `count` rows of n values that follow one another, added in their order.
-void sum_rows(const Device& device, const uint16_t* rows, int64_t count, int64_t n, WireType wire, float* out);
+void sum_rows(const Device& device, const uint16_t* rows, int64_t count, int64_t n, WireType wire,
+              float* out);
 
 // norms[v] = the Euclidean norm of vector v, summed in 64 bits.
 void l2_norms(const Device& device, const std::vector<Span>& vectors, float* norms);

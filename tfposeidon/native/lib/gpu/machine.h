@@ -1,7 +1,8 @@
-// What the passes in this folder run on. They are Thrust's, the same code on a GPU and, in the tests, on a processor.
+// The machine that this folder's passes run on. They are Thrust's, the same code on a GPU and, in
+// the tests, on a CPU.
 //
-// A `Machine` has `policy()`, Thrust's; `array<T>(n)`, memory there; `copied(list)`, a list brought there; and
-// `read(place)`, one value from there.
+// A `Machine` has `policy()`, Thrust's; `array<T>(n)`, memory there; `copied(list)`, a list brought
+// there; and `read(place)`, one value from there.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_GPU_MACHINE_H_
 #define TFPOSEIDON_NATIVE_LIB_GPU_MACHINE_H_

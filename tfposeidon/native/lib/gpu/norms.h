@@ -29,7 +29,7 @@ struct SumLane {
   }
 };
 
-// To the place of the first.
+// Adds up a chunk's lanes into its first lane.
 struct SumLanes {
   double* sums;
   TFPOSEIDON_HOST_DEVICE void operator()(int64_t chunk) const {
@@ -45,7 +45,8 @@ struct RootOfChunks {
   float* norms;
   TFPOSEIDON_HOST_DEVICE void operator()(int64_t v) const {
     double sum = 0;
-    for (int64_t chunk = v == 0 ? 0 : ends[v - 1]; chunk < ends[v]; ++chunk) sum += sums[chunk * kLanes];
+    for (int64_t chunk = v == 0 ? 0 : ends[v - 1]; chunk < ends[v]; ++chunk)
+      sum += sums[chunk * kLanes];
     norms[v] = static_cast<float>(sqrt(sum));
   }
 };
@@ -57,7 +58,8 @@ void l2_norms(Machine& machine, const std::vector<Span>& vectors, float* norms) 
   double* sums = machine.template array<double>(count * kLanes);
   for_each(machine, count * kLanes, SumLane{machine.copied(chunks.spans), sums});
   for_each(machine, count, SumLanes{sums});
-  for_each(machine, static_cast<int64_t>(vectors.size()), RootOfChunks{sums, machine.copied(chunks.ends), norms});
+  for_each(machine, static_cast<int64_t>(vectors.size()),
+           RootOfChunks{sums, machine.copied(chunks.ends), norms});
 }
 
 }  // namespace tfposeidon::gpu

@@ -1,7 +1,8 @@
 // Selection as a few data-parallel passes.
 //
-// As in top_k.cc: one pass keeps what is above a sampled threshold, a little too low, and the choice is made among
-// these few. Where the sample misled, the threshold is found exactly, by bisection in 31 passes.
+// The algorithm of top_k.cc: one pass keeps what is above a sampled threshold, a little too low,
+// and the choice is made among these few. Where the sample misled, the threshold is found exactly,
+// by bisection in 31 passes.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_GPU_SELECTION_H_
 #define TFPOSEIDON_NATIVE_LIB_GPU_SELECTION_H_
@@ -38,7 +39,9 @@ struct Element {
   float value;
 };
 
-TFPOSEIDON_HOST_DEVICE inline int32_t signed_key(float x) { return static_cast<int32_t>(key_of(x)); }
+TFPOSEIDON_HOST_DEVICE inline int32_t signed_key(float x) {
+  return static_cast<int32_t>(key_of(x));
+}
 
 template <class Index, class Source>
 struct ElementOf {
@@ -48,7 +51,7 @@ struct ElementOf {
   }
 };
 
-// Those of a vector that were kept, in the order of their places.
+// The elements of a vector that were kept, in the order of their indices.
 template <class Index>
 struct Candidates {
   Index* indices;
@@ -71,7 +74,7 @@ auto elements_of(const Candidates<Index>& candidates) {
   return thrust::make_transform_iterator(numbers(), candidates);
 }
 
-// Whether a key is in (low, high].
+// Tells whether a key is in (low, high].
 struct Inside {
   int32_t low;
   int32_t high;
@@ -100,21 +103,24 @@ struct Window {
 
 // How many there are, of which those in the window are written.
 template <class Machine, class Elements, class Index>
-int64_t keep(Machine& machine, Elements elements, int64_t n, Inside inside, const Window<Index>& window) {
+int64_t keep(Machine& machine, Elements elements, int64_t n, Inside inside,
+             const Window<Index>& window) {
   const auto out = thrust::make_tabulate_output_iterator(window);
   return thrust::copy_if(machine.policy(), elements, elements + n, out, inside) - out;
 }
 
-// The k elements that `thresholds` name, by place. Where the band has `spare` too many, those taken begin at
-// first(spare).
+// The k elements that `thresholds` name, by index. Where the band has `spare` too many, those taken
+// begin at first(spare).
 template <class Machine, class Elements, class First, class Index>
-void write_chosen(Machine& machine, Elements elements, int64_t n, int64_t k, Thresholds thresholds, const First& first,
-                  Index* indices, float* values) {
+void write_chosen(Machine& machine, Elements elements, int64_t n, int64_t k, Thresholds thresholds,
+                  const First& first, Index* indices, float* values) {
   const Inside higher = above(thresholds.upper), band{thresholds.lower, thresholds.upper};
   const int64_t taken = keep(machine, elements, n, higher, Window<Index>{0, k, indices, values});
   const int64_t wanted = k - taken;
-  const int64_t begin = first(thrust::count_if(machine.policy(), elements, elements + n, band) - wanted);
-  keep(machine, elements, n, band, Window<Index>{begin, begin + wanted, indices + taken, values + taken});
+  const int64_t begin =
+      first(thrust::count_if(machine.policy(), elements, elements + n, band) - wanted);
+  keep(machine, elements, n, band,
+       Window<Index>{begin, begin + wanted, indices + taken, values + taken});
   thrust::sort_by_key(machine.policy(), indices, indices + k, values);
 }
 
@@ -138,13 +144,14 @@ uint32_t nth_key(Machine& machine, const Candidates<Index>& c, int64_t m) {
   return nth_key(machine, keys, c.count, m);
 }
 
-// Of all elements, without memory.
+// Finds the key of rank m in all elements, without memory for them.
 template <class Machine, class Elements>
 int32_t nth_key_by_bisection(Machine& machine, Elements elements, int64_t n, int64_t m) {
   int32_t low = 0, high = static_cast<int32_t>(kKeyMask);
   while (low < high) {
     const int32_t middle = high - (high - low) / 2;
-    const bool enough = thrust::count_if(machine.policy(), elements, elements + n, above(middle - 1)) >= m;
+    const bool enough =
+        thrust::count_if(machine.policy(), elements, elements + n, above(middle - 1)) >= m;
     (enough ? low : high) = enough ? middle : middle - 1;
   }
   return low;
@@ -160,18 +167,21 @@ struct SampledKey {
 };
 
 template <class Machine, class Source>
-int32_t sampled_threshold(Machine& machine, const Source& source, int64_t n, int64_t k, double margin) {
+int32_t sampled_threshold(Machine& machine, const Source& source, int64_t n, int64_t k,
+                          double margin) {
   if (n < kSmallestSampled) return kEverything;
   const Sampling plan = sampling(n, k, margin);
   if (plan.rank > plan.size()) return kEverything;
   uint32_t* keys = machine.template array<uint32_t>(plan.size());
-  thrust::transform(machine.policy(), numbers(), numbers() + plan.size(), keys, SampledKey<Source>{source, plan.stride});
+  thrust::transform(machine.policy(), numbers(), numbers() + plan.size(), keys,
+                    SampledKey<Source>{source, plan.stride});
   return static_cast<int32_t>(nth_key(machine, keys, plan.size(), plan.rank)) - 1;
 }
 
 // Elements among which the k largest are; makes all of the source.
 template <class Index, class Machine, class Source>
-Candidates<Index> collect(Machine& machine, const Source& source, int64_t n, int64_t k, double margin) {
+Candidates<Index> collect(Machine& machine, const Source& source, int64_t n, int64_t k,
+                          double margin) {
   const int64_t room = std::min(n, std::max(2 * k, kLeastRoom));
   Candidates<Index> c{machine.template array<Index>(room), machine.template array<float>(room), 0,
                       sampled_threshold(machine, source, n, k, margin)};
@@ -186,8 +196,10 @@ Candidates<Index> collect(Machine& machine, const Source& source, int64_t n, int
 }
 
 template <class Machine, class Index>
-void write_largest(Machine& machine, const Candidates<Index>& c, int64_t k, Index* indices, float* values) {
-  write_chosen(machine, elements_of(c), c.count, k, largest(nth_key(machine, c, k)), kFirst, indices, values);
+void write_largest(Machine& machine, const Candidates<Index>& c, int64_t k, Index* indices,
+                   float* values) {
+  write_chosen(machine, elements_of(c), c.count, k, largest(nth_key(machine, c, k)), kFirst,
+               indices, values);
 }
 
 struct Magnitudes {
@@ -196,7 +208,9 @@ struct Magnitudes {
 };
 
 struct MagnitudeOf {
-  TFPOSEIDON_HOST_DEVICE Magnitudes operator()(float x) const { return {std::fabs(static_cast<double>(x)), key_of(x)}; }
+  TFPOSEIDON_HOST_DEVICE Magnitudes operator()(float x) const {
+    return {std::fabs(static_cast<double>(x)), key_of(x)};
+  }
 };
 
 struct Both {
@@ -206,13 +220,15 @@ struct Both {
 };
 
 template <class Machine, class Source, class Index>
-void ms_top_k(Machine& machine, const Source& source, const Selection& s, Index* indices, float* values) {
+void ms_top_k(Machine& machine, const Source& source, const Selection& s, Index* indices,
+              float* values) {
   const int64_t wanted = std::min(s.k + 1, s.n);
   const Candidates<Index> c = collect<Index>(machine, source, s.n, wanted, kSafe);
   const float* x = source.made().x;
-  const Magnitudes all =
-      thrust::transform_reduce(machine.policy(), x, x + s.n, MagnitudeOf{}, Magnitudes{0, 0}, Both{});
-  if (all.max >= kInfinityKey) return write_largest(machine, c, s.k, indices, values);  // No threshold means anything.
+  const Magnitudes all = thrust::transform_reduce(machine.policy(), x, x + s.n, MagnitudeOf{},
+                                                  Magnitudes{0, 0}, Both{});
+  if (all.max >= kInfinityKey)
+    return write_largest(machine, c, s.k, indices, values);  // No threshold means anything.
 
   const float mean = static_cast<float>(all.sum / static_cast<double>(s.n));
   const float next = float_of(nth_key(machine, c, wanted));
@@ -223,7 +239,8 @@ void ms_top_k(Machine& machine, const Source& source, const Selection& s, Index*
   if (found.lower >= c.above) {
     write_chosen(machine, elements_of(c), c.count, s.k, found, first, indices, values);
   } else {
-    write_chosen(machine, elements_of<Index>(source.made()), s.n, s.k, found, first, indices, values);
+    write_chosen(machine, elements_of<Index>(source.made()), s.n, s.k, found, first, indices,
+                 values);
   }
 }
 
@@ -235,7 +252,8 @@ struct Make {
 
 // Selects, and makes all of the source.
 template <class Machine, class Source, class Index>
-void select(Machine& machine, const Source& source, const Selection& s, Index* indices, float* values) {
+void select(Machine& machine, const Source& source, const Selection& s, Index* indices,
+            float* values) {
   if (s.k == 0) {
     for_each(machine, s.n, Make<Source>{source});
   } else if (s.method == Method::kMsTopK) {
@@ -266,7 +284,8 @@ struct ClearSent {
 };
 
 template <class Machine, class Index>
-void clear_sent(Machine& machine, const Index* indices, float* values, int64_t k, WireType wire, float* residual) {
+void clear_sent(Machine& machine, const Index* indices, float* values, int64_t k, WireType wire,
+                float* residual) {
   for_each(machine, k, ClearSent<Index>{indices, values, wire, residual});
 }
 

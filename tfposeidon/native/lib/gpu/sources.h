@@ -1,4 +1,5 @@
-// What is selected from: x[i] made when it is asked for. Asking twice gives and writes the same.
+// The data that is selected from: x[i] is computed when it is asked for. Asking twice gives and
+// writes the same.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_GPU_SOURCES_H_
 #define TFPOSEIDON_NATIVE_LIB_GPU_SOURCES_H_
@@ -21,8 +22,10 @@ struct ErrorFeedback {
   const float* gradient;
   float* out;
 
-  TFPOSEIDON_HOST_DEVICE float operator()(int64_t i) const { return out[i] = residual[i] + gradient[i]; }
-  // To read once all of it is.
+  TFPOSEIDON_HOST_DEVICE float operator()(int64_t i) const {
+    return out[i] = residual[i] + gradient[i];
+  }
+  // The vector that was written; to be read after x[i] was asked for once for every i.
   Vector made() const { return {out}; }
 };
 

@@ -1,0 +1,66 @@
+"""Draws the plots of docs/results again from the JSON files beside them; nothing is measured.
+
+    python -m benchmarks.redraw                    # all plots, some seconds
+    python -m benchmarks.redraw scaling exchange   # some of them
+
+Each benchmark draws its plot itself when it ends. Needed is Matplotlib: `pip install -e
+'.[plots]'`.
+"""
+
+import argparse
+import json
+
+from benchmarks import (
+    accuracy,
+    exchange,
+    harness,
+    hitopk_steps,
+    large_batch,
+    memory,
+    norms,
+    overview,
+    poseidon,
+    reading,
+    scaling,
+    selection,
+    wrapper,
+)
+
+PLOTS = {
+    "accuracy": (accuracy.plot, ["accuracy"]),
+    "exchange": (exchange.plot, ["exchange"]),
+    "hitopk_steps": (hitopk_steps.plot, ["hitopk_steps"]),
+    "large_batch": (large_batch.plot, ["large_batch"]),
+    "memory": (memory.plot, ["memory"]),
+    "norms": (norms.plot, ["norms"]),
+    "onebit_accuracy": (accuracy.plot, ["onebit_accuracy"]),
+    "overview": (overview.plot, ["scaling"]),
+    "poseidon": (poseidon.plot, ["poseidon"]),
+    "reading": (reading.plot, ["reading"]),
+    "scaling": (scaling.plot, ["scaling", "sparse_scaling"]),
+    "selection": (selection.plot, ["selection"]),
+    "sparse_accuracy": (accuracy.plot, ["sparse_accuracy"]),
+    "sparse_exchange": (exchange.plot, ["sparse_exchange"]),
+    "sparse_scaling": (scaling.plot, ["sparse_scaling"]),
+    "wrapper": (wrapper.plot, ["wrapper"]),
+}
+"""Plot -> what draws it, and the files of results that it shows."""
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "plots", nargs="*", metavar="NAME", help=f"plots to draw: {', '.join(PLOTS)} (all)"
+    )
+    for name in parser.parse_args().plots or PLOTS:
+        draw, files = PLOTS[name]
+        cells = {}
+        for file in files:
+            cells |= json.loads((harness.RESULTS / f"{file}.json").read_text())
+        draw(cells, harness.RESULTS / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

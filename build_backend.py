@@ -1,0 +1,35 @@
+"""Builds wheels with setuptools, against the TensorFlow of the environment that pip installs into.
+
+Native ops are compiled with TensorFlow's headers. Where that environment has no TensorFlow, the
+newest supported release is put into pip's isolated build environment, so that `pip install` works
+in an empty environment too. `python -m tfposeidon install` then adds Horovod, and TensorFlow in the
+release that the library was built for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from setuptools import build_meta
+from setuptools.build_meta import *  # noqa: F403
+
+from tfposeidon.commands import install, versions
+
+
+def get_requires_for_build_wheel(config_settings: Mapping[str, str] | None = None) -> list[str]:
+    """Returns what setuptools asks for, and TensorFlow if it is not installed."""
+    return build_meta.get_requires_for_build_wheel(config_settings) + _tensorflow()
+
+
+def get_requires_for_build_editable(config_settings: Mapping[str, str] | None = None) -> list[str]:
+    """Returns what setuptools asks for, and TensorFlow if it is not installed."""
+    return build_meta.get_requires_for_build_editable(config_settings) + _tensorflow()
+
+
+def _tensorflow() -> list[str]:
+    versions.require_python()
+    if install.target_has("tensorflow"):
+        return []
+    # CUDA's libraries are not needed to compile.
+    package = "tensorflow" if install.nvidia_driver_present() else "tensorflow-cpu"
+    return [f"{package}=={versions.tensorflow_releases()[-1]}.*"]

@@ -1,0 +1,28 @@
+"""TensorFlow's start-up messages stay off the screen, and nothing else does."""
+
+import os
+
+import pytest
+
+from tfposeidon import quiet
+
+NOISE = "I0000 00:00:1795430681.572436 26506 port.cc:153] oneDNN custom operations are on. You may"
+
+
+@pytest.mark.parametrize(("level", "silent"), [(None, True), ("2", True), ("0", False)])
+def test_messages_are_left_out_unless_the_user_wants_them(level, silent):
+    environment = {} if level is None else {quiet.LEVEL: level}
+    assert quiet.is_startup_message(NOISE, environment) is silent
+    assert not quiet.is_startup_message("E0000 cannot load", environment)
+
+
+def test_what_is_written_while_tensorflow_is_loaded_is_passed_on(capfd, monkeypatch):
+    monkeypatch.setenv(quiet.LEVEL, "1")
+    monkeypatch.setattr(
+        quiet.importlib,
+        "import_module",
+        lambda name: os.write(2, f"{NOISE}\nE0000 cannot load {name}\n".encode()),
+    )
+    quiet.import_tensorflow()
+    assert capfd.readouterr().err == "E0000 cannot load tensorflow\n"
+    assert os.environ[quiet.LEVEL] == "1", "what the user has set stays"

@@ -1,0 +1,83 @@
+"""Releases of Python, TensorFlow and Keras that tfposeidon supports, and errors that refuse others.
+
+`setup.py` and `build_backend.py` import this module where nothing is installed, and
+`python -m tfposeidon` on a Python that may be too old: it uses the standard library only, and no
+syntax that is newer than Python 3.7.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+PYTHON = ("3.11", "3.12", "3.13")
+TENSORFLOW = ("2.19", "2.20", "2.21")
+FIRST_TENSORFLOW = {"3.13": "2.20"}
+"""First TensorFlow with wheels for a Python, where it is not the first of `TENSORFLOW`."""
+KERAS = "3.15"
+
+
+class UnsupportedVersionError(RuntimeError):
+    """A release that tfposeidon does not support, with those it does and what to run."""
+
+
+def running_python() -> str:
+    """Returns the release of the running interpreter, such as `"3.12"`."""
+    return "{}.{}".format(*sys.version_info[:2])
+
+
+def require_python() -> None:
+    """Refuses interpreters for which TensorFlow and Horovod cannot be installed.
+
+    Raises:
+      UnsupportedVersionError: With the supported ones.
+    """
+    if running_python() not in PYTHON:
+        received = ".".join(map(str, sys.version_info[:3]))
+        raise UnsupportedVersionError(
+            f"tfposeidon needs Python {either(PYTHON)}. "
+            f"Received: Python {received} in {sys.executable}. "
+            f"Make an environment with one of them: python{PYTHON[-1]} -m venv .venv"
+        )
+
+
+def tensorflow_releases(python: str | None = None) -> tuple[str, ...]:
+    """Returns the supported releases of TensorFlow with wheels for a Python, oldest first.
+
+    Args:
+      python: Release of Python, such as `"3.12"`; default the running one.
+    """
+    first = FIRST_TENSORFLOW.get(python or running_python(), TENSORFLOW[0])
+    return TENSORFLOW[TENSORFLOW.index(first) :]
+
+
+def require_tensorflow(package: str, version: str) -> None:
+    """Refuses releases of TensorFlow against which neither Horovod nor the native ops are built.
+
+    Args:
+      package: `"tensorflow"` or `"tensorflow-cpu"`.
+      version: Its version, such as `"2.21.0"`, or its release, such as `"2.21"`.
+
+    Raises:
+      UnsupportedVersionError: With the supported ones.
+    """
+    release = release_of(version)
+    releases = tensorflow_releases()
+    if release in releases:
+        return
+    where = f" on Python {running_python()}" if release in TENSORFLOW else ""
+    raise UnsupportedVersionError(
+        f"tfposeidon needs TensorFlow {either(releases)}{where}. Received: {package} {version}. "
+        f"Run: pip install '{package}=={releases[-1]}.*', "
+        "then python -m tfposeidon install --horovod-only"
+    )
+
+
+def release_of(version: str) -> str:
+    """Returns the first two numbers of a version: `"2.21"` of `"2.21.0rc1"`."""
+    return ".".join(version.split(".")[:2])
+
+
+def either(names: Sequence[str]) -> str:
+    """Returns names as a choice: `"2.19, 2.20 or 2.21"`."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -1,0 +1,220 @@
+"""Shows what schemes change on a slow network: a table, and a plot.
+
+  python -m tfposeidon demo
+
+Trains a model in the lab, on emulated nodes with slow links between them: by Horovod's all-reduce,
+by a lossless scheme and by a sparse one. It takes one to two minutes, and needs Linux with
+iproute2, as root or with user namespaces; elsewhere it says so, and the exit status is 0 as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tfposeidon.lab import models, sandbox
+from tfposeidon.lab.cluster import Cluster
+from tfposeidon.lab.command import RANK_BYTES, check_machine
+from tfposeidon.text import table
+
+LABELS = {
+    "allreduce": "Horovod's all-reduce",
+    "hybcomm": "tfposeidon hybcomm, exact",
+    "hitopk": "tfposeidon hitopk, top 1 %",
+}
+"""Schemes that are compared, and how they are called; the others are compared to the first."""
+# Those of the plots in docs/results.
+COLORS = {"allreduce": "#a3a3a3", "hybcomm": "#d6006e", "hitopk": "#7d4fd6"}
+CLUSTER = Cluster(nodes=2, per_node=2, inter=2e8)
+SHRINK = 4
+MODEL = models.model("vgg19_32").shrunk(SHRINK)
+ABOUT = f"VGG-19 shrunk to {MODEL.parameters / 1e6:.1f} M parameters, {CLUSTER}"
+TIME_LIMIT_S = 600
+
+
+class DemoError(Exception):
+    """Raised if the job in the lab failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Time and traffic of a step by one scheme.
+
+    Attributes:
+      step_s: Seconds of the slowest rank, median over the steps.
+      sent_bytes: Bytes without headers that a rank sends to other nodes.
+    """
+
+    step_s: float
+    sent_bytes: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `python -m tfposeidon demo`.
+
+    Args:
+      parser: Parser of the command.
+    """
+    parser.add_argument(
+        "--steps", type=int, default=3, metavar="N", help="steps that are timed, per scheme (3)"
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        default=Path("tfposeidon-demo.png"),
+        metavar="FILE",
+        help="where the plot goes (tfposeidon-demo.png)",
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs `python -m tfposeidon demo`.
+
+    Args:
+      options: Parsed options.
+
+    Returns:
+      The exit status: 0, also where the lab cannot run; 1 if the job in the lab failed; 2 for
+      options that make no sense.
+    """
+    if options.steps < 1:
+        print(f"`--steps` must be at least 1. Received: {options.steps}", file=sys.stderr)
+        return 2
+    try:
+        check_machine(CLUSTER, RANK_BYTES)
+        sandbox.namespaces()
+    except (ValueError, sandbox.UnavailableError) as error:
+        reason = str(error).splitlines()[0].removesuffix(" Tried:")
+        print(f"The comparison on a slow network is left out, as the lab cannot run here: {reason}")
+        return 0
+    print(f"{ABOUT}; its accelerators are emulated, its links shaped.", flush=True)
+    try:
+        found = measure(options.steps)
+    except DemoError as error:
+        print(f"tfposeidon demo: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(["", *table(rows(found)), ""]))
+    print(plot(found, options.plot))
+    return 0
+
+
+def measure(steps: int) -> dict[str, Measured]:
+    """Runs the demo's job in the lab.
+
+    Args:
+      steps: Number of steps that are timed, for each scheme.
+
+    Returns:
+      Time and traffic of a step, by scheme.
+
+    Raises:
+      DemoError: If the job fails or takes too long.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        worker = [sys.executable, "-m", "tfposeidon.lab.demo_worker"]
+        command = [*_lab(), "--", *worker, str(path), str(steps), *LABELS]
+        try:
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=TIME_LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            raise DemoError(str(error)) from error
+        if done.returncode:
+            raise DemoError(f"the lab ended with status {done.returncode}:\n{done.stderr[-4000:]}")
+        found = json.loads(path.read_text())
+    return {scheme: Measured(**figures) for scheme, figures in found.items()}
+
+
+def _lab() -> list[str]:
+    # Should this process be killed, the kernel ends the lab.
+    ends_with_us = ["setpriv", "--pdeathsig", "TERM"]
+    cluster = f"--nodes {CLUSTER.nodes} --per-node {CLUSTER.per_node} --inter {CLUSTER.inter:.0f}"
+    lab = [sys.executable, "-m", "tfposeidon", "lab", *cluster.split(), "--show", "first"]
+    return [*ends_with_us, *lab]
+
+
+def rows(found: Mapping[str, Measured]) -> list[tuple[str, ...]]:
+    """Returns a header and a row for each scheme.
+
+    >>> found = {"allreduce": Measured(step_s=2.4, sent_bytes=27e6),
+    ...          "hitopk": Measured(step_s=0.8, sent_bytes=1e6)}
+    >>> for row in rows(found):
+    ...     print(*row, sep=" | ")
+    scheme | per step | sent per rank to other nodes | times faster
+    Horovod's all-reduce | 2400 ms | 27.0 MB | 1.0
+    tfposeidon hitopk, top 1 % | 800 ms | 1.0 MB | 3.0
+
+    Args:
+      found: What was measured, by scheme; the first is the one to compare with.
+    """
+    slowest_s = next(iter(found.values())).step_s
+    header = ("scheme", "per step", "sent per rank to other nodes", "times faster")
+    return [
+        header,
+        *(
+            (
+                LABELS[scheme],
+                f"{1e3 * one.step_s:.0f} ms",
+                f"{one.sent_bytes / 1e6:.1f} MB",
+                f"{slowest_s / one.step_s:.1f}",
+            )
+            for scheme, one in found.items()
+        ),
+    ]
+
+
+def plot(found: Mapping[str, Measured], path: Path) -> str:
+    """Draws a bar for each scheme.
+
+    Args:
+      found: What was measured, by scheme.
+      path: The PNG file to write.
+
+    Returns:
+      A line that says where the plot is, or why there is none.
+    """
+    try:
+        # Optional, so not imported above.
+        matplotlib = importlib.import_module("matplotlib")
+    except ImportError:
+        return "No plot, for Matplotlib is missing. Run: pip install matplotlib"
+    # The backend that needs no display.
+    matplotlib.use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    figure, axis = pyplot.subplots(figsize=(8, 2.8))
+    _draw(axis, found)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130, bbox_inches="tight")
+    except OSError as error:
+        return f"No plot: {error}"
+    finally:
+        pyplot.close(figure)
+    return f"wrote {path}"
+
+
+def _draw(axis: Any, found: Mapping[str, Measured]) -> None:
+    steps_ms = [1e3 * one.step_s for one in found.values()]
+    ours = [scheme != "allreduce" for scheme in found]
+    labels = [LABELS[scheme] for scheme in found]
+    bars = axis.barh(labels, steps_ms, color=[COLORS[scheme] for scheme in found])
+    texts = [f"{step}, {sent} sent" for _, step, sent, _ in rows(found)[1:]]
+    axis.bar_label(bars, texts, padding=4, fontsize=9)
+    compute_ms = 1e3 * MODEL.step_s
+    axis.axvline(compute_ms, color="black", linestyle="--", linewidth=1)
+    axis.text(compute_ms, -0.55, "without communication", fontsize=8, ha="center", va="bottom")
+    for label, own in zip(axis.get_yticklabels(), ours, strict=True):
+        label.set_fontweight("bold" if own else "normal")
+    axis.set_title(ABOUT, fontsize=10, pad=16)
+    axis.figure.suptitle("A training step on a slow network", y=1.12, fontweight="bold")
+    axis.set_xlabel("milliseconds per step, and megabytes that a rank sends to other nodes")
+    axis.set_xlim(0, 1.35 * max(steps_ms))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.invert_yaxis()

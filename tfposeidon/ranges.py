@@ -1,0 +1,73 @@
+"""The check of numbers that are given as arguments: the rule, what was received, and the remedy."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Range(NamedTuple):
+    """Numbers that an argument may have.
+
+    Attributes:
+      rule: Completes the sentence "`x` must be ...".
+      holds: Returns whether a finite number is allowed.
+    """
+
+    rule: str
+    holds: Callable[[float], bool]
+
+
+NOT_NEGATIVE = Range("a finite number from 0", lambda value: value >= 0.0)
+POSITIVE = Range("a finite number above 0", lambda value: value > 0.0)
+AT_LEAST_1 = Range("a finite number from 1", lambda value: value >= 1.0)
+BELOW_1 = Range("a number in [0, 1)", lambda value: 0.0 <= value < 1.0)
+FRACTION = Range("a number in (0, 1]", lambda value: 0.0 < value <= 1.0)
+
+
+def check_number(name: str, value: Any, allowed: Range, remedy: str = "") -> float:
+    """Returns `value` as a float, if it is in a range.
+
+    Args:
+      name: Name of the argument.
+      value: What was given for it.
+      allowed: Range that it has to be in.
+      remedy: Sentence that tells what to give instead.
+
+    Raises:
+      ValueError: If `value` is not a real number, not finite, or not `allowed`.
+
+    >>> check_number("momentum", 0, BELOW_1, "Use 0.9.")
+    0.0
+    """
+    # Python takes bools for numbers; as an argument of this kind one is a mistake.
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not allowed.holds(value):
+        raise ValueError(_message(name, value, allowed.rule, remedy))
+    return float(value)
+
+
+def check_integer(name: str, value: Any, least: int, remedy: str = "") -> int:
+    """Returns `value` as an int, if it is one that is not too small.
+
+    Args:
+      name: Name of the argument.
+      value: What was given for it; NumPy's integers count, too.
+      least: Smallest value allowed.
+      remedy: Sentence that tells what to give instead.
+
+    Raises:
+      ValueError: If `value` is not an integer, or below `least`.
+
+    >>> check_integer("keep", 2, 1)
+    2
+    """
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(_message(name, value, f"a whole number from {least}", remedy))
+    return int(value)
+
+
+def _message(name: str, value: Any, rule: str, remedy: str) -> str:
+    return f"`{name}` must be {rule}. Received: {name}={value!r}. {remedy}".rstrip()
