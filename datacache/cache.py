@@ -73,25 +73,25 @@ class Cache:
       SourceError: If the source is incomplete or empty, or its first sample cannot be read.
 
     Example:
-    >>> import tempfile
-    >>> class Squares:
-    ...     identity, signature = "squares", [tf.TensorSpec([], tf.int64)]
-    ...     def __len__(self): return 8
-    ...     def name(self, sample): return f"the square of {sample}"
-    ...     def read(self, sample): return [np.array(sample**2)]
-    ...     def decode(self, square): return square
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     cache = Cache(Squares(), lambda square: -square, memory=f"{folder}/memory")
-    ...     for epoch in range(2):
-    ...         for batch in cache.dataset(4, shuffle=False):
-    ...             print(batch.numpy())
-    ...     print(cache.stats().source_reads)
-    ...     cache.close()
-    [ 0 -1 -4 -9]
-    [-16 -25 -36 -49]
-    [ 0 -1 -4 -9]
-    [-16 -25 -36 -49]
-    8
+      >>> import tempfile
+      >>> class Squares:
+      ...     identity, signature = "squares", [tf.TensorSpec([], tf.int64)]
+      ...     def __len__(self): return 8
+      ...     def name(self, sample): return f"the square of {sample}"
+      ...     def read(self, sample): return [np.array(sample**2)]
+      ...     def decode(self, square): return square
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     cache = Cache(Squares(), lambda square: -square, memory=f"{folder}/memory")
+      ...     for epoch in range(2):
+      ...         for batch in cache.dataset(4, shuffle=False):
+      ...             print(batch.numpy())
+      ...     print(cache.stats().source_reads)
+      ...     cache.close()
+      [ 0 -1 -4 -9]
+      [-16 -25 -36 -49]
+      [ 0 -1 -4 -9]
+      [-16 -25 -36 -49]
+      8
     """
 
     def __init__(
@@ -375,14 +375,14 @@ class RandomAccess:
       cache: Cache of the samples.
 
     Example:
-    >>> import datacache, tempfile
-    >>> source = datacache.from_dataset(tf.data.Dataset.range(5), key="range(5)")
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     cache = Cache(source, memory=f"{folder}/memory")
-    ...     samples = cache.random_access()
-    ...     print(len(samples), samples[3])
-    ...     cache.close()
-    5 3
+      >>> import datacache, tempfile
+      >>> source = datacache.from_dataset(tf.data.Dataset.range(5), key="range(5)")
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     cache = Cache(source, memory=f"{folder}/memory")
+      ...     samples = cache.random_access()
+      ...     print(len(samples), samples[3])
+      ...     cache.close()
+      5 3
     """
 
     def __init__(self, cache: Cache) -> None:

@@ -36,8 +36,8 @@ class Position:
       samples: Number of samples of this epoch that all ranks together have been given.
 
     Example:
-    >>> Position(epoch=2, samples=512)
-    Position(epoch=2, samples=512)
+      >>> Position(epoch=2, samples=512)
+      Position(epoch=2, samples=512)
     """
 
     epoch: int = 0
@@ -63,9 +63,9 @@ class Order:
       ValueError: If `samples` or `global_batch` is less than 1, or `seed` is negative.
 
     Example:
-    >>> order = Order(samples=7, global_batch=4, shuffle=False)
-    >>> [share.tolist() for share, _ in order.shares(Position(), rank=1, ranks=2)]
-    [[2, 3], [5, 6]]
+      >>> order = Order(samples=7, global_batch=4, shuffle=False)
+      >>> [share.tolist() for share, _ in order.shares(Position(), rank=1, ranks=2)]
+      [[2, 3], [5, 6]]
     """
 
     samples: int

@@ -26,8 +26,8 @@ class Statistics:
       wait_s: Seconds that batches waited for samples that were not in memory, summed over threads.
 
     Example:
-    >>> Statistics(memory_hits=3).to_dict()["memory_hits"]
-    3
+      >>> Statistics(memory_hits=3).to_dict()["memory_hits"]
+      3
     """
 
     memory_hits: int = 0

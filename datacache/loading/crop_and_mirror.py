@@ -29,10 +29,10 @@ class CropAndMirror:
     how they are drawn.
 
     Example:
-    >>> prepare = CropAndMirror(mean=[1.0], size=2)
-    >>> prepare(np.arange(16, dtype="uint8").reshape(1, 4, 4, 1), "validate", 0)[0, :, :, 0]
-    array([[4., 5.],
-           [8., 9.]], dtype=float32)
+      >>> prepare = CropAndMirror(mean=[1.0], size=2)
+      >>> prepare(np.arange(16, dtype="uint8").reshape(1, 4, 4, 1), "validate", 0)[0, :, :, 0]
+      array([[4., 5.],
+             [8., 9.]], dtype=float32)
     """
 
     mean: Any

@@ -108,15 +108,15 @@ def from_folder(
       ValueError: If `extensions` is a string, each of whose letters would be an ending.
 
     Example:
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     for name in ("cat", "dog"):
-    ...         Path(folder, name).mkdir()
-    ...         _ = Path(folder, name, "1.png").write_bytes(name.encode())
-    ...     source = from_folder(folder)
-    ...     contents, label = source.read(1)
-    >>> contents.item(), source.class_names[label]
-    (b'dog', 'dog')
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     for name in ("cat", "dog"):
+      ...         Path(folder, name).mkdir()
+      ...         _ = Path(folder, name, "1.png").write_bytes(name.encode())
+      ...     source = from_folder(folder)
+      ...     contents, label = source.read(1)
+      >>> contents.item(), source.class_names[label]
+      (b'dog', 'dog')
     """
     folder = Path(path)
     if isinstance(extensions, str):

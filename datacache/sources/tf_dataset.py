@@ -90,8 +90,8 @@ def from_dataset(dataset: tf.data.Dataset, *, key: str) -> DatasetSource:
       SourceError: If the number of elements is unknown, infinite or 0.
 
     Example:
-    >>> source = from_dataset(tf.data.Dataset.range(3), key="range(3)")
-    >>> len(source), [int(element) for (element,) in source.stream()]
-    (3, [0, 1, 2])
+      >>> source = from_dataset(tf.data.Dataset.range(3), key="range(3)")
+      >>> len(source), [int(element) for (element,) in source.stream()]
+      (3, [0, 1, 2])
     """
     return DatasetSource(dataset, key)
