@@ -9,7 +9,7 @@ from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
 from tfposeidon.communication.partition import balanced
 from tfposeidon.exchange import layer_norms
-from tfposeidon.exchange.parallel_operator import gathered
+from tfposeidon.exchange.parallel_operator import gather_results
 from tfposeidon.optimizers.layer_wise import local_norms
 
 
@@ -31,7 +31,7 @@ def main():
         (
             "all-gather",
             everybody,
-            lambda: gathered(own.read_value(), "float32", [2], wire, "bench.all_gather"),
+            lambda: gather_results(own.read_value(), "float32", [2], wire, "bench.all_gather"),
         ),
         ("all local", everybody, lambda: local_norms(variables, twice(variables))),
         ("all in parallel", everybody, lambda: in_parallel(variables, twice(variables))),

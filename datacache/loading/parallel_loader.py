@@ -53,13 +53,13 @@ class ParallelLoader:
       time; labels may be loaded too.
 
     Example:
-    >>> import numpy as np
-    >>> load = np.char.add  # Yours reads the file that `item` names, and prepares it for `mode`.
-    >>> with ParallelLoader(load) as loader:
-    ...     for batch in loader.batches("train on ", ["file 1", "file 2"]):
-    ...         print(batch)
-    train on file 1
-    train on file 2
+      >>> import numpy as np
+      >>> load = np.char.add  # Yours reads the file that `item` names, and prepares it for `mode`.
+      >>> with ParallelLoader(load) as loader:
+      ...     for batch in loader.batches("train on ", ["file 1", "file 2"]):
+      ...         print(batch)
+      train on file 1
+      train on file 2
     """
 
     def __init__(self, load: Load, buffers: int = 2) -> None:

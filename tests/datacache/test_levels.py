@@ -178,7 +178,7 @@ def test_kills_at_any_moment(tmp_path):
     steady.join()
     reader = open_reader(tmp_path)
     check_epoch(reader, 99)
-    assert reader._levels.counts.now().healed == 0
+    assert reader.levels.counts.now().healed == 0
     assert _reads(tmp_path) > SAMPLES, "no kill came while a sample was in flight"
     _check_what_was_read_again(tmp_path)
     reader.close()
@@ -233,9 +233,9 @@ def test_bits_that_flip_heal_from_the_level_below(tmp_path, level):
             stream.write(bytes([byte[0] ^ 255]))
     reader = open_reader(tmp_path)
     check_epoch(reader, 1)
-    assert reader._levels.counts.now().healed in (1, 2)
+    assert reader.levels.counts.now().healed in (1, 2)
     assert _reads(tmp_path) == SAMPLES + (
-        reader._levels.counts.now().healed if level == "stored" else 0
+        reader.levels.counts.now().healed if level == "stored" else 0
     )
     reader.close()
 
@@ -251,7 +251,7 @@ def test_little_room_is_used_and_the_rest_read_through(tmp_path, slots):
     reader = open_reader(tmp_path, slots=slots, heap_bytes=2000)
     for epoch in range(3):
         check_epoch(reader, epoch)
-    stats = reader._levels.counts.now()
+    stats = reader.levels.counts.now()
     assert stats.unkept > 0
     assert stats.memory_hits == 2 * (3 * SAMPLES - stats.unkept) // 3
     assert _reads(tmp_path) == SAMPLES
@@ -268,7 +268,7 @@ def test_who_clears_disturbs_no_other(tmp_path):
 
     def clear():
         while not ends.wait(0.003):
-            reader._levels.memory.clear()
+            reader.levels.memory.clear()
 
     clearing = threading.Thread(target=clear)
     clearing.start()
@@ -277,8 +277,8 @@ def test_who_clears_disturbs_no_other(tmp_path):
     ends.set()
     clearing.join()
     check_epoch(other, 0)
-    assert other._levels.memory.filled == SAMPLES
-    assert other._levels.counts.now().healed == 0
+    assert other.levels.memory.filled == SAMPLES
+    assert other.levels.counts.now().healed == 0
     assert _reads(tmp_path) == SAMPLES
     for opened in (reader, other):
         opened.close()
@@ -292,7 +292,7 @@ folder = pathlib.Path({folder!r})
 reader = open_reader(folder, Source({log!r}), heap_bytes=10**9, lower=False)
 for epoch in range(3):
     check_epoch(reader, epoch)
-print(reader._levels.counts.now().unkept, reader._levels.memory.filled)
+print(reader.levels.counts.now().unkept, reader.levels.memory.filled)
 """
 
 
