@@ -13,8 +13,9 @@ def innermost(optimizer: Any) -> Any:
         Keras's `LossScaleOptimizer`.
 
     >>> import keras
-    >>> innermost(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())).name
-    'sgd'
+    >>> sgd = keras.optimizers.SGD()
+    >>> innermost(keras.optimizers.LossScaleOptimizer(sgd)) is sgd
+    True
     """
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
