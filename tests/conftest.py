@@ -1,6 +1,7 @@
 """Marks tests by their folder: those in `tests/jobs` start ranks, labs or compilers.
 
-All others are fast. Tests run in three turns: the fast ones; those whose jobs were started ahead
+All others are fast, unless they are marked slow: these take seconds each. Tests run in three turns:
+those without jobs; those whose jobs were started ahead
 and ran beside the fast ones; then the rest, whose jobs have the machine to themselves.
 """
 
@@ -48,13 +49,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker("jobs")
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(JOB_LIMIT_S))
-        else:
+        elif not item.get_closest_marker("slow"):
             item.add_marker("fast")
     items.sort(key=_turn)
 
 
 def _turn(item):
-    if item.get_closest_marker("fast"):
+    if not item.get_closest_marker("jobs"):
         return 0
     return 1 if item.get_closest_marker("ahead") else 2
 

@@ -247,6 +247,7 @@ def test_selection_measures_ops(distribution, capsys):
     assert "mstopk / exact" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_selection_measures_the_library():
     figures = selection.run("library", "laplace", 5000, 0.01)
     assert figures["k"] == 50

@@ -208,6 +208,7 @@ def test_what_cannot_be_sent():
         next(loader.batches("train", [threading.Lock()]))
 
 
+@pytest.mark.slow
 def test_a_killed_loader_is_an_error_and_another_begins():
     loader = ParallelLoader(about_itself)
     loader.start()
@@ -277,6 +278,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_loaders_end_with_a_killed_training_process(tmp_path):
     (tmp_path / "trains.py").write_text(TRAINS)
     root = Path(__file__).parents[2]

@@ -42,6 +42,7 @@ def _fill(folder, die_at):
             pool.put(index, drawn_sample(index))
 
 
+@pytest.mark.slow
 def test_a_kill_at_every_step_leaves_only_whole_samples(tmp_path):
     context = multiprocessing.get_context("spawn")
     steps = 4 * (2 + len(LAYOUT.components))
@@ -83,6 +84,7 @@ def _open(folder, found):
         found.put(str(error))
 
 
+@pytest.mark.slow
 def test_many_begin_at_once(tmp_path):
     context = multiprocessing.get_context("spawn")
     found = context.Queue()

@@ -332,6 +332,7 @@ print(check(Pool(folder / "texts", lambda: varying), texts))
 """
 
 
+@pytest.mark.slow
 def test_a_container_that_runs_out_of_memory_kills_nobody():
     """It would if 200 MB were reserved in it, or 80 % of the file system, or if filling went on."""
     folder = tempfile.mkdtemp(dir="/dev/shm")

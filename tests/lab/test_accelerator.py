@@ -173,6 +173,7 @@ def test_dilation_must_be_positive():
         emulated_model(small(), dilation=0)
 
 
+@pytest.mark.slow
 def test_pool_holds_the_largest_gradient():
     for name in ("vgg19", "transformer_110m"):
         model = models.model(name).shrunk(16)

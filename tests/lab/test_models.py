@@ -46,6 +46,7 @@ def biases_before_normalisation(found, built):
 
 
 @in_keras
+@pytest.mark.slow
 def test_parameters_are_those_of_keras(name):
     assert model(name).parameters == keras_layers(name)[1]
 

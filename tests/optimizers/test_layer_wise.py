@@ -433,6 +433,7 @@ def test_it_learns(make):
 
 
 @BOTH
+@pytest.mark.slow
 def test_saving_at_every_step_and_going_on_equals_the_whole_run(make, tmp_path):
     def fresh():
         optimizer = make(weight_decay=0.1, exclude=["bias"], use_ema=True)

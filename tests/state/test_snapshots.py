@@ -96,6 +96,7 @@ def _fit(folder, epochs):
     return model
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_keeps_the_sum(tmp_path):
     first = _fit(tmp_path, 1)
     held = [v.numpy() for v in first.optimizer.rank_variables]
