@@ -1,8 +1,8 @@
 """Marks tests by their folder: those in `tests/jobs` start ranks, labs or compilers.
 
 All others are fast, unless they are marked slow: these take seconds each. Tests run in three turns:
-those without jobs; those whose jobs were started ahead
-and ran beside the fast ones; then the rest, whose jobs have the machine to themselves.
+those without jobs; those whose jobs were started ahead and ran beside the fast ones; then the rest,
+whose jobs have the machine to themselves.
 """
 
 import gc

@@ -110,6 +110,7 @@ def test_each_rank_of_a_node_gets_its_gpu():
     growth.assert_called_once_with(gpus[2], True)
 
 
+@pytest.mark.slow
 def test_check_reports(capsys):
     assert check.main(SimpleNamespace(ranks_per_node=None)) == 0
     said = capsys.readouterr().out

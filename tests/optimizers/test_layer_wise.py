@@ -428,6 +428,7 @@ def test_compiled_traced_and_eager_steps_agree(make):
 
 
 @BOTH
+@pytest.mark.slow
 def test_it_learns(make):
     assert learns(compiled(make(), jit_compile=True))
 

@@ -115,6 +115,7 @@ def trained(folder, epochs, ranks=1):
     return model
 
 
+@pytest.mark.slow
 def test_one_rank_alone_trains_as_keras_does(tmp_path):
     data = models.mlp.data(48)
     start = models.mlp()

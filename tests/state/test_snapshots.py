@@ -45,6 +45,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
         Snapshots(tmp_path / "file" / "folder", WIRE).write({}, {}, {})
 
 
+@pytest.mark.slow
 def test_other_buckets_take_their_state_over(tmp_path):
     """The scheme keeps momentum by bucket; a run resumed with small buckets stays the same."""
 
