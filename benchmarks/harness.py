@@ -73,7 +73,7 @@ def argument_parser(name, description):
 
     Args:
       name: Name of the benchmark's module, and of its file of results.
-      description: What `--help` prints above the options.
+      description: Text that `--help` prints above the options.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -56,14 +56,19 @@ def test_an_interrupted_benchmark_goes_on(tmp_path):
 
 
 OF_RESULTS = {
-    **{
-        module.__name__.partition(".")[2]: module
-        for module in (accuracy, exchange, hitopk_steps, large_batch, memory)
-    },
-    **{
-        module.__name__.partition(".")[2]: module
-        for module in (norms, poseidon, reading, scaling, selection)
-    },
+    module.__name__.partition(".")[2]: module
+    for module in (
+        accuracy,
+        exchange,
+        hitopk_steps,
+        large_batch,
+        memory,
+        norms,
+        poseidon,
+        reading,
+        scaling,
+        selection,
+    )
 }
 
 

@@ -47,8 +47,8 @@ class ProgressBar:
 
     Args:
       total: Number of items to be done.
-      unit: What the items are, in the plural.
-      stream: Where it is written, by default standard error.
+      unit: Noun for the items, in the plural.
+      stream: Stream to write to, by default standard error.
       clock: Seconds since some moment; for tests.
     """
 

@@ -99,7 +99,7 @@ def slowest(wire, function):
 
     Args:
       wire: The collectives.
-      function: What is timed.
+      function: Function to time.
 
     Returns:
       Seconds of the slowest rank.

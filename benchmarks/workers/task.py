@@ -21,7 +21,7 @@ class Task:
       model: Name in `tfposeidon.lab.models`.
       shrink: Factor by which the model is made smaller.
       dilation: Factor on compute times.
-      systems: What to measure, in turn, in this job.
+      systems: Systems to measure, in turn, in this job.
       warm_up: Number of steps that are not timed.
       steps: Number of steps that are timed.
       result: Path of the answer.
@@ -90,7 +90,7 @@ class Task:
         Args:
           system: Name of what was measured.
           times: Seconds of each step on each rank.
-          sent_bytes: What the node sent in all steps.
+          sent_bytes: Bytes that the node sent in all steps.
           **more: Further figures.
         """
         slowest = [max(step) for step in times]

@@ -44,7 +44,7 @@ class Exchanger:
       plan: As given.
       wire: As given.
       prefix: Begins the names of its collectives; `None` until ranks have agreed.
-      states: What the schemes keep from step to step.
+      states: State that the schemes keep from step to step.
       rows: Rows of factors in the last step that had any, `[variables]` float32: at a bucket's
         index the sum over its variables and all ranks.
       afterwards: What else all ranks do together in a step, a function from means to means; mostly

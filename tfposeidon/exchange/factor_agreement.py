@@ -60,7 +60,7 @@ def merge_findings(
 
     Args:
       descriptions: Descriptions of all variables.
-      everybody: What `find_factors` returned on each rank, by rank.
+      everybody: Results of `find_factors` on all ranks, by rank.
 
     Returns:
       Descriptions with `factors`, or with `why_no_factors`: the reason of the first rank that has

@@ -32,7 +32,7 @@ class Accelerator:
 
     Args:
       length: Number of values of the largest gradient that is cut from the pool.
-      stream: Where the time of the layers passes.
+      stream: Stream in which the time of the layers passes.
       seed: Seed of the values; give each rank its own.
     """
 
@@ -174,7 +174,7 @@ def emulated_model(
       dilation: Factor on all times: with links slower by the same factor, a slow machine can
         follow.
       seed: Seed of the gradients' values; give each rank its own.
-      stream: Where its time passes; a stream of its own by default.
+      stream: Stream in which its time passes; a stream of its own by default.
 
     Raises:
       ValueError: If `dilation` is not positive.

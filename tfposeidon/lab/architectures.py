@@ -29,7 +29,7 @@ class Layer:
       name: Name, unique within the model.
       kernel: (height, width, channels in, channels out) of a convolution, with the channels in of
         one group where it is grouped; (in, out) of a dense layer or embedding.
-      kind: What makes the kernel's gradient: a convolution, a matrix product or a scatter of rows.
+      kind: Origin of the kernel's gradient: a convolution, a matrix product or a scatter of rows.
         In transformers the logits share the "tokens" embedding, so a matrix product adds to its
         gradient.
       vectors: Lengths of the further parameters: bias, or those of the normalisation that follows.

@@ -74,7 +74,7 @@ class DelayLine:
 
         Args:
           frame: The frame.
-          target: Where it goes: the descriptor of a TAP device.
+          target: Descriptor of the TAP device that it goes to.
           now_s: Seconds since some moment.
         """
         if self._random.random() < self.loss:

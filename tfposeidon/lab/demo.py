@@ -152,7 +152,7 @@ def rows(found: Mapping[str, Measured]) -> list[tuple[str, ...]]:
     tfposeidon hitopk, top 1 % | 800 ms | 1.0 MB | 3.0
 
     Args:
-      found: What was measured, by scheme; the first is the one to compare with.
+      found: Measurements by scheme; the first is the one to compare with.
     """
     slowest_s = next(iter(found.values())).step_s
     header = ("scheme", "per step", "sent per rank to other nodes", "times faster")
@@ -174,7 +174,7 @@ def plot(found: Mapping[str, Measured], path: Path) -> str:
     """Draws a bar for each scheme.
 
     Args:
-      found: What was measured, by scheme.
+      found: Measurements by scheme.
       path: The PNG file to write.
 
     Returns:

@@ -192,7 +192,7 @@ def network(cluster: Cluster) -> Iterator[Network]:
     """Builds the nodes and their links; to be called inside the sandbox.
 
     Args:
-      cluster: What to build.
+      cluster: Cluster to build.
 
     Yields:
       The network, which ends with the context.

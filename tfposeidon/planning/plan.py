@@ -265,7 +265,7 @@ def make_plan(
       policy: Decides which variable goes by which scheme.
       topology: The ranks of the job, as this rank sees them.
       bucket_bytes: Size up to which gradients are fused (default 4 MiB); 0 fuses none.
-      notes: What the plan is to say besides what schemes note.
+      notes: Lines for the plan besides those of its schemes.
 
     Source: Zhang et al. 2017 (Poseidon), section 3.1. Differs: Poseidon does not fuse.
     """

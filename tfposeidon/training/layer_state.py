@@ -58,7 +58,7 @@ def assign(model: keras.Model, state: State) -> None:
 
     Args:
       model: A Keras model of the same layers as the one that was read.
-      state: What `read` returned.
+      state: State that `read` returned.
 
     Raises:
       ValueError: If something differs that can be read but not assigned.

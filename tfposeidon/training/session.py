@@ -163,7 +163,7 @@ class Session:
         """Surrounds a train step as it is traced: its optimizers weigh this rank by its samples.
 
         Args:
-          data: What the train step is given, as `(x, y, sample_weight)`.
+          data: Input of the train step, `(x, y, sample_weight)`.
         """
         if self._watches_absence and self._step_counter is not None:
             self._step_counter.assign_add(1)
