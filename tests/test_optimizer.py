@@ -1,4 +1,4 @@
-"""The optimizer on one rank without a launcher, and what it refuses."""
+"""The optimizer on one rank without a launcher."""
 
 import copy
 import json
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import keras_callbacks
 import tfposeidon as tp
 from tests.on_ranks import models
 from tfposeidon import policies, schemes
@@ -325,157 +324,6 @@ def test_exclusions_from_weight_decay_reach_the_inner_optimizer():
     kernel, bias = keras.Variable([1.0], name="kernel"), keras.Variable([1.0], name="bias")
     optimizer.apply([tf.constant([0.0])] * 2, [kernel, bias])
     np.testing.assert_allclose([kernel.numpy()[0], bias.numpy()[0]], [0.95, 1.0])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: tp.DistributedOptimizer("sgd"),
-            r"must be a Keras 3 optimizer\. Received: 'sgd' of type str",
-        ),
-        (
-            lambda: tp.DistributedOptimizer(tp.DistributedOptimizer(SGD())),
-            "must be wrapped in DistributedOptimizer once",
-        ),
-        (
-            lambda: tp.DistributedOptimizer(SGD(), scheme="ring"),
-            r'one of "auto", "hybcomm", "allreduce", "asa", "asa16", "2dtar"',
-        ),
-        (lambda: tp.DistributedOptimizer(SGD(), scheme=7), "Received: scheme=7"),
-        (
-            lambda: tp.DistributedOptimizer(SGD(), scheme=[("kernel",)]),
-            "pairs of a pattern and a scheme",
-        ),
-        (
-            lambda: tp.DistributedOptimizer(SGD(), scheme={"(": "asa"}),
-            "must be a regular expression",
-        ),
-        (
-            lambda: tp.DistributedOptimizer(SGD(), bucket_bytes=-1),
-            "`bucket_bytes` must be a whole number from 0",
-        ),
-        (lambda: tp.DistributedOptimizer(SGD(), bucket_bytes=1.5), "Received: bucket_bytes=1.5"),
-        (
-            lambda: tp.DistributedOptimizer(SGD()).plan,
-            "There is a plan once the optimizer knows its variables",
-        ),
-        (lambda: tp.init(ranks_per_node=0), "`ranks_per_node` must be a whole number from 1"),
-    ],
-)
-def test_bad_input_is_refused(make, message):
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        make()
-
-
-@pytest.mark.parametrize("dtype", ["int32", "complex64"])
-def test_variables_must_be_floating(dtype):
-    variable = tf.Variable(tf.zeros([2], dtype), name="counts")
-    with pytest.raises(
-        ValueError, match=rf"Only floating-point variables .*'counts:0' of dtype {dtype}"
-    ):
-        tp.DistributedOptimizer(SGD()).apply([tf.zeros([2], dtype)], [variable])
-
-
-def test_a_loss_scale_around_ours_is_refused():
-    with pytest.raises(
-        ValueError, match=r"Write DistributedOptimizer\(LossScaleOptimizer\(optimizer\)\)"
-    ):
-        keras.optimizers.LossScaleOptimizer(tp.DistributedOptimizer(SGD()))
-
-
-def test_tf_distribute_is_refused():
-    with (
-        tf.distribute.OneDeviceStrategy("/cpu:0").scope(),
-        pytest.raises(ValueError, match="DistributedOptimizer replaces"),
-    ):
-        tp.DistributedOptimizer(SGD())
-
-
-def test_other_backends_are_refused():
-    with (
-        mock.patch.object(keras.backend, "backend", return_value="jax"),
-        pytest.raises(ValueError, match="Set KERAS_BACKEND=tensorflow"),
-    ):
-        tp.DistributedOptimizer(SGD())
-
-
-def test_plain_keras_is_left_alone():
-    trained(tp.DistributedOptimizer(SGD(0.1)))
-    model = trained(SGD(0.1))
-    assert type(model.optimizer) is SGD
-    assert "train_step" not in vars(model)
-
-
-def test_unknown_variables_are_refused():
-    optimizer = tp.DistributedOptimizer(SGD())
-    optimizer.build([keras.Variable([1.0])])
-    with pytest.raises(ValueError, match="Unknown variable"):
-        optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0])])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: keras_callbacks.ReplicaCheck(every_n_steps=0),
-            "`every_n_steps` must be a finite number from 1",
-        ),
-        (lambda: keras_callbacks.ReplicaCheck(action="panic"), "one of stop, repair, report"),
-        (
-            lambda: keras_callbacks.Checkpoint("x", every_n_steps=0),
-            "`every_n_steps` must be a finite number from 1",
-        ),
-        (lambda: keras_callbacks.Checkpoint("x", keep=0), "`keep` must be a whole number from 1"),
-        (
-            lambda: keras_callbacks.LearningRateWarmup(0.1, warmup_epochs=0),
-            "`warmup_epochs` must be a finite number above 0",
-        ),
-        (lambda: keras_callbacks.LearningRateSchedule(-1, 1.0), "must be a finite number from 0"),
-        (
-            lambda: keras_callbacks.SchemeSchedule({}),
-            r"by which scheme epoch 0 goes. Received: epochs \[\]",
-        ),
-        (
-            lambda: keras_callbacks.SchemeSchedule({1: "asa"}),
-            r"by which scheme epoch 0 goes. Received: epochs \[1\]",
-        ),
-        (lambda: keras_callbacks.SchemeSchedule({0: "gossip"}), "`scheme` must be one of"),
-        (
-            lambda: keras_callbacks.SchemeSchedule(
-                {0: schemes.HierarchicalTopK(momentum=0.9), 9: "2dtar"}
-            ),
-            "Momentum must be either the schemes' or the optimizer's",
-        ),
-    ],
-)
-def test_callbacks_refuse_bad_input(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_callbacks_refuse_a_rate_they_cannot_set():
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
-    model = models.mlp()
-    model.compile(optimizer=tp.DistributedOptimizer(SGD(schedule)), loss=models.LOSS)
-    with pytest.raises(ValueError, match="can only set a plain learning rate"):
-        model.fit(
-            *models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.LearningRateWarmup(0.1)]
-        )
-
-
-def test_a_schedule_of_schemes_needs_our_optimizer_and_comes_first():
-    schedule = keras_callbacks.SchemeSchedule({0: "asa"})
-    model = models.mlp()
-    model.compile(optimizer=SGD(), loss=models.LOSS)
-    with pytest.raises(ValueError, match=r"needs a DistributedOptimizer. Received: SGD"):
-        model.fit(*models.mlp.data(8), verbose=0, callbacks=[schedule])
-    model.compile(optimizer=tp.DistributedOptimizer(SGD()), loss=models.LOSS)
-    restored = keras.callbacks.LambdaCallback(
-        on_train_begin=lambda logs: setattr(model, "_initial_epoch", 1)
-    )
-    with pytest.raises(ValueError, match=r"must come before Checkpoint"):
-        model.fit(*models.mlp.data(8), verbose=0, callbacks=[restored, schedule])
 
 
 def test_rules_choose_by_path():

@@ -30,7 +30,7 @@ WORLDS = {
     "2 for callbacks": (
         2,
         0,
-        ["callbacks", "several_optimizers", "layer_state", "presence", "stateful"],
+        ["callbacks", "checkpoints", "several_optimizers", "layer_state", "presence", "stateful"],
     ),
     "2x1 for models": (2, 1, ["hub", "applications", "layers", "factor_accumulation"]),
     "3": (3, 0, ["contract_table", "uneven"]),

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import tfposeidon as tp
 from tests.on_ranks import models
-from tests.on_ranks.callbacks import check_resumes_everywhere
+from tests.on_ranks.checkpoints import check_resumes_everywhere
 from tests.on_ranks.factors import KERNELS, _large_table, _tokens
 from tests.on_ranks.models import same_on_all_ranks
 from tests.on_ranks.training import (

@@ -10,7 +10,7 @@ import keras_callbacks
 import tfposeidon as tp
 from tests import contract
 from tests.on_ranks import models
-from tests.on_ranks.callbacks import check_resumes_everywhere
+from tests.on_ranks.checkpoints import check_resumes_everywhere
 from tests.on_ranks.checks import LogLines, Raises
 from tests.on_ranks.models import same_on_all_ranks
 from tests.on_ranks.training import BATCH, STEPS, check_equal, sgd, train_alone, train_together

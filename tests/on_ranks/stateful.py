@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfposeidon as tp
 from tests.on_ranks import models
-from tests.on_ranks.callbacks import check_resumes_everywhere
+from tests.on_ranks.checkpoints import check_resumes_everywhere
 from tests.on_ranks.training import sgd
 from tests.on_ranks.wait_free import check_independent, traced
 from tfposeidon.communication.wire import exchange_objects

@@ -5,7 +5,7 @@ import optax
 import pytest
 import tensorflow as tf
 
-from tests.optimizers.test_layer_wise import (
+from tests.optimizers.layer_wise import (
     BY_DEFAULT,
     STEPS,
     apply,

@@ -1,0 +1,199 @@
+"""Checkpoints on two ranks: runs that are resumed equal those that were not interrupted."""
+
+import os
+import shutil
+
+import keras
+import numpy as np
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.on_ranks import models
+from tests.on_ranks.callbacks import SGD, compiled, noisy, shared_folder
+from tests.on_ranks.checks import Raises
+from tests.on_ranks.training import sgd
+from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.state import snapshots
+
+EPOCHS = 2
+BATCHES = 3
+
+
+def _job(
+    build,
+    folder,
+    make_optimizer,
+    callbacks=(),
+    epochs=EPOCHS,
+    every_n_steps=None,
+    scheme="auto",
+    **fit,
+):
+    """A run that always sees the same data in the same order."""
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(5)
+    model = compiled(build, make_optimizer(), scheme, metrics=["accuracy"])
+    x, y = models.mlp.data(4 * BATCHES * 2)
+    mine = slice(tp.rank(), None, 2)
+    checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps=every_n_steps, keep=100)
+    averages = [keras_callbacks.BroadcastVariables(), keras_callbacks.MetricAverage()]
+    history = model.fit(
+        x[mine],
+        y[mine],
+        batch_size=4,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=[*averages, *callbacks, checkpoint],
+        **fit,
+    )
+    return model, history.history
+
+
+def _state(model):
+    variables = [*model.variables, *model.optimizer.variables, *model.optimizer.rank_variables]
+    return [v.numpy() for v in variables]
+
+
+def check_resumes_everywhere(wire, build, make_optimizer, scheme="auto", callbacks=()):
+    """Restores at every step, and compares what follows with a run that was not interrupted."""
+    folder = shared_folder(wire)
+    whole, history = _job(
+        build,
+        os.path.join(folder, "whole"),
+        make_optimizer,
+        callbacks,
+        every_n_steps=1,
+        scheme=scheme,
+    )
+    names = sorted(os.listdir(os.path.join(folder, "whole")))
+    assert len(names) == EPOCHS * BATCHES + EPOCHS
+    for name in names[:-1]:
+        target = os.path.join(folder, f"from-{name}")
+        if wire.topology.rank == 0:
+            shutil.copytree(os.path.join(folder, "whole", name), os.path.join(target, name))
+        exchange_objects(None, wire, "copied")
+        resumed, rest = _job(build, target, make_optimizer, callbacks, scheme=scheme)
+        for a, b in zip(_state(resumed), _state(whole), strict=True):
+            np.testing.assert_array_equal(a, b, f"resumed from {name}")
+        for metric, values in rest.items():
+            np.testing.assert_allclose(
+                values, history[metric][-len(values) :], rtol=1e-6, err_msg=f"{metric} {name}"
+            )
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+def case_resume_at_every_step(wire):
+    check_resumes_everywhere(wire, noisy, sgd)
+
+
+def case_resume_behind_the_last_batch_of_an_epoch(wire):
+    """Where a callback may stop training, an epoch with nothing left to train on ends, too."""
+    watching = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+    folder = shared_folder(wire)
+    whole, _ = _job(models.mlp, os.path.join(folder, "whole"), sgd, [watching], every_n_steps=1)
+    name = sorted(os.listdir(os.path.join(folder, "whole")))[BATCHES - 1]
+    target = os.path.join(folder, "from")
+    if wire.topology.rank == 0:
+        shutil.copytree(os.path.join(folder, "whole", name), os.path.join(target, name))
+    exchange_objects(None, wire, "copied")
+    resumed, _ = _job(models.mlp, target, sgd, [watching])
+    for a, b in zip(_state(resumed), _state(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+def case_resume_with_a_schedule_that_starts_at_zero(wire):
+    schedule = keras_callbacks.LearningRateSchedule(0.1, lambda epoch: epoch / 2, staircase=False)
+    check_resumes_everywhere(wire, models.mlp, sgd, callbacks=[schedule])
+
+
+def case_a_fit_after_a_resumed_one_begins_at_its_beginning(wire):
+    folder = shared_folder(wire)
+    _job(models.mlp, folder, sgd, epochs=1)
+    model, _ = _job(models.mlp, folder, sgd, epochs=2)
+    history = model.fit(*models.mlp.data(8), batch_size=4, epochs=2, verbose=0)
+    assert len(history.epoch) == 2
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+def case_resume_at_every_step_with_accumulation(wire):
+    check_resumes_everywhere(
+        wire, models.mlp, lambda: SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
+    )
+
+
+def case_full_disk_leaves_the_last_snapshot(wire):
+    folder = shared_folder(wire)
+    original = snapshots._save
+    calls = []
+
+    def save(path, arrays):
+        calls.append(path)
+        if wire.topology.rank == 1 and len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        original(path, arrays)
+
+    snapshots._save = save
+    try:
+        with Raises(
+            snapshots.SnapshotError,
+            "rank 1: OSError.*No space left.*last whole one is snapshot-000002",
+        ):
+            _job(models.mlp, folder, sgd, epochs=4)
+    finally:
+        snapshots._save = original
+    resumed, _ = _job(models.mlp, folder, sgd, epochs=4)
+    assert int(resumed.optimizer.iterations) == 4 * BATCHES
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+def _spoil(folder, wire, cut):
+    """Damages rank 1's file of the newest snapshot."""
+    newest = sorted(os.listdir(folder))[-1]
+    exchange_objects(None, wire, "listed")
+    if wire.topology.rank == 1:
+        path = os.path.join(folder, newest, "rank-1.npz")
+        with open(path, "r+b") as stream:
+            content = bytearray(stream.read())
+            if cut:
+                stream.truncate(len(content) // 2)
+            else:
+                for place in range(len(content) // 3, 2 * len(content) // 3):
+                    content[place] ^= 1
+                stream.seek(0)
+                stream.write(content)
+    exchange_objects(None, wire, "spoiled")
+
+
+def case_damaged_snapshots_are_passed_over(wire):
+    for cut in (True, False):
+        folder = shared_folder(wire)
+        _job(noisy, folder, sgd, epochs=2)
+        _spoil(folder, wire, cut)
+        resumed, rest = _job(noisy, folder, sgd, epochs=3)
+        assert len(rest["loss"]) == 2, "it should have gone on from the first epoch's end"
+        assert int(resumed.optimizer.iterations) == 3 * BATCHES
+        exchange_objects(None, wire, "done")
+        if wire.topology.rank == 0:
+            shutil.rmtree(folder)
+
+
+def case_checkpoint_of_another_model_is_refused(wire):
+    folder = shared_folder(wire)
+    _job(models.mlp, folder, sgd, epochs=1)
+    with Raises(
+        snapshots.SnapshotError,
+        "same model and optimizer. The first difference is variable 0: .*20, 32.*20, 16",
+    ):
+        _job(noisy, folder, sgd)
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
