@@ -4,20 +4,23 @@ import numpy as np
 
 from tests.launch import horovodrun
 from tests.on_ranks.training import check_equal
-from tests.server.test_server_update import trained
+from tests.state.resuming import fit_with_checkpoint, sharded_adam
 
 FIRST_HALF = """
 import sys, keras, tfposeidon as tp
-from tests.server.test_server_update import trained
+from tests.state.resuming import fit_with_checkpoint, sharded_adam
 tp.init()
-trained(sys.argv[1], epochs=1, ranks=2)
+fit_with_checkpoint(sharded_adam, sys.argv[1], epochs=1, samples=32, rank=tp.rank(), ranks=2)
 """
 
 
 def test_two_ranks_begin_and_one_goes_on(tmp_path):
     done = horovodrun(2, "-c", FIRST_HALF, tmp_path / "two")
     assert done.returncode == 0, done.stdout
-    resumed, whole = trained(tmp_path / "two", epochs=2), trained(tmp_path / "one", epochs=2)
+    resumed, whole = (
+        fit_with_checkpoint(sharded_adam, tmp_path / folder, epochs=2, samples=32)
+        for folder in ("two", "one")
+    )
     assert int(resumed.optimizer.iterations) == 8
     check_equal(resumed.get_weights(), whole.get_weights())
     for a, b in zip(resumed.optimizer.rank_variables, whole.optimizer.rank_variables, strict=True):

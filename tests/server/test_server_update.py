@@ -10,6 +10,7 @@ import tfposeidon as tp
 from tests.in_process import Cluster, InProcessWire
 from tests.on_ranks import models
 from tests.on_ranks.training import adam, check_equal, sgd, train_alone
+from tests.state.resuming import fit_with_checkpoint, sharded_adam
 from tests.state.test_rank_state import LAYOUTS
 from tfposeidon.communication.topology import Topology
 from tfposeidon.exchange.exchanger import Exchanger
@@ -22,7 +23,6 @@ from tfposeidon.state.snapshots import SnapshotError
 
 SERVED = tp.schemes.ShardedServer(update="server", pair_bytes=256)
 SHAPES = [(30, 10), (7,), (8, 8), (501,)]
-# Trains half of a job with two ranks on halves of each batch, and leaves a snapshot.
 
 
 def _shards(nodes, rank, variables, bucket_bytes):
@@ -95,26 +95,6 @@ def test_servers_hold_equal_shares(layout):
     assert sum(n > 0 for n in held) == len(nodes) * positions
 
 
-def trained(folder, epochs, ranks=1):
-    keras.utils.clear_session()
-    keras.utils.set_random_seed(3)
-    model = models.mlp()
-    model.compile(optimizer=tp.DistributedOptimizer(adam(), scheme=SERVED), loss=models.LOSS)
-    x, y = models.mlp.data(32)
-    rows = np.arange(32).reshape(4, ranks, -1)[:, tp.rank() if ranks > 1 else 0].reshape(-1)
-    checkpoint = keras_callbacks.Checkpoint(folder)
-    model.fit(
-        x[rows],
-        y[rows],
-        batch_size=8 // ranks,
-        epochs=epochs,
-        shuffle=False,
-        verbose=0,
-        callbacks=[checkpoint],
-    )
-    return model
-
-
 @pytest.mark.slow
 def test_one_rank_alone_trains_as_keras_does(tmp_path):
     data = models.mlp.data(48)
@@ -154,7 +134,7 @@ def test_state_is_saved_in_its_own_type():
 
 
 def test_a_checkpoint_of_the_workers_is_refused(tmp_path):
-    trained(tmp_path, epochs=1)
+    fit_with_checkpoint(sharded_adam, tmp_path, epochs=1)
     model = models.mlp()
     model.compile(optimizer=tp.DistributedOptimizer(adam(), scheme="ps"), loss=models.LOSS)
     with pytest.raises(SnapshotError, match="same model and optimizer"):

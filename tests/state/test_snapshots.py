@@ -8,9 +8,8 @@ import keras
 import numpy as np
 import pytest
 
-import keras_callbacks
 import tfposeidon as tp
-from tests.on_ranks import models
+from tests.state.resuming import fit_with_checkpoint
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import HorovodWire
 from tfposeidon.state.snapshots import SnapshotError, Snapshots
@@ -50,24 +49,13 @@ def test_other_buckets_take_their_state_over(tmp_path):
     """The scheme keeps momentum by bucket; a run resumed with small buckets stays the same."""
 
     def trained(folder, epochs, bucket_bytes):
-        keras.utils.clear_session()
-        keras.utils.set_random_seed(0)
-        model = models.mlp()
-        scheme = tp.schemes.HierarchicalTopK(momentum=0.9, min_elements=0, warmup_steps=100)
-        optimizer = tp.DistributedOptimizer(
-            keras.optimizers.SGD(0.1), scheme, bucket_bytes=bucket_bytes
-        )
-        model.compile(optimizer=optimizer, loss=models.LOSS)
-        callbacks = [keras_callbacks.Checkpoint(folder)]
-        model.fit(
-            *models.mlp.data(24),
-            batch_size=8,
-            epochs=epochs,
-            shuffle=False,
-            verbose=0,
-            callbacks=callbacks,
-        )
-        return model
+        def optimizer():
+            scheme = tp.schemes.HierarchicalTopK(momentum=0.9, min_elements=0, warmup_steps=100)
+            return tp.DistributedOptimizer(
+                keras.optimizers.SGD(0.1), scheme, bucket_bytes=bucket_bytes
+            )
+
+        return fit_with_checkpoint(optimizer, folder, epochs)
 
     trained(tmp_path / "a", 1, 1 << 22)
     resumed, whole = trained(tmp_path / "a", 2, 64), trained(tmp_path / "b", 2, 1 << 22)
@@ -79,33 +67,19 @@ def test_other_buckets_take_their_state_over(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-def _fit(folder, epochs):
-    keras.utils.clear_session()
-    keras.utils.set_random_seed(0)
-    model = models.mlp()
-    inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
-    model.compile(optimizer=tp.DistributedOptimizer(inner), loss=models.LOSS)
-    checkpoint = keras_callbacks.Checkpoint(folder)
-    model.fit(
-        *models.mlp.data(24),
-        batch_size=8,
-        epochs=epochs,
-        shuffle=False,
-        verbose=0,
-        callbacks=[checkpoint],
-    )
-    return model
+def _accumulating():
+    return tp.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=4))
 
 
 @pytest.mark.slow
 def test_another_number_of_ranks_keeps_the_sum(tmp_path):
-    first = _fit(tmp_path, 1)
+    first = fit_with_checkpoint(_accumulating, tmp_path, 1)
     held = [v.numpy() for v in first.optimizer.rank_variables]
     folder = tmp_path / "snapshot-000001"
     shutil.copy(folder / "rank-0.npz", folder / "rank-1.npz")
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | {"nodes": [[0], [1]]}))
-    resumed = _fit(tmp_path, 1)
+    resumed = fit_with_checkpoint(_accumulating, tmp_path, 1)
     for now, then in zip(resumed.optimizer.rank_variables, held, strict=True):
         factor = 2 if then.dtype.kind == "f" else 1
         np.testing.assert_allclose(now.numpy(), factor * then)

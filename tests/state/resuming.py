@@ -1,0 +1,44 @@
+"""A run of `fit` that continues from its checkpoints, the same each time."""
+
+import keras
+import numpy as np
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.on_ranks import models
+from tests.on_ranks.training import adam
+
+
+def fit_with_checkpoint(optimizer, folder, epochs, samples=24, rank=0, ranks=1):
+    """Trains on batches of eight samples, a share of each on every rank, and returns the model.
+
+    Args:
+      optimizer: Function that makes the `DistributedOptimizer`.
+      folder: Where checkpoints are written, and looked for first.
+      epochs: Number of the last epoch.
+      samples: Samples of an epoch, in whole batches.
+      rank: Share of each batch that this process takes.
+      ranks: Number of shares.
+    """
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(3)
+    model = models.mlp()
+    model.compile(optimizer=optimizer(), loss=models.LOSS)
+    x, y = models.mlp.data(samples)
+    rows = np.arange(samples).reshape(-1, ranks, 8 // ranks)[:, rank].reshape(-1)
+    model.fit(
+        x[rows],
+        y[rows],
+        batch_size=8 // ranks,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=[keras_callbacks.Checkpoint(folder)],
+    )
+    return model
+
+
+def sharded_adam():
+    """Returns an optimizer whose servers keep its state."""
+    scheme = tp.schemes.ShardedServer(update="server", pair_bytes=256)
+    return tp.DistributedOptimizer(adam(), scheme=scheme)
