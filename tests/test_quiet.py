@@ -1,9 +1,13 @@
 """TensorFlow's start-up messages stay off the screen, and nothing else does."""
 
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
+from tests.launch import ROOT
 from tfposeidon import quiet
 
 NOISE = "I0000 00:00:1795430681.572436 26506 port.cc:153] oneDNN custom operations are on. You may"
@@ -26,3 +30,23 @@ def test_what_is_written_while_tensorflow_is_loaded_is_passed_on(capfd, monkeypa
     quiet.import_tensorflow()
     assert capfd.readouterr().err == "E0000 cannot load tensorflow\n"
     assert os.environ[quiet.LEVEL] == "1", "what the user has set stays"
+
+
+ABORTS = """
+import os, sys
+from unittest import mock
+from tfposeidon import quiet
+def load(name):
+    os.write(2, b"oneDNN custom operations are on.\\nThis CPU is without AVX.\\n")
+    os.abort()
+with mock.patch.object(quiet.importlib, "import_module", load):
+    quiet.import_tensorflow()
+"""
+
+
+def test_last_words_of_native_code_arrive():
+    done = subprocess.run(
+        [sys.executable, "-c", ABORTS], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == -signal.SIGABRT
+    assert done.stderr == "This CPU is without AVX.\n"

@@ -6,8 +6,8 @@ import contextlib
 import importlib
 import os
 import re
+import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
@@ -21,6 +21,16 @@ STARTUP_MESSAGE = re.compile(
     "This TensorFlow binary is optimized to use available CPU instructions|"
     "To enable the following instructions: "
 )
+
+
+FILTER = """
+import re, sys
+for line in sys.stdin.buffer:
+    if not re.search(sys.argv[1], line.decode(errors="replace")):
+        sys.stderr.buffer.write(line)
+        sys.stderr.buffer.flush()
+"""
+"""Program that passes on its input but for lines that match its argument."""
 
 
 def is_startup_message(line: str, environment: Mapping[str, str] = os.environ) -> bool:
@@ -46,23 +56,31 @@ def import_tensorflow() -> None:
     """
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
-    with _standard_error_held():
+    with _startup_messages_left_out():
         importlib.import_module("tensorflow")
 
 
 @contextlib.contextmanager
-def _standard_error_held() -> Iterator[None]:
-    """Holds standard error back, that of native code too, and then passes on what is no noise."""
+def _startup_messages_left_out() -> Iterator[None]:
+    """Sends standard error, that of native code too, through a process that leaves the noise out.
+
+    It is a process and not a thread, so that the last words of native code that aborts (TensorFlow
+    on a CPU without AVX) still arrive.
+    """
+    if os.environ[LEVEL] == "0":
+        yield
+        return
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as held:
-        descriptor = os.dup(2)
-        os.dup2(held.fileno(), 2)
+    # In a session of its own an interrupt from the keyboard does not reach it: it ends with us.
+    command = [sys.executable, "-I", "-S", "-c", FILTER, STARTUP_MESSAGE.pattern]
+    descriptor = os.dup(2)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdin is not None
+        os.dup2(process.stdin.fileno(), 2)
         try:
             yield
         finally:
             sys.stderr.flush()
             os.dup2(descriptor, 2)
             os.close(descriptor)
-            held.seek(0)
-            kept = [line for line in held if not is_startup_message(line.decode(errors="replace"))]
-            os.write(2, b"".join(kept))
+            # Leaving the block closes the pipe and waits until everything has been passed on.
