@@ -35,7 +35,7 @@ def reserve(handle: int, offset: int, size: int) -> None:
 
     Args:
       handle: Descriptor of the file.
-      offset: Where the part begins, in bytes.
+      offset: Offset of the part, in bytes.
       size: Length of the part, in bytes.
 
     Raises:
