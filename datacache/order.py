@@ -57,7 +57,7 @@ class Order:
       samples: Number of samples.
       global_batch: Number of samples of one step over all ranks.
       seed: Seed of the permutations.
-      shuffle: Whether to permute; without it samples come in the order of their indices.
+      shuffle: True to permute; without it samples come in the order of their indices.
 
     Raises:
       ValueError: If `samples` or `global_batch` is less than 1, or `seed` is negative.
@@ -161,7 +161,7 @@ class Order:
         """Returns the position that `state_dict` saved.
 
         Args:
-          state: What `state_dict` returned, of an order with any `global_batch`.
+          state: Result of `state_dict`, of an order with any `global_batch`.
 
         Raises:
           ValueError: If the number of samples, the seed or `shuffle` is another one here.
