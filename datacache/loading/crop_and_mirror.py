@@ -76,6 +76,8 @@ class CropAndMirror:
             prepared, images, self._draw_crops(images, mode, number), strict=True
         ):
             part = np.s_[top : top + self.size, left : left + self.size]
+            # Written backwards to mirror. A mean image is cropped where the image is, so that only
+            # what is kept is subtracted.
             np.subtract(
                 image[part],
                 mean if mean.ndim == 1 else mean[part],
