@@ -293,7 +293,7 @@ def memory(what, ranks, size, samples, folder):
     processes = [spawn.Process(target=_hold, args=arguments) for _ in range(ranks)]
     for process in processes:
         process.start()
-    # Ranks leave only when all have measured: pages of one that has gone would count for the others.
+    # Ranks leave once all have measured: pages of one that has gone would count for the others.
     held = [found.get() for _ in processes]
     leave.wait()
     for process in processes:
