@@ -318,7 +318,7 @@ def test_a_script_without_a_guard_is_told(tmp_path):
 
 
 def _ended(pid):
-    """Also where nobody has taken note of it: a zombie runs no more."""
+    """Returns whether a process has ended; a zombie has, which nobody has taken note of."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
