@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from setuptools import build_meta
+
+# The other hooks of PEP 517 and PEP 660 are setuptools' own.
 from setuptools.build_meta import *  # noqa: F403
 
 from tfposeidon.commands import install, versions

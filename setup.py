@@ -172,6 +172,7 @@ def tensorflow_flags() -> tuple[str, list[str], list[str], bool]:
     output = subprocess.run(
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
     )
+    # Only the last line: importing TensorFlow may print others.
     return tuple(json.loads(output.stdout.splitlines()[-1]))
 
 
@@ -201,6 +202,7 @@ def version() -> str:
     return re.search(r'__version__ = "(.+)"', text)[1]
 
 
+# These commands compile nothing, and so need no TensorFlow.
 if not {"sdist", "egg_info", "clean"} & set(sys.argv[1:2]):
     require_supported()
 

@@ -171,7 +171,7 @@ CURVES = {
     "errors": ("validation error, %", lambda error: 100 * error, {"yscale": "log"}),
     "losses": ("training loss", lambda loss: loss, {"yscale": "log"}),
 }
-"""Of runs that go on: label, value and axis of each panel."""
+"""Label, value and axis of each panel, for runs that go on."""
 
 
 def plot_curves(found, path):

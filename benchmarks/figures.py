@@ -31,7 +31,7 @@ REFERENCE = {"color": "#444444", "linestyle": ":", "linewidth": 1.2}
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """How a system looks in every plot.
+    """Look of a system in every plot.
 
     Attributes:
       label: Name for the legend and for ticks.

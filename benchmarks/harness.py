@@ -20,6 +20,7 @@ SMALLEST_RESULTS = ROOT / "build" / "smallest"
 PACKAGES = ("tensorflow-cpu", "tensorflow", "keras", "horovod", "torch", "numpy")
 
 
+# Optimized and rounded as setup.py compiles the library.
 NATIVE_FLAGS = ("-std=c++17", "-O3", "-Wno-psabi", "-ffp-contract=off", "-pthread", "-I.")
 TIME_LIMIT_S = 3600
 # Name of a peer up to the first dash -> its worker.
@@ -41,7 +42,7 @@ class Results:
 
     Args:
       path: File to continue; its folder is made where it is missing.
-      fresh: Begins the file anew.
+      fresh: True to begin the file anew.
     """
 
     def __init__(self, path, fresh=False):

@@ -86,7 +86,7 @@ def show(cells):
 
 
 COLORS = {"worker": figures.BASELINE, "server": figures.style("ps").color}
-"""By where the update is made: on every rank, or on the servers of shards."""
+"""Colors by where the update is made: on every rank, or on the servers of shards."""
 
 
 def plot(cells, path):

@@ -77,6 +77,7 @@ def op(model):
     }
     compiled = {name: tf.function(call, autograph=False) for name, call in calls.items()}
     times = {name: [] for name in compiled}
+    # The first two turns trace and warm up.
     for turn in range(ROUNDS + 2):
         for name, call in compiled.items():
             begin = time.perf_counter()
@@ -151,7 +152,7 @@ def show(cells):
 
 
 OPS = ("tensorflow", "l2_loss", "native")
-"""Those compared, ours last."""
+"""Ops that are compared, ours last."""
 
 
 def library_row(cell):

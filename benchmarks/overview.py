@@ -16,7 +16,7 @@ SYSTEMS = (
     *("horovod", "ddp", "2dtar", "horovod-fp16", "ddp-fp16", "2dtar:float16"),
     *("ddp-powersgd", "hitopk:0.01"),
 )
-"""What is drawn, top down, where there are results."""
+"""Systems that are drawn, top down, where there are results."""
 MODELS = ("vgg19", "resnet50")
 LIMIT = {"color": "black", "linestyle": "--", "linewidth": 1.5}
 

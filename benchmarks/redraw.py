@@ -44,7 +44,7 @@ PLOTS = {
     "sparse_scaling": (scaling.plot, ["sparse_scaling"]),
     "wrapper": (wrapper.plot, ["wrapper"]),
 }
-"""Plot -> what draws it, and the files of results that it shows."""
+"""Function that draws each plot, and the files of results that it shows."""
 
 
 def main():

@@ -121,8 +121,10 @@ def in_tensorflow(distribution, elements, density):
         calls["tensorflow_scatter"] = lambda: tf.math.unsorted_segment_sum(sent, indices, elements)
     compiled = {name: tf.function(call, autograph=False) for name, call in calls.items()}
     times = {name: [] for name in compiled}
+    # The first two turns trace and warm up.
     for turn in range(ROUNDS + 2):
         for name, call in compiled.items():
+            # TensorFlow's own take so much longer that they get fewer turns.
             if name.startswith("tensorflow") and turn > 5:
                 continue
             begin = time.perf_counter()

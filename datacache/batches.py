@@ -20,6 +20,7 @@ from datacache.system.background import BackgroundSteps, populate_page_tables
 from datacache.windows import IN_FLIGHT
 
 LARGE_PAGE = 2**21
+"""Bytes of a large page of x86-64."""
 BUFFERS = IN_FLIGHT + 3
 """Batches of one iteration that exist at a time: those in flight, one that waits, and two that
 training holds."""
@@ -58,6 +59,7 @@ class EpochIterator:
         self._next = Position() if state is None else order.load_state_dict(state)
         self._begin, self._trained = self._next, 0
         self._told = self._handed_out = False
+        # For its error, which is due here and not at the first batch.
         order.steps(self._next, ranks)
 
     def __len__(self) -> int:
@@ -71,7 +73,7 @@ class EpochIterator:
 
     @property
     def begins_within_an_epoch(self) -> bool:
-        """Whether the next iteration is shorter than those after it."""
+        """Tells whether the next iteration is shorter than those after it."""
         return self._next.samples > 0
 
     def begin(self) -> tuple[Position, list[np.ndarray]]:
@@ -262,7 +264,7 @@ def batches(
       layout: Layout of the samples.
       structure: Nested `tf.TensorSpec`s of a sample.
       reader: Reader of batches.
-      warm: Whether memory holds all samples; the memory of batches is made at once then.
+      warm: True if memory holds all samples; the memory of batches is made at once then.
     """
     buffers = None if layout.varies else Buffers(layout)
     if buffers and warm:
@@ -291,11 +293,13 @@ def batches(
         .map(fetch, num_parallel_calls=IN_FLIGHT, deterministic=True)
         .prefetch(1)
     )
+    # TensorFlow holds every iteration to this length, also a first one that is shorter.
     if not epochs.begins_within_an_epoch:
         data = data.apply(tf.data.experimental.assert_cardinality(len(epochs)))
     options = tf.data.Options()
     # Autotuning stalls the ends of epochs for seconds.
     options.autotune.enabled = False
+    # Batches are shares of this rank already, which a strategy must not divide again.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return data.with_options(options)
 

@@ -55,11 +55,12 @@ class Cache:
       partition: "replicate" keeps all samples on each node. "split" keeps a part on each, and nodes
         send each other what is needed. "auto" replicates what fits in the budget of every node.
         Ranks must open the same caches in the same order.
-      verify: When checksums are verified: "first" before the first use of what another process
-        wrote, once after each start of the machine; "always" or "never".
+      verify: Policy for checksums: "first" verifies them before the first use of what another
+        process wrote, once after each start of the machine; "always" before each use; "never" not
+        at all.
       version: Anything JSON can hold; another version is another cache. For changes that the graph
         of `preprocess` does not show.
-      variable_shapes: Whether dimensions that the graph does not know may differ between samples.
+      variable_shapes: True if dimensions that the graph does not know may differ between samples.
         Batches of such samples are padded at the end. Texts may always differ.
       group: Name or number of a group whose members may read and write the pools, too. By default
         only this user may.
@@ -163,7 +164,7 @@ class Cache:
         Args:
           global_batch: Number of samples of one step over all ranks.
           seed: Seed of the permutations.
-          shuffle: Whether to permute; without it samples come in the order of the source.
+          shuffle: True to permute; without it samples come in the order of the source.
           state: State to go on from, as `state_dict` returns it. The first iteration is the rest of
             that epoch.
 
@@ -265,7 +266,7 @@ class Cache:
         """Fills memory with all samples that have room; ranks of a node share the work.
 
         Args:
-          progress: Whether to show a progress bar.
+          progress: True to show a progress bar.
 
         Returns:
           The counts of this process since it opened the cache.

@@ -6,15 +6,15 @@ from pathlib import Path
 
 
 class CacheError(RuntimeError):
-    """A folder is no cache, or cannot hold one."""
+    """Error of a folder that is no cache, or cannot hold one."""
 
 
 class NoRoomError(CacheError):
-    """There is too little room for a pool."""
+    """Error of a pool for which there is too little room."""
 
 
 class DamagedError(CacheError):
-    """A pool is not as it was made; jobs make it anew once no process has it open.
+    """Error of a pool that is not as it was made; jobs make it anew once no process has it open.
 
     Args:
       what: The rule and what was received.

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from tfposeidon.communication.agreement import require_equal
 from tfposeidon.communication.launcher import place
+from tfposeidon.memory import available_memory, is_memory
 from tfposeidon.quiet import import_tensorflow
+from tfposeidon.ranges import check_integer
 from tfposeidon.text import ProgressBar, table
 from tfposeidon.units import parse_share, parse_size, readable_size
 
@@ -20,8 +22,11 @@ if TYPE_CHECKING:
 __all__ = [
     "ProgressBar",
     "Wire",
+    "available_memory",
+    "check_integer",
     "exchange_objects",
     "import_tensorflow",
+    "is_memory",
     "job_wire",
     "parse_share",
     "parse_size",

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from datacache.from_tfposeidon import check_integer
+
 
 def permutation(length: int, seed: int, number: int) -> np.ndarray:
     """Returns a permutation of `0..length-1`, `[length]` int64.
@@ -57,7 +59,7 @@ class Order:
       samples: Number of samples.
       global_batch: Number of samples of one step over all ranks.
       seed: Seed of the permutations.
-      shuffle: Whether to permute; without it samples come in the order of their indices.
+      shuffle: True to permute; without it samples come in the order of their indices.
 
     Raises:
       ValueError: If `samples` or `global_batch` is less than 1, or `seed` is negative.
@@ -74,13 +76,8 @@ class Order:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("samples", "global_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"`{name}` must be at least 1. Received: {name}={getattr(self, name)}"
-                )
-        if self.seed < 0:
-            raise ValueError(f"`seed` must not be negative. Received: seed={self.seed}")
+        for name, least in (("samples", 1), ("global_batch", 1), ("seed", 0)):
+            check_integer(name, getattr(self, name), least)
 
     def permutation(self, epoch: int) -> np.ndarray:
         """Returns the indices of all samples in the order of an epoch, `[samples]` int64.
@@ -161,7 +158,7 @@ class Order:
         """Returns the position that `state_dict` saved.
 
         Args:
-          state: What `state_dict` returned, of an order with any `global_batch`.
+          state: Result of `state_dict`, of an order with any `global_batch`.
 
         Raises:
           ValueError: If the number of samples, the seed or `shuffle` is another one here.

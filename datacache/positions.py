@@ -72,6 +72,7 @@ class Positions:
 def _made_of(data: Any) -> Iterator[Any]:
     """Yields all datasets that data takes elements from, and the data itself last."""
     if isinstance(data, tf.data.Dataset):
+        # TensorFlow has no public name for the datasets that one was made of.
         for below in data._inputs():
             yield from _made_of(below)
     if isinstance(data, (tf.data.Dataset, keras.utils.PyDataset)):

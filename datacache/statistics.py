@@ -58,7 +58,7 @@ class Counts:
         """Adds to counters.
 
         Args:
-          **amounts: What to add, by the name of an attribute of `Statistics`.
+          **amounts: Amounts to add, by the name of an attribute of `Statistics`.
         """
         with self._lock:
             for name, amount in amounts.items():

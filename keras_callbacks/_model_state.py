@@ -22,7 +22,7 @@ def replicated_variables(model: keras.Model) -> list[Any]:
     """Returns weights and optimizer state, which exchanges keep equal on all ranks.
 
     Args:
-      model: A compiled model; a plain optimizer that is not built yet is built.
+      model: A compiled model; an only optimizer that is not built yet is built.
 
     Raises:
       RuntimeError: If the model has no weights yet.
@@ -34,6 +34,7 @@ def replicated_variables(model: keras.Model) -> list[Any]:
             "model.build(input_shape), before fit."
         )
     found = optimizers(model)
+    # Which of several optimizers trains which variables is known only in their first step.
     if found == [model.optimizer] and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     return [
@@ -58,6 +59,7 @@ def samples_seen(model: keras.Model) -> float | None:
     Args:
       model: A compiled model, in `fit` or `evaluate`.
     """
+    # Keras weighs each batch's loss by its samples, so that the sum of weights is their number.
     tracker = next((metric for metric in model.metrics if metric.name == "loss"), None)
     return None if tracker is None else float(tracker.count.numpy())
 

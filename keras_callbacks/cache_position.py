@@ -43,4 +43,5 @@ class CachePosition(keras.callbacks.Callback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        # One call stands for so many steps; what goes beyond the epoch's end is not counted.
         self.cache.count(self.model.steps_per_execution, self.data)

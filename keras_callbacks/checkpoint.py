@@ -59,7 +59,7 @@ class Checkpoint(keras.callbacks.Callback):
       every_n_steps: Steps from one snapshot to the next within epochs, at least 1; `None` saves at
         the end of epochs only.
       keep: Number of snapshots that are kept, at least 1; older ones are deleted.
-      resume: Whether to go on from the newest snapshot in `folder`, if there is one.
+      resume: True to go on from the newest snapshot in `folder`, if there is one.
 
     Raises:
       ValueError: If `every_n_steps` or `keep` is below 1.
@@ -145,6 +145,7 @@ class Checkpoint(keras.callbacks.Callback):
             "variables": as_json(replicas.describe_any(self._shared())),
             "optimizers": [self._optimizer_meta(optimizer) for optimizer in optimizers(self.model)],
         }
+        # Not between epochs: Keras resets metrics when the next one begins.
         metrics = self._metrics() if batches else []
         own = to_named_arrays(_values(self._own()), "own")
         own |= to_named_arrays(_values(metrics), "metric")
@@ -211,15 +212,18 @@ class Checkpoint(keras.callbacks.Callback):
     # --------------------------------------------------------------- restoring
 
     def _restore(self, snapshot: Snapshot) -> None:
+        # Before the comparison, which would miss the variables of an optimizer that is not built.
         self._build_optimizers(snapshot)
         self._check(snapshot)
         _assign(self._shared(), to_array_list(snapshot.shared, "shared"))
+        # A rank that the saved job did not have begins with the state of another.
         own = snapshot.own.get(runtime.rank(), next(iter(snapshot.own.values())))
         _assign(self._own(), to_array_list(own, "own"))
         layers = {name: value for name, value in snapshot.shared.items() if name.startswith(_LAYER)}
         layer_state.assign(
             self.model, {name.removeprefix(_LAYER): value for name, value in layers.items()}
         )
+        # Schemes first, as it is they that have the variables of a rank.
         self._restore_schemes(snapshot)
         _assign(self._rank_variables(), self._redistributed(snapshot))
         self._pending_metrics = to_array_list(own, "metric")
@@ -268,6 +272,7 @@ class Checkpoint(keras.callbacks.Callback):
         """
         pieces = self._rank_descriptions()
         same = snapshot.same_layout and _saved_descriptions(snapshot.own[runtime.rank()]) == pieces
+        # Agreed on, as all ranks or none must come to the exchange in `read_all_ranks`.
         if all(exchange_objects(same, runtime.wire(), "tp.same_pieces")):
             return to_array_list(snapshot.own[runtime.rank()], "sum")
         everybody = self._files.read_all_ranks(snapshot)

@@ -33,9 +33,9 @@ class LearningRateSchedule(keras.callbacks.Callback):
         fractions.
       start_epoch: First epoch in which the callback sets the rate.
       end_epoch: First epoch in which it no longer does; `None` for the end of training.
-      staircase: Whether the rate changes once per epoch; otherwise it changes before each batch.
-      momentum_correction: Whether the velocity is multiplied by `b / a` when the rate changes from
-        `a` to `b` (Goyal et al. 2017, equation 10): Keras's SGD keeps the rate inside its velocity.
+      staircase: True to change the rate once per epoch; otherwise it changes before each batch.
+      momentum_correction: True to multiply the velocity by `b / a` when the rate changes from `a`
+        to `b` (Goyal et al. 2017, equation 10): Keras's SGD keeps the rate inside its velocity.
       steps_per_epoch: Batches per epoch on one rank, needed without `staircase` where `fit` does
         not know them.
       optimizer: Optimizer whose rate is set; by default `model.optimizer`. A model with several

@@ -24,7 +24,7 @@ class ReplicaCheck(keras.callbacks.Callback):
 
     Args:
       every_n_steps: Steps from one check to the next, at least 1.
-      action: What happens when replicas differ: `"stop"` raises on all ranks, `"repair"` logs the
+      action: Answer to replicas that differ: `"stop"` raises on all ranks, `"repair"` logs the
         difference on rank 0 and gives all ranks the values of rank 0, `"report"` only logs it.
 
     Raises:

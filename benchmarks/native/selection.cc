@@ -27,6 +27,7 @@ namespace {
 
 uint64_t state = 0x9e3779b97f4a7c15u;
 
+// Above 0, as its logarithm is taken.
 double uniform() {
   state ^= state << 13;
   state ^= state >> 7;
@@ -59,6 +60,7 @@ void fill(const std::string& distribution, const char* file, std::vector<float>*
   for (size_t i = have; i < x->size(); ++i) (*x)[i] = (*x)[i % have];
 }
 
+// Keeps the compiler from leaving out reads whose result nobody needs.
 volatile uint32_t sink;
 
 void run(int64_t n, int64_t k, const std::string& distribution, const char* file) {

@@ -94,6 +94,7 @@ static ssize_t came(int file, ssize_t bytes) {
   int error = errno;
   __sync_add_and_fetch(&state->bytes, (uint64_t)bytes);
   if (mb_s > 0) {
+    // Each read books its time behind those of all processes, which share the rate.
     uint64_t cost = (uint64_t)((double)bytes / mb_s * 1e3), now, before, after;
     do {
       now = now_ns();

@@ -58,6 +58,7 @@ class Pool : public Parallel {
         changed_.wait(lock, [&] { return round_ != seen; });
       }
       if (work_ == nullptr) return;
+      // Threads without work count as done, too, so that `run` returns when none reads `work_`.
       if (id < count_) (*work_)(id);
       ++done_;
     }

@@ -24,7 +24,7 @@ class Reached(keras.callbacks.Callback):
 
     Args:
       target: Validation accuracy to reach, from 0 to 1.
-      goes_on: Trains all epochs even if the target is reached.
+      goes_on: True to train all epochs even if the target is reached.
     """
 
     def __init__(self, target, goes_on):

@@ -30,6 +30,7 @@ def main():
 def measured(task, name, length, vector):
     """Returns times of an exchange, and bytes that were sent and predicted."""
     scheme, wire = scheme_named(name), runtime.wire()
+    # Names of TensorFlow's ops must not have colons.
     label = f"bench.{name}.{length}".replace(":", "_")
 
     state = fresh_state(scheme, length, wire)
@@ -38,6 +39,7 @@ def measured(task, name, length, vector):
     def exchange():
         return exchanged(scheme, vector, state, wire, label)
 
+    # The first call traces. All ranks make equally many, as the slowest time is the same on all.
     slowest(wire, exchange)
     repeats = max(
         LEAST_REPEATS, min(MOST_REPEATS, round(LEAST_S / max(slowest(wire, exchange), 1e-4)))

@@ -38,6 +38,7 @@ def main():
     ):
         compiled = tf.function(step, autograph=False)
         times = [
+            # All ranks call `slowest`, which exchanges times; those that rest do nothing in it.
             slowest(wire, compiled if topology.rank in ranks else lambda: None)
             for _ in range(task.rounds + 3)
         ]

@@ -34,6 +34,7 @@ def open_cache(task, partition):
 
 def bytes_on_the_link(task, cache, wire):
     """Notes what a node receives in an epoch, and what its ranks' samples predict."""
+    # Barriers, here and after the epoch: the link counts what all ranks of a node receive.
     exchange_objects(None, wire, "bench.begin")
     before, received = payload_bytes(direction="rx"), cache.stats().received
     for _ in cache.counted(cache.dataset(task.batch, seed=1)):

@@ -251,6 +251,7 @@ def decoding(images, batch, rounds, folder):
     for turn in range(rounds):
         found["decoding"].append(rate(uncached(images, batch, num_parallel_calls=2)))
         source = datacache.from_folder(images)
+        # Another version in each turn, so that its first epoch finds no cache.
         cache = datacache.Cache(source, decoded, memory=Path("/dev/shm") / folder, version=turn)
         data = cache.dataset(batch)
         found["datacache, first epoch"].append(rate(data))
@@ -274,6 +275,7 @@ def _hold(what, size, samples, folder, ready, leave, found):
     for _ in range(2):
         for batch in data:
             del batch
+    # Starts TensorFlow's runtime where nothing was read, as the others have it.
     tf.zeros(1)
     ready.wait()
     lines = dict(
@@ -291,6 +293,7 @@ def memory(what, ranks, size, samples, folder):
     processes = [spawn.Process(target=_hold, args=arguments) for _ in range(ranks)]
     for process in processes:
         process.start()
+    # Ranks leave once all have measured: pages of one that has gone would count for the others.
     held = [found.get() for _ in processes]
     leave.wait()
     for process in processes:

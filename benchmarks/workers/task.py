@@ -1,4 +1,7 @@
-"""What workers share: their request is JSON in the argument, the answer JSON in rank 0's file."""
+"""Parts that all workers share.
+
+Their request is JSON in the argument, their answer JSON in rank 0's file.
+"""
 
 import json
 import os
@@ -61,6 +64,7 @@ class Task:
             if in_lab
             else "127.0.0.1"
         )
+        # Counted from the launcher's port, which jobs at the same time do not share.
         rendezvous = int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", 0))
         return f"{host}:{10_000 + rendezvous % 20_000 + rank}"
 
@@ -75,6 +79,7 @@ class Task:
         """
         for _ in range(self.warm_up):
             step()
+        # Bytes are counted once the warm-up of all ranks is over.
         everybody(0.0)
         sent = payload_bytes()
         times = []

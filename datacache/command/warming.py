@@ -25,7 +25,7 @@ class Warmed:
       folder: Folder of the pool.
       samples: Number of samples in the source.
       ready: Number of samples that are on the disk now.
-      counts: What was read.
+      counts: Counts of what was read.
     """
 
     folder: Path
@@ -47,8 +47,8 @@ def warm(
     Args:
       source: Source of all samples.
       disk: Folder as `Cache` takes it; the pool is a folder in it.
-      started: Is called with the number of samples to be read; what it returns is called with the
-        number of samples that were read since the last call.
+      started: Function to call with the number of samples to be read. What it returns is called
+        with the number of samples that were read since the last call.
       access: Who may read the pool.
 
     Returns:

@@ -47,7 +47,7 @@ class Levels:
 
     @property
     def is_complete(self) -> bool:
-        """Whether memory holds all samples of the source."""
+        """Tells whether memory holds all samples of the source."""
         return self.memory is not None and self.memory.filled == self.memory.spec.shard.samples
 
     def refuse_in_child(self, indices: np.ndarray) -> None:
@@ -135,7 +135,7 @@ class Levels:
           arrays: Its components.
 
         Returns:
-          Whether memory holds the sample now.
+          `True` if memory holds the sample now.
         """
         if isinstance(self._below, PoolLevel):
             self._below.put(index, arrays)

@@ -28,7 +28,8 @@ class PoolLevel(Level):
     Args:
       pool: Pool that keeps the samples.
       below: Level that has all samples, or streams them.
-      verify: When checksums are verified: before the "first" use in each boot, "always" or "never".
+      verify: Policy for checksums: "first" verifies them before the first use in each boot;
+        "always" or "never".
       counts: Counters of this process.
       hits: Name of the counter of samples that `samples` finds in the pool; `None` for no counter.
       opener: Process that may fill the pool; this one by default.
@@ -106,7 +107,7 @@ class PoolLevel(Level):
           arrays: Its components.
 
         Returns:
-          Whether the pool holds the sample now.
+          `True` if the pool holds the sample now.
         """
         return index in self._keep(np.array([index]), lambda _: [arrays])[1]
 

@@ -22,7 +22,7 @@ class Preprocessing:
     Args:
       source: Source of the samples.
       traced: Function from the components of a stored sample to those of a cached one.
-      variable_shapes: Whether cached samples may differ in shape.
+      variable_shapes: True if cached samples may differ in shape.
     """
 
     def __init__(self, source: Source, traced: TracedPreprocess, variable_shapes: bool) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from datacache.from_tfposeidon import check_integer
+
 
 @dataclass(frozen=True, eq=False)
 class CropAndMirror:
@@ -45,12 +47,8 @@ class CropAndMirror:
                 "`mean` must be of shape [h, w, c] or [c]. Received: mean of shape "
                 f"{list(np.shape(self.mean))}. Use [0.0] * c to subtract nothing."
             )
-        if self.size < 1:
-            raise ValueError(
-                f"`size` must be at least 1. Received: size={self.size}. Give the model's input "
-                "size."
-            )
-        _check_not_negative("seed", self.seed)
+        check_integer("size", self.size, 1, "Give the model's input size.")
+        check_integer("seed", self.seed, 0)
 
     def __call__(self, images: np.ndarray, mode: str, number: int) -> np.ndarray:
         """Prepares a batch; the same arguments give the same bits.
@@ -70,12 +68,14 @@ class CropAndMirror:
         """
         mean = np.asarray(self.mean, np.float32)
         self._check(images, mean)
-        _check_not_negative("number", number)
+        check_integer("number", number, 0)
         prepared = np.empty((len(images), self.size, self.size, images.shape[3]), np.float32)
         for target, image, (top, left, step) in zip(
             prepared, images, self._draw_crops(images, mode, number), strict=True
         ):
             part = np.s_[top : top + self.size, left : left + self.size]
+            # Written backwards to mirror. A mean image is cropped where the image is, so that only
+            # what is kept is subtracted.
             np.subtract(
                 image[part],
                 mean if mean.ndim == 1 else mean[part],
@@ -109,7 +109,3 @@ class CropAndMirror:
                 "images of this size, or of their channels."
             )
 
-
-def _check_not_negative(name: str, value: int) -> None:
-    if value < 0:
-        raise ValueError(f"`{name}` must not be negative. Received: {name}={value}. Count from 0.")

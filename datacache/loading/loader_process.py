@@ -65,6 +65,7 @@ class SharedPages:
         self._mapping: mmap.mmap | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Without a name, only its descriptor leads to the memory; multiprocessing hands it over.
         return _attach, (reduction.DupFd(self._descriptor),)
 
     def __del__(self) -> None:
@@ -146,7 +147,7 @@ class LoaderProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Tells whether the process runs."""
         return self._process.is_alive()
 
     def request(self, turn: int, buffer: int, mode: str, item: Any) -> None:
@@ -162,6 +163,7 @@ class LoaderProcess:
           TypeError: If the item cannot be pickled.
         """
         try:
+            # Not by the connection: the loader unpickles it where an error is that of a batch.
             content = pickle.dumps((mode, item))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from datacache.from_tfposeidon import check_integer
 from datacache.loading.loader_process import Load, LoaderProcess, shared_arrays
 
 REMEDIES = {
@@ -63,13 +64,14 @@ class ParallelLoader:
     """
 
     def __init__(self, load: Load, buffers: int = 2) -> None:
-        if buffers < 2:
-            raise ValueError(
-                "`buffers` must be at least 2, one to train on and one to load. Received: "
-                f"buffers={buffers}. Call `load` itself to load without reading ahead."
-            )
+        self._buffers = check_integer(
+            "buffers",
+            buffers,
+            2,
+            "One batch is trained on while another is loaded. Call `load` itself to load without "
+            "reading ahead.",
+        )
         self._load = load
-        self._buffers = buffers
         self._child: LoaderProcess | None = None
         self._turn = 0
 

@@ -63,10 +63,12 @@ def _gather_in_python(
     records: np.ndarray, indices: np.ndarray, into: np.ndarray | None, checksums: np.ndarray | None
 ) -> None:
     if into is not None:
+        # With mode="raise" NumPy would copy to a buffer first. `gather` has checked the indices.
         np.take(records, indices, axis=0, out=into, mode="clip")
     if checksums is not None:
         for i, index in enumerate(indices.tolist()):
-            # Of the copy, where there is one: another process may rewrite the record meanwhile.
+            # Of the copy, where there is one: another process may rewrite the record meanwhile. A
+            # slice, as a single number has no dimension along which it could be viewed as bytes.
             record = records[index : index + 1] if into is None else into[i : i + 1]
             checksums[i] = zlib.crc32(record.view(np.uint8).data, int(checksums[i]))
 
@@ -123,7 +125,7 @@ def populate_pages(pages: np.ndarray, write: bool = False) -> bool:
 
     Args:
       pages: The part, `[bytes]` uint8, which begins with a page.
-      write: Whether it will be written; otherwise it is mapped for reading.
+      write: True for a part that will be written; otherwise it is mapped for reading.
 
     Returns:
       Whether it was done: `False` for kernels before Linux 5.14, or without the compiled library.
@@ -141,8 +143,8 @@ def read_file(path: str, offset: int, length: int) -> bytes:
 
     Args:
       path: Path of the file.
-      offset: Where to begin, in bytes.
-      length: Bytes to read; there are fewer where the file ends.
+      offset: Offset of the first byte to read.
+      length: Number of bytes to read; there are fewer where the file ends.
 
     Raises:
       OSError: If the file cannot be read.

@@ -13,6 +13,7 @@ __attribute__((visibility("default"))) int64_t read_file(const char* path, int64
   if (file < 0) return -1;
   int64_t done = 0;
   while (done < bytes) {
+    // The kernel may read fewer bytes than it is asked for, and at most 2 GiB in one call.
     const ssize_t count = pread(file, into + done, (size_t)(bytes - done), (off_t)(offset + done));
     // A signal came before anything was read; Python's own way tries again, too.
     if (count < 0 && errno == EINTR) continue;

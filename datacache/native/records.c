@@ -21,6 +21,7 @@ static void copy(char* into, const char* from, size_t bytes) {
     memcpy(into, from, head);
     into += head, from += head, bytes -= head;
     for (; bytes >= LINE; into += LINE, from += LINE, bytes -= LINE) {
+      // A prefetch behind the end of the records does no harm: it never faults.
       _mm_prefetch(from + AHEAD, _MM_HINT_T0);
       for (int part = 0; part < LINE; part += PART)
         _mm_stream_si128((__m128i*)(into + part), _mm_loadu_si128((const __m128i*)(from + part)));
@@ -82,6 +83,7 @@ NARROW static inline __m128i fold(__m128i folded, __m128i by, __m128i next) {
 NARROW static inline uint32_t reduced(__m128i folded) {
   const __m128i low_words = _mm_setr_epi32(-1, 0, -1, 0),
                 by_128 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
+  // The polynomial, and the quotient of x^64 by it that Barrett's reduction multiplies with.
   const __m128i by_64 = _mm_set_epi64x(0, 0x163cd6124),
                 polynomial = _mm_set_epi64x(0x1f7011641, 0x1db710641);
   folded = _mm_xor_si128(_mm_srli_si128(folded, 8), _mm_clmulepi64_si128(folded, by_128, 0x10));
@@ -122,6 +124,7 @@ NARROW static uint32_t of_four_parts(uint32_t checksum, char* into, const char* 
     }
     if (!done) folded[0] = _mm_xor_si128(folded[0], _mm_cvtsi32_si128((int)checksum));
   }
+  // The remainders stand in memory as the last block of a message with the same checksum.
   return bytes ? of_parts(0, NULL, (const char*)folded, sizeof folded) : checksum;
 }
 

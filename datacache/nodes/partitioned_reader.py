@@ -37,11 +37,11 @@ class PartitionedReader(Reader):
       wire: Wire between the ranks of the job.
       name: Name of the collectives: the same on all ranks, another one for each cache.
       owner_nodes: Index of the node that owns each sample, `[samples]` int64.
-      keep: Whether this node keeps the samples of others, too.
+      keep: True if this node keeps the samples of others, too.
 
     Attributes:
       levels: Levels of this node.
-      closed: Whether `close` was called.
+      closed: True once `close` was called.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class PartitionedReader(Reader):
 
     @override
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
+        # Before others are asked: a forked child lacks the thread that would receive the answers.
         self.levels.refuse_in_child(indices)
         self._ask(indices)
         with self._lock:

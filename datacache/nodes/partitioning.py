@@ -15,6 +15,7 @@ from datacache.nodes.reader import LocalReader, Reader
 from datacache.pool.shard import owner_nodes
 
 Partitioning = Literal["auto", "replicate", "split"]
+# Numbers in names of collectives. They agree, as ranks open the same caches in the same order.
 _cache_numbers = itertools.count()
 
 
@@ -74,6 +75,7 @@ def open_reader(levels: Levels, samples: int) -> Reader:
     if wire is None or len(wire.topology.nodes) == 1:
         return LocalReader(levels)
     keep = levels.memory is not None and levels.memory.spec.shard.nodes == 1
+    # The seed of the pools' shards: the owner of a sample is the node that has room for it.
     owners = owner_nodes(samples, len(wire.topology.nodes), seed=0)
     name = f"tp.datacache{next(_cache_numbers)}"
     partitioned = PartitionedReader(levels, wire, name, owners, keep)
@@ -83,6 +85,7 @@ def open_reader(levels: Levels, samples: int) -> Reader:
 
 
 def _close_at_exit(reader: PartitionedReader) -> None:
-    # Closing waits for the other ranks, which a script that failed must not do.
+    # Closing waits for the other ranks, which a script that failed must not do: Python notes in
+    # `sys.last_value` what nobody caught.
     if not hasattr(sys, "last_value") and not reader.closed:
         reader.close()

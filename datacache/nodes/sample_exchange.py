@@ -111,6 +111,7 @@ class SampleExchange:
             while True:
                 requests = self._next_requests()
                 state = self._gather([len(requests), self._closing, self._needs_nothing()], "state")
+                # By numbers that all ranks have alike, so that they stay in the same collectives.
                 if state[:, 0].any():
                     self._run_round(requests)
                 elif (state[:, 1] | state[:, 2]).all():

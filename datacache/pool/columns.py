@@ -28,7 +28,7 @@ class Columns:
 
     Attributes:
       arrays: The columns, each `[slots, ...]`.
-      heap: Where components that differ in size lie; `None` if none does.
+      heap: Heap of the components that differ in size; `None` if none does.
       pages: The mapped file.
     """
 
@@ -43,7 +43,7 @@ class Columns:
 
         Args:
           index: Its slot.
-          rows: What its columns hold: components, and for those that vary what `add_to_heap`
+          rows: Its row in each column: the component, or for those that vary what `add_to_heap`
             returned.
         """
         for column, row in zip(self.arrays, rows, strict=True):
@@ -73,6 +73,7 @@ class Columns:
         begin = self.heap.add(b"".join(contents), extents)
         if begin is None:
             return None
+        # One offset more than there are components: where the last one ends.
         offsets = itertools.accumulate(map(len, contents), initial=begin)
         return [
             np.array([offset, len(content), *array.shape]) if component.varies else array
@@ -83,7 +84,7 @@ class Columns:
         """Returns offset and length in the heap of all components of some samples, `[k, 2]` int64.
 
         Args:
-          ready: Which slots count, `[slots]` bool.
+          ready: True for the slots that count, `[slots]` bool.
         """
         pairs = zip(self.arrays, self._layout.components, strict=True)
         return np.concatenate(
@@ -187,7 +188,7 @@ class Columns:
         return checksums, inside
 
     def close(self) -> None:
-        """Drops the mappings; arrays that were copied remain valid."""
+        """Drops the columns and closes the heap; arrays that were copied remain valid."""
         self.arrays.clear()
         if self.heap is not None:
             self.heap.close()

@@ -84,7 +84,7 @@ class Blueprint:
     """Header and files of a new pool.
 
     Attributes:
-      header: What the header says besides format and files; JSON can hold it.
+      header: Content of the header besides format and files; JSON can hold it.
       files: Bytes of each file whose room is reserved before the pool begins, by name.
       growing: Size limit in bytes of each file whose room is reserved as it fills, by name.
     """
@@ -108,8 +108,8 @@ class Folder:
     Attributes:
       path: The folder.
       directory: The open folder.
-      header: What the pool's header says.
-      is_only_user: Whether no other process had it open: then nobody is in the middle of anything.
+      header: Content of the pool's header.
+      is_only_user: True if no other process had it open: then nobody is in the middle of anything.
 
     Raises:
       CacheError: If the folder holds something else or belongs to another user, a newer version
@@ -127,7 +127,8 @@ class Folder:
                 os.close(self.directory.open("claims", make=True))
                 self.is_only_user = _has_no_users(self._user)
                 # Made shared at once: a child that is forked while the pool is being made inherits
-                # this lock, and must keep nobody out.
+                # this lock, and must keep nobody out. The change is not atomic; meanwhile the
+                # folder's lock keeps others from asking.
                 fcntl.flock(self._user, fcntl.LOCK_SH)
                 header = _read_usable_header(self.directory, self.is_only_user)
                 self.header = header or _make(self.directory, make_blueprint)
@@ -288,7 +289,7 @@ def lock_byte(handle: int, index: int, wait: bool = False) -> bool:
     Args:
       handle: Descriptor of the file.
       index: Index of the byte.
-      wait: Whether to wait until nobody else holds the lock.
+      wait: True to wait until nobody else holds the lock.
 
     Returns:
       Whether it is locked now; always `True` with `wait`.
@@ -328,7 +329,7 @@ def lock_folder(directory: Directory, wait: bool = True) -> Iterator[bool]:
 
     Args:
       directory: The folder.
-      wait: Whether to wait until nobody else holds the lock.
+      wait: True to wait until nobody else holds the lock.
 
     Yields:
       Whether it is locked; always `True` with `wait`.

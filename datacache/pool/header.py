@@ -85,6 +85,8 @@ def _read_header(directory: Directory) -> dict[str, Any]:
         raise DamagedError(
             f"A cache must say what it holds. Received: {path / HEADER}, which does not.", path
         )
+    # Before the digest: where a newer format computes another one, the pool must be left alone and
+    # not be made anew.
     _check_format(header["format"], path)
     if header.pop("digest", None) != _digest(header):
         raise DamagedError(

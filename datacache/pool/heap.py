@@ -52,6 +52,7 @@ class Heap:
         with self._open_state() as handle:
             values = (os.fstat(handle).st_size - TAIL_BYTES) // 8
             self._state = np.ndarray((values,), np.int64, mmap.mmap(handle, 0))
+        # A new file holds zeros, which would refuse every sample.
         self.note_freed()
 
     @property
@@ -171,6 +172,8 @@ class Heap:
         """Takes room in a gap, which is then filled from there on; returns the offset."""
         self._state[USED_BYTES] = extents[:, 1].sum()
         for begin, end in find_gaps(extents, self.capacity_bytes, length):
+            # Room in a gap is reserved again, as the gap may be a hole in the file; to reserve what
+            # is there changes nothing.
             self._state[[NEXT_OFFSET, RESERVED_END, GAP_END]] = begin, begin, end
             offset = self._append(length)
             if offset is not None:
@@ -186,7 +189,7 @@ def find_gaps(extents: np.ndarray, capacity: int, length: int = 1) -> list[tuple
     Args:
       extents: Offset and length of what is in use, `[n, 2]` int64. Extents that reach outside are
         ignored, as they are corrupt.
-      capacity: Where the last gap ends.
+      capacity: Length of the heap in bytes, where the last gap ends.
       length: Length of the shortest gap to return.
 
     Example:

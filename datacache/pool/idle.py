@@ -16,7 +16,7 @@ from datacache.from_tfposeidon import readable_size
 from datacache.pool.folder import FILES, LOCK_FILES, remove
 from datacache.pool.inspection import PoolReport, find_pools, inspect_pool
 from datacache.system.access import Directory
-from datacache.system.memory import is_memory
+from datacache.from_tfposeidon import is_memory
 
 log = logging.getLogger("datacache")
 

@@ -58,11 +58,11 @@ class PoolReport:
     Attributes:
       folder: The pool's folder.
       bytes: Bytes that it takes of the file system.
-      made: When it was made.
-      opened: When a process last opened it.
-      in_use: Whether a process has it open.
-      contents: What is in it; `None` if it cannot be used.
-      trouble: Why it cannot be used.
+      made: Time at which it was made.
+      opened: Time at which a process last opened it.
+      in_use: True if a process has it open.
+      contents: Its contents; `None` if it cannot be used.
+      trouble: Reason why it cannot be used; empty if it can.
     """
 
     folder: Path

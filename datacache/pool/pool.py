@@ -114,8 +114,9 @@ class Pool:
         """Makes the page tables of a full pool in memory on a thread, while the job gets ready.
 
         Args:
-          verify: Whether to verify checksums on that thread, too, unless somebody has in this boot.
+          verify: True to verify checksums on that thread, too, unless somebody has in this boot.
         """
+        # For a pool on a disk, making page tables would read all of it.
         if self._background is None and self.filled == self.slots and is_in_memory(self.folder):
             steps = self._verify_in_steps() if verify and self._heap is None else iter(())
             self._background = BackgroundSteps(
@@ -236,7 +237,7 @@ class Pool:
         Args:
           samples: Their numbers, `[n]` int64.
           into: Arrays to copy to in place of new ones.
-          recheck: Whether to verify samples, too, that somebody has verified in this boot.
+          recheck: True to verify samples, too, that somebody has verified in this boot.
 
         Returns:
           A tuple of two. First an array `[n, *shape]` for each component, or `None` if a sample is
@@ -284,7 +285,7 @@ class Pool:
 
         Args:
           samples: Numbers of samples that are ready, `[n]` int64.
-          recheck: Whether to verify samples, too, that somebody has verified in this boot.
+          recheck: True to verify samples, too, that somebody has verified in this boot.
 
         Returns:
           Numbers of samples whose bytes are not those that were written, `[k]` int64.

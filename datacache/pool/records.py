@@ -42,7 +42,7 @@ def unpack_sample(content: np.ndarray, layout: Layout) -> Arrays:
     """Returns the components of one sample from its bytes.
 
     Args:
-      content: What `pack_samples` made of the sample, `[bytes]` uint8.
+      content: Bytes of the sample from `pack_samples`, `[bytes]` uint8.
       layout: Layout of the sample.
     """
     arrays = []

@@ -116,7 +116,7 @@ class SampleWords:
         Args:
           indices: Slots, `[n]` int64.
           words: Their words from before their bytes were read, `[n]` uint64.
-          intact: Whether the checksums of their bytes matched these words, `[n]` bool.
+          intact: True where the checksums of their bytes matched these words, `[n]` bool.
 
         Returns:
           Which of them are corrupt, and not ready any more, `[n]` bool.

@@ -23,7 +23,7 @@ class FolderSource(RandomSource):
     Args:
       path: The folder.
       extensions: Endings of the files to take; `None` takes all.
-      labels: Whether the folders of the files are their classes.
+      labels: True if the folders of the files are their classes.
 
     Attributes:
       path: The folder.
@@ -99,7 +99,7 @@ def from_folder(
       path: Folder with a folder for each class. The label is the index of the class in alphabetical
         order, see `class_names` of the result.
       extensions: Endings of the files to take, in upper or lower case; `None` takes all files.
-      labels: Whether samples have labels. Without them `preprocess` receives the contents only, and
+      labels: True if samples have labels. Without them `preprocess` receives the contents only, and
         files may lie anywhere below the folder.
 
     Raises:
@@ -134,6 +134,7 @@ def from_folder(
 
 def _checked_subfolder(folder: Path) -> Path:
     """Returns the folder; refuses a link that leads back up, which would never end."""
+    # One part more, as the parents of a path are without the path itself.
     if folder.is_symlink() and folder.resolve() in folder.parent.resolve().joinpath("x").parents:
         raise SourceError(
             f"A folder must not be in itself. Received: {folder}, a link to {folder.resolve()}. "

@@ -18,7 +18,7 @@ class DatasetSource(StreamSource):
 
     Args:
       dataset: The dataset, whose number of elements is known.
-      key: What the elements depend on.
+      key: Name of all that the elements depend on.
 
     Attributes:
       identity: As in `Source`.
@@ -31,6 +31,7 @@ class DatasetSource(StreamSource):
     def __init__(self, dataset: tf.data.Dataset, key: str) -> None:
         self._dataset, self._spec = dataset, dataset.element_spec
         self._samples = int(dataset.cardinality())
+        # TensorFlow's constants for infinite and unknown cardinalities are negative.
         if self._samples <= 0:
             what = {tf.data.INFINITE_CARDINALITY: "infinitely many", 0: "no"}.get(
                 self._samples, "unknown many"
@@ -83,8 +84,8 @@ def from_dataset(dataset: tf.data.Dataset, *, key: str) -> DatasetSource:
     Args:
       dataset: Dataset that has the same elements in the same order each time: not batched, not
         repeated, not shuffled.
-      key: What the elements depend on, in your words: the data and its version. Another key is
-        another cache.
+      key: Name, in your words, of all that the elements depend on: the data and its version.
+        Another key is another cache.
 
     Raises:
       SourceError: If the number of elements is unknown, infinite or 0.

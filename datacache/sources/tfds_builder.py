@@ -187,6 +187,7 @@ class _TfRecords:
 
     def __init__(self, path: str, skip: int, take: int) -> None:
         self._path, self._skip = path, skip
+        # Size 0, so that the first read looks at the file: a kept index may reach behind its end.
         self._lock, self._size = threading.Lock(), 0
         # Offset of the content and length of each record, zeros where unknown. Of this process
         # alone, until there is a pool beside which they are kept.

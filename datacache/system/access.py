@@ -65,6 +65,7 @@ class Access:
             raise ValueError(
                 f"`group` must be the name or number of a group. Received: group={group!r}"
             ) from error
+        # Root may give files to any group.
         if os.geteuid() and found.gr_gid not in (os.getegid(), *os.getgroups()):
             raise ValueError(
                 f"`group` must be one that this user is in. Received: group={group!r}. See: id"
@@ -139,7 +140,7 @@ class Directory:
         users set them up.
       access: Who may read and write it; by default as the folder is found. If it is given, what
         belongs to this user and others could read, but not write, is closed to them.
-      closed: Whether it must be closed to all others. What is to be removed need not be.
+      closed: True if it must be closed to all others. What is to be removed need not be.
 
     Attributes:
       path: Path of the folder.
@@ -192,7 +193,7 @@ class Directory:
         Args:
           name: Name of the file.
           flags: Flags of open(2).
-          make: Whether to make the file if it does not exist.
+          make: True to make the file if it does not exist.
 
         Raises:
           FileNotFoundError: If there is no such file, and none is to be made.
@@ -289,6 +290,8 @@ def _make(path: Path, access: Access) -> None:
 
 
 def _make_accessible(path: Path, access: Access) -> None:
+    # Closed at first: with a group's permissions it would be open to this user's own group until it
+    # is given to the other one.
     path.mkdir(mode=OWN_FOLDER)
     handle = _open(path, path, os.O_RDONLY | os.O_DIRECTORY)
     access.give(handle, access.folder_mode)
@@ -348,6 +351,7 @@ def _open(
     try:
         return os.open(name, flags | WITHOUT_LINKS, mode, dir_fd=folder)
     except OSError as error:
+        # A link is ENOTDIR where a folder was asked for, and ELOOP otherwise.
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
             raise CacheError(
                 f"A cache must not lie behind links. Received: {path}, a link to "

@@ -55,7 +55,7 @@ def populate_page_tables(mappings: Sequence[mmap.mmap], new: bool = False) -> It
 
     Args:
       mappings: The mappings.
-      new: Whether they are new memory to be written; otherwise they are mapped for reading, and
+      new: True for new memory that is to be written; otherwise they are mapped for reading, and
         nothing is written.
 
     Yields:

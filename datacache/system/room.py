@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from datacache.system.memory import available_memory, is_memory
+from datacache.from_tfposeidon import available_memory, is_memory
 
 STEP_BYTES = 2**26
 """Bytes that are reserved at a time. Large enough for a file system to be fast; small enough that
@@ -35,7 +35,7 @@ def reserve(handle: int, offset: int, size: int) -> None:
 
     Args:
       handle: Descriptor of the file.
-      offset: Where the part begins, in bytes.
+      offset: Offset of the part, in bytes.
       size: Length of the part, in bytes.
 
     Raises:

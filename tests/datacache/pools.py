@@ -16,7 +16,7 @@ LAYOUT = Layout.of(
 
 
 def drawn_sample(index):
-    """The sample of that number."""
+    """Returns the sample with a number."""
     draw = np.random.default_rng(index)
     pixels = draw.integers(0, 256, (5, 3)).astype("uint8")
     return [pixels, np.float32(draw.normal()), np.array([index, -index]), np.array(index % 2 == 0)]

@@ -172,7 +172,7 @@ def test_samples_by_number(images, opened):
 
 
 class _InProcesses(keras.utils.PyDataset):
-    """What users write to augment in Python: worker processes, forked by Keras, read samples."""
+    """Dataset that users write to augment in Python: Keras forks workers, which read samples."""
 
     def __init__(self, samples):
         super().__init__(workers=2, use_multiprocessing=True)

@@ -1,4 +1,4 @@
-"""Where training is in an epoch: with loops, in `fit`, and beside validation."""
+"""Position of training in an epoch: with loops, in `fit`, and beside validation."""
 
 import json
 
@@ -164,7 +164,7 @@ def test_fit_and_its_callbacks(images, tmp_path, opened):
 @pytest.mark.parametrize("kind", ["dataset", "pydataset"])
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_fit_sees_the_epoch_that_it_says(images, opened, kind, steps_per_execution):
-    """Also with executions that the steps of an epoch do not fill."""
+    """An execution may have more steps than are left of the epoch."""
     cache = opened(images)
     order = datacache.Order(samples=SAMPLES, global_batch=8, seed=1)
     states = []
@@ -181,7 +181,7 @@ def test_fit_sees_the_epoch_that_it_says(images, opened, kind, steps_per_executi
 @pytest.mark.parametrize("training_first", [True, False])
 @pytest.mark.parametrize("kind", ["dataset", "pydataset"])
 def test_validation_leaves_the_position_of_training_alone(images, opened, kind, training_first):
-    """Also with batches of another size, and an order of its own that goes on over epochs."""
+    """Validation has batches of another size, and an order of its own that goes on over epochs."""
     cache = opened(images)
     make = {
         "training": lambda: getattr(cache, kind)(8, seed=1),

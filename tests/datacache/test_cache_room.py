@@ -92,7 +92,7 @@ def test_what_has_no_room_is_said(images, opened, caplog):
 def test_pools_that_nobody_has_open_go_where_room_is_needed(
     images, tmp_path, opened, caplog, monkeypatch
 ):
-    """And no others: there is memory for two pools, of which three want to be used."""
+    """No others go: there is memory for two pools, of which three want to be used."""
     root = tmp_path / "memory"
 
     def taken():

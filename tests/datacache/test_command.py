@@ -56,7 +56,7 @@ def pools(tmp_path):
 
 
 def _state(root):
-    """Of all that is in a folder: what changes if somebody writes."""
+    """Returns time and size of all that is in a folder, which change if somebody writes."""
     return {
         path: (path.stat().st_mtime_ns, path.stat().st_size) for path in [root, *root.rglob("*")]
     }
@@ -329,7 +329,7 @@ def test_errors_are_one_line(tmp_path, capsys):
 
 
 def test_nobody_waits_for_ls(pools):
-    """What `ls` asks for would wait if others could hold it: it does not, and gives it back."""
+    """The locks that `ls` asks for may be held by others: it does not wait, and gives them back."""
     handle = os.open(pools / "a" / "users", os.O_RDWR)
     fcntl.flock(handle, fcntl.LOCK_EX)
     assert inspection.inspect_pool(pools / "a").in_use

@@ -30,7 +30,7 @@ READ = np.dtype([("job", "int32"), ("sample", "int32")])
 """Record of a read in the log."""
 SPAWN = multiprocessing.get_context("spawn")
 EVERY_EPOCH = range(sys.maxsize)
-"""As `itertools.count()`, which Python 3.14 no longer gives to another process."""
+"""Endless as `itertools.count()`, which Python 3.14 no longer gives to another process."""
 
 
 def f(index):

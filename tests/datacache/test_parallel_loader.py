@@ -194,7 +194,7 @@ def test_what_is_over_is_not_loaded():
 
 def test_what_cannot_be_sent():
     with pytest.raises(
-        ValueError, match=r"`buffers` must be at least 2, .*Received: buffers=1. Call `load`"
+        ValueError, match=r"`buffers` must be a whole number from 2. Received: buffers=1. .*Call `load`"
     ):
         ParallelLoader(load, buffers=1)
     with pytest.raises(
@@ -318,7 +318,7 @@ def test_a_script_without_a_guard_is_told(tmp_path):
 
 
 def _ended(pid):
-    """Also where nobody has taken note of it: a zombie runs no more."""
+    """Returns whether a process has ended; a zombie has, which nobody has taken note of."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -382,8 +382,8 @@ def _prepared(prepare, mode, item):
             lambda: CropAndMirror([[0.0]], 4),
             r"`mean` must be of shape \[h, w, c\] or \[c\]. Received: .*\[1, 1\]",
         ),
-        (lambda: CropAndMirror([0.0], 0), "`size` must be at least 1. Received: size=0"),
-        (lambda: CropAndMirror([0.0], 1, -1), "`seed` must not be negative. Received: seed=-1"),
+        (lambda: CropAndMirror([0.0], 0), "`size` must be a whole number from 1. Received: size=0"),
+        (lambda: CropAndMirror([0.0], 1, -1), "`seed` must be a whole number from 0. Received: seed=-1"),
         (
             lambda: CropAndMirror([0.0], 1)(IMAGES, "train", 0),
             r"mean of shape \[1\], images of shape \[8, 9, 7, 3\]",
@@ -398,7 +398,7 @@ def _prepared(prepare, mode, item):
         ),
         (
             lambda: CropAndMirror([0.0] * 3, 1)(IMAGES, "train", -1),
-            "`number` must not be negative. .*number=-1",
+            "`number` must be a whole number from 0. .*number=-1",
         ),
     ],
 )

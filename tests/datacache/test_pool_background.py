@@ -1,4 +1,4 @@
-"""What a warm pool does on a thread before anybody reads."""
+"""Work of a warm pool on a thread before anybody reads."""
 
 import contextlib
 import tempfile
@@ -43,7 +43,7 @@ def _large_pools(filled, look=True, corrupt=None):
 
 
 def _resident_kb(address):
-    """Of the mapping that begins there."""
+    """Returns the resident kB of the mapping that begins at an address."""
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     next(line for line in lines if line.startswith(f"{address:x}-"))
     return int(next(line for line in lines if line.startswith("Rss:")).split()[1])
@@ -51,7 +51,7 @@ def _resident_kb(address):
 
 @pytest.mark.parametrize("filled", [SAMPLES - 1, SAMPLES])
 def test_a_warm_pool_in_memory_is_mapped_ahead(filled):
-    """What the kernel says of the mapping: all of it is there before anybody reads."""
+    """The kernel says that all of the mapping is there before anybody reads."""
     with _large_pools(filled) as pools:
         assert (
             _resident_kb(pools[1]._columns.arrays[0].ctypes.data) * 1024 >= 100_000 * SAMPLES

@@ -62,7 +62,7 @@ def test_corrupt_samples_of_many_sizes(tmp_path, damage):
 
 
 def test_a_sample_in_the_place_of_another_is_corrupt(tmp_path):
-    """Whole, but not the one whose place it is."""
+    """The sample is whole, but lies in the slot of another."""
     pool = new_pool(tmp_path)
     pool.put(3, drawn_sample(3))
     pool.put(4, drawn_sample(4))
@@ -87,7 +87,7 @@ def test_checksums_are_looked_at_once_per_boot_and_not_by_who_wrote(
     )
 
     def looks(pool, **again):
-        """Whether it looks at checksums, none of which is wrong."""
+        """Returns whether a pool looks at checksums, none of which is wrong."""
         looked_at.clear()
         found = getattr(pool, look)(everything, **again)
         assert not (found[1] if look == "gather_verified" else found).size
@@ -173,7 +173,7 @@ def test_known_samples_that_are_cleared_while_they_are_copied(tmp_path, monkeypa
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_what_was_written_since_a_look_stays(tmp_path, monkeypatch, compiled):
-    """Between the look at a corrupt sample and the word that says so."""
+    """The sample is written between the look at it and the word that would say it is corrupt."""
     if not compiled:
         monkeypatch.setattr(native, "_compiled", lambda: None)
     pool = new_pool(tmp_path)

@@ -83,7 +83,7 @@ def test_a_full_heap_takes_no_more(tmp_path):
 
 
 def test_what_is_cleared_leaves_room(tmp_path):
-    """In whatever order samples come back, and for who else has it open, too."""
+    """Samples may come back in any order, and from another who has the pool open."""
     pool, other = fitting_pool(tmp_path), fitting_pool(tmp_path)
     everything = np.arange(SAMPLES)
     for seed in range(4):
@@ -96,7 +96,7 @@ def test_what_is_cleared_leaves_room(tmp_path):
 
 
 def test_what_heals_leaves_room(tmp_path):
-    """Also if it is not known any more where their bytes were."""
+    """There is room even if it is not known any more where their bytes were."""
     pool, other = fitting_pool(tmp_path), fitting_pool(tmp_path)
     assert fill_all(pool, range(SAMPLES))
     for step in range(60):
@@ -108,7 +108,7 @@ def test_what_heals_leaves_room(tmp_path):
 
 
 def test_lengths_that_change_leave_no_gap_for_good(tmp_path):
-    """What draws at random has other lengths each time."""
+    """Samples that are drawn at random have other lengths each time."""
     layout = Layout.of([np.array(b"", object)])
     pool = Pool(
         tmp_path,

@@ -20,7 +20,7 @@ from datacache.pool.layout import Component, Layout
 from datacache.pool.pool import Pool
 from datacache.pool.shard import SampleShard
 from datacache.pool.spec import PoolSpec
-from datacache.system.memory import available_memory, is_memory
+from tfposeidon.memory import available_memory, is_memory
 from datacache.system.room import free_bytes
 from tests.launch import ROOT
 
@@ -29,11 +29,11 @@ MACHINE = {
     "meminfo": "MemTotal:  2000000 kB\nMemFree: 1 kB\nMemAvailable:  1500000 kB\n"
     "HugePages_Total: 0\n"
 }
-"""Of which 1434 MB can be taken."""
+"""Memory of a machine, of which 1434 MB can be taken."""
 
 
 def cgroup(folder, used, limit, files=0, version=2):
-    """The files of one."""
+    """Returns the files of a cgroup."""
     names = (
         ("memory.max", "memory.current")
         if version == 2
@@ -174,7 +174,7 @@ def test_no_more_pools_are_removed_once_that_makes_no_room(memory, caplog):
 
 
 def test_only_pools_are_removed_for_room(memory):
-    """What others have under the same names stays, and so does what cannot be removed."""
+    """Files of others under the same names stay, and so does what cannot be removed."""
     files = {
         "lock": ["lock"],
         "several": ["lock", "words", "index"],
@@ -250,7 +250,7 @@ def test_what_is_left_of_a_pool_counts_as_room_for_it(memory, monkeypatch):
 
 @pytest.mark.parametrize("step", ["reserve", "plan"])
 def test_a_pool_that_was_not_made_takes_no_room(tmp_path, monkeypatch, step):
-    """Whatever was in the way."""
+    """Its making may be interrupted at either step."""
 
     def interrupted(*_):
         raise KeyboardInterrupt

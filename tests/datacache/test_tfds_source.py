@@ -277,7 +277,7 @@ def _scans(monkeypatch):
 @pytest.mark.parametrize("level", ["memory", "disk"])
 @pytest.mark.parametrize("split", ["train", "train[2:40]"])
 def test_where_records_begin_is_found_once_for_all_jobs(tmp_path, monkeypatch, split, level):
-    """Also by jobs that begin while samples are missing, and whatever was left of the index."""
+    """Jobs may begin while samples are missing, and with anything left of the index."""
     builder, scanned = _prepared(tmp_path / "own", "tfrecord"), _scans(monkeypatch)
     expected = _expected(builder, split)
 

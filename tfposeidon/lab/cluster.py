@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tfposeidon import ranges
 from tfposeidon.units import readable_rate
 
 # Addresses are 10.99.0.1 to 10.99.0.250; the switch has 10.99.0.254.
@@ -51,8 +52,7 @@ class Cluster:
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= MOST_NODES:
             raise ValueError(f"`--nodes` must be in 1..{MOST_NODES}. Received: {self.nodes}")
-        if self.per_node < 1:
-            raise ValueError(f"`--per-node` must be at least 1. Received: {self.per_node}")
+        ranges.check_integer("--per-node", self.per_node, 1)
         if self.jitter > self.rtt / 2:
             raise ValueError(
                 "`--jitter` must not exceed half of `--rtt`, the time of one direction. Received: "

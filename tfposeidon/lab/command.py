@@ -22,7 +22,14 @@ from typing import Any
 from tfposeidon.lab import faults, sandbox
 from tfposeidon.lab.cluster import Cluster
 from tfposeidon.lab.faults import Fault
-from tfposeidon.units import parse_duration, parse_rate, parse_share, parse_size
+from tfposeidon.memory import available_memory
+from tfposeidon.units import (
+    parse_duration,
+    parse_rate,
+    parse_share,
+    parse_size,
+    readable_size,
+)
 
 RANK_BYTES = 4e8
 """Memory that TensorFlow takes by itself in each rank."""
@@ -222,15 +229,13 @@ def _check_report(path: Path | None) -> None:
 
 def _check_memory(cluster: Cluster, rank_bytes: float) -> None:
     # The kernel would kill ranks that do not fit, one by one and minutes later.
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free_bytes = next(
-        1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")
-    )
+    free_bytes = available_memory()
     if cluster.size * rank_bytes > free_bytes:
         raise ValueError(
             f"All ranks must fit into memory. Received: {cluster.size} ranks of "
-            f"{rank_bytes / 1e9:g} GB (what TensorFlow takes by itself), {free_bytes / 1e9:.1f} GB "
-            "free. Ask for fewer, or set --rank-memory if they need less."
+            f"{readable_size(rank_bytes)} (what TensorFlow takes by itself), "
+            f"{readable_size(free_bytes)} free. "
+            "Ask for fewer, or set --rank-memory if they need less."
         )
 
 

@@ -20,10 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tfposeidon import ranges
 from tfposeidon.lab import models, sandbox
 from tfposeidon.lab.cluster import Cluster
 from tfposeidon.lab.command import RANK_BYTES, check_machine
 from tfposeidon.text import table
+from tfposeidon.units import readable_size
 
 LABELS = {
     "allreduce": "Horovod's all-reduce",
@@ -85,8 +87,10 @@ def main(options: argparse.Namespace) -> int:
       The exit status: 0, also where the lab cannot run; 1 if the job in the lab failed; 2 for
       options that make no sense.
     """
-    if options.steps < 1:
-        print(f"`--steps` must be at least 1. Received: {options.steps}", file=sys.stderr)
+    try:
+        ranges.check_integer("--steps", options.steps, 1)
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 2
     try:
         check_machine(CLUSTER, RANK_BYTES)
@@ -148,8 +152,8 @@ def rows(found: Mapping[str, Measured]) -> list[tuple[str, ...]]:
     >>> for row in rows(found):
     ...     print(*row, sep=" | ")
     scheme | per step | sent per rank to other nodes | times faster
-    Horovod's all-reduce | 2400 ms | 27.0 MB | 1.0
-    tfposeidon hitopk, top 1 % | 800 ms | 1.0 MB | 3.0
+    Horovod's all-reduce | 2400 ms | 27.00 MB | 1.0
+    tfposeidon hitopk, top 1 % | 800 ms | 1.00 MB | 3.0
 
     Args:
       found: Measurements by scheme; the first is the one to compare with.
@@ -162,7 +166,7 @@ def rows(found: Mapping[str, Measured]) -> list[tuple[str, ...]]:
             (
                 LABELS[scheme],
                 f"{1e3 * one.step_s:.0f} ms",
-                f"{one.sent_bytes / 1e6:.1f} MB",
+                readable_size(one.sent_bytes),
                 f"{slowest_s / one.step_s:.1f}",
             )
             for scheme, one in found.items()

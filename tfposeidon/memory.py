@@ -65,7 +65,7 @@ def available_memory(proc: Path = PROC) -> int:
     counts as free, as the kernel gives it back.
 
     Args:
-      proc: Where the kernel tells of processes.
+      proc: Folder of the proc file system.
     """
     limits = (_machine(proc), *_containers(proc))
     return max(0, min(left - total // SPARE_SHARE for total, left in limits))
@@ -76,7 +76,7 @@ def is_memory(device: int, proc: Path = PROC) -> bool:
 
     Args:
       device: Its number, as `st_dev` of a file.
-      proc: Where the kernel tells of processes.
+      proc: Folder of the proc file system.
     """
     name = f"{major(device)}:{minor(device)}"
     return any(
@@ -114,6 +114,7 @@ def _enclosing_limits(mount: _Mount, path: str, version: _Version) -> Iterator[t
         limit = _limit(cgroup / version.limit)
         if limit is not None:
             stat = _first_numbers(cgroup / "memory.stat")
+            # Not the page cache as a whole, to which files in memory count: these stay.
             reclaimable = sum(stat.get(name, 0) for name in version.reclaimable)
             used = int((cgroup / version.used).read_text()) - reclaimable
             yield limit, limit - used
