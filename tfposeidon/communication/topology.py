@@ -48,7 +48,7 @@ class Topology:
       nodes: Ranks of each node; together each of `0..size-1` once.
 
     Raises:
-      ValueError: If they are not.
+      ValueError: If a rank is missing or occurs twice, or if `rank` is none of them.
 
     >>> topology = Topology(2, ((0, 1), (2, 3)))
     >>> topology.node.ranks, topology.position, topology.position_group(0).ranks
@@ -159,7 +159,7 @@ class Topology:
         """Returns the topology of the same job as another rank sees it.
 
         Args:
-          rank: That rank.
+          rank: Rank that sees it.
         """
         return Topology(rank, self.nodes)
 
