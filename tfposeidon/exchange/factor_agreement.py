@@ -18,7 +18,7 @@ from tfposeidon.policies import Policy
 log = logging.getLogger("tfposeidon")
 
 Found = dict[str, Any]
-"""A `FactorShape` with a digest of constants, or `{"why_not": text}`; for JSON."""
+"""Dictionary of a `FactorShape` with a digest of constants, or `{"why_not": text}`; for JSON."""
 
 
 def find_factors(
