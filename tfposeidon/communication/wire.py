@@ -124,6 +124,8 @@ class HorovodWire(Wire):
     ) -> tf.Tensor:
         if group.size == 1:
             return tensor if scale == 1.0 else tensor * tf.cast(scale, tensor.dtype)
+        # Collectives meet by name, and scopes may differ between ranks, as in branches: all names
+        # leave them out.
         ops = _horovod_ops()
         return ops._allreduce(
             tensor,
