@@ -276,7 +276,7 @@ class Exchanger:
           number: Index of the exchange among the `calls` of a step.
 
         Returns:
-          How many ranks are absent like this one, and what has to be fetched with it: TensorFlow
+          Number of ranks that are absent like this one, and tensors to fetch with it: TensorFlow
           leaves out a collective whose result nobody uses, even as a control dependency.
         """
         return self.contribute_nothing_eagerly(number)

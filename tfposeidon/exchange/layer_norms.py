@@ -163,6 +163,7 @@ def _measured(layers: Sequence[Any], wire: Wire, prefix: str) -> tuple[float, fl
     """Measures seconds on every rank and in parallel, of the slowest rank: so all choose alike."""
     if not layers:
         return 0.0, 0.0
+    # Outside of the graph that is traced, to run now.
     with tf.init_scope():
         candidates = [local_norms, parallel_norms(wire, f"{prefix}.measured_norms")]
         mine = [

@@ -82,7 +82,7 @@ def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf
 def run_in_parallel(
     wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str
 ) -> tf.Tensor:
-    """Does what `parallel_tensor_operator` does, over a given wire.
+    """Computes what `parallel_tensor_operator` does, over a given wire.
 
     Args:
       wire: Collectives that join the ranks.

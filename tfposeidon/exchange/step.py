@@ -97,8 +97,8 @@ class Means:
         counts = (
             self.moves if self.everybody is None else tf.logical_and(self.everybody, self.moves)
         )
-        # Under a loss scale the optimizer skips a step that is not finite: what was sent in it would
-        # be lost. And a residual that is NaN would stay NaN.
+        # Under a loss scale the optimizer skips a step that is not finite: what was sent in it
+        # would be lost. And a residual that is NaN would stay NaN.
         finite = tf.reduce_all(
             [tf.reduce_all(tf.math.is_finite(m)) for m in self.values if m is not None]
         )
@@ -360,7 +360,7 @@ class Step:
         It comes before a change of schemes, or what they have kept would be lost.
 
         Returns:
-          Whether there are schemes that keep anything.
+          True if there are schemes that keep anything.
         """
         for exchanger in self.plans.exchangers:
             exchanger.states.flush()
