@@ -129,6 +129,7 @@ class Topology:
         Args:
           position: 0 to `positions` - 1.
         """
+        # Under MPI nodes need not hold consecutive ranks, and Horovod sorts those of a process set.
         return Group(tuple(sorted(node[position] for node in self.nodes)))
 
     @property

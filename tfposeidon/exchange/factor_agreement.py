@@ -103,6 +103,7 @@ def check_any_factors(plan: Plan, policy: Policy) -> None:
     """
     if any(bucket.takes_factors for bucket in plan.buckets):
         return
+    # Not vectors, such as biases: nobody expects a product of two matrices there.
     for description in (
         d for bucket in plan.buckets for d in bucket.descriptions if len(d.shape) > 1
     ):

@@ -128,6 +128,7 @@ class Factors:
         return tf.bitcast(rows, tf.uint16) if rows.dtype == tf.bfloat16 else rows
 
     def _weight_columns(self) -> list[tf.Tensor]:
+        # In every row: where rows of several ranks have met, nothing else tells whose they are.
         weight = tf.constant(1.0) if self.weight is None else self.weight
         high = tf.cast(weight, self.left.dtype)
         low = tf.cast(weight - tf.cast(high, tf.float32), self.left.dtype)

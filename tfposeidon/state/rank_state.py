@@ -203,6 +203,7 @@ def _whole(
 ) -> np.ndarray:
     arrays = whole.get(description.whole_key, [np.zeros_like(like)])
     if description.concatenated:
+        # In turn, so that no rank gets two arrays more than another.
         return _below_one_another(arrays[description.offset :: description.owners], like)
     if description.owners:
         return np.asarray(np.sum(arrays, axis=0) / description.owners, like.dtype)
