@@ -1,1 +1,1 @@
-"""Ranks find one another and exchange tensors: topology, wire, runtime and failure."""
+"""Communication between ranks: topology, wire, runtime, and reports of failures."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Show = Callable[[Any, Any], tuple[str, str]]
-"""From two values that differ to a text for each: all of it, or where they differ."""
+"""Function from two values that differ to a text for each: all of it, or the part that differs."""
 
 _MISSING = object()
 
@@ -20,18 +20,18 @@ def in_full(first: Any, other: Any) -> tuple[str, str]:
     """Returns all of both values as text.
 
     Args:
-      first: What the first rank has sent.
-      other: What another rank has sent.
+      first: Value of the first rank.
+      other: Value of another rank.
     """
     return repr(first), repr(other)
 
 
 def at_first_item(noun: str, show: Callable[[Any], str] = str) -> Show:
-    """Returns what shows of two lists the first items that differ.
+    """Returns a function that shows the first items in which two lists differ.
 
     Args:
-      noun: What an item is, such as "variable".
-      show: Returns the text for an item.
+      noun: Word for an item, such as "variable".
+      show: Function from an item to its text.
     """
 
     def shown(first: Sequence[Any], other: Sequence[Any]) -> tuple[str, str]:
@@ -42,10 +42,10 @@ def at_first_item(noun: str, show: Callable[[Any], str] = str) -> Show:
 
 
 def at_first_entry(show: Show = in_full) -> Show:
-    """Returns what shows of two dictionaries the first entries that differ.
+    """Returns a function that shows the first entries in which two dictionaries differ.
 
     Args:
-      show: Returns texts for the two values.
+      show: Function from the two values to their texts.
     """
 
     def shown(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str]:
@@ -68,13 +68,13 @@ def require_equal(
     show: Show = in_full,
     error: type[Exception] = RuntimeError,
 ) -> None:
-    """Raises an error if what the ranks have sent is not the same.
+    """Raises an error if the ranks have sent different values.
 
     Args:
-      received: What each rank has sent, by rank; a mapping where only some have.
+      received: Value of each rank, by rank; a mapping where only some have sent one.
       rule: Sentence "All ranks must ...", without its full stop.
       remedy: Sentence that tells what to do about it.
-      show: Returns texts for what the first rank has sent and for what differs from it.
+      show: Function from the first rank's value and another to their texts.
       error: Type of the error.
 
     Raises:
@@ -99,7 +99,7 @@ def different_ranks(received: Sequence[Any]) -> list[int]:
     """Returns the ranks that have sent something else than rank 0.
 
     Args:
-      received: What each rank has sent, by rank.
+      received: Value of each rank, by rank.
 
     >>> different_ranks(["a", "a", "b"])
     [2]
@@ -110,12 +110,12 @@ def different_ranks(received: Sequence[Any]) -> list[int]:
 def first_difference(
     first: Sequence[Any], other: Sequence[Any], show: Callable[[Any], str] = str
 ) -> tuple[int, str, str]:
-    """Returns the index at which two different lists part, and texts for what they hold there.
+    """Returns the first index at which two lists differ, and texts for their items there.
 
     Args:
       first: A list.
       other: Another, which is not equal to it.
-      show: Returns the text for an item.
+      show: Function from an item to its text.
 
     >>> first_difference(["a", "b"], ["a"])
     (1, 'b', 'none (there are 1)')

@@ -1,4 +1,4 @@
-"""Prints on the last lines of a job which rank failed first, and why.
+"""The last lines of a job that fails: which rank failed first, and why.
 
 One rank's failure makes the collectives of all others fail, and launchers often name the wrong one.
 A rank that fails leaves its cause in the launcher's store; those whose collective broke look there
@@ -26,6 +26,7 @@ _BROKEN_COLLECTIVE = re.compile(
     r"Horovod has been shut down|HorovodInternalError|Connection (closed|reset)|gloo/transport|"
     r"Read timeout|Timed out waiting|Broken pipe|Socket closed"
 )
+# TensorFlow's messages name the op; the dots in the name tell our collectives (see `wire`).
 _WAITING = re.compile(r"(?:node \S*?|name: )([\w-]+\.[\w.-]+)")
 
 
@@ -45,6 +46,8 @@ def watch(rank: int, size: int) -> None:
         reporter.report(error)
 
     sys.excepthook = hook
+    # Horovod has registered its shutdown before, so this runs first: the note is in the store when
+    # the collectives of the others break.
     atexit.register(reporter.leave)
 
 
@@ -60,7 +63,7 @@ class Reporter:
       rank: As given.
       size: As given.
       store: As given; `None` for one rank, and once it cannot be reached.
-      failed: Whether an error was reported.
+      failed: True once an error was reported.
     """
 
     def __init__(self, rank: int, size: int, store: Store | None) -> None:
@@ -84,6 +87,7 @@ class Reporter:
         else:
             text = "".join(traceback.format_exception_only(error)).strip()
             cause = f"rank {self.rank} failed first: {text}"
+            # The store has nothing atomic: of two ranks that fail at once either may be named.
             if self._get(_FIRST) is None:
                 self._put(_FIRST, cause)
             self._put(self._fate(self.rank), "failed")

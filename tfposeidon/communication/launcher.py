@@ -13,6 +13,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
+# Of each tuple the first name that is set counts: horovodrun's come before MPI's and SLURM's.
 RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 SIZE = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 LOCAL_RANK = (
@@ -77,7 +78,7 @@ class Store:
     Attributes:
       address: Host name or IP address.
       port: TCP port.
-      scope: Begins the names of all keys.
+      scope: Prefix of all keys.
     """
 
     address: str
@@ -114,6 +115,7 @@ class Store:
         try:
             with urllib.request.urlopen(self._url(key), timeout=STORE_TIMEOUT_S) as answer:
                 return json.loads(answer.read())
+        # Horovod's server answers 404 for a key that is missing: an HTTPError, which is an OSError.
         except OSError:
             return None
 
@@ -130,6 +132,7 @@ class Store:
         Raises:
           TimeoutError: If that takes longer than `timeout_s`.
         """
+        # The server answers at once, whether there is a value or not: it has to be asked again.
         deadline = time.monotonic() + timeout_s
         while (value := self.get(key)) is None:
             if time.monotonic() > deadline:

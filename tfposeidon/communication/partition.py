@@ -1,4 +1,4 @@
-"""Lists cut into one part for each rank, in order."""
+"""Division of lists into consecutive parts, one for each rank."""
 
 from __future__ import annotations
 

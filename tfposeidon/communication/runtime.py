@@ -1,4 +1,4 @@
-"""Starts Horovod once per process, with the groups that the topology asks for."""
+"""Start of Horovod, once per process, with the groups that the topology asks for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import HorovodWire, Wire, exchange_objects
 
 DEFAULT_STALL_TIMEOUT_S = 300.0
-"""Seconds that ranks wait for one that is late, where nobody says otherwise."""
+"""Seconds that ranks wait for one that is late, where nobody says otherwise.
+
+Horovod's own default is 0, which waits forever.
+"""
 LONGEST_STALL_WARNING_S = 60
 """Seconds between two looks of Horovod for ranks that are late, at most."""
 LAYOUT_PATIENCE_S = 120.0
@@ -42,7 +45,7 @@ def init(
         default 300, or what `HOROVOD_STALL_SHUTDOWN_TIME_SECONDS` says.
       transport_timeout_s: Seconds that Gloo waits for a stopped process or a cut link; default 30,
         or what `HOROVOD_GLOO_TIMEOUT_SECONDS` says.
-      pin_gpu: Whether each rank of a node gets the GPU of its local rank, with memory growth.
+      pin_gpu: True to give each rank of a node the GPU of its local rank, with memory growth.
 
     Returns:
       The topology as this rank sees it: `rank`, `size`, `nodes`.
@@ -63,6 +66,7 @@ def init(
         _check_same_layout(_wire.topology, ranks_per_node)
         return _wire.topology
     _check_horovod()
+    # Before the start, at which Horovod reads its environment.
     _set_limits(stall_timeout_s, transport_timeout_s)
     _wire = _start(ranks_per_node)
     failure.watch(_wire.topology.rank, _wire.topology.size)
@@ -113,6 +117,7 @@ def say(text: str, *values: object) -> None:
       values: Values for the format.
     """
     if rank() == 0:
+        # Where a script sets up no logging, Python shows nothing below warnings.
         log.warning(text, *values)
 
 
@@ -126,6 +131,8 @@ def _start(ranks_per_node: int | None) -> HorovodWire:
         return _start_over_mpi(hvd)
     topology = _find_topology(place, ranks_per_node)
     _check_layout_in_store(topology)
+    # Named at the start: sets that are added later make each cycle of Horovod's thread wait for all
+    # ranks.
     process_sets = {group: hvd.ProcessSet(list(group.ranks)) for group in topology.groups()}
     hvd.init(process_sets=list(process_sets.values()))
     _check_layout(hvd, topology)
@@ -139,6 +146,7 @@ def _start_over_mpi(hvd: Any) -> HorovodWire:
     thread wait for all.
     """
     hvd.init(process_sets="dynamic")
+    # As if all were on one node, which needs no other group than the world.
     world = HorovodWire(Topology.regular(hvd.rank(), hvd.size(), hvd.size()), {})
     nodes: dict[str, list[int]] = {}
     for rank, host in enumerate(exchange_objects(socket.gethostname(), world, "tp.hosts")):
@@ -182,7 +190,7 @@ def _check_layout_in_store(topology: Topology) -> None:
 
 
 def _adopt(hvd: Any, ranks_per_node: int | None) -> HorovodWire:
-    """Takes a Horovod that the script started itself, if no groups of ranks are needed."""
+    """Uses a Horovod that the script started itself, if no groups of ranks are needed."""
     topology = Topology.regular(hvd.rank(), hvd.size(), ranks_per_node or hvd.local_size())
     missing: tuple[Group, ...] = topology.groups()
     if missing:

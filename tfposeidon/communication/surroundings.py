@@ -1,4 +1,4 @@
-"""Refuses surroundings in which collectives cannot run: other backends, `tf.distribute`, XLA."""
+"""Refusal of surroundings without collectives: other backends, `tf.distribute`, XLA."""
 
 from __future__ import annotations
 

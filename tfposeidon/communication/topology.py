@@ -48,7 +48,7 @@ class Topology:
       nodes: Ranks of each node; together each of `0..size-1` once.
 
     Raises:
-      ValueError: If they are not.
+      ValueError: If a rank is missing or occurs twice, or if `rank` is none of them.
 
     >>> topology = Topology(2, ((0, 1), (2, 3)))
     >>> topology.node.ranks, topology.position, topology.position_group(0).ranks
@@ -129,6 +129,7 @@ class Topology:
         Args:
           position: 0 to `positions` - 1.
         """
+        # Under MPI nodes need not hold consecutive ranks, and Horovod sorts those of a process set.
         return Group(tuple(sorted(node[position] for node in self.nodes)))
 
     @property
@@ -159,7 +160,7 @@ class Topology:
         """Returns the topology of the same job as another rank sees it.
 
         Args:
-          rank: That rank.
+          rank: Rank that sees it.
         """
         return Topology(rank, self.nodes)
 

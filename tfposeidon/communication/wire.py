@@ -1,4 +1,4 @@
-"""All use of Horovod's collectives: four operations on groups of ranks.
+"""Wire between ranks: the only use of Horovod's collectives, four operations on groups.
 
 Horovod's TensorFlow ops look like arithmetic to Grappler: with a constant input the collective is
 folded (runs once, or hangs), an unused one is pruned, two equal ones are merged. So no input may be
@@ -96,7 +96,7 @@ class Wire(Protocol):
         """Returns the tensor of one rank on all ranks of the job.
 
         Args:
-          tensor: Of the same shape and dtype on every rank.
+          tensor: Tensor of any shape and dtype, both the same on every rank.
           root_rank: Rank whose tensor everybody gets.
           name: Name of the collective.
         """
@@ -124,6 +124,8 @@ class HorovodWire(Wire):
     ) -> tf.Tensor:
         if group.size == 1:
             return tensor if scale == 1.0 else tensor * tf.cast(scale, tensor.dtype)
+        # Collectives meet by name, and scopes may differ between ranks, as in branches: all names
+        # leave them out.
         ops = _horovod_ops()
         return ops._allreduce(
             tensor,
@@ -271,6 +273,7 @@ def broadcast_bytes(content: bytes, wire: Wire, root_rank: int, name: str) -> by
       name: Name of the collective.
     """
     length = wire.broadcast(tf.constant([len(content)], tf.int64), root_rank, f"{name}.length")
+    # A broadcast needs as many bytes on every rank.
     mine = (
         np.frombuffer(content, np.uint8)
         if wire.topology.rank == root_rank

@@ -34,7 +34,7 @@ class AgreedPlans:
     """A plan and an `Exchanger` for each list of variables that an optimizer is called with.
 
     Args:
-      policy: Decides which variable is exchanged by which scheme.
+      policy: Choice of the scheme by which a variable is exchanged.
       bucket_bytes: Bytes up to which small gradients are fused; see `DistributedOptimizer`.
 
     Attributes:
@@ -52,7 +52,7 @@ class AgreedPlans:
         self._zeros = Zeros()
 
     def exchanger(self, variables: list[Any], inner_optimizer: Any) -> Exchanger:
-        """Returns what exchanges the gradients of a list of variables; makes it if need be.
+        """Returns the exchanger of a list of variables, and makes it if need be.
 
         Args:
           variables: Keras or TensorFlow variables; another order is another list.
@@ -82,7 +82,7 @@ class AgreedPlans:
         """Returns the function by which a layer-wise optimizer computes norms; `None` for its own.
 
         Args:
-          variables: Those that it updates.
+          variables: Variables that it updates.
         """
         return self._norms.get(_key(variables), layer_norms.NormMethod()).norms
 
@@ -119,7 +119,7 @@ class AgreedPlans:
         inner_optimizer: Any,
         settings: dict[str, Any],
     ) -> None:
-        """Makes sure that all ranks are about to do the same, while the first step is traced.
+        """Checks, while the first step is traced, that all ranks are about to do the same.
 
         Then it plans once more, with the factors that the graph shows. Later traces change nothing:
         ranks retrace when they like, and nobody else might be there to answer.
@@ -128,8 +128,8 @@ class AgreedPlans:
           grads: Gradients of this rank, one per variable: tensors, `IndexedSlices` or `None`.
           variables: Variables that they are for.
           inner_optimizer: Optimizer that applies the means.
-          settings: What has to be the same on all ranks, besides the variables, the policy and
-            `bucket_bytes`. JSON must be able to hold it.
+          settings: Further settings that have to be the same on all ranks, besides the variables,
+            the policy and `bucket_bytes`; for JSON.
 
         Raises:
           RuntimeError: On all ranks alike, if variables or settings differ.
@@ -196,6 +196,7 @@ class AgreedPlans:
             everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
         plan = self._plan(factor_agreement.merge_findings(descriptions, everybody))
         factor_agreement.check_any_factors(plan, self.policy)
+        # With the variables of the old one: TensorFlow traces once more what makes variables.
         new = Exchanger(plan, exchanger.wire, self._zeros, exchanger.rows)
         new.take_over(exchanger)
         self._exchangers[_key(variables)] = new
@@ -237,6 +238,7 @@ class AgreedPlans:
 
 
 def _key(variables: list[Any]) -> Any:
+    # TensorFlow's variables have no hash, for they compare element by element.
     return tuple(of_tensorflow(v).ref() for v in variables)
 
 

@@ -19,7 +19,7 @@ class EffectiveRate:
     """Learning rate over loss scale, at the last step that changed the schemes' state.
 
     Attributes:
-      variable: That rate, a float32 scalar; 0 before the first such step.
+      variable: The rate, a float32 scalar; 0 before the first such step.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class EffectiveRate:
         return rate / tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
 
     def rescale(self, current: tf.Tensor) -> tf.Tensor:
-        """Returns the factor for what was kept, by which it counts as when it was made.
+        """Returns the factor that makes what was kept move the weights as far as at its own rate.
 
         Args:
           current: Rate of the step that is being made.

@@ -1,4 +1,4 @@
-"""Carries out a plan: one exchange per bucket, each as soon as its gradients exist.
+"""Execution of a plan: one exchange per bucket, each as soon as its gradients exist.
 
 Nothing in one bucket's exchange depends on another's, so TensorFlow starts them in the order in
 which backpropagation makes the gradients (wait-free backpropagation, Poseidon section 3.1).
@@ -35,7 +35,7 @@ class Exchanger:
     """Exchanges the gradients of one list of variables.
 
     Args:
-      plan: Which variables are exchanged in which bucket, and by which scheme.
+      plan: Buckets of variables, each with its scheme.
       wire: Collectives that join the ranks.
       zeros: Zeros of another exchanger, to share them.
       rows: Rows of another exchanger of the same variables, to share them.
@@ -43,12 +43,12 @@ class Exchanger:
     Attributes:
       plan: As given.
       wire: As given.
-      prefix: Begins the names of its collectives; `None` until ranks have agreed.
+      prefix: Prefix of the names of its collectives; `None` until ranks have agreed.
       states: State that the schemes keep from step to step.
       rows: Rows of factors in the last step that had any, `[variables]` float32: at a bucket's
         index the sum over its variables and all ranks.
-      afterwards: What else all ranks do together in a step, a function from means to means; mostly
-        `None`.
+      afterwards: Function from means to means, for collectives that follow the exchange in each
+        step; mostly `None`.
       calls: Number of exchanges in a traced step, at most.
     """
 
@@ -63,6 +63,7 @@ class Exchanger:
         # By graph: one that is traced anew counts from 0, and none is kept alive for its count.
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.afterwards: Callable[[list[Any]], list[Any]] | None = None
+        # For counts of samples and rows, and for `opaque`. All are made now: see `Zeros`.
         dtypes = {"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}
         dtypes |= {
             d.factors.dtype for bucket in plan.buckets for d in bucket.descriptions if d.factors
@@ -80,7 +81,7 @@ class Exchanger:
         self.states = SchemeStates(plan)
 
     def take_over(self, other: Exchanger) -> None:
-        """Takes the place of another exchanger of the same variables.
+        """Replaces another exchanger of the same variables.
 
         It goes on with the state of buckets that have the same members and scheme.
 
@@ -92,13 +93,13 @@ class Exchanger:
         self.states.take_over(other.states)
 
     def agree(self, prefix: str, gradients: Sequence[Any], settings: dict[str, Any]) -> None:
-        """Makes sure, before the first exchange, that all ranks are about to exchange the same.
+        """Checks, before the first exchange, that all ranks are about to exchange the same.
 
         Args:
-          prefix: Begins the names of this exchanger's collectives; the same on every rank.
+          prefix: Prefix of the names of its collectives; the same on every rank.
           gradients: Gradients of the first step; `None` where this rank has none. Later steps may
             have others.
-          settings: Whatever else has to be the same on all ranks, for JSON.
+          settings: Further settings that have to be the same on all ranks, for JSON.
 
         Raises:
           RuntimeError: On all ranks alike, naming the first difference.
@@ -160,7 +161,7 @@ class Exchanger:
         Args:
           gradients: Gradients of this rank; `None` where there is none.
           sample_count: Number of samples behind them, a scalar; `None` for equal weights.
-          has_batch: Whether this rank has a batch, which may be one in which nothing counts.
+          has_batch: True if this rank has a batch, which may be one in which nothing counts.
         """
         name, zero = f"{self.prefix}.samples", self._zeros["float32"]
         presence = count_presence(gradients, sample_count, has_batch, self.wire, name, zero)
@@ -275,7 +276,7 @@ class Exchanger:
           number: Index of the exchange among the `calls` of a step.
 
         Returns:
-          How many ranks are absent like this one, and what has to be fetched with it: TensorFlow
+          Number of ranks that are absent like this one, and tensors to fetch with it: TensorFlow
           leaves out a collective whose result nobody uses, even as a control dependency.
         """
         return self.contribute_nothing_eagerly(number)
@@ -294,6 +295,7 @@ class Exchanger:
         nothing = [None] * len(descriptions_of(self.plan))
         with numbered_names(number):
             absent = self.presence(nothing, 0.0, has_batch=False).absent
+            # Zeros need no weight, and no rank keeps state of a step that somebody was absent from.
             means, _ = self.exchange(nothing, None)
             if self.afterwards is not None:
                 means = self.afterwards(means)

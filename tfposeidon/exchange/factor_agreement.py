@@ -18,7 +18,7 @@ from tfposeidon.policies import Policy
 log = logging.getLogger("tfposeidon")
 
 Found = dict[str, Any]
-"""A `FactorShape` with a digest of constants, or `{"why_not": text}`; for JSON."""
+"""Dictionary of a `FactorShape` with a digest of constants, or `{"why_not": text}`; for JSON."""
 
 
 def find_factors(
@@ -103,6 +103,7 @@ def check_any_factors(plan: Plan, policy: Policy) -> None:
     """
     if any(bucket.takes_factors for bucket in plan.buckets):
         return
+    # Not vectors, such as biases: nobody expects a product of two matrices there.
     for description in (
         d for bucket in plan.buckets for d in bucket.descriptions if len(d.shape) > 1
     ):

@@ -1,4 +1,4 @@
-"""Exchanges one bucket of variables whose gradients are products of two thin matrices."""
+"""Exchange of one bucket of variables whose gradients are products of two thin matrices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def exchange(
       gradients: `Factors` of each of its variables, or `None` for no rows.
       weight: Factor for this rank's gradients, a float32 scalar; `None` for 1.
       wire: Collectives that join the ranks.
-      name: Begins the names of the collectives.
+      name: Prefix of the names of the collectives.
       zero: Zeros of all dtypes that occur.
 
     Returns:
@@ -43,6 +43,7 @@ def exchange(
     sent = [_sent(one, weight, zero) for one in factors]
     mean = bucket.scheme.exchange_products(sent, rows, bucket.dtype, wire, name)
     mean = tf.ensure_shape(mean, [bucket.length])
+    # The local term is the same on all ranks: each adds it to the mean by itself.
     if any(one.local is not None for one in factors):
         mean += tf.concat(
             [_local(one, d, zero) for one, d in zip(factors, bucket.descriptions, strict=True)], 0

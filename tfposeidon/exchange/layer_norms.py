@@ -1,4 +1,4 @@
-"""Norms for layer-wise optimizers: all on each rank, a share on each rank, or of servers' parts."""
+"""Norms for layer-wise optimizers: each rank computes all, a share, or those of servers' parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, Norms, local_no
 from tfposeidon.optimizers.wrapping import innermost
 
 ROUNDS = 7
-"""Measurements of each method, of which the first does not count: it traces."""
+"""Number of measurements of each method; the first, which traces, does not count."""
 
 
 def parallel_norms(wire: Wire, name: str) -> Norms:
@@ -55,7 +55,7 @@ def sharded_norms(wire: Wire, served: Callable[[Any], bool], name: str) -> Norms
 
     Args:
       wire: Collectives that join the ranks.
-      served: Tells whether this rank has only a part of a variable.
+      served: Function that returns whether this rank has only a part of a variable.
       name: Name of the one small all-reduce.
     """
 
@@ -96,9 +96,9 @@ def choose_norms(
     Args:
       optimizer: Optimizer inside `DistributedOptimizer`; it need not be layer-wise.
       variables: Variables that it trains; ranks have agreed on them, and on `norm_settings`.
-      served: Whether servers update some of them.
+      served: True if servers update some of them.
       wire: Collectives that join the ranks.
-      prefix: Begins the names of collectives.
+      prefix: Prefix of the names of collectives.
     """
     inner = innermost(optimizer)
     if not isinstance(inner, LayerWiseOptimizer) or wire.topology.size == 1:
@@ -146,7 +146,7 @@ def override_norms(optimizer: Any, norms: Norms | None) -> Iterator[None]:
     Args:
       optimizer: Optimizer inside `DistributedOptimizer`; any other than a layer-wise one stays as
         it is.
-      norms: That function, or `None` to change nothing.
+      norms: Function that computes the norms, or `None` to change nothing.
     """
     inner = innermost(optimizer)
     if norms is None or not isinstance(inner, LayerWiseOptimizer):
@@ -163,6 +163,7 @@ def _measured(layers: Sequence[Any], wire: Wire, prefix: str) -> tuple[float, fl
     """Measures seconds on every rank and in parallel, of the slowest rank: so all choose alike."""
     if not layers:
         return 0.0, 0.0
+    # Outside of the graph that is traced, to run now.
     with tf.init_scope():
         candidates = [local_norms, parallel_norms(wire, f"{prefix}.measured_norms")]
         mine = [

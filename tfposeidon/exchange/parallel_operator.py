@@ -48,9 +48,9 @@ def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf
     rank might have, say, a last batch of another size.
 
     Args:
-      function: Takes consecutive items and returns a tensor `[m, ...]` for any `m`. The results of
+      function: Function from consecutive items to a tensor `[m, ...]` for any `m`. The results of
         the parts, one after the other, must be that of the whole. It is not called without items.
-      tensors: The same on all ranks: a list of tensors or of tuples of tensors, or one tensor. A
+      tensors: List of tensors or of tuples of tensors, or one tensor; the same on all ranks. A
         list is cut between items, so that the largest part, in elements, is as small as can be, and
         `function` receives lists. A tensor is cut along its first axis, evenly.
 
@@ -82,13 +82,13 @@ def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf
 def run_in_parallel(
     wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str
 ) -> tf.Tensor:
-    """Does what `parallel_tensor_operator` does, over a given wire.
+    """Computes what `parallel_tensor_operator` does, over a given wire.
 
     Args:
       wire: Collectives that join the ranks.
       function: See `parallel_tensor_operator`.
       tensors: See `parallel_tensor_operator`.
-      name: Begins the names of the collectives; the same on every rank.
+      name: Prefix of the names of the collectives; the same on every rank.
     """
     result, problem, description = None, None, None
     # Whatever goes wrong here, the other ranks wait for this one: it tells them before it raises.

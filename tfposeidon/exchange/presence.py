@@ -1,4 +1,4 @@
-"""Counts the samples, ranks and gradients of a step over the job."""
+"""Counts of the samples, ranks and gradients of a step over the job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Presence(NamedTuple):
 
     @property
     def any_gradient(self) -> tf.Tensor:
-        """Tells for each variable whether any rank has a gradient, `[variables]` bool."""
+        """True for each variable of which any rank has a gradient, `[variables]` bool."""
         return self.gradients > 0.0
 
 
@@ -44,7 +44,7 @@ def count_presence(
     Args:
       gradients: Gradients of this rank; `None` where there is none.
       sample_count: Number of samples behind them, a scalar; `None` for equal weights.
-      has_batch: Whether this rank has a batch, which may be one in which nothing counts.
+      has_batch: True if this rank has a batch, which may be one in which nothing counts.
       wire: Collectives that join the ranks.
       name: Name of the all-reduce.
       zero: Float32 variable that holds 0.
@@ -74,7 +74,7 @@ def check_regularised(plan: Plan, presence: Presence, ranks: int) -> None:
 
     Args:
       plan: Plan that the step follows.
-      presence: Who took part in the step.
+      presence: Participation of ranks in the step.
       ranks: Number of ranks.
     """
     present = ranks - presence.absent

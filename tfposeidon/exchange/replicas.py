@@ -1,4 +1,4 @@
-"""Keeps the replicas of a model alike: broadcasts, averages and compares variables over ranks."""
+"""Equality of replicas: variables are broadcast, averaged and compared over ranks."""
 
 from __future__ import annotations
 

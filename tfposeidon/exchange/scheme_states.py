@@ -47,7 +47,7 @@ class SchemeStates:
 
     @property
     def exist(self) -> bool:
-        """Tells whether any scheme keeps anything."""
+        """True if any scheme keeps anything."""
         return any(self.variables)
 
     def take_over(self, other: SchemeStates) -> None:
@@ -87,7 +87,7 @@ class SchemeStates:
         sends late.
 
         Args:
-          presence: Who took part in the step.
+          presence: Participation of ranks in the step.
 
         Returns:
           Bool, one for each variable, the same on all ranks.
@@ -97,13 +97,14 @@ class SchemeStates:
         return tf.logical_or(presence.any_gradient, self.had_gradient > 0.0)
 
     def updated_had_gradient(self, presence: Presence) -> tf.Tensor:
-        """Returns what `had_gradient` becomes with a step that counts.
+        """Returns the new value of `had_gradient` after a step that counts.
 
         Args:
-          presence: Who took part in that step.
+          presence: Participation of ranks in that step.
         """
         assert self.had_gradient is not None
         found = tf.cast(presence.any_gradient, tf.float32) * tf.constant(self._is_kept)
+        # Never back to 0: what a scheme has kept of a gradient may be sent in any later step.
         return tf.maximum(self.had_gradient, found)
 
     def flush(self) -> None:
@@ -115,14 +116,14 @@ class SchemeStates:
 
     @property
     def has_flushed(self) -> bool:
-        """Tells whether all that schemes had kept has been sent since `flush`."""
+        """True if all that schemes had kept has been sent since `flush`."""
         return all(
             bucket.scheme.has_flushed(tuple(map(tf.convert_to_tensor, variables)))
             for bucket, variables in zip(self.plan.buckets, self.variables, strict=True)
         )
 
     def describe(self) -> Iterator[StateDescription]:
-        """Yields what each of `variables` is, in their order."""
+        """Yields the description of each of `variables`, in their order."""
         topology = self.plan.topology
         for bucket in self.plan.buckets:
             everybody = [bucket.slots(topology.seen_from(rank)) for rank in range(topology.size)]

@@ -69,7 +69,8 @@ class Means:
         """Gives the means to `apply`, unless a rank is out of data: then all ranks drop the update.
 
         Args:
-          apply: Takes a list of means, with `None` for variables that have a gradient on no rank.
+          apply: Function of a list of means, with `None` for variables that have a gradient on no
+            rank.
 
         Raises:
           InvalidArgumentError: When the step runs, if no rank has any gradient, or if other ranks
@@ -89,13 +90,15 @@ class Means:
     def keep_state(self) -> None:
         """Assigns the schemes' new state, if the step counts.
 
-        It does if everybody took part, if it moves the weights, and if all means are finite.
+        It counts if everybody took part, if it moves the weights, and if all means are finite.
         """
         if not self.state:
             return
         counts = (
             self.moves if self.everybody is None else tf.logical_and(self.everybody, self.moves)
         )
+        # Under a loss scale the optimizer skips a step that is not finite: what was sent in it
+        # would be lost. And a residual that is NaN would stay NaN.
         finite = tf.reduce_all(
             [tf.reduce_all(tf.math.is_finite(m)) for m in self.values if m is not None]
         )
@@ -122,7 +125,7 @@ class Step:
     Args:
       optimizer: The `DistributedOptimizer`. Its inner optimizer may still be replaced, by one that
         scales losses.
-      policy: Decides which variable is exchanged by which scheme.
+      policy: Choice of the scheme by which a variable is exchanged.
       bucket_bytes: Bytes up to which small gradients are fused; see `DistributedOptimizer`.
       sample_count: Function from a batch to the number that ranks weigh by; see
         `DistributedOptimizer`.
@@ -130,7 +133,7 @@ class Step:
     Attributes:
       plans: Plans that its steps follow.
       weigh_by: `sample_count`, as it was given.
-      sample_count: What the batch counts within `counting`, else `None`.
+      sample_count: Number that the batch counts within `counting`, else `None`.
     """
 
     def __init__(
@@ -155,6 +158,7 @@ class Step:
         """
         with tf.init_scope():
             self._absent = tf.Variable(0.0, trainable=False, name="absent")
+            # 64 bits, as the op gives: float32 tells times since 1970 apart only by 128 s.
             self._exposed_s = tf.Variable(
                 tf.zeros([], tf.float64), trainable=False, name="exposed_s"
             )
@@ -199,7 +203,7 @@ class Step:
           gradients: Gradients from `call`, or means of them over several calls.
           variables: Variables that they are for.
           count: Number of samples behind them, a scalar; `None` for equal weights.
-          server: What this rank serves, if variables are updated at servers.
+          server: Shards that this rank serves, if variables are updated at servers.
 
         Returns:
           Means over all samples of all ranks.
@@ -251,7 +255,7 @@ class Step:
         )
 
     def exchanger(self, variables: Sequence[Any]) -> Exchanger:
-        """Returns what exchanges the gradients of `variables`, with the variables that this needs.
+        """Returns the exchanger of `variables`, with the variables that it needs.
 
         `fit` asks for it before a step is traced. Otherwise the first trace makes them, and
         TensorFlow then traces the step once more.
@@ -314,7 +318,7 @@ class Step:
 
     @property
     def suits_xla(self) -> bool:
-        """Tells whether XLA can compile its steps: on one rank, if schemes keep nothing."""
+        """True if XLA can compile its steps: on one rank, if schemes keep nothing."""
         return runtime.size() == 1 and not self.plans.policy.keeps_state
 
     @property
@@ -331,18 +335,18 @@ class Step:
         """Sets whether steps drop their updates on all ranks if one of them is out of data.
 
         Args:
-          wanted: For steps that are traced from now on.
+          wanted: True for yes; it holds for steps that are traced from now on.
         """
         self._watches_absence = wanted
 
     @property
     def watches_absence(self) -> bool:
-        """Tells whether steps drop their updates if a rank is out of data."""
+        """True if steps drop their updates when a rank is out of data."""
         return self._watches_absence
 
     @property
     def absent_ranks(self) -> int:
-        """Ranks that had no batch left at the last step; counted while absence is watched."""
+        """Number of ranks without a batch at the last step; counted while absence is watched."""
         return 0 if self._absent is None else int(self._absent.numpy())
 
     def forget_absence(self) -> None:
@@ -356,7 +360,7 @@ class Step:
         It comes before a change of schemes, or what they have kept would be lost.
 
         Returns:
-          Whether there are schemes that keep anything.
+          True if there are schemes that keep anything.
         """
         for exchanger in self.plans.exchangers:
             exchanger.states.flush()
@@ -364,7 +368,7 @@ class Step:
 
     @property
     def has_flushed(self) -> bool:
-        """Tells whether a step that counted has sent everything since `flush`.
+        """True if a step that counted has sent everything since `flush`.
 
         It is the same on all ranks.
         """
@@ -402,6 +406,7 @@ def _apply_expected(
     found = tf.gather(expected, group)
     without = [None if index in group else value for index, value in enumerate(values)]
 
+    # A branch for each group, not for each variable: each branch traces the rest once more.
     def with_group() -> None:
         rule = (
             "Of the variables without a gradient on this rank, all or none must have one on "

@@ -27,7 +27,7 @@ def check_same_variables(received: Sequence[list[list[Any]]]) -> None:
     """Raises an error if ranks have other variables, or another order of them.
 
     Args:
-      received: What each rank has made with `as_json`, by rank.
+      received: Result of `as_json` on each rank, by rank.
 
     Raises:
       RuntimeError: On all ranks alike, naming the first variable that differs, and on which rank.
@@ -41,14 +41,15 @@ def check_same_variables(received: Sequence[list[list[Any]]]) -> None:
 
 
 def first_difference(first: list[list[Any]], other: list[list[Any]]) -> tuple[int, str, str] | None:
-    """Returns the index and the readable content at which two lists of variables part.
+    """Returns the first index at which two lists of variables differ, and texts of both.
 
     Args:
-      first: Made with `as_json`.
-      other: Made with `as_json`.
+      first: Result of `as_json`.
+      other: Result of `as_json`.
 
     Returns:
-      The index, and what stands there in `first` and in `other`; `None` if the lists are equal.
+      The index, and texts for the variables there in `first` and in `other`; `None` if the lists
+      are equal.
     """
     return None if first == other else agreement.first_difference(first, other, _readable)
 

@@ -1,7 +1,7 @@
 """Gradients added up over several calls, so that one exchange serves them all.
 
-A sum of products is the product of what stands on top of one another: factors are kept as rows,
-unless that would be more rows than any matrix of that size needs.
+A sum of products is the product of the stacked factors: factors are kept as rows, unless that would
+be more rows than any matrix of that size needs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Accumulation:
         self._calls = optimizer.add_variable((), dtype="int", name="accumulated_calls")
 
     def rank_state(self, rank: int, size: int) -> list[tuple[Any, StateDescription]]:
-        """Returns all variables of the sums, each with what it is.
+        """Returns all variables of the sums, each with its description.
 
         Args:
           rank: This rank.
@@ -76,6 +76,7 @@ class Accumulation:
         pairs = zip(accumulators, gradients, strict=True)
         values = [None if g is None else one.plus(g, weight) for one, g in pairs]
         total, calls = self._weight + weight, self._calls + 1
+        # The same on all ranks, which agreed on `steps`: the branch below has collectives.
         due = calls >= self.steps
 
         def step() -> None:
@@ -189,7 +190,7 @@ class _Accumulator:
 
 
 class _FactorAccumulator:
-    """Variables for the factors of several calls, on top of one another.
+    """Variables for the stacked factors of several calls.
 
     Beside them are each row's weight and the local term. Widths and dtypes are known when a step is
     traced, but these are state before that: all begin empty, and floats have at least 32 bits.
@@ -232,6 +233,7 @@ class _FactorAccumulator:
         self, factors: Factors, weight: tf.Tensor, matrix: tf.Tensor, is_matrix: tf.Tensor
     ) -> _AccumulatedFactors:
         rows = tf.shape(factors.right)[0]
+        # Indices have a variable of their own: a float32 does not hold all of 32 bits.
         if isinstance(factors, Rows):
             left = tf.concat([self.indices, factors.left], 0)
         else:
@@ -291,7 +293,7 @@ class _AccumulatedFactors:
       weights: Weight of each row, `[K]` float32.
       weight: Sum of the weights of all these calls, a float32 scalar.
       matrix: Sum of the other calls, in the variable's shape.
-      is_matrix: Whether this call is one of the others, a bool scalar.
+      is_matrix: True if this call is one of the others, a bool scalar.
     """
 
     def __init__(
@@ -316,6 +318,7 @@ class _AccumulatedFactors:
         weights = tf.math.divide_no_nan(tf.cast(self.weights, wide), tf.cast(total, wide))
         mean = self.factors.weighted(weights)
         left, right, weights = tf.cond(
+            # A matrix of zeros is worth no rows; whether any call was added to it is kept nowhere.
             tf.reduce_any(tf.not_equal(self.matrix, 0)),
             lambda: self._with_matrix(mean, weights, total),
             lambda: (mean.left, mean.right, weights),
@@ -354,6 +357,7 @@ class _AccumulatedFactors:
 
 
 def _growing(shape: list[int], dtype: str, name: str) -> tf.Variable:
+    # Of any shape, for rows grow from call to call, and their width is known in a trace only.
     return tf.Variable(
         tf.zeros(shape, dtype), shape=[None] * len(shape), trainable=False, name=name
     )

@@ -61,9 +61,9 @@ def path_of(variable: Any) -> str:
 
 
 def of_tensorflow(variable: Any) -> tf.Variable:
-    """Returns TensorFlow's variable in one of Keras, or the variable itself.
+    """Returns the TensorFlow variable inside a Keras variable, or the variable itself.
 
-    Keras's optimizers take both for the same.
+    Keras's optimizers treat both as the same variable.
 
     Args:
       variable: Keras or TensorFlow variable.

@@ -51,6 +51,7 @@ class Rows(Factors):
         Values are summed first where tokens repeat.
         """
         indices, values = self._summed()
+        # Bits survive, for these columns are only moved: nothing computes with them on the way.
         bits = tf.bitcast(tf.cast(indices, _index_dtype(self.right.dtype)), self.right.dtype)
         columns = tf.reshape(bits, [-1, self.shape.left_columns])
         return super(Rows, replace(self, left=columns, right=values)).packed
@@ -115,4 +116,5 @@ def as_product(gradient: Any, like: FactorShape) -> Factors:
 
 
 def _index_dtype(values: tf.DType) -> tf.DType:
+    # TensorFlow casts bits between types of one size, or makes two 16-bit columns of an int32.
     return tf.int64 if values.size == 8 else tf.int32

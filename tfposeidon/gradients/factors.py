@@ -28,8 +28,8 @@ class FactorShape:
       left: Columns of the left matrix, M.
       right: Columns of the right matrix, N.
       dtype: Dtype of the values that are sent.
-      has_local: Whether every rank adds a term of its own afterwards.
-      indexed: Whether the left rows are one-hot, and travel as their indices.
+      has_local: True if every rank adds a term of its own afterwards.
+      indexed: True if the left rows are one-hot, and travel as their indices.
 
     >>> FactorShape(rows=32, left=1000, right=500, dtype="float32").bytes
     192000
@@ -71,8 +71,8 @@ class Factors:
     Attributes:
       left: `[K, M]` floating point; K may be known only when the step runs.
       right: `[K, N]` in the same dtype.
-      local: What the loss adds that follows from variables alone (a regulariser's part), so that it
-        is the same on all ranks; in the variable's shape and dtype, or `None`.
+      local: Term that follows from variables alone (a regulariser's part), so that it is the same
+        on all ranks; in the variable's shape and dtype, or `None`.
       constants: Digest of the numbers in `local` that are in the graph, which ranks have to
         compare.
       weight: Factor on the product of factors in 16 bits, where it is not 1: float32, a scalar or
@@ -128,6 +128,7 @@ class Factors:
         return tf.bitcast(rows, tf.uint16) if rows.dtype == tf.bfloat16 else rows
 
     def _weight_columns(self) -> list[tf.Tensor]:
+        # In every row: where rows of several ranks have met, nothing else tells whose they are.
         weight = tf.constant(1.0) if self.weight is None else self.weight
         high = tf.cast(weight, self.left.dtype)
         low = tf.cast(weight - tf.cast(high, tf.float32), self.left.dtype)
@@ -184,6 +185,7 @@ def _unless_empty(tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
     """Returns zeros where `weight` is 0. Indices stay: their values are zeros then."""
     if not tensor.dtype.is_floating:
         return tensor
+    # Times 0 or 1, so values stay; 0 times NaN is 0 here.
     return tf.math.multiply_no_nan(tensor, _column(tf.cast(tf.sign(weight), tensor.dtype)))
 
 
@@ -192,7 +194,7 @@ def _column(weight: tf.Tensor) -> tf.Tensor:
 
 
 class NoFactorsError(Exception):
-    """Reason why a gradient has no factors, in a few words."""
+    """Error of a gradient without factors, whose message is the reason in a few words."""
 
 
 def as_factors(gradient: Any, like: FactorShape) -> Factors:
@@ -205,5 +207,6 @@ def as_factors(gradient: Any, like: FactorShape) -> Factors:
     matrix = tf.reshape(
         tf.cast(tf.convert_to_tensor(gradient), like.dtype), [like.left, like.right]
     )
+    # The unit matrix of the shorter side: as few rows as can be.
     unit = tf.eye(min(like.left, like.right), dtype=like.dtype)
     return Factors(unit, matrix) if like.left <= like.right else Factors(tf.transpose(matrix), unit)

@@ -1,4 +1,4 @@
-"""Reads sufficient factors off the graph: gradients that are a product of two thin matrices.
+"""Sufficient factors, read off the graph: gradients that are a product of two thin matrices.
 
 The gradient of a kernel that meets K rows is `left^T right`, [K, M] and [K, N]. In graph mode it
 carries the op that multiplied them, from which they are taken; the product, which then nobody uses,
@@ -80,6 +80,7 @@ def read(gradient: Any, shape: Sequence[int], dtype: str, replicated: Collection
         raise NoFactorsError("its products do not have the variable's size")
     constants = _constants_of_replicated(local_terms, _handles(replicated))
     narrow = {p.left.dtype for p in products} | {p.right.dtype for p in products}
+    # Stacked rows need one dtype.
     if len(narrow) > 1:
         products = [p.cast(tf.float32) for p in products]
     parts = [tf.reshape(tf.cast(term, dtype), shape) for term in local_terms]
@@ -88,7 +89,7 @@ def read(gradient: Any, shape: Sequence[int], dtype: str, replicated: Collection
 
 
 def _stacked(matrices: list[tf.Tensor]) -> tf.Tensor:
-    """Concatenates rows: a sum of products is the product of what stands on top of one another."""
+    """Concatenates rows: a sum of products is the product of the stacked factors."""
     return matrices[0] if len(matrices) == 1 else tf.concat(matrices, 0)
 
 
@@ -98,6 +99,7 @@ def _stacked(matrices: list[tf.Tensor]) -> tf.Tensor:
 def _terms(tensor: tf.Tensor) -> tuple[list[_Product], list[tf.Tensor]]:
     """Returns the products and the other terms whose sum the tensor is, up to its shape."""
     op = _source(tensor)
+    # Terms of one shape only: an Add may also broadcast.
     if op.type in ("AddN", "AddV2", "Add") and len({str(t.shape) for t in op.inputs}) == 1:
         pairs = [_terms(term) for term in op.inputs]
         return [p for products, _ in pairs for p in products], [
@@ -187,6 +189,7 @@ def _value(tensor: tf.Tensor) -> Any:
 
 
 def _handles(variables: Collection[Any]) -> set[int]:
+    # Functions capture a variable's handle, and not the variable.
     return {id((v if hasattr(v, "handle") else v.value).handle) for v in variables}
 
 
@@ -208,6 +211,7 @@ def _constants_of_replicated(tensors: Sequence[tf.Tensor], known: set[int]) -> s
             continue
         seen[op.name] = op
         unknown = op.type == "Placeholder" and id(_captured(op.outputs[0])) not in known
+        # Reading a variable is stateful, too, but which one it is shows in its input, the handle.
         if unknown or (op.op_def.is_stateful and op.type != "ReadVariableOp"):
             raise NoFactorsError(
                 f"a term that is no product depends on {op.name!r}, which may differ between ranks"
@@ -223,6 +227,7 @@ def _captured(placeholder: tf.Tensor) -> Any:
     """Returns what a function's input stands for outside of all functions."""
     for outside, inside in getattr(placeholder.graph, "captures", ()):
         if inside is placeholder:
+            # An eager tensor is outermost, and raises if it is asked for its op.
             nested = (
                 not isinstance(outside, tf.__internal__.EagerTensor)
                 and outside.op.type == "Placeholder"

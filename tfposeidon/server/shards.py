@@ -32,7 +32,7 @@ class _ShardSlot(NamedTuple):
 
     Attributes:
       name: Name by which the optimizer asked for it, such as "momentum".
-      variable: Holds it; as long as the shard.
+      variable: Variable that holds it, as long as the shard.
       member: Index of the shard's variable in those that the optimizer trains.
     """
 
@@ -66,6 +66,7 @@ class Shard(keras.Variable):
             tf.zeros([length], dtype),
             dtype=dtype,
             trainable=True,
+            # Keras takes no slashes in names; TensorFlow's are such as "scope/kernel:0".
             name=whole.name.partition(":")[0].rpartition("/")[2],
         )
 
@@ -79,12 +80,12 @@ class ServerShards:
     """This rank's shards of the variables that are updated at their servers.
 
     Args:
-      exchanger: Exchanges the gradients of all variables that the optimizer trains.
+      exchanger: Exchanger of the gradients of all variables that the optimizer trains.
       variables: These variables; those that the plan does not give to servers stay whole.
 
     Attributes:
-      targets: What the inner optimizer is built on and applied to: shards, and variables that stay
-        whole, in the order of `variables`.
+      targets: Shards, and variables that stay whole, in the order of `variables`: the inner
+        optimizer is built on them and applied to them.
     """
 
     def __init__(self, exchanger: Exchanger, variables: Sequence[Any]) -> None:
@@ -128,7 +129,7 @@ class ServerShards:
 
     @property
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
-        """Variables that hold state of this rank's shards, and what each of them is."""
+        """Variables that hold state of this rank's shards, each with its description."""
         for slot in self._slots:
             begin, end = self._parts[slot.member]
             whole = self._variables[slot.member]
@@ -178,6 +179,7 @@ class ServerShards:
             layer_norms.override_norms(self._inner, self._norms()),
         ):
             means.update(lambda found: self._optimizer.apply(found, self.targets))
+        # Also where the update is dropped: ranks that are out of data take part in this pull.
         self._pull({member for member, mean in enumerate(means.values) if mean is not None})
 
     def _norms(self) -> Norms | None:
@@ -234,6 +236,7 @@ class ServerShards:
             ):
                 variable = self._variables[member]
                 value = tf.cast(value, variable.dtype)
+                # Not on shards: a constraint may take norms of the whole variable.
                 constraint = variable.constraint if member in constrained else None
                 variable.assign(value if constraint is None else constraint(value))
 
@@ -248,7 +251,7 @@ class ServerShards:
         """Brings the whole state to one rank, where it can be saved until the next step.
 
         Args:
-          rank: That rank; the same on all ranks, which call this together.
+          rank: Rank that gets it; the same on all ranks, which call this together.
         """
         whole = {}
         saves = self._exchanger.wire.topology.rank == rank
@@ -262,14 +265,16 @@ class ServerShards:
         """Gives every server its part of the state that one rank has loaded, if it has loaded any.
 
         Args:
-          rank: That rank; the same on all ranks, which call this together.
+          rank: Rank that has loaded it; the same on all ranks, which call this together.
         """
         wire = self._exchanger.wire
+        # Only that rank knows, and all have to do the same.
         if not exchange_objects(bool(self._loaded), wire, "tp.scatter_state")[rank]:
             return
         for number, slot in enumerate(self._slots):
             whole = self._loaded.get(slot.index_in(self._inner))
             if whole is None:
+                # Of other ranks a broadcast takes no more than the shape.
                 whole = np.zeros(self._variables[slot.member].shape)
             dtype = tf.float32 if slot.variable.dtype == "bfloat16" else slot.variable.dtype
             flat = wire.broadcast(
@@ -283,6 +288,7 @@ class ServerShards:
     def _gather(self, slot: _ShardSlot, name: str) -> np.ndarray:
         topology = self._exchanger.wire.topology
         begin, end = self._parts[slot.member]
+        # Without the single zero of a rank that serves nothing.
         own = tf.convert_to_tensor(slot.variable)[: end - begin]
         # Horovod does not carry bfloat16; float32 holds all of it.
         own = tf.cast(own, tf.float32) if own.dtype == tf.bfloat16 else own
@@ -352,7 +358,7 @@ class ServerShards:
 
     @contextmanager
     def _recording_slots(self) -> Iterator[None]:
-        """Records what the optimizer makes for a shard meanwhile: later there is no telling."""
+        """Records the variables that the optimizer makes for shards; later they all look alike."""
         members = {
             id(target): member
             for member, target in enumerate(self.targets)

@@ -23,8 +23,8 @@ def clip_by_whole_norms(
       gradients: This rank's parts of those of `served`, the others whole; `None` where there is
         none.
       served: Indices of gradients whose parts lie on all ranks.
-      optimizer: The optimizer that they are for; it may scale losses.
-      wire: The collectives to use.
+      optimizer: Optimizer that they are for; it may scale losses.
+      wire: Collectives that join the ranks.
       name: Name of the one small all-reduce, which is left out where nothing asks for it.
 
     Returns:
@@ -62,6 +62,7 @@ def _reduced(
     """Returns the squared norm of each gradient, and whether all are finite, over all ranks."""
     if not parts:
         return [], tf.constant(True)
+    # Counted apart from the squares: these may overflow where all values are finite.
     unbounded = tf.add_n(
         [tf.reduce_sum(tf.cast(~tf.math.is_finite(part), tf.float32)) for part in parts]
     )

@@ -1,4 +1,4 @@
-"""Moves state that differs from rank to rank onto other ranks, keeping its sums.
+"""Redistribution of state that differs from rank to rank, which keeps its sums.
 
 A residual is what a rank has not sent yet: what counts is its sum over all ranks, element by
 element. So the vectors of all ranks are put together by variable, and cut anew for the ranks and
@@ -18,12 +18,12 @@ import numpy as np
 _ON_DISK = {"owners": "holders", "concatenated": "joined"}
 
 WholeKey = tuple[str, tuple[str, ...]]
-"""A quantity, and the paths of the variables that it is of."""
+"""Name of a quantity, and the paths of the variables that it belongs to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateDescription:
-    """Tells what one array of a rank's state is.
+    """Description of one array of a rank's state.
 
     Attributes:
       name: Name of the quantity, the same on all ranks.
@@ -33,10 +33,10 @@ class StateDescription:
       offset: Index in the bucket, the members one after the other, at which it begins.
       owners: Number of ranks that own a share of each element, to be summed; 0 for what is equal on
         all ranks.
-      concatenated: Whether what ranks own does not add up, but stands one below the other, as the
+      concatenated: True if the arrays of ranks do not add up, but stand one below the other, as the
         rows of factors do. Then `owners` is the number of ranks that share the arrays out, and
         `offset` is the index of this one.
-      scalar: Whether it is one number for all members, equal on all ranks, such as a count of
+      scalar: True if it is one number for all members, equal on all ranks, such as a count of
         steps.
 
     >>> residual = StateDescription(name="residual", members=(("kernel", 6),), offset=2, owners=1)
@@ -60,7 +60,7 @@ class StateDescription:
         """Makes one from what `to_dict` returned.
 
         Args:
-          content: That dictionary, also after JSON has made lists of its tuples.
+          content: Dictionary from `to_dict`, also after JSON has made lists of its tuples.
         """
         names = {on_disk: name for name, on_disk in _ON_DISK.items()}
         values = {names.get(name, name): value for name, value in content.items()}
@@ -69,7 +69,7 @@ class StateDescription:
 
     @property
     def is_cut(self) -> bool:
-        """Tells whether the array is a part of a bucket, which is cut otherwise on other ranks."""
+        """True if the array is a part of a bucket, which is cut otherwise on other ranks."""
         return bool(self.members) and not self.scalar and self.owners > 0
 
     @property
@@ -193,6 +193,7 @@ def _cut(
     result = np.zeros_like(like)
     for key, _, inside, in_array in description.overlaps(like.size):
         if key in totals:
+            # Each owner takes an equal share, so that the sum over ranks stays.
             result[in_array] = totals[key][inside] / description.owners
     return result
 
@@ -202,6 +203,7 @@ def _whole(
 ) -> np.ndarray:
     arrays = whole.get(description.whole_key, [np.zeros_like(like)])
     if description.concatenated:
+        # In turn, so that no rank gets two arrays more than another.
         return _below_one_another(arrays[description.offset :: description.owners], like)
     if description.owners:
         return np.asarray(np.sum(arrays, axis=0) / description.owners, like.dtype)

@@ -44,7 +44,7 @@ class Snapshot:
       meta: Small things that JSON holds, equal on all ranks.
       shared: Arrays that are equal on all ranks.
       own: Rank -> its arrays: of this rank alone, or of all ranks if they lie on other nodes now.
-      same_layout: Whether the job has the same ranks on the same nodes as then.
+      same_layout: True if the job has the same ranks on the same nodes as then.
       folder: Folder of the snapshot.
     """
 
@@ -113,6 +113,7 @@ class Snapshots:
         mine = [self._next_name(), secrets.token_hex(4)]
         name, token = exchange_objects(mine, self.wire, "tp.snapshot.name")[0]
         part = self.folder / f".{name}-{token}.part"
+        # All wait here: nobody may write before rank 0 has made the folder.
         self._together("prepare", lambda: _fresh(part) if rank == 0 else None)
         meta = meta | {"nodes": self.wire.topology.nodes}
         thread = ThreadPoolExecutor(1, "snapshot")
@@ -121,6 +122,7 @@ class Snapshots:
             self.folder / name,
             thread.submit(_attempt, lambda: _write_files(part, rank, meta, shared, own)),
         )
+        # No second task comes: the thread ends with this one.
         thread.shutdown(wait=False)
 
     def poll(self) -> bool:
@@ -138,7 +140,7 @@ class Snapshots:
         return self._writing is None
 
     def finish(self) -> None:
-        """Waits for what `start` began.
+        """Waits for the snapshot that `start` began.
 
         Raises:
           SnapshotError: On all ranks, if any of them could not write; earlier snapshots are left.
@@ -146,6 +148,7 @@ class Snapshots:
         if self._writing is None:
             return
         (part, final, written), self._writing = self._writing, None
+        # The folder gets its name only after every rank has said that its file is on disk.
         self._raise_together("write", written.result()[1])
         self._together(
             "finish", lambda: self._rename(part, final) if self.wire.topology.rank == 0 else None
@@ -242,7 +245,8 @@ class Snapshots:
 
 
 def _attempt(action: Any) -> tuple[Any, str | None]:
-    """Returns what an action returned and no problem, or nothing and its problem."""
+    """Returns the result of an action and no problem, or no result and its problem."""
+    # Damaged JSON and arrays raise ValueError, KeyError or EOFError, damaged archives their own.
     try:
         return action(), None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
@@ -293,8 +297,8 @@ def to_named_arrays(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
     """Gives the arrays of a list names for a file, by their index.
 
     Args:
-      arrays: The list.
-      prefix: Begins the names.
+      arrays: Arrays in their order.
+      prefix: Prefix of the names.
 
     >>> list(to_named_arrays([np.zeros(2), np.zeros(3)], "own"))
     ['own0', 'own1']
@@ -303,10 +307,10 @@ def to_named_arrays(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
 
 
 def to_array_list(arrays: Arrays, prefix: str) -> list[np.ndarray]:
-    """Returns the list of which `to_named_arrays` has made names.
+    """Returns the list of arrays to which `to_named_arrays` gave names.
 
     Args:
       arrays: Arrays of a file, which may hold others.
-      prefix: Begins the names.
+      prefix: Prefix of the names.
     """
     return [arrays[f"{prefix}{i}"] for i in range(sum(name.startswith(prefix) for name in arrays))]

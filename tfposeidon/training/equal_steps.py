@@ -16,8 +16,8 @@ from tfposeidon.training import session
 def with_equal_epochs(callbacks: list[Any]) -> list[Any]:
     """Returns the callbacks of `fit` together with those that make epochs equal on several ranks.
 
-    What counts steps comes before the others, because they may communicate at the end of an epoch;
-    what ends training comes after them, because they may ask for it.
+    `EqualSteps` comes before the others, because they may communicate at the end of an epoch;
+    `AgreedStop` comes after them, because they may ask to stop.
 
     Args:
       callbacks: Callbacks of the user, the same ones on every rank.
@@ -49,7 +49,7 @@ class EqualSteps(keras.callbacks.Callback):
     other ranks' next step with zeros, which tells them to stop, too.
 
     Args:
-      may_stop: Whether a callback of this rank may stop training in the middle of an epoch.
+      may_stop: True if a callback of this rank may stop training in the middle of an epoch.
 
     Raises:
       ValueError: In `fit`, with `run_eagerly` and several optimizers, for data of unknown length.
@@ -74,6 +74,7 @@ class EqualSteps(keras.callbacks.Callback):
             # order in which several optimizers exchange.
             self._watches = self._limit is None
             _check_limit_is_known(self._limit)
+        # A step that was traced before does as was wanted then.
         if self._session.watch_absence(self._watches):
             self.model.make_train_function(force=True)
 
@@ -113,6 +114,7 @@ class EqualSteps(keras.callbacks.Callback):
         if not self._watches or self._is_skipping:
             return
         steps = self._session.steps_done - self._steps_before
+        # Fewer steps than one execution has: this rank's data ended within it.
         if steps < self.model.steps_per_execution or self._session.absent_ranks:
             raise StopIteration
 

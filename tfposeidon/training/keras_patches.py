@@ -47,6 +47,7 @@ def note_question_of_compile(optimizer: Any) -> None:
     Args:
       optimizer: Optimizer whose `__bool__` was called.
     """
+    # Python gives `__bool__` no arguments: only the stack tells who asks.
     asking = sys._getframe(2)
     module = str(asking.f_globals.get("__name__"))
     if asking.f_code.co_name == "compile" and module.startswith("keras."):

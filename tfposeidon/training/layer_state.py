@@ -37,12 +37,13 @@ _TABLES = (
 
 
 def read(model: keras.Model) -> State:
-    """Returns what the layers of a model hold outside of variables.
+    """Returns the state that the layers of a model hold outside of variables.
 
     Args:
       model: A Keras model; layers and models inside it are read, too.
     """
     return {
+        # By index, for several layers may have one name.
         f"{index}.{layer.name}.{name}": value
         for index, layer in enumerate(model._flatten_layers())
         for name, value in _read(layer).items()
@@ -50,7 +51,7 @@ def read(model: keras.Model) -> State:
 
 
 def assign(model: keras.Model, state: State) -> None:
-    """Assigns to the layers what `read` returned, here, on another rank or in another process.
+    """Assigns to the layers a state that `read` returned, here or in another process.
 
     Layers that compute something from their variables once these are set (`finalize_state`) do so
     first. If anything changes, the model's functions are traced anew, because those that were
@@ -77,13 +78,13 @@ def assign(model: keras.Model, state: State) -> None:
 
 
 def broadcast(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
-    """Gives every rank what the layers of one rank hold outside of variables.
+    """Gives every rank the state that the layers of one rank hold outside of variables.
 
     All ranks call it together.
 
     Args:
       model: A Keras model, of the same layers on every rank.
-      wire: Exchanges with the other ranks.
+      wire: Collectives that join the ranks.
       root_rank: Rank whose state all others receive.
 
     Raises:

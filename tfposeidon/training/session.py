@@ -15,7 +15,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.training.skip_batches import SkipBatches
 
 _distributed: tuple[type, ...] = ()
-"""`DistributedOptimizer`, once there is one; importing it here would be a circle."""
+"""`DistributedOptimizer`, once there is one: it imports this module, which cannot import it."""
 
 
 def register_optimizer_class(optimizer_class: type) -> None:
@@ -118,7 +118,7 @@ class Session:
 
     @property
     def has_scheme_changes(self) -> bool:
-        """Whether a callback changes the schemes."""
+        """True if a callback changes the schemes."""
         return self._has_scheme_changes
 
     def resume_at(self, epoch: int, batches: int) -> None:
@@ -139,12 +139,12 @@ class Session:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether this `fit` goes on in the middle of an earlier one."""
+        """True if this `fit` goes on in the middle of an earlier one."""
         return getattr(self._model, "_initial_epoch", None) is not None
 
     @property
     def is_skipping(self) -> bool:
-        """Whether the next batch is dropped, as the first ones of a resumed epoch are."""
+        """True if the next batch is dropped, as the first ones of a resumed epoch are."""
         train_function = self._model.train_function
         return isinstance(train_function, SkipBatches) and train_function.remaining > 0
 
@@ -166,6 +166,7 @@ class Session:
           data: Input of the train step, `(x, y, sample_weight)`.
         """
         if self._watches_absence and self._step_counter is not None:
+            # An op of the traced step, so it counts the steps within one execution, too.
             self._step_counter.assign_add(1)
         with contextlib.ExitStack() as stack:
             for optimizer in self.optimizers:
@@ -176,10 +177,10 @@ class Session:
         """Makes steps tell whether ranks are out of data; all ranks drop the updates of such steps.
 
         Args:
-          wanted: Whether they shall; the same on all ranks.
+          wanted: True for yes; the same on all ranks.
 
         Returns:
-          Whether the step has to be traced anew.
+          True if the step has to be traced anew.
         """
         if wanted and self._step_counter is None:
             with tf.init_scope():
@@ -197,7 +198,7 @@ class Session:
 
     @property
     def steps_done(self) -> int:
-        """Train steps so far, counted while absence is watched."""
+        """Number of train steps so far, counted while absence is watched."""
         return 0 if self._step_counter is None else int(self._step_counter.numpy())
 
     @property
@@ -229,6 +230,7 @@ class Session:
             # All at once: how often, and in which order, the others' step exchanges by each is not
             # known here.
             with ThreadPoolExecutor(len(calls)) as threads:
+                # A list, for `map` raises a thread's error only where its result is asked for.
                 list(threads.map(_contribute_nothing, *zip(*calls, strict=True)))
         for optimizer in self._watched:
             optimizer.exchange.forget_absence()

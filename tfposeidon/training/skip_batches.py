@@ -35,7 +35,7 @@ class SkipBatches:
           iterator: Iterator over the epoch's batches, as Keras gives it to a train function.
 
         Returns:
-          What the train function returns, or `{}`, logs without metrics, for dropped batches.
+          Logs of the train function, or `{}`, logs without metrics, for dropped batches.
         """
         if self.remaining <= 0:
             self.model.train_function = self.train
