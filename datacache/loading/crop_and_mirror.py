@@ -108,4 +108,3 @@ class CropAndMirror:
                 f"{list(mean.shape)}, images of shape {list(images.shape)}. Take the mean of "
                 "images of this size, or of their channels."
             )
-

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from datacache.errors import CacheError
-from datacache.from_tfposeidon import readable_size
+from datacache.from_tfposeidon import is_memory, readable_size
 from datacache.pool.folder import FILES, LOCK_FILES, remove
 from datacache.pool.inspection import PoolReport, find_pools, inspect_pool
 from datacache.system.access import Directory
-from datacache.from_tfposeidon import is_memory
 
 log = logging.getLogger("datacache")
 

@@ -20,9 +20,9 @@ from datacache.pool.layout import Component, Layout
 from datacache.pool.pool import Pool
 from datacache.pool.shard import SampleShard
 from datacache.pool.spec import PoolSpec
-from tfposeidon.memory import available_memory, is_memory
 from datacache.system.room import free_bytes
 from tests.launch import ROOT
+from tfposeidon.memory import available_memory, is_memory
 
 MB = 10**6
 MACHINE = {
