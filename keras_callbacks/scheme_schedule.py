@@ -50,10 +50,7 @@ class SchemeSchedule(keras.callbacks.Callback):
                 "`schedule` must say by which scheme epoch 0 goes. Received: epochs "
                 f"{list(self.schedule)}"
             )
-        corrects_momentum = {
-            isinstance(policy, policies.Uniform) and policy.scheme.corrects_momentum
-            for policy in self.schedule.values()
-        }
+        corrects_momentum = {policy.corrects_momentum for policy in self.schedule.values()}
         if len(corrects_momentum) > 1:
             raise ValueError(
                 "Momentum must be either the schemes' or the optimizer's, all the time. Received: "

@@ -133,6 +133,12 @@ def test_unknown_variables_are_refused():
             ),
             "Momentum must be either the schemes' or the optimizer's",
         ),
+        (
+            lambda: keras_callbacks.SchemeSchedule(
+                {0: [(".*", schemes.HierarchicalTopK(momentum=0.9))], 9: "2dtar"}
+            ),
+            "Momentum must be either the schemes' or the optimizer's",
+        ),
     ],
 )
 def test_callbacks_refuse_bad_input(make, message):

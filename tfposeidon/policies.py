@@ -67,6 +67,11 @@ class Policy(Configured, ABC):
         """True if some of its schemes keep something from step to step, even on one rank."""
         return False
 
+    @property
+    def corrects_momentum(self) -> bool:
+        """True if some of its schemes accumulate velocity, so that the optimizer must not."""
+        return False
+
 
 @dataclass(frozen=True)
 class Uniform(Policy):
@@ -103,6 +108,11 @@ class Uniform(Policy):
         # Asked for a single rank, where a scheme that keeps nothing has nothing to do.
         single_rank = Topology(0, ((0,),))
         return bool(self.scheme.slots(max(1, self.scheme.min_length), single_rank))
+
+    @property
+    @override
+    def corrects_momentum(self) -> bool:
+        return self.scheme.corrects_momentum
 
     @override
     def get_config(self) -> dict[str, Any]:
@@ -294,6 +304,11 @@ class Rules(Policy):
     @override
     def keeps_state(self) -> bool:
         return any(policy.keeps_state for _, policy in self.rules)
+
+    @property
+    @override
+    def corrects_momentum(self) -> bool:
+        return any(policy.corrects_momentum for _, policy in self.rules)
 
     @override
     def get_config(self) -> dict[str, Any]:

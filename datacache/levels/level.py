@@ -40,6 +40,21 @@ class Level(Protocol):
         """
         ...
 
+    def put(self, index: int, arrays: Arrays) -> bool:
+        """Keeps a sample that came from elsewhere, on each level below that has room, and on this.
+
+        Args:
+          index: Index of the sample.
+          arrays: Its components.
+
+        Returns:
+          Whether this level holds the sample now.
+        """
+        return False  # Levels without a pool keep nothing.
+
+    def clear(self) -> None:
+        """Forgets all cached samples of this level and of those below; stored samples stay."""
+
     def close(self) -> None:
         """Ends threads and mappings of this level and of those below."""
         ...

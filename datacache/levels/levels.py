@@ -38,6 +38,7 @@ class Levels:
         opener: Opener,
     ) -> None:
         self._memory, self._below, self._opener = memory, below, opener
+        self._top: Level = memory or below
         self.layout, self.counts = layout, counts
 
     @property
@@ -137,19 +138,15 @@ class Levels:
         Returns:
           `True` if memory holds the sample now.
         """
-        if isinstance(self._below, PoolLevel):
-            self._below.put(index, arrays)
-        return self._memory is not None and self._memory.put(index, arrays)
+        return self._top.put(index, arrays) and self._memory is not None
 
     def clear(self) -> None:
         """Forgets all cached samples, in memory and on disk; stored samples stay."""
-        for level in (self._memory, self._below):
-            if isinstance(level, PoolLevel):
-                level.pool.clear()
+        self._top.clear()
 
     def close(self) -> None:
         """Ends threads and mappings of all levels."""
-        (self._memory or self._below).close()
+        self._top.close()
 
     def _fill_window(self, window: np.ndarray) -> dict[int, Arrays]:
         if self._memory is None:

@@ -99,17 +99,16 @@ class PoolLevel(Level):
             self._fill_from_stream(self._below.stream, indices)
         return self._keep(indices, self._below.samples)
 
+    @override
     def put(self, index: int, arrays: Arrays) -> bool:
-        """Puts a sample that came from elsewhere into the pool, unless it is there.
-
-        Args:
-          index: Index of the sample.
-          arrays: Its components.
-
-        Returns:
-          `True` if the pool holds the sample now.
-        """
+        self._below.put(index, arrays)
         return index in self._keep(np.array([index]), lambda _: [arrays])[1]
+
+    @override
+    def clear(self) -> None:
+        # From below: a sample that is read in the meantime is not taken from what goes next.
+        self._below.clear()
+        self.pool.clear()
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
         """Returns which samples the pool does not hold, or holds corrupt, `[k]` int64.
