@@ -87,8 +87,7 @@ class SchemeSchedule(keras.callbacks.Callback):
             return
         runtime.say("tfposeidon: epoch %d goes by %s.", epoch, wanted)
         self._next = wanted
-        # A list, so that every optimizer flushes, whatever the first one answers.
-        if not any([optimizer.exchange.flush() for optimizer in self._optimizers]):  # noqa: C419
+        if not self._session.flush():
             self._change_if_flushed()
 
     @override
@@ -99,16 +98,10 @@ class SchemeSchedule(keras.callbacks.Callback):
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Ranks that end an epoch together need the exchange that they know until its end.
-        if not self._is_skipping and not any(
-            optimizer.exchange.watches_absence for optimizer in self._optimizers
-        ):
+        if not self._is_skipping and not self._session.watches_absence:
             self._change_if_flushed()
 
     def _change_if_flushed(self) -> None:
-        if self._next is not None and all(
-            optimizer.exchange.has_flushed for optimizer in self._optimizers
-        ):
-            for optimizer in self._optimizers:
-                optimizer.change_scheme(self._next)
-            self._session.retrace()
+        if self._next is not None and self._session.has_flushed:
+            self._session.change_scheme(self._next)
             self._next = None

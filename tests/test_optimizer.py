@@ -355,8 +355,10 @@ def test_sample_count_is_saved(sample_count):
     again = tp.DistributedOptimizer.from_config(config)
     assert again.get_config() == optimizer.get_config()
     labels = tf.constant([[-1, 0], [1, 2], [3, 4], [0, 0]])
-    with again.exchange.counting((tf.zeros([4, 3]), labels, tf.constant([0.5, 1.0, 1.0, 1.5]))):
-        assert float(again.exchange.sample_count) == COUNTS[sample_count]
+    with again.exchange.batch.counting(
+        (tf.zeros([4, 3]), labels, tf.constant([0.5, 1.0, 1.0, 1.5]))
+    ):
+        assert float(again.exchange.batch.current) == COUNTS[sample_count]
 
 
 def test_sample_counts_refuse_what_they_cannot_count():

@@ -211,7 +211,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             "scheme": keras.saving.serialize_keras_object(self.policy),
             "bucket_bytes": self._exchange.plans.bucket_bytes,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "sample_count": keras.saving.serialize_keras_object(self._exchange.weigh_by),
+            "sample_count": keras.saving.serialize_keras_object(self._exchange.batch.function),
         }
 
     @override
@@ -298,7 +298,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
         self._check(grads, variables)
-        count = self._exchange.sample_count if sample_count is None else sample_count
+        count = self._exchange.batch.current if sample_count is None else sample_count
         with self._exchange.call(grads, variables, count) as grads:
             self._accumulate(grads, variables, count, functools.partial(self._update, variables))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,15 +13,15 @@ import tensorflow as tf
 from tfposeidon import sample_counts
 from tfposeidon.communication import runtime, surroundings
 from tfposeidon.exchange import factor_agreement, layer_norms
+from tfposeidon.exchange.absence import Absence
 from tfposeidon.exchange.agreed_plan import AgreedPlans
+from tfposeidon.exchange.batch_count import BatchCount
 from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.means import Means
 from tfposeidon.gradients.description import merge_rows
 from tfposeidon.gradients.factors import Factors
 from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.policies import Policy
-
-Apply = Callable[[list[Any]], None]
-"""Applies a list of means, one per variable, with `None` for variables that are left out."""
 
 
 class Server(Protocol):
@@ -42,74 +42,6 @@ class Server(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Means:
-    """Mean gradients over all ranks, and whether they count.
-
-    Attributes:
-      values: Mean of each variable: a tensor, `IndexedSlices` on one rank, or `None`; of variables
-        that servers update, this rank's part as a vector.
-      missing: Groups of indices of variables without a gradient on this rank in the step that is
-        traced. Other ranks may have one for all of a group or for none.
-      expected: Bool, one for each variable: whether there is a mean to apply; `None` on one rank.
-      everybody: Bool scalar: whether all ranks had a batch; `None` where that is not watched.
-      moves: Bool scalar: whether the update moves the weights. At a learning rate of 0 what was
-        sent would be lost.
-      state: Pairs of a variable of the schemes' state and its new value.
-    """
-
-    values: list[Any]
-    missing: tuple[list[int], ...] = ()
-    expected: tf.Tensor | None = None
-    everybody: tf.Tensor | None = None
-    moves: Any = True
-    state: tuple[tuple[tf.Variable, tf.Tensor], ...] = ()
-
-    def update(self, apply: Apply) -> None:
-        """Gives the means to `apply`, unless a rank is out of data: then all ranks drop the update.
-
-        Args:
-          apply: Function of a list of means, with `None` for variables that have a gradient on no
-            rank.
-
-        Raises:
-          InvalidArgumentError: When the step runs, if no rank has any gradient, or if other ranks
-            have gradients for some of a group of `missing` variables and not for others.
-        """
-        if self.everybody is None:
-            self._apply_expected(apply)
-        else:
-            tf.cond(self.everybody, lambda: self._apply_expected(apply), lambda: None)
-
-    def _apply_expected(self, apply: Apply) -> None:
-        if self.expected is None:
-            apply(self.values)
-        else:
-            _apply_expected(self.values, self.missing, self.expected, apply)
-
-    def keep_state(self) -> None:
-        """Assigns the schemes' new state, if the step counts.
-
-        It counts if everybody took part, if it moves the weights, and if all means are finite.
-        """
-        if not self.state:
-            return
-        counts = (
-            self.moves if self.everybody is None else tf.logical_and(self.everybody, self.moves)
-        )
-        # Under a loss scale the optimizer skips a step that is not finite: what was sent in it
-        # would be lost. And a residual that is NaN would stay NaN.
-        finite = tf.reduce_all(
-            [tf.reduce_all(tf.math.is_finite(m)) for m in self.values if m is not None]
-        )
-
-        def assign() -> None:
-            for variable, value in self.state:
-                variable.assign(value)
-
-        tf.cond(tf.logical_and(counts, finite), assign, lambda: None)
-
-
 class Step:
     """Exchanges gradients in each step of one `DistributedOptimizer`.
 
@@ -118,7 +50,7 @@ class Step:
     `optimizer.exchange`::
 
         optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1))
-        with optimizer.exchange.counting((x, y)):  # this rank weighs by the samples of its batch
+        with optimizer.exchange.batch.counting((x, y)):  # this rank weighs by the samples of its batch
             optimizer.apply(gradients, variables)
         optimizer.exchange.exposed_s
 
@@ -132,8 +64,8 @@ class Step:
 
     Attributes:
       plans: Plans that its steps follow.
-      weigh_by: `sample_count`, as it was given.
-      sample_count: Number that the batch counts within `counting`, else `None`.
+      absence: Ranks that are out of data, if the training loop watches for them.
+      batch: Count of the batch that the training loop trains on.
     """
 
     def __init__(
@@ -145,10 +77,8 @@ class Step:
     ) -> None:
         self._optimizer = optimizer
         self.plans = AgreedPlans(policy, bucket_bytes)
-        self.weigh_by = sample_count
-        self.sample_count: Any = None
-        self._watches_absence = False
-        self._absent: tf.Variable | None = None
+        self.absence = Absence()
+        self.batch = BatchCount(sample_count)
         self._exposed_s: tf.Variable | None = None
 
     def build(self) -> None:
@@ -157,7 +87,7 @@ class Step:
         Before a step is traced: TensorFlow traces a step twice whose first trace makes variables.
         """
         with tf.init_scope():
-            self._absent = tf.Variable(0.0, trainable=False, name="absent")
+            self.absence.build()
             # 64 bits, as the op gives: float32 tells times since 1970 apart only by 128 s.
             self._exposed_s = tf.Variable(
                 tf.zeros([], tf.float64), trainable=False, name="exposed_s"
@@ -213,7 +143,6 @@ class Step:
             return Means(
                 rows if server is None else server.clip_by_whole_norms(server.own_parts(rows))
             )
-        assert self._absent is not None
         assert self._exposed_s is not None
         exchanger = self.exchanger(variables)
         presence = exchanger.presence(gradients, count)
@@ -228,9 +157,7 @@ class Step:
         if server is not None:
             values = server.clip_by_whole_norms(values)
         self._exposed_s.assign_add(_time_after(values) - ready)
-        # Read by nobody in most steps, but TensorFlow leaves out a collective whose result is not
-        # used.
-        self._absent.assign(presence.absent)
+        everybody = self.absence.record(presence.absent)
         kept = itertools.chain(*exchanger.states.variables)
         state = list(zip(kept, itertools.chain(*states), strict=True))
         if rate is not None:
@@ -249,7 +176,7 @@ class Step:
                 )
             ),
             expected=exchanger.states.expected(presence),
-            everybody=presence.absent == 0.0 if self._watches_absence else None,
+            everybody=everybody,
             moves=True if rate is None else rate.now > 0.0,
             state=tuple(state),
         )
@@ -282,10 +209,10 @@ class Step:
 
     def _settings(self, count: Any) -> dict[str, Any]:
         """Returns what has to be the same on all ranks, besides what the plans know."""
-        optimizer = self._optimizer
+        optimizer, counts = self._optimizer, self.batch.function
         return {
             "counted": count is not None,
-            "sample_count": self.weigh_by and sample_counts.name(self.weigh_by),
+            "sample_count": counts and sample_counts.name(counts),
             "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
             "optimizer": [
                 type(optimizer.inner_optimizer).__name__,
@@ -294,27 +221,7 @@ class Step:
             **layer_norms.norm_settings(optimizer.inner_optimizer),
         }
 
-    # ------------------------------------------------------------------ for training loops and
-    # callbacks
-
-    @contextlib.contextmanager
-    def counting(self, data: Any) -> Iterator[None]:
-        """Makes `apply` weigh this rank by what a batch counts, within this context.
-
-        So `fit` supplies it, whose train step calls `apply` without a count.
-
-        Args:
-          data: Batch as the train step is given it, such as `(x, y, sample_weight)`.
-
-        Raises:
-          ValueError: If `sample_count` makes more than one number of it.
-        """
-        count = sample_counts.counted(self.weigh_by or sample_counts.batch_size, data)
-        self.sample_count, previous = count, self.sample_count
-        try:
-            yield
-        finally:
-            self.sample_count = previous
+    # ------------------------------------------------------------------ what callers may ask
 
     @property
     def suits_xla(self) -> bool:
@@ -330,29 +237,6 @@ class Step:
     def exposed_s(self) -> float:
         """Communication that computation did not hide, in seconds over all steps so far."""
         return 0.0 if self._exposed_s is None else float(self._exposed_s.numpy())
-
-    def watch_absence(self, wanted: bool) -> None:
-        """Sets whether steps drop their updates on all ranks if one of them is out of data.
-
-        Args:
-          wanted: True for yes; it holds for steps that are traced from now on.
-        """
-        self._watches_absence = wanted
-
-    @property
-    def watches_absence(self) -> bool:
-        """True if steps drop their updates when a rank is out of data."""
-        return self._watches_absence
-
-    @property
-    def absent_ranks(self) -> int:
-        """Number of ranks without a batch at the last step; counted while absence is watched."""
-        return 0 if self._absent is None else int(self._absent.numpy())
-
-    def forget_absence(self) -> None:
-        """Begins another epoch, in which no rank is out of data yet."""
-        if self._absent is not None:
-            self._absent.assign(0.0)
 
     def flush(self) -> bool:
         """Makes all steps from now on send everything, what schemes have kept included.
@@ -388,36 +272,6 @@ class _Rate:
     variable: tf.Variable
     now: tf.Tensor
     rescale: tf.Tensor
-
-
-def _apply_expected(
-    values: list[Any], missing: Sequence[list[int]], expected: tf.Tensor, apply: Apply
-) -> None:
-    """Applies means of variables that have a gradient on some rank; see `Means`."""
-    if not any(value is not None for value in values):
-        tf.debugging.Assert(
-            False, ["There must be a gradient on some rank. Received: none for any variable."]
-        )
-        return
-    if not missing:
-        apply(values)
-        return
-    group, *others = missing
-    found = tf.gather(expected, group)
-    without = [None if index in group else value for index, value in enumerate(values)]
-
-    # A branch for each group, not for each variable: each branch traces the rest once more.
-    def with_group() -> None:
-        rule = (
-            "Of the variables without a gradient on this rank, all or none must have one on "
-            "others. Received: some have. Give zeros as the gradients of all of them."
-        )
-        tf.debugging.Assert(tf.reduce_all(found), [rule, found])
-        _apply_expected(values, others, expected, apply)
-
-    tf.cond(
-        tf.reduce_any(found), with_group, lambda: _apply_expected(without, others, expected, apply)
-    )
 
 
 def _time_after(gradients: list[Any]) -> tf.Tensor:

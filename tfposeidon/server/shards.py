@@ -19,7 +19,7 @@ from typing_extensions import override
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import layer_norms
 from tfposeidon.exchange.exchanger import Exchanger
-from tfposeidon.exchange.step import Means
+from tfposeidon.exchange.means import Means
 from tfposeidon.gradients.description import describe, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.optimizers.wrapping import innermost

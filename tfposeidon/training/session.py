@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
+from tfposeidon.policies import Policy
 from tfposeidon.training.skip_batches import SkipBatches
 
 _distributed: tuple[type, ...] = ()
@@ -148,6 +149,30 @@ class Session:
         train_function = self._model.train_function
         return isinstance(train_function, SkipBatches) and train_function.remaining > 0
 
+    def flush(self) -> bool:
+        """Makes steps send everything that schemes have kept, before these are changed.
+
+        Returns:
+          True if there are schemes that keep anything.
+        """
+        # A list, so that every optimizer flushes, whatever the first one answers.
+        return any([optimizer.exchange.flush() for optimizer in self.optimizers])  # noqa: C419
+
+    @property
+    def has_flushed(self) -> bool:
+        """True if a step that counted has sent everything since `flush`; on all ranks alike."""
+        return all(optimizer.exchange.has_flushed for optimizer in self.optimizers)
+
+    def change_scheme(self, policy: Policy) -> None:
+        """Exchanges by other schemes from the next step on, which is traced anew.
+
+        Args:
+          policy: Policy for all optimizers of the model; the same on all ranks, at the same step.
+        """
+        for optimizer in self.optimizers:
+            optimizer.change_scheme(policy)
+        self.retrace()
+
     def retrace(self) -> None:
         """Makes the train function anew; batches that are still to be dropped will be."""
         model = self._model
@@ -170,7 +195,7 @@ class Session:
             self._step_counter.assign_add(1)
         with contextlib.ExitStack() as stack:
             for optimizer in self.optimizers:
-                stack.enter_context(optimizer.exchange.counting(data))
+                stack.enter_context(optimizer.exchange.batch.counting(data))
             yield
 
     def watch_absence(self, wanted: bool) -> bool:
@@ -192,9 +217,14 @@ class Session:
         self._watched = self.optimizers if wanted else []
         # An optimizer may have served another model since this one was traced.
         for optimizer in self.optimizers:
-            optimizer.exchange.watch_absence(wanted)
+            optimizer.exchange.absence.watch(wanted)
         before, self._watches_absence = self._watches_absence, wanted
         return before != wanted
+
+    @property
+    def watches_absence(self) -> bool:
+        """True if steps tell whether ranks are out of data."""
+        return self._watches_absence
 
     @property
     def steps_done(self) -> int:
@@ -204,7 +234,7 @@ class Session:
     @property
     def absent_ranks(self) -> int:
         """Number of ranks that had no batch left at the last step, while absence is watched."""
-        return max(optimizer.exchange.absent_ranks for optimizer in self._watched)
+        return max(optimizer.exchange.absence.ranks for optimizer in self._watched)
 
     def finish_epoch(self) -> None:
         """Contributes zeros to the other ranks' steps until all ranks are done with the epoch.
@@ -233,7 +263,7 @@ class Session:
                 # A list, for `map` raises a thread's error only where its result is asked for.
                 list(threads.map(_contribute_nothing, *zip(*calls, strict=True)))
         for optimizer in self._watched:
-            optimizer.exchange.forget_absence()
+            optimizer.exchange.absence.forget()
             optimizer.drop_accumulated()
 
 

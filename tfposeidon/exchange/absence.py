@@ -1,0 +1,59 @@
+"""Ranks that are out of data: whether steps watch for them, and how many there were."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+class Absence:
+    """Number of ranks that took part in a step without a batch of their own.
+
+    Steps that are traced while it is watched drop their update on all ranks if one is out of data.
+    The training loop asks for that, and ends the epoch together with the other ranks.
+    """
+
+    def __init__(self) -> None:
+        self._is_watched = False
+        self._ranks: tf.Variable | None = None
+
+    def build(self) -> None:
+        """Makes the variable that steps leave the number in, before a step is traced."""
+        self._ranks = tf.Variable(0.0, trainable=False, name="absent")
+
+    @property
+    def is_watched(self) -> bool:
+        """True if steps drop their updates when a rank is out of data."""
+        return self._is_watched
+
+    def watch(self, wanted: bool) -> None:
+        """Sets whether steps drop their updates on all ranks if one of them is out of data.
+
+        Args:
+          wanted: For steps that are traced from now on.
+        """
+        self._is_watched = wanted
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that had no batch left at the last step; counted while absence is watched."""
+        return 0 if self._ranks is None else int(self._ranks.numpy())
+
+    def forget(self) -> None:
+        """Begins another epoch, in which no rank is out of data yet."""
+        if self._ranks is not None:
+            self._ranks.assign(0.0)
+
+    def record(self, ranks: tf.Tensor) -> tf.Tensor | None:
+        """Keeps the number that a step has found, as a part of the step.
+
+        Args:
+          ranks: Number of ranks without a batch, a float32 scalar.
+
+        Returns:
+          Whether every rank had a batch, a bool scalar; `None` where that is not watched.
+        """
+        assert self._ranks is not None
+        # Read by nobody in most steps, but TensorFlow leaves out a collective whose result is not
+        # used.
+        self._ranks.assign(ranks)
+        return ranks == 0.0 if self._is_watched else None
