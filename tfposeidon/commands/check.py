@@ -101,6 +101,8 @@ def _version(name: str) -> str | None:
 
 
 def _start(ranks_per_node: int | None) -> Any:
+    # Modules that need TensorFlow are imported here and below: `_versions` tells first, in words
+    # that help, if it is missing or of the wrong release.
     import_tensorflow()
     from tfposeidon.communication import runtime
 
@@ -160,6 +162,7 @@ def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
         return scheme.exchange_factors(
             Factors(vector[:1, None], tf.ones_like(vector)[None]), wire, f"check.{name}"
         )
+    # A scheme that is flushed sends all it has, which makes sparse schemes exact.
     state = scheme.flushing(
         tuple(tf.zeros(slot.shape) for slot in scheme.slots(vector.shape[0], wire.topology))
     )

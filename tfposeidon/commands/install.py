@@ -48,8 +48,8 @@ class Correction:
     Args:
       file: Path in Horovod's source.
       wrong: Text that occurs once in the file.
-      right: What replaces it.
-      why: What goes wrong without the correction.
+      right: Text that replaces it.
+      why: Reason: what goes wrong without the correction.
     """
 
     file: str
@@ -207,6 +207,7 @@ def horovod_flags() -> dict[str, str]:
     with_mpi = os.environ.get("HOROVOD_WITH_MPI") == "1"
     flags = {
         "HOROVOD_WITH_TENSORFLOW": "1",
+        # Also beside MPI: the lab's ranks find one another by Gloo's store.
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITHOUT_PYTORCH": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
@@ -218,6 +219,7 @@ def horovod_flags() -> dict[str, str]:
         flags |= {
             "HOROVOD_GPU": "CUDA",
             "HOROVOD_GPU_OPERATIONS": "NCCL",
+            # The default is static, and the wheels of NCCL hold a shared library only.
             "HOROVOD_NCCL_LINK": "SHARED",
         }
     return flags
@@ -225,6 +227,7 @@ def horovod_flags() -> dict[str, str]:
 
 def cache_key() -> str:
     """Returns a hash of what the wheel depends on: TensorFlow, Python, compiler, corrections."""
+    # Not the corrections' reasons: another wording is the same wheel.
     parts = [
         HOROVOD_VERSION,
         _tensorflow_version() or "none",
@@ -282,7 +285,9 @@ def install_horovod() -> None:
     if not wheels:
         wheels = [_build_into(folder)]
     _say(f"installing {wheels[0]}")
+    # Forced, as a wheel of the same version may be there that another TensorFlow was built against.
     _pip("install", "--force-reinstall", "--no-deps", str(wheels[0]))
+    # What Horovod imports when it runs; setuptools and wheel were for the build.
     _pip("install", *BUILD_TOOLS[2:])
 
 
@@ -291,6 +296,8 @@ def _build_into(folder: Path) -> Path:
     _require_build_tools()
     folder.parent.mkdir(parents=True, exist_ok=True)
     _pip("install", *BUILD_TOOLS)
+    # In the cache, so that the wheel can be renamed into its place: that is atomic on one file
+    # system only.
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as scratch:
         source = _corrected_source(Path(scratch))
         _say("building Horovod against TensorFlow (about two minutes on two cores)")
@@ -304,6 +311,7 @@ def _build_into(folder: Path) -> Path:
 def _corrected_source(scratch: Path) -> Path:
     requirement = f"horovod=={HOROVOD_VERSION}"
     _say(f"downloading the source of {requirement}")
+    # Without isolation: pip runs setup.py to learn the name, with the setuptools installed above.
     _pip(
         "download",
         "--no-deps",
@@ -327,6 +335,7 @@ def _compile(source: Path, target: Path, scratch: Path) -> None:
     environment = os.environ | horovod_flags() | {"MAKEFLAGS": f"-j{os.cpu_count()}"}
     if nvidia_driver_present():
         environment |= _nccl_environment(scratch)
+    # Without isolation: Horovod asks the installed TensorFlow for its headers and flags.
     command = [
         sys.executable,
         "-m",
@@ -366,6 +375,7 @@ def _nccl_environment(scratch: Path) -> dict[str, str]:
     if "HOROVOD_NCCL_HOME" in os.environ or spec is None or not spec.submodule_search_locations:
         return {}
     package = Path(next(iter(spec.submodule_search_locations)))
+    # Horovod looks for `include` and `lib` in one folder.
     home = scratch / "nccl"
     (home / "lib").mkdir(parents=True)
     (home / "include").symlink_to(package / "include")
@@ -401,7 +411,8 @@ def _nvcc_path() -> str:
 
 
 def _tensorflow_version() -> str | None:
-    # Asked of a fresh interpreter's metadata, not imported: importing takes seconds.
+    # Read from its metadata and not imported, which takes seconds. pip may have installed it since
+    # this process looked, so what Python remembers of folders is dropped.
     importlib.invalidate_caches()
     for name in ("tensorflow", "tensorflow-cpu", "tensorflow_cpu"):
         try:
@@ -452,7 +463,7 @@ def main(options: argparse.Namespace) -> int:
     """Runs `python -m tfposeidon install`.
 
     Args:
-      options: What `add_arguments` defines, parsed.
+      options: Parsed options.
 
     Returns:
       The exit status; 1 where something could not be installed.
