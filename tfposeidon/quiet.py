@@ -53,6 +53,7 @@ def import_tensorflow() -> None:
 @contextlib.contextmanager
 def _standard_error_held() -> Iterator[None]:
     """Holds standard error back, that of native code too, and then passes on what is no noise."""
+    # The descriptor is redirected, as native code does not write through `sys.stderr`.
     sys.stderr.flush()
     with tempfile.TemporaryFile() as held:
         descriptor = os.dup(2)
