@@ -26,7 +26,7 @@ help:
 setup: $(VENV)/.ready $(LIBRARY)
 
 NO_DEPS := tests/requirements-no-deps.txt
-$(VENV)/.ready: pyproject.toml setup.py build_backend.py tfposeidon/commands/install.py tfposeidon/commands/versions.py $(NO_DEPS)
+$(VENV)/.ready: pyproject.toml setup.py build_backend.py tfposeidon/commands/install.py tfposeidon/commands/corrections.py tfposeidon/commands/versions.py $(NO_DEPS)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14) and "Python 3.11, 3.12 or 3.13 is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m tfposeidon install

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# For type checkers and editors, which do not see what `__getattr__` finds.
 if TYPE_CHECKING:
     from tfposeidon import ops, optimizers, policies, sample_counts, schemes
     from tfposeidon.collectives import all_gather, all_reduce, barrier, broadcast_variables

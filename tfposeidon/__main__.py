@@ -13,7 +13,7 @@ try:
 except versions.UnsupportedVersionError as error:
     sys.exit(str(error))
 
-# An older Python refuses the syntax of these.
+# Imported after the check, as an older Python refuses the syntax of these.
 from tfposeidon.commands import check, install
 from tfposeidon.lab import command as lab
 from tfposeidon.lab import demo

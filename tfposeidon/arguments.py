@@ -31,7 +31,7 @@ def check_inner(inner: Any, wrapper: type) -> None:
     """Refuses what is not a Keras optimizer, and one that is wrapped already.
 
     Args:
-      inner: What was given as the inner optimizer.
+      inner: Value given as the inner optimizer.
       wrapper: `DistributedOptimizer`, which this module does not import.
 
     Raises:
@@ -71,10 +71,10 @@ def check_no_more_arguments(others: dict[str, Any]) -> None:
 
 
 def check_sample_count(sample_count: Any) -> None:
-    """Refuses what is not a function: the number itself belongs into `apply`.
+    """Refuses what is not a function: the number itself belongs in `apply`.
 
     Args:
-      sample_count: What was given as `sample_count`.
+      sample_count: Value given for that argument.
 
     Raises:
       TypeError: If it can neither be called nor is `None`.

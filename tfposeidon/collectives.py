@@ -13,6 +13,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import opaque, unknown_zero
 from tfposeidon.exchange import replicas
 
+# Private: TensorFlow has no public way to tell a branch or loop from a function of its own name.
 _OF_CONTROL_FLOW = (
     func_graphs.CondBranchFuncGraph,
     func_graphs.WhileCondFuncGraph,
@@ -102,6 +103,7 @@ def all_reduce(value: Any, op: str = "mean", name: str | None = None) -> tf.Tens
     carried = tf.cast(tensor, _WIDER.get(tensor.dtype.name, tensor.dtype))
     wire = runtime.wire()
     scale = 1.0 / wire.topology.size if op == "mean" else 1.0
+    # Grappler folds a collective on a constant, which a script may well give.
     flat = opaque(tf.reshape(carried, [-1]), unknown_zero())
     total = wire.all_reduce(flat, wire.topology.world, _name("all_reduce", name), scale)
     total = tf.ensure_shape(tf.reshape(total, tf.shape(carried)), carried.shape)
@@ -169,10 +171,12 @@ def _name(what: str, given: str | None) -> str:
         return f"tp.{what}.{given}"
     if tf.executing_eagerly():
         return f"tp.{what}"
+    # Eagerly one name does for all calls, as each has ended before the next begins.
     graph = function = tf.compat.v1.get_default_graph()
     # TensorFlow names branches and bodies of loops by a number of the process, which may differ
     # from rank to rank.
     while isinstance(function, _OF_CONTROL_FLOW):
         function = function.outer_graph
     name = re.sub(r"[^\w.-]", "_", function.name)
+    # In its own graph the op will mark the name as used; a branch's op does not mark it outside.
     return str(function.unique_name(f"tp.{what}.{name}", mark_as_used=function is not graph))

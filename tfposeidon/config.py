@@ -23,6 +23,7 @@ class Configured:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # `@dataclass` runs later, but returns the registered class itself (`slots=True` would not).
         keras.saving.register_keras_serializable("tfposeidon")(cls)
 
     def get_config(self) -> dict[str, Any]:

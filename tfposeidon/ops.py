@@ -68,6 +68,7 @@ def top_k(
     values, indices = library().tfposeidon_top_k(
         x=tf.cast(x, tf.float32), k=_scalar(k), seed=_scalar(seed), **options
     )
+    # float64 values are taken from `x` itself, as float32 has rounded those that were compared.
     return tf.cast(values, x.dtype) if x.dtype.size <= 4 else tf.gather(x, indices), indices
 
 
@@ -211,6 +212,7 @@ def scatter_add(
     indices = tf.convert_to_tensor(indices)
     if indices.dtype not in (tf.int32, tf.int64):
         raise ValueError(f"`indices` must be int32 or int64. Received: dtype={indices.dtype.name}")
+    # One segment of all pairs. Its length comes from the tensor, which may have no static one.
     whole = tf.shape(values, tf.int64)[:1] if counts is None else tf.cast(counts, tf.int64)
     return library().tfposeidon_scatter_add(
         values=values, indices=indices, counts=whole, size=_scalar(size)
@@ -326,7 +328,7 @@ def one_bit_size(n: int) -> int:
 
 
 def l2_norms(tensors: Sequence[Any]) -> tf.Tensor:
-    """Euclidean norms of tensors of any shapes, all in one call.
+    """Computes the Euclidean norms of tensors of any shapes, all in one call.
 
     Args:
       tensors: float32, of any shapes; float16 and bfloat16 are cast to it.
@@ -357,6 +359,7 @@ def l2_norms(tensors: Sequence[Any]) -> tf.Tensor:
 def _options(x: tf.Tensor, method: str, steps: int, **more: Any) -> dict[str, Any]:
     check_method(method)
     check_integer("steps", steps, 0)
+    # The dtype of an output is fixed when the op is traced, so only a static length can choose it.
     length = x.shape.num_elements() if x.shape.is_fully_defined() else 0
     return {
         "method": method,
@@ -370,7 +373,7 @@ def check_method(method: str) -> None:
     """Refuses an unknown method of selection.
 
     Args:
-      method: What was given.
+      method: Method that was given.
 
     Raises:
       ValueError: If `method` is not one of `METHODS`.

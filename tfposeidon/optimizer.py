@@ -37,25 +37,25 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     Args:
       inner_optimizer: A Keras optimizer that is not distributed yet. If it has
         `gradient_accumulation_steps`, accumulation moves to the wrapper: one exchange per update.
-      scheme: How gradients are exchanged (default `"auto"`): a name (`"auto"`, `"allreduce"`,
-        `"asa"`, `"asa16"`, `"2dtar"`, `"ps"`, `"sfb"`, `"adam"`, `"hybcomm"`, `"onebit"`,
-        `"hitopk"`, `"topk"`), an object of `tfposeidon.schemes` or `tfposeidon.policies`, or rules
-        `[(pattern, scheme), ...]`, of which the first whose pattern is found in a variable's path
-        decides. The same on all ranks.
-      bucket_bytes: Small gradients are fused into buckets of up to this many bytes (default 4 MiB);
-        larger than a quarter of it, they go by themselves. Smaller buckets start earlier, larger
+      scheme: Scheme by which gradients are exchanged (default `"auto"`): a name (`"auto"`,
+        `"allreduce"`, `"asa"`, `"asa16"`, `"2dtar"`, `"ps"`, `"sfb"`, `"adam"`, `"hybcomm"`,
+        `"onebit"`, `"hitopk"`, `"topk"`), an object of `tfposeidon.schemes` or
+        `tfposeidon.policies`, or rules `[(pattern, scheme), ...]`, of which the first whose pattern
+        is found in a variable's path decides. The same on all ranks.
+      bucket_bytes: Bytes up to which small gradients are fused into a bucket (default 4 MiB);
+        gradients of a quarter of it or more go by themselves. Smaller buckets start earlier, larger
         ones cost fewer messages, which `"asa"` and `"2dtar"` feel more than `"allreduce"`; 0 sends
         each variable by itself.
       gradient_accumulation_steps: Calls of `apply` whose gradients are averaged for one exchange
         and one update, as in Keras's optimizers (default `None`: one call). That of the inner
         optimizer, if it has one, takes precedence.
-      sample_count: How `fit` and `train_on_batch` weigh this rank: a function from what the train
-        step is given, as `(x, y, sample_weight)`, to a number. `None` (default) counts samples,
-        which is exact for losses that are means over samples. `tfposeidon.sample_counts` has some
-        for other losses; register your own with Keras if the model is to be saved.
+      sample_count: Function by which `fit` and `train_on_batch` weigh this rank: from what the
+        train step is given, such as `(x, y, sample_weight)`, to a number. `None` (default) counts
+        samples, which is exact for losses that are means over samples. `tfposeidon.sample_counts`
+        has some for other losses; register your own with Keras if the model is to be saved.
       name: Name of the optimizer (default `"distributed_optimizer"`).
-      others: None is accepted; they are here so that arguments of Horovod's optimizer are refused
-        with what to write in their place.
+      **others: Any other arguments, which are all refused: those of Horovod's optimizer with what
+        to write in their place.
 
     Raises:
       TypeError: For unknown arguments, or if `sample_count` is no function.
@@ -99,6 +99,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         # Not LossScaleOptimizer's own: that would make state for a loss scale of this wrapper.
         keras.optimizers.Optimizer.__init__(
             self,
+            # As in Keras's LossScaleOptimizer, whose `learning_rate` is that of the inner one.
             learning_rate=0.0,
             gradient_accumulation_steps=steps,
             name=name or "distributed_optimizer",
@@ -109,6 +110,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         self._exchange = Step(self, policy, bucket_bytes, sample_count)
         self._accumulation: Accumulation | None = None
         self._shards: ServerShards | None = None
+        # Here and not at import, which must change nothing for those who only load a module.
         keras_patches.patch_keras(DistributedOptimizer)
 
     def __bool__(self) -> bool:
@@ -143,6 +145,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             self._shards.build(self.inner_optimizer)
         elif not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
+        # After the inner optimizer's own `build`, which makes the averages.
         self._show_averages()
         # Keras's bookkeeping; its own `build` would make a loss scale's state for this wrapper.
         self._trainable_variables = list(variables)
@@ -222,7 +225,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         """Makes an optimizer of what `get_config` returned; needs neither Horovod nor a launcher.
 
         Args:
-          config: As `get_config` returns it; not changed.
+          config: Result of `get_config`; not changed.
           custom_objects: Classes and functions by the names in `config`, as in Keras.
         """
         objects: dict[str, Any] = {
@@ -333,6 +336,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
                 means.update(lambda found: self.inner_optimizer.apply(found, variables))
             else:
                 self._shards.apply(means)
+        # Last, as a step that is skipped must leave it as it was: the means tell whether one is.
         means.keep_state()
 
     @override
@@ -367,6 +371,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: Any) -> None:
         # The one thing that Keras's LossScaleOptimizer does to an optimizer that it is put around.
+        # Keras's constructor of this wrapper does it, too, before there is an exchange.
         if hasattr(self, "_exchange"):
             raise ValueError(
                 "DistributedOptimizer must be the outermost optimizer. Received: a loss scale, or "
@@ -404,7 +409,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         memory of the whole state on that rank's host.
 
         Args:
-          rank: That rank (default 0).
+          rank: Rank that gets the state (default 0).
         """
         if self._shards is not None:
             self._shards.gather_state(rank)
@@ -432,7 +437,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         `fit`: it sends what was kept before, and has the step traced anew.
 
         Args:
-          scheme: As in the constructor; the same on all ranks, at the same step.
+          scheme: Any value that the constructor takes; the same on all ranks, at the same step.
 
         Raises:
           ValueError: If `scheme` is unknown, or servers update with the old or the new scheme.
@@ -461,6 +466,8 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             self._accumulation.reset()
 
     def _rank_state(self) -> list[tuple[Any, StateDescription]]:
+        # Schemes make their state with the plan. A checkpoint that is loaded before the first step
+        # has to find it.
         if self.built and not self._exchange.exchangers:
             self._exchange.exchanger(self._trainable_variables)
         accumulated = (
@@ -474,5 +481,6 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     def _server_shards(self, variables: Sequence[Any]) -> ServerShards | None:
         if not self.policy.updates_at_servers:
             return None
+        # Unbuilt, so that it builds its state for this rank's part and never for whole variables.
         rules.check_not_built(self.inner_optimizer)
         return ServerShards(self._exchange.exchanger(variables), variables)

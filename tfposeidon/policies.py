@@ -192,7 +192,8 @@ class HybComm(Policy):
         row, _ = best_scheme_values(factors.left_columns, factors.right, 1, nodes)
         _, matrix = best_scheme_values(factors.left, factors.right, 1, nodes)
         row_bytes, matrix_bytes = row * factors.itemsize, matrix * description.itemsize
-        # A single rank sends nothing either way.
+        # Algorithm 1 compares for given rows; solved for them it gives a limit that holds for every
+        # step. A single rank sends nothing either way.
         most_rows = matrix_bytes / row_bytes if row_bytes else 0.0
         # Up to this limit sums in the node would be no fewer bytes than the factors themselves.
         few = FactorBroadcast(sums_in_node=False)
@@ -201,6 +202,7 @@ class HybComm(Policy):
         if factors.rows is None:
             return Choice(by_rows, f"sfb up to K={int(most_rows)}, ps beyond, P={nodes}")
         k = ranks_per_node * factors.rows
+        # Rows are a mean over ranks: times their number they are whole again, as the step saw them.
         scheme = by_rows.for_rows(round(factors.rows * topology.size))
         sign = "<=" if scheme == by_rows.few else ">"
         compared = f"sfb {readable_size(k * row_bytes)} {sign} ps {readable_size(matrix_bytes)}"

@@ -70,6 +70,7 @@ def _startup_messages_left_out() -> Iterator[None]:
     if os.environ[LEVEL] == "0":
         yield
         return
+    # The descriptor is redirected, as native code does not write through `sys.stderr`.
     sys.stderr.flush()
     # In a session of its own an interrupt from the keyboard does not reach it: it ends with us.
     command = [sys.executable, "-I", "-S", "-c", FILTER, STARTUP_MESSAGE.pattern]

@@ -32,7 +32,7 @@ def check_number(name: str, value: Any, allowed: Range, remedy: str = "") -> flo
 
     Args:
       name: Name of the argument.
-      value: What was given for it.
+      value: Value given for it.
       allowed: Range that it has to be in.
       remedy: Sentence that tells what to give instead.
 
@@ -54,7 +54,7 @@ def check_integer(name: str, value: Any, least: int, remedy: str = "") -> int:
 
     Args:
       name: Name of the argument.
-      value: What was given for it; NumPy's integers count, too.
+      value: Value given for it; NumPy's integers count, too.
       least: Smallest value allowed.
       remedy: Sentence that tells what to give instead.
 

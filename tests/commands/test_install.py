@@ -10,6 +10,7 @@ import tensorflow as tf
 from tests.launch import ROOT
 from tfposeidon import native
 from tfposeidon.commands import install, versions
+from tfposeidon.commands.corrections import Correction, CorrectionError
 
 
 @pytest.mark.parametrize("python", versions.PYTHON)
@@ -89,8 +90,8 @@ def test_the_package_declares_the_same_versions():
 
 def test_corrections_must_match_exactly_once(tmp_path):
     (tmp_path / "file").write_text("wrong wrong")
-    correction = install.Correction(file="file", wrong="wrong", right="right", why="")
-    with pytest.raises(install.InstallError, match="Received: 2 matches in file"):
+    correction = Correction(file="file", wrong="wrong", right="right", why="")
+    with pytest.raises(CorrectionError, match="Received: 2 matches in file"):
         correction.apply(tmp_path)
     (tmp_path / "file").write_text("all wrong")
     correction.apply(tmp_path)

@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 from tfposeidon.commands import install, versions
+from tfposeidon.commands.corrections import CORRECTED_MARK
 from tfposeidon.quiet import import_tensorflow
 from tfposeidon.text import table
 
@@ -69,7 +70,7 @@ def _versions() -> list[tuple[str, str]]:
             f"Keras {install.KERAS_VERSION} is needed. Received: {keras}. Run: pip install "
             f"'keras=={install.KERAS_VERSION}'"
         )
-    if not (_version("horovod") or "").endswith(install.CORRECTED_MARK):
+    if not (_version("horovod") or "").endswith(CORRECTED_MARK):
         raise CheckError(
             "Horovod needs corrections to work over several hosts. Received: "
             f"{_version('horovod')} without them. Run: python -m tfposeidon install --horovod-only"
@@ -101,6 +102,8 @@ def _version(name: str) -> str | None:
 
 
 def _start(ranks_per_node: int | None) -> Any:
+    # Modules that need TensorFlow are imported here and below: `_versions` tells first, in words
+    # that help, if it is missing or of the wrong release.
     import_tensorflow()
     from tfposeidon.communication import runtime
 
@@ -160,6 +163,7 @@ def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
         return scheme.exchange_factors(
             Factors(vector[:1, None], tf.ones_like(vector)[None]), wire, f"check.{name}"
         )
+    # A scheme that is flushed sends all it has, which makes sparse schemes exact.
     state = scheme.flushing(
         tuple(tf.zeros(slot.shape) for slot in scheme.slots(vector.shape[0], wire.topology))
     )

@@ -2,7 +2,7 @@
 
 Horovod 0.28.1, its last release, neither compiles against TensorFlow 2.16 or later nor connects
 several hosts over Gloo as it stands. `python -m tfposeidon install` downloads its source, corrects
-it (see `CORRECTIONS`), builds a wheel and keeps that in a per-user cache, so that the next
+it (see `corrections`), builds a wheel and keeps that in a per-user cache, so that the next
 environment on this machine takes seconds. `versions` says which Python and TensorFlow it takes.
 
 This module uses the standard library only: it runs before anything else is there.
@@ -24,13 +24,11 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from tfposeidon.commands import versions
+from tfposeidon.commands.corrections import CORRECTIONS, HOROVOD_VERSION, CorrectionError
 
-HOROVOD_VERSION = "0.28.1"
-CORRECTED_MARK = "+tfposeidon.2"
 KERAS_VERSION = f"{versions.KERAS}.*"
 BUILD_TOOLS = ("setuptools<80", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml")
 TAIL_LINES = 25
@@ -39,108 +37,6 @@ LIBRARY = Path(__file__).parents[1] / "native" / "_ops.so"
 
 class InstallError(RuntimeError):
     """An installation that failed, with the cause and the remedy."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Correction:
-    """A wrong passage in Horovod's source, and what it has to be.
-
-    Args:
-      file: Path in Horovod's source.
-      wrong: Text that occurs once in the file.
-      right: What replaces it.
-      why: What goes wrong without the correction.
-    """
-
-    file: str
-    wrong: str
-    right: str
-    why: str
-
-    def apply(self, source: Path) -> None:
-        """Corrects the file.
-
-        Args:
-          source: Folder of Horovod's source.
-
-        Raises:
-          InstallError: If the wrong passage does not occur exactly once.
-        """
-        path = source / self.file
-        text = path.read_text()
-        if text.count(self.wrong) != 1:
-            raise InstallError(
-                f"A correction must match Horovod's source exactly once. Received: "
-                f"{text.count(self.wrong)} matches in {self.file}. "
-                f"Only horovod=={HOROVOD_VERSION} is supported."
-            )
-        path.write_text(text.replace(self.wrong, self.right))
-
-
-RECEIVE_FIRST = """Gloo announces a receive over the connection on which it sends. Sent first, a
-large message holds the announcement back, and with it the other direction: two ranks that exchange
-use half of what their link can carry."""
-
-CORRECTIONS = (
-    Correction(
-        file="horovod/tensorflow/CMakeLists.txt",
-        wrong='list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
-        right="",
-        why="The XLA bridge uses headers that TensorFlow 2.16 removed.",
-    ),
-    Correction(
-        file="horovod/common/gloo/gloo_context.cc",
-        wrong="  device_attr.iface = gloo_iface_;\n  device_attr.ai_family = AF_UNSPEC;\n"
-        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx",
-        right="  device_attr.iface = global_context.gloo_iface_;\n"
-        "  device_attr.ai_family = AF_UNSPEC;\n"
-        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx",
-        why="Process sets ignore the chosen network interface and bind to 127.0.1.1 on Debian.",
-    ),
-    Correction(
-        file="horovod/common/gloo/gloo_controller.cc",
-        wrong="global_ranks_.reserve(size_);",
-        right="global_ranks_.resize(size_);",
-        why="Under Gloo the stall inspector never sees a missing rank.",
-    ),
-    Correction(
-        file="third_party/gloo/gloo/alltoallv.cc",
-        wrong="""    in->send(
-        sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]);
-    out->recv(
-        recvRank, slot, outOffsetPerRank[recvRank], outLengthPerRank[recvRank]);
-  }
-""",
-        right="""    out->recv(
-        recvRank, slot, outOffsetPerRank[recvRank], outLengthPerRank[recvRank]);
-  }
-  for (int i = 1; i < worldSize; i++) {
-    int sendRank = (myRank + i) % worldSize;
-    in->send(
-        sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]);
-  }
-""",
-        why=RECEIVE_FIRST,
-    ),
-    Correction(
-        file="third_party/gloo/gloo/allgatherv.cc",
-        wrong="""      out->send(sendRank, slot, byteOffsets[sendIndex], byteCounts[sendIndex]);
-      out->recv(recvRank, slot, byteOffsets[recvIndex], byteCounts[recvIndex]);
-      continue;
-""",
-        right="""      out->recv(recvRank, slot, byteOffsets[recvIndex], byteCounts[recvIndex]);
-      out->send(sendRank, slot, byteOffsets[sendIndex], byteCounts[sendIndex]);
-      continue;
-""",
-        why=RECEIVE_FIRST,
-    ),
-    Correction(
-        file="horovod/__init__.py",
-        wrong=f"__version__ = '{HOROVOD_VERSION}'",
-        right=f"__version__ = '{HOROVOD_VERSION}{CORRECTED_MARK}'",
-        why="So that `python -m tfposeidon check` can tell a corrected build from any other.",
-    ),
-)
 
 
 def nvidia_driver_present() -> bool:
@@ -207,6 +103,7 @@ def horovod_flags() -> dict[str, str]:
     with_mpi = os.environ.get("HOROVOD_WITH_MPI") == "1"
     flags = {
         "HOROVOD_WITH_TENSORFLOW": "1",
+        # Also beside MPI: the lab's ranks find one another by Gloo's store.
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITHOUT_PYTORCH": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
@@ -218,6 +115,7 @@ def horovod_flags() -> dict[str, str]:
         flags |= {
             "HOROVOD_GPU": "CUDA",
             "HOROVOD_GPU_OPERATIONS": "NCCL",
+            # The default is static, and the wheels of NCCL hold a shared library only.
             "HOROVOD_NCCL_LINK": "SHARED",
         }
     return flags
@@ -225,6 +123,7 @@ def horovod_flags() -> dict[str, str]:
 
 def cache_key() -> str:
     """Returns a hash of what the wheel depends on: TensorFlow, Python, compiler, corrections."""
+    # Not the corrections' reasons: another wording is the same wheel.
     parts = [
         HOROVOD_VERSION,
         _tensorflow_version() or "none",
@@ -282,7 +181,9 @@ def install_horovod() -> None:
     if not wheels:
         wheels = [_build_into(folder)]
     _say(f"installing {wheels[0]}")
+    # Forced, as a wheel of the same version may be there that another TensorFlow was built against.
     _pip("install", "--force-reinstall", "--no-deps", str(wheels[0]))
+    # What Horovod imports when it runs; setuptools and wheel were for the build.
     _pip("install", *BUILD_TOOLS[2:])
 
 
@@ -291,6 +192,8 @@ def _build_into(folder: Path) -> Path:
     _require_build_tools()
     folder.parent.mkdir(parents=True, exist_ok=True)
     _pip("install", *BUILD_TOOLS)
+    # In the cache, so that the wheel can be renamed into its place: that is atomic on one file
+    # system only.
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as scratch:
         source = _corrected_source(Path(scratch))
         _say("building Horovod against TensorFlow (about two minutes on two cores)")
@@ -304,6 +207,7 @@ def _build_into(folder: Path) -> Path:
 def _corrected_source(scratch: Path) -> Path:
     requirement = f"horovod=={HOROVOD_VERSION}"
     _say(f"downloading the source of {requirement}")
+    # Without isolation: pip runs setup.py to learn the name, with the setuptools installed above.
     _pip(
         "download",
         "--no-deps",
@@ -327,6 +231,7 @@ def _compile(source: Path, target: Path, scratch: Path) -> None:
     environment = os.environ | horovod_flags() | {"MAKEFLAGS": f"-j{os.cpu_count()}"}
     if nvidia_driver_present():
         environment |= _nccl_environment(scratch)
+    # Without isolation: Horovod asks the installed TensorFlow for its headers and flags.
     command = [
         sys.executable,
         "-m",
@@ -366,6 +271,7 @@ def _nccl_environment(scratch: Path) -> dict[str, str]:
     if "HOROVOD_NCCL_HOME" in os.environ or spec is None or not spec.submodule_search_locations:
         return {}
     package = Path(next(iter(spec.submodule_search_locations)))
+    # Horovod looks for `include` and `lib` in one folder.
     home = scratch / "nccl"
     (home / "lib").mkdir(parents=True)
     (home / "include").symlink_to(package / "include")
@@ -401,7 +307,8 @@ def _nvcc_path() -> str:
 
 
 def _tensorflow_version() -> str | None:
-    # Asked of a fresh interpreter's metadata, not imported: importing takes seconds.
+    # Read from its metadata and not imported, which takes seconds. pip may have installed it since
+    # this process looked, so what Python remembers of folders is dropped.
     importlib.invalidate_caches()
     for name in ("tensorflow", "tensorflow-cpu", "tensorflow_cpu"):
         try:
@@ -452,7 +359,7 @@ def main(options: argparse.Namespace) -> int:
     """Runs `python -m tfposeidon install`.
 
     Args:
-      options: What `add_arguments` defines, parsed.
+      options: Parsed options.
 
     Returns:
       The exit status; 1 where something could not be installed.
@@ -462,7 +369,7 @@ def main(options: argparse.Namespace) -> int:
         if not options.horovod_only:
             install_tensorflow(options.tensorflow)
         install_horovod()
-    except (InstallError, versions.UnsupportedVersionError) as error:
+    except (InstallError, CorrectionError, versions.UnsupportedVersionError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

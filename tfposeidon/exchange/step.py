@@ -50,7 +50,7 @@ class Step:
     `optimizer.exchange`::
 
         optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1))
-        with optimizer.exchange.batch.counting((x, y)):  # this rank weighs by the samples of its batch
+        with optimizer.exchange.batch.counting((x, y)):  # this rank weighs by its samples
             optimizer.apply(gradients, variables)
         optimizer.exchange.exposed_s
 

@@ -50,7 +50,7 @@ class Accelerator:
 
         Args:
           token: Any tensor. That it is passed on keeps the layers in order.
-          seconds: How long the accelerator works.
+          seconds: Seconds that the accelerator works.
           first: True for the work with which a step begins.
 
         Returns:
@@ -63,7 +63,8 @@ class Accelerator:
             self.stream.run(seconds)
             return value, np.int64(self._generator.integers(self._spare // ALIGNED) * ALIGNED)
 
-        # A NumPy function, because only Python can wait without holding a core.
+        # A NumPy function, because only Python can wait without holding a core. It is stateful, so
+        # that TensorFlow neither merges equal calls nor leaves one out.
         passed, offset = tf.numpy_function(run, [token], [token.dtype, tf.int64])
         return tf.ensure_shape(passed, token.shape), tf.ensure_shape(offset, [])
 
@@ -87,9 +88,9 @@ class EmulatedLayer(keras.layers.Layer):
       layer: Shapes of its parameters.
       forward_s: Seconds of its forward pass.
       backward_s: Seconds of its backward pass.
-      accelerator: Where it works.
+      accelerator: Accelerator on which it works.
       first: True for the first layer of a model, with which a step begins.
-      **options: Those of `keras.layers.Layer`.
+      **options: Options of `keras.layers.Layer`.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class EmulatedLayer(keras.layers.Layer):
 
     @override
     def call(self, token: tf.Tensor) -> tf.Tensor:
+        # The parameters are arguments, as gradients are returned for arguments alone.
         @tf.custom_gradient
         def work(token: tf.Tensor, *parameters: tf.Tensor) -> Any:
             passed, _ = self._accelerator.work(token, self.forward_s, first=self.first)
@@ -149,6 +151,7 @@ class EmulatedLayer(keras.layers.Layer):
     def _kernel_gradient(self, batch: int, offset: tf.Tensor) -> tf.Tensor:
         if self.layer.kind != "dense":
             return self._accelerator.values(self.layer.kernel, offset)
+        # A real product, as the exchange reads factors off the op that multiplies them.
         rows = batch * self.layer.rows
         inputs, outputs = (
             self._accelerator.values((rows, width), offset) for width in self.layer.kernel

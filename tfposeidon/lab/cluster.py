@@ -137,7 +137,7 @@ def burst_bytes(rate: float) -> int:
 def queue_bytes(rate: float) -> int:
     """Returns the bytes that wait before a link until packets are dropped: 50 ms, at least 16 MiB.
 
-    Deep buffers, as some switches have, so that benchmarks measure schemes and not how TCP of
+    Buffers are deep, as in some switches, so that benchmarks measure schemes and not how TCP of
     this kernel recovers from losses.
 
     Args:

@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
       parser: Parser of the command.
     """
     rate, time = _type(parse_rate), _type(parse_duration)
+    # `inside` has the same arguments, as it is given the same command line to read again.
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--nodes", type=int, required=True, metavar="M", help="number of nodes")
     cluster.add_argument(
@@ -151,6 +152,7 @@ def main(options: argparse.Namespace) -> int:
       The job's exit status, or 2 if nothing was started.
     """
     try:
+        # All that can be refused is refused here, before anything is made.
         request = read_request(options)
         _check_report(request.report)
         check_machine(request.cluster, options.rank_memory)

@@ -35,6 +35,7 @@ LARGEST_FRAME = 2**16 + 256
 
 @dataclass(order=True)
 class _HeldFrame:
+    # Frames that are due at one moment leave in the order in which they came.
     due_s: float
     number: int
     target: int = field(compare=False)
@@ -80,6 +81,7 @@ class DelayLine:
         if self._random.random() < self.loss:
             return
         due = now_s + self.delay_s + self._random.uniform(-self.jitter_s, self.jitter_s)
+        # Frames that overtake one another would look like losses to TCP.
         due = max(due, self._last_due.get(target, 0.0))
         self._last_due[target] = due
         self._count += 1
@@ -119,7 +121,7 @@ def start(
     Args:
       node_devices: Names of the devices at the nodes' ends of the links.
       switch_devices: Names of the devices at the switch's ends, in the same order.
-      line: How frames are delayed and dropped on their way to the switch.
+      line: Delays and losses of frames on their way to the switch.
 
     Returns:
       The process, which works until it is killed.
@@ -137,6 +139,7 @@ def start(
     command = [sys.executable, "-m", "tfposeidon.lab.delay_line", argument]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
+    # Devices can be moved only once they exist, and only the process can say that they do.
     answer = process.stdout.readline().strip()
     if answer != "ready":
         process.wait()
@@ -149,6 +152,7 @@ def start(
 
 
 def _tap(name: str, offload: bool) -> int:
+    # Large frames need IFF_VNET_HDR: their header tells the other end how to cut them into packets.
     device = os.open(TUN_DEVICE, os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(
         device, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR)

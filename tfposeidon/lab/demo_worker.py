@@ -43,7 +43,7 @@ def measure(model: keras.Model, scheme: str, steps: int) -> dict[str, float]:
 
     Args:
       model: An emulated model; its weights are of no interest.
-      scheme: As `DistributedOptimizer` takes it.
+      scheme: Scheme for `DistributedOptimizer`.
       steps: Number of steps that are timed.
 
     Returns:
@@ -65,6 +65,7 @@ def measure(model: keras.Model, scheme: str, steps: int) -> dict[str, float]:
     wire = runtime.wire()
     steps_s = exchange_objects(own_steps_s, wire, "demo.steps")
     sent_bytes = exchange_objects(own_bytes, wire, "demo.bytes")
+    # All ranks wait for the slowest; the median drops steps that the machine disturbed.
     step_s = float(np.median(np.max(steps_s, axis=0)))
     if wire.topology.rank == 0:
         print(f"{scheme}: {1e3 * step_s:.0f} ms per step", flush=True)

@@ -36,6 +36,7 @@ def main(arguments: list[str]) -> int:
 
 
 async def _run(request: command.Request) -> int:
+    # First, so that a request to end that comes while the network is built is not missed.
     _cancel_at_end_of(sys.stdin.fileno())
     try:
         with network(request.cluster) as built, rendezvous(request.cluster) as environments:
@@ -45,6 +46,7 @@ async def _run(request: command.Request) -> int:
             except asyncio.CancelledError:
                 say("interrupted; all ranks are ended")
                 return ENDED
+            # Counters end with the interfaces, so they are read before the context does.
             found = report.Report.of(request.cluster, request.command, job, built.traffic())
     except subprocess.CalledProcessError as error:
         say(f"the kernel refused: {' '.join(error.cmd)}\n  {error.stderr}")
@@ -81,6 +83,8 @@ def rendezvous(cluster: Cluster) -> Iterator[list[dict[str, str]]]:
     Yields:
       The environment variables of each rank, by rank. The store ends with the context.
     """
+    # Private parts of horovodrun: it has no way to be told that hosts are namespaces, not machines
+    # to reach by ssh.
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
     from horovod.runner.http.http_server import RendezvousServer
@@ -90,6 +94,7 @@ def rendezvous(cluster: Cluster) -> Iterator[list[dict[str, str]]]:
     server = RendezvousServer()
     store_port = server.start()
     server.init(slots)
+    # What the user has set precedes our defaults, and what Horovod needs precedes both.
     common = (
         quiet.DEFAULTS
         | os.environ

@@ -19,7 +19,7 @@ class Model:
       layers: Layers with parameters, in the order of the forward pass.
       batch: Samples per device and step.
       throughput: Samples per second of one device that exchanges nothing.
-      source: Where batch and throughput come from, and on which device.
+      source: Source of batch and throughput, and the device that they are of.
     """
 
     name: str

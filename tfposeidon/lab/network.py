@@ -23,8 +23,10 @@ from tfposeidon.lab.sandbox import UnavailableError
 
 SWITCH_ADDRESS = "10.99.0.254"
 INTERFACE = "eth0"
-# Of every packet as the interface counts it: Ethernet, IP, and TCP with time stamps.
+# Headers of every packet as the interface counts it: Ethernet, IP, and TCP with time stamps.
 HEADER_BYTES = 66
+# sysfs shows the interfaces of the namespace that mounted it, and `payload_bytes` reads them there.
+# Data caches share a pool in /dev/shm, which no other machine would see.
 # Reno is the one congestion control that every kernel allows in a namespace. The defaults of
 # kernels differ, and BBR, for one, leaves up to half of a link idle when both directions are full.
 HOLD_NODE = """
@@ -85,6 +87,7 @@ class Network:
           node: Index of the node.
         """
         target = str(self._holders[node])
+        # Who enters a mount namespace finds itself at its root.
         return [
             "nsenter",
             "--target",
@@ -138,6 +141,7 @@ class Network:
             for line in Path("/proc/self/net/dev").read_text().splitlines()
             if ":" in line
         )
+        # Received bytes come first: what a node sends is what its port receives.
         counters = {name.strip(): int(values.split()[0]) for name, values in lines}
         return [counters[port(node)] for node in range(self.cluster.nodes)]
 
@@ -204,6 +208,7 @@ def network(cluster: Cluster) -> Iterator[Network]:
     hosts = Path("/etc/hosts").read_text() + "".join(
         f"{address(node)} {host_name(node)}\n" for node in range(cluster.nodes)
     )
+    # Before the nodes are made, whose mount namespaces are copies of this one.
     _call("sh", "-c", REPLACE_HOSTS, text=hosts)
     _call("ip", "link", "set", "dev", "lo", "up")
     _call("ip", "link", "add", "name", "switch", "type", "bridge")
@@ -211,6 +216,8 @@ def network(cluster: Cluster) -> Iterator[Network]:
     _call("ip", "link", "set", "dev", "switch", "up")
     holders = [_hold(host_name(node)) for node in range(cluster.nodes)]
     line = None
+    # Namespaces go with their last process, and interfaces with their namespace: nothing else has
+    # to be cleared away.
     try:
         if cluster.delays:
             line = _plug_delayed(cluster, holders)
@@ -233,6 +240,7 @@ def _hold(name: str) -> subprocess.Popen[str]:
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stderr is not None
+    # Interfaces can be moved into a namespace only once it exists.
     if holder.stdout.readline() != "ready\n":
         raise subprocess.CalledProcessError(holder.wait(), command, stderr=holder.stderr.read())
     return holder
@@ -240,6 +248,7 @@ def _hold(name: str) -> subprocess.Popen[str]:
 
 def _plug_delayed(cluster: Cluster, holders: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
     ends = [f"node{node}" for node in range(cluster.nodes)]
+    # What goes to the switch waits, what comes from there does not: half of a round trip each time.
     line = DelayLine(delay_s=cluster.rtt / 2, jitter_s=cluster.jitter, loss=cluster.loss)
     process = delay_line.start(ends, [port(node) for node in range(cluster.nodes)], line)
     for end, holder in zip(ends, holders, strict=True):
@@ -252,6 +261,7 @@ def _connect(built: Network, node: int) -> None:
     _call("ip", "link", "set", "dev", port(node), "master", "switch", "up")
     _call(*inside, "ip", "addr", "add", f"{address(node)}/24", "dev", INTERFACE)
     _call(*inside, "ip", "link", "set", "dev", INTERFACE, "up")
+    # At both ends, as a queue shapes only what leaves an interface.
     rate = built.cluster.rate(node)
     _call("tc", "qdisc", "add", "dev", port(node), "root", *_queue(rate))
     _call(*inside, "tc", "qdisc", "add", "dev", INTERFACE, "root", *_queue(rate))

@@ -122,6 +122,7 @@ class Job:
           UnavailableError: After all ranks were ended, when the network has failed.
         """
         self._begin = time.monotonic()
+        # For `_print`, which ends the job from another task.
         self._task = asyncio.current_task()
         watchers: list[asyncio.Task[None]] = []
         background: set[asyncio.Task[None]] = set()
@@ -133,6 +134,7 @@ class Job:
             background.add(asyncio.create_task(self._sample()))
             await _wait_for(watchers, background)
         finally:
+            # From here on ranks end because they are ended, which is no failure of theirs.
             self._ended = True
             for task in background:
                 task.cancel()
@@ -149,6 +151,7 @@ class Job:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            # A group of its own, so that signals reach what the rank has started.
             start_new_session=True,
         )
         return Rank(number=number, node=node, process=process)
@@ -162,6 +165,8 @@ class Job:
         while (status := rank.process.returncode) is None:
             await asyncio.sleep(POLL_INTERVAL_S)
         rank.status, rank.wall_s = status, time.monotonic() - self._begin
+        # Decided now and told later: the last lines, which are shown, may still be in the pipe, and
+        # another rank may fail meanwhile.
         failed_first = status != 0 and self.first_failed is None and not self._ended
         if failed_first:
             self.first_failed = rank
@@ -206,10 +211,12 @@ class Job:
             for line in rank.last_lines:
                 print(f"[{rank.number}] {line}", file=sys.stderr)
         say(str(rank))
+        # Kept, as asyncio itself holds tasks by weak references.
         self._ending = asyncio.create_task(self._end(GRACE_S))
 
     async def _end(self, grace_s: float) -> None:
         """Ends what still runs: after a time of grace by SIGTERM, then by SIGKILL."""
+        # A stopped rank does not act on SIGTERM, but SIGKILL ends it.
         for number, wait_s in (
             (None, grace_s),
             (signal.SIGTERM, TERMINATION_S),
@@ -226,6 +233,7 @@ class Job:
                 await asyncio.sleep(0.05)
 
     async def _inject(self, fault: Fault) -> None:
+        # From the job's start, not from this task's, which comes after that of all ranks.
         await asyncio.sleep(self._begin + fault.at_s - time.monotonic())
         say(str(fault))
         if fault.kind == "cut":

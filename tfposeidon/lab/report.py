@@ -96,6 +96,7 @@ class Report:
         Args:
           path: The file; it appears when it is complete.
         """
+        # In the same folder, as a rename is atomic on one file system only.
         temporary = path.with_name(f".{path.name}.part")
         temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
         temporary.replace(path)
@@ -138,6 +139,7 @@ class Report:
         # Stretches of even length, so that no more bars are drawn than fit on a line.
         points = [(at_s, counts[node]) for at_s, counts in self.sent_over_time]
         stride = -(-len(points) // LONGEST_BARS) or 1
+        # The last point stays whatever the stride, or the end of the job would be missing.
         points = [*points[:-1:stride], *points[-1:]]
         rates = [
             8 * (after - before) / (b - a)

@@ -28,7 +28,7 @@ AS_USER = ("--user", "--map-root-user")
 # The parts that a lab is made of, tried out before anything is started.
 PROBE = """ip link add name switch type bridge && ip link add name a type veth peer name b &&
 tc qdisc add dev a root tbf rate 1mbit burst 3200 limit 100000"""
-# The exit status of an inside that was asked to end, and did.
+# Exit status of a module that was asked to end, and did.
 ENDED = 128 + signal.SIGTERM
 
 
@@ -39,9 +39,9 @@ class UnavailableError(Exception):
 def run(module: str, arguments: list[str]) -> int:
     """Runs a Python module in namespaces of its own.
 
-    At a signal that ends a job (Ctrl-C, SIGTERM, SIGHUP) the standard input of the inside ends, and
-    the inside takes the time it needs to end; at a second signal everything is killed. The signal
-    is not passed on, because it would also reach what the inside has just started and is to end.
+    At a signal that ends a job (Ctrl-C, SIGTERM, SIGHUP) the standard input of the module ends, and
+    the module takes the time it needs to end; at a second signal everything is killed. The signal
+    is not passed on, because it would also reach what the module has just started and is to end.
 
     Args:
       module: Name of the module, as for `python -m`.
@@ -64,7 +64,8 @@ def run(module: str, arguments: list[str]) -> int:
         module,
         *arguments,
     ]
-    # The inside reads one end as its standard input, and ends when this process closes the other.
+    # The module reads one end as its standard input, and ends when this process closes the other.
+    # Python's pipes are not inherited, so no copy of the other end stays open inside.
     standard_input, end_request = os.pipe()
     signals: list[int] = []
     inside: subprocess.Popen[bytes] | None = None
@@ -78,6 +79,7 @@ def run(module: str, arguments: list[str]) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end)
+    # A session of its own: Ctrl-C in a terminal would reach it past this process.
     inside = subprocess.Popen(command, start_new_session=True, stdin=standard_input)
     status = inside.wait()
     status = status if status >= 0 else 128 - status
@@ -99,6 +101,7 @@ def namespaces() -> tuple[str, ...]:
             f"{', '.join(missing)} not found. Install: apt-get install {' '.join(packages)}"
         )
     errors = []
+    # Root in a container may lack the right that the first needs, and still make user namespaces.
     for rights in ((), AS_USER) if os.geteuid() == 0 else (AS_USER,):
         command = (*NAMESPACES, *rights)
         probe = subprocess.run(

@@ -43,8 +43,9 @@ class Stream:
         """Waits until a piece of work would be done.
 
         Args:
-          seconds: How long the accelerator works on it.
+          seconds: Seconds that the accelerator works on it.
         """
+        # Counted from the end of the work before, and not from now: a late call sleeps less.
         self._free_s += seconds
         self.busy_s += seconds
         wait_s = self._free_s - self._clock()

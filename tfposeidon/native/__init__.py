@@ -41,6 +41,7 @@ def library() -> Any:
 
 def in_xla() -> bool:
     """Returns whether what is being traced will be compiled by XLA, which knows no op of ours."""
+    # Private: TensorFlow has no public way to ask.
     return not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(
         tf.compat.v1.get_default_graph()
     )
@@ -53,7 +54,7 @@ def has_gpu_kernels() -> bool:
     It is where nvcc is there and TensorFlow is one with GPUs.
 
     Raises:
-      RuntimeError: As `library`.
+      RuntimeError: If the library was not built, or for another TensorFlow.
     """
     library()  # First: ops that come with a plain CDLL are lost to TensorFlow.
     return hasattr(ctypes.CDLL(str(LIBRARY)), "tfposeidon_gpu_kernels")

@@ -53,6 +53,7 @@ class Exclusion:
         variables = [getattr(variable, "whole", variable) for variable in variables]
         if callable(rule):
             indices = frozenset(index for index, variable in enumerate(variables) if rule(variable))
+            # The default rule may well find nothing: a model without biases is no mistake.
             if self._rule is not None and variables and not indices:
                 what = f"is a function that excludes no variable: {_name_of(rule)}"
                 _warn_unused(what, "Correct it, or use [].", variables)

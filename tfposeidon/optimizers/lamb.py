@@ -39,8 +39,8 @@ class LAMB(LayerWiseOptimizer):
       exclude: Variables with ratio 1 and without decay, which move as in Adam. As in `LARS`: `None`
         for biases and parameters of normalization layers, regular expressions searched in the path,
         or a function of the variable.
-      parallel: Whether, inside `DistributedOptimizer`, each rank takes the norms of some layers
-        only. As in `LARS`.
+      parallel: True if, inside `DistributedOptimizer`, each rank is to take the norms of some
+        layers only. As in `LARS`.
       **options: Options of `keras.optimizers.Optimizer`: name, clipping, EMA, accumulation, loss
         scale.
 
@@ -124,5 +124,6 @@ class LAMB(LayerWiseOptimizer):
         self.assign(kept, average)
         # This is 1 - beta^t. In float32 the difference itself would lose four digits in the first
         # steps at beta = 0.999, where it is about 0.001.
+        # With beta = 0 the logarithm does not exist, and the limit gives 1: no bias.
         exponent = math.log(beta) if beta else -math.inf
         return average / -tf.math.expm1(tf.cast(self.iterations + 1, sample.dtype) * exponent)

@@ -36,7 +36,7 @@ class LARS(LayerWiseOptimizer):
       learning_rate: A number, a Keras schedule, or a function without arguments. As the ratio has
         `trust_coefficient` in it, rates are far above those of SGD: 1 to 30 in the papers.
       momentum: Decay of the velocity, in [0, 1); 0 keeps no velocity.
-      nesterov: Whether to look ahead by one step of momentum; needs momentum.
+      nesterov: True to look ahead by one step of momentum; needs momentum.
       trust_coefficient: Share of its norm by which a layer may change in a step at rate 1, above 0.
       weight_decay: Weight decay inside both ratio and step, from 0; Keras's own decoupled decay is
         off.
@@ -47,9 +47,10 @@ class LARS(LayerWiseOptimizer):
         function of the variable, which cannot be saved with the model.
       ratio: "sum_of_norms" (the papers) or "norm_of_sum" (optax.lars), as above.
       epsilon: Term added to the denominator of the ratio, from 0.
-      parallel: Whether, inside `DistributedOptimizer`, each rank takes the norms of some layers
-        only, and receives the others': `True`, `False`, or "auto" for the faster way. That is
-        measured once, at the first step, and `DistributedOptimizer.plan` shows the result.
+      parallel: True if, inside `DistributedOptimizer`, each rank is to take the norms of some
+        layers only, and to receive the others'; False for all norms on every rank; "auto" (default)
+        for the faster way. That is measured once, at the first step, and
+        `DistributedOptimizer.plan` shows the result.
       **options: Options of `keras.optimizers.Optimizer`: name, clipping, EMA, accumulation, loss
         scale.
 

@@ -37,8 +37,8 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
       learning_rate: A number from 0, a Keras schedule, or a function without arguments.
       weight_decay: Weight decay inside the rule, from 0; Keras's own, before the rule, is off.
       exclude: Variables with ratio 1 and without decay: see `Exclusion`.
-      parallel: Whether, inside `DistributedOptimizer`, each rank takes the norms of some layers
-        only: `True`, `False`, or "auto" for the faster way, measured once.
+      parallel: True if, inside `DistributedOptimizer`, each rank is to take the norms of some
+        layers only; False for all norms on every rank; "auto" for the faster way, measured once.
       **options: Options of `keras.optimizers.Optimizer`.
 
     Raises:
@@ -180,6 +180,8 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         return [[row[index] for row in rows] for index in range(len(names))]
 
     def _state_for(self, variable: Any, name: str) -> keras.Variable | None:
+        # Keras assigns these their gradients (the scales of float8 layers), and updates them by no
+        # rule: no optimizer of its own keeps state for them.
         if self._overwrite_variable_with_gradient(variable):
             return None
         return self.add_variable_from_reference(
@@ -192,6 +194,8 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     def _apply_weight_decay(self, variables: Any) -> None:
         """Does nothing: the rule has the decay inside, and it must not happen twice."""
 
+    # Private, but the last method of Keras that has all variables at once: it calls `update_step`
+    # for one after the other, and the norms are to be taken together.
     @override
     def _distributed_tf_update_step(
         self, distribution: Any, grads_and_vars: Any, learning_rate: Any
@@ -260,7 +264,7 @@ def norm_dtype(rows: Sequence[Sequence[tf.Tensor]]) -> tf.DType:
     """Returns the dtype of norms: float64 if a tensor is of more than 32 bits, else float32.
 
     Args:
-      rows: As in `local_norms`.
+      rows: Rows of tensors, one for each variable.
     """
     return (
         tf.float64 if any(tensor.dtype.size > 4 for row in rows for tensor in row) else tf.float32
@@ -304,6 +308,7 @@ def _dense_gradient(gradient: Any, variable: Any) -> tf.Tensor:
     """Returns a dense gradient of `arithmetic_dtype`; rows of equal index are summed."""
     dtype = arithmetic_dtype(variable.dtype)
     if isinstance(gradient, tf.IndexedSlices):
+        # Keras leaves rows of equal index apart; summed in 16 bits, many of them would be lost.
         rows = tf.cast(gradient.values, dtype)
         gradient = tf.math.unsorted_segment_sum(rows, gradient.indices, variable.shape[0])
     return tf.cast(gradient, dtype)

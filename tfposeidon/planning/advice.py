@@ -21,6 +21,7 @@ def cpu_advice(plan: Plan) -> str:
     Returns:
       One line that names the schemes and the remedy; empty where there is nothing to say.
     """
+    # Schemes with slots are those that select or code, by native ops.
     schemes = {
         bucket.scheme.name: bucket.scheme for bucket in plan.buckets if bucket.slots(plan.topology)
     }

@@ -1,4 +1,8 @@
-"""Coordinator: makes plans of descriptions, topology and policy. It is pure; nothing is sent."""
+"""Coordinator: makes plans of descriptions, topology and policy. It is pure; nothing is sent.
+
+So every rank makes its plan by itself, and all make the same: nothing that differs between ranks
+may decide, and no order may follow from a set.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +46,8 @@ class Bucket:
     Attributes:
       members: Indices of the variables in the list that the plan was made for, the last first.
       descriptions: Descriptions of their gradients, in the same order; all of one dtype.
-      scheme: How the bucket is exchanged.
-      choices: Why, for each variable, and what was weighed, in the same order.
+      scheme: Scheme by which the bucket is exchanged.
+      choices: Reason for each variable, and the schemes that were weighed, in the same order.
     """
 
     members: tuple[int, ...]
@@ -108,7 +112,8 @@ class Bucket:
         """
         assert self.server is not None
         begin, end = self.server.own_range(self.length, topology)
-        # There is one start more than members: the end of the last.
+        # A bucket is cut as one vector, wherever variables begin: a part may hold the end of one
+        # and the beginning of the next. There is one start more than members: the end of the last.
         starts = itertools.accumulate((d.length for d in self.descriptions), initial=0)
         parts = [
             (max(begin - start, 0), min(end - start, d.length))
@@ -158,12 +163,12 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Which variable goes by which scheme, with bytes and reason. `print` it, or take `to_json()`.
+    """Schemes of all variables, with bytes and reasons. `print` it, or take `to_json()`.
 
     Attributes:
-      buckets: In the order in which their gradients appear in the backward pass.
+      buckets: Buckets in the order in which their gradients appear in the backward pass.
       topology: The ranks that the plan was made for, as this rank sees them.
-      notes: What is done in another way than one might expect, and why.
+      notes: Lines on what is done in another way than one might expect, and why.
 
     Example:
       >>> from tfposeidon import policies
@@ -281,10 +286,12 @@ def with_rows(plan: Plan, rows: Sequence[float], policy: Policy) -> Plan:
     """Returns the plan as a step with known numbers of rows followed it.
 
     Args:
-      plan: As `make_plan` returns it.
-      rows: For each bucket the rows of all its variables and ranks; 0 where nobody knows them.
+      plan: Plan from `make_plan`.
+      rows: Rows of all variables and ranks, for each bucket; 0 where nobody knows them. Further
+        numbers are ignored.
       policy: Policy of the plan.
     """
+    # Exchangers keep a number for each variable, as they share them with plans of other buckets.
     pairs = zip(plan.buckets, rows, strict=False)
     buckets = [
         b.with_rows(float(n), policy, plan.topology) if b.takes_factors and n else b
@@ -297,6 +304,8 @@ def _single_buckets(
     descriptions: Sequence[Description], policy: Policy, topology: Topology
 ) -> Iterable[Bucket]:
     """Yields a bucket for each variable, the last first: its gradient is the first to be known."""
+    # The backward pass goes through the layers from the last, so its first gradients can be sent
+    # while the others are computed (Poseidon, section 3.1, wait-free backpropagation).
     for member in reversed(range(len(descriptions))):
         description = descriptions[member]
         choice = _choose(policy, description, topology)
@@ -354,6 +363,7 @@ def _choose(policy: Policy, description: Description, topology: Topology) -> Cho
     """
     choice = policy.choose(description, topology)
     scheme = choice.scheme
+    # Known from the shape alone, before the first step has told which gradients have factors.
     if scheme.needs_factors and len(description.shape) < 2:
         return choice._replace(scheme=AllReduce(), reason=f"no matrix for {scheme.name}")
     if scheme.needs_factors and description.why_no_factors:

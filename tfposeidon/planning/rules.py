@@ -22,7 +22,10 @@ ELEMENTWISE = (
     keras.optimizers.Ftrl,
     keras.optimizers.Lion,
 )
-"""Optimizers whose rule updates each element by itself."""
+"""Optimizers whose rule updates each element by itself.
+
+Not Keras's Lamb, Adafactor and Muon: these take norms, rows or products of whole variables.
+"""
 
 
 def check_server_update(policy: Policy, inner: Any) -> None:
@@ -38,6 +41,7 @@ def check_server_update(policy: Policy, inner: Any) -> None:
     if not policy.updates_at_servers:
         return
     optimizer = innermost(inner)
+    # A list of rules, not `isinstance`: a subclass with a rule of its own may need whole variables.
     # Subclasses that change only their constructor keep the rule: AdamW has Adam's.
     rule = next(cls for cls in type(optimizer).__mro__ if "update_step" in vars(cls))
     # Norms of layers are summed over the servers' parts, by `exchange.layer_norms`.
@@ -75,7 +79,7 @@ def check_all_variables(given: list[Any], built: list[Any], served: bool) -> Non
     Args:
       given: The variables of a call of `apply`.
       built: Those that the optimizer was built for.
-      served: Whether servers update.
+      served: True if servers update.
 
     Raises:
       ValueError: If servers update, and the two lists differ.

@@ -28,7 +28,7 @@ class Slot:
     """One float32 tensor that a scheme keeps from step to step; it starts at zero.
 
     Attributes:
-      name: What the tensor holds, such as `"residual"`.
+      name: Noun for the values, such as `"residual"`.
       shape: `(n,)` for values of `n` elements of the bucket, `()` for a number that is the same on
         all ranks.
       offset: Index in the bucket of the first of these elements. What counts is the sum over all
@@ -280,6 +280,7 @@ class FactorScheme(Scheme):
     def exchange_products(
         self, factors: Sequence[Factors], rows: tf.Tensor, dtype: str, wire: Wire, name: str
     ) -> tf.Tensor:
+        # Names by index: Horovod matches collectives by name, and none may occur twice.
         means = [
             self.exchange_factors(one, wire, f"{name}.{index}") for index, one in enumerate(factors)
         ]

@@ -103,6 +103,7 @@ def ring_all_gather(topology: Topology, group: Group, parts_bytes: list[float]) 
     """
     p = group.size
     successor = (group.index(topology.rank) + 1) % p
+    # The successor has its own part, which it would get last.
     sent_on = sum(parts_bytes) - parts_bytes[successor]
     return cost_of_messages(topology, {group.ranks[successor]: sent_on}, steps=p - 1)
 

@@ -45,8 +45,8 @@ class ErrorFeedback:
 
     Args:
       select: A method of `tfposeidon.ops.top_k`.
-      wire_dtype: What values are rounded to; the rounding error stays in the residual.
-      keep: Whether there is a residual. Without one, what is not sent is lost.
+      wire_dtype: Type that values are rounded to; the rounding error stays in the residual.
+      keep: True for a residual. Without one, what is not sent is lost.
       momentum: Coefficient of momentum correction, 0 for none: velocity is accumulated before
         selection, and masked where something was sent (Lin et al. 2018, section 3).
 
@@ -80,14 +80,15 @@ class ErrorFeedback:
 
         Args:
           gradient: `[n]` float32.
-          state: This rank's.
+          state: State of this rank.
           k: Number of elements, from 0 to `n`.
           seed: Seed of MSTopK's random window; other methods have none.
 
         Returns:
-          What is sent, and the new state: `scatter(values) + new residual = residual + gradient`,
-          with the velocity in place of the gradient if there is one.
+          The elements to send, and the new state: `scatter(values) + new residual = residual +
+          gradient`, with the velocity in place of the gradient if there is one.
         """
+        # Nothing would take the rounding error here: values are rounded on their way to the wire.
         if state.residual is None:
             return Selection(*ops.top_k(gradient, k, self.select, seed=seed)), state
         options: dict[str, Any] = {
@@ -112,7 +113,7 @@ class ErrorFeedback:
 
         Args:
           gradient: `[n]` float32.
-          state: This rank's.
+          state: State of this rank.
 
         Returns:
           The residual plus the gradient (or the velocity), `[n]` float32, and the new state, whose

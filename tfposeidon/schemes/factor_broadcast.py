@@ -26,8 +26,8 @@ class FactorBroadcast(FactorScheme):
     as the plan says.
 
     Args:
-      sums_in_node: Whether products are summed in the node. `None` (default) leaves it to each
-        step, which goes by its rows.
+      sums_in_node: True to sum products in the node, False to gather factors there, too. `None`
+        (default) leaves it to each step, which goes by its rows.
 
     Cost: (m - 1) + (n - 1) steps; a rank with K rows sends K (m - 1) (M + N) values across nodes
     and m K (n - 1) (M + N) in its node, m nodes of n ranks; the product takes 2 m n K M N
@@ -65,8 +65,10 @@ class FactorBroadcast(FactorScheme):
             scheme.factor_cost(replace(factors, rows=1), topology).node_bytes
             for scheme in (few, many)
         )
+        # Nodes of one rank have nothing to gather inside, and nothing to choose.
         if not one_row_bytes:
             return self
+        # One row on each rank costs `one_row_bytes`, and the limit is of the rows of all ranks.
         limit = int(topology.size * sums_bytes / one_row_bytes)
         by_rows = ByRows(few=few, many=many, limit=limit)
         if factors.rows is None:
@@ -105,6 +107,8 @@ class FactorBroadcast(FactorScheme):
         """Returns the groups that gather factors, one after the other, by the name of the stage."""
         if topology.across is None or _is_uneven(topology):
             return {"gather": topology.world}
+        # Across nodes first, with the rank's own rows alone: after the gathering in the node each
+        # rank would send the rows of all its neighbours over the slow links, too.
         across = {"across_gather": topology.across}
         return across if self.sums_in_node else across | {"node_gather": topology.node}
 

@@ -52,6 +52,7 @@ class FactorServer(FactorScheme):
     def fitted(
         self, factors: FactorShape, topology: Topology, served_bytes: list[float]
     ) -> FactorServer:
+        # Buckets come in the same order on all ranks, so that all find the same server.
         server = min(range(len(served_bytes)), key=served_bytes.__getitem__)
         served_bytes[server] += factors.matrix_bytes
         return replace(self, server=server)
@@ -60,6 +61,7 @@ class FactorServer(FactorScheme):
     def exchange_factors(self, factors: Factors, wire: Wire, name: str) -> tf.Tensor:
         world, root = wire.topology.world, self.server or 0
         rows = factors.packed
+        # A gather to one rank, which Horovod has not: an all-to-all that is empty for all others.
         splits = [tf.shape(rows)[0] if rank == root else 0 for rank in world.ranks]
         # The others multiply no rows, and get zeros of the right size to receive into.
         total = factors.product(wire.all_to_all(rows, splits, world, f"{name}.push"))

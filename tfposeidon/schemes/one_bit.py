@@ -80,6 +80,7 @@ class OneBit(ResidualScheme):
         topology, (mode, residual) = wire.topology, state
         node = stages.Shards.even(gradient.shape[0], topology.node, owners=topology.positions)
         shard = stages.scatter_sum(gradient, node, wire, f"{name}.node_scatter", None)
+        # float32 as the residual is: in 16 bits small values would be lost when they are added.
         shard = tf.ensure_shape(tf.cast(shard, tf.float32), residual.shape)
 
         def everything() -> tuple[tf.Tensor, tf.Tensor]:
@@ -92,6 +93,7 @@ class OneBit(ResidualScheme):
             return ops.one_bit_sum(codes, residual.shape[0]), kept
 
         flushes = mode < SENDING_BITS
+        # Bits save bytes between nodes alone: a rank that sends nothing there codes nothing.
         # `mode` is the same on all ranks, so all take the same branch.
         total, kept = (
             tf.cond(flushes, everything, bits) if _sends_across(topology) else everything()

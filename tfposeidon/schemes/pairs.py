@@ -30,6 +30,7 @@ def pack(values: tf.Tensor, indices: tf.Tensor, wire_dtype: str | None) -> tf.Te
     Returns:
       `[k * pair_bytes / itemsize]`: int32, or uint16 where values have 16 bits.
     """
+    # Indices go as whole numbers and values as their bits: floats would round indices above 2^24.
     if wire_dtype is None:
         return tf.concat([indices, tf.bitcast(values, tf.int32)], 0)
     # One message has one type, so bits are reinterpreted: float16 and int32 as uint16.
@@ -46,7 +47,7 @@ def unpack(
     Args:
       packed: All messages in one vector.
       groups: Runs of messages of one length: how many, and of how many pairs each.
-      wire_dtype: As for `pack`.
+      wire_dtype: Type of values on the wire; `None` for float32.
 
     Returns:
       `values` `[c]` float32, `indices` `[c]` int32, and `counts` `[messages]` int64: the pairs of

@@ -10,7 +10,10 @@ from typing_extensions import override
 from tfposeidon.schemes.base import State, VectorScheme
 
 FLUSHING, FLUSHED = -1.0, -2.0
-"""First number of the state while all is to be sent: before an exchange has done so, and after."""
+"""First number of the state while all is to be sent: before an exchange has done so, and after.
+
+Two numbers, because a step that is skipped leaves the state as it was: what it sent does not count.
+"""
 
 
 class ResidualScheme(VectorScheme, ABC):
@@ -35,6 +38,7 @@ class ResidualScheme(VectorScheme, ABC):
 
     @override
     def rescaled(self, state: State, factor: tf.Tensor) -> State:
+        # What was kept at rate a and is sent at rate b would otherwise count b / a times.
         progress, *kept = state
         return (progress, *(tensor * factor for tensor in kept))
 

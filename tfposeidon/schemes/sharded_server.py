@@ -32,9 +32,10 @@ class ShardedServer(VectorScheme):
     rule works element by element.
 
     Args:
-      pair_bytes: By how many bytes, over all buckets, a server may hold more than another (default
-        2 MiB). Parts that differ by one element keep within it anyway, so it changes nothing.
-      update: Where the optimizer is applied: `"worker"` (default), on every rank, or `"server"`.
+      pair_bytes: Bytes, over all buckets, that a server may hold more than another (default 2 MiB).
+        Parts that differ by one element keep within it anyway, so it changes nothing.
+      update: Place where the optimizer is applied: `"worker"` (default), on every rank, or
+        `"server"`.
 
     Raises:
       ValueError: If `pair_bytes` is not positive, or `update` is neither "worker" nor "server".

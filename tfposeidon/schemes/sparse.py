@@ -61,7 +61,7 @@ class SparseScheme(ResidualScheme):
       wire_dtype: Type of values on the wire: `None` for float32 (default), `"float16"` or
         `"bfloat16"`. Rounding errors join the residual. float16 ends at 65504, and what is sent are
         sums over a node, not means; bfloat16 has no such end.
-      error_feedback: Whether there is a residual (default). Without one, what is not sent is lost.
+      error_feedback: True (default) for a residual. Without one, what is not sent is lost.
       momentum: Coefficient of momentum correction (Lin et al. 2018, section 3), in [0, 1) (default
         0: none); the optimizer's own must then be 0.
       warmup_steps: Steps over which the density falls exponentially from 1 to `density` (default
@@ -120,6 +120,8 @@ class SparseScheme(ResidualScheme):
         self, gradient: tf.Tensor, state: State, wire: Wire, name: str
     ) -> tuple[tf.Tensor, State]:
         layout = self._layout(gradient.shape[0], wire.topology)
+        # The node's sum is what is selected from (Shi et al. 2021, Algorithm 2), so the residual is
+        # that of the shard, and its owner keeps it.
         steps, kept_before = self._unpack_state(state, layout)
         shard = stages.scatter_sum(gradient, layout.node, wire, f"{name}.node_scatter", None)
         # Residuals are float32: in 16 bits small values would be lost when they are added.
@@ -139,6 +141,7 @@ class SparseScheme(ResidualScheme):
             mean, kept = dense()
         else:
             mean, kept = tf.cond(self._sends_everything(layout, steps), dense, sparse)
+        # A negative number is no count but a mode: all was sent now, so the scheme is flushed.
         steps = tf.where(steps < 0.0, FLUSHED, steps + 1.0)
         return tf.cast(mean, gradient.dtype), (steps, *kept)
 
@@ -180,10 +183,10 @@ class SparseScheme(ResidualScheme):
 
         Args:
           packed: Pairs in the order of positions in the node and, in these, of nodes.
-          messages: For each position: how many messages, and of how many pairs each.
-          offsets: For each position: index in the result of the shard's first element.
+          messages: Number of messages and of the pairs of each, for each position.
+          offsets: Index in the result of the shard's first element, for each position.
           length: Elements of the result.
-          wire: Tells the number of ranks.
+          wire: Wire whose topology has the number of ranks.
         """
         values, indices, counts = pairs.unpack(packed, messages, self.wire_dtype)
         if any(offsets):
@@ -290,6 +293,8 @@ class SparseScheme(ResidualScheme):
     @staticmethod
     def _selection_seed(steps: tf.Tensor, layout: _Layout) -> tf.Tensor:
         """Returns a seed with which MSTopK's window differs at every step and on every rank."""
+        # With a window that stays, elements that tie outside of it would never be sent where there
+        # is no residual. Seeds differ as long as there are fewer ranks than the factor.
         return tf.cast(steps, tf.int64) * 1_000_003 + layout.rank
 
     def _is_dense(self, layout: _Layout) -> bool:

@@ -70,7 +70,7 @@ def scatter_sum(
 
     Args:
       vector: `[sum(shards.lengths)]` floating point.
-      shards: Which rank gets what.
+      shards: Shards that the ranks get.
       wire: The collectives to use.
       name: Name of the collective, the same on every rank.
       wire_dtype: Type in which values cross the wire; `None` for the vector's own.
@@ -86,7 +86,8 @@ def scatter_sum(
     if own_length == 0:
         # Empty, but not a constant that TensorFlow could fold, with the collective left out.
         return decode(received, wire_dtype, vector.dtype)
-    # The same shard of every rank, one after the other.
+    # The same shard of every rank, one after the other. Its owner alone adds them up and passes the
+    # sum on, so that ranks get the same bits in whatever order TensorFlow adds.
     received = tf.ensure_shape(received, [shards.group.size * own_length])
     return decode_sum(received, shards.group.size, wire_dtype, vector.dtype)
 
@@ -98,7 +99,7 @@ def gather(encoded: tf.Tensor, shards: Shards, wire: Wire, name: str) -> tf.Tens
 
     Args:
       encoded: `[own length]`, in the type that crosses the wire.
-      shards: Which rank has what.
+      shards: Shards that the ranks have.
       wire: The collectives to use.
       name: Name of the collective, the same on every rank.
 
@@ -116,10 +117,10 @@ def scatter_sum_cost(
     """Predicts `scatter_sum`: P - 1 messages of a shard each, P - 1 additions per owned element.
 
     Args:
-      shards: Which rank gets what.
+      shards: Shards that the ranks get.
       itemsize: Bytes of an element in the vector's own type.
       topology: The ranks of the job, as the rank that spends it sees them.
-      wire_dtype: As for `scatter_sum`.
+      wire_dtype: Type in which values cross the wire; `None` for the vector's own.
     """
     width = wire_itemsize(wire_dtype, itemsize)
     flops = (shards.group.size - 1) * shards.length_of(topology.rank)
@@ -130,7 +131,7 @@ def gather_cost(shards: Shards, itemsize: int, topology: Topology, wire_dtype: s
     """Predicts `gather`: P - 1 messages of a shard each.
 
     Args:
-      shards: Which rank has what.
+      shards: Shards that the ranks have.
       itemsize: Bytes of an element in the vector's own type.
       topology: The ranks of the job, as the rank that spends it sees them.
       wire_dtype: Type in which values cross the wire; `None` for the vector's own.
@@ -209,6 +210,7 @@ def own_mean_by_levels(
         # The rank owns nothing, and so there is nothing to divide.
         return shard
     part = scatter_sum(shard, across, wire, f"{name}.across_scatter", wire_dtype)
+    # Divided once, and by all ranks: a mean of the nodes' means would weigh uneven nodes alike.
     return part / tf.cast(wire.topology.size, vector.dtype)
 
 
@@ -233,7 +235,8 @@ def gather_by_levels(
     Returns:
       `[n]` in the dtype of `own`, the same bits on every rank.
     """
-    # Encoded once for both levels, so that values are rounded once.
+    # Encoded once for both levels, so that values are rounded once. In the reverse order of the
+    # scattering: what comes from other nodes makes the rank's shard of the node's vector whole.
     encoded = encode(own, wire_dtype)
     if across is not None:
         encoded = gather(encoded, across, wire, f"{name}.across_gather")

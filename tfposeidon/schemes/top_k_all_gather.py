@@ -20,8 +20,8 @@ class TopKAllGather(SparseScheme):
       select: `"mstopk"`, `"exact"` or `"dgc"` (default "exact"): see `tfposeidon.ops.top_k`.
       wire_dtype: Type of values on the wire: `None` for float32 (default), `"float16"` or
         `"bfloat16"`. Rounding errors join the residual.
-      error_feedback: Whether what is not sent is added to the next gradient (default). Otherwise it
-        is lost.
+      error_feedback: True (default) to add what is not sent to the next gradient. Otherwise it is
+        lost.
       momentum: Coefficient of momentum correction, in [0, 1) (default 0: none). The optimizer's own
         must then be 0.
       warmup_steps: Steps over which the density falls exponentially from 1 to `density` (default

@@ -30,7 +30,7 @@ class WithWireDtype:
     """Values of `wire_dtype` besides `None`."""
 
     wire_dtype_remedy: ClassVar[str] = ""
-    """Ends the message about another `wire_dtype`."""
+    """Sentence that ends the message about another `wire_dtype`."""
 
     wire_dtype: str | None = None
 
@@ -49,9 +49,9 @@ def check_wire_dtype(
     """Refuses a type that values cannot have on the wire.
 
     Args:
-      wire_dtype: What the user gave.
-      allowed: What it may be besides `None`.
-      remedy: Ends the message.
+      wire_dtype: Type that the user gave.
+      allowed: Types that are allowed besides `None`.
+      remedy: Sentence that ends the message.
 
     Raises:
       ValueError: If `wire_dtype` is neither `None` nor one of `allowed`.
@@ -86,6 +86,8 @@ def encode(tensor: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
     """
     if wire_dtype is None:
         return tensor
+    # An op of ours, as a cast by the CPU's own instruction may make denormals zero: ranks would
+    # differ.
     encoded = ops.encode(tf.cast(tensor, tf.float32), wire_dtype)
     return tf.bitcast(encoded, tf.uint16) if wire_dtype == "bfloat16" else encoded
 
@@ -94,8 +96,8 @@ def decode(tensor: tf.Tensor, wire_dtype: str | None, dtype: tf.DType) -> tf.Ten
     """Inverts `encode`, up to its rounding.
 
     Args:
-      tensor: As `encode` returns it.
-      wire_dtype: As for `encode`.
+      tensor: Result of `encode`.
+      wire_dtype: Type on the wire; `None` returns the tensor as it is.
       dtype: Type of the result, where `wire_dtype` is not `None`.
     """
     if wire_dtype is None:
@@ -107,9 +109,9 @@ def decode_sum(rows: tf.Tensor, count: int, wire_dtype: str | None, dtype: tf.DT
     """Sums encoded vectors that follow one another, those of 16 bits in float32.
 
     Args:
-      rows: `[count * n]`, as `encode` returns it.
+      rows: `[count * n]`, in the type that `encode` returns.
       count: Number of vectors.
-      wire_dtype: As for `encode`.
+      wire_dtype: Type on the wire; `None` for the values' own.
       dtype: Type of the result, where `wire_dtype` is not `None`.
 
     Returns:

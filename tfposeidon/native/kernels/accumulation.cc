@@ -44,6 +44,7 @@ class ProcessorSumRowsOp : public SumRowsOp<T> {
   using SumRowsOp<T>::SumRowsOp;
 
  private:
+  // Threads share the elements, not the rows: each element is added by one of them, in row order.
   void add(OpKernelContext* context, const uint16_t* rows, int64_t count, int64_t n,
            float* sum) override {
     const auto pass =

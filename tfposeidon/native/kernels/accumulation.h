@@ -45,6 +45,7 @@ class ScatterAddOp : public tensorflow::OpKernel {
     OP_REQUIRES(context, left == 0, wrong_counts(counts, values));
     Tensor* sum = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, tensorflow::TensorShape({size}), &sum));
+    // Indices are checked by whoever adds, which has to read them anyhow.
     const Outside outside = add(
         context, {indices.flat<Index>().data(), values.flat<float>().data(), values.NumElements(),
                   segments.data(), segments.size(), size, sum->flat<float>().data()});

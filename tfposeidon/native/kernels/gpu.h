@@ -34,7 +34,7 @@ class TensorFlowMemory : public gpu::Memory {
   std::vector<tensorflow::Tensor> held_;
 };
 
-// Calls work(device), and makes what it throws the op's error.
+// Calls work(device), and makes what it throws the op's error: TensorFlow catches no exceptions.
 template <class Work>
 void on_gpu(tensorflow::OpKernelContext* context, const Work& work) {
   TensorFlowMemory memory(context);

@@ -29,6 +29,7 @@ class OneBitEncodeOp : public OpKernel {
             absl::StrCat("Residual and gradient must be vectors of one length. Received: ",
                          residual.shape().DebugString(), " and ", gradient.shape().DebugString())));
     const int64_t n = residual.NumElements();
+    // How long the code is depends on the values: room for the longest is cut when it is made.
     Tensor code;
     Tensor* kept = nullptr;
     OP_REQUIRES_OK(context, context->allocate_temp(tensorflow::DT_INT32,

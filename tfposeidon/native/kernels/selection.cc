@@ -70,6 +70,7 @@ class ErrorFeedbackTopKOp : public ProcessorSelectionOp<Index> {
     const ErrorFeedback source(this->vector(context, 0), this->vector(context, 1), c.kept[0],
                                engine.passes);
     this->select(source, c, engine);
+    // Afterwards: a selection may ask for a block twice, which writes the whole sum there again.
     clear_sent(c.indices, c.values, c.k, wire_, engine, c.kept[0]);
   }
 

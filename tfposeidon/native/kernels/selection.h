@@ -63,6 +63,7 @@ class SelectionOp : public tensorflow::OpKernel {
               indices->flat<Index>().data(),
               values->flat<float>().data(),
               {}};
+    // Never in place of an input: a step that is skipped keeps the old residual.
     for (int i = 2; i < context->num_outputs(); ++i) {
       Tensor* kept = nullptr;
       OP_REQUIRES_OK(context, context->allocate_output(i, first.shape(), &kept));

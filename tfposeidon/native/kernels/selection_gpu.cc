@@ -85,6 +85,7 @@ class MomentumCorrectionTopKOp : public GpuSelectionOp<Index> {
   float momentum_;
 };
 
+// k and seed are read by the CPU, which allocates and launches by them.
 #define REGISTER_INDEX(name, kernel, Index)                         \
   REGISTER_KERNEL_BUILDER(Name(name)                                \
                               .Device(tensorflow::DEVICE_GPU)       \

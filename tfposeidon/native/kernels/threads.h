@@ -22,6 +22,7 @@ class TensorFlowThreads : public Parallel {
 
   void run(int count, const std::function<void(int)>& work) const override {
     if (count == 1) return work(0);
+    // The callers have cut the work into equal parts, so the pool must neither join nor cut them.
     const auto one_each = tensorflow::thread::ThreadPool::SchedulingParams::Fixed(1);
     workers_.workers->ParallelFor(count, one_each, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) work(static_cast<int>(i));
@@ -32,7 +33,8 @@ class TensorFlowThreads : public Parallel {
   const tensorflow::DeviceBase::CpuWorkerThreads& workers_;
 };
 
-// A workspace for the time of one call; as many are kept as ever ran at the same time.
+// A workspace for the time of one call; as many are kept as ever ran at the same time. Not a member
+// of the kernels: there is one for each bucket, and each would keep its own.
 class BorrowedWorkspace {
  public:
   BorrowedWorkspace() {
@@ -53,6 +55,7 @@ class BorrowedWorkspace {
   Workspace& operator*() const { return *workspace_; }
 
  private:
+  // Neither is ever destroyed: threads of TensorFlow may outlive static objects at exit.
   static std::mutex& mutex() {
     static auto* mutex = new std::mutex;
     return *mutex;

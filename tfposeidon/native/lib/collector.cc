@@ -25,6 +25,7 @@ void shrink(Candidates* c, int64_t k, Buffer<uint32_t>* scratch, const Passes& p
   for (int64_t i = 0; i < c->count; ++i) {
     const uint32_t key = c->bits[i] & kKeyMask;
     const bool tie = key == kth && ties > 0;
+    // Written whether kept or not, and overwritten if not: cheaper than a branch.
     c->bits[kept] = c->bits[i];
     c->indices[kept] = c->indices[i];
     kept += key > kth || tie;
@@ -46,6 +47,7 @@ Bracket bracket(const KeyAt& key_at, int64_t total, int64_t m) {
   uint32_t sample[kSample];
   for (int64_t s = 0; s < kSample; ++s) sample[s] = key_at(total * s / kSample);
   const double middle = static_cast<double>(m) / static_cast<double>(total) * kSample;
+  // Four standard deviations of how many of the sample lie above, which is about binomial.
   const double spread = 4 * std::sqrt(std::max(1.0, middle * (1 - middle / kSample))) + 4;
   const int64_t first = static_cast<int64_t>(middle - spread);
   const int64_t last = static_cast<int64_t>(middle + spread) + 1;
@@ -64,6 +66,7 @@ int32_t sampled_threshold(const Source& source, int64_t n, int64_t k, double mar
   float* sample = engine.workspace.sample.reserve(plan.size());
   const int parts = plan.lines > 2048 ? parts_for(n, engine.parallel) : 1;
   engine.parallel.run(parts, [&](int part) {
+    // Lines lie far apart: each is fetched this many steps before it is needed.
     constexpr int64_t kInFlight = 16;
     const int64_t end = plan.lines * (part + 1) / parts;
     for (int64_t i = plan.lines * part / parts; i < end; ++i) {
@@ -71,16 +74,20 @@ int32_t sampled_threshold(const Source& source, int64_t n, int64_t k, double mar
       source.line(line_at(i, plan.stride), sample + i * kLine);
     }
   });
+  // Elements of the sample pass for candidates, so that the same search finds the one of a rank.
   Candidates all;
   all.bits = reinterpret_cast<uint32_t*>(sample);
   all.count = plan.size();
   if (engine.workspace.parts.empty()) engine.workspace.parts.resize(1);
+  // Less 1, as keys are compared by >: the sampled key itself passes, with those equal to it.
   return static_cast<int32_t>(nth_key({all}, plan.rank, engine)) - 1;
 }
 
 std::vector<Candidates> collect(const Source& source, int64_t n, int64_t k, int32_t above,
                                 Statistics* statistics, const Engine& engine) {
   const int count = parts_for(n, engine.parallel);
+  // Between two times of shrinking to k at least k elements and 4 blocks are added: the work of all
+  // of them stays in proportion to the pass, whatever the data are.
   const int64_t limit = 2 * k + 4 * kBlock;
   std::vector<Candidates> parts(count);
   std::vector<Statistics> partial(count);
@@ -107,6 +114,7 @@ std::vector<Candidates> collect(const Source& source, int64_t n, int64_t k, int3
     parts[part] = c;
     partial[part] = own;
   });
+  // In the order of the parts, whichever thread was first.
   for (const Statistics& own : partial) {
     if (statistics == nullptr) break;
     statistics->sum += own.sum;
@@ -150,6 +158,7 @@ uint32_t nth_key(const std::vector<Candidates>& parts, int64_t m, const Engine& 
       }
       return nth_of(all, left, m - above);
     }
+    // The sample misled. Among all keys it is found for certain, so there is no third time.
     keys = {kEverything, static_cast<int32_t>(kKeyMask)};
   }
 }

@@ -14,7 +14,8 @@
 
 namespace tfposeidon {
 
-// The data that is selected from. Each block is asked for at least once, by one thread at a time.
+// The data that is selected from. Each block is asked for at least once, by one thread at a time: a
+// source that computes its values writes all of them on the way.
 class Source {
  public:
   virtual ~Source() = default;

@@ -5,10 +5,11 @@
 namespace tfposeidon {
 namespace {
 
-// Places lie far apart: each is fetched this many steps before it is needed.
+// Elements lie far apart: each is fetched this many steps before it is needed.
 constexpr int64_t kInFlight = 24;
 
-// Calls work(i) for all i < k with places[i] on its way to the cache.
+// Calls work(i) for all i < k with places[indices[i]] on its way to the cache. Indices are
+// distinct, so threads never meet.
 template <class Index, class Work>
 void for_each_place(const Index* indices, int64_t k, const Parallel& parallel, const float* places,
                     const Work& work) {

@@ -15,6 +15,7 @@ enum class WireType { kFloat32, kFloat16, kBfloat16 };
 // Not by the CPU's own instruction, which makes denormals zero: peers would differ.
 TFPOSEIDON_HOST_DEVICE inline uint16_t to_bfloat16(float x) {
   const uint32_t bits = bits_of(x);
+  // Half of the last place that stays, less one where that is even: ties go to even.
   const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
   // A NaN stays one, and quiet; rounding could carry it over into an infinity.
   const uint32_t quiet = bits | 0x400000;
@@ -35,6 +36,7 @@ TFPOSEIDON_HOST_DEVICE inline uint16_t to_float16(float x) {
     // A denormal: adding 1/2 leaves its bits, rounded to even, at the end of the sum.
     return static_cast<uint16_t>(sign | (bits_of(float_of(key) + 0.5f) - 0x3f000000u));
   }
+  // The exponent's bias falls from 127 to 15. From 65520 on, rounding carries over into infinity.
   return static_cast<uint16_t>(sign | ((key - 0x38000000u + 0xfff + ((key >> 13) & 1)) >> 13));
 }
 
@@ -42,6 +44,7 @@ TFPOSEIDON_HOST_DEVICE inline float from_float16(uint16_t x) {
   const uint32_t sign = static_cast<uint32_t>(x & 0x8000) << 16;
   const uint32_t exponent = (x >> 10) & 31;
   const uint32_t fraction = x & 0x3ff;
+  // Denormals are multiples of 2^-24, which float32 holds as normal values.
   if (exponent == 0) return float_of(sign | bits_of(static_cast<float>(fraction) * 0x1p-24f));
   if (exponent == 31)
     return float_of(sign | kInfinityKey | (fraction << 13) | (fraction != 0 ? 0x400000u : 0));

@@ -42,6 +42,7 @@ void l2_norms(const std::vector<Span>& vectors, const Passes& passes, const Para
       }
     }
   });
+  // By one thread, in the order of the chunks: whoever took a chunk has left no trace.
   int64_t begin = 0;
   for (size_t v = 0; v < vectors.size(); ++v) {
     double sum = 0;

@@ -18,6 +18,7 @@ struct Means {
 // them.
 bool is_zero(float value) { return bits_of(value) << 1 == 0; }
 
+// Without -0, which is a zero.
 bool is_negative(float value) { return bits_of(value) > 0x80000000u; }
 
 // Lane by lane, so that compilers vectorize it and all CPUs add in one order.
@@ -113,6 +114,8 @@ void for_parts(int64_t n, const Parallel& parallel, const Work& work) {
 
 int64_t one_bit_encode(const float* residual, const float* gradient, int64_t n,
                        const Parallel& parallel, uint32_t* code, float* kept) {
+  // Where a mask belongs depends on all blocks before it, which threads do not know: each block has
+  // room for one, and those that are needed are moved up afterwards.
   uint32_t* masks = code + one_bit_size(n);
   for_parts(n, parallel, [&](int64_t block, int64_t end) {
     for (; block < end; ++block) {
@@ -136,6 +139,7 @@ std::vector<const uint32_t*> one_bit_split(const uint32_t* codes, int64_t words,
   std::vector<const uint32_t*> begins;
   const uint32_t* end = codes + words;
   while (codes < end) {
+    // A code may come from a peer that disagrees about n: nothing is read behind its end.
     if (n == 0 || end - codes < one_bit_size(n)) return {};
     begins.push_back(codes);
     const int64_t masks = masks_of(codes, 0, one_bit_blocks(n), n);
@@ -148,6 +152,7 @@ std::vector<const uint32_t*> one_bit_split(const uint32_t* codes, int64_t words,
 void one_bit_sum(const std::vector<const uint32_t*>& codes, int64_t n, const Parallel& parallel,
                  float* out) {
   for_parts(n, parallel, [&](int64_t first, int64_t end) {
+    // Each thread adds all codes to its own blocks: in their order, and no two to one value.
     std::fill(out + first * kOneBitBlock, out + std::min(end * kOneBitBlock, n), 0.0f);
     for (const uint32_t* code : codes) {
       const uint32_t* mask = code + one_bit_size(n) + masks_of(code, 0, first, n);

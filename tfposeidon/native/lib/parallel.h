@@ -36,7 +36,7 @@ struct Range {
 // Below this many elements a second thread costs more than it brings.
 constexpr int64_t kElementsPerThread = 1 << 19;
 
-// Places within a part have 32 bits.
+// Indices within a part have 32 bits.
 constexpr int64_t kLargestPart = int64_t{1} << 31;
 
 inline int parts_for(int64_t n, const Parallel& parallel) {
@@ -44,7 +44,7 @@ inline int parts_for(int64_t n, const Parallel& parallel) {
   return static_cast<int>(std::max(busy, n / kLargestPart + 1));
 }
 
-// Even shares that begin at whole cache lines.
+// Even shares that begin at whole cache lines, so that no two threads write to one.
 inline Range part_of(int64_t n, int parts, int part) {
   auto begin_of = [&](int64_t i) { return i == parts ? n : n * i / parts / 64 * 64; };
   return {begin_of(part), begin_of(part + 1)};

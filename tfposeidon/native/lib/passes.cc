@@ -9,6 +9,8 @@
 namespace tfposeidon {
 namespace {
 
+// 64 bytes in all instruction sets: compilers cut them into the registers that there are, and sums
+// are in one order everywhere.
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Keys __attribute__((vector_size(64)));
 typedef double Doubles __attribute__((vector_size(64)));
@@ -38,6 +40,7 @@ constexpr char kName[] = "plain";
 
 inline uint16_t lanes_to_bits(Keys lanes) {
 #if defined(__SSE2__)
+  // Packing saturates, so that lanes of all ones stay so down to a byte.
   __m128i quarters[4];
   __builtin_memcpy(quarters, &lanes, sizeof quarters);
   const __m128i low = _mm_packs_epi32(quarters[0], quarters[1]);
@@ -122,6 +125,7 @@ inline void append(Keys values, uint16_t mask, uint32_t* out) {
 }  // namespace
 
 const std::vector<Passes>& usable_passes() {
+  // Asked of the CPU once, and never destroyed: threads may outlive static objects at exit.
   static const std::vector<Passes>* usable = [] {
     auto* found = new std::vector<Passes>{plain::kPasses};
 #if defined(__x86_64__)

@@ -49,6 +49,8 @@ inline Sampling sampling(int64_t n, int64_t k, double margin) {
 // Cache lines at even distances, each moved by chance within its own: strided data must not fool
 // it.
 TFPOSEIDON_HOST_DEVICE inline int64_t line_at(int64_t i, double stride) {
+  // A hash and no generator: the same places on every rank, CPU or GPU, in whatever order they are
+  // asked for. Multiples of 2^64 divided by the golden ratio spread evenly.
   const uint64_t random = (static_cast<uint64_t>(i) + 1) * 0x9e3779b97f4a7c15u >> 40;
   const double place = (static_cast<double>(i) + static_cast<double>(random) * 0x1p-24) * stride;
   return static_cast<int64_t>(place) / kLine * kLine;

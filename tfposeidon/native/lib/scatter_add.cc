@@ -53,6 +53,7 @@ int64_t add_ascending(const Index* indices, const float* values, const std::vect
         // There are more segments than the CPU's prefetchers follow.
         __builtin_prefetch(indices + i + kAhead);
         __builtin_prefetch(values + i + kAhead);
+        // Wraps around below `begin`, so that one comparison finds both ends.
         const Unsigned place = static_cast<Unsigned>(indices[i]) - static_cast<Unsigned>(begin);
         if (place >= static_cast<Unsigned>(length)) break;
         tile[place] += values[i];
@@ -83,6 +84,8 @@ Outside scatter_add(const Index* indices, const float* values, const int64_t* co
   std::vector<int64_t> ends(segments + 1, 0);
   for (int64_t s = 0; s < segments; ++s) ends[s + 1] = ends[s] + counts[s];
   const int64_t total = ends.back();
+  // Indices are not checked first, which would be one more pass over them: only where some pair
+  // fell into no tile, or out of order, the cause is looked for.
   std::atomic<int64_t> used{0};
   for_each_part(n, parallel, [&](Range range) {
     used += add_ascending(indices, values, ends, range, n >= kLarge, out);

@@ -11,6 +11,7 @@ Thresholds ms_thresholds(float mean, float max, float next, int64_t k, int64_t n
   for (int i = 0; i < steps; ++i) {
     const float ratio = left + (right - left) / 2;
     const float threshold = mean + ratio * (max - mean);
+    // count(a >= threshold) <= k, without counting (line 10): see the header.
     if (k >= n || next < threshold) {
       right = ratio;
       // Above the largest nothing is counted, and line 13 never takes it.

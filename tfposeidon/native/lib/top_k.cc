@@ -83,6 +83,7 @@ void write_chosen(const Runs& runs, int parts, int64_t k, Thresholds thresholds,
   const int64_t wanted = k - total.higher;
   const int64_t begin = first(total.band - wanted);
   const Range window{begin, begin + wanted};
+  // Counted first, so that each part knows where it writes, and threads need not wait.
   std::vector<Place> places(parts + 1);
   for (int part = 0; part < parts; ++part) {
     const int64_t band_end = places[part].band + counts[part].band;
@@ -199,10 +200,12 @@ template <class Index>
 void ms_top_k(const Source& source, int64_t n, int64_t k, int steps, uint64_t seed,
               const Engine& engine, Index* indices, float* values) {
   if (k == 0) return;
+  // One more than is taken: the search asks for the (k+1)-th.
   const int64_t wanted = std::min(k + 1, n);
   const int32_t above = sampled_threshold(source, n, wanted, kSafe, engine);
   Statistics statistics;
   std::vector<Candidates> parts = collect(source, n, wanted, above, &statistics, engine);
+  // Statistics are those of the first pass: a second would count everything twice.
   if (total_count(parts) < wanted) parts = collect(source, n, wanted, kEverything, nullptr, engine);
   // Also where only the sum is infinite: the largest finite values can do that.
   if (statistics.max >= kInfinityKey || !std::isfinite(statistics.sum)) {

@@ -22,7 +22,7 @@ struct OutOf {
   TFPOSEIDON_HOST_DEVICE bool operator()(Index index) const { return index < 0 || index >= n; }
 };
 
-// Adds up what lies at one place, in order; done by the first of those pairs, which stand together.
+// Adds up the pairs of one index, in order; done by the first of them, as they stand together.
 template <class Index>
 struct AddRun {
   const Index* indices;
@@ -75,6 +75,7 @@ struct SumRows {
   }
   TFPOSEIDON_HOST_DEVICE void operator()(int64_t i) const {
     float sum = value(i);
+    // In the order of rows, as on a CPU: the same bits.
     for (int64_t row = 1; row < count; ++row) sum += value(row * n + i);
     out[i] = sum;
   }

@@ -26,6 +26,7 @@ class Cuda {
   explicit Cuda(const Device& device)
       : stream_(static_cast<cudaStream_t>(device.stream)), allocator_{device.memory} {}
 
+  // Without waiting after each pass: those that follow are on the same stream.
   auto policy() { return thrust::cuda::par_nosync(allocator_).on(stream_); }
 
   template <class T>
@@ -42,6 +43,7 @@ class Cuda {
     return place;
   }
 
+  // Waits for the stream, as the CPU decides by the value which passes follow.
   template <class T>
   T read(const T* place) {
     T value;

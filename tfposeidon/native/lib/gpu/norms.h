@@ -12,7 +12,7 @@
 
 namespace tfposeidon::gpu {
 
-// Places of a chunk that are summed side by side: neighbours read neighbouring memory.
+// Elements of a chunk that are summed side by side: neighbours read neighbouring memory.
 constexpr int64_t kLanes = 256;
 
 struct SumLane {
@@ -33,6 +33,7 @@ struct SumLane {
 struct SumLanes {
   double* sums;
   TFPOSEIDON_HOST_DEVICE void operator()(int64_t chunk) const {
+    // By one thread, in the order of lanes, which no schedule changes.
     double sum = 0;
     for (int64_t lane = 0; lane < kLanes; ++lane) sum += sums[chunk * kLanes + lane];
     sums[chunk * kLanes] = sum;

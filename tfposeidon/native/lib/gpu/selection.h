@@ -101,7 +101,7 @@ struct Window {
   }
 };
 
-// How many there are, of which those in the window are written.
+// Counts those inside, and writes those of them that are in the window.
 template <class Machine, class Elements, class Index>
 int64_t keep(Machine& machine, Elements elements, int64_t n, Inside inside,
              const Window<Index>& window) {
@@ -121,6 +121,7 @@ void write_chosen(Machine& machine, Elements elements, int64_t n, int64_t k, Thr
       first(thrust::count_if(machine.policy(), elements, elements + n, band) - wanted);
   keep(machine, elements, n, band,
        Window<Index>{begin, begin + wanted, indices + taken, values + taken});
+  // The band was written behind the higher ones, and both belong in one order.
   thrust::sort_by_key(machine.policy(), indices, indices + k, values);
 }
 
@@ -149,6 +150,7 @@ template <class Machine, class Elements>
 int32_t nth_key_by_bisection(Machine& machine, Elements elements, int64_t n, int64_t m) {
   int32_t low = 0, high = static_cast<int32_t>(kKeyMask);
   while (low < high) {
+    // Rounded up, or `low = middle` would not move where they are neighbours.
     const int32_t middle = high - (high - low) / 2;
     const bool enough =
         thrust::count_if(machine.policy(), elements, elements + n, above(middle - 1)) >= m;
@@ -185,6 +187,7 @@ Candidates<Index> collect(Machine& machine, const Source& source, int64_t n, int
   const int64_t room = std::min(n, std::max(2 * k, kLeastRoom));
   Candidates<Index> c{machine.template array<Index>(room), machine.template array<float>(room), 0,
                       sampled_threshold(machine, source, n, k, margin)};
+  // All are counted, and written as far as there is room: the count says whether there was enough.
   const Window<Index> window{0, room, c.indices, c.values};
   c.count = keep(machine, elements_of<Index>(source), n, above(c.above), window);
   if (k <= c.count && c.count <= room) return c;
@@ -227,6 +230,7 @@ void ms_top_k(Machine& machine, const Source& source, const Selection& s, Index*
   const float* x = source.made().x;
   const Magnitudes all = thrust::transform_reduce(machine.policy(), x, x + s.n, MagnitudeOf{},
                                                   Magnitudes{0, 0}, Both{});
+  // Unlike the CPU's, the sum is in 64 bits throughout, and finite where all values are.
   if (all.max >= kInfinityKey)
     return write_largest(machine, c, s.k, indices, values);  // No threshold means anything.
 

@@ -1,0 +1,115 @@
+"""Corrections of Horovod's last release, which `install` applies before it builds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+HOROVOD_VERSION = "0.28.1"
+CORRECTED_MARK = "+tfposeidon.2"
+
+
+class CorrectionError(RuntimeError):
+    """Raised where Horovod's source is not the one that is corrected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """A wrong passage in Horovod's source, and what it has to be.
+
+    Args:
+      file: Path in Horovod's source.
+      wrong: Text that occurs once in the file.
+      right: Text that replaces it.
+      why: Reason: what goes wrong without the correction.
+    """
+
+    file: str
+    wrong: str
+    right: str
+    why: str
+
+    def apply(self, source: Path) -> None:
+        """Corrects the file.
+
+        Args:
+          source: Folder of Horovod's source.
+
+        Raises:
+          CorrectionError: If the wrong passage does not occur exactly once.
+        """
+        path = source / self.file
+        text = path.read_text()
+        if text.count(self.wrong) != 1:
+            raise CorrectionError(
+                f"A correction must match Horovod's source exactly once. Received: "
+                f"{text.count(self.wrong)} matches in {self.file}. "
+                f"Only horovod=={HOROVOD_VERSION} is supported."
+            )
+        path.write_text(text.replace(self.wrong, self.right))
+
+
+RECEIVE_FIRST = """Gloo announces a receive over the connection on which it sends. Sent first, a
+large message holds the announcement back, and with it the other direction: two ranks that exchange
+use half of what their link can carry."""
+
+CORRECTIONS = (
+    Correction(
+        file="horovod/tensorflow/CMakeLists.txt",
+        wrong='list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
+        right="",
+        why="The XLA bridge uses headers that TensorFlow 2.16 removed.",
+    ),
+    Correction(
+        file="horovod/common/gloo/gloo_context.cc",
+        wrong="  device_attr.iface = gloo_iface_;\n  device_attr.ai_family = AF_UNSPEC;\n"
+        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx",
+        right="  device_attr.iface = global_context.gloo_iface_;\n"
+        "  device_attr.ai_family = AF_UNSPEC;\n"
+        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx",
+        why="Process sets ignore the chosen network interface and bind to 127.0.1.1 on Debian.",
+    ),
+    Correction(
+        file="horovod/common/gloo/gloo_controller.cc",
+        wrong="global_ranks_.reserve(size_);",
+        right="global_ranks_.resize(size_);",
+        why="Under Gloo the stall inspector never sees a missing rank.",
+    ),
+    Correction(
+        file="third_party/gloo/gloo/alltoallv.cc",
+        wrong="""    in->send(
+        sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]);
+    out->recv(
+        recvRank, slot, outOffsetPerRank[recvRank], outLengthPerRank[recvRank]);
+  }
+""",
+        right="""    out->recv(
+        recvRank, slot, outOffsetPerRank[recvRank], outLengthPerRank[recvRank]);
+  }
+  for (int i = 1; i < worldSize; i++) {
+    int sendRank = (myRank + i) % worldSize;
+    in->send(
+        sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]);
+  }
+""",
+        why=RECEIVE_FIRST,
+    ),
+    Correction(
+        file="third_party/gloo/gloo/allgatherv.cc",
+        wrong="""      out->send(sendRank, slot, byteOffsets[sendIndex], byteCounts[sendIndex]);
+      out->recv(recvRank, slot, byteOffsets[recvIndex], byteCounts[recvIndex]);
+      continue;
+""",
+        right="""      out->recv(recvRank, slot, byteOffsets[recvIndex], byteCounts[recvIndex]);
+      out->send(sendRank, slot, byteOffsets[sendIndex], byteCounts[sendIndex]);
+      continue;
+""",
+        why=RECEIVE_FIRST,
+    ),
+    Correction(
+        file="horovod/__init__.py",
+        wrong=f"__version__ = '{HOROVOD_VERSION}'",
+        right=f"__version__ = '{HOROVOD_VERSION}{CORRECTED_MARK}'",
+        why="So that `python -m tfposeidon check` can tell a corrected build from any other.",
+    ),
+)
