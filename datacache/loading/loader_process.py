@@ -40,7 +40,7 @@ class Reply:
 
     Attributes:
       turn: Number of the pass that the request belongs to.
-      rebuild: Makes the batch of the arrays in its buffer; `None` if `load` raised.
+      rebuild: Function that makes the batch of the arrays in its buffer; `None` if `load` raised.
       specs: Type and shape of each of these arrays.
       error: Type and text of what `load` raised.
       trace: Its traceback.

@@ -138,13 +138,13 @@ class Directory:
     Args:
       path: Path of the folder. It must not be a link itself; links above it are followed, because
         users set them up.
-      access: Who may read and write it; by default as the folder is found. If it is given, what
+      access: Users who may read and write it; by default as the folder is found. If it is given, what
         belongs to this user and others could read, but not write, is closed to them.
       closed: True if it must be closed to all others. What is to be removed need not be.
 
     Attributes:
       path: Path of the folder.
-      access: Who may read and write it.
+      access: Users who may read and write it.
       descriptor: Descriptor of the folder.
 
     Raises:
@@ -172,7 +172,7 @@ class Directory:
 
         Args:
           path: Path of the folder.
-          access: Who may read and write it.
+          access: Users who may read and write it.
 
         Raises:
           CacheError: If it cannot be made or opened.
