@@ -298,6 +298,7 @@ class Pool:
             samples, indices = samples[unverified], indices[unverified]
         if not samples.size:
             return samples
+        # Words before bytes, as in `gather_verified`.
         words = self._words.array[indices]
         checksums, inside = self._columns.checksums(indices)
         intact = inside & match_checksums(words, checksums)
@@ -345,6 +346,7 @@ class Pool:
 
     def close(self) -> None:
         """Ends the mappings and threads of this object; arrays from `gather` remain valid."""
+        # First, as the thread reads what is closed below.
         if self._background is not None:
             self._background.close()
             # Its steps refer to this pool.
