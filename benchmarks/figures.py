@@ -214,6 +214,7 @@ def save(path, panels, draw, columns=2, height_in=3.0):
     except ImportError:
         print("No plots: Matplotlib is missing. Run: pip install matplotlib")
         return
+    # Only files are written: there may be no display.
     mpl.use("Agg")
     from matplotlib import pyplot
 
