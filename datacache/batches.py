@@ -70,7 +70,7 @@ class EpochIterator:
 
     @property
     def share(self) -> int:
-        """Most samples of this rank in a batch; a last one that took in the rest may have one more."""
+        """Most samples of this rank in a batch; one that took in the rest may have one more."""
         return -(-min(self.order.global_batch, self.order.samples) // self._ranks)
 
     @property

@@ -279,7 +279,7 @@ class Cache:
         if memory is not None:
             samples = samples[memory.has_room(samples)]
         bar = ProgressBar(len(samples), "samples") if progress else None
-        # What is missing is asked for each window anew, as other ranks fill the same pool meanwhile.
+        # Each window asks anew what is missing, as other ranks fill the same pool meanwhile.
         for count in done_in_windows(
             lambda window: self._reader.fill(self._levels.missing(window)), samples
         ):
