@@ -147,6 +147,7 @@ class BuildNative(build_ext):
         extension.extra_link_args += [
             f"-L{toolkit}/lib64",
             "-lcudart_static",
+            # The static runtime needs these three.
             "-ldl",
             "-lrt",
             "-lpthread",

@@ -36,7 +36,7 @@ class Style:
     Attributes:
       label: Name for the legend and for ticks.
       color: Hexadecimal color, which no other system has.
-      ours: Tells whether the system is part of this project, and not what it is compared with.
+      ours: True if the system is part of this project, and not what it is compared with.
       marker: Shape of its points.
     """
 
@@ -149,7 +149,7 @@ def bars(axis, values, form="{:,.0f}", names=True, limit=None):
       axis: Axes to draw on.
       values: System -> figure, or None where it was not measured.
       form: Format of the figures.
-      names: Tells whether systems are named beside the bars.
+      names: True to name systems beside the bars.
       limit: Right end of the axis; by default a little more than the longest bar.
     """
     longest = limit or max(value for value in values.values() if value is not None)
@@ -214,6 +214,7 @@ def save(path, panels, draw, columns=2, height_in=3.0):
     except ImportError:
         print("No plots: Matplotlib is missing. Run: pip install matplotlib")
         return
+    # Only files are written: there may be no display.
     mpl.use("Agg")
     from matplotlib import pyplot
 

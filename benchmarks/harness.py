@@ -141,6 +141,7 @@ def parse(parser, short, full, smallest, others=None):
         options.results = (
             SMALLEST_RESULTS if options.smallest else RESULTS
         ) / f"{options.benchmark}.json"
+    # The smallest version counts beside any other, so it is the last.
     found = {"full": full} | (others or {}) | {"smallest": smallest}
     versions = [values for flag, values in found.items() if getattr(options, flag)]
     for name, values in (versions[-1] if versions else short).items():

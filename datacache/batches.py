@@ -57,6 +57,8 @@ class EpochIterator:
     ) -> None:
         self.order, self._rank, self._ranks = order, rank, ranks
         self._next = Position() if state is None else order.load_state_dict(state)
+        # Where the iteration in training began, and its steps so far. `_next` moves on when the
+        # last batch is read, which is before it is trained.
         self._begin, self._trained = self._next, 0
         self._told = self._handed_out = False
         # For its error, which is due here and not at the first batch.
@@ -68,7 +70,7 @@ class EpochIterator:
 
     @property
     def share(self) -> int:
-        """Largest number of samples of this rank in a batch."""
+        """Most samples of this rank in a batch; one that took in the rest may have one more."""
         return -(-min(self.order.global_batch, self.order.samples) // self._ranks)
 
     @property
@@ -231,6 +233,7 @@ class Buffers:
 
     def _columns(self, index: int, samples: int) -> list[np.ndarray]:
         memory = self._memory[index]
+        # Memory before the first multiple of a large page cannot be part of one.
         return self._layout.columns(memory[-memory.ctypes.data % LARGE_PAGE :], samples)
 
 
@@ -277,6 +280,7 @@ def batches(
         return reader.batch(samples, buffers.take(len(samples)) if buffers else None)
 
     def fetch(number: tf.Tensor, step: tf.Tensor) -> Any:
+        # The shapes of what it returns are unknown to TensorFlow, and Keras builds models by them.
         arrays = tf.numpy_function(read, [number, step], types)
         for array, component in zip(arrays, layout.components, strict=True):
             array.set_shape([None, *component.shape])

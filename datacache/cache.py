@@ -279,6 +279,7 @@ class Cache:
         if memory is not None:
             samples = samples[memory.has_room(samples)]
         bar = ProgressBar(len(samples), "samples") if progress else None
+        # Each window asks anew what is missing, as other ranks fill the same pool meanwhile.
         for count in done_in_windows(
             lambda window: self._reader.fill(self._levels.missing(window)), samples
         ):
@@ -410,6 +411,7 @@ class _PyDataset(keras.utils.PyDataset):
         return len(self._epochs)
 
     def __getitem__(self, step: int) -> Any:
+        # Several `workers` of Keras ask at a time.
         with self._lock:
             # Keras asks for the length, and maybe for a batch, before it says which epoch begins,
             # so the epoch that was begun may not be the next one any more.

@@ -24,7 +24,8 @@ def permutation(length: int, seed: int, number: int) -> np.ndarray:
 
     Cost: O(n log n) operations.
     """
-    # NumPy promises the raw bits of a bit generator for good, but not what it makes of them.
+    # NumPy promises the raw bits of a bit generator for good, but not what it makes of them. The
+    # sort is stable, as the order of equal bits must not depend on the release either.
     bits = np.random.Philox(key=[seed, number]).random_raw(length)
     return np.argsort(bits, kind="stable")
 
@@ -152,6 +153,7 @@ class Order:
         Args:
           position: Position to go on from.
         """
+        # Without `global_batch`, which may be another one: positions count samples and not steps.
         return asdict(position) | {"of": self.samples, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: dict[str, Any]) -> Position:

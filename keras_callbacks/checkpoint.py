@@ -243,6 +243,7 @@ class Checkpoint(keras.callbacks.Callback):
         """
         variables = self.model.variables
         for optimizer, saved in self._with_saved(snapshot):
+            # Where indices do not fit, the model is another one, which `_check` reports.
             if not optimizer.built and saved["trains"] and max(saved["trains"]) < len(variables):
                 optimizer.build([variables[index] for index in saved["trains"]])
 

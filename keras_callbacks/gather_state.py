@@ -37,6 +37,7 @@ class GatherState(keras.callbacks.Callback):
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         for optimizer in optimizers(self.model):
+            # Keras's own optimizers keep nothing at servers.
             gather = getattr(optimizer, "gather_state", None)
             if gather is not None:
                 gather(self.rank)

@@ -118,6 +118,7 @@ void run(int64_t n, int64_t k, const std::string& distribution, const char* file
                                    out.data());
                      }});
 
+  // About as much work for every length.
   const int rounds = static_cast<int>(std::clamp<int64_t>((int64_t{1} << 31) / n, 11, 301));
   std::map<std::string, std::vector<double>> times;
   for (int round = -2; round < rounds; ++round) {

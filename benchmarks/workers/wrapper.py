@@ -31,6 +31,7 @@ def in_turn(ours, theirs, pairs):
       Seconds of the slowest rank, each the mean of two calls, for each pair.
     """
     order, wire = (ours, theirs, theirs, ours), runtime.wire()
+    # The first calls trace.
     for function in order:
         function()
     turns = [[slowest(wire, function) for function in order] for _ in range(pairs)]

@@ -49,7 +49,7 @@ def warm(
       disk: Folder as `Cache` takes it; the pool is a folder in it.
       started: Function to call with the number of samples to be read. What it returns is called
         with the number of samples that were read since the last call.
-      access: Who may read the pool.
+      access: Users who may read the pool.
 
     Returns:
       What was read, and what is on the disk now.

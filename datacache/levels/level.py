@@ -23,8 +23,8 @@ class Level(Protocol):
     level knows which one is above it. The source is the last.
 
     Attributes:
-      stream: Reads the samples of a source that has them one after the other only. `None` where any
-        sample can be had by its index.
+      stream: Function that reads the samples of a source which has them one after the other only.
+        `None` where any sample can be had by its index.
     """
 
     stream: Stream | None

@@ -73,12 +73,12 @@ def open_levels(
       decoded: As in `Cache`.
       budget: As in `Cache`.
       variable_shapes: As in `Cache`.
-      access: Who may use new pools.
+      access: Users who may use new pools.
       verify: As in `Cache`.
       counts: Counters of this process.
-      choose_shard: Returns the index of this node and the number of nodes that share the samples,
-        (0, 1) if this node keeps all. It is given a function that tells whether all samples fit in
-        memory here, and takes the index of this node and the number of nodes.
+      choose_shard: Function that returns the index of this node and the number of nodes that share
+        the samples, (0, 1) if this node keeps all. It is given a function that tells whether all
+        samples fit in memory here, and takes the index of this node and the number of nodes.
 
     Raises:
       CacheError: If a folder holds something else, or a pool of a newer format or somebody else's.
@@ -129,7 +129,7 @@ def open_stored_pool(
     Args:
       source: Source of the samples.
       root: Folder on a local disk that holds the folder of the pool.
-      access: Who may use a new pool.
+      access: Users who may use a new pool.
 
     Raises:
       CacheError: If the folder holds something else.

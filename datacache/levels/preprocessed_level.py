@@ -16,9 +16,9 @@ class PreprocessedLevel(Level):
 
     Args:
       below: Level that has the stored samples, or streams them.
-      preprocess: Makes cached samples, given stored ones and their indices.
+      preprocess: Function that makes cached samples, given stored ones and their indices.
       layout: Layout that every cached sample must have.
-      name: Returns what a user would call the sample with an index, for messages.
+      name: Function from the index of a sample to what a user would call it, for messages.
       opener: Process that may make samples; this one by default.
     """
 

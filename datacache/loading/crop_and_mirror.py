@@ -74,8 +74,8 @@ class CropAndMirror:
             prepared, images, self._draw_crops(images, mode, number), strict=True
         ):
             part = np.s_[top : top + self.size, left : left + self.size]
-            # Written backwards to mirror. A mean image is cropped where the image is, so that only
-            # what is kept is subtracted.
+            # Steps 17 and 18 at once: a mean image is cropped where the image is, so that only what
+            # is kept is subtracted, and written backwards to mirror.
             np.subtract(
                 image[part],
                 mean if mean.ndim == 1 else mean[part],

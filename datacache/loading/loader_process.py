@@ -40,7 +40,7 @@ class Reply:
 
     Attributes:
       turn: Number of the pass that the request belongs to.
-      rebuild: Makes the batch of the arrays in its buffer; `None` if `load` raised.
+      rebuild: Function that makes the batch of the arrays in its buffer; `None` if `load` raised.
       specs: Type and shape of each of these arrays.
       error: Type and text of what `load` raised.
       trace: Its traceback.
@@ -128,6 +128,7 @@ class LoaderProcess:
         # Spawned, as neither threads nor TensorFlow survive a fork.
         context = multiprocessing.get_context("spawn")
         self._connection, end = context.Pipe()
+        # A daemon, which is ended where the training process ends without `stop`.
         self._process = context.Process(
             target=_serve,
             args=(end, load, self.buffers),
@@ -143,6 +144,7 @@ class LoaderProcess:
                 "an object of a class at the top level of a module."
             ) from error
         finally:
+            # Open in the loader only, so that the connection ends with it.
             end.close()
 
     @property
@@ -293,6 +295,7 @@ def _split_batch(batch: Any) -> tuple[list[np.ndarray], Callable[[list[np.ndarra
                 "A batch is an array, or a list or tuple of arrays, without objects. Received: "
                 f"{kind}."
             )
+    # Picklable, as it is sent with the reply.
     rebuild: Any = (
         operator.itemgetter(0) if not several else list if isinstance(batch, list) else tuple
     )

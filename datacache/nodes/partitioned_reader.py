@@ -80,6 +80,7 @@ class PartitionedReader(Reader):
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
         # Before others are asked: a forked child lacks the thread that would receive the answers.
         self.levels.refuse_in_child(indices)
+        # Nobody has looked ahead for `Cache.warm`, nor for samples that were cleared since.
         self._ask(indices)
         with self._lock:
             coming = {

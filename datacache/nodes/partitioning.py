@@ -26,8 +26,8 @@ def choose_shard(
 
     Args:
       fingerprint: Fingerprint of the cache.
-      fits: Tells whether all samples fit in memory here, given the index of this node and the
-        number of nodes. Called on one rank of each node, and only where the answer matters.
+      fits: Function that tells whether all samples fit in memory here, given the index of this node
+        and the number of nodes. Called on one rank of each node, and only where the answer matters.
       partition: As in `Cache`.
 
     Returns:

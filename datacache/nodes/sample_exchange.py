@@ -41,9 +41,9 @@ class SampleExchange:
       wire: Wire between the ranks of the job.
       name: Name of the collectives: the same on all ranks, another one for each exchange.
       layout: Layout of the samples.
-      answer: Returns the samples with these indices, `[n]` int64, with duplicates if several ranks
-        need the same one. Called on the thread of the exchange.
-      needs_nothing: Tells whether this rank will never ask again.
+      answer: Function that returns the samples with these indices, `[n]` int64, with duplicates if
+        several ranks need the same one. Called on the thread of the exchange.
+      needs_nothing: Function that tells whether this rank will never ask again.
 
     Cost: 1 all-gather of 3 numbers per round; in rounds with requests 1 more all-gather of a number
       per rank, and 3 all-to-alls: 8 bytes per index, 8 per length, and the samples.

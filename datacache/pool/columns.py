@@ -59,7 +59,7 @@ class Columns:
 
         Args:
           arrays: Components of a sample.
-          extents: Returns what is in use; see `Heap.add`.
+          extents: Function that returns what is in use; see `Heap.add`.
 
         Returns:
           The rows of the columns, or `None` if the heap has no room.

@@ -53,7 +53,7 @@ def default_memory(access: Access = PRIVATE) -> str:
     """Returns the folder for pools in shared memory: `/dev/shm/datacache-<user id>`, or a group's.
 
     Args:
-      access: Who shares the folder.
+      access: Users who share the folder.
     """
     whose = os.geteuid() if access.group is None else f"group-{access.group}"
     return f"{SHARED_MEMORY}/datacache-{whose}"
@@ -63,7 +63,7 @@ def own_memory(access: Access = PRIVATE) -> Path:
     """Returns the folder that `default_memory` names, which is made if it does not exist.
 
     Args:
-      access: Who shares the folder.
+      access: Users who share the folder.
 
     Raises:
       CacheError: If the machine has no shared memory, where the pool would lie on a disk, or the
@@ -102,8 +102,8 @@ class Folder:
 
     Args:
       path: The folder. It is made if it does not exist.
-      make_blueprint: Describes the pool to make, if there is none.
-      access: Who may read and write the pool.
+      make_blueprint: Function that describes the pool to make, if there is none.
+      access: Users who may read and write the pool.
 
     Attributes:
       path: The folder.

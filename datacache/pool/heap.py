@@ -97,7 +97,8 @@ class Heap:
 
         Args:
           content: The bytes.
-          extents: Returns offset and length of all that is in use, `[n, 2]` int64, in any order.
+          extents: Function that returns offset and length of all that is in use, `[n, 2]` int64, in
+            any order.
 
         Returns:
           Their offset, or `None` if no gap is long enough or the disk is full.

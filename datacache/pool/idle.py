@@ -47,7 +47,7 @@ def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) 
     Args:
       root: Folder of pools.
       new_pool: The pool that is to be made there, which is not removed.
-      room: Returns the bytes that are free.
+      room: Function that returns the bytes that are free.
       enough: Bytes that should be free.
     """
     left = room()

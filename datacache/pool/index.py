@@ -26,7 +26,7 @@ class Index:
     Args:
       folder: The pool's folder.
       records: Number of records.
-      access: Who may read and write the pool.
+      access: Users who may read and write the pool.
 
     Attributes:
       entries: Offset and length of each record in its file, `[records, 2]` int64, shared by all

@@ -220,7 +220,8 @@ class Layout:
 
         Args:
           sample: Its components: arrays, or what NumPy makes arrays of.
-          name: Returns what a user would call a sample, given its number; called for errors only.
+          name: Function from the number of a sample to what a user would call it; called for errors
+            only.
           number: Number of the sample.
 
         Raises:

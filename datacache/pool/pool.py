@@ -40,8 +40,9 @@ class Pool:
     Args:
       folder: The pool's folder. It is made if it does not exist; a pool that is there is opened as
         it was made, whatever `make_spec` would say.
-      make_spec: Describes the pool to make, if there is none; called in one process of the node.
-      access: Who may read and write the pool.
+      make_spec: Function that describes the pool to make, if there is none; called in one process
+        of the node.
+      access: Users who may read and write the pool.
 
     Attributes:
       spec: Description with which the pool was made.
@@ -244,6 +245,7 @@ class Pool:
           corrupt or another process has cleared or rewritten one in the meantime; then the numbers
           of corrupt samples, which are not ready any more.
         """
+        # Makes verification in the background give way. That threads may lose a count does no harm.
         self._reads += 1
         indices, corrupt = self._slot_indices[samples], samples[:0]
         # Words before bytes: what is rewritten in between is then seen as changed.
@@ -296,6 +298,7 @@ class Pool:
             samples, indices = samples[unverified], indices[unverified]
         if not samples.size:
             return samples
+        # Words before bytes, as in `gather_verified`.
         words = self._words.array[indices]
         checksums, inside = self._columns.checksums(indices)
         intact = inside & match_checksums(words, checksums)
@@ -343,6 +346,7 @@ class Pool:
 
     def close(self) -> None:
         """Ends the mappings and threads of this object; arrays from `gather` remain valid."""
+        # First, as the thread reads what is closed below.
         if self._background is not None:
             self._background.close()
             # Its steps refer to this pool.

@@ -37,6 +37,7 @@ class FolderSource(RandomSource):
 
     def __init__(self, path: Path, extensions: Sequence[str] | None, labels: bool) -> None:
         self.path, self._labels = path, labels
+        # Samples go by their index, and file systems list files in orders of their own.
         found = sorted(_files(path, extensions))
         if not found:
             raise SourceError(

@@ -136,6 +136,7 @@ def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: An
 
 def _select_features(features: Any, decoders: Any) -> tuple[Any, Any]:
     """Returns the features and decoders that `tfds.decode.PartialDecoding` leaves, if it is one."""
+    # Imported here, as the package is optional.
     import tensorflow_datasets as tfds
 
     if isinstance(decoders, tfds.decode.PartialDecoding):
@@ -259,6 +260,7 @@ class _ArrayRecords:
             raise OSError(f"{self._path} cannot be read at record {record}: {error}") from error
 
     def _opened(self) -> Any:
+        # Imported here, as only files of this format need the package.
         from array_record.python.array_record_module import ArrayRecordReader
 
         with self._lock:

@@ -128,6 +128,7 @@ def _groups(user: int) -> list[int]:
     try:
         entry = pwd.getpwuid(user)
     except KeyError:
+        # Users of other containers need not be known here.
         return []
     return os.getgrouplist(entry.pw_name, entry.pw_gid)
 
@@ -138,13 +139,13 @@ class Directory:
     Args:
       path: Path of the folder. It must not be a link itself; links above it are followed, because
         users set them up.
-      access: Who may read and write it; by default as the folder is found. If it is given, what
-        belongs to this user and others could read, but not write, is closed to them.
+      access: Users who may read and write it; by default as the folder is found. If it is given,
+        what belongs to this user and others could read, but not write, is closed to them.
       closed: True if it must be closed to all others. What is to be removed need not be.
 
     Attributes:
       path: Path of the folder.
-      access: Who may read and write it.
+      access: Users who may read and write it.
       descriptor: Descriptor of the folder.
 
     Raises:
@@ -172,7 +173,7 @@ class Directory:
 
         Args:
           path: Path of the folder.
-          access: Who may read and write it.
+          access: Users who may read and write it.
 
         Raises:
           CacheError: If it cannot be made or opened.
@@ -309,6 +310,7 @@ def _make_beside(path: Path, access: Access) -> bool:
     Raises:
       FileExistsError: If there is a folder already.
     """
+    # Saves the work; renaming refuses to replace it anyway.
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")

@@ -24,7 +24,7 @@ def closed_on_fork(open_file: Callable[[], int]) -> Iterator[int]:
     """Opens a file for locks, and closes it at the end of the context and in forked children.
 
     Args:
-      open_file: Opens the file, and returns its descriptor.
+      open_file: Function that opens the file, and returns its descriptor.
 
     Yields:
       The descriptor.
