@@ -18,7 +18,17 @@ NATIVE = Path("tfposeidon/native")
 CUDA_SOURCE = NATIVE / "lib/gpu/gpu.cu"
 # No fused multiply-add, which not every CPU has: all must round alike. Instruction sets beyond the
 # baseline are chosen at run time (native/lib/passes.cc).
-FLAGS = ["-O3", "-g0", "-Wall", "-Wextra", "-Wno-psabi", "-ffp-contract=off", "-fvisibility=hidden"]
+# Selection reads the bits of floats as integers, which strict aliasing would not allow.
+FLAGS = [
+    "-O3",
+    "-g0",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fvisibility=hidden",
+]
 # From the V100 on, as far as nvcc knows them; the last also as PTX, for what comes after it.
 GPUS = (70, 75, 80, 90, 100)
 CUDA_FLAGS = [

@@ -74,6 +74,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self.steps_per_epoch = steps_per_epoch
         self.given_optimizer = optimizer
         self._epoch = 0
+        self._steps = 0
 
     @property
     def optimizer(self) -> Any:
@@ -85,8 +86,9 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self._check_optimizer()
         if self.staircase:
             return
-        self.steps_per_epoch = self.steps_per_epoch or self.params.get("steps")
-        if not self.steps_per_epoch:
+        # Anew for each `fit`: the next one may have other data.
+        self._steps = self.steps_per_epoch or self.params.get("steps") or 0
+        if not self._steps:
             raise ValueError(
                 "Without `staircase` the rate changes by fractions of an epoch. Received: data of "
                 "unknown length. Pass steps_per_epoch."
@@ -103,8 +105,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         # The first batches of a resumed epoch were trained on before, and their rates are in the
         # state.
         if not self.staircase and not session.of(self.model).is_skipping:
-            assert self.steps_per_epoch
-            self._set(self._epoch + batch / self.steps_per_epoch)
+            self._set(self._epoch + batch / self._steps)
 
     @override
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -66,8 +66,7 @@ class LearningRateWarmup(LearningRateSchedule):
 
     @override
     def _set(self, epoch: float) -> None:
-        assert self.steps_per_epoch
-        before = epoch - self.model.steps_per_execution / self.steps_per_epoch
+        before = epoch - self.model.steps_per_execution / self._steps
         # The first batch after the warm-up sets the full rate, unless another schedule has set its
         # own by then.
         if epoch < self.warmup_epochs or (before < self.warmup_epochs and self._is_set(before)):

@@ -56,6 +56,13 @@ def test_accumulation_equals_keras():
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+def test_no_gradients_are_no_update():
+    optimizer = tp.DistributedOptimizer(SGD(0.1))
+    optimizer.apply([])
+    optimizer.apply_gradients([])
+    assert int(optimizer.iterations) == 0
+
+
 def test_learning_rate_and_iterations_are_the_inner_ones():
     model = trained(tp.DistributedOptimizer(SGD(0.1)))
     model.optimizer.learning_rate = 0.25

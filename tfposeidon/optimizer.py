@@ -350,8 +350,10 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
           The number of updates so far.
         """
-        grads, variables = zip(*grads_and_vars, strict=True)
-        self.apply(grads, variables, sample_count)
+        pairs = list(grads_and_vars)
+        self.apply(
+            [gradient for gradient, _ in pairs], [variable for _, variable in pairs], sample_count
+        )
         return self.iterations
 
     @override

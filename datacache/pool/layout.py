@@ -34,7 +34,8 @@ def as_array(value: Any) -> np.ndarray:
         raise ValueError(
             f"Texts must be Python's bytes. Received: an array of {array.dtype}. Use dtype=object."
         )
-    return array
+    # Pools and messages hold the bytes as this machine orders them.
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 @dataclass(frozen=True, kw_only=True)

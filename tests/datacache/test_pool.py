@@ -9,6 +9,7 @@ from datacache.errors import CacheError, NoRoomError
 from datacache.pool.folder import remove
 from datacache.pool.layout import Component, Layout
 from datacache.pool.pool import Pool
+from datacache.pool.records import pack_samples, unpack_sample
 from datacache.pool.shard import SampleShard, owner_nodes
 from datacache.pool.spec import PoolSpec
 from tests.datacache.pools import (
@@ -18,6 +19,13 @@ from tests.datacache.pools import (
     drawn_sample,
     new_pool,
 )
+
+
+def test_other_byte_orders_are_kept_as_this_machines():
+    array = np.array([1, 2], ">i4")
+    layout = Layout.of([array])
+    content, _ = pack_samples([[array]], layout)
+    assert unpack_sample(content, layout)[0].tolist() == [1, 2]
 
 
 def test_what_one_writes_another_reads(tmp_path):

@@ -130,6 +130,17 @@ def case_constraints_see_whole_variables(wire):
     _trained(wire, lambda: SGD(0.5), build)
 
 
+def case_constraints_where_a_rank_is_out_of_data(wire):
+    constrained = keras.layers.Dense(models.CLASSES, kernel_constraint=keras.constraints.UnitNorm())
+    model = keras.Sequential([keras.Input((20,)), constrained])
+    model.compile(optimizer=tp.DistributedOptimizer(SGD(0.5), scheme=SERVED), loss=models.LOSS)
+    batches = 2 if wire.topology.rank == 0 else 1
+    x, y = models.mlp.data(8 * batches)
+    callbacks = [keras_callbacks.BroadcastVariables()]
+    model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    same_on_all_ranks(model.get_weights(), wire)
+
+
 def case_weight_decay_spares_what_is_excluded(wire):
     def by_layer():
         optimizer = keras.optimizers.AdamW(1e-3, weight_decay=5.0, epsilon=1e-3)

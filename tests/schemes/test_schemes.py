@@ -273,6 +273,19 @@ def test_unknown_wire_dtype_is_refused(scheme):
         scheme(wire_dtype="int8")
 
 
+@pytest.mark.parametrize(
+    "scheme", [schemes.AllReduce, schemes.AllToAll, schemes.Torus2D], ids=lambda scheme: scheme.name
+)
+def test_means_that_fit_into_float16_do_not_overflow_on_the_way(scheme):
+    large = scheme(wire_dtype="float16")
+
+    def exchange(wire):
+        return large.exchange(tf.fill([40], 4e4), (), wire, "large")[0]
+
+    for mean in Cluster(LAYOUTS["2x2"]).run(exchange):
+        np.testing.assert_allclose(mean, np.full(40, 4e4), rtol=1e-3)
+
+
 def test_all_reduce_points_elsewhere_for_bfloat16():
     with pytest.raises(ValueError, match=r'Use AllToAll\(wire_dtype="bfloat16"\)'):
         schemes.AllReduce(wire_dtype="bfloat16")

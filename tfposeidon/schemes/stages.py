@@ -209,9 +209,10 @@ def own_mean_by_levels(
     if across is None:
         # The rank owns nothing, and so there is nothing to divide.
         return shard
-    part = scatter_sum(shard, across, wire, f"{name}.across_scatter", wire_dtype)
     # Divided once, and by all ranks: a mean of the nodes' means would weigh uneven nodes alike.
-    return part / tf.cast(wire.topology.size, vector.dtype)
+    # And before the values cross: in float16 the sum of a node may overflow where the mean fits.
+    share = shard / tf.cast(wire.topology.size, vector.dtype)
+    return scatter_sum(share, across, wire, f"{name}.across_scatter", wire_dtype)
 
 
 def gather_by_levels(

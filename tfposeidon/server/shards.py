@@ -180,7 +180,8 @@ class ServerShards:
         ):
             means.update(lambda found: self._optimizer.apply(found, self.targets))
         # Also where the update is dropped: ranks that are out of data take part in this pull.
-        self._pull({member for member, mean in enumerate(means.values) if mean is not None})
+        updated = {member for member, mean in enumerate(means.values) if mean is not None}
+        self._pull(updated, means.everybody)
 
     def _norms(self) -> Norms | None:
         # Not made in `build`: collectives have their names once ranks have agreed.
@@ -223,11 +224,12 @@ class ServerShards:
                 flat = tf.reshape(tf.convert_to_tensor(self._variables[member]), [-1])
                 self.targets[member].assign(flat[begin:end])
 
-    def _pull(self, constrained: set[int]) -> None:
+    def _pull(self, constrained: set[int], counts: tf.Tensor | None = None) -> None:
         """Gives the variables the values that all servers have for them now.
 
         Args:
           constrained: Indices of variables that were updated, to which constraints are applied.
+          counts: Whether they were, a bool scalar; `None` for yes.
         """
         for bucket in self._buckets:
             shards = [tf.convert_to_tensor(self.targets[member]) for member in bucket.members]
@@ -238,7 +240,7 @@ class ServerShards:
                 value = tf.cast(value, variable.dtype)
                 # Not on shards: a constraint may take norms of the whole variable.
                 constraint = variable.constraint if member in constrained else None
-                variable.assign(value if constraint is None else constraint(value))
+                variable.assign(_constrained(value, constraint, counts))
 
     def _contribute_nothing(self, means: list[Any]) -> list[Any]:
         """Takes part in what other ranks do after the exchange, and leaves values as they are."""
@@ -400,3 +402,15 @@ def _set_to_none(target: Any, *names: str) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(target, name, value)
+
+
+def _constrained(value: tf.Tensor, constraint: Any, counts: tf.Tensor | None) -> tf.Tensor:
+    """Applies a constraint, unless the update was dropped.
+
+    Ranks that are out of data apply none in such a step, and a second time it may change bits.
+    """
+    if constraint is None:
+        return value
+    if counts is None:
+        return constraint(value)
+    return tf.cond(counts, lambda: constraint(value), lambda: value)

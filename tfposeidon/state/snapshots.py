@@ -16,7 +16,6 @@ import json
 import os
 import secrets
 import shutil
-import zipfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -246,10 +245,10 @@ class Snapshots:
 
 def _attempt(action: Any) -> tuple[Any, str | None]:
     """Returns the result of an action and no problem, or no result and its problem."""
-    # Damaged JSON and arrays raise ValueError, KeyError or EOFError, damaged archives their own.
+    # Whatever the error is, the other ranks wait to hear of it.
     try:
         return action(), None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # noqa: BLE001
         return None, f"{type(error).__name__}: {error}"
 
 
@@ -268,7 +267,8 @@ def _write_files(
             json.dump(meta, stream)
             stream.flush()
             os.fsync(stream.fileno())
-        _sync(folder)
+    # Every rank: each has made names in it, on a file system that may be another host's.
+    _sync(folder)
 
 
 def _save(path: Path, arrays: Arrays) -> None:
