@@ -21,7 +21,15 @@ PACKAGES = ("tensorflow-cpu", "tensorflow", "keras", "horovod", "torch", "numpy"
 
 
 # Optimized and rounded as setup.py compiles the library.
-NATIVE_FLAGS = ("-std=c++17", "-O3", "-Wno-psabi", "-ffp-contract=off", "-pthread", "-I.")
+NATIVE_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-Wno-psabi",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-pthread",
+    "-I.",
+)
 TIME_LIMIT_S = 3600
 # Name of a peer up to the first dash -> its worker.
 PEER_WORKERS = {"ddp": "ddp", "mirrored": "mirrored"}
