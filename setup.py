@@ -17,7 +17,7 @@ from tfposeidon.commands import install, versions
 NATIVE = Path("tfposeidon/native")
 CUDA_SOURCE = NATIVE / "lib/gpu/gpu.cu"
 # No fused multiply-add, which not every CPU has: all must round alike. Instruction sets beyond the
-# baseline are chosen at run time (native/lib/passes.cc).
+# baseline are chosen at run time (native/lib/inner_loops.cc).
 # Selection reads the bits of floats as integers, which strict aliasing would not allow.
 FLAGS = [
     "-O3",

@@ -27,23 +27,23 @@ void run(const std::vector<int64_t>& sizes) {
     begin += size;
   }
   std::vector<float> norms(sizes.size());
-  const Passes& passes = best_passes();
+  const InnerLoops& loops = best_loops();
   const Pool pool(static_cast<int>(std::thread::hardware_concurrency()));
   std::vector<double> read_s, norms_s;
   for (int round = -2; round < 31; ++round) {
     double start = seconds();
     for_each_part(total, pool, [&](Range range) {
-      sink = passes.maximum(values.data() + range.begin, range.size());
+      sink = loops.maximum(values.data() + range.begin, range.size());
     });
     const double read = seconds() - start;
     start = seconds();
-    l2_norms(vectors, passes, pool, norms.data());
+    l2_norms(vectors, loops, pool, norms.data());
     if (round < 0) continue;
     read_s.push_back(read);
     norms_s.push_back(seconds() - start);
   }
   std::printf("{\"passes\": \"%s\", \"threads\": %d, \"read_s\": %.9f, \"norms_s\": %.9f}\n",
-              passes.name, pool.threads(), median(read_s), median(norms_s));
+              loops.name, pool.threads(), median(read_s), median(norms_s));
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ static double now_s(void) {
 int main(int count, char** arguments) {
   if (count != 6) return 2;
   size_t bytes = strtoull(arguments[2], NULL, 10), records = strtoull(arguments[3], NULL, 10);
-  size_t batch = strtoull(arguments[4], NULL, 10), passes = strtoull(arguments[5], NULL, 10);
+  size_t batch = strtoull(arguments[4], NULL, 10), loops = strtoull(arguments[5], NULL, 10);
   int file = open(arguments[1], O_RDONLY);
   const char* data = mmap(NULL, bytes * records, PROT_READ, MAP_SHARED | MAP_POPULATE, file, 0);
   char* buffer = aligned_alloc(64, (bytes * batch + 63) / 64 * 64);
@@ -29,7 +29,7 @@ int main(int count, char** arguments) {
   if (file < 0 || data == MAP_FAILED || !buffer || !order) return 1;
   uint64_t random = 88172645463325252u;
   for (size_t i = 0; i < records; ++i) order[i] = i;
-  for (size_t pass = 0; pass < passes; ++pass) {
+  for (size_t pass = 0; pass < loops; ++pass) {
     for (size_t i = records; i-- > 1;) {
       random ^= random << 13, random ^= random >> 7, random ^= random << 17;
       size_t j = random % (i + 1), kept = order[i];

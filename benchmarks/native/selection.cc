@@ -71,15 +71,15 @@ void run(int64_t n, int64_t k, const std::string& distribution, const char* file
   std::transform(x.rbegin(), x.rend(), residual.begin(), [](float v) { return v / 2; });
   const Pool pool(static_cast<int>(std::thread::hardware_concurrency()));
   Workspace workspace;
-  const Engine engine{best_passes(), pool, workspace};
+  const Engine engine{best_loops(), pool, workspace};
   const Vector source(x.data());
-  const ErrorFeedback feedback(residual.data(), x.data(), out.data(), engine.passes);
+  const ErrorFeedback feedback(residual.data(), x.data(), out.data(), engine.loops);
 
   std::vector<std::pair<std::string, std::function<void()>>> entries = {
       {"read",
        [&] {
          for_each_part(n, pool, [&](Range range) {
-           sink = engine.passes.maximum(x.data() + range.begin, range.size());
+           sink = engine.loops.maximum(x.data() + range.begin, range.size());
          });
        }},
       {"exact", [&] { exact_top_k(source, n, k, engine, indices.data(), values.data()); }},
@@ -89,7 +89,7 @@ void run(int64_t n, int64_t k, const std::string& distribution, const char* file
        [&] {
          for_each_part(n, pool, [&](Range range) {
            const int64_t b = range.begin;
-           engine.passes.add(residual.data() + b, x.data() + b, range.size(), out.data() + b);
+           engine.loops.add(residual.data() + b, x.data() + b, range.size(), out.data() + b);
          });
        }},
       {"feedback",
@@ -131,8 +131,8 @@ void run(int64_t n, int64_t k, const std::string& distribution, const char* file
   std::printf(
       "{\"elements\": %lld, \"k\": %lld, \"distribution\": \"%s\", \"passes\": \"%s\", "
       "\"threads\": %d",
-      static_cast<long long>(n), static_cast<long long>(k), distribution.c_str(),
-      engine.passes.name, pool.threads());
+      static_cast<long long>(n), static_cast<long long>(k), distribution.c_str(), engine.loops.name,
+      pool.threads());
   for (auto& [name, list] : times) std::printf(", \"%s_s\": %.9f", name.c_str(), median(list));
   std::printf("}\n");
 }

@@ -43,7 +43,7 @@ void check_error_feedback(const Case& c, const Engine& engine, const std::string
     sum[i] = residual[i] + c.x[i];
     faster[i] = velocity[i] * 0.9f + c.x[i];
   }
-  const ErrorFeedback feedback(residual.data(), c.x.data(), out.data(), engine.passes);
+  const ErrorFeedback feedback(residual.data(), c.x.data(), out.data(), engine.loops);
   Selected s = selected(c.k, [&](int32_t* i, float* v) {
     exact_top_k(feedback, n, c.k, engine, i, v);
     clear_sent(i, v, c.k, WireType::kFloat32, engine, out.data());
@@ -56,7 +56,7 @@ void check_error_feedback(const Case& c, const Engine& engine, const std::string
 
   for (int64_t i = 0; i < n; ++i) sum[i] = residual[i] + faster[i];
   const MomentumCorrection correction(residual.data(), velocity.data(), c.x.data(), 0.9f,
-                                      velocity_out.data(), out.data(), engine.passes);
+                                      velocity_out.data(), out.data(), engine.loops);
   s = selected(c.k, [&](int32_t* i, float* v) {
     exact_top_k(correction, n, c.k, engine, i, v);
     clear_sent(i, v, c.k, WireType::kBfloat16, engine, out.data());
@@ -173,7 +173,7 @@ void check_past_int32() {
   const MostlyZero source(places);
   const Serial serial;  // Which has to make two parts.
   Workspace workspace;
-  const Engine engine{best_passes(), serial, workspace};
+  const Engine engine{best_loops(), serial, workspace};
   std::vector<int64_t> indices(places.size());
   Floats values(places.size());
   exact_top_k(source, n, static_cast<int64_t>(places.size()), engine, indices.data(),
@@ -198,17 +198,17 @@ float float16_value(uint16_t half) {
   return half & 0x8000 ? -value : value;
 }
 
-void check_float16(const Passes& passes) {
+void check_float16(const InnerLoops& loops) {
   for (uint32_t half = 0; half < 65536; ++half) {
     // Nine at a time: eight go through the vector instructions, the last does not.
     const std::vector<uint16_t> halves(9, static_cast<uint16_t>(half));
     Floats values(9);
-    passes.sum_float16(halves.data(), 1, 9, 9, values.data());
+    loops.sum_float16(halves.data(), 1, 9, 9, values.data());
     for (float v : values)
-      expect(same(v, float16_value(halves[0])), "float16 to float32", passes.name);
+      expect(same(v, float16_value(halves[0])), "float16 to float32", loops.name);
     std::vector<uint16_t> back(9);
-    passes.to_float16(values.data(), 9, back.data());
-    if (!std::isnan(values[0])) expect(back == halves, "float32 to float16 and back", passes.name);
+    loops.to_float16(values.data(), 9, back.data());
+    if (!std::isnan(values[0])) expect(back == halves, "float32 to float16 and back", loops.name);
   }
   for (int i = 0; i < 200'000; ++i) {
     const float x = float_of(static_cast<uint32_t>(generator()));
@@ -216,11 +216,11 @@ void check_float16(const Passes& passes) {
     const Floats many(
         9, i % 2 ? x : static_cast<float>(std::ldexp(normal(), static_cast<int>(below(50)) - 30)));
     std::vector<uint16_t> out(9);
-    passes.to_float16(many.data(), 9, out.data());
+    loops.to_float16(many.data(), 9, out.data());
     for (uint16_t half : out) {
       const double value = many[0], got = float16_value(half), magnitude = std::fabs(value);
       if (magnitude >= 65520) {
-        expect(std::isinf(got), "float16 ends at 65504", passes.name);
+        expect(std::isinf(got), "float16 ends at 65504", loops.name);
         continue;
       }
       const double up = float16_value(static_cast<uint16_t>((half & 0x7fff) + 1));
@@ -230,12 +230,12 @@ void check_float16(const Passes& passes) {
           error <= std::fabs(magnitude - up) && error <= std::fabs(magnitude - down);
       const bool tie = error == std::fabs(magnitude - up) || error == std::fabs(magnitude - down);
       expect(nearest && (!tie || error == 0 || half % 2 == 0), "rounds to nearest even",
-             passes.name);
+             loops.name);
     }
   }
 }
 
-void check_bfloat16(const Passes& passes) {
+void check_bfloat16(const InnerLoops& loops) {
   for (int i = 0; i < 200'000; ++i) {
     uint32_t bits = static_cast<uint32_t>(generator());
     if (i % 8 == 0) bits &= 0x807fffff;                   // denormals
@@ -244,17 +244,17 @@ void check_bfloat16(const Passes& passes) {
     const Floats x(33, float_of(bits));
     std::vector<uint16_t> out(33);
     Floats back(33);
-    passes.to_bfloat16(x.data(), 33, out.data());
-    passes.sum_bfloat16(out.data(), 1, 33, 33, back.data());
+    loops.to_bfloat16(x.data(), 33, out.data());
+    loops.sum_bfloat16(out.data(), 1, 33, 33, back.data());
     for (float v : back) {
       if (std::isnan(x[0])) {
-        expect(std::isnan(v), "NaN stays NaN", passes.name);
+        expect(std::isnan(v), "NaN stays NaN", loops.name);
         continue;
       }
       const int64_t error = static_cast<int64_t>(bits_of(v)) - static_cast<int64_t>(bits);
       const bool tie = error == 0x8000 || error == -0x8000;
       const bool right = std::llabs(error) < 0x8000 || (tie && (bits_of(v) >> 16) % 2 == 0);
-      expect(right, "bfloat16 rounds to nearest even", passes.name);
+      expect(right, "bfloat16 rounds to nearest even", loops.name);
     }
   }
 }
@@ -262,24 +262,23 @@ void check_bfloat16(const Passes& passes) {
 void check_norms(const Case& c, const Engine& engine, const std::string& about) {
   const std::vector<Span> vectors = cut_anywhere(c.x);
   Floats norms(vectors.size(), -7), plain(vectors.size());
-  l2_norms(vectors, engine.passes, engine.parallel, norms.data());
+  l2_norms(vectors, engine.loops, engine.parallel, norms.data());
   check_norms_of(vectors, norms, about);
-  l2_norms(vectors, usable_passes().front(), Serial(), plain.data());
+  l2_norms(vectors, usable_loops().front(), Serial(), plain.data());
   for (size_t v = 0; v < norms.size(); ++v) {
     expect(bits_of(norms[v]) == bits_of(plain[v]) || std::isnan(plain[v]),
            "norms have the same bits everywhere", about);
   }
 }
 
-void check_sums(const Passes& passes) {
+void check_sums(const InnerLoops& loops) {
   for (int i = 0; i < 50; ++i) {
     const int64_t n = below(9000), rows = 1 + below(5), stride = n + below(3);
     Floats x = draw(rows * stride, "normal"), sum(n), expected(n);
     std::vector<uint16_t> halves(x.size());
     for (const bool brain : {false, true}) {
-      (brain ? passes.to_bfloat16 : passes.to_float16)(x.data(), rows * stride, halves.data());
-      (brain ? passes.sum_bfloat16 : passes.sum_float16)(halves.data(), rows, stride, n,
-                                                         sum.data());
+      (brain ? loops.to_bfloat16 : loops.to_float16)(x.data(), rows * stride, halves.data());
+      (brain ? loops.sum_bfloat16 : loops.sum_float16)(halves.data(), rows, stride, n, sum.data());
       for (int64_t j = 0; j < n; ++j) {
         expected[j] = 0;
         for (int64_t r = 0; r < rows; ++r) {
@@ -289,7 +288,7 @@ void check_sums(const Passes& passes) {
           expected[j] = r == 0 ? value : expected[j] + value;
         }
       }
-      expect(sum == expected, "sums rows in float32", passes.name);
+      expect(sum == expected, "sums rows in float32", loops.name);
     }
   }
 }
@@ -297,7 +296,7 @@ void check_sums(const Passes& passes) {
 // From 2^22 elements on, sums are written past the caches.
 void check_large_sums(const Parallel& parallel) {
   Workspace workspace;
-  const Engine engine{best_passes(), parallel, workspace};
+  const Engine engine{best_loops(), parallel, workspace};
   for (const int64_t n : {(1 << 22) - 1, 1 << 22, (1 << 22) + 12'345}) {
     const Case c{draw(n, "normal"), 1, "n = " + std::to_string(n)};
     check_scatter_add(c, engine, c.about);
@@ -305,10 +304,10 @@ void check_large_sums(const Parallel& parallel) {
 }
 
 void run(int cases) {
-  for (const Passes& passes : usable_passes()) {
-    check_float16(passes);
-    check_bfloat16(passes);
-    check_sums(passes);
+  for (const InnerLoops& loops : usable_loops()) {
+    check_float16(loops);
+    check_bfloat16(loops);
+    check_sums(loops);
   }
   check_past_int32();
   const Serial serial;
@@ -318,10 +317,10 @@ void run(int cases) {
   for (const Parallel* parallel : parallels) check_large_sums(*parallel);
   for (int number = 0; number < cases; ++number) {
     const Case c = draw_case(number);
-    for (const Passes& passes : usable_passes()) {
+    for (const InnerLoops& loops : usable_loops()) {
       for (size_t p = 0; p < parallels.size(); ++p) {
-        const Engine engine{passes, *parallels[p], workspaces[p]};
-        const std::string about = c.about + ", " + passes.name + ", " +
+        const Engine engine{loops, *parallels[p], workspaces[p]};
+        const std::string about = c.about + ", " + loops.name + ", " +
                                   std::to_string(parallels[p]->threads()) + " thread(s), case " +
                                   std::to_string(number);
         check_selection(c, engine, about);
@@ -332,7 +331,7 @@ void run(int cases) {
       }
     }
   }
-  std::printf("%d cases, instruction sets up to %s: all right\n", cases, best_passes().name);
+  std::printf("%d cases, instruction sets up to %s: all right\n", cases, best_loops().name);
 }
 
 }  // namespace

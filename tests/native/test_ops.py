@@ -43,7 +43,7 @@ def _splitmix64(seed, bound):
 
 
 def _mean(a):
-    """Four elements 16 apart in float32, these in float64: the mean of native/lib/passes.h."""
+    """Four elements 16 apart in float32, these in float64: the mean of native/lib/inner_loops.h."""
     whole = len(a) // 64 * 64
     fours = a[:whole].reshape(-1, 4, 16)
     sums = (fours[:, 0] + fours[:, 1]) + (fours[:, 2] + fours[:, 3])

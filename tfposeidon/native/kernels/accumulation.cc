@@ -3,7 +3,7 @@
 #include "tfposeidon/native/kernels/accumulation.h"
 
 #include "tfposeidon/native/kernels/threads.h"
-#include "tfposeidon/native/lib/passes.h"
+#include "tfposeidon/native/lib/inner_loops.h"
 
 namespace tfposeidon {
 namespace {
@@ -32,7 +32,7 @@ class ProcessorEncodeOp : public EncodeOp<T> {
  private:
   void encode(OpKernelContext* context, const float* x, int64_t n, uint16_t* out) override {
     const auto pass =
-        kWireOf<T> == WireType::kFloat16 ? best_passes().to_float16 : best_passes().to_bfloat16;
+        kWireOf<T> == WireType::kFloat16 ? best_loops().to_float16 : best_loops().to_bfloat16;
     for_each_part(n, TensorFlowThreads(context),
                   [&](Range range) { pass(x + range.begin, range.size(), out + range.begin); });
   }
@@ -48,7 +48,7 @@ class ProcessorSumRowsOp : public SumRowsOp<T> {
   void add(OpKernelContext* context, const uint16_t* rows, int64_t count, int64_t n,
            float* sum) override {
     const auto pass =
-        kWireOf<T> == WireType::kFloat16 ? best_passes().sum_float16 : best_passes().sum_bfloat16;
+        kWireOf<T> == WireType::kFloat16 ? best_loops().sum_float16 : best_loops().sum_bfloat16;
     for_each_part(n, TensorFlowThreads(context), [&](Range range) {
       pass(rows + range.begin, count, n, range.size(), sum + range.begin);
     });

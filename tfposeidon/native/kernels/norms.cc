@@ -14,7 +14,7 @@ class CpuL2NormsOp : public L2NormsOp {
  private:
   void take(tensorflow::OpKernelContext* context, const std::vector<Span>& vectors,
             float* norms) override {
-    l2_norms(vectors, best_passes(), TensorFlowThreads(context), norms);
+    l2_norms(vectors, best_loops(), TensorFlowThreads(context), norms);
   }
 };
 

@@ -40,7 +40,7 @@ class ProcessorSelectionOp : public SelectionOp<Index> {
   void run(OpKernelContext* context, const Call& call) final {
     const TensorFlowThreads threads(context);
     const BorrowedWorkspace workspace;
-    run_on(context, call, Engine{best_passes(), threads, *workspace});
+    run_on(context, call, Engine{best_loops(), threads, *workspace});
   }
 };
 
@@ -68,7 +68,7 @@ class ErrorFeedbackTopKOp : public ProcessorSelectionOp<Index> {
 
   void run_on(OpKernelContext* context, const Call& c, const Engine& engine) override {
     const ErrorFeedback source(this->vector(context, 0), this->vector(context, 1), c.kept[0],
-                               engine.passes);
+                               engine.loops);
     this->select(source, c, engine);
     // Afterwards: a selection may ask for a block twice, which writes the whole sum there again.
     clear_sent(c.indices, c.values, c.k, wire_, engine, c.kept[0]);
@@ -91,7 +91,7 @@ class MomentumCorrectionTopKOp : public ProcessorSelectionOp<Index> {
   void run_on(OpKernelContext* context, const Call& c, const Engine& engine) override {
     const MomentumCorrection source(this->vector(context, 0), this->vector(context, 2),
                                     this->vector(context, 1), momentum_, c.kept[1], c.kept[0],
-                                    engine.passes);
+                                    engine.loops);
     this->select(source, c, engine);
     clear_sent(c.indices, c.values, c.k, wire_, engine, c.kept[0]);
     mask_sent(c.indices, c.k, engine, c.kept[1]);

@@ -16,11 +16,11 @@ uint32_t nth_of(uint32_t* keys, int64_t n, int64_t m) {
 }
 
 // Keeps the k largest, ties by lowest index, in their order.
-void shrink(Candidates* c, int64_t k, Buffer<uint32_t>* scratch, const Passes& passes) {
+void shrink(Candidates* c, int64_t k, Buffer<uint32_t>* scratch, const InnerLoops& loops) {
   uint32_t* keys = scratch->reserve(c->count);
   for (int64_t i = 0; i < c->count; ++i) keys[i] = c->bits[i] & kKeyMask;
   const uint32_t kth = nth_of(keys, c->count, k);
-  int64_t ties = k - passes.count(c->bits, c->count, static_cast<int32_t>(kth));
+  int64_t ties = k - loops.count(c->bits, c->count, static_cast<int32_t>(kth));
   int64_t kept = 0;
   for (int64_t i = 0; i < c->count; ++i) {
     const uint32_t key = c->bits[i] & kKeyMask;
@@ -105,11 +105,11 @@ std::vector<Candidates> collect(const Source& source, int64_t n, int64_t k, int3
     for (int64_t begin = c.range.begin; begin < c.range.end; begin += kBlock) {
       const int64_t length = std::min(kBlock, c.range.end - begin);
       const float* x = source.block(begin, length);
-      if (statistics != nullptr) engine.passes.statistics(x, length, &own);
+      if (statistics != nullptr) engine.loops.statistics(x, length, &own);
       const uint32_t base = static_cast<uint32_t>(begin - c.range.begin);
       c.count +=
-          engine.passes.filter(x, length, c.above, base, c.indices + c.count, c.bits + c.count);
-      if (c.count > limit) shrink(&c, k, &memory.middle, engine.passes);
+          engine.loops.filter(x, length, c.above, base, c.indices + c.count, c.bits + c.count);
+      if (c.count > limit) shrink(&c, k, &memory.middle, engine.loops);
     }
     parts[part] = c;
     partial[part] = own;
@@ -144,8 +144,8 @@ uint32_t nth_key(const std::vector<Candidates>& parts, int64_t m, const Engine& 
     const auto look = [&](int part) {
       const Candidates& c = parts[part];
       uint32_t* middle = engine.workspace.parts[part].middle.reserve(c.count + kSlack);
-      higher[part] = engine.passes.count(c.bits, c.count, keys.high);
-      inside[part] = engine.passes.between(c.bits, c.count, keys.low, keys.high, middle);
+      higher[part] = engine.loops.count(c.bits, c.count, keys.high);
+      inside[part] = engine.loops.between(c.bits, c.count, keys.low, keys.high, middle);
     };
     engine.parallel.run(static_cast<int>(parts.size()), look);
     const int64_t above = std::accumulate(higher.begin(), higher.end(), int64_t{0});

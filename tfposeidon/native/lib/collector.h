@@ -9,7 +9,7 @@
 
 #include "tfposeidon/native/lib/buffer.h"
 #include "tfposeidon/native/lib/parallel.h"
-#include "tfposeidon/native/lib/passes.h"
+#include "tfposeidon/native/lib/inner_loops.h"
 #include "tfposeidon/native/lib/sample.h"
 
 namespace tfposeidon {
@@ -67,7 +67,7 @@ struct Workspace {
 };
 
 struct Engine {
-  const Passes& passes;
+  const InnerLoops& loops;
   const Parallel& parallel;
   Workspace& workspace;
 };

@@ -25,14 +25,15 @@ void for_each_place(const Index* indices, int64_t k, const Parallel& parallel, c
 }
 
 // Rounds a short run to the wire's type and back.
-void round_to(WireType wire, const float* values, int64_t n, const Passes& passes, float* rounded) {
+void round_to(WireType wire, const float* values, int64_t n, const InnerLoops& loops,
+              float* rounded) {
   uint16_t half[kBlock];
   if (wire == WireType::kFloat16) {
-    passes.to_float16(values, n, half);
-    passes.sum_float16(half, 1, n, n, rounded);
+    loops.to_float16(values, n, half);
+    loops.sum_float16(half, 1, n, n, rounded);
   } else {
-    passes.to_bfloat16(values, n, half);
-    passes.sum_bfloat16(half, 1, n, n, rounded);
+    loops.to_bfloat16(values, n, half);
+    loops.sum_bfloat16(half, 1, n, n, rounded);
   }
 }
 
@@ -49,7 +50,7 @@ void clear_sent(const Index* indices, float* values, int64_t k, WireType wire, c
   for (int64_t begin = 0; begin < k; begin += kBlock) {
     const int64_t length = std::min(kBlock, k - begin);
     float rounded[kBlock];
-    round_to(wire, values + begin, length, engine.passes, rounded);
+    round_to(wire, values + begin, length, engine.loops, rounded);
     for (int64_t i = 0; i < length; ++i) {
       residual[indices[begin + i]] = values[begin + i] - rounded[i];
       values[begin + i] = rounded[i];

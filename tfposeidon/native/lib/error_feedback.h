@@ -13,11 +13,11 @@ namespace tfposeidon {
 // The sum residual + gradient, written to `out` block by block as it is read.
 class ErrorFeedback : public Source {
  public:
-  ErrorFeedback(const float* residual, const float* gradient, float* out, const Passes& passes)
-      : residual_(residual), gradient_(gradient), out_(out), passes_(passes) {}
+  ErrorFeedback(const float* residual, const float* gradient, float* out, const InnerLoops& loops)
+      : residual_(residual), gradient_(gradient), out_(out), loops_(loops) {}
 
   const float* block(int64_t begin, int64_t n) const override {
-    passes_.add(residual_ + begin, gradient_ + begin, n, out_ + begin);
+    loops_.add(residual_ + begin, gradient_ + begin, n, out_ + begin);
     return out_ + begin;
   }
 
@@ -34,7 +34,7 @@ class ErrorFeedback : public Source {
   const float* residual_;
   const float* gradient_;
   float* out_;
-  const Passes& passes_;
+  const InnerLoops& loops_;
 };
 
 // The same with momentum correction (Lin et al. 2018, section 3.2): velocity_out = momentum *
@@ -42,18 +42,18 @@ class ErrorFeedback : public Source {
 class MomentumCorrection : public Source {
  public:
   MomentumCorrection(const float* residual, const float* velocity, const float* gradient,
-                     float momentum, float* velocity_out, float* out, const Passes& passes)
+                     float momentum, float* velocity_out, float* out, const InnerLoops& loops)
       : residual_(residual),
         velocity_(velocity),
         gradient_(gradient),
         momentum_(momentum),
         velocity_out_(velocity_out),
         out_(out),
-        passes_(passes) {}
+        loops_(loops) {}
 
   const float* block(int64_t begin, int64_t n) const override {
-    passes_.add_with_momentum(residual_ + begin, velocity_ + begin, gradient_ + begin, momentum_, n,
-                              velocity_out_ + begin, out_ + begin);
+    loops_.add_with_momentum(residual_ + begin, velocity_ + begin, gradient_ + begin, momentum_, n,
+                             velocity_out_ + begin, out_ + begin);
     return out_ + begin;
   }
 
@@ -76,7 +76,7 @@ class MomentumCorrection : public Source {
   float momentum_;
   float* velocity_out_;
   float* out_;
-  const Passes& passes_;
+  const InnerLoops& loops_;
 };
 
 // Takes what was sent out of the residual: values[i] becomes what crosses the wire, and the

@@ -29,7 +29,7 @@ Chunks chunks_of(const std::vector<Span>& vectors) {
   return chunks;
 }
 
-void l2_norms(const std::vector<Span>& vectors, const Passes& passes, const Parallel& parallel,
+void l2_norms(const std::vector<Span>& vectors, const InnerLoops& loops, const Parallel& parallel,
               float* norms) {
   const Chunks chunks = chunks_of(vectors);
   const int64_t count = static_cast<int64_t>(chunks.spans.size());
@@ -38,7 +38,7 @@ void l2_norms(const std::vector<Span>& vectors, const Passes& passes, const Para
   parallel.run(parts_for(total_size(vectors), parallel), [&](int) {
     for (int64_t begin; (begin = next.fetch_add(kTaken)) < count;) {
       for (int64_t i = begin; i < std::min(begin + kTaken, count); ++i) {
-        squares[i] = passes.sum_of_squares(chunks.spans[i].begin, chunks.spans[i].size);
+        squares[i] = loops.sum_of_squares(chunks.spans[i].begin, chunks.spans[i].size);
       }
     }
   });

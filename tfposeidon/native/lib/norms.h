@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "tfposeidon/native/lib/parallel.h"
-#include "tfposeidon/native/lib/passes.h"
+#include "tfposeidon/native/lib/inner_loops.h"
 
 namespace tfposeidon {
 
@@ -29,7 +29,7 @@ Chunks chunks_of(const std::vector<Span>& vectors);
 
 // norms[v] = sqrt(sum of squares of vector v), summed in 64 bits: the same bits for any number of
 // threads and any instruction set, and no square is too large or too small.
-void l2_norms(const std::vector<Span>& vectors, const Passes& passes, const Parallel& parallel,
+void l2_norms(const std::vector<Span>& vectors, const InnerLoops& loops, const Parallel& parallel,
               float* norms);
 
 }  // namespace tfposeidon

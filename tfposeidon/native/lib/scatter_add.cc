@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "tfposeidon/native/lib/passes.h"
+#include "tfposeidon/native/lib/inner_loops.h"
 
 namespace tfposeidon {
 namespace {
@@ -61,7 +61,7 @@ int64_t add_ascending(const Index* indices, const float* values, const std::vect
       used += i - cursor[s];
       cursor[s] = i;
     }
-    if (large) best_passes().move_out(tile, length, out + begin);
+    if (large) best_loops().move_out(tile, length, out + begin);
   }
   return used;
 }

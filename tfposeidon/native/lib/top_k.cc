@@ -52,11 +52,11 @@ void write_run(int64_t base, const uint32_t* run_indices, const uint32_t* bits, 
 // Writes all of a run with a key > above.
 template <class Index>
 void write_all_above(int64_t base, const uint32_t* run_indices, const uint32_t* bits, int64_t n,
-                     int32_t above, int64_t out_end, Place* place, const Passes& passes,
+                     int32_t above, int64_t out_end, Place* place, const InnerLoops& loops,
                      Index* indices, float* values) {
   if constexpr (sizeof(Index) == sizeof(int32_t)) {
-    place->out += passes.compact(run_indices, bits, n, above, static_cast<uint32_t>(base),
-                                 out_end - place->out, indices + place->out, values + place->out);
+    place->out += loops.compact(run_indices, bits, n, above, static_cast<uint32_t>(base),
+                                out_end - place->out, indices + place->out, values + place->out);
   } else {
     write_run(base, run_indices, bits, n, {above, above}, {}, out_end, place, indices, values);
   }
@@ -72,9 +72,9 @@ void write_chosen(const Runs& runs, int parts, int64_t k, Thresholds thresholds,
   engine.parallel.run(parts, [&](int part) {
     Counts own;
     runs(part, [&](int64_t, const uint32_t*, const uint32_t* bits, int64_t n) {
-      const int64_t higher = engine.passes.count(bits, n, thresholds.upper);
+      const int64_t higher = engine.loops.count(bits, n, thresholds.upper);
       own.higher += higher;
-      own.band += engine.passes.count(bits, n, thresholds.lower) - higher;
+      own.band += engine.loops.count(bits, n, thresholds.lower) - higher;
     });
     counts[part] = own;
   });
@@ -95,7 +95,7 @@ void write_chosen(const Runs& runs, int parts, int64_t k, Thresholds thresholds,
     runs(part, [&](int64_t base, const uint32_t* run_indices, const uint32_t* bits, int64_t n) {
       const int64_t end = places[part + 1].out;
       if (wanted == total.band) {
-        write_all_above(base, run_indices, bits, n, thresholds.lower, end, &at, engine.passes,
+        write_all_above(base, run_indices, bits, n, thresholds.lower, end, &at, engine.loops,
                         indices, values);
       } else {
         write_run(base, run_indices, bits, n, thresholds, window, end, &at, indices, values);
@@ -113,14 +113,14 @@ auto runs_of_candidates(const std::vector<Candidates>& parts) {
 
 // From the data themselves, when candidates do not hold all of the band.
 auto runs_of_source(const Source& source, int64_t n, int parts, int32_t lower,
-                    const Passes& passes) {
-  return [&source, n, parts, lower, &passes](int part, auto&& work) {
+                    const InnerLoops& loops) {
+  return [&source, n, parts, lower, &loops](int part, auto&& work) {
     const Range range = part_of(n, parts, part);
     uint32_t indices[kBlock + kSlack], bits[kBlock + kSlack];
     for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
       const int64_t length = std::min(kBlock, range.end - begin);
       const int64_t found =
-          passes.filter(source.block(begin, length), length, lower, 0, indices, bits);
+          loops.filter(source.block(begin, length), length, lower, 0, indices, bits);
       work(begin, indices, bits, found);
     }
   };
@@ -140,10 +140,10 @@ void write_largest(const std::vector<Candidates>& parts, int64_t k, const Engine
 // tell where its window lies, and nothing else is looked at.
 template <class Index, class First>
 void write_around(const Source& source, const std::vector<Candidates>& parts, int64_t n, int64_t k,
-                  int32_t upper, const First& first, const Passes& passes, Index* indices,
+                  int32_t upper, const First& first, const InnerLoops& loops, Index* indices,
                   float* values) {
   int64_t wanted = k, out = 0;
-  for (const Candidates& c : parts) wanted -= passes.count(c.bits, c.count, upper);
+  for (const Candidates& c : parts) wanted -= loops.count(c.bits, c.count, upper);
   int64_t place = first(n - k);  // Of the window's next element, but for the higher ones before it.
   const auto put = [&](int64_t index, float value) {
     indices[out] = static_cast<Index>(index);
@@ -224,9 +224,9 @@ void ms_top_k(const Source& source, int64_t n, int64_t k, int steps, uint64_t se
   if (complete) {
     write_chosen(runs_of_candidates(parts), part_count, k, found, first, engine, indices, values);
   } else if (found.lower == kEverything) {
-    write_around(source, parts, n, k, found.upper, first, engine.passes, indices, values);
+    write_around(source, parts, n, k, found.upper, first, engine.loops, indices, values);
   } else {
-    const auto runs = runs_of_source(source, n, part_count, found.lower, engine.passes);
+    const auto runs = runs_of_source(source, n, part_count, found.lower, engine.loops);
     write_chosen(runs, part_count, k, found, first, engine, indices, values);
   }
 }

@@ -1,5 +1,5 @@
-// The library on a CUDA GPU: what top_k.h, error_feedback.h, scatter_add.h, norms.h and passes.h do
-// on the CPU.
+// The library on a CUDA GPU: what top_k.h, error_feedback.h, scatter_add.h, norms.h and
+// inner_loops.h do on the CPU.
 //
 // Selection gives the CPU's output, but for MSTopK's mean, which is summed in 64 bits
 // throughout; dgc goes the way of exact, which has the same output. Pointers are to the GPU's

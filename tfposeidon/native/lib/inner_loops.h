@@ -1,7 +1,7 @@
 // The inner loops, compiled for several instruction sets; the best one is chosen at run time.
 
-#ifndef TFPOSEIDON_NATIVE_LIB_PASSES_H_
-#define TFPOSEIDON_NATIVE_LIB_PASSES_H_
+#ifndef TFPOSEIDON_NATIVE_LIB_INNER_LOOPS_H_
+#define TFPOSEIDON_NATIVE_LIB_INNER_LOOPS_H_
 
 #include <cstdint>
 #include <vector>
@@ -9,10 +9,10 @@
 namespace tfposeidon {
 
 // How many elements the callers hand over at a time: 8 KiB stay in the first-level cache, so that
-// several passes over one block read memory once.
+// several loops over one block read memory once.
 constexpr int64_t kBlock = 2048;
 
-// How far behind their output's end passes may write.
+// How far behind their output's end loops may write.
 constexpr int64_t kSlack = 16;
 
 struct Statistics {
@@ -20,7 +20,7 @@ struct Statistics {
   uint32_t max = 0;  // the largest key
 };
 
-struct Passes {
+struct InnerLoops {
   const char* name;
 
   // Appends those of x[0 .. n-1] whose key is > above, in order: indices (plus `base`) and bits.
@@ -67,10 +67,10 @@ struct Passes {
 };
 
 // All that this CPU can run, the plainest first.
-const std::vector<Passes>& usable_passes();
+const std::vector<InnerLoops>& usable_loops();
 
-// The last of `usable_passes`.
-const Passes& best_passes();
+// The last of `usable_loops`.
+const InnerLoops& best_loops();
 
 }  // namespace tfposeidon
 

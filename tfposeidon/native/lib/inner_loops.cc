@@ -1,4 +1,4 @@
-#include "tfposeidon/native/lib/passes.h"
+#include "tfposeidon/native/lib/inner_loops.h"
 
 #include "tfposeidon/native/lib/half.h"
 
@@ -64,7 +64,7 @@ inline void append(Keys values, uint16_t mask, uint32_t* out) {
   append_one_by_one(values, mask, out);
 }
 
-#include "tfposeidon/native/lib/passes.inc"
+#include "tfposeidon/native/lib/inner_loops.inc"
 }  // namespace plain
 
 #if defined(__x86_64__)
@@ -89,7 +89,7 @@ inline void append(Keys values, uint16_t mask, uint32_t* out) {
   append_one_by_one(values, mask, out);
 }
 
-#include "tfposeidon/native/lib/passes.inc"
+#include "tfposeidon/native/lib/inner_loops.inc"
 }  // namespace avx2
 #pragma GCC pop_options
 
@@ -116,7 +116,7 @@ inline void append(Keys values, uint16_t mask, uint32_t* out) {
   _mm512_storeu_si512(out, _mm512_maskz_compress_epi32(mask, (__m512i)values));
 }
 
-#include "tfposeidon/native/lib/passes.inc"
+#include "tfposeidon/native/lib/inner_loops.inc"
 }  // namespace avx512
 #pragma GCC pop_options
 
@@ -124,16 +124,16 @@ inline void append(Keys values, uint16_t mask, uint32_t* out) {
 
 }  // namespace
 
-const std::vector<Passes>& usable_passes() {
+const std::vector<InnerLoops>& usable_loops() {
   // Asked of the CPU once, and never destroyed: threads may outlive static objects at exit.
-  static const std::vector<Passes>* usable = [] {
-    auto* found = new std::vector<Passes>{plain::kPasses};
+  static const std::vector<InnerLoops>* usable = [] {
+    auto* found = new std::vector<InnerLoops>{plain::kLoops};
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
-      found->push_back(avx2::kPasses);
+      found->push_back(avx2::kLoops);
       if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-        found->push_back(avx512::kPasses);
+        found->push_back(avx512::kLoops);
       }
     }
 #endif
@@ -142,6 +142,6 @@ const std::vector<Passes>& usable_passes() {
   return *usable;
 }
 
-const Passes& best_passes() { return usable_passes().back(); }
+const InnerLoops& best_loops() { return usable_loops().back(); }
 
 }  // namespace tfposeidon
