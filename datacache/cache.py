@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from datacache.batches import EpochIterator, batches
-from datacache.from_tfposeidon import ProgressBar, place
+from datacache.from_tfposeidon import ProgressBar
 from datacache.levels.fingerprint import fingerprint, trace
 from datacache.levels.opening import open_levels
 from datacache.levels.pool_level import Verify
@@ -345,7 +345,7 @@ class Cache:
         self, global_batch: int, seed: int, shuffle: bool, state: dict[str, Any] | None
     ) -> EpochIterator:
         order = Order(samples=len(self), global_batch=global_batch, seed=seed, shuffle=shuffle)
-        own = place()
+        own = process_rank()
         return EpochIterator(order, own.rank, own.size, state)
 
     def _nested_batch(self, samples: np.ndarray) -> Any:

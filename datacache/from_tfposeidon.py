@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tfposeidon.communication.agreement import require_equal
-from tfposeidon.communication.launcher import place
+from tfposeidon.communication.launcher import process_rank
 from tfposeidon.memory import available_memory, is_memory
 from tfposeidon.quiet import import_tensorflow
 from tfposeidon.ranges import check_integer
@@ -30,7 +30,7 @@ __all__ = [
     "job_wire",
     "parse_share",
     "parse_size",
-    "place",
+    "process_rank",
     "readable_size",
     "require_equal",
     "table",
@@ -43,7 +43,7 @@ def job_wire() -> Wire | None:
     One process needs no Horovod. Else the first call starts Horovod with default arguments, unless
     the script has called `tfposeidon.init`.
     """
-    if place().size == 1:
+    if process_rank().size == 1:
         return None
     from tfposeidon.communication import runtime
 

@@ -5,7 +5,7 @@ import tensorflow as tf
 from horovod.runner.http.http_server import KVStoreServer
 
 from tfposeidon.communication.failure import Reporter, is_broken_collective
-from tfposeidon.communication.launcher import Place, Store, node_sizes, place
+from tfposeidon.communication.launcher import ProcessRank, Store, node_sizes, process_rank
 
 BROKEN = tf.errors.UnknownError(
     None, None, "Horovod has been shut down. [[{{node step/tp0.bucket_3.scatter}}]]"
@@ -104,19 +104,19 @@ def test_other_errors_are_causes(error):
 def test_node_sizes_come_from_the_first_rank_of_each_node(store):
     for rank, local_rank, local_size in ((0, 0, 2), (2, 0, 1), (3, 0, 3)):
         store.put(f"node-of-rank-{rank}", local_size) if local_rank == 0 else None
-    assert node_sizes(store, Place(4, 6, 1, 3)) == [2, 1, 3]
+    assert node_sizes(store, ProcessRank(4, 6, 1, 3)) == [2, 1, 3]
 
 
 def test_a_node_that_never_comes_is_named(store):
     with pytest.raises(TimeoutError, match="'node-of-rank-0' did not appear"):
-        node_sizes(store, Place(1, 2, 1, 2), timeout_s=0.1)
+        node_sizes(store, ProcessRank(1, 2, 1, 2), timeout_s=0.1)
 
 
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, Place()),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, Place()),
+        ({}, ProcessRank()),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, ProcessRank()),
         (
             {
                 "HOROVOD_RANK": "3",
@@ -124,7 +124,7 @@ def test_a_node_that_never_comes_is_named(store):
                 "HOROVOD_LOCAL_RANK": "1",
                 "HOROVOD_LOCAL_SIZE": "2",
             },
-            Place(3, 8, 1, 2),
+            ProcessRank(3, 8, 1, 2),
         ),
         (
             {
@@ -133,7 +133,7 @@ def test_a_node_that_never_comes_is_named(store):
                 "OMPI_COMM_WORLD_LOCAL_RANK": "1",
                 "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
             },
-            Place(1, 4, 1, 2),
+            ProcessRank(1, 4, 1, 2),
         ),
     ],
 )
@@ -143,4 +143,4 @@ def test_places_by_launcher(monkeypatch, variables, expected):
             monkeypatch.delenv(f"{name}_{suffix}", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert place() == expected
+    assert process_rank() == expected

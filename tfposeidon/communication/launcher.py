@@ -38,8 +38,8 @@ STORE_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """Place of this process in the job. One process without a launcher is rank 0 of 1.
+class ProcessRank:
+    """Rank of this process, in the job and on its node. One process without a launcher is rank 0 of 1.
 
     Attributes:
       rank: Index of the process in the job.
@@ -54,14 +54,14 @@ class Place:
     local_size: int = 1
 
 
-def place() -> Place:
-    """Returns the place of this process, from the launcher's variables."""
+def process_rank() -> ProcessRank:
+    """Returns the rank of this process, from the launcher's variables."""
     # A size alone tells of no launcher: SLURM names one in scripts that start a single process,
     # too.
     if not any(os.environ.get(name) for name in RANK):
-        return Place()
+        return ProcessRank()
     size = _first(SIZE, 1)
-    return Place(_first(RANK, 0), size, _first(LOCAL_RANK, 0), _first(LOCAL_SIZE, size))
+    return ProcessRank(_first(RANK, 0), size, _first(LOCAL_RANK, 0), _first(LOCAL_SIZE, size))
 
 
 def _first(names: tuple[str, ...], default: int) -> int:
@@ -143,7 +143,7 @@ class Store:
         return value
 
 
-def node_sizes(store: Store, own: Place, timeout_s: float = 120.0) -> list[int]:
+def node_sizes(store: Store, own: ProcessRank, timeout_s: float = 120.0) -> list[int]:
     """Finds the number of ranks of each node, where the launcher numbers ranks node by node.
 
     The first rank of each node leaves its node's size in the store; everybody walks from node to
@@ -151,7 +151,7 @@ def node_sizes(store: Store, own: Place, timeout_s: float = 120.0) -> list[int]:
 
     Args:
       store: Launcher's store.
-      own: Place of this process.
+      own: Rank of this process.
       timeout_s: Seconds to wait for each node.
 
     Raises:

@@ -71,7 +71,7 @@ def init(
     _wire = _start(ranks_per_node)
     failure.watch(_wire.topology.rank, _wire.topology.size)
     if pin_gpu:
-        _pin_gpu(launcher.place().local_rank)
+        _pin_gpu(launcher.process_rank().local_rank)
     return _wire.topology
 
 
@@ -126,10 +126,10 @@ def _start(ranks_per_node: int | None) -> HorovodWire:
 
     if hvd.is_initialized():
         return _adopt(hvd, ranks_per_node)
-    place = launcher.place()
-    if ranks_per_node is None and place.size > 1 and launcher.Store.of_launcher() is None:
+    own = launcher.process_rank()
+    if ranks_per_node is None and own.size > 1 and launcher.Store.of_launcher() is None:
         return _start_over_mpi(hvd)
-    topology = _find_topology(place, ranks_per_node)
+    topology = _find_topology(own, ranks_per_node)
     _check_layout_in_store(topology)
     # Named at the start: sets that are added later make each cycle of Horovod's thread wait for all
     # ranks.
@@ -157,16 +157,16 @@ def _start_over_mpi(hvd: Any) -> HorovodWire:
     )
 
 
-def _find_topology(place: launcher.Place, ranks_per_node: int | None) -> Topology:
+def _find_topology(own: launcher.ProcessRank, ranks_per_node: int | None) -> Topology:
     if ranks_per_node is not None:
-        return Topology.regular(place.rank, place.size, ranks_per_node)
+        return Topology.regular(own.rank, own.size, ranks_per_node)
     store = launcher.Store.of_launcher()
-    if store is None or place.size == 1:
+    if store is None or own.size == 1:
         return Topology(0, ((0,),))
-    sizes = launcher.node_sizes(store, place)
+    sizes = launcher.node_sizes(store, own)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return Topology(
-        place.rank, tuple(tuple(range(s, s + n)) for s, n in zip(starts, sizes, strict=True))
+        own.rank, tuple(tuple(range(s, s + n)) for s, n in zip(starts, sizes, strict=True))
     )
 
 

@@ -19,7 +19,7 @@ struct Counts {
 };
 
 // The output position of the next element, and the number of the next one in the band.
-struct Place {
+struct Cursor {
   int64_t out = 0;
   int64_t band = 0;
 };
@@ -28,13 +28,13 @@ int64_t overlap(Range a, Range b) {
   return std::max<int64_t>(0, std::min(a.end, b.end) - std::max(a.begin, b.begin));
 }
 
-// Writes the chosen ones of a run of elements while `place` is before `out_end`.
+// Writes the chosen ones of a run of elements while `cursor` is before `out_end`.
 template <class Index>
 void write_run(int64_t base, const uint32_t* run_indices, const uint32_t* bits, int64_t n,
-               Thresholds thresholds, Range window, int64_t out_end, Place* place, Index* indices,
+               Thresholds thresholds, Range window, int64_t out_end, Cursor* cursor, Index* indices,
                float* values) {
-  Place at =
-      *place;  // A copy: for all the compiler knows, a store through `indices` could change *place.
+  Cursor at = *cursor;  // A copy: for all the compiler knows, a store through `indices` could
+                        // change *cursor.
   for (int64_t i = 0; i < n && at.out < out_end; ++i) {
     const int32_t key = static_cast<int32_t>(bits[i] & kKeyMask);
     const bool higher = key > thresholds.upper;
@@ -46,19 +46,20 @@ void write_run(int64_t base, const uint32_t* run_indices, const uint32_t* bits, 
     at.out += higher || (band && at.band >= window.begin && at.band < window.end);
     at.band += band;
   }
-  *place = at;
+  *cursor = at;
 }
 
 // Writes all of a run with a key > above.
 template <class Index>
 void write_all_above(int64_t base, const uint32_t* run_indices, const uint32_t* bits, int64_t n,
-                     int32_t above, int64_t out_end, Place* place, const InnerLoops& loops,
+                     int32_t above, int64_t out_end, Cursor* cursor, const InnerLoops& loops,
                      Index* indices, float* values) {
   if constexpr (sizeof(Index) == sizeof(int32_t)) {
-    place->out += loops.compact(run_indices, bits, n, above, static_cast<uint32_t>(base),
-                                out_end - place->out, indices + place->out, values + place->out);
+    cursor->out +=
+        loops.compact(run_indices, bits, n, above, static_cast<uint32_t>(base),
+                      out_end - cursor->out, indices + cursor->out, values + cursor->out);
   } else {
-    write_run(base, run_indices, bits, n, {above, above}, {}, out_end, place, indices, values);
+    write_run(base, run_indices, bits, n, {above, above}, {}, out_end, cursor, indices, values);
   }
 }
 
@@ -84,16 +85,16 @@ void write_chosen(const Runs& runs, int parts, int64_t k, Thresholds thresholds,
   const int64_t begin = first(total.band - wanted);
   const Range window{begin, begin + wanted};
   // Counted first, so that each part knows where it writes, and threads need not wait.
-  std::vector<Place> places(parts + 1);
+  std::vector<Cursor> cursors(parts + 1);
   for (int part = 0; part < parts; ++part) {
-    const int64_t band_end = places[part].band + counts[part].band;
-    const int64_t taken = counts[part].higher + overlap(window, {places[part].band, band_end});
-    places[part + 1] = {places[part].out + taken, band_end};
+    const int64_t band_end = cursors[part].band + counts[part].band;
+    const int64_t taken = counts[part].higher + overlap(window, {cursors[part].band, band_end});
+    cursors[part + 1] = {cursors[part].out + taken, band_end};
   }
   engine.parallel.run(parts, [&](int part) {
-    Place at = places[part];
+    Cursor at = cursors[part];
     runs(part, [&](int64_t base, const uint32_t* run_indices, const uint32_t* bits, int64_t n) {
-      const int64_t end = places[part + 1].out;
+      const int64_t end = cursors[part + 1].out;
       if (wanted == total.band) {
         write_all_above(base, run_indices, bits, n, thresholds.lower, end, &at, engine.loops,
                         indices, values);
@@ -144,16 +145,17 @@ void write_around(const Source& source, const std::vector<Candidates>& parts, in
                   float* values) {
   int64_t wanted = k, out = 0;
   for (const Candidates& c : parts) wanted -= loops.count(c.bits, c.count, upper);
-  int64_t place = first(n - k);  // Of the window's next element, but for the higher ones before it.
+  int64_t cursor =
+      first(n - k);  // Of the window's next element, but for the higher ones before it.
   const auto put = [&](int64_t index, float value) {
     indices[out] = static_cast<Index>(index);
     values[out++] = value;
   };
   const auto take_until = [&](int64_t end) {
-    for (int64_t length; wanted > 0 && place < end; place += length, wanted -= length) {
-      length = std::min({wanted, end - place, kBlock});
-      const float* x = source.block(place, length);
-      for (int64_t i = 0; i < length; ++i) put(place + i, x[i]);
+    for (int64_t length; wanted > 0 && cursor < end; cursor += length, wanted -= length) {
+      length = std::min({wanted, end - cursor, kBlock});
+      const float* x = source.block(cursor, length);
+      for (int64_t i = 0; i < length; ++i) put(cursor + i, x[i]);
     }
   };
   for (const Candidates& c : parts) {
@@ -162,7 +164,7 @@ void write_around(const Source& source, const std::vector<Candidates>& parts, in
       const int64_t higher = c.range.begin + c.indices[i];
       take_until(higher);
       put(higher, float_of(c.bits[i]));
-      place += wanted > 0;
+      cursor += wanted > 0;
     }
   }
   take_until(n);
