@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from datacache.batches import EpochIterator, batches
-from datacache.from_tfposeidon import ProgressBar
+from datacache.from_tfposeidon import ProgressBar, process_rank
 from datacache.levels.fingerprint import fingerprint, trace
 from datacache.levels.opening import open_levels
 from datacache.levels.pool_level import Verify

@@ -39,7 +39,9 @@ STORE_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class ProcessRank:
-    """Rank of this process, in the job and on its node. One process without a launcher is rank 0 of 1.
+    """Rank of this process, in the job and on its node.
+
+    One process without a launcher is rank 0 of 1.
 
     Attributes:
       rank: Index of the process in the job.
