@@ -22,7 +22,7 @@ from datacache.system.access import Access, Directory
 DONE, CORRUPT, NO_ROOM, FAILED, INTERRUPTED = 0, 1, 1, 2, 130
 HEADINGS = ("FOLDER", "SOURCE", "READY", "KEPT", "OF", "TAKES", "OPENED", "STATE")
 MINUTE = "%Y-%m-%d %H:%M"
-WINDOW = 256
+SAMPLES_PER_CHECK = 256
 """Samples that `verify` reads between two updates of the progress bar."""
 DESCRIPTION = """Pools keep the samples of caches: in /dev/shm and on local disks, one folder each.
 
@@ -228,8 +228,8 @@ def _verify_one(folder: Path) -> int:
         samples = np.arange(pool.spec.shard.samples)
         samples = samples[pool.ready(samples)]
         progress, corrupt = ProgressBar(len(samples), "samples"), 0
-        for begin in range(0, len(samples), WINDOW):
-            window = samples[begin : begin + WINDOW]
+        for begin in range(0, len(samples), SAMPLES_PER_CHECK):
+            window = samples[begin : begin + SAMPLES_PER_CHECK]
             corrupt += len(pool.find_corrupt(window, recheck=True))
             progress.add(len(window))
         progress.close()
