@@ -73,7 +73,7 @@ docs: setup
 SANITIZERS := address,undefined thread
 NATIVE_TEST := tests/native/lib_test.cc $(wildcard tfposeidon/native/lib/*.cc)
 NATIVE_FLAGS := -std=c++17 -O2 -g -Wall -Wextra -Werror -Wno-psabi -ffp-contract=off -fno-strict-aliasing -I. -pthread
-# The passes for GPUs run on the processor in their test; Thrust comes with the CUDA toolkit, and itself binds null.
+# The passes for GPUs run on the CPU in their test; Thrust comes with the CUDA toolkit, and itself binds null.
 CCCL := $(firstword $(wildcard $(or $(HOROVOD_CUDA_HOME),/usr/local/cuda)/include/cccl))
 THRUST_FLAGS := -DTHRUST_DEVICE_SYSTEM=THRUST_DEVICE_SYSTEM_CPP -isystem $(CCCL)
 check-native:

@@ -131,9 +131,7 @@ class BuildNative(build_ext):
             "nvcc", path=os.pathsep.join([f"{home}/bin", os.environ.get("PATH", "")])
         )
         if nvcc is None:
-            self.warn(
-                "no nvcc, so native ops on GPU tensors run on the processor; set HOROVOD_CUDA_HOME"
-            )
+            self.warn("no nvcc, so native ops on GPU tensors run on the CPU; set HOROVOD_CUDA_HOME")
             return
         known = subprocess.run(
             [nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True
@@ -141,7 +139,7 @@ class BuildNative(build_ext):
         gpus = [gpu for gpu in self.gpus if f"compute_{gpu}" in known]
         if not gpus:
             self.warn(
-                f"nvcc knows none of {self.gpus}, so native ops on GPU tensors run on the processor"
+                f"nvcc knows none of {self.gpus}, so native ops on GPU tensors run on the CPU"
             )
             return
         library = Path(self.build_temp) / "gpu.o"

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 1800
-"""For jobs that hang: more than ten times what the longest of them takes on two idle processors."""
+"""For jobs that hang: more than ten times what the longest of them takes on two idle CPU cores."""
 
 durations = []
 """Label and seconds of every job that has ended."""

@@ -135,6 +135,15 @@ def test_a_node_that_never_comes_is_named(store):
             },
             ProcessRank(1, 4, 1, 2),
         ),
+        (
+            {
+                "PMIX_RANK": "3",
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_LOCALID": "1",
+                "SLURM_NTASKS_PER_NODE": "2",
+            },
+            ProcessRank(3, 4, 1, 2),
+        ),
     ],
 )
 def test_places_by_launcher(monkeypatch, variables, expected):
