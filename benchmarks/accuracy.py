@@ -174,6 +174,11 @@ CURVES = {
 """Label, value and axis of each panel, for runs that go on."""
 
 
+CURVE = {"marker": "", "linewidth": 2.4}
+ON_TOP = {"marker": "D", "linewidth": 1.0, "markersize": 3.5, "markevery": 2, "zorder": 3}
+"""Of exact selection, whose curve often is that of MSTopK: both are to be seen."""
+
+
 def plot_curves(found, path):
     """Saves accuracy, error and loss by epoch: means over seeds, and their range."""
     # Results from before losses were noted have no panel of them.
@@ -186,7 +191,9 @@ def plot_curves(found, path):
             for system, runs in found.items():
                 curves = np.array([list(map(value, curve(run, name))) for run in runs])
                 epochs = runs[0].get("iterations", range(1, curves.shape[1] + 1))
-                style = figures.line(system) | {"marker": "", "linewidth": 1.8}
+                style = figures.line(system) | CURVE
+                if system.endswith(":exact"):
+                    style |= ON_TOP
                 axis.plot(epochs, curves.mean(0), **style)
                 axis.fill_between(
                     epochs,
@@ -201,7 +208,7 @@ def plot_curves(found, path):
                 axis.yaxis.set_major_formatter("{x:g}")
             axis.grid(axis="y")
         title = "lines: mean of the seeds; bands: their range"
-        figures.legend(figure, columns=5, title=title)
+        figures.legend(figure, columns=3, title=title)
 
     figures.save(path, len(names), draw, columns=3, height_in=3.4)
 

@@ -67,13 +67,12 @@ STYLES = {
     "hitopk:0.1": Style("hierarchical top 10 %", "#c9b3f0", marker="^"),
     "hitopk:0.01": Style("hierarchical top 1 %", "#7d4fd6", marker="^"),
     "hitopk:0.01:float16": Style("hierarchical top 1 %, 16 bits", "#3f1a8a", marker="^"),
+    "hitopk:0.01:exact": Style("hierarchical top 1 %, exact", "#b58cff", marker="D"),
     "hitopk:0.001": Style("hierarchical top 0.1 %", "#d669c8", marker="^"),
-    "hitopk:0.01:exact": Style("exact top 1 %", "#8c62dd"),
-    "hitopk:0.01:mstopk": Style("MSTopK 1 %", "#4b2499", marker="s"),
-    "hitopk:0.001:exact": Style("exact top 0.1 %", "#e07bd3"),
-    "hitopk:0.001:mstopk": Style("MSTopK 0.1 %", "#a02f93", marker="s"),
+    "hitopk:0.001:exact": Style("hierarchical top 0.1 %, exact", "#f2a9ea", marker="D"),
     "ps-late": Style("store, after backward", "#e3a857"),
     "ps": Style("store (ps)", "#5f9e3d"),
+    "ps:server": Style("store, updates at servers", "#a8c93a"),
     "ps-adam": Style("store, factors to it (ps-adam)", "#8a7f3a"),
     "hybcomm": Style("HybComm", "#d6006e", marker="s"),
     "onebit": Style("one bit", "#e06a00", marker="^"),
@@ -91,6 +90,8 @@ STYLES = {
     "LARS": Style("LARS", "#c44900"),
     "LAMB": Style("LAMB", "#6a5acd"),
 }
+DEFAULTS = (":mstopk",)
+"""Options that a scheme has anyway: a system that names one is the system that does not."""
 PARTS = ("#264653", "#2a9d8f", "#e0b84c", "#c1666b")
 """Colors of what is no system: steps of an exchange, parts of a computation."""
 BASELINE = "#b8b8b8"
@@ -107,9 +108,20 @@ MODELS = {
 }
 
 
+def canonical(system):
+    """Returns the name of a system without the options that are its scheme's defaults.
+
+    >>> canonical("hitopk:0.01:mstopk")
+    'hitopk:0.01'
+    """
+    for option in DEFAULTS:
+        system = system.replace(option, "")
+    return system
+
+
 def style(system):
     """Returns the style of a system; one with options of its own has the color of its scheme."""
-    name = system
+    system = name = canonical(system)
     while name not in STYLES and ":" in name:
         name = name.rpartition(":")[0]
     if name == system:
@@ -119,8 +131,8 @@ def style(system):
 
 def in_order(systems):
     """Returns systems as legends list them: peers first, and then ours by scheme."""
-    known = list(STYLES)
-    return sorted(systems, key=lambda name: known.index(name) if name in STYLES else len(known))
+    known = {name: index for index, name in enumerate(STYLES)}
+    return sorted(systems, key=lambda name: known.get(canonical(name), len(known)))
 
 
 def line(system):

@@ -85,12 +85,15 @@ def show(cells):
     )
 
 
-COLORS = {"worker": figures.BASELINE, "server": figures.style("ps").color}
-"""Colors by where the update is made: on every rank, or on the servers of shards."""
+COLORS = {"worker": figures.style("ps").color, "server": figures.style("ps:server").color}
+"""Colors by where the update is made: on every rank, as by default, or at the servers."""
+OPTIMIZER_NAMES = {"momentum": "SGD, momentum", "adam": "Adam", "adamw": "AdamW"}
 
 
 def plot(cells, path):
     """Saves a panel for each layout, with resident memory as bars and slots as marks on them."""
+    (elements,) = {cell.get("task", {}).get("elements", ELEMENTS) for cell in cells.values()}
+    labels = {update: f'resident, ShardedServer(update="{update}")' for update in UPDATES}
     found = {}
     for (layout, *about), slots, resident in rows(cells):
         found.setdefault(layout, []).append((*about, slots / 1e6, resident / 1e6))
@@ -100,15 +103,13 @@ def plot(cells, path):
         for axis, (layout, own) in zip(axes, found.items(), strict=True):
             names = []
             for index, (optimizer, update, slots, resident) in enumerate(own):
-                names.append(f"{optimizer}, {update}")
-                hatch = {"hatch": "///", "edgecolor": "white"} if update == "worker" else {}
+                names.append(f"{OPTIMIZER_NAMES[optimizer]}, {update}")
                 axis.barh(
                     index,
                     resident,
                     color=COLORS[update],
-                    label=f'resident, update="{update}"',
+                    label=labels[update],
                     height=0.7,
-                    **hatch,
                 )
                 mark = axis.vlines(slots, index - 0.42, index + 0.42, "black", linewidth=2.5)
                 axis.annotate(
@@ -118,16 +119,18 @@ def plot(cells, path):
                     textcoords="offset points",
                     va="center",
                 )
-            mark.set_label("slots")
+            mark.set_label("optimizer state (slots), by its sizes")
             axis.set_yticks(range(len(names)), names)
             axis.set(
                 title=figures.ranks(layout),
-                xlabel="MB on a rank, beyond plain SGD",
+                xlabel="MB on a rank, beyond SGD without momentum",
                 xlim=(0, 1.15 * most),
             )
             axis.invert_yaxis()
             axis.tick_params(left=False)
-        figures.legend(figure, columns=3)
+        text = f"one variable of {elements / 1e6:.1f} M float32 values, after three updates"
+        figure.suptitle(text)
+        figures.legend(figure, columns=2, more=labels.values())
 
     if found:
         figures.save(path, len(found), draw, height_in=3.2)

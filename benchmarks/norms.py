@@ -203,11 +203,11 @@ def crossover(seconds):
 
 
 LINES = {
-    "local": {"label": "every rank for itself", "color": figures.BASELINE, "linestyle": "--"},
-    "share": {"label": "largest share", "color": figures.PARTS[1], "linewidth": 1.4},
-    "all-gather": {"label": "all-gather", "color": figures.PARTS[2], "linewidth": 1.4},
+    "local": {"label": "every rank takes all norms", "color": figures.BASELINE, "linewidth": 2.4},
+    "share": {"label": "largest share of a rank", "color": figures.PARTS[1], "linewidth": 1.4},
+    "all-gather": {"label": "all-gather of shares", "color": figures.PARTS[2], "linewidth": 1.4},
     "both": {
-        "label": "in parallel: share and all-gather",
+        "label": "in parallel: share + all-gather",
         "color": figures.PARTS[0],
         "linewidth": 2.4,
     },
@@ -233,12 +233,15 @@ def plot(cells, path):
             axis.set(
                 title=figures.MODELS.get(name, name),
                 xlabel="ranks, one per node",
-                ylabel="milliseconds",
+                ylabel="milliseconds for all norms of a step",
                 ylim=(0, None),
                 xticks=ranks,
             )
             axis.grid(axis="y")
-        figures.legend(figure, more=[LINES["both"]["label"]])
+        figure.suptitle(
+            f"norms of all variables and all gradients; {figures.rate(RATE)} between nodes"
+        )
+        figures.legend(figure, more=[LINES[name]["label"] for name in ("local", "both")], columns=2)
 
     if names:
         figures.save(path, len(names), draw, height_in=3.6)

@@ -61,7 +61,11 @@ def plot(cells, path, layout="4x2", gbit=4.0):
             for system, label, own in zip(steps, labels, ours, strict=True)
         ]
         axes[0].set_yticks(range(len(names)), names)
-        figure.suptitle(f"{figures.ranks(layout)}, {gbit:g} Gb/s between emulated nodes")
+        (dilation,) = {key[3] for key in scaling.groups(cells) if key[1:3] == (layout, gbit)}
+        figure.suptitle(
+            f"{figures.ranks(layout)}, {gbit:g} Gb/s between emulated nodes; "
+            f"measured {dilation:g} times as slow"
+        )
         figures.legend(figure)
 
     figures.save(path, len(MODELS), draw, height_in=3.6)

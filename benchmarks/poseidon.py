@@ -153,7 +153,8 @@ def plot(cells, path):
             draw_nodes(axis, model, found)
         for axis, model in zip(axes[len(names) :], names, strict=True):
             draw_bandwidth(axis, model, found)
-        figures.legend(figure)
+        title = "bold: tfposeidon; dashed: peers; rings and crosses show lines that others cover"
+        figures.legend(figure, title=title)
 
     figures.save(path, 2 * len(names), draw, columns=len(names), height_in=3.2)
     if sent := traffic(cells):
@@ -164,9 +165,15 @@ def plot(cells, path):
 
 
 def line(system):
-    """Returns the line of a system, broader for the store: it often lies under that of HybComm."""
-    wider = {"linewidth": 4.5, "markersize": 8} if system == "ps" else {}
-    return figures.line(system) | wider
+    """Returns the line of a system, so that all can be seen where they lie on one another.
+
+    The store's points are rings around those of HybComm, and Horovod's dashes lie on top.
+    """
+    own = {
+        "ps": {"fillstyle": "none", "markersize": 10, "markeredgewidth": 2},
+        "horovod": {"zorder": 3, "marker": "x", "markersize": 8, "markeredgewidth": 1.8},
+    }
+    return figures.line(system) | own.get(system, {})
 
 
 def draw_nodes(axis, model, found):

@@ -152,15 +152,15 @@ def row(system, figures, cell):
 
 
 def show(cells):
-    """Prints a table for each case; seconds are dilated ones."""
+    """Prints a table for each case; times are those of the real cluster, dilated ones / D."""
     for (name, layout, gbit, dilation), rows in groups(cells).items():
         cell = next(c for c in cells.values() if group(c) == (name, layout, gbit, dilation))
         task = cell["task"]
-        compute_s = dilation * models.model(name).step_s
         shrunk = f", shrunk by {task['shrink']:g}" if task["shrink"] != 1 else ""
         print(
-            f"\n{name}{shrunk}, {layout} ranks, {gbit:g} Gb/s; time dilated by {dilation:g}, "
-            f"links of {cell['rate_bits_per_s'] / 1e6:.0f} Mb/s, compute {compute_s:.2f} s"
+            f"\n{name}{shrunk}, {layout} ranks, {gbit:g} Gb/s, compute "
+            f"{1e3 * models.model(name).step_s:.0f} ms; measured {dilation:g} times as slow, "
+            f"with links of {cell['rate_bits_per_s'] / 1e6:.0f} Mb/s"
         )
         header = (
             "system",
@@ -171,20 +171,23 @@ def show(cells):
             "bytes / link",
             "ideal step",
         )
-        harness.show([header, *map(cells_of, rows)])
+        harness.show([header, *(cells_of(row, dilation) for row in rows)])
 
 
-def cells_of(row):
+def cells_of(row, dilation):
+    def milliseconds(name):
+        return f"{1e3 * row[name] / dilation:.0f} ms"
+
     if "error" in row:
         return (row["system"], "failed", "", "", "", "", row["error"])
     return (
         row["system"],
-        f"{row['step_s']:.2f} s",
-        f"{row['exposed_s']:.2f} s",
+        milliseconds("step_s"),
+        milliseconds("exposed_s"),
         f"{min(row['stalled']):.0%} to {max(row['stalled']):.0%}",
         f"{row['efficiency']:.0%}",
-        f"{row['wire_s']:.2f} s",
-        f"{row['ideal_s']:.2f} s",
+        milliseconds("wire_s"),
+        milliseconds("ideal_s"),
     )
 
 

@@ -251,12 +251,21 @@ def cells_of(cell):
     )
 
 
-RATIOS = (
-    ("exact", "read", "exact selection / read"),
-    ("mstopk", "read", "MSTopK / read"),
-    ("feedback", "add", "error feedback / addition"),
-    ("scatter", "zero", "scatter-add / zero fill"),
-)
+def ratios(density):
+    """Returns what a panel compares: names of two times, label and color of their ratio.
+
+    What selects has the color of the scheme that selects so.
+    """
+    top = f"top {100 * density:g} %"
+    exact, mstopk = (
+        figures.style(f"hitopk:{density:g}:{method}").color for method in ("exact", "mstopk")
+    )
+    return (
+        ("exact", "read", f"exact {top} / one read", exact),
+        ("mstopk", "read", f"MSTopK, {top} / one read", mstopk),
+        ("feedback", "add", "error feedback / one addition", figures.PARTS[2]),
+        ("scatter", "zero", "scatter-add / one zero fill", figures.PARTS[3]),
+    )
 
 
 def plot(cells, path):
@@ -265,23 +274,31 @@ def plot(cells, path):
     for cell in cells.values():
         found.setdefault((cell["kind"], cell["density"]), []).append(cell)
     cases = [case for case in itertools.product(("library", "ops"), DENSITIES) if case in found]
+    most = max(
+        cell[f"{name}_s"] / cell[f"{to}_s"]
+        for kind, density in cases
+        for cell in found[kind, density]
+        for name, to, *_ in ratios(density)
+    )
 
     def draw(figure, axes):
+        ours = []
         for axis, (kind, density) in zip(axes, cases, strict=True):
-            for (name, to, label), color in zip(RATIOS, figures.PARTS, strict=True):
+            for name, to, label, color in ratios(density):
                 draw_ratio(axis, found[kind, density], (name, to), label=label, color=color)
+                ours.append(label)
             axis.axhline(1, **figures.REFERENCE)
             names = {"library": "C++ library", "ops": "TensorFlow ops"}
             axis.set(
-                title=f"{names[kind]}, density {density:g}",
-                xlabel="values",
-                ylabel="ratio",
+                title=f"{names[kind]}, the top {100 * density:g} % of all values",
+                xlabel="values in the vector",
+                ylabel="time / time of one pass",
                 xscale="log",
-                ylim=(0, 6),
+                ylim=(0, 1.04 * most),
             )
             axis.grid(axis="y")
-        title = "lines: median of the distributions of values; bands: their range"
-        figures.legend(figure, more=[label for *_, label in RATIOS], title=title)
+        title = "lines: median of the distributions of values; bands: their range; dotted: one pass"
+        figures.legend(figure, columns=3, more=ours, title=title)
 
     figures.save(path, len(cases), draw)
 

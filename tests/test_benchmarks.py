@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ from benchmarks.workers import mirrored
 from benchmarks.workers.exchange import scheme_named
 from benchmarks.workers.task import summary
 from tfposeidon import schemes
-from tfposeidon.lab import models
+from tfposeidon.lab import demo, models
 
 
 def test_an_interrupted_benchmark_goes_on(tmp_path):
@@ -92,6 +93,45 @@ def test_a_system_with_options_looks_like_its_scheme():
     assert figures.style("2dtar:float16:other").color == figures.style("2dtar:float16").color
     assert figures.style("2dtar:float16:other").label == "2dtar:float16:other"
     assert figures.in_order(["2dtar", "unknown", "ddp"]) == ["ddp", "2dtar", "unknown"]
+
+
+def test_a_default_that_is_named_is_no_system_of_its_own():
+    assert scheme_named("hitopk:0.01:mstopk") == scheme_named("hitopk:0.01")
+    assert figures.style("hitopk:0.01:mstopk") == figures.style("hitopk:0.01")
+    assert figures.in_order(["ps", "hitopk:0.01:mstopk"]) == ["hitopk:0.01:mstopk", "ps"]
+
+
+def test_the_demo_has_the_colors_of_the_results():
+    """It is installed without the benchmarks, so that it keeps a table of its own."""
+    systems = {"allreduce": "allreduce", "hybcomm": "hybcomm", "hitopk": "hitopk:0.01"}
+    colors = {scheme: figures.STYLES[system].color for scheme, system in systems.items()}
+    assert colors == demo.COLORS
+
+
+@pytest.mark.parametrize("path", sorted(harness.RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_pages_name_machine_and_commit_of_their_results(path):
+    texts = [page.read_text() for page in harness.RESULTS.glob("*.md")]
+    text = "\n".join(text for text in texts if f"docs/results/{path.name}" in text)
+    for cell in json.loads(path.read_text()).values():
+        assert cell["machine"]["commit"].removesuffix("-dirty") in text
+        assert cell["machine"]["kernel"] in text
+        assert ("AMD EPYC" if "EPYC" in cell["machine"]["processor"] else "Intel Xeon") in text
+
+
+COMMANDS = re.findall(
+    r"\[`(\w+)([^`]*)`\]\(results/", (harness.RESULTS.parent / "results.md").read_text()
+)
+
+
+@pytest.mark.parametrize(("name", "arguments"), sorted(set(COMMANDS)))
+def test_commands_beside_results_are_those_that_gave_them(name, arguments, monkeypatch):
+    module = OF_RESULTS.get(name, wrapper)
+    monkeypatch.setattr("sys.argv", [name, *arguments.split()])
+    options = module.parse_arguments()
+    kept = json.loads((harness.ROOT / options.results).read_text())
+    # Keys of accuracy did not name the layout yet.
+    if name != "accuracy":
+        assert module.planned(options).keys() & kept.keys()
 
 
 def test_every_plot_can_be_drawn_again():
