@@ -1,12 +1,14 @@
 """Prints how the code is built: folders, files, complexity, members, docstrings, README.
 
     python -m benchmarks.structure v0.1 HEAD     # a table with one column per revision
-    python -m benchmarks.structure --missing     # public functions whose `Args` are not complete
+    python -m benchmarks.structure --missing     # public functions that lack `Args` or `Returns`
 
 A function is public when neither its name nor that of its class begins with an underscore. Its
-`Args` are complete when the section names every parameter; functions without parameters,
-properties, and methods marked `@override`, whose contract stands at the base class, are not
-counted. For a class with a constructor of its own, the section may be that of the class.
+`Args` are complete when the section names every parameter, and functions without parameters are
+not counted; for a class with a constructor of its own, the section may be that of the class. Its
+`Returns` are complete when it has such a section or `Yields`, or when its summary begins with that
+word; functions annotated to return None are not counted, nor contexts that yield None. Neither are
+properties, and methods marked `@override`, whose contract stands at the base class.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tfposeidon.text import table
@@ -32,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("revisions", nargs="*", help="git revisions; none is the working tree")
     parser.add_argument(
-        "--missing", action="store_true", help="list public functions without complete Args"
+        "--missing", action="store_true", help="list public functions without Args or Returns"
     )
     options = parser.parse_args()
     if options.missing:
@@ -57,7 +59,8 @@ def figures(root: Path) -> dict[str, object]:
     """Returns the figures of a tree by what they say."""
     sources = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
     functions = [entry for path in sources for entry in public_functions(path)]
-    complete = sum(complete_args(*entry) for entry in functions)
+    taking = [entry for entry in functions if parameters(entry[0])]
+    returning = [function for function, _ in functions if returns(function)]
     return {
         "modules in the largest flat folder": max(
             len([p for p in folder.glob("*.py") if p.name != "__init__.py"])
@@ -70,19 +73,26 @@ def figures(root: Path) -> dict[str, object]:
         ),
         "comment lines per 100 lines of code": f"{comments(sources):.1f}",
         "public members of DistributedOptimizer": members(root, "DistributedOptimizer"),
-        "public functions with complete Args": f"{100 * complete / len(functions):.0f} %",
+        "public functions with complete Args": percent(complete_args(*entry) for entry in taking),
+        "public functions with complete Returns": percent(map(complete_returns, returning)),
         "words of the README": len((root / "README.md").read_text().split()),
     }
 
 
+def percent(complete: Iterable[bool]) -> str:
+    """Returns the share of what is complete."""
+    found = list(complete)
+    return f"{100 * sum(found) / len(found):.0f} %"
+
+
 def public_functions(path: Path) -> Iterator[tuple[ast.FunctionDef, str]]:
-    """Yields public functions that take parameters, each with the docstring of its class."""
+    """Yields public functions, each with the docstring of its class."""
 
     def visit(body: list[ast.stmt], of_class: str) -> Iterator[tuple[ast.FunctionDef, str]]:
         for node in body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 yield from visit(node.body, ast.get_docstring(node) or "")
-            elif isinstance(node, ast.FunctionDef) and parameters(node):
+            elif isinstance(node, ast.FunctionDef):
                 public = not node.name.startswith("_") or node.name == "__init__"
                 if public and not NOT_COUNTED & set(map(decorator_name, node.decorator_list)):
                     yield node, of_class
@@ -118,6 +128,18 @@ def complete_args(function: ast.FunctionDef, of_class: str) -> bool:
     return set(parameters(function)) <= set(names)
 
 
+def returns(function: ast.FunctionDef) -> bool:
+    """Tells whether a function is annotated to return or yield something."""
+    annotation = ast.unparse(function.returns) if function.returns else "None"
+    return annotation not in ("None", "Iterator[None]") and function.name != "__init__"
+
+
+def complete_returns(function: ast.FunctionDef) -> bool:
+    """Tells whether the docstring says what the function returns or yields."""
+    documented = ast.get_docstring(function) or ""
+    return bool(re.search(r"\A(Returns|Yields) |^(Returns|Yields):$", documented, re.MULTILINE))
+
+
 def complex_functions(root: Path) -> int:
     """Counts functions over the complexity, as ruff sees them."""
     # Isolated, so that all revisions are measured alike, whatever their own settings say.
@@ -150,12 +172,15 @@ def members(root: Path, name: str) -> int:
 
 
 def missing(root: Path) -> Iterator[str]:
-    """Yields where public functions lack `Args`, as `path:line: name`."""
+    """Yields where public functions lack `Args` or `Returns`, as `path:line: name: what`."""
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             for function, of_class in public_functions(path):
+                where = f"{path.relative_to(root)}:{function.lineno}: {function.name}"
                 if not complete_args(function, of_class):
-                    yield f"{path.relative_to(root)}:{function.lineno}: {function.name}"
+                    yield f"{where}: Args"
+                if returns(function) and not complete_returns(function):
+                    yield f"{where}: Returns"
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class EpochIterator:
 
     @property
     def begins_within_an_epoch(self) -> bool:
-        """Tells whether the next iteration is shorter than those after it."""
+        """True if the next iteration is shorter than those after it."""
         return self._next.samples > 0
 
     def begin(self) -> tuple[Position, list[np.ndarray]]:
@@ -113,8 +113,8 @@ class EpochIterator:
         """Says that an iteration is complete.
 
         Args:
-          begin: Position at its begin. It may be an old iteration that somebody still reads, and
-            then nothing changes.
+          begin: Position at the begin of the iteration. It may be an old iteration that somebody
+            still reads, and then nothing changes.
         """
         if self._next == begin:
             self._next = Position(epoch=begin.epoch + 1)
@@ -220,7 +220,7 @@ class Buffers:
 
         Args:
           count: Number of batches.
-          samples: Number of samples of each.
+          samples: Number of samples of each batch.
 
         Returns:
           The steps of the thread.
@@ -309,7 +309,7 @@ def batches(
 
 
 class _Iterations:
-    """Iterations over a dataset that have begun, by number.
+    """Iterations over a dataset that have begun, by index.
 
     Args:
       epochs: Epoch iterator of this rank.
@@ -336,7 +336,7 @@ class _Iterations:
         """Returns the indices of the samples of a step; the last step ends the iteration.
 
         Args:
-          number: Number of the iteration.
+          number: Index of the iteration.
           step: Index of the step.
         """
         begin = self._begun[number]

@@ -58,8 +58,8 @@ class Cache:
       verify: Policy for checksums: "first" verifies them before the first use of what another
         process wrote, once after each start of the machine; "always" before each use; "never" not
         at all.
-      version: Anything JSON can hold; another version is another cache. For changes that the graph
-        of `preprocess` does not show.
+      version: Version of the samples: anything that JSON can hold; another version is another
+        cache. It is for changes that the graph of `preprocess` does not show.
       variable_shapes: True if dimensions that the graph does not know may differ between samples.
         Batches of such samples are padded at the end. Texts may always differ.
       group: Name or number of a group whose members may read and write the pools, too. By default
@@ -193,10 +193,10 @@ class Cache:
         """Returns the same batches as a Keras `PyDataset` of NumPy arrays.
 
         Args:
-          global_batch: As in `dataset`.
-          seed: As in `dataset`.
-          shuffle: As in `dataset`.
-          state: As in `dataset`.
+          global_batch: Number of samples of one step over all ranks; see `dataset`.
+          seed: Seed of the permutations; see `dataset`.
+          shuffle: True to permute; see `dataset`.
+          state: State to go on from; see `dataset`.
           **arguments: Arguments of `keras.utils.PyDataset`; its `workers` are threads.
 
         Raises:
@@ -242,7 +242,8 @@ class Cache:
 
         Args:
           steps: Number of steps.
-          data: The dataset, or what `map` made of it; needed if the cache has made several.
+          data: Dataset of this cache, or what `map` made of it; needed if the cache has made
+            several.
 
         Raises:
           RuntimeError: If the cache has made no dataset, or it is not clear which one is meant.
@@ -254,7 +255,8 @@ class Cache:
 
         Args:
           epoch: Index of the epoch.
-          data: The dataset, or what `map` made of it; needed if the cache has made several.
+          data: Dataset of this cache, or what `map` made of it; needed if the cache has made
+            several.
 
         Raises:
           RuntimeError: If the next iteration begins within an epoch, the cache has made no dataset,
@@ -299,7 +301,8 @@ class Cache:
         It loads on any number of ranks: `dataset(..., state=state)`.
 
         Args:
-          data: The dataset, or what `map` made of it; needed if the cache has made several.
+          data: Dataset of this cache, or what `map` made of it; needed if the cache has made
+            several.
 
         Raises:
           RuntimeError: If the cache has made no dataset, it is not clear which one is meant, or its

@@ -56,7 +56,7 @@ def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
     Args:
       value: A small value that JSON can hold.
       wire: The wire of the job.
-      name: The same on all ranks.
+      name: Name of the collective, the same on all ranks.
 
     Raises:
       RuntimeError: On all ranks, if they are not in the same call.

@@ -103,7 +103,7 @@ class Order:
           ranks: Number of ranks.
 
         Yields:
-          For each step the indices of the rank's samples, int64, and the position after the step.
+          Indices of the rank's samples in each step, int64, and the position after the step.
 
         Raises:
           ValueError: If a batch, or the rest of the epoch, has fewer samples than there are ranks.

@@ -27,7 +27,7 @@ class Positions:
 
         Args:
           data: Dataset that the cache has made.
-          epochs: Its epoch iterator.
+          epochs: Epoch iterator of the dataset.
 
         Returns:
           `data`.

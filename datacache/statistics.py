@@ -13,11 +13,11 @@ class Statistics:
 
     Attributes:
       memory_hits: Samples of batches that were ready in memory.
-      memory_misses: Samples of batches that were not.
+      memory_misses: Samples of batches that were not ready in memory.
       decoded_hits: Samples found ready in the pool of decoded samples on disk.
       disk_hits: Samples whose stored bytes were on the local disk.
       source_reads: Samples read from the source.
-      source_bytes: Bytes of those samples.
+      source_bytes: Bytes of the samples read from the source.
       received: Samples that other nodes sent.
       sent: Samples sent to other nodes.
       unkept: Samples made that memory had no room for.

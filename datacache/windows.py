@@ -19,7 +19,7 @@ def windows(samples: np.ndarray, size: int = WINDOW_SAMPLES) -> list[np.ndarray]
 
     Args:
       samples: Indices of the samples, `[n]`.
-      size: Most samples of a window.
+      size: Number of samples of a window, at most.
     """
     return np.array_split(samples, -(-len(samples) // size)) if len(samples) else []
 

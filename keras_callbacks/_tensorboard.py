@@ -32,7 +32,7 @@ class ScalarWriter:
 
         Args:
           scalars: Value by tag ("cache/hits").
-          step: Its place on the horizontal axis; callbacks give the epoch.
+          step: Index on the horizontal axis; callbacks give the epoch.
         """
         if self._writer is None:
             return

@@ -25,12 +25,22 @@ class CachePosition(keras.callbacks.Callback):
       RuntimeError: In `fit`, if the cache has made several datasets and `data` is none of them, or
         if the dataset begins within an epoch.
 
-    Example::
-
-        training = cache.dataset(global_batch=1024).map(augment)
-        validation = cache.dataset(global_batch=1024, shuffle=False)
-        position = keras_callbacks.CachePosition(cache, training)
-        model.fit(training, validation_data=validation, callbacks=[position])
+    Example:
+      >>> import datacache, keras, keras_callbacks, tempfile
+      >>> import tensorflow as tf
+      >>> samples = tf.data.Dataset.from_tensor_slices((tf.zeros([8, 1]), tf.zeros([8])))
+      >>> source = datacache.from_dataset(samples, key="zeros")
+      >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+      >>> model.compile("sgd", "mse")
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     cache = datacache.Cache(source, memory=f"{folder}/memory")
+      ...     training = cache.dataset(global_batch=4)
+      ...     position = keras_callbacks.CachePosition(cache, training)
+      ...     history = model.fit(
+      ...         training, epochs=2, shuffle=False, callbacks=[position], verbose=0
+      ...     )
+      ...     cache.state_dict(training)["epoch"]
+      2
     """
 
     def __init__(self, cache: Any, data: Any = None) -> None:

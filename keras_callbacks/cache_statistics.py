@@ -28,12 +28,22 @@ class CacheStatistics(keras.callbacks.Callback):
 
     Cost: one exchange of a few hundred bytes for each rank and epoch.
 
-    Example::
-
-        cache = datacache.Cache(source, preprocess)
-        statistics = keras_callbacks.CacheStatistics(cache, log_dir="logs")
-        history = model.fit(cache.dataset(global_batch=1024), callbacks=[statistics])
-        history.history["cache_hits"]
+    Example:
+      >>> import datacache, keras, keras_callbacks, tempfile
+      >>> import tensorflow as tf
+      >>> samples = tf.data.Dataset.from_tensor_slices((tf.zeros([8, 1]), tf.zeros([8])))
+      >>> source = datacache.from_dataset(samples, key="zeros")
+      >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+      >>> model.compile("sgd", "mse")
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     cache = datacache.Cache(source, memory=f"{folder}/memory")
+      ...     training = cache.dataset(global_batch=4)
+      ...     statistics = keras_callbacks.CacheStatistics(cache)
+      ...     history = model.fit(
+      ...         training, epochs=2, shuffle=False, callbacks=[statistics], verbose=0
+      ...     )
+      ...     history.history["cache_hits"][-1]
+      1.0
     """
 
     def __init__(self, cache: Any, log_dir: str | None = None) -> None:

@@ -23,11 +23,11 @@ class GatherState(keras.callbacks.Callback):
 
     Memory: the whole optimizer state in that rank's host memory.
 
-    Example::
-
-        callbacks = [keras_callbacks.GatherState()]
-        if tp.rank() == 0:
-            callbacks.append(keras.callbacks.ModelCheckpoint("model.keras"))
+    Example:
+      >>> import keras, keras_callbacks, tfposeidon as tp
+      >>> callbacks = [keras_callbacks.GatherState()]
+      >>> if tp.rank() == 0:
+      ...     callbacks.append(keras.callbacks.ModelCheckpoint("model.keras"))
     """
 
     def __init__(self, rank: int = 0) -> None:

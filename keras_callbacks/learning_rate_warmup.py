@@ -23,22 +23,27 @@ class LearningRateWarmup(LearningRateSchedule):
       initial_learning_rate: Rate after the warm-up: usually that of one rank times the number of
         ranks.
       warmup_epochs: Length of the warm-up in epochs, above 0; need not be whole.
-      momentum_correction: As in `LearningRateSchedule`.
-      steps_per_epoch: As in `LearningRateSchedule`.
-      optimizer: As in `LearningRateSchedule`.
+      momentum_correction: True to multiply the velocity by the change of the rate; see
+        `LearningRateSchedule`.
+      steps_per_epoch: Batches per epoch on one rank, needed where `fit` does not know them.
+      optimizer: Optimizer whose rate is set; by default `model.optimizer`.
 
     Raises:
       ValueError: If `warmup_epochs` is not above 0; otherwise as `LearningRateSchedule`.
 
     Source: Goyal et al. 2017, section 2.2.
 
-    Example::
-
-        rate = 0.1 * tp.size()
-        callbacks = [
-            keras_callbacks.LearningRateWarmup(rate, warmup_epochs=5),
-            keras_callbacks.LearningRateSchedule(rate, decay, start_epoch=5),
-        ]
+    Example:
+      >>> import keras_callbacks, tfposeidon as tp
+      >>> rate = 0.1 * tp.size()
+      >>> def decay(epoch):
+      ...     return 0.1 ** (epoch // 30)
+      >>> callbacks = [
+      ...     keras_callbacks.LearningRateWarmup(rate, warmup_epochs=5),
+      ...     keras_callbacks.LearningRateSchedule(rate, decay, start_epoch=5),
+      ... ]
+      >>> [callback.multiplier(5) for callback in callbacks]
+      [1.0, 1.0]
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class LearningRateWarmup(LearningRateSchedule):
             super()._set(epoch)
 
     def _is_set(self, epoch: float) -> bool:
-        """Tells whether the optimizer has the rate that this callback sets at `epoch`."""
+        """Returns whether the optimizer has the rate that this callback sets at `epoch`."""
         rate = self.initial_learning_rate * self._fraction(epoch)
         # Optimizers keep float32.
         return abs(float(self.optimizer.learning_rate) - rate) <= 1e-6 * rate

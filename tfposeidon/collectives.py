@@ -76,8 +76,9 @@ def all_reduce(value: Any, op: str = "mean", name: str | None = None) -> tf.Tens
       value: Tensor, or what can be converted to one, of the same shape and dtype on every rank:
         floating point, a signed integer, uint8 or bool.
       op: `"mean"`, for floating-point values, or `"sum"`.
-      name: Needed where one graph calls it several times, by itself and in functions that it calls;
-        the same on all ranks, and another for each call.
+      name: Name of the collective, the same on all ranks. It is needed where one graph calls
+        `all_reduce` several times, by itself and in functions that it calls: another name for each
+        call.
 
     Returns:
       Tensor of the same shape and dtype, the same bits on every rank. A sum of bools is of int32.
@@ -117,9 +118,9 @@ def all_gather(value: Any, name: str | None = None) -> tf.Tensor:
     All ranks call it together, in the same order, eagerly or in a `tf.function`; see `all_reduce`.
 
     Args:
-      value: `[n, ...]`, a tensor or what can be converted to one, of the same dtype on every rank.
+      value: Tensor `[n, ...]`, or what can be converted to one, of the same dtype on every rank.
         Ranks may differ in `n`.
-      name: See `all_reduce`.
+      name: Name of the collective; see `all_reduce`.
 
     Returns:
       `[sum of n, ...]` in the same dtype, the same bits on every rank.
@@ -153,7 +154,7 @@ def barrier(name: str | None = None) -> None:
     In a `tf.function`, ops that come later in it may start earlier, unless they depend on it.
 
     Args:
-      name: See `all_reduce`.
+      name: Name of the collective; see `all_reduce`.
 
     Example:
       >>> import tfposeidon as tp

@@ -36,6 +36,9 @@ class Configured:
         """Makes an object from what `get_config` returned.
 
         Args:
-          config: The constructor's arguments.
+          config: Arguments of the constructor, by name.
+
+        Returns:
+          A new object with these arguments.
         """
         return cls(**config)

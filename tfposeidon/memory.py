@@ -75,7 +75,7 @@ def is_memory(device: int, proc: Path = PROC) -> bool:
     """Returns whether files of a device lie in memory (tmpfs or ramfs).
 
     Args:
-      device: Its number, as `st_dev` of a file.
+      device: Number of the device, as `st_dev` of a file.
       proc: Folder of the proc file system.
     """
     name = f"{major(device)}:{minor(device)}"

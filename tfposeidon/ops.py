@@ -34,7 +34,7 @@ def top_k(
     NaN and infinity count as larger than everything, so that they are never hidden.
 
     Args:
-      x: `[n]` floating point. Magnitudes are compared in float32.
+      x: Values, `[n]` floating point. Magnitudes are compared in float32.
       k: Number of elements, 0 to n: a Python integer or a scalar integer tensor.
       method: `"exact"`: the very largest, ties to the lowest index, as `tf.math.top_k`. `"mstopk"`:
         Algorithm 1 of Shi et al. 2021: all above one threshold and, of those between two, a random
@@ -87,8 +87,8 @@ def error_feedback_top_k(
     `scatter(values) + new_residual = residual + gradient`, with values rounded to `wire_dtype`.
 
     Args:
-      residual: `[n]` float32, what was not selected before.
-      gradient: `[n]` float32.
+      residual: Values that were not selected before, `[n]` float32.
+      gradient: Gradient, `[n]` float32.
       k: Number of elements; see `top_k`.
       method: Method of selection; see `top_k`.
       wire_dtype: `None`, `"float16"` or `"bfloat16"`: dtype that values are rounded to; the error
@@ -141,9 +141,9 @@ def momentum_correction_top_k(
     velocity becomes 0.
 
     Args:
-      residual: `[n]` float32, what was not selected before.
-      gradient: `[n]` float32.
-      velocity: `[n]` float32.
+      residual: Values that were not selected before, `[n]` float32.
+      gradient: Gradient, `[n]` float32.
+      velocity: Velocity, `[n]` float32.
       k: Number of elements; see `top_k`.
       momentum: Factor on the velocity.
       method: Method of selection; see `top_k`.
@@ -189,8 +189,9 @@ def scatter_add(
     Segments are added in their order, so that the result has the same bits on every rank.
 
     Args:
-      values: `[c]` float32.
-      indices: `[c]` int32 or int64; it is fastest where each segment ascends.
+      values: Values to add, `[c]` float32.
+      indices: Index of each value in the sum, `[c]` int32 or int64; it is fastest where each
+        segment ascends.
       size: Length of the sum: a Python integer or a scalar integer tensor.
       counts: Number of pairs of each rank, which add up to `c`; one rank if left out.
 
@@ -223,7 +224,7 @@ def encode(x: Any, wire_dtype: str) -> tf.Tensor:
     """Rounds to 16 bits: to the nearest value, ties to even, with denormals kept.
 
     Args:
-      x: float32 of any shape.
+      x: Values, float32 of any shape.
       wire_dtype: `"float16"` or `"bfloat16"`.
 
     Returns:
@@ -243,7 +244,7 @@ def sum_rows(rows: Any, count: int) -> tf.Tensor:
     """Sums `count` vectors of 16-bit values that follow one another, in float32.
 
     Args:
-      rows: `[count * n]` float16 or bfloat16.
+      rows: Vectors one after the other, `[count * n]` float16 or bfloat16.
       count: Number of vectors.
 
     Returns:
@@ -268,8 +269,8 @@ def one_bit_encode(residual: Any, gradient: Any) -> tuple[tf.Tensor, tf.Tensor]:
     where a block has zeros and other values, a second bit a value tells which.
 
     Args:
-      residual: `[n]` float32, what earlier codes did not say.
-      gradient: `[n]` float32.
+      residual: Residual, `[n]` float32: what earlier codes did not say.
+      gradient: Gradient, `[n]` float32.
 
     Returns:
       `code`, int32, of `one_bit_size(n)` words and those that tell zeros from others; and
@@ -298,8 +299,8 @@ def one_bit_sum(codes: Any, size: int) -> tf.Tensor:
     """Sums the vectors that codes of `one_bit_encode` stand for, in their order.
 
     Args:
-      codes: int32, the codes one after the other.
-      size: Number of values of each.
+      codes: Codes one after the other, int32.
+      size: Number of values of each code.
 
     Returns:
       `[size]` float32.
@@ -331,7 +332,7 @@ def l2_norms(tensors: Sequence[Any]) -> tf.Tensor:
     """Computes the Euclidean norms of tensors of any shapes, all in one call.
 
     Args:
-      tensors: float32, of any shapes; float16 and bfloat16 are cast to it.
+      tensors: Tensors of any shapes, float32; float16 and bfloat16 are cast to it.
 
     Returns:
       `[len(tensors)]` float32: 0 for a tensor without elements, NaN for one with a NaN. Squares are

@@ -99,7 +99,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         # Not LossScaleOptimizer's own: that would make state for a loss scale of this wrapper.
         keras.optimizers.Optimizer.__init__(
             self,
-            # As in Keras's LossScaleOptimizer, whose `learning_rate` is that of the inner one.
+            # Nobody reads it: `learning_rate` is the inner one's, as in LossScaleOptimizer.
             learning_rate=0.0,
             gradient_accumulation_steps=steps,
             name=name or "distributed_optimizer",
@@ -281,9 +281,9 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         """Averages gradients over all ranks and applies them.
 
         Args:
-          grads: Gradients, one per variable: tensors, `IndexedSlices` or `None`. Empty, the call
-            does nothing.
-          trainable_variables: The variables; those of `build` if left out.
+          grads: Gradients, one per variable: tensors, `IndexedSlices` or `None`. With an empty list
+            the call does nothing.
+          trainable_variables: Trainable variables; those of `build` if left out.
           sample_count: Number of samples behind these gradients on this rank. With it ranks weigh
             by their samples, and the result is exact for unequal batches; `None` (default) takes
             what `fit` counts, and outside of `fit` weighs all ranks the same. All ranks must do
@@ -345,7 +345,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Args:
           grads_and_vars: Pairs of a gradient and its variable.
-          sample_count: See `apply`.
+          sample_count: Number of samples behind the gradients on this rank; see `apply`.
 
         Returns:
           The number of updates so far.
@@ -361,7 +361,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
         """Multiplies a loss by the inner optimizer's loss scale, if it has one.
 
         Args:
-          loss: Scalar tensor.
+          loss: Loss, a scalar tensor.
         """
         return self.inner_optimizer.scale_loss(loss)
 
@@ -387,7 +387,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Args:
           var_list: Variables to exclude.
-          var_names: Strings; variables whose names contain one of them are excluded.
+          var_names: Parts of names: variables whose names contain one of them are excluded.
         """
         innermost(self).exclude_from_weight_decay(var_list, var_names)
 

@@ -27,20 +27,44 @@ from tfposeidon.units import readable_size
 
 
 class Choice(NamedTuple):
-    """A scheme for one variable, and why."""
+    """Scheme for one variable, with the reason for it.
+
+    Example:
+      >>> from tfposeidon import policies, schemes
+      >>> choice = policies.Choice(schemes.AllToAll(wire_dtype="float16"), "asked for")
+      >>> str(choice.scheme), choice.reason, choice.candidates
+      ('asa(wire_dtype=float16)', 'asked for', ())
+    """
 
     scheme: Scheme
     """Scheme by which the variable's gradient is exchanged."""
     reason: str
-    """The reason in a few words, for the plan."""
+    """Reason in a few words, for the plan."""
     candidates: tuple[tuple[str, float], ...] = ()
     """Name of each scheme that was weighed, and the bytes per node by it."""
 
 
 class Policy(Configured, ABC):
-    """Chooses by the description of the gradient and the topology, never by values.
+    """Choice of schemes by the description of gradients and the topology, never by values.
 
     Subclasses are frozen dataclasses, so that models can be saved with them.
+
+    Example:
+      >>> import dataclasses
+      >>> from tfposeidon import policies, schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> from tfposeidon.gradients.description import Description
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class HalfWhereLarge(policies.Policy):
+      ...     least_bytes: int = 2**20
+      ...     def choose(self, description, topology):
+      ...         if description.bytes < self.least_bytes:
+      ...             return policies.Choice(schemes.AllReduce(), "small")
+      ...         return policies.Choice(schemes.AllToAll(wire_dtype="float16"), "large")
+      >>> kernel = Description("fc/kernel", (4096, 4096), "float32")
+      >>> topology = Topology.regular(rank=0, size=4, ranks_per_node=1)
+      >>> str(HalfWhereLarge().choose(kernel, topology).scheme)
+      'asa(wire_dtype=float16)'
     """
 
     @abstractmethod
@@ -48,8 +72,11 @@ class Policy(Configured, ABC):
         """Chooses the scheme for one variable.
 
         Args:
-          description: Describes the variable's gradient.
-          topology: The ranks of the job; the choice is the same on each.
+          description: Description of the variable's gradient.
+          topology: Topology of the job, as this rank sees it; the choice is the same on all ranks.
+
+        Returns:
+          The scheme with the reason for it.
         """
 
     @property
@@ -78,7 +105,7 @@ class Uniform(Policy):
     """One scheme for every variable.
 
     Args:
-      scheme: The scheme.
+      scheme: Scheme for every variable.
 
     Example:
       >>> from tfposeidon import policies, schemes
@@ -226,10 +253,10 @@ def best_scheme_values(m: int, n: int, k: int, p: int) -> tuple[float, float]:
     """Counts the values that a node sends and receives for an m x n kernel.
 
     Args:
-      m: Rows of the kernel.
-      n: Columns of the kernel.
-      k: Rows of a node's factors.
-      p: Nodes, each worker and server.
+      m: Number of rows of the kernel.
+      n: Number of columns of the kernel.
+      k: Number of rows of a node's factors.
+      p: Number of nodes, each worker and server.
 
     Returns:
       The values by factors, and by the store.
@@ -335,6 +362,9 @@ def parse(scheme: Any) -> Policy:
 
     Args:
       scheme: A name, a scheme, a policy, or rules as a list of pairs or a dict.
+
+    Returns:
+      The policy that is given or named, `Uniform` for a scheme, `Rules` for rules.
 
     Raises:
       ValueError: If it is none of these; the message lists the names.

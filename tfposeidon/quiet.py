@@ -34,7 +34,7 @@ for line in sys.stdin.buffer:
 
 
 def is_startup_message(line: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Tells whether a line is one that TensorFlow logs as it is loaded, and is to be left out.
+    """Returns whether a line is to be left out, as TensorFlow logs it whenever it is loaded.
 
     >>> is_startup_message("I0000 port.cc:153] oneDNN custom operations are on. You may", DEFAULTS)
     True

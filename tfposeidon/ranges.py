@@ -12,8 +12,8 @@ class Range(NamedTuple):
     """Numbers that an argument may have.
 
     Attributes:
-      rule: Completes the sentence "`x` must be ...".
-      holds: Returns whether a finite number is allowed.
+      rule: End of the sentence "`x` must be ...".
+      holds: Function that returns whether a finite number is allowed.
     """
 
     rule: str

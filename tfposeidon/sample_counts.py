@@ -103,7 +103,7 @@ def weights(data: Any) -> Any:
     """Sums `sample_weight`: for losses with `reduction="mean_with_sample_weight"`.
 
     Args:
-      data: `(x, y, sample_weight)`, with a single tensor of weights.
+      data: Batch `(x, y, sample_weight)`, with a single tensor of weights.
 
     Returns:
       Scalar float32.
@@ -155,7 +155,7 @@ class Unmasked(Configured):
         """Counts the tokens of a batch.
 
         Args:
-          data: `(x, y, sample_weight)` or a part of it, with the tokens in a single tensor.
+          data: Batch `(x, y, sample_weight)` or a part of it, with the tokens in a single tensor.
 
         Returns:
           Scalar float32.

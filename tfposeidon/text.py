@@ -33,7 +33,7 @@ def sparkline(values: Sequence[float]) -> str:
     '▁▅█'
 
     Args:
-      values: From 0 to 1; what is above 1 is drawn as 1.
+      values: Values from 0 to 1; those above 1 are drawn as 1.
     """
     return "".join(LEVELS[min(len(LEVELS) - 1, int(value * len(LEVELS)))] for value in values)
 
@@ -49,7 +49,7 @@ class ProgressBar:
       total: Number of items to be done.
       unit: Noun for the items, in the plural.
       stream: Stream to write to, by default standard error.
-      clock: Seconds since some moment; for tests.
+      clock: Function that returns seconds since some moment; for tests.
     """
 
     WIDTH = 30
@@ -74,7 +74,7 @@ class ProgressBar:
         """Counts items as done, and writes if the last time was long enough ago.
 
         Args:
-          count: Items done since the last call.
+          count: Number of items done since the last call.
         """
         self._done += count
         now_s = self._clock()

@@ -14,7 +14,7 @@ BINARY_PREFIXES = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 PREFIXES = {"": 1.0, **DECIMAL_PREFIXES, **BINARY_PREFIXES}
 
 SIZES = {"": 1.0} | {f"{prefix}b": factor for prefix, factor in PREFIXES.items()}
-# As in `tc`, whose "bps" are bytes per second.
+# `tc` takes the same units; its "bps" are bytes per second.
 RATES = {"": 1.0} | {f"{prefix}bit": factor for prefix, factor in PREFIXES.items()}
 RATES |= {f"{prefix}bps": 8 * factor for prefix, factor in PREFIXES.items()}
 DURATIONS = {
@@ -107,7 +107,7 @@ def readable_size(size_bytes: float) -> str:
     '1.50 MB'
 
     Args:
-      size_bytes: Bytes.
+      size_bytes: Size in bytes.
     """
     for unit, prefix in (("GB", "g"), ("MB", "m"), ("kB", "k")):
         if size_bytes >= DECIMAL_PREFIXES[prefix]:
@@ -122,7 +122,7 @@ def readable_rate(bits_per_s: float | None) -> str:
     ('200 Mb/s', 'unshaped')
 
     Args:
-      bits_per_s: Bits per second; `None` for a link without a limit.
+      bits_per_s: Rate in bits per second; `None` for a link without a limit.
     """
     if bits_per_s is None:
         return "unshaped"

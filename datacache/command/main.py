@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except BrokenPipeError:
-        # As in `ls | head`. Python would fail once more when it flushes at its end.
+        # Nobody reads any more, as in `ls | head`. Python would fail once more when it flushes at
+        # its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except KeyboardInterrupt:

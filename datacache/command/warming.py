@@ -46,13 +46,13 @@ def warm(
 
     Args:
       source: Source of all samples.
-      disk: Folder as `Cache` takes it; the pool is a folder in it.
+      disk: Folder on a local disk, see `Cache`; the pool is a folder in it.
       started: Function to call with the number of samples to be read. What it returns is called
         with the number of samples that were read since the last call.
       access: Users who may read the pool.
 
     Returns:
-      What was read, and what is on the disk now.
+      Counts of what was read, and of what is on the disk now.
 
     Raises:
       CacheError: If the folder holds something else, or the disk has no room to begin with.

@@ -50,8 +50,11 @@ def trace(source: Source, preprocess: Callable[..., Any] | None) -> TracedPrepro
 
     Args:
       source: Source of the stored samples, whose `decode` comes first.
-      preprocess: The function. It receives the elements of a tuple as arguments, and anything else
-        as one; `None` keeps what `decode` returns.
+      preprocess: Function from a stored sample to a cached one. It receives the elements of a tuple
+        as arguments, and anything else as one; `None` keeps what `decode` returns.
+
+    Returns:
+      The traced function, with the structure of cached samples and the fingerprint of the graph.
 
     Raises:
       ValueError: If it returns something that is not made of dense tensors.

@@ -45,10 +45,10 @@ class Level(Protocol):
 
         Args:
           index: Index of the sample.
-          arrays: Its components.
+          arrays: Components of the sample.
 
         Returns:
-          Whether this level holds the sample now.
+          True if this level holds the sample now.
         """
         return False  # Levels without a pool keep nothing.
 

@@ -48,7 +48,7 @@ class Levels:
 
     @property
     def is_complete(self) -> bool:
-        """Tells whether memory holds all samples of the source."""
+        """True if memory holds all samples of the source."""
         return self.memory is not None and self.memory.filled == self.memory.spec.shard.samples
 
     def refuse_in_child(self, indices: np.ndarray) -> None:
@@ -79,7 +79,7 @@ class Levels:
         return indices if self._memory is None else self._memory.not_ready(indices)
 
     def can_copy(self, indices: np.ndarray) -> bool:
-        """Tells whether `gather` can copy a batch, once memory holds all its samples.
+        """Returns whether `gather` can copy a batch, once memory holds all its samples.
 
         Args:
           indices: Indices of the samples, `[n]` int64.
@@ -133,7 +133,7 @@ class Levels:
 
         Args:
           index: Index of the sample.
-          arrays: Its components.
+          arrays: Components of the sample.
 
         Returns:
           `True` if memory holds the sample now.

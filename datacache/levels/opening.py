@@ -68,17 +68,20 @@ def open_levels(
       source: Source of the samples.
       traced: Traced preprocessing function.
       fingerprint: Fingerprint of the cache, which names the folders of its pools.
-      memory: As in `Cache`, but a folder or `None`.
-      disk: As in `Cache`.
-      decoded: As in `Cache`.
-      budget: As in `Cache`.
-      variable_shapes: As in `Cache`.
+      memory: Folder of the pool in memory; `None` goes without.
+      disk: Folder on a local disk for stored samples; see `Cache`.
+      decoded: Folder on a local disk for preprocessed samples; see `Cache`.
+      budget: Memory of the pool on each node; see `Cache`.
+      variable_shapes: True if cached samples may differ in shape; see `Cache`.
       access: Users who may use new pools.
-      verify: As in `Cache`.
+      verify: Policy for checksums; see `Cache`.
       counts: Counters of this process.
       choose_shard: Function that returns the index of this node and the number of nodes that share
         the samples, (0, 1) if this node keeps all. It is given a function that tells whether all
         samples fit in memory here, and takes the index of this node and the number of nodes.
+
+    Returns:
+      The levels, with one for each pool that there is.
 
     Raises:
       CacheError: If a folder holds something else, or a pool of a newer format or somebody else's.
@@ -130,6 +133,9 @@ def open_stored_pool(
       source: Source of the samples.
       root: Folder on a local disk that holds the folder of the pool.
       access: Users who may use a new pool.
+
+    Returns:
+      The open pool.
 
     Raises:
       CacheError: If the folder holds something else.
@@ -216,7 +222,7 @@ def _make_memory_room(folder: Path, needed_bytes: int, budget: int | str) -> int
 
 
 def _fits(whole: Path, shard: Path, needed_bytes: Callable[[], int], budget: int | str) -> bool:
-    """Tells whether all samples fit in memory on this node."""
+    """Returns whether all samples fit in memory on this node."""
     # Pools are used as they were made, without a look at a sample.
     if is_pool(whole) or is_pool(shard):
         return is_pool(whole)

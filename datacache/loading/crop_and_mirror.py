@@ -56,8 +56,8 @@ class CropAndMirror:
         Args:
           images: Images, `[n, h, w, c]` of any real dtype.
           mode: "train" for random crops and mirroring; any other word for the centre.
-          number: Number of the batch, not negative, which seeds its draw: another one for each
-            batch and epoch.
+          number: Index of the batch, not negative, which seeds its draw: another one for each batch
+            and epoch.
 
         Returns:
           The prepared images, `[n, size, size, c]` float32.

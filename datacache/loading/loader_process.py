@@ -39,11 +39,11 @@ class Reply:
     """Outcome of a request.
 
     Attributes:
-      turn: Number of the pass that the request belongs to.
+      turn: Index of the pass that the request belongs to.
       rebuild: Function that makes the batch of the arrays in its buffer; `None` if `load` raised.
-      specs: Type and shape of each of these arrays.
+      specs: Type and shape of each array in the buffer.
       error: Type and text of what `load` raised.
-      trace: Its traceback.
+      trace: Traceback of what `load` raised.
     """
 
     turn: int
@@ -76,6 +76,9 @@ class SharedPages:
 
         Args:
           size: Least number of bytes.
+
+        Returns:
+          The mapping, of at least that size.
         """
         if self._mapping is None or len(self._mapping) < size:
             if os.fstat(self._descriptor).st_size < size:
@@ -92,7 +95,7 @@ def shared_arrays(pages: SharedPages, specs: ArraySpecs) -> list[np.ndarray]:
     """Returns arrays that lie in shared memory, one behind the other.
 
     Args:
-      pages: The memory, which grows as it must.
+      pages: Memory for the arrays, which grows as it must.
       specs: Type and shape of each array.
     """
     sizes = [
@@ -149,14 +152,14 @@ class LoaderProcess:
 
     @property
     def alive(self) -> bool:
-        """Tells whether the process runs."""
+        """True if the process runs."""
         return self._process.is_alive()
 
     def request(self, turn: int, buffer: int, mode: str, item: Any) -> None:
         """Requests a batch.
 
         Args:
-          turn: Number of the pass.
+          turn: Index of the pass.
           buffer: Index of the buffer for the batch.
           mode: First argument of `load`.
           item: Second argument of `load`; picklable.
@@ -180,7 +183,10 @@ class LoaderProcess:
         """Waits for the next reply of a pass; those of earlier passes are dropped.
 
         Args:
-          turn: Number of the pass.
+          turn: Index of the pass.
+
+        Returns:
+          The reply: a batch, or the error that `load` raised.
 
         Raises:
           EOFError: If the process has ended.
@@ -196,7 +202,11 @@ class LoaderProcess:
                 return reply
 
     def stop(self) -> int:
-        """Ends the process, and returns its exit code."""
+        """Ends the process.
+
+        Returns:
+          The exit code of the process; negative for a signal.
+        """
         with contextlib.suppress(OSError):
             self._connection.send(None)
         self._process.join(GRACE_S)

@@ -113,9 +113,9 @@ class ParallelLoader:
             `buffers` of them are taken ahead, so there may be endlessly many.
 
         Yields:
-          What `load(mode, item)` returns, as arrays in shared memory. They are valid until the next
-          batch is asked for, of this pass or of another. Copy what must last longer, and beware of
-          tensors made without a copy.
+          Batches that `load(mode, item)` returns, as arrays in shared memory. They are valid until
+          the next batch is asked for, of this pass or of another. Copy what must last longer, and
+          beware of tensors made without a copy.
 
         Raises:
           LoaderError: If `load` raised, or the process ended. The pass is over; another one can

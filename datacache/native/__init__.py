@@ -30,10 +30,11 @@ def gather(
     """Copies `into[i] = records[indices[i]]`, or updates checksums with these records, or both.
 
     Args:
-      records: `[n, ...]`, contiguous.
-      indices: `[k]` int64, each of them in `0..n-1`.
-      into: `[k, ...]` of the same type and shape, contiguous; `None` copies nothing.
-      checksums: `[k]` uint32, contiguous: CRC-32 of what came before, which is updated in place
+      records: Records, `[n, ...]`, contiguous.
+      indices: Indices of records, `[k]` int64, each of them in `0..n-1`.
+      into: Array to copy to, `[k, ...]` of the same type and shape, contiguous; `None` copies
+        nothing.
+      checksums: CRC-32 of what came before, `[k]` uint32, contiguous, which is updated in place
         with the bytes of each record; `None` computes none.
 
     Raises:
@@ -67,8 +68,8 @@ def _gather_in_python(
         np.take(records, indices, axis=0, out=into, mode="clip")
     if checksums is not None:
         for i, index in enumerate(indices.tolist()):
-            # Of the copy, where there is one: another process may rewrite the record meanwhile. A
-            # slice, as a single number has no dimension along which it could be viewed as bytes.
+            # The copy counts where there is one: another process may rewrite the record meanwhile.
+            # It is a slice, as a single number has no dimension to be viewed as bytes along.
             record = records[index : index + 1] if into is None else into[i : i + 1]
             checksums[i] = zlib.crc32(record.view(np.uint8).data, int(checksums[i]))
 
@@ -86,16 +87,16 @@ def mark_words(
     A word becomes `seen & kept_bits | mark` where `intact`, else 0.
 
     Args:
-      words: `[n]` uint64, which other processes may write at the same time.
-      indices: `[k]` int64, each of them in `0..n-1`.
-      seen: `[k]` uint64, the words as they were before.
-      intact: `[k]` bool.
-      kept_bits: The bits that are compared and kept.
-      mark: The other bits.
+      words: Words, `[n]` uint64, which other processes may write at the same time.
+      indices: Indices of words, `[k]` int64, each of them in `0..n-1`.
+      seen: Words as they were before, `[k]` uint64.
+      intact: True for each word to mark, false for each to clear, `[k]` bool.
+      kept_bits: Bits that are compared and kept.
+      mark: Bits to set in a word that is marked.
 
     Returns:
-      Which words still were what was seen, `[k]` bool; `None` without the compiled library, and all
-      words stay as they are.
+      True for each word that still was what was seen, `[k]` bool; `None` without the compiled
+      library, and all words stay as they are.
     """
     library = _compiled()
     if library is None:
@@ -114,7 +115,7 @@ def is_in_memory(folder: os.PathLike[str]) -> bool:
     """Returns whether a folder lies in a tmpfs; `False` without the compiled library.
 
     Args:
-      folder: The folder.
+      folder: Path of the folder.
     """
     library = _compiled()
     return library is not None and bool(library.in_memory(os.fsencode(folder)))
@@ -124,11 +125,11 @@ def populate_pages(pages: np.ndarray, write: bool = False) -> bool:
     """Makes the page tables for a part of a mapping.
 
     Args:
-      pages: The part, `[bytes]` uint8, which begins with a page.
+      pages: Part of the mapping, `[bytes]` uint8, which begins with a page.
       write: True for a part that will be written; otherwise it is mapped for reading.
 
     Returns:
-      Whether it was done: `False` for kernels before Linux 5.14, or without the compiled library.
+      True if it was done; `False` for kernels before Linux 5.14, or without the compiled library.
     """
     library = _compiled()
     size = -(-pages.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

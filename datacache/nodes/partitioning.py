@@ -28,7 +28,7 @@ def choose_shard(
       fingerprint: Fingerprint of the cache.
       fits: Function that tells whether all samples fit in memory here, given the index of this node
         and the number of nodes. Called on one rank of each node, and only where the answer matters.
-      partition: As in `Cache`.
+      partition: Policy for what each node keeps: "replicate", "split" or "auto"; see `Cache`.
 
     Returns:
       The index of this node and the number of nodes that share the samples; (0, 1) if each node

@@ -71,7 +71,7 @@ class SampleExchange:
 
         Args:
           samples: Indices of the samples.
-          owners: For each sample the rank to ask.
+          owners: Rank to ask, for each sample.
 
         Returns:
           A future for each sample; an empty list if the exchange has ended, as no rank answers any

@@ -24,12 +24,12 @@ class Columns:
     Args:
       folder: Open folder of the pool.
       layout: Components of the samples.
-      numbers: Number of the sample in each slot, `[slots]` int64.
+      numbers: Index of the sample in each slot, `[slots]` int64.
 
     Attributes:
       arrays: The columns, each `[slots, ...]`.
       heap: Heap of the components that differ in size; `None` if none does.
-      pages: The mapped file.
+      pages: Mapping of the file.
     """
 
     def __init__(self, folder: Folder, layout: Layout, numbers: np.ndarray) -> None:
@@ -39,16 +39,19 @@ class Columns:
         self.heap = Heap(folder) if layout.varies else None
 
     def write(self, index: int, rows: Sequence[np.ndarray]) -> int:
-        """Writes a sample, and returns its checksum.
+        """Writes a sample to its slot.
 
         Args:
-          index: Its slot.
-          rows: Its row in each column: the component, or for those that vary what `add_to_heap`
-            returned.
+          index: Slot of the sample.
+          rows: Row of the sample in each column: the component, or for those that vary what
+            `add_to_heap` returned.
+
+        Returns:
+          CRC-32 of the sample's bytes.
         """
         for column, row in zip(self.arrays, rows, strict=True):
             column[index] = row
-        # Of what stands in the mapping, not of the arrays: this is what readers will find.
+        # It is computed of what stands in the mapping, which readers will find, not of the arrays.
         (checksum,), _ = self.checksums(np.array([index]))
         return int(checksum)
 
@@ -97,12 +100,16 @@ class Columns:
         into: Sequence[np.ndarray] | None = None,
         checksums: np.ndarray | None = None,
     ) -> list[np.ndarray]:
-        """Copies rows into one array per component, `[n, *shape]`; no component varies.
+        """Copies rows into one array per component; no component may vary.
 
         Args:
-          indices: Slots, `[n]` int64.
+          indices: Slots of the samples, `[n]` int64.
           into: Arrays to copy to in place of new ones.
-          checksums: From `begin_checksums`, updated in place with the bytes that are copied.
+          checksums: Checksums from `begin_checksums`, updated in place with the bytes that are
+            copied.
+
+        Returns:
+          An array for each component, `[n, *shape]`; those of `into` if it is given.
         """
         if into is None:
             into = [
@@ -116,7 +123,7 @@ class Columns:
         """Returns the row of each column, without a copy.
 
         Args:
-          index: The slot.
+          index: Slot of the sample.
         """
         return [column[index] for column in self.arrays]
 
@@ -126,7 +133,7 @@ class Columns:
         Nothing of it is believed yet: the sample may be overwritten meanwhile, or be corrupt.
 
         Args:
-          index: The slot.
+          index: Slot of the sample.
 
         Returns:
           A tuple of two, for `decode`: the rows, and for each component its bytes in the heap, or
@@ -147,8 +154,8 @@ class Columns:
         """Returns the components of a sample that `read` has read.
 
         Args:
-          rows: Its rows.
-          contents: Its bytes in the heap, none of them `None`.
+          rows: Rows of the sample.
+          contents: Bytes of the sample in the heap, none of them `None`.
         """
         return [
             component.decode(content, row[2:].tolist()) if component.varies else row
@@ -156,12 +163,12 @@ class Columns:
         ]
 
     def begin_checksums(self, indices: np.ndarray) -> np.ndarray:
-        """Returns checksums of samples' numbers, `[n]` uint32, to be updated with their bytes.
+        """Returns checksums of samples' indices, `[n]` uint32, to be updated with their bytes.
 
         They make a sample corrupt that is whole, but lies in the slot of another.
 
         Args:
-          indices: Slots, `[n]` int64.
+          indices: Slots of the samples, `[n]` int64.
         """
         return self._number_checksums[indices]
 
@@ -175,7 +182,7 @@ class Columns:
         """Returns checksums of samples, `[n]` uint32, and which lie inside the heap, `[n]` bool.
 
         Args:
-          indices: Slots, `[n]` int64.
+          indices: Slots of the samples, `[n]` int64.
         """
         checksums, inside = self.begin_checksums(indices), np.ones(len(indices), bool)
         for column, component in zip(self.arrays, self._layout.components, strict=True):

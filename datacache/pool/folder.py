@@ -101,12 +101,12 @@ class Folder:
     makes, opens or removes a pool holds an exclusive lock on the folder itself meanwhile.
 
     Args:
-      path: The folder. It is made if it does not exist.
+      path: Path of the folder, which is made if it does not exist.
       make_blueprint: Function that describes the pool to make, if there is none.
       access: Users who may read and write the pool.
 
     Attributes:
-      path: The folder.
+      path: Path of the folder.
       directory: The open folder.
       header: Content of the pool's header.
       is_only_user: True if no other process had it open: then nobody is in the middle of anything.
@@ -143,10 +143,11 @@ class Folder:
         """Claims slots among all threads and processes.
 
         Args:
-          indices: The slots.
+          indices: Slots to claim.
 
         Yields:
-          Which of them nobody else had claimed, in their order; these are claimed within it.
+          True for each slot that nobody else had claimed, in their order; these are claimed within
+          the context.
         """
         # A description of its own: these locks belong to open file descriptions, so that they also
         # hold between threads, and the kernel ends them with the description.
@@ -158,6 +159,9 @@ class Folder:
 
         Args:
           name: Name of the file.
+
+        Returns:
+          The mapping of the whole file, shared with other processes.
         """
         handle = self.directory.open(name)
         try:
@@ -292,7 +296,7 @@ def lock_byte(handle: int, index: int, wait: bool = False) -> bool:
       wait: True to wait until nobody else holds the lock.
 
     Returns:
-      Whether it is locked now; always `True` with `wait`.
+      True if it is locked now; always `True` with `wait`.
     """
     # struct flock: type, whence, start, length, and a pid that must be 0 for these locks.
     request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)
@@ -328,11 +332,11 @@ def lock_folder(directory: Directory, wait: bool = True) -> Iterator[bool]:
     """Locks a folder: within the context nobody else makes, opens or removes a pool there.
 
     Args:
-      directory: The folder.
+      directory: Open folder.
       wait: True to wait until nobody else holds the lock.
 
     Yields:
-      Whether it is locked; always `True` with `wait`.
+      True if it is locked now; always `True` with `wait`.
     """
     # A description of its own, with whose end the kernel ends the lock.
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

@@ -25,7 +25,7 @@ def is_pool(path: Path) -> bool:
     """Returns whether a folder holds a finished pool.
 
     Args:
-      path: The folder.
+      path: Path of the folder.
     """
     return (path / HEADER).exists()
 
@@ -34,8 +34,11 @@ def open_pool_folder(path: Path, *, closed: bool = True) -> Directory:
     """Opens the folder of a pool that was made before.
 
     Args:
-      path: The folder.
-      closed: See `Directory`.
+      path: Path of the folder.
+      closed: True if the folder must be closed to all others; see `Directory`.
+
+    Returns:
+      The open folder.
 
     Raises:
       CacheError: If there is no such folder, or `Directory` refuses it.
@@ -153,7 +156,7 @@ def not_a_pool(path: Path) -> CacheError:
     """Returns the error for a folder that holds no pool.
 
     Args:
-      path: The folder.
+      path: Path of the folder.
     """
     return CacheError(
         f"A cache must have a {HEADER}. Received: {path}, without one. Name another folder."
@@ -180,7 +183,7 @@ def write_header(directory: Directory, header: dict[str, Any]) -> dict[str, Any]
 
     Args:
       directory: Folder of the pool, whose files are complete and synced.
-      header: The header.
+      header: Header to write.
 
     Returns:
       The header as it is read back, with JSON's types.

@@ -96,12 +96,12 @@ class Heap:
         """Adds bytes; called within `adding`.
 
         Args:
-          content: The bytes.
+          content: Bytes to add.
           extents: Function that returns offset and length of all that is in use, `[n, 2]` int64, in
             any order.
 
         Returns:
-          Their offset, or `None` if no gap is long enough or the disk is full.
+          Offset of the bytes in the heap, or `None` if no gap is long enough or the disk is full.
         """
         length = len(content)
         # A full heap would be searched for each sample of each epoch.
@@ -125,8 +125,8 @@ class Heap:
         """Returns the bytes at an offset without a copy, or `None` if they reach outside.
 
         Args:
-          offset: From the beginning of the heap, in bytes; may be any number, from a corrupt row.
-          length: In bytes; may be any number, too.
+          offset: Offset in the heap, in bytes; any number, as it may be from a corrupt row.
+          length: Length in bytes; any number, too.
         """
         if not 0 <= offset <= offset + length <= self.capacity_bytes:
             return None

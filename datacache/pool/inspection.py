@@ -57,12 +57,12 @@ class PoolReport:
 
     Attributes:
       folder: The pool's folder.
-      bytes: Bytes that it takes of the file system.
-      made: Time at which it was made.
-      opened: Time at which a process last opened it.
-      in_use: True if a process has it open.
-      contents: Its contents; `None` if it cannot be used.
-      trouble: Reason why it cannot be used; empty if it can.
+      bytes: Bytes that the pool takes of the file system.
+      made: Time at which the pool was made.
+      opened: Time at which a process last opened the pool.
+      in_use: True if a process has the pool open.
+      contents: Contents of the pool; `None` if it cannot be used.
+      trouble: Reason why the pool cannot be used; empty if it can.
     """
 
     folder: Path
@@ -85,7 +85,7 @@ def find_pools(root: Path) -> list[Path]:
     """Returns the folder itself if it is a pool or what is left of one, else those directly in it.
 
     Args:
-      root: A pool, or a folder of pools.
+      root: Folder of a pool, or folder of pools.
 
     Raises:
       CacheError: If there is no such folder.

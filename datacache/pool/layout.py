@@ -56,7 +56,7 @@ class Component:
 
     @property
     def varies(self) -> bool:
-        """Tells whether samples differ in size."""
+        """True if samples differ in size."""
         return self.dtype == TEXT or None in self.shape
 
     @property
@@ -81,7 +81,7 @@ class Component:
         It is quick; where it returns `False`, `matches` may still return `True`.
 
         Args:
-          value: Anything.
+          value: Value of any type.
         """
         return (
             isinstance(value, np.ndarray)
@@ -98,7 +98,7 @@ class Component:
         """Returns whether an array is such a component.
 
         Args:
-          array: The array, from `as_array`.
+          array: Array from `as_array`.
         """
         dtype = TEXT if array.dtype.kind == "O" else array.dtype.name
         same = len(array.shape) == len(self.shape) and all(
@@ -112,7 +112,7 @@ class Component:
         Texts are stored as the length of each, int64, and then their bytes.
 
         Args:
-          array: The component.
+          array: Array of the component.
         """
         if self.dtype != TEXT:
             return array.tobytes()
@@ -123,7 +123,7 @@ class Component:
         """Returns the component that `encode` made bytes of; numbers are a view of the bytes.
 
         Args:
-          content: The bytes.
+          content: Bytes from `encode`.
           shape: Dimensions of the component, which `encode` does not keep.
         """
         if self.dtype != TEXT:
@@ -160,8 +160,8 @@ class Layout:
         """Returns the layout of a sample.
 
         Args:
-          sample: Its components: arrays, or what NumPy makes arrays of.
-          varying: For each component the axes in which other samples may differ; none by default.
+          sample: Components of the sample: arrays, or what NumPy makes arrays of.
+          varying: Axes in which other samples may differ, for each component; none by default.
 
         Raises:
           ValueError: If a component holds neither numbers nor bytes.
@@ -181,7 +181,7 @@ class Layout:
 
     @property
     def varies(self) -> bool:
-        """Tells whether samples differ in size."""
+        """True if samples differ in size."""
         return any(component.varies for component in self.components)
 
     @property
@@ -205,7 +205,7 @@ class Layout:
         """Returns the column of each component: arrays `[samples, ...]` into the buffer.
 
         Args:
-          buffer: At least `offsets(samples)[-1]` bytes.
+          buffer: Buffer of at least `offsets(samples)[-1]` bytes.
           samples: Number of rows of each column.
         """
         arrays = []
@@ -220,10 +220,10 @@ class Layout:
         """Returns the components of a sample as arrays, after a check that they have this layout.
 
         Args:
-          sample: Its components: arrays, or what NumPy makes arrays of.
-          name: Function from the number of a sample to what a user would call it; called for errors
+          sample: Components of the sample: arrays, or what NumPy makes arrays of.
+          name: Function from the index of a sample to what a user would call it; called for errors
             only.
-          number: Number of the sample.
+          number: Index of the sample.
 
         Raises:
           ValueError: If the sample has another layout; it names the sample and the difference.
@@ -258,7 +258,7 @@ class Layout:
         """Returns the layout that `to_dict` wrote.
 
         Args:
-          content: The dictionary as JSON returns it.
+          content: Dictionary as JSON returns it.
         """
         components = [
             Component(dtype=component["dtype"], shape=tuple(component["shape"]))
@@ -273,8 +273,8 @@ def stack_samples(samples: Sequence[Sequence[Any]], layout: Layout) -> list[np.n
     What varies is padded at the end of each axis, with zeros or empty texts.
 
     Args:
-      samples: The components of each sample.
-      layout: Their layout.
+      samples: Components of each sample.
+      layout: Layout of the samples.
 
     Example:
       >>> layout = Layout.of([np.zeros(1)], varying=[[0]])

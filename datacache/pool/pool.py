@@ -38,8 +38,8 @@ class Pool:
     component. Components that differ in size lie in a heap, and their columns say where.
 
     Args:
-      folder: The pool's folder. It is made if it does not exist; a pool that is there is opened as
-        it was made, whatever `make_spec` would say.
+      folder: Folder of the pool, which is made if it does not exist; a pool that is there is opened
+        as it was made, whatever `make_spec` would say.
       make_spec: Function that describes the pool to make, if there is none; called in one process
         of the node.
       access: Users who may read and write the pool.
@@ -98,7 +98,7 @@ class Pool:
 
     @property
     def is_whole(self) -> bool:
-        """Tells whether any batch is a copy of columns: all samples are ready, and of one size."""
+        """True if any batch is a copy of columns: all samples are ready, and of one size."""
         return (
             self._heap is None
             and self.slots == len(self._slot_indices)
@@ -150,7 +150,7 @@ class Pool:
         """Returns which of these samples the pool keeps, `[n]` bool.
 
         Args:
-          samples: Their numbers, `[n]` int64.
+          samples: Indices of the samples, `[n]` int64.
         """
         return self._slot_indices[samples] >= 0
 
@@ -158,7 +158,7 @@ class Pool:
         """Returns whether a batch of these samples is a copy of columns, once they are ready.
 
         Args:
-          samples: Their numbers, `[n]` int64.
+          samples: Indices of the samples, `[n]` int64.
         """
         return self._heap is None and bool(self.has_room(samples).all())
 
@@ -166,7 +166,7 @@ class Pool:
         """Returns which of these samples can be read, `[n]` bool.
 
         Args:
-          samples: Their numbers, `[n]` int64.
+          samples: Indices of the samples, `[n]` int64.
         """
         indices = self._slot_indices[samples]
         # Words of slot 0 stand in for samples without room, which have none.
@@ -176,8 +176,8 @@ class Pool:
         """Writes a sample that has room, and then says that it is ready.
 
         Args:
-          sample: Its number.
-          arrays: Its components.
+          sample: Index of the sample.
+          arrays: Components of the sample.
 
         Returns:
           `False` if the sample is too large for what is left of the heap.
@@ -215,7 +215,7 @@ class Pool:
         """Copies samples that are ready into one array per component, without verifying them.
 
         Args:
-          samples: Their numbers, `[n]` int64.
+          samples: Indices of the samples, `[n]` int64.
           into: Arrays to copy to in place of new ones, if no component varies.
 
         Returns:
@@ -236,13 +236,13 @@ class Pool:
         Checksums are taken of the copy's bytes as they pass, so that memory is read only once.
 
         Args:
-          samples: Their numbers, `[n]` int64.
+          samples: Indices of the samples, `[n]` int64.
           into: Arrays to copy to in place of new ones.
           recheck: True to verify samples, too, that somebody has verified in this boot.
 
         Returns:
           A tuple of two. First an array `[n, *shape]` for each component, or `None` if a sample is
-          corrupt or another process has cleared or rewritten one in the meantime; then the numbers
+          corrupt or another process has cleared or rewritten one in the meantime; then the indices
           of corrupt samples, which are not ready any more.
         """
         # Makes verification in the background give way. That threads may lose a count does no harm.
@@ -265,7 +265,7 @@ class Pool:
         otherwise its arrays are views of the pool.
 
         Args:
-          sample: Its number.
+          sample: Index of the sample.
         """
         index = self._slot_indices[sample]
         if self._heap is None:
@@ -286,11 +286,11 @@ class Pool:
         """Returns which of these ready samples are corrupt, and makes them not ready.
 
         Args:
-          samples: Numbers of samples that are ready, `[n]` int64.
+          samples: Indices of samples that are ready, `[n]` int64.
           recheck: True to verify samples, too, that somebody has verified in this boot.
 
         Returns:
-          Numbers of samples whose bytes are not those that were written, `[k]` int64.
+          Indices of samples whose bytes are not those that were written, `[k]` int64.
         """
         indices = self._slot_indices[samples]
         if not recheck:
@@ -316,10 +316,10 @@ class Pool:
         """Claims samples for filling; the kernel ends the claims of a process that is killed.
 
         Args:
-          samples: Numbers of samples that have room, `[n]` int64.
+          samples: Indices of samples that have room, `[n]` int64.
 
         Yields:
-          Numbers of those that are not ready and that nobody else had claimed, `[k]` int64. Within
+          Indices of those that are not ready and that nobody else had claimed, `[k]` int64. Within
           the context no other thread or process fills them.
         """
         with self._folder.claim(self._slot_indices[samples].tolist()) as mine:

@@ -13,8 +13,8 @@ def pack_samples(samples: Sequence[Arrays], layout: Layout) -> tuple[np.ndarray,
     """Returns all samples one after the other, `[bytes]` uint8, and the bytes of each, `[n]` int64.
 
     Args:
-      samples: The components of each sample.
-      layout: Their layout, which the receiver must know.
+      samples: Components of each sample.
+      layout: Layout of the samples, which the receiver must know.
 
     Example:
       >>> layout = Layout.of([np.zeros(2, "uint8"), np.array(b"", object)])

@@ -62,7 +62,7 @@ class PoolSpec:
         """Returns the description that `to_dict` wrote.
 
         Args:
-          content: The dictionary as JSON returns it; other keys are ignored.
+          content: Dictionary as JSON returns it; other keys are ignored.
         """
         return cls(
             layout=Layout.from_dict(content["layout"]),

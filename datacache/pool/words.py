@@ -28,8 +28,8 @@ class SampleWords:
     corrupt. So a word also holds the number of the boot in which somebody verified it.
 
     Args:
-      mapping: The mapped file.
-      slots: Number of samples.
+      mapping: Mapping of the file of words.
+      slots: Number of slots.
 
     Attributes:
       array: The words, `[slots]` uint64; other processes may write them at any time.
@@ -46,7 +46,7 @@ class SampleWords:
         """Returns which of these slots hold a sample that can be read, `[n]` bool.
 
         Args:
-          indices: Slots, `[n]` int64.
+          indices: Slots of the samples, `[n]` int64.
         """
         return self.array[indices] >= READY
 
@@ -58,7 +58,7 @@ class SampleWords:
         """Says that a slot is not ready; called before its bytes change.
 
         Args:
-          index: The slot.
+          index: Slot of the sample.
         """
         self.array[index] = 0
 
@@ -68,8 +68,8 @@ class SampleWords:
         A process that is killed before leaves a slot that is not ready, and nothing to clean up.
 
         Args:
-          index: The slot.
-          checksum: CRC-32 of its sample.
+          index: Slot of the sample.
+          checksum: CRC-32 of the sample.
         """
         # Not marked as verified: others are to verify what this process wrote.
         self.array[index] = READY | checksum
@@ -84,8 +84,8 @@ class SampleWords:
         """Returns which of these slots nobody has verified in this boot, `[n]` bool.
 
         Args:
-          indices: Slots, `[n]` int64.
-          words: Their words, `[n]` uint64.
+          indices: Slots of the samples, `[n]` int64.
+          words: Words of the samples, `[n]` uint64.
         """
         return ~self._trusted[indices] & (words >> BOOT_SHIFT != self._boot)
 
@@ -93,8 +93,8 @@ class SampleWords:
         """Returns which slots were ready and have been neither cleared nor rewritten, `[n]` bool.
 
         Args:
-          indices: Slots, `[n]` int64.
-          words: Their words as they were before, `[n]` uint64.
+          indices: Slots of the samples, `[n]` int64.
+          words: Words of the samples as they were before, `[n]` uint64.
         """
         return (words >= READY) & ((self.array[indices] ^ words) & CONTENT == 0)
 
@@ -102,8 +102,8 @@ class SampleWords:
         """Marks slots as verified in this boot, unless they have changed; needs the native library.
 
         Args:
-          indices: Slots, `[n]` int64.
-          words: Their words from before their bytes were read, `[n]` uint64.
+          indices: Slots of the samples, `[n]` int64.
+          words: Words of the samples from before the bytes were read, `[n]` uint64.
         """
         intact = np.ones(len(indices), bool)
         mark_words(self.array, indices, words, intact, CONTENT, self._verified_mark)
@@ -115,12 +115,12 @@ class SampleWords:
         were read were then a mixture, and say nothing about either version.
 
         Args:
-          indices: Slots, `[n]` int64.
-          words: Their words from before their bytes were read, `[n]` uint64.
-          intact: True where the checksums of their bytes matched these words, `[n]` bool.
+          indices: Slots of the samples, `[n]` int64.
+          words: Words of the samples from before the bytes were read, `[n]` uint64.
+          intact: True where the checksums of the bytes matched these words, `[n]` bool.
 
         Returns:
-          Which of them are corrupt, and not ready any more, `[n]` bool.
+          True for samples that are corrupt, and not ready any more, `[n]` bool.
         """
         unchanged = mark_words(self.array, indices, words, intact, CONTENT, self._verified_mark)
         if unchanged is None:
@@ -145,6 +145,6 @@ def match_checksums(words: np.ndarray, checksums: np.ndarray) -> np.ndarray:
 
     Args:
       words: Words of the samples, `[n]` uint64.
-      checksums: CRC-32 of their bytes, `[n]` uint32.
+      checksums: CRC-32 of the samples' bytes, `[n]` uint32.
     """
     return (words & CHECKSUM == checksums) & (words >= READY)

@@ -21,15 +21,15 @@ class FolderSource(RandomSource):
     """Files of a folder, see `from_folder`.
 
     Args:
-      path: The folder.
+      path: Path of the folder.
       extensions: Endings of the files to take; `None` takes all.
-      labels: True if the folders of the files are their classes.
+      labels: True if the folder of a file is its class.
 
     Attributes:
-      path: The folder.
+      path: Path of the folder.
       class_names: Names of the classes, in alphabetical order; empty without labels.
-      identity: As in `Source`.
-      signature: As in `Source`.
+      identity: All that the samples depend on; see `Source`.
+      signature: `tf.TypeSpec` of each component; see `Source`.
 
     Raises:
       SourceError: If there is no file, or with labels one outside the folders of classes.
@@ -102,6 +102,9 @@ def from_folder(
       extensions: Endings of the files to take, in upper or lower case; `None` takes all files.
       labels: True if samples have labels. Without them `preprocess` receives the contents only, and
         files may lie anywhere below the folder.
+
+    Returns:
+      Source of these files, in the order of their paths.
 
     Raises:
       SourceError: If there is no such folder, or no file in it, or with labels a file outside the

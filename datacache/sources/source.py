@@ -91,6 +91,6 @@ def digest(content: Any) -> str:
     """Returns the SHA-256 of anything that JSON can hold, in hexadecimal.
 
     Args:
-      content: Content; the order of keys in dictionaries makes no difference.
+      content: Anything that JSON can hold; the order of keys in dictionaries makes no difference.
     """
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

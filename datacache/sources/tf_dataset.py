@@ -21,8 +21,8 @@ class DatasetSource(StreamSource):
       key: Name of all that the elements depend on.
 
     Attributes:
-      identity: As in `Source`.
-      signature: As in `Source`.
+      identity: All that the samples depend on; see `Source`.
+      signature: `tf.TypeSpec` of each component; see `Source`.
 
     Raises:
       SourceError: If the number of elements is unknown, infinite or 0.
@@ -86,6 +86,9 @@ def from_dataset(dataset: tf.data.Dataset, *, key: str) -> DatasetSource:
         repeated, not shuffled.
       key: Name, in your words, of all that the elements depend on: the data and its version.
         Another key is another cache.
+
+    Returns:
+      Source of all elements, in the order of the dataset.
 
     Raises:
       SourceError: If the number of elements is unknown, infinite or 0.

@@ -29,11 +29,11 @@ class TfdsSource(RandomSource, IndexedSource):
     Args:
       builder: Builder of tensorflow-datasets, whose files are prepared.
       split: Split of the builder, with slices.
-      decoders: As in `tfds.load`.
+      decoders: Decoders of features; see `tfds.load`.
 
     Attributes:
-      identity: As in `Source`.
-      signature: As in `Source`.
+      identity: All that the samples depend on; see `Source`.
+      signature: `tf.TypeSpec` of each component; see `Source`.
 
     Raises:
       SourceError: If there is no such split, it has no records, or its files are missing or of a
@@ -98,8 +98,12 @@ def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: An
     Args:
       builder: Name of a builder, or the builder itself.
       split: Split, with slices as in `tfds.load`: "train", "train[:80%]".
-      decoders: As in `tfds.load`; `tfds.decode.SkipDecoding()` leaves images to `preprocess`.
+      decoders: Decoders of features; see `tfds.load`. `tfds.decode.SkipDecoding()` leaves images to
+        `preprocess`.
       **arguments: Arguments of `tfds.builder` for a name, such as `data_dir` and `config`.
+
+    Returns:
+      Source of the samples of the split, in the order of its files.
 
     Raises:
       ImportError: If tensorflow-datasets is missing.

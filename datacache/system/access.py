@@ -38,7 +38,7 @@ class Access:
     """Users who may read and write a pool.
 
     Attributes:
-      group: Number of the group whose members may; `None` for the user alone.
+      group: Id of the group whose members may read and write, too; `None` for the user alone.
 
     Example:
       >>> Access.of(None).users == f"user {os.geteuid()}"
@@ -52,7 +52,7 @@ class Access:
         """Returns the access for a group.
 
         Args:
-          group: Its name or number; `None` for this user alone.
+          group: Name or id of the group; `None` for this user alone.
 
         Raises:
           ValueError: If there is no such group, or this user is not in it.
@@ -100,7 +100,7 @@ class Access:
         """Returns whether files made by a user are trusted.
 
         Args:
-          user: The user's id.
+          user: Id of the user.
         """
         if user == os.geteuid():
             return True
@@ -114,7 +114,7 @@ class Access:
 
         Args:
           handle: Descriptor of the folder or file.
-          mode: Its permissions.
+          mode: Permissions of the folder or file.
         """
         if self.group is not None:
             os.fchown(handle, -1, self.group)
@@ -139,13 +139,14 @@ class Directory:
     Args:
       path: Path of the folder. It must not be a link itself; links above it are followed, because
         users set them up.
-      access: Users who may read and write it; by default as the folder is found. If it is given,
+      access: Users who may read and write the folder; by default as it is found. If it is given,
         what belongs to this user and others could read, but not write, is closed to them.
-      closed: True if it must be closed to all others. What is to be removed need not be.
+      closed: True if the folder must be closed to all others. One that is to be removed need not
+        be.
 
     Attributes:
       path: Path of the folder.
-      access: Users who may read and write it.
+      access: Users who may read and write the folder.
       descriptor: Descriptor of the folder.
 
     Raises:
@@ -173,7 +174,10 @@ class Directory:
 
         Args:
           path: Path of the folder.
-          access: Users who may read and write it.
+          access: Users who may read and write the folder.
+
+        Returns:
+          The open folder.
 
         Raises:
           CacheError: If it cannot be made or opened.
@@ -189,12 +193,15 @@ class Directory:
                 raise _unwritable(path, error) from error
 
     def open(self, name: str, flags: int = os.O_RDWR, *, make: bool = False) -> int:
-        """Opens a file in the folder, and returns its descriptor.
+        """Opens a file in the folder.
 
         Args:
           name: Name of the file.
           flags: Flags of open(2).
           make: True to make the file if it does not exist.
+
+        Returns:
+          Descriptor of the file, which the caller closes.
 
         Raises:
           FileNotFoundError: If there is no such file, and none is to be made.
@@ -229,7 +236,7 @@ class Directory:
 
         Args:
           name: Name of the file, whose content has been synced.
-          new: Its new name; a file of that name is replaced.
+          new: New name of the file; a file of that name is replaced.
         """
         os.replace(name, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
         # The name is content of the folder, which a loss of power would undo otherwise.
@@ -245,7 +252,7 @@ class Directory:
 
     @property
     def is_gone(self) -> bool:
-        """Tells whether the folder's path leads elsewhere by now, or nowhere."""
+        """True if the folder's path leads elsewhere by now, or nowhere."""
         try:
             return not os.path.samestat(
                 os.stat(self.path, follow_symlinks=False), os.fstat(self.descriptor)

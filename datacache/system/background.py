@@ -54,7 +54,7 @@ def populate_page_tables(mappings: Sequence[mmap.mmap], new: bool = False) -> It
     time, and the first epoch would take nearly twice as long.
 
     Args:
-      mappings: The mappings.
+      mappings: Mappings whose page tables are made.
       new: True for new memory that is to be written; otherwise they are mapped for reading, and
         nothing is written.
 

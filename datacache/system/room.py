@@ -57,7 +57,7 @@ def means_full(error: OSError) -> bool:
     """Returns whether an error says that there is no room, in the file system or for its owner.
 
     Args:
-      error: The error.
+      error: Error of a system call.
 
     Example:
       >>> means_full(OSError(errno.ENOSPC, "")), means_full(OSError(errno.EACCES, ""))

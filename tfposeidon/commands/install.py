@@ -48,8 +48,8 @@ def tensorflow_requirement(release: str | None = None) -> str:
     """Returns what pip is asked for: the CPU wheel (half the size) unless there is a GPU to use.
 
     Args:
-      release: Such as `"2.20"`; default the one that the native library was built for, else the
-        newest that is supported on this Python.
+      release: Release of TensorFlow, such as `"2.20"`; by default the one that the native library
+        was built for, else the newest that is supported on this Python.
     """
     release = release or versions.release_of(built_for() or versions.tensorflow_releases()[-1])
     if nvidia_driver_present():
@@ -61,7 +61,7 @@ def built_for(library: Path = LIBRARY) -> str | None:
     """Returns the version of TensorFlow that the native library was compiled for, if it is known.
 
     Args:
-      library: The file, which is read and not loaded.
+      library: Path of the native library, which is read and not loaded.
     """
     if not library.exists():
         return None
@@ -73,7 +73,7 @@ def finds(module: str) -> bool:
     """Returns whether a module can be imported in the build, or where pip installs to.
 
     Args:
-      module: Name without dots; it is not imported.
+      module: Name of a module, without dots; it is not imported.
     """
     return _finds(module, [*sys.path, sysconfig.get_path("purelib")])
 
@@ -82,7 +82,7 @@ def target_has(module: str) -> bool:
     """Returns whether a module is where pip installs to, also from its isolated builds.
 
     Args:
-      module: Name without dots; it is not imported.
+      module: Name of a module, without dots; it is not imported.
     """
     # Isolated builds run this environment's interpreter, but with another `sys.path`.
     return _finds(module, [sysconfig.get_path("purelib")])
@@ -140,7 +140,8 @@ def install_tensorflow(release: str | None = None) -> None:
     """Installs TensorFlow and Keras where they are missing; keeps what is there.
 
     Args:
-      release: Such as `"2.20"`; default: see `tensorflow_requirement`.
+      release: Release of TensorFlow, such as `"2.20"`; see `tensorflow_requirement` for the
+        default.
 
     Raises:
       UnsupportedVersionError: If there are no wheels of `release` for this Python.
@@ -344,7 +345,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `python -m tfposeidon install`.
 
     Args:
-      parser: The command's parser.
+      parser: Parser of the command.
     """
     parser.add_argument("--horovod-only", action="store_true", help="leave TensorFlow as it is")
     parser.add_argument(

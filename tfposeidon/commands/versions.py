@@ -56,7 +56,7 @@ def require_tensorflow(package: str, version: str) -> None:
 
     Args:
       package: `"tensorflow"` or `"tensorflow-cpu"`.
-      version: Its version, such as `"2.21.0"`, or its release, such as `"2.21"`.
+      version: Version of that package, such as `"2.21.0"`, or its release, such as `"2.21"`.
 
     Raises:
       UnsupportedVersionError: With the supported ones.
@@ -86,6 +86,6 @@ def either(names: Sequence[str]) -> str:
     """Returns names as a choice, such as `"2.19, 2.20 or 2.21"`.
 
     Args:
-      names: The names; at least one.
+      names: Names to choose from; at least one.
     """
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -113,8 +113,8 @@ def first_difference(
     """Returns the first index at which two lists differ, and texts for their items there.
 
     Args:
-      first: A list.
-      other: Another, which is not equal to it.
+      first: List of the first rank.
+      other: List of another rank, which is not equal to `first`.
       show: Function from an item to its text.
 
     >>> first_difference(["a", "b"], ["a"])

@@ -34,7 +34,7 @@ def watch(rank: int, size: int) -> None:
     """Reports uncaught exceptions of this process from now on.
 
     Args:
-      rank: This process.
+      rank: Rank of this process.
       size: Number of ranks.
     """
     reporter = Reporter(rank, size, Store.of_launcher())
@@ -55,14 +55,14 @@ class Reporter:
     """Writes to the store how this rank ended, and reads there what happened to the others.
 
     Args:
-      rank: This process.
+      rank: Rank of this process.
       size: Number of ranks.
       store: Launcher's store; `None` under MPI.
 
     Attributes:
-      rank: As given.
-      size: As given.
-      store: As given; `None` for one rank, and once it cannot be reached.
+      rank: Rank of this process.
+      size: Number of ranks.
+      store: Launcher's store; `None` for one rank, and once it cannot be reached.
       failed: True once an error was reported.
     """
 

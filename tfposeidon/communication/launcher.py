@@ -13,7 +13,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-# Of each tuple the first name that is set counts: horovodrun's come before MPI's and SLURM's.
+# The first name of a tuple that is set counts: horovodrun's precede MPI's and SLURM's.
 RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 SIZE = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 LOCAL_RANK = (
@@ -155,6 +155,9 @@ def node_sizes(store: Store, own: ProcessRank, timeout_s: float = 120.0) -> list
       store: Launcher's store.
       own: Rank of this process.
       timeout_s: Seconds to wait for each node.
+
+    Returns:
+      The number of ranks of each node, in the order of the nodes' ranks.
 
     Raises:
       TimeoutError: If the first rank of a node does not come in time.

@@ -146,7 +146,7 @@ def _start_over_mpi(hvd: Any) -> HorovodWire:
     thread wait for all.
     """
     hvd.init(process_sets="dynamic")
-    # As if all were on one node, which needs no other group than the world.
+    # This layout has all ranks on one node, so that it needs no other group than the world.
     world = HorovodWire(Topology.regular(hvd.rank(), hvd.size(), hvd.size()), {})
     nodes: dict[str, list[int]] = {}
     for rank, host in enumerate(exchange_objects(socket.gethostname(), world, "tp.hosts")):

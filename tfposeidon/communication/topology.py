@@ -17,7 +17,7 @@ class Group:
     """Ranks that take part in a collective together.
 
     Attributes:
-      ranks: The ranks, in ascending order.
+      ranks: Ranks of the group, in ascending order.
 
     >>> Group((1, 3)).index(3)
     1
@@ -34,7 +34,7 @@ class Group:
         """Returns the index of a rank in the group; what the group's collectives call its rank.
 
         Args:
-          rank: One of `ranks`.
+          rank: Rank of the group.
         """
         return self.ranks.index(rank)
 
@@ -44,7 +44,7 @@ class Topology:
     """Ranks of a job and their nodes, as one of the ranks sees them.
 
     Args:
-      rank: This process.
+      rank: Rank of this process.
       nodes: Ranks of each node; together each of `0..size-1` once.
 
     Raises:
@@ -74,9 +74,12 @@ class Topology:
         """Makes nodes of consecutive ranks, all of the same size but for the last.
 
         Args:
-          rank: This process.
+          rank: Rank of this process.
           size: Number of ranks.
           ranks_per_node: Ranks of each node; the last one has fewer where that does not divide.
+
+        Returns:
+          The topology as `rank` sees it.
 
         Raises:
           ValueError: If `ranks_per_node` is not a whole number from 1.
@@ -127,7 +130,7 @@ class Topology:
         """Returns the ranks at one position of every node, one rank per node.
 
         Args:
-          position: 0 to `positions` - 1.
+          position: Position in the nodes, from 0 to `positions` - 1.
         """
         # Under MPI nodes need not hold consecutive ranks, and Horovod sorts those of a process set.
         return Group(tuple(sorted(node[position] for node in self.nodes)))
@@ -141,8 +144,8 @@ class Topology:
         """Returns whether two ranks are on one node.
 
         Args:
-          a: A rank.
-          b: Another rank.
+          a: Rank to compare.
+          b: Rank to compare it with.
         """
         return any(a in node and b in node for node in self.nodes)
 

@@ -61,7 +61,7 @@ class Wire(Protocol):
         """Returns `scale` times the sum over the group, the same bits on every rank.
 
         Args:
-          tensor: `[n]`, of the same length and dtype on every rank.
+          tensor: Vector, `[n]`, of the same length and dtype on every rank.
           group: Ranks that take part.
           name: Name of the collective.
           scale: Factor on the sum.
@@ -72,7 +72,7 @@ class Wire(Protocol):
         """Returns the tensors of all ranks along the first axis, in the group's order.
 
         Args:
-          tensor: `[m, ...]`; ranks may differ in `m`.
+          tensor: Tensor, `[m, ...]`; ranks may differ in `m`.
           group: Ranks that take part.
           name: Name of the collective.
         """
@@ -81,14 +81,18 @@ class Wire(Protocol):
     def all_to_all(
         self, tensor: tf.Tensor, splits: Sequence[int | tf.Tensor], group: Group, name: str
     ) -> tf.Tensor:
-        """Sends each rank a part and returns what has come, in the group's order.
+        """Sends each rank of the group a part of a tensor, in the group's order.
 
         Args:
-          tensor: `[m, ...]`, the parts one after the other.
+          tensor: Parts one after the other, `[m, ...]`.
           splits: Length along the first axis of the part for each rank of the group; they add up to
             `m`.
           group: Ranks that take part.
           name: Name of the collective.
+
+        Returns:
+          `[sum of lengths, ...]` in the same dtype: what each rank of the group has sent to this
+          one.
         """
         ...
 
@@ -111,7 +115,7 @@ class HorovodWire(Wire):
       process_sets: Horovod's process set of each group in `topology.groups()`.
 
     Attributes:
-      topology: As given.
+      topology: Ranks of the job, as this one sees them.
     """
 
     def __init__(self, topology: Topology, process_sets: dict[Group, Any]) -> None:
@@ -218,7 +222,7 @@ def opaque(tensor: tf.Tensor, zero: tf.Variable | tf.Tensor) -> tf.Tensor:
     """Returns the same tensor, which TensorFlow no longer sees to be a constant; it costs no copy.
 
     Args:
-      tensor: `[n, ...]`.
+      tensor: Tensor, `[n, ...]` of any dtype.
       zero: Scalar int32 variable that holds 0, or `unknown_zero`.
     """
     # A slice of all of it, from an index that only the variable knows. A reshape would not do:

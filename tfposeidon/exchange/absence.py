@@ -29,7 +29,7 @@ class Absence:
         """Sets whether steps drop their updates on all ranks if one of them is out of data.
 
         Args:
-          wanted: For steps that are traced from now on.
+          wanted: True if steps that are traced from now on do so.
         """
         self._is_watched = wanted
 
@@ -50,7 +50,7 @@ class Absence:
           ranks: Number of ranks without a batch, a float32 scalar.
 
         Returns:
-          Whether every rank had a batch, a bool scalar; `None` where that is not watched.
+          True if every rank had a batch, a bool scalar; `None` where that is not watched.
         """
         assert self._ranks is not None
         # Read by nobody in most steps, but TensorFlow leaves out a collective whose result is not

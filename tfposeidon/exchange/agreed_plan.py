@@ -38,8 +38,8 @@ class AgreedPlans:
       bucket_bytes: Bytes up to which small gradients are fused; see `DistributedOptimizer`.
 
     Attributes:
-      policy: As given, or as `change_policy` has set it.
-      bucket_bytes: As given.
+      policy: Choice of the scheme by which a variable is exchanged; `change_policy` replaces it.
+      bucket_bytes: Bytes up to which small gradients are fused.
     """
 
     def __init__(self, policy: Policy, bucket_bytes: int) -> None:
@@ -74,7 +74,7 @@ class AgreedPlans:
         """Returns the rate at which the schemes' state of `variables` was made.
 
         Args:
-          variables: A list for which `exchanger` was called.
+          variables: Variables for which `exchanger` was called, in the same order.
         """
         return self._effective_rates[_key(variables)]
 
@@ -82,7 +82,7 @@ class AgreedPlans:
         """Returns the function by which a layer-wise optimizer computes norms; `None` for its own.
 
         Args:
-          variables: Variables that it updates.
+          variables: Variables that the optimizer updates.
         """
         return self._norms.get(_key(variables), layer_norms.NormMethod()).norms
 
@@ -126,7 +126,7 @@ class AgreedPlans:
 
         Args:
           grads: Gradients of this rank, one per variable: tensors, `IndexedSlices` or `None`.
-          variables: Variables that they are for.
+          variables: Variables of the gradients, in the same order.
           inner_optimizer: Optimizer that applies the means.
           settings: Further settings that have to be the same on all ranks, besides the variables,
             the policy and `bucket_bytes`; for JSON.
@@ -154,7 +154,7 @@ class AgreedPlans:
         """Drops all plans; those of the next traced step follow `policy`.
 
         Args:
-          policy: The same on all ranks.
+          policy: Policy of later steps, the same on all ranks.
         """
         self.policy = policy
         self._exchangers.clear()

@@ -19,7 +19,7 @@ class EffectiveRate:
     """Learning rate over loss scale, at the last step that changed the schemes' state.
 
     Attributes:
-      variable: The rate, a float32 scalar; 0 before the first such step.
+      variable: Variable that holds the rate, a float32 scalar; 0 before the first such step.
     """
 
     def __init__(self) -> None:

@@ -41,8 +41,8 @@ class Exchanger:
       rows: Rows of another exchanger of the same variables, to share them.
 
     Attributes:
-      plan: As given.
-      wire: As given.
+      plan: Buckets of variables, each with its scheme.
+      wire: Collectives that join the ranks.
       prefix: Prefix of the names of its collectives; `None` until ranks have agreed.
       states: State that the schemes keep from step to step.
       rows: Rows of factors in the last step that had any, `[variables]` float32: at a bucket's
@@ -160,8 +160,11 @@ class Exchanger:
 
         Args:
           gradients: Gradients of this rank; `None` where there is none.
-          sample_count: Number of samples behind them, a scalar; `None` for equal weights.
+          sample_count: Number of samples behind the gradients, a scalar; `None` for equal weights.
           has_batch: True if this rank has a batch, which may be one in which nothing counts.
+
+        Returns:
+          The participation of ranks in the step.
         """
         name, zero = f"{self.prefix}.samples", self._zeros["float32"]
         presence = count_presence(gradients, sample_count, has_batch, self.wire, name, zero)
@@ -178,7 +181,7 @@ class Exchanger:
         """Exchanges all buckets.
 
         Args:
-          gradients: One per variable: a tensor, `IndexedSlices`, `Factors` or `None`.
+          gradients: Gradients, one per variable: a tensor, `IndexedSlices`, `Factors` or `None`.
           weight: Factor for this rank's gradients, a float32 scalar; `None` for equal weights.
           rescale: Factor for what schemes have kept of earlier gradients, a float32 scalar; `None`
             for 1.
@@ -252,7 +255,7 @@ class Exchanger:
 
         Args:
           bucket: One of the plan's buckets.
-          parts: Vectors that this rank serves, in the order of members; as `exchange` returns them.
+          parts: Vectors that this rank serves, in the order of members; see `exchange`.
 
         Returns:
           Each member in its shape, the same bits on every rank.

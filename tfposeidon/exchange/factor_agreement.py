@@ -34,7 +34,7 @@ def find_factors(
       replicated: Variables with the same values on all ranks.
 
     Returns:
-      For each gradient its factors' shape, or the reason why it has none; for JSON.
+      The shape of each gradient's factors, or the reason why it has none; for JSON.
     """
     return [_found(g, d, replicated) for g, d in zip(gradients, descriptions, strict=True)]
 
@@ -129,7 +129,7 @@ def extract_factors(gradients: Sequence[Any], plan: Plan, replicated: Collection
       replicated: Variables with the same values on all ranks.
 
     Returns:
-      The gradients, with `Factors` in the place of those that this trace shows as products.
+      The gradients, with `Factors` in place of those that this trace shows as products.
 
     Raises:
       ValueError: If a regularised variable's gradient has no factors in this trace: its peers add

@@ -95,10 +95,14 @@ def choose_norms(
 
     Args:
       optimizer: Optimizer inside `DistributedOptimizer`; it need not be layer-wise.
-      variables: Variables that it trains; ranks have agreed on them, and on `norm_settings`.
-      served: True if servers update some of them.
+      variables: Variables that the optimizer trains; ranks have agreed on them, and on
+        `norm_settings`.
+      served: True if servers update some of the variables.
       wire: Collectives that join the ranks.
       prefix: Prefix of the names of collectives.
+
+    Returns:
+      The function for `override_norms`, and a line for the plan.
     """
     inner = innermost(optimizer)
     if not isinstance(inner, LayerWiseOptimizer) or wire.topology.size == 1:

@@ -21,9 +21,10 @@ class Means:
         that servers update, this rank's part as a vector.
       missing: Groups of indices of variables without a gradient on this rank in the step that is
         traced. Other ranks may have one for all of a group or for none.
-      expected: Bool, one for each variable: whether there is a mean to apply; `None` on one rank.
-      everybody: Bool scalar: whether all ranks had a batch; `None` where that is not watched.
-      moves: Bool scalar: whether the update moves the weights. At a learning rate of 0 what was
+      expected: True for each variable that has a mean to apply, `[variables]` bool; `None` on one
+        rank.
+      everybody: True if all ranks had a batch, a bool scalar; `None` where that is not watched.
+      moves: True if the update moves the weights, a bool scalar. At a learning rate of 0 what was
         sent would be lost.
       state: Pairs of a variable of the schemes' state and its new value.
     """

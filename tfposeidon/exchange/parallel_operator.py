@@ -86,9 +86,12 @@ def run_in_parallel(
 
     Args:
       wire: Collectives that join the ranks.
-      function: See `parallel_tensor_operator`.
-      tensors: See `parallel_tensor_operator`.
+      function: Function from consecutive items to a tensor; see `parallel_tensor_operator`.
+      tensors: Tensors that are cut into items; see `parallel_tensor_operator`.
       name: Prefix of the names of the collectives; the same on every rank.
+
+    Returns:
+      The result of all items, the same bits on every rank.
     """
     result, problem, description = None, None, None
     # Whatever goes wrong here, the other ranks wait for this one: it tells them before it raises.

@@ -15,7 +15,7 @@ class Presence(NamedTuple):
     """Participation of ranks in a step; all but the weight is the same on every rank.
 
     Attributes:
-      weight: This rank's share of all samples times the number of ranks, a float32 scalar; `None`
+      weight: Share of this rank in all samples, times the number of ranks, a float32 scalar; `None`
         for equal weights.
       absent: Number of ranks that had no batch left and contributed nothing, a float32 scalar.
       gradients: Number of ranks with a gradient, `[variables]` float32.
@@ -43,11 +43,14 @@ def count_presence(
 
     Args:
       gradients: Gradients of this rank; `None` where there is none.
-      sample_count: Number of samples behind them, a scalar; `None` for equal weights.
+      sample_count: Number of samples behind the gradients, a scalar; `None` for equal weights.
       has_batch: True if this rank has a batch, which may be one in which nothing counts.
       wire: Collectives that join the ranks.
       name: Name of the all-reduce.
       zero: Float32 variable that holds 0.
+
+    Returns:
+      The participation of ranks in the step; its weight is `None` for equal weights.
     """
     # On the CPU: a GPU would have to be waited for before anybody can branch on the weight.
     with tf.device("/CPU:0"):

@@ -121,11 +121,11 @@ def different_arrays(arrays: Mapping[str, np.ndarray], wire: Wire) -> dict[str, 
     All ranks call it together.
 
     Args:
-      arrays: Name of each array of this rank -> the array.
+      arrays: Arrays of this rank, by name.
       wire: Collectives that join the ranks.
 
     Returns:
-      Name of each such array -> the ranks that differ from rank 0.
+      The ranks that differ from rank 0, by the name of each such array.
     """
     mine = {
         name: zlib.crc32(np.ascontiguousarray(array).tobytes()) for name, array in arrays.items()

@@ -20,10 +20,10 @@ class SchemeStates:
       plan: Plan by which its variables are exchanged.
 
     Attributes:
-      plan: As given.
+      plan: Plan by which its variables are exchanged.
       variables: A list of variables for each bucket, zeros at first.
-      had_gradient: `[variables]` float32, 1 for each variable of a scheme that keeps something
-        which has had a gradient; `None` where no scheme keeps anything.
+      had_gradient: Variable `[variables]` float32, 1 for each trained variable of a scheme that
+        keeps something which has had a gradient; `None` where no scheme keeps anything.
     """
 
     def __init__(self, plan: Plan) -> None:

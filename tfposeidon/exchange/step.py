@@ -31,14 +31,15 @@ class Server(Protocol):
         """Returns the parts that this rank serves, where it is the only one.
 
         Args:
-          gradients: Gradient of each variable, or `None`.
+          gradients: Gradients, one for each variable; `None` for none.
         """
 
     def clip_by_whole_norms(self, means: list[Any]) -> list[Any]:
         """Returns means as the inner optimizer may see them: clipped by norms over all ranks.
 
         Args:
-          means: One for each variable; `None` without a gradient, and parts where they are served.
+          means: Mean gradients, one for each variable; `None` without a gradient, and parts where
+            they are served.
         """
 
 
@@ -47,12 +48,7 @@ class Step:
 
     It makes ranks agree when a step is traced, finds factors, counts samples, exchanges, and
     measures how long the step waited. Training loops and callbacks reach it as
-    `optimizer.exchange`::
-
-        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1))
-        with optimizer.exchange.batch.counting((x, y)):  # this rank weighs by its samples
-            optimizer.apply(gradients, variables)
-        optimizer.exchange.exposed_s
+    `optimizer.exchange`.
 
     Args:
       optimizer: The `DistributedOptimizer`. Its inner optimizer may still be replaced, by one that
@@ -66,6 +62,16 @@ class Step:
       plans: Plans that its steps follow.
       absence: Ranks that are out of data, if the training loop watches for them.
       batch: Count of the batch that the training loop trains on.
+
+    Example:
+      >>> import keras, tensorflow as tf, tfposeidon as tp
+      >>> weight = keras.Variable([1.0, 2.0])
+      >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.5))
+      >>> x, y = tf.zeros([8, 2]), tf.zeros([8])
+      >>> with optimizer.exchange.batch.counting((x, y)):  # this rank weighs by its samples
+      ...     optimizer.apply([tf.ones([2])], [weight])
+      >>> weight.numpy().tolist(), optimizer.exchange.exposed_s
+      ([0.5, 1.5], 0.0)
     """
 
     def __init__(
@@ -100,12 +106,12 @@ class Step:
         """Enters one call of the optimizer; all that is exchanged for it happens in this context.
 
         Args:
-          gradients: One per variable: tensors, `IndexedSlices` or `None`.
-          variables: Variables that they are for.
-          count: Number of samples behind them, a scalar; `None` for equal weights.
+          gradients: Gradients, one per variable: tensors, `IndexedSlices` or `None`.
+          variables: Variables of the gradients, in the same order.
+          count: Number of samples behind the gradients, a scalar; `None` for equal weights.
 
         Yields:
-          The gradients, with `Factors` in the place of those that are sent as factors.
+          The gradients, with `Factors` in place of those that are sent as factors.
 
         Raises:
           ValueError: When a step is traced, inside XLA or `tf.distribute`.
@@ -131,8 +137,8 @@ class Step:
 
         Args:
           gradients: Gradients from `call`, or means of them over several calls.
-          variables: Variables that they are for.
-          count: Number of samples behind them, a scalar; `None` for equal weights.
+          variables: Variables of the gradients, in the same order.
+          count: Number of samples behind the gradients, a scalar; `None` for equal weights.
           server: Shards that this rank serves, if variables are updated at servers.
 
         Returns:

@@ -15,7 +15,7 @@ def as_json(descriptions: Sequence[Description]) -> list[list[Any]]:
     """Returns descriptions as they travel between ranks and lie in checkpoints.
 
     Args:
-      descriptions: One for each variable.
+      descriptions: Descriptions of gradients, one for each variable.
 
     Returns:
       `[path, shape, dtype]` for each of them.

@@ -28,7 +28,7 @@ class Accumulation:
       steps: Number of calls for each update, n.
 
     Attributes:
-      steps: As given.
+      steps: Number of calls for each update, n.
     """
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], steps: int) -> None:
@@ -44,7 +44,7 @@ class Accumulation:
         """Returns all variables of the sums, each with its description.
 
         Args:
-          rank: This rank.
+          rank: Rank of this process.
           size: Number of ranks.
         """
         sums = [
@@ -66,10 +66,10 @@ class Accumulation:
 
         Args:
           indices: Indices of the gradients' variables among those of the constructor.
-          gradients: Tensors, `IndexedSlices`, `Factors` or `None`.
-          count: Number of samples behind them, a scalar; `None` for equal weights.
-          update: Called with the means, which are tensors, `Factors` or `None`, and with the number
-            of samples behind them, which is `None` if `count` is.
+          gradients: Gradients of the variables: tensors, `IndexedSlices`, `Factors` or `None`.
+          count: Number of samples behind the gradients, a scalar; `None` for equal weights.
+          update: Function to call with the means, which are tensors, `Factors` or `None`, and with
+            the number of samples behind them, which is `None` if `count` is.
         """
         weight = tf.cast(1.0 if count is None else count, tf.float32)
         accumulators = [self._accumulators[index] for index in indices]
@@ -90,8 +90,8 @@ class Accumulation:
             if value is not None:
                 accumulator.keep(value, due)
             else:
-                # As in Keras: what has no gradient in the last call is not updated, and what it had
-                # is gone.
+                # Keras does the same: a variable without a gradient in the last call is not
+                # updated, and its sum is gone.
                 tf.cond(due, accumulator.reset, lambda: None)
         for variable, value in ((self._weight, total), (self._calls, calls)):
             variable.assign(tf.where(due, tf.zeros_like(value), value))
@@ -357,7 +357,7 @@ class _AccumulatedFactors:
 
 
 def _growing(shape: list[int], dtype: str, name: str) -> tf.Variable:
-    # Of any shape, for rows grow from call to call, and their width is known in a trace only.
+    # The shape is left open: rows grow from call to call, and a trace alone knows their width.
     return tf.Variable(
         tf.zeros(shape, dtype), shape=[None] * len(shape), trainable=False, name=name
     )

@@ -79,6 +79,9 @@ def describe(variable: Any) -> Description:
     Args:
       variable: Keras or TensorFlow variable.
 
+    Returns:
+      Path and shape of the variable, and the dtype in which its gradient is exchanged; no factors.
+
     Raises:
       ValueError: If the variable is not floating point.
     """
@@ -121,7 +124,7 @@ def dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.Tens
     Args:
       gradient: A tensor, `IndexedSlices` (rows of equal index are summed) or `None` (zeros).
       description: Description of the variable.
-      zero: Scalar variable that holds 0 in that dtype; see `wire.zeros`.
+      zero: Scalar variable that holds 0 in the gradient's dtype; see `wire.zeros`.
     """
     if gradient is None:
         return wire.zeros(description.shape, zero)

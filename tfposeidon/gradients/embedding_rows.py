@@ -83,6 +83,9 @@ def read(gradient: tf.IndexedSlices, shape: Sequence[int]) -> Rows:
       gradient: Gradient with respect to a table.
       shape: Shape of the table.
 
+    Returns:
+      The rows, with int32 indices and the gradient's values.
+
     Raises:
       NoFactorsError: If the table has other than two dimensions.
     """

@@ -69,8 +69,8 @@ class Factors:
     """Gradient of one variable as `reshape(left^T right) + local`.
 
     Attributes:
-      left: `[K, M]` floating point; K may be known only when the step runs.
-      right: `[K, N]` in the same dtype.
+      left: Left matrix, `[K, M]` floating point; K may be known only when the step runs.
+      right: Right matrix, `[K, N]` in the same dtype.
       local: Term that follows from variables alone (a regulariser's part), so that it is the same
         on all ranks; in the variable's shape and dtype, or `None`.
       constants: Digest of the numbers in `local` that are in the graph, which ranks have to
@@ -167,7 +167,7 @@ class Factors:
         The local term stays as it is: it is the same on all ranks and in all calls.
 
         Args:
-          weight: Floating point: a scalar, or `[K]` for each row's term of the product.
+          weight: Factor, floating point: a scalar, or `[K]` for each row's term of the product.
         """
         # No samples, no say: what comes from an empty batch need not be a number.
         left, right = (_unless_empty(tensor, weight) for tensor in (self.left, self.right))

@@ -27,8 +27,8 @@ class _Product:
     """Product `left^T right`.
 
     Attributes:
-      left: `[K, M]`.
-      right: `[K, N]`.
+      left: Left matrix, `[K, M]`.
+      right: Right matrix, `[K, N]`.
     """
 
     left: tf.Tensor
@@ -62,6 +62,9 @@ def read(gradient: Any, shape: Sequence[int], dtype: str, replicated: Collection
       shape: Shape of the variable.
       dtype: Dtype in which the variable's gradient is exchanged.
       replicated: Variables that have the same values on all ranks.
+
+    Returns:
+      The factors of all products below one another, and the sum of all other terms in `dtype`.
 
     Raises:
       NoFactorsError: If there are none, or none that are certain.

@@ -73,7 +73,7 @@ class Accelerator:
 
         Args:
           shape: Shape of the tensor.
-          offset: Scalar int64, as from `work`.
+          offset: Offset in the pool, a scalar int64 from `work`.
 
         Returns:
           float32 of that shape.
@@ -173,7 +173,7 @@ def emulated_model(
     ((16, 1), 103490)
 
     Args:
-      model: From `models.model(name)`, shrunk if need be.
+      model: Model from `models.model(name)`, shrunk if need be.
       dilation: Factor on all times: with links slower by the same factor, a slow machine can
         follow.
       seed: Seed of the gradients' values; give each rank its own.

@@ -56,7 +56,7 @@ class Layer:
         Windows, the channels of images, and FLOPs stay.
 
         Args:
-          factor: At least 1.
+          factor: Factor by which dimensions are divided, at least 1.
         """
         window, channels = self.kernel[:-2], self.kernel[-2:]
         image = self.kind == "convolution" and channels[0] == IMAGE_CHANNELS
@@ -71,8 +71,8 @@ def divided(length: int, factor: float) -> int:
     """Returns a dimension divided by a factor, rounded, and at least 1.
 
     Args:
-      length: The dimension.
-      factor: At least 1.
+      length: Dimension to divide.
+      factor: Divisor, at least 1.
     """
     return max(1, round(length / factor))
 

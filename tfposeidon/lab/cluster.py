@@ -83,7 +83,7 @@ class Cluster:
         """Refuses a node that does not exist.
 
         Args:
-          option: Command-line option that asked for it.
+          option: Command-line option that asked for the node.
           node: Index of the node.
 
         Raises:
@@ -98,8 +98,8 @@ class Cluster:
         """Refuses a rank that does not exist.
 
         Args:
-          option: Command-line option that asked for it.
-          rank: The rank.
+          option: Command-line option that asked for the rank.
+          rank: Index of the rank.
 
         Raises:
           ValueError: If the cluster has no such rank.
@@ -129,7 +129,7 @@ def burst_bytes(rate: float) -> int:
     exchanges faster than the link.
 
     Args:
-      rate: Bits per second.
+      rate: Rate of the link in bits per second.
     """
     return max(round(rate / 8 * BURST_S), SMALLEST_BURST_BYTES)
 
@@ -141,6 +141,6 @@ def queue_bytes(rate: float) -> int:
     this kernel recovers from losses.
 
     Args:
-      rate: Bits per second.
+      rate: Rate of the link in bits per second.
     """
     return max(round(rate / 8 * QUEUE_S), SMALLEST_QUEUE_BYTES)

@@ -163,7 +163,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def read_request(options: argparse.Namespace) -> Request:
-    """Checks the options, and returns what they ask for.
+    """Returns what the options ask for, once they are checked.
 
     Args:
       options: Parsed options.

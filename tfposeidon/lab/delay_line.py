@@ -53,7 +53,7 @@ class DelayLine:
 
     Args:
       delay_s: Seconds that a frame takes.
-      jitter_s: Seconds by which that varies, up or down, uniformly; frames to one target never
+      jitter_s: Seconds by which the delay varies, up or down, uniformly; frames to one target never
         overtake one another.
       loss: Fraction of the frames that is dropped.
       seed: Seed of jitter and loss.
@@ -74,9 +74,9 @@ class DelayLine:
         """Takes a frame, to drop it or to hold it until it is due.
 
         Args:
-          frame: The frame.
+          frame: Bytes of the Ethernet frame.
           target: Descriptor of the TAP device that it goes to.
-          now_s: Seconds since some moment.
+          now_s: Time of arrival, in seconds since some moment.
         """
         if self._random.random() < self.loss:
             return
@@ -91,7 +91,7 @@ class DelayLine:
         """Returns the frames whose time has come, and no longer holds them.
 
         Args:
-          now_s: Seconds since the same moment.
+          now_s: Present time, in seconds since the moment that `take` counts from.
 
         Returns:
           Pairs of a target and a frame, in the order in which they are due.
@@ -106,7 +106,7 @@ class DelayLine:
         """Returns the seconds until a frame is due, `None` if none is held.
 
         Args:
-          now_s: Seconds since the same moment.
+          now_s: Present time, in seconds since the moment that `take` counts from.
         """
         return max(0.0, self._held[0].due_s - now_s) if self._held else None
 

@@ -14,7 +14,7 @@ class Fault:
     "cut node 1's link after 30 s"
 
     Args:
-      kind: "kill", "stop" or "continue" for a rank, "cut" for a node's link.
+      kind: Kind of fault: "kill", "stop" or "continue" for a rank, "cut" for a node's link.
       target: Index of the rank or the node.
       at_s: Seconds after the start of the ranks.
     """
@@ -32,7 +32,10 @@ def kill(text: str) -> list[Fault]:
     """Reads what `--kill` asks for.
 
     Args:
-      text: `RANK@SECONDS`.
+      text: Value of the option, `RANK@SECONDS`.
+
+    Returns:
+      One fault, in a list.
 
     Raises:
       ValueError: If `text` has another form.
@@ -48,7 +51,10 @@ def stop(text: str) -> list[Fault]:
     ['stop rank 1 after 30 s', 'continue rank 1 after 35 s']
 
     Args:
-      text: `RANK@SECONDS+SECONDS`: when the rank is stopped, and for how long.
+      text: Value of the option, `RANK@SECONDS+SECONDS`: when the rank is stopped, and for how long.
+
+    Returns:
+      Two faults: the stop, and the end of it.
 
     Raises:
       ValueError: If `text` has another form.
@@ -66,7 +72,10 @@ def cut(text: str) -> list[Fault]:
     """Reads what `--cut` asks for.
 
     Args:
-      text: `NODE@SECONDS`.
+      text: Value of the option, `NODE@SECONDS`.
+
+    Returns:
+      One fault, in a list.
 
     Raises:
       ValueError: If `text` has another form.

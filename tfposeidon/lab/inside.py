@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
     """Builds the cluster, runs the job on it, and reports.
 
     Args:
-      arguments: Those of `python -m tfposeidon lab`.
+      arguments: Arguments of `python -m tfposeidon lab`.
 
     Returns:
       The exit status: the job's, or 2 if there was no job.

@@ -15,7 +15,7 @@ class Model:
     """Model as one of the papers trains it.
 
     Attributes:
-      name: Its name in `MODELS`, with "/factor" where it was shrunk.
+      name: Name of the model in `MODELS`, with "/factor" where it was shrunk.
       layers: Layers with parameters, in the order of the forward pass.
       batch: Samples per device and step.
       throughput: Samples per second of one device that exchanges nothing.
@@ -66,7 +66,7 @@ class Model:
         (256, 64, 16)
 
         Args:
-          factor: At least 1.
+          factor: Factor by which dimensions are divided, at least 1.
 
         Raises:
           ValueError: If `factor` is below 1.
@@ -86,7 +86,7 @@ def model(name: str) -> Model:
     """Returns the model of a name.
 
     Args:
-      name: One of `MODELS`.
+      name: Name of the model, one of `MODELS`.
 
     Raises:
       ValueError: If there is none of that name.

@@ -37,12 +37,12 @@ class Rank:
     """Process of a job.
 
     Attributes:
-      number: The rank.
+      number: Index of the rank.
       node: Index of its node.
       process: The process, which leads a session of its own.
       status: Exit status, negative for a signal; `None` while it runs.
       wall_s: Seconds from the start of the job to the end of the rank.
-      last_lines: The end of its output.
+      last_lines: End of the rank's output.
     """
 
     number: int
@@ -56,7 +56,7 @@ class Rank:
         """Sends a signal to the rank and to what it has started.
 
         Args:
-          number: The signal.
+          number: Number of the signal.
         """
         # It may have ended, with all that belongs to it.
         with contextlib.suppress(ProcessLookupError):
@@ -75,7 +75,7 @@ class Job:
     """Job whose ranks run on the nodes of a network.
 
     Args:
-      network: The nodes.
+      network: Network of the emulated nodes.
       faults: Faults to inject while the job runs.
       show: Ranks whose output is shown, `None` for all. The end of the output of the first to
         fail is always shown.
@@ -200,8 +200,8 @@ class Job:
         try:
             print(f"[{rank.number}] {text}", file=sink, flush=True)
         except BrokenPipeError:
-            # As in `lab ... | head`: nobody reads, so the job ends. What is still buffered must not
-            # fail again when Python flushes it.
+            # Nobody reads any more, as in `lab ... | head`, so the job ends. What is still buffered
+            # must not fail again when Python flushes it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())
             assert self._task is not None
             self._task.cancel()
@@ -266,6 +266,6 @@ def say(text: str) -> None:
     """Writes a line of the lab's own to standard error, apart from the output of ranks.
 
     Args:
-      text: The line.
+      text: Line to write.
     """
     print(f"tfposeidon lab: {text}", file=sys.stderr, flush=True)

@@ -52,8 +52,8 @@ class Report:
         Args:
           cluster: The nodes and links on which it ran.
           command: The program that each rank ran, and its arguments.
-          job: The job.
-          traffic: Traffic over each node's link at its end.
+          job: Job that has ended.
+          traffic: Traffic over each node's link at the end of the job.
         """
         return cls(
             cluster=cluster,
@@ -72,7 +72,7 @@ class Report:
         """Returns bytes as a fraction of what a link could have carried one way during the job.
 
         Args:
-          node: The node whose link it is.
+          node: Index of the node whose link it is.
           size_bytes: Bytes that the link has carried in one direction.
 
         Returns:
@@ -94,7 +94,7 @@ class Report:
         """Writes the report as JSON.
 
         Args:
-          path: The file; it appears when it is complete.
+          path: Path of the file, which appears when it is complete.
         """
         # In the same folder, as a rename is atomic on one file system only.
         temporary = path.with_name(f".{path.name}.part")

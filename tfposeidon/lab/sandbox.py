@@ -48,7 +48,7 @@ def run(module: str, arguments: list[str]) -> int:
       arguments: Arguments of the module.
 
     Returns:
-      Its exit status; 128 plus the number of the signal if it was ended by one.
+      The exit status of the module; 128 plus the number of the signal if one ended it.
 
     Raises:
       UnavailableError: If tools or rights are missing.

@@ -21,8 +21,8 @@ class Stream:
     (0.5, [0.5])
 
     Args:
-      clock: Returns seconds, as `time.monotonic`; for tests.
-      sleep: Waits for some seconds, as `time.sleep`; for tests.
+      clock: Function that returns seconds, like `time.monotonic`; for tests.
+      sleep: Function that waits for some seconds, like `time.sleep`; for tests.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Stream:
         """Waits until a piece of work would be done.
 
         Args:
-          seconds: Seconds that the accelerator works on it.
+          seconds: Seconds that the accelerator works.
         """
         # Counted from the end of the work before, and not from now: a late call sleeps less.
         self._free_s += seconds

@@ -82,7 +82,7 @@ class Exclusion:
 
 
 def is_scale_or_shift(variable: Any) -> bool:
-    """Tells whether a variable is a bias or a parameter of a normalization layer.
+    """Returns whether a variable is a bias or a parameter of a normalization layer.
 
     These have at most one axis, or a path whose last word is "bias", "gamma" or "beta".
 

@@ -297,9 +297,9 @@ def ratio_or_1(numerator: tf.Tensor, denominator: tf.Tensor, defined: tf.Tensor)
     """Returns ratios where they are defined, and 1 elsewhere; nothing is divided by 0.
 
     Args:
-      numerator: Floating point, `[n]`.
-      denominator: `[n]`, of the same dtype; not 0 where `defined`.
-      defined: `[n]` bool.
+      numerator: Numerator, `[n]` floating point.
+      denominator: Denominator, `[n]` of the same dtype; not 0 where `defined`.
+      defined: True where the ratio is defined, `[n]` bool.
     """
     return tf.where(defined, numerator / tf.where(defined, denominator, 1.0), 1.0)
 

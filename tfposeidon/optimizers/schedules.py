@@ -94,6 +94,9 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
           steps_per_epoch: Steps of one rank, `ceil(samples / (batch_size * ranks))`.
           **options: Further arguments of the constructor.
 
+        Returns:
+          Schedule whose lengths are in steps: epochs times `steps_per_epoch`, rounded.
+
         Raises:
           ValueError: If an argument is not in its range.
 
@@ -108,7 +111,7 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
         """Returns the rate at a step.
 
         Args:
-          step: Integer scalar, from 0.
+          step: Index of the step, an integer scalar from 0.
 
         Returns:
           Scalar of `keras.config.floatx()`.
@@ -164,6 +167,9 @@ def cosine_decay_by_epochs(
       decay_epochs: Epochs of the decay after the warm-up, above 0.
       steps_per_epoch: Steps of one rank, `ceil(samples / (batch_size * ranks))`.
       **options: Options of `keras.optimizers.schedules.CosineDecay`: alpha, name.
+
+    Returns:
+      Schedule whose lengths are in steps: epochs times `steps_per_epoch`, rounded.
 
     Raises:
       ValueError: If an argument is not in its range.

@@ -1,1 +1,1 @@
-"""Which gradient is exchanged by which scheme: buckets, servers, and advice about the plan."""
+"""Choice of the scheme for each gradient: buckets, servers, and advice about the plan."""

@@ -105,10 +105,10 @@ class Bucket:
         """Returns what `topology.rank` serves of each member, where servers update.
 
         Args:
-          topology: The ranks of the job, as that rank sees them.
+          topology: Topology of the job; `topology.rank` is the rank in question.
 
         Returns:
-          For each member begin and end, in elements; (0, 0) for nothing.
+          Begin and end of the part of each member, in elements; (0, 0) for nothing.
         """
         assert self.server is not None
         begin, end = self.server.own_range(self.length, topology)
@@ -125,7 +125,10 @@ class Bucket:
         """Describes what the scheme keeps for the bucket from step to step, on `topology.rank`.
 
         Args:
-          topology: The ranks of the job, as that rank sees them.
+          topology: Topology of the job; `topology.rank` is the rank in question.
+
+        Returns:
+          Names, shapes and offsets of the scheme's float32 tensors.
         """
         return self.scheme.slots(self.length, topology)
 
@@ -135,7 +138,10 @@ class Bucket:
         Where each step chooses between two schemes, this is the cost of the one for many rows.
 
         Args:
-          topology: The ranks of the job, as that rank sees them.
+          topology: Topology of the job; `topology.rank` is the rank in question.
+
+        Returns:
+          The predicted cost of one exchange, without headers.
         """
         factors = [d.factors for d in self.descriptions if d.factors]
         itemsize = self.descriptions[0].itemsize
@@ -267,10 +273,13 @@ def make_plan(
 
     Args:
       descriptions: Descriptions of the gradients, in the order of the variables.
-      policy: Decides which variable goes by which scheme.
+      policy: Policy that chooses the scheme of each variable.
       topology: The ranks of the job, as this rank sees them.
       bucket_bytes: Size up to which gradients are fused (default 4 MiB); 0 fuses none.
       notes: Lines for the plan besides those of its schemes.
+
+    Returns:
+      The plan, the same on every rank but for the rank that looks at it.
 
     Source: Zhang et al. 2017 (Poseidon), section 3.1. Differs: Poseidon does not fuse.
     """

@@ -32,7 +32,7 @@ def check_server_update(policy: Policy, inner: Any) -> None:
     """Refuses to let servers update by a rule that needs whole variables, or may need them.
 
     Args:
-      policy: Decides whether servers update.
+      policy: Policy that decides whether servers update.
       inner: The optimizer inside `DistributedOptimizer`.
 
     Raises:
@@ -78,8 +78,8 @@ def check_all_variables(given: list[Any], built: list[Any], served: bool) -> Non
 
     Args:
       given: The variables of a call of `apply`.
-      built: Those that the optimizer was built for.
-      served: True if servers update.
+      built: Variables that the optimizer was built for.
+      served: True if servers update variables.
 
     Raises:
       ValueError: If servers update, and the two lists differ.
@@ -96,7 +96,7 @@ def check_callbacks(policy: Policy, callbacks: list[Any]) -> None:
     """Refuses callbacks that use variables of the inner optimizer, where these are parts.
 
     Args:
-      policy: Decides whether servers update.
+      policy: Policy that decides whether servers update.
       callbacks: All callbacks of `fit`.
 
     Raises:

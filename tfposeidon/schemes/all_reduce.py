@@ -21,8 +21,8 @@ class AllReduce(WithWireDtype, VectorScheme):
     """Averages gradients by Horovod's all-reduce (a ring over Gloo, NCCL's choice on GPUs).
 
     Args:
-      wire_dtype: `None` for the gradient's own dtype (default), or `"float16"`, in which Horovod
-        also sums.
+      wire_dtype: Dtype on the wire: `None` for the gradient's own (default), or `"float16"`, in
+        which Horovod also sums.
 
     Raises:
       ValueError: If `wire_dtype` is anything else.

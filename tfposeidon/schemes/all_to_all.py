@@ -21,9 +21,9 @@ class AllToAll(WithWireDtype, VectorScheme):
     """Averages gradients by all-to-all, local sum and all-gather.
 
     Args:
-      wire_dtype: `None` for the gradient's own dtype (default), or `"float16"` or `"bfloat16"`:
-        half the bytes of float32, summed in float32. float16 ends at 65504; beyond it values become
-        infinite.
+      wire_dtype: Dtype on the wire: `None` for the gradient's own (default), or `"float16"` or
+        `"bfloat16"`: half the bytes of float32, summed in float32. float16 ends at 65504; beyond it
+        values become infinite.
 
     Raises:
       ValueError: If `wire_dtype` is anything else.

@@ -48,6 +48,12 @@ class Scheme(Configured, ABC):
 
     Policies, plans and exchanges ask for the properties declared here, not for the class: a new
     scheme overrides those in which it differs.
+
+    Example:
+      >>> from tfposeidon import schemes
+      >>> scheme = schemes.AllToAll(wire_dtype="float16")
+      >>> isinstance(scheme, schemes.Scheme), str(scheme), scheme.exact
+      (True, 'asa(wire_dtype=float16)', False)
     """
 
     name: ClassVar[str]
@@ -127,6 +133,9 @@ class Scheme(Configured, ABC):
           itemsize: Bytes of an element.
           factors: Shape of each variable's factors; ignored by schemes that exchange vectors.
           topology: The ranks of the job.
+
+        Returns:
+          Predicted cost of one exchange of the bucket: payload without headers.
         """
 
     def note(self, length: int, topology: Topology) -> str:
@@ -147,11 +156,11 @@ class Scheme(Configured, ABC):
         """Exchanges a bucket of gradients that are given as factors.
 
         Args:
-          factors: This rank's factors, one for each variable.
-          rows: Float32 scalar: rows of all variables and all ranks together.
+          factors: Factors of this rank, one for each variable.
+          rows: Rows of all variables and all ranks together, a float32 scalar.
           dtype: Dtype of the result.
           wire: The collectives to use.
-          name: Prefix for their names: unique per bucket, the same on every rank.
+          name: Prefix of the names of collectives: unique per bucket, the same on every rank.
 
         Returns:
           The mean products over all ranks, one after the other, `[n]` in `dtype` with the same
@@ -166,6 +175,9 @@ class Scheme(Configured, ABC):
         Args:
           length: Elements of the bucket.
           topology: The ranks of the job.
+
+        Returns:
+          The tensors to keep, in the order in which `state` has them; none by default.
         """
         return ()
 
@@ -173,8 +185,8 @@ class Scheme(Configured, ABC):
         """Returns the state after a change of the learning rate or of the loss scale.
 
         Args:
-          state: Tensors of `slots`.
-          factor: Float32 scalar by which everything kept of gradients is multiplied.
+          state: State of the bucket: a tensor for each of `slots`.
+          factor: Factor for everything kept of gradients, a float32 scalar.
         """
         return state
 
@@ -182,21 +194,41 @@ class Scheme(Configured, ABC):
         """Returns a state with which all later exchanges send everything, so that nothing is left.
 
         Args:
-          state: Tensors of `slots`.
+          state: State of the bucket: a tensor for each of `slots`.
         """
         return state
 
     def has_flushed(self, state: State) -> bool:
-        """Tells whether an exchange that counted has sent everything since `flushing`.
+        """Returns whether an exchange that counted has sent everything since `flushing`.
 
         Args:
-          state: Tensors of `slots`, with values.
+          state: State of the bucket, whose tensors have values.
         """
         return True
 
 
 class VectorScheme(Scheme):
-    """A scheme for gradients as one vector, of one variable or of several."""
+    """Scheme for gradients as one vector, of one variable or of several.
+
+    Example:
+      >>> import dataclasses, tensorflow as tf
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> from tfposeidon.schemes import cost
+      >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+      ... class GatheredMean(schemes.VectorScheme):
+      ...     name = "gathered"
+      ...     def exchange(self, gradient, state, wire, name):
+      ...         gathered = wire.all_gather(gradient[tf.newaxis], wire.topology.world, name)
+      ...         return tf.reduce_mean(gathered, 0), state
+      ...     def cost(self, length, itemsize, topology):
+      ...         parts_bytes = [float(length * itemsize)] * topology.size
+      ...         additions = cost.Cost(flops=float(length * (topology.size - 1)))
+      ...         return cost.ring_all_gather(topology, topology.world, parts_bytes) + additions
+      >>> topology = Topology.regular(rank=0, size=4, ranks_per_node=1)
+      >>> GatheredMean().cost(1000, itemsize=4, topology=topology).cross_bytes
+      12000.0
+    """
 
     @abstractmethod
     def exchange(
@@ -205,10 +237,11 @@ class VectorScheme(Scheme):
         """Exchanges one bucket.
 
         Args:
-          gradient: `[n]` floating point, `n` static and the same on every rank; not changed.
-          state: Tensors of `slots`.
+          gradient: Gradient of the bucket, `[n]` floating point, `n` static and the same on every
+            rank; not changed.
+          state: State of the bucket: a tensor for each of `slots`.
           wire: The collectives to use.
-          name: Prefix for their names: unique per bucket, the same on every rank.
+          name: Prefix of the names of collectives: unique per bucket, the same on every rank.
 
         Returns:
           The mean over all ranks, `[n]` in the gradient's dtype with the same bits on every rank,
@@ -223,6 +256,9 @@ class VectorScheme(Scheme):
           length: Elements of the bucket.
           itemsize: Bytes of an element.
           topology: The ranks of the job.
+
+        Returns:
+          Predicted cost of one exchange of the bucket: payload without headers.
         """
 
     @override
@@ -241,7 +277,30 @@ class VectorScheme(Scheme):
 
 
 class FactorScheme(Scheme):
-    """A scheme for one variable whose gradient is a product of two thin matrices, without state."""
+    """Scheme for one variable whose gradient is a product of two thin matrices, without state.
+
+    Example:
+      >>> import dataclasses, tensorflow as tf
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> from tfposeidon.gradients.factors import FactorShape
+      >>> from tfposeidon.schemes import cost
+      >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+      ... class GatheredFactors(schemes.FactorScheme):
+      ...     name = "gathered_factors"
+      ...     def exchange_factors(self, factors, wire, name):
+      ...         rows = wire.all_gather(factors.packed, wire.topology.world, name)
+      ...         return factors.product(rows) / float(wire.topology.size)
+      ...     def factor_cost(self, factors, topology):
+      ...         rows = topology.size * (factors.rows or 0)
+      ...         product = cost.Cost(flops=2.0 * rows * factors.left_columns * factors.right)
+      ...         parts_bytes = [float(factors.bytes)] * topology.size
+      ...         return cost.ring_all_gather(topology, topology.world, parts_bytes) + product
+      >>> factors = FactorShape(rows=32, left=1000, right=1000, dtype="float32")
+      >>> topology = Topology.regular(rank=0, size=4, ranks_per_node=1)
+      >>> GatheredFactors().factor_cost(factors, topology).cross_bytes
+      768000.0
+    """
 
     needs_factors: ClassVar[bool] = True
     takes_factors: ClassVar[bool] = True
@@ -251,10 +310,10 @@ class FactorScheme(Scheme):
         """Exchanges the factors of one variable.
 
         Args:
-          factors: This rank's factors, which travel as `Factors.packed`; ranks may have different
+          factors: Factors of this rank, which travel as `Factors.packed`; ranks may have different
             numbers of rows.
           wire: The collectives to use.
-          name: Prefix for their names: unique per variable, the same on every rank.
+          name: Prefix of the names of collectives: unique per variable, the same on every rank.
 
         Returns:
           The mean product over all ranks, `[M * N]` float32 (float64 for float64 factors) with the
@@ -268,6 +327,9 @@ class FactorScheme(Scheme):
         Args:
           factors: Shape of one variable's factors; without rows the bytes of factors count as 0.
           topology: The ranks of the job.
+
+        Returns:
+          Predicted cost of one exchange of the variable: payload without headers.
         """
 
     @override

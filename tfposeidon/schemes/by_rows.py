@@ -26,8 +26,9 @@ class ByRows(Scheme):
     Variables whose factors have the same shape may share a bucket.
 
     Args:
-      few: Sends the factors of each variable.
-      many: Sends the factors of each variable, too, or the products of all of them as one vector.
+      few: Scheme that sends the factors of each variable.
+      many: Scheme that sends the factors of each variable, too, or the products of all of them as
+        one vector.
       limit: Rows up to which `few` is taken, of one variable and all ranks together.
 
     Cost: that of the scheme that is taken.

@@ -45,10 +45,13 @@ def cost_of_messages(
     """Sums the messages of one rank by the kind of link that they take.
 
     Args:
-      topology: The ranks of the job, as the sender sees them.
-      messages: Bytes for each receiver; those to the sender itself do not count.
+      topology: Topology of the job, as the sender sees it.
+      messages: Bytes for each receiver, by rank; those to the sender itself do not count.
       steps: Messages that follow one another on the longest path.
       flops: Additions that the sender makes.
+
+    Returns:
+      The sender's cost, with the bytes within its node and across nodes apart.
     """
     me = topology.rank
     node = sum(
@@ -62,9 +65,12 @@ def ring_all_reduce(topology: Topology, group: Group, size_bytes: float) -> Cost
     """Predicts Horovod's ring: a rank sends all to one neighbour (in Gloo, the one before it).
 
     Args:
-      topology: The ranks of the job, as the rank that spends it sees them.
+      topology: Topology of the job, as the rank that spends it sees it.
       group: The ranks of the ring.
       size_bytes: Bytes of the vector.
+
+    Returns:
+      Cost for `topology.rank`: steps, and payload bytes in its node and across nodes.
 
     Cost: 2 (P - 1) steps, 2 n (P - 1) / P bytes sent per rank.
     Source: Patarasuk and Yuan 2009.
@@ -80,10 +86,14 @@ def all_to_all(
     """Predicts an all-to-all, in which part `i` goes straight to the group's rank `i`.
 
     Args:
-      topology: The ranks of the job, as the rank that spends it sees them.
+      topology: Topology of the job, as the rank that spends it sees it.
       group: The ranks that take part.
       split_bytes: Bytes of each part.
       flops: Additions that the rank makes of what it receives.
+
+    Returns:
+      Cost for `topology.rank`: steps, and payload bytes in its node and across nodes; additions as
+      given.
 
     Cost: P - 1 steps; all parts but the rank's own are sent.
     """
@@ -95,9 +105,12 @@ def ring_all_gather(topology: Topology, group: Group, parts_bytes: list[float]) 
     """Predicts Horovod's ring over Gloo: a rank sends on every part but that of its successor.
 
     Args:
-      topology: The ranks of the job, as the rank that spends it sees them.
+      topology: Topology of the job, as the rank that spends it sees it.
       group: The ranks of the ring.
-      parts_bytes: Bytes of the part that each of them contributes.
+      parts_bytes: Bytes of the part that each rank of the group contributes.
+
+    Returns:
+      Cost for `topology.rank`: steps, and payload bytes in its node and across nodes.
 
     Cost: P - 1 steps, n (P - 1) / P bytes sent per rank where the parts are equal.
     """
@@ -112,9 +125,12 @@ def tree_broadcast(topology: Topology, root: int, size_bytes: float) -> Cost:
     """Predicts Gloo's binomial tree: in each round, all ranks that have the values send them on.
 
     Args:
-      topology: The ranks of the job, as the rank that spends it sees them; all take part.
+      topology: Topology of the job, as the rank that spends it sees it; all ranks take part.
       root: The rank that has the values.
       size_bytes: Bytes of the vector.
+
+    Returns:
+      Cost for `topology.rank`: steps, and payload bytes in its node and across nodes.
 
     Cost: log2 P steps; the root sends log2 P times, half of the ranks not at all.
     """

@@ -30,9 +30,9 @@ class Selection(NamedTuple):
     """Elements that were selected to be sent.
 
     Attributes:
-      values: `[k]` float32; rounded to the wire's type where there is a residual, which takes the
-        rounding error.
-      indices: `[k]` int32, ascending.
+      values: Selected values, `[k]` float32; rounded to the wire's type where there is a residual,
+        which takes the rounding error.
+      indices: Indices of these values, `[k]` int32, ascending.
     """
 
     values: tf.Tensor
@@ -44,7 +44,7 @@ class ErrorFeedback:
     """Selection of elements to send, with a residual of the others.
 
     Args:
-      select: A method of `tfposeidon.ops.top_k`.
+      select: Method of selection; see `tfposeidon.ops.top_k`.
       wire_dtype: Type that values are rounded to; the rounding error stays in the residual.
       keep: True for a residual. Without one, what is not sent is lost.
       momentum: Coefficient of momentum correction, 0 for none: velocity is accumulated before
@@ -79,7 +79,7 @@ class ErrorFeedback:
         """Selects `k` elements of the residual plus `gradient`.
 
         Args:
-          gradient: `[n]` float32.
+          gradient: Gradient, `[n]` float32.
           state: State of this rank.
           k: Number of elements, from 0 to `n`.
           seed: Seed of MSTopK's random window; other methods have none.
@@ -112,7 +112,7 @@ class ErrorFeedback:
         """Sends all elements, as if `k` were `n`, except that velocity is kept.
 
         Args:
-          gradient: `[n]` float32.
+          gradient: Gradient, `[n]` float32.
           state: State of this rank.
 
         Returns:

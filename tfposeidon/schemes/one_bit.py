@@ -123,5 +123,5 @@ class OneBit(ResidualScheme):
 
 
 def _sends_across(topology: Topology) -> bool:
-    """Tells whether this rank has anything to send to other nodes."""
+    """Returns whether this rank has anything to send to other nodes."""
     return topology.across is not None and topology.across.size > 1

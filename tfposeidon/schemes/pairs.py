@@ -23,8 +23,8 @@ def pack(values: tf.Tensor, indices: tf.Tensor, wire_dtype: str | None) -> tf.Te
     """Joins indices and values in one vector, indices first.
 
     Args:
-      values: `[k]` float32.
-      indices: `[k]` int32.
+      values: Values of the pairs, `[k]` float32.
+      indices: Indices of the pairs, `[k]` int32.
       wire_dtype: Type of values on the wire; `None` for float32.
 
     Returns:
@@ -46,7 +46,7 @@ def unpack(
 
     Args:
       packed: All messages in one vector.
-      groups: Runs of messages of one length: how many, and of how many pairs each.
+      groups: Runs of messages of one length: the number of messages, and of the pairs of each.
       wire_dtype: Type of values on the wire; `None` for float32.
 
     Returns:

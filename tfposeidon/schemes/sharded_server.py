@@ -85,9 +85,10 @@ class ShardedServer(VectorScheme):
         """Makes the first half of `exchange`: averages what this rank serves.
 
         Args:
-          gradient: `[n]` floating point, `n` static and the same on every rank.
+          gradient: Gradient of the bucket, `[n]` floating point, `n` static and the same on every
+            rank.
           wire: The collectives to use.
-          name: Prefix for their names, the same on every rank.
+          name: Prefix of the names of collectives, the same on every rank.
 
         Returns:
           The mean, `[end - begin]` of `own_range`, in the gradient's dtype.
@@ -99,10 +100,10 @@ class ShardedServer(VectorScheme):
         """Makes the second half of `exchange`: gathers what all ranks serve.
 
         Args:
-          own: `[end - begin]` of `own_range`: what this rank serves.
+          own: Values that this rank serves, `[end - begin]` of `own_range`.
           length: Elements of the whole bucket.
           wire: The collectives to use.
-          name: Prefix for their names, the same on every rank.
+          name: Prefix of the names of collectives, the same on every rank.
 
         Returns:
           `[length]` in the dtype of `own`, the same bits on every rank.
@@ -115,7 +116,7 @@ class ShardedServer(VectorScheme):
 
         Args:
           length: Elements of the bucket.
-          topology: The ranks of the job, as that rank sees them.
+          topology: Topology of the job; `topology.rank` is the rank in question.
         """
         node, across = stages.shards_by_level(length, topology)
         if across is None:

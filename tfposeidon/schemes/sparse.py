@@ -32,7 +32,7 @@ class _Layout:
       node: Shards in the node.
       across: The ranks that exchange pairs across nodes; `None` where there are no others.
       node_count: Number of nodes.
-      rank: This rank.
+      rank: Rank of this process.
     """
 
     node: stages.Shards
@@ -57,7 +57,8 @@ class SparseScheme(ResidualScheme):
 
     Args:
       density: Share of elements that each node sends, in (0, 1] (default 0.01).
-      select: `"mstopk"` (default), `"exact"` or `"dgc"`: see `tfposeidon.ops.top_k`.
+      select: Method of selection: `"mstopk"` (default), `"exact"` or `"dgc"`; see
+        `tfposeidon.ops.top_k`.
       wire_dtype: Type of values on the wire: `None` for float32 (default), `"float16"` or
         `"bfloat16"`. Rounding errors join the residual. float16 ends at 65504, and what is sent are
         sums over a node, not means; bfloat16 has no such end.
@@ -298,7 +299,7 @@ class SparseScheme(ResidualScheme):
         return tf.cast(steps, tf.int64) * 1_000_003 + layout.rank
 
     def _is_dense(self, layout: _Layout) -> bool:
-        """Tells whether values are always sent, and never pairs.
+        """Returns whether values are always sent, and never pairs.
 
         They are where pairs would be more bytes at the final density, and on a single rank, which
         sends nothing.
@@ -315,7 +316,7 @@ class SparseScheme(ResidualScheme):
         return k * layout.node_count * pairs.pair_bytes(self.wire_dtype) >= moves * 4 * length
 
     def _sends_everything(self, layout: _Layout, steps: tf.Tensor) -> tf.Tensor:
-        """Tells whether a step sends all values: while flushing, or early in the warm-up.
+        """Returns whether a step sends all values: while flushing, or early in the warm-up.
 
         All ranks must take the same branch, so this looks at what is the same on all: the number of
         steps, and the longest shard in place of the rank's own.
@@ -328,7 +329,7 @@ class SparseScheme(ResidualScheme):
         return tf.logical_or(is_flushing, self._pairs_outweigh_values(layout, k, longest))
 
     def _gathers_pairs(self, layout: _Layout) -> bool:
-        """Tells whether, in the node, pairs are fewer bytes than the sums they make.
+        """Returns whether, in the node, pairs are fewer bytes than the sums they make.
 
         Decided at the final density, once for the graph of the step.
         """

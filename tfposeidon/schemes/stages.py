@@ -27,7 +27,7 @@ class Shards:
 
     Args:
       group: The ranks that take part.
-      lengths: Elements that each of them owns; 0 for those that only contribute.
+      lengths: Number of elements that each of these ranks owns; 0 for those that only contribute.
     """
 
     group: Group
@@ -41,6 +41,9 @@ class Shards:
           length: Elements of the vector.
           group: The ranks that take part.
           owners: Number of ranks, the first of the group, that own a shard; all if left out.
+
+        Returns:
+          The shards, the longer ones first; ranks that are no owners have empty ones.
         """
         owners = group.size if owners is None else owners
         lengths = [end - begin for begin, end in partition.even(length, owners)]
@@ -69,7 +72,7 @@ def scatter_sum(
     """Sums over the group; each rank gets its own shard.
 
     Args:
-      vector: `[sum(shards.lengths)]` floating point.
+      vector: Vector to sum, `[sum(shards.lengths)]` floating point.
       shards: Shards that the ranks get.
       wire: The collectives to use.
       name: Name of the collective, the same on every rank.
@@ -98,7 +101,7 @@ def gather(encoded: tf.Tensor, shards: Shards, wire: Wire, name: str) -> tf.Tens
     Values stay encoded: those that cross the wire twice need no conversion in between.
 
     Args:
-      encoded: `[own length]`, in the type that crosses the wire.
+      encoded: Shard of this rank, `[own length]`, in the type that crosses the wire.
       shards: Shards that the ranks have.
       wire: The collectives to use.
       name: Name of the collective, the same on every rank.
@@ -119,8 +122,11 @@ def scatter_sum_cost(
     Args:
       shards: Shards that the ranks get.
       itemsize: Bytes of an element in the vector's own type.
-      topology: The ranks of the job, as the rank that spends it sees them.
+      topology: Topology of the job, as the rank that spends it sees it.
       wire_dtype: Type in which values cross the wire; `None` for the vector's own.
+
+    Returns:
+      Cost for `topology.rank`: steps, payload bytes in its node and across nodes, and additions.
     """
     width = wire_itemsize(wire_dtype, itemsize)
     flops = (shards.group.size - 1) * shards.length_of(topology.rank)
@@ -133,8 +139,11 @@ def gather_cost(shards: Shards, itemsize: int, topology: Topology, wire_dtype: s
     Args:
       shards: Shards that the ranks have.
       itemsize: Bytes of an element in the vector's own type.
-      topology: The ranks of the job, as the rank that spends it sees them.
+      topology: Topology of the job, as the rank that spends it sees it.
       wire_dtype: Type in which values cross the wire; `None` for the vector's own.
+
+    Returns:
+      Cost for `topology.rank`: steps, and payload bytes in its node and across nodes.
     """
     width = wire_itemsize(wire_dtype, itemsize)
     return cost.ring_all_gather(topology, shards.group, [n * width for n in shards.lengths])
@@ -148,7 +157,7 @@ def shards_by_level(length: int, topology: Topology) -> tuple[Shards, Shards | N
 
     Args:
       length: Elements of the vector.
-      topology: The ranks of the job, as one of them sees it.
+      topology: Topology of the job, as one of its ranks sees it.
 
     Returns:
       Shards in the node, and across nodes; the latter `None` for ranks that take no part there.
@@ -170,11 +179,11 @@ def mean_by_levels(
     """Averages over all ranks: sums in the node, then across nodes, and gathers the same way back.
 
     Args:
-      vector: `[n]` floating point.
+      vector: Vector to average, `[n]` floating point.
       node: Shards in the node.
       across: Shards across nodes, or `None`.
       wire: The collectives to use.
-      name: Prefix for their names, the same on every rank.
+      name: Prefix of the names of collectives, the same on every rank.
       wire_dtype: Type in which values cross the wire; `None` for the vector's own.
 
     Returns:
@@ -195,11 +204,11 @@ def own_mean_by_levels(
     """Averages what this rank owns: sums in the node, then across nodes.
 
     Args:
-      vector: `[n]` floating point.
+      vector: Vector to average, `[n]` floating point.
       node: Shards in the node.
       across: Shards across nodes, or `None`.
       wire: The collectives to use.
-      name: Prefix for their names, the same on every rank.
+      name: Prefix of the names of collectives, the same on every rank.
       wire_dtype: Type in which values cross the wire; `None` for the vector's own.
 
     Returns:
@@ -226,12 +235,12 @@ def gather_by_levels(
     """Inverts the scattering by levels: every rank gets what all ranks own.
 
     Args:
-      own: `[own length]` floating point.
+      own: Shard of this rank, `[own length]` floating point.
       node: Shards in the node.
       across: Shards across nodes, or `None`.
       wire: The collectives to use.
-      name: Prefix for their names, the same on every rank.
-      wire_dtype: Type in which values cross the wire; `None` for their own.
+      name: Prefix of the names of collectives, the same on every rank.
+      wire_dtype: Type in which values cross the wire; `None` for the shard's own.
 
     Returns:
       `[n]` in the dtype of `own`, the same bits on every rank.
@@ -253,8 +262,11 @@ def cost_by_levels(
       node: Shards in the node.
       across: Shards across nodes, or `None`.
       itemsize: Bytes of an element in the vector's own type.
-      topology: The ranks of the job, as the rank that spends it sees them.
+      topology: Topology of the job, as the rank that spends it sees it.
       wire_dtype: Type in which values cross the wire; `None` for the vector's own.
+
+    Returns:
+      Cost for `topology.rank`: steps, payload bytes in its node and across nodes, and additions.
     """
     total = Cost()
     for shards in (node, across):

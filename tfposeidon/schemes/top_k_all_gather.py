@@ -17,7 +17,8 @@ class TopKAllGather(SparseScheme):
 
     Args:
       density: Share of elements that each rank sends, in (0, 1] (default 0.01).
-      select: `"mstopk"`, `"exact"` or `"dgc"` (default "exact"): see `tfposeidon.ops.top_k`.
+      select: Method of selection: `"mstopk"`, `"exact"` or `"dgc"` (default "exact"); see
+        `tfposeidon.ops.top_k`.
       wire_dtype: Type of values on the wire: `None` for float32 (default), `"float16"` or
         `"bfloat16"`. Rounding errors join the residual.
       error_feedback: True (default) to add what is not sent to the next gradient. Otherwise it is

@@ -24,8 +24,8 @@ class Torus2D(WithWireDtype, VectorScheme):
     nodes, so that all n links of the node are busy at once.
 
     Args:
-      wire_dtype: `None` for the gradient's own dtype (default), or `"float16"` or `"bfloat16"`, as
-        in `AllToAll`.
+      wire_dtype: Dtype on the wire: `None` for the gradient's own (default), or `"float16"` or
+        `"bfloat16"`; see `AllToAll`.
 
     Raises:
       ValueError: If `wire_dtype` is anything else.

@@ -20,7 +20,8 @@ class WithWireDtype:
     It comes before the scheme's other base class, whose `exact` it overrides.
 
     Args:
-      wire_dtype: `None` for the gradient's own dtype (default), or one of `allowed_wire_dtypes`.
+      wire_dtype: Dtype on the wire: `None` for the gradient's own (default), or one of
+        `allowed_wire_dtypes`.
 
     Raises:
       ValueError: If `wire_dtype` is anything else.
@@ -78,7 +79,7 @@ def encode(tensor: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
     """Rounds values to the wire's type.
 
     Args:
-      tensor: Floating point, of any shape.
+      tensor: Values, floating point of any shape.
       wire_dtype: Type on the wire; `None` leaves values as they are.
 
     Returns:
@@ -99,6 +100,9 @@ def decode(tensor: tf.Tensor, wire_dtype: str | None, dtype: tf.DType) -> tf.Ten
       tensor: Result of `encode`.
       wire_dtype: Type on the wire; `None` returns the tensor as it is.
       dtype: Type of the result, where `wire_dtype` is not `None`.
+
+    Returns:
+      The values in `dtype` and the shape of `tensor`.
     """
     if wire_dtype is None:
         return tensor
@@ -109,7 +113,7 @@ def decode_sum(rows: tf.Tensor, count: int, wire_dtype: str | None, dtype: tf.DT
     """Sums encoded vectors that follow one another, those of 16 bits in float32.
 
     Args:
-      rows: `[count * n]`, in the type that `encode` returns.
+      rows: Vectors one after the other, `[count * n]`, in the type that `encode` returns.
       count: Number of vectors.
       wire_dtype: Type on the wire; `None` for the values' own.
       dtype: Type of the result, where `wire_dtype` is not `None`.

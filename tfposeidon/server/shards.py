@@ -53,13 +53,13 @@ class Shard(keras.Variable):
     Optimizers derive the names of their state from it, and exclude variables from decay by it.
 
     Args:
-      whole: The variable.
-      length: Elements of the part.
+      whole: Variable that the part belongs to.
+      length: Number of elements of the part.
     """
 
     def __init__(self, whole: Any, length: int) -> None:
         self.whole = whole
-        # As Keras sanitises names of TensorFlow's variables.
+        # Keras sanitises names of TensorFlow's variables in this way.
         self._whole_path = describe(whole).path.replace(":", "_")
         dtype = keras.backend.standardize_dtype(whole.dtype)
         super().__init__(
@@ -77,11 +77,12 @@ class Shard(keras.Variable):
 
 
 class ServerShards:
-    """This rank's shards of the variables that are updated at their servers.
+    """Shards of variables that this rank serves and updates.
 
     Args:
       exchanger: Exchanger of the gradients of all variables that the optimizer trains.
-      variables: These variables; those that the plan does not give to servers stay whole.
+      variables: Variables that the optimizer trains; those that the plan does not give to servers
+        stay whole.
 
     Attributes:
       targets: Shards, and variables that stay whole, in the order of `variables`: the inner
@@ -204,7 +205,7 @@ class ServerShards:
         """Brings gradients into the form in which `Exchanger.exchange` returns means, on one rank.
 
         Args:
-          gradients: One per variable: tensors, `IndexedSlices` or `None`.
+          gradients: Gradients, one per variable: tensors, `IndexedSlices` or `None`.
 
         Returns:
           Dense gradients, those of variables that servers update as vectors.
@@ -229,7 +230,7 @@ class ServerShards:
 
         Args:
           constrained: Indices of variables that were updated, to which constraints are applied.
-          counts: Whether they were, a bool scalar; `None` for yes.
+          counts: True if they were updated in this step, a bool scalar; `None` if they always are.
         """
         for bucket in self._buckets:
             shards = [tf.convert_to_tensor(self.targets[member]) for member in bucket.members]
@@ -253,7 +254,7 @@ class ServerShards:
         """Brings the whole state to one rank, where it can be saved until the next step.
 
         Args:
-          rank: Rank that gets it; the same on all ranks, which call this together.
+          rank: Rank that gets the state; the same on all ranks, which call this together.
         """
         whole = {}
         saves = self._exchanger.wire.topology.rank == rank
@@ -267,7 +268,7 @@ class ServerShards:
         """Gives every server its part of the state that one rank has loaded, if it has loaded any.
 
         Args:
-          rank: Rank that has loaded it; the same on all ranks, which call this together.
+          rank: Rank that has loaded the state; the same on all ranks, which call this together.
         """
         wire = self._exchanger.wire
         # Only that rank knows, and all have to do the same.
@@ -276,7 +277,7 @@ class ServerShards:
         for number, slot in enumerate(self._slots):
             whole = self._loaded.get(slot.index_in(self._inner))
             if whole is None:
-                # Of other ranks a broadcast takes no more than the shape.
+                # A broadcast takes no more than the shape from ranks other than its root.
                 whole = np.zeros(self._variables[slot.member].shape)
             dtype = tf.float32 if slot.variable.dtype == "bfloat16" else slot.variable.dtype
             flat = wire.broadcast(

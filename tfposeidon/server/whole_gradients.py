@@ -20,10 +20,10 @@ def clip_by_whole_norms(
     The optimizer must not clip once more: norms of parts differ between ranks.
 
     Args:
-      gradients: This rank's parts of those of `served`, the others whole; `None` where there is
-        none.
+      gradients: Gradients: parts of this rank for indices in `served`, whole ones for others;
+        `None` where there is none.
       served: Indices of gradients whose parts lie on all ranks.
-      optimizer: Optimizer that they are for; it may scale losses.
+      optimizer: Optimizer of the gradients; it may scale losses.
       wire: Collectives that join the ranks.
       name: Name of the one small all-reduce, which is left out where nothing asks for it.
 
@@ -72,7 +72,7 @@ def _reduced(
 
 
 def _clipped(gradient: tf.Tensor, norm: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
-    # As in Keras: with a norm that is not finite nothing is (norm - norm is NaN then).
+    # Keras does the same: if the norm is not finite, nothing is (norm - norm is NaN then).
     factor = limit / tf.maximum(norm, limit) + (norm - norm)
     return gradient * tf.cast(factor, gradient.dtype)
 

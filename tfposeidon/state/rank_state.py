@@ -27,9 +27,9 @@ class StateDescription:
 
     Attributes:
       name: Name of the quantity, the same on all ranks.
-      members: Variables that it belongs to: path and number of elements of each, in order. Empty
-        for what needs no variables to be told apart, such as an accumulated gradient, whose name
-        has a number.
+      members: Variables that the quantity belongs to: path and number of elements of each, in
+        order. Empty for what needs no variables to be told apart, such as an accumulated gradient,
+        whose name has a number.
       offset: Index in the bucket, the members one after the other, at which it begins.
       owners: Number of ranks that own a share of each element, to be summed; 0 for what is equal on
         all ranks.
@@ -61,6 +61,9 @@ class StateDescription:
 
         Args:
           content: Dictionary from `to_dict`, also after JSON has made lists of its tuples.
+
+        Returns:
+          The description, equal to the one that `to_dict` was called on.
         """
         names = {on_disk: name for name, on_disk in _ON_DISK.items()}
         values = {names.get(name, name): value for name, value in content.items()}
@@ -107,8 +110,8 @@ class _Saved:
     """State that all ranks had saved.
 
     Attributes:
-      totals: Quantity and path of a variable -> its sum over all ranks, as a vector.
-      scalars: Quantity and path of a variable -> a number that was equal on all ranks.
+      totals: Sums over all ranks, as vectors, by quantity and path of a variable.
+      scalars: Numbers that were equal on all ranks, by quantity and path of a variable.
       whole: Arrays that are never cut, of each rank that had one, in the order of ranks.
     """
 

@@ -1,6 +1,7 @@
 """Snapshots of a job's state on disk.
 
-They are written beside their place, renamed when they are whole, and checked when they are read::
+They are written beside their final path, renamed when they are whole, and checked when they are
+read::
 
     folder/snapshot-000012/meta.json      epoch, steps, ranks, variables
                            model.npz      what is equal on all ranks, written by rank 0
@@ -40,9 +41,9 @@ class Snapshot:
     """Snapshot as one rank has read it.
 
     Attributes:
-      meta: Small things that JSON holds, equal on all ranks.
+      meta: Small values that JSON can hold, equal on all ranks.
       shared: Arrays that are equal on all ranks.
-      own: Rank -> its arrays: of this rank alone, or of all ranks if they lie on other nodes now.
+      own: Arrays by rank: those of this rank alone, or of all ranks if they lie on other nodes now.
       same_layout: True if the job has the same ranks on the same nodes as then.
       folder: Folder of the snapshot.
     """
@@ -63,9 +64,9 @@ class Snapshots:
       keep: Number of snapshots to keep; older ones are deleted when a new one is whole.
 
     Attributes:
-      folder: As given.
-      wire: As given.
-      keep: As given.
+      folder: Folder, made if it is missing.
+      wire: Collectives over which ranks agree on what is whole.
+      keep: Number of snapshots to keep.
 
     Raises:
       ValueError: If `keep` is not a whole number from 1.
@@ -81,7 +82,7 @@ class Snapshots:
         """Writes a snapshot.
 
         Args:
-          meta: Small things that JSON holds; those of rank 0 are written.
+          meta: Small values that JSON can hold; those of rank 0 are written.
           shared: Arrays that are equal on all ranks; those of rank 0 are written.
           own: Arrays of this rank.
 
@@ -98,9 +99,9 @@ class Snapshots:
         finished before. The arrays must not change meanwhile.
 
         Args:
-          meta: See `write`.
-          shared: See `write`.
-          own: See `write`.
+          meta: Small values that JSON can hold; see `write`.
+          shared: Arrays that are equal on all ranks; see `write`.
+          own: Arrays of this rank; see `write`.
 
         Raises:
           SnapshotError: On all ranks, if any of them could not write the one before, or make the
@@ -223,7 +224,7 @@ class Snapshots:
         _sync(self.folder)
         for name in self._names()[: -self.keep]:
             shutil.rmtree(self.folder / name)
-        # Of jobs that were killed while they wrote.
+        # Jobs that were killed while they wrote have left these.
         for leftover in self.folder.glob(".snapshot-*.part"):
             shutil.rmtree(leftover)
 
@@ -299,6 +300,9 @@ def to_named_arrays(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
     Args:
       arrays: Arrays in their order.
       prefix: Prefix of the names.
+
+    Returns:
+      The arrays by name, in their order.
 
     >>> list(to_named_arrays([np.zeros(2), np.zeros(3)], "own"))
     ['own0', 'own1']

@@ -26,7 +26,7 @@ def with_equal_epochs(callbacks: list[Any]) -> list[Any]:
 
 
 def _may_stop(callback: Any) -> bool:
-    """Tells whether a callback may set `stop_training` in the middle of an epoch."""
+    """Returns whether a callback may set `stop_training` in the middle of an epoch."""
     if isinstance(callback, keras.callbacks.TerminateOnNaN | keras.callbacks.LambdaCallback):
         return True
     # All others of Keras, and our own, stop at the end of epochs only.
@@ -102,7 +102,7 @@ class EqualSteps(keras.callbacks.Callback):
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._limit is not None and batch >= self._limit:
-            # As if the data had ended: Keras's loop over an epoch catches it.
+            # Keras's loop over an epoch catches it, and goes on as if the data had ended.
             raise StopIteration
         self._is_skipping = self._session.is_skipping
         self._steps_before = self._session.steps_done if self._watches else 0

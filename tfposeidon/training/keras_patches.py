@@ -202,7 +202,7 @@ def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
 
 
 def _trains_all_together(model: keras.Model) -> bool:
-    """Tells whether the train step is Keras's own, which updates all variables in one call."""
+    """Returns whether the train step is Keras's own, which updates all variables in one call."""
     owner = next(cls for cls in type(model).__mro__ if "train_step" in vars(cls))
     return owner.__module__.startswith("keras.")
 

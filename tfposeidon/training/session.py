@@ -30,7 +30,7 @@ def register_optimizer_class(optimizer_class: type) -> None:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Tells whether an optimizer is a `DistributedOptimizer`.
+    """Returns whether an optimizer is a `DistributedOptimizer`.
 
     Args:
       optimizer: Any object.
@@ -202,7 +202,7 @@ class Session:
         """Makes steps tell whether ranks are out of data; all ranks drop the updates of such steps.
 
         Args:
-          wanted: True for yes; the same on all ranks.
+          wanted: True to watch for ranks that are out of data; the same on all ranks.
 
         Returns:
           True if the step has to be traced anew.
