@@ -54,6 +54,7 @@ class Level(Protocol):
 
     def clear(self) -> None:
         """Forgets all cached samples of this level and of those below; stored samples stay."""
+        return  # Levels without a pool hold none.
 
     def close(self) -> None:
         """Ends threads and mappings of this level and of those below."""
