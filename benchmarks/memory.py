@@ -123,7 +123,7 @@ def plot(cells, path):
             axis.set_yticks(range(len(names)), names)
             axis.set(
                 title=figures.ranks(layout),
-                xlabel="MB on a rank, beyond SGD without momentum",
+                xlabel="MB on a rank, beyond plain SGD",
                 xlim=(0, 1.15 * most),
             )
             axis.invert_yaxis()
