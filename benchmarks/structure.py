@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -61,11 +63,12 @@ def figures(root: Path) -> dict[str, object]:
     functions = [entry for path in sources for entry in public_functions(path)]
     taking = [entry for entry in functions if parameters(entry[0])]
     returning = [function for function, _ in functions if returns(function)]
+    modules = Counter(path.parent for path in sources if path.name != "__init__.py")
     return {
-        "modules in the largest flat folder": max(
-            len([p for p in folder.glob("*.py") if p.name != "__init__.py"])
-            for folder in {path.parent for path in sources}
-        ),
+        **{f"modules on top of {package}": modules[root / package] for package in PACKAGES},
+        "folders with modules": len(modules),
+        "modules in a folder, median": statistics.median_high(modules.values()),
+        "modules in the largest flat folder": max(modules.values()),
         "lines of the largest file": max(len(path.read_text().splitlines()) for path in sources),
         f"functions over complexity {COMPLEXITY}": complex_functions(root),
         "lines over 100 columns": sum(
