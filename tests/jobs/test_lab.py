@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -104,6 +105,23 @@ def _median_ms(done):
 
 def test_loopback_is_as_fast_as_asked():
     _check_rates("--nodes 1 --per-node 2 --intra 100mbit", {"0>1": 1e8})
+
+
+@pytest.mark.parametrize(("connections", "rate"), [(1, 5e7), (2, 4e7)])
+def test_a_connection_has_a_limit_of_its_own(connections, rate):
+    """One is held to its limit; two are held to the link's, which is less than twice as much."""
+    for _ in range(TRIES):
+        done = probe(
+            "--nodes 2 --inter 80mbit --flow 50mbit", "connections", connections, 4_000_000
+        )
+        assert done.returncode == 0, done.stdout
+        # Both lines may arrive as one: the ranks' threads write at once.
+        found = re.findall(r"connection \d+ (\d+) (\d+)", done.stdout)
+        assert len(found) == connections
+        assert all(float(whole) < 1.05 * 5e7 for whole, _ in found), done.stdout
+        if all(float(quarter) == pytest.approx(rate, rel=0.1) for _, quarter in found):
+            return
+    raise AssertionError(done.stdout)
 
 
 def test_exit_status_is_that_of_the_first_to_fail_and_the_others_are_ended():

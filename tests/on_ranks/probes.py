@@ -7,6 +7,7 @@ import socket
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 # Test collection imports this, outside of any job.
 RANK, SIZE = int(os.environ.get("HOROVOD_RANK", 0)), int(os.environ.get("HOROVOD_SIZE", 1))
@@ -36,6 +37,21 @@ def rates(size_bytes):
                     peer.sendall(bytes(int(size_bytes)))
                     peer.shutdown(socket.SHUT_WR)
                     peer.recv(1)
+
+
+def connections(count, size_bytes):
+    """Rank 0 sends `size_bytes` over each of several connections to rank 1, all at once."""
+    ports = range(PORT, PORT + int(count))
+    act = _receive if RANK == 1 else _send
+    with ThreadPoolExecutor(len(ports)) as threads:
+        list(threads.map(lambda port: act(int(size_bytes), f"connection {port}", port), ports))
+
+
+def _send(size_bytes, name, port):
+    with _connect(1, port) as peer:
+        peer.sendall(bytes(size_bytes))
+        peer.shutdown(socket.SHUT_WR)
+        peer.recv(1)
 
 
 def _receive(size_bytes, pair, port):

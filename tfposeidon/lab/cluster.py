@@ -35,6 +35,8 @@ class Cluster:
       jitter: Seconds by which the delay of one direction varies at most, up or down.
       loss: Fraction of the packets that are lost on their way to the switch.
       slow: Pairs of a node and the bits per second of its link, in place of `inter`.
+      flow: Bits per second of a single TCP connection between two nodes, as clouds limit them;
+        `None` for no limit of its own.
 
     Raises:
       ValueError: If a value is out of range.
@@ -48,6 +50,7 @@ class Cluster:
     jitter: float = 0.0
     loss: float = 0.0
     slow: tuple[tuple[int, float], ...] = ()
+    flow: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= MOST_NODES:
@@ -116,6 +119,7 @@ class Cluster:
         ]
         parts += [f"{readable_rate(self.intra)} within"] if self.intra else []
         parts += [f"{readable_rate(rate)} for node {node}" for node, rate in self.slow]
+        parts += [f"{readable_rate(self.flow)} per connection"] if self.flow else []
         parts += [f"{1e3 * self.rtt:g} ms round trip"] if self.rtt else []
         parts += [f"{1e3 * self.jitter:g} ms jitter"] if self.jitter else []
         parts += [f"{self.loss:.2%} lost"] if self.loss else []

@@ -105,6 +105,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NODE=RATE",
         help="another rate for one node",
     )
+    cluster.add_argument(
+        "--flow",
+        type=rate,
+        metavar="RATE",
+        help="limit of each TCP connection between nodes, as clouds have one: 5gbit (none)",
+    )
     trouble = parser.add_argument_group(
         "faults, which may be repeated; seconds count from the start of the ranks"
     )
@@ -180,6 +186,7 @@ def read_request(options: argparse.Namespace) -> Request:
         jitter=options.jitter,
         loss=options.loss,
         slow=tuple(options.slow),
+        flow=options.flow,
     )
     for fault in options.faults:
         check = cluster.check_node if fault.kind == "cut" else cluster.check_rank
