@@ -27,7 +27,7 @@ INTERFACE = "eth0"
 HEADER_BYTES = 66
 FLOW_CLASSES = 1024
 """Classes of limited connections. Two that fall into one share its rate: of 8 busy connections of a
-node, some do in 3 of 100 networks. More classes take long to make: 4096 took 3 s a node, 1024 0.1 s."""
+node, some do in 3 of 100 networks. To make 4096 takes 3 s a node, these take 0.1 s."""
 # Classic BPF, which every `tc` takes: source port xor destination port of an IPv4 packet without
 # options, its low bits, and 2: before them. Both ports, as PyTorch listens on one for all ranks,
 # and Gloo on one for each pair.
