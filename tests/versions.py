@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import tomllib
 from pathlib import Path
 
 from tests.launch import ROOT
@@ -144,6 +145,9 @@ def install(pair, options):
 
 def package(pair, options):
     """Installs tfposeidon from what its sdist holds."""
+    # What pip would install into the isolated environment of a build.
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    pair.run("-m", "pip", "--disable-pip-version-check", "install", "-q", *tools)
     build = "import build_backend; build_backend.build_sdist('../dist')"
     pair.run("-c", build, cwd=pair.source)
     with tarfile.open(next(pair.folder.glob("dist/*.tar.gz"))) as archive:

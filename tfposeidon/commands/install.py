@@ -30,7 +30,7 @@ from tfposeidon.commands import versions
 from tfposeidon.commands.corrections import CORRECTIONS, HOROVOD_VERSION, CorrectionError
 
 KERAS_VERSION = f"{versions.KERAS}.*"
-BUILD_TOOLS = ("setuptools<80", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml")
+BUILD_TOOLS = ("setuptools>=77,<80", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml")
 TAIL_LINES = 25
 LIBRARY = Path(__file__).parents[1] / "native" / "_ops.so"
 
