@@ -8,9 +8,9 @@
     python -m benchmarks.exchange --sparse   # 25.6 M values, sparse, dense and DDP; 20 minutes
 
 The grid has 2x1 to 16x1 and 4x4 ranks, 100 Mb/s to unshaped, 2^10 to 2^26 values (2^24 above 8
-ranks), all schemes, factors of 4 to 512 rows, and what exchanges consist of: single collectives
-("all_gather@across") and local work ("select@work") with all ranks at it. Exchanges whose limit is
-above 5 s are left out.
+ranks), all schemes, factors of 4 to 512 rows a rank, and what exchanges consist of: single
+collectives ("all_gather@across") and local work ("select@work") with all ranks at it. Exchanges
+whose limit, or whose products, take more than 5 s are left out.
 
 The limit is payload / rate for the node that sends most. Over the lengths of each scheme and link a
 latency and a bandwidth are fitted (t = latency + payload / bandwidth, least squares of relative
@@ -21,14 +21,16 @@ what is missing, exchange by exchange.
 
 import itertools
 import math
+import os
 import statistics
 
 import numpy as np
 
 from benchmarks import figures, harness
-from benchmarks.exchanges import busiest_node_bytes
+from benchmarks.exchanges import busiest_node_bytes, stages_named
 from tfposeidon.communication.topology import Topology
 from tfposeidon.lab.cluster import burst_bytes
+from tfposeidon.schemes.cost import Work
 from tfposeidon.units import parse_rate, readable_size
 
 SYSTEMS = ("allreduce", "allreduce:float16", "asa", "asa16", "2dtar", "2dtar:float16")
@@ -85,6 +87,8 @@ LARGEST_BURST = 0.01
 # With longer vectors sixteen ranks do not fit into memory.
 LONGEST_ABOVE_8_RANKS = 2**24
 LONGEST_LIMIT_S = 5.0
+# Of a core, in products of factors; only to leave out what would take too long.
+OPERATIONS_PER_S = 25e9
 # (largest - smallest) / median of the times of one exchange.
 LARGEST_SCATTER = 0.10
 # What DDP exchanges: the gradients of a model, without computing anything.
@@ -198,10 +202,16 @@ def is_within_limits(cell, layout, rate):
     nodes, per_node = map(int, layout.split("x"))
     if "x" not in size and nodes * per_node > 8 and int(size) > LONGEST_ABOVE_8_RANKS:
         return False
-    if rate == "unshaped":
-        return True
     topology = Topology.regular(0, nodes * per_node, per_node)
-    limit_s = 8 * busiest_node_bytes(system, size, topology) / parse_rate(rate)
+    # All ranks of the lab multiply on the same cores.
+    products = sum(
+        stage.operations
+        for stage in stages_named(system, size, topology)
+        if isinstance(stage, Work) and stage.kind == "multiply"
+    )
+    limit_s = products * topology.size / (os.cpu_count() * OPERATIONS_PER_S)
+    if rate != "unshaped":
+        limit_s += 8 * busiest_node_bytes(system, size, topology) / parse_rate(rate)
     return limit_s <= LONGEST_LIMIT_S
 
 
