@@ -1,59 +1,96 @@
-"""Measures time and bytes of single exchanges of one vector, beside the limit of the link.
+"""Measures time and bytes of single exchanges, beside the limit of the link.
 
     python -m benchmarks.exchange            # short: 2 x 2 ranks, 200 Mb/s, 2^14 to 2^22 values
-    python -m benchmarks.exchange --full     # 2x1 to 4x4, 100 Mb/s to unshaped, to 2^26; hours
+    python -m benchmarks.exchange --full     # the grid below: hours
     python -m benchmarks.exchange --layouts 2x2 4x2 --rates 200mbit --lengths 24
+    python -m benchmarks.exchange --systems sfb:32 --shapes 4096x4096   # factors of 32 rows a rank
+    python -m benchmarks.exchange --flow 100mbit --rates 400mbit        # a limit per connection
     python -m benchmarks.exchange --sparse   # 25.6 M values, sparse, dense and DDP; 20 minutes
+
+The grid has 2x1 to 16x1 and 4x4 ranks, 100 Mb/s to unshaped, 2^10 to 2^26 values (2^24 above 8
+ranks), all schemes, factors of 4 to 512 rows a rank, and what exchanges consist of: single
+collectives ("all_gather@across") and local work ("select@work") with all ranks at it. Exchanges
+whose limit, or whose products, take more than 5 s are left out.
 
 The limit is payload / rate for the node that sends most. Over the lengths of each scheme and link a
 latency and a bandwidth are fitted (t = latency + payload / bandwidth, least squares of relative
-errors; without what the shaper lets through at once). An interrupted run goes on.
+errors; without what the shaper lets through at once). Exchanges of one size are measured in turn,
+and those whose times differ by more than 10 % are listed apart. An interrupted run goes on with
+what is missing, exchange by exchange.
 """
 
 import itertools
 import math
+import os
 import statistics
 
 import numpy as np
 
 from benchmarks import figures, harness
+from benchmarks.exchanges import busiest_node_bytes, stages_named
+from tfposeidon.communication.topology import Topology
 from tfposeidon.lab.cluster import burst_bytes
+from tfposeidon.schemes.cost import Work
 from tfposeidon.units import parse_rate, readable_size
 
 SYSTEMS = ("allreduce", "allreduce:float16", "asa", "asa16", "2dtar", "2dtar:float16")
+SPARSE_SYSTEMS = (
+    *("ps", "onebit", "topk:0.01"),
+    *("hitopk:0.1", "hitopk:0.01", "hitopk:0.01:float16", "hitopk:0.001"),
+)
+FACTORS = ("sfb:4", "sfb:32", "sfb:128", "sfb:512", "adam:4", "adam:32", "adam:128", "adam:512")
+COLLECTIVES = (
+    *("all_reduce@world", "all_gather@world", "all_gather@across", "all_gather@node"),
+    *("all_to_all@world", "all_to_all@across", "all_to_all@node"),
+)
+LOCAL_WORK = tuple(f"{kind}@work" for kind in ("sum", "encode", "select", "scatter", "multiply"))
+RATES = ("100mbit", "200mbit", "1gbit", "unshaped")
+GRID = (
+    # Systems, sizes, and rates of what `--full` measures.
+    (SYSTEMS, [str(2**power) for power in range(10, 27, 2)], RATES),
+    (SPARSE_SYSTEMS, [str(2**power) for power in (12, 16, 20, 24)], RATES[1:]),
+    (FACTORS, ["256x256", "1024x1024", "4096x4096"], RATES[1:]),
+    (COLLECTIVES, [str(2**power) for power in (8, 14, 20)], RATES[1:]),
+    (LOCAL_WORK, [str(2**power) for power in (16, 22)], RATES[-1:]),
+)
+"""Systems, sizes, and rates."""
 SPARSE = {
     "layouts": ["2x2", "4x2", "4x4"],
     "rates": ["200mbit", "1gbit"],
     "lengths": [25_557_032],
     "systems": [
-        *(
-            "allreduce",
-            "2dtar",
-            "2dtar:float16",
-            "topk:0.01",
-            "topk:0.001",
-            "hitopk:0.1",
-            "hitopk:0.01",
-        ),
-        *("hitopk:0.01:float16", "hitopk:0.001", "ddp", "ddp-fp16", "ddp-powersgd"),
+        *("allreduce", "2dtar", "2dtar:float16", "topk:0.01", "topk:0.001"),
+        *("hitopk:0.1", "hitopk:0.01", "hitopk:0.01:float16", "hitopk:0.001"),
+        *("ddp", "ddp-fp16", "ddp-powersgd"),
     ],
 }
-SHORT = {"layouts": ["2x2"], "rates": ["200mbit"], "lengths": [14, 18, 22]}
+SHORT = {
+    "layouts": ["2x2"],
+    "rates": ["200mbit"],
+    "lengths": [14, 18, 22],
+    "shapes": ["1024x1024"],
+    "systems": SYSTEMS,
+}
 SMALLEST = {
     "layouts": ["2x1"],
     "rates": ["1gbit"],
     "lengths": [10],
-    "systems": ["allreduce", "asa16", "hitopk:0.1"],
+    "shapes": ["64x64"],
+    "systems": [
+        *("allreduce", "asa16", "hitopk:0.1", "sfb:4", "adam:4"),
+        *("all_reduce@world", "all_to_all@across", *LOCAL_WORK),
+    ],
 }
-FULL = {
-    "layouts": ["2x1", "4x1", "2x2", "4x2", "4x4"],
-    "rates": ["100mbit", "200mbit", "1gbit", "unshaped"],
-    "lengths": list(range(10, 27, 2)),
-}
+FULL = SHORT | {"layouts": ["2x1", "4x1", "2x2", "8x1", "4x2", "16x1", "4x4"], "rates": RATES}
 # Share of what an exchange sends; where the shaper's burst is more, the limit says nothing.
 LARGEST_BURST = 0.01
 # With longer vectors sixteen ranks do not fit into memory.
 LONGEST_ABOVE_8_RANKS = 2**24
+LONGEST_LIMIT_S = 5.0
+# Of a core, in products of factors; only to leave out what would take too long.
+OPERATIONS_PER_S = 25e9
+# (largest - smallest) / median of the times of one exchange.
+LARGEST_SCATTER = 0.10
 # What DDP exchanges: the gradients of a model, without computing anything.
 PEER = {"model": "resnet50", "shrink": 1, "dilation": 0, "warm_up": 3, "steps": 3}
 
@@ -66,6 +103,7 @@ def parse_arguments():
     parser.add_argument(
         "--rates", nargs="*", help="rates of the links between nodes, such as 200mbit, or unshaped"
     )
+    parser.add_argument("--flow", help="limit of each connection between nodes, such as 100mbit")
     parser.add_argument(
         "--lengths",
         nargs="*",
@@ -74,50 +112,127 @@ def parse_arguments():
         help="lengths of the vector: powers of two, or, from 64 on, numbers of values",
     )
     parser.add_argument(
-        "--systems", nargs="*", help="schemes with options, such as hitopk:0.01:float16, and peers"
+        "--shapes", nargs="*", metavar="MxN", help="shapes of the matrices that factors make"
+    )
+    parser.add_argument(
+        "--systems",
+        nargs="*",
+        help="schemes with options, such as hitopk:0.01:float16 or sfb:32, and peers",
     )
     parser.add_argument(
         "--sparse", action="store_true", help="measure sparse and dense exchanges of 25.6 M values"
     )
-    common = {"systems": SYSTEMS}
-    return harness.parse(parser, common | SHORT, common | FULL, SMALLEST, {"sparse": SPARSE})
+    return harness.parse(parser, SHORT, FULL, SMALLEST, {"sparse": SHORT | SPARSE})
 
 
-def planned(options):
-    """Returns one job for each layout, rate and program that measures."""
-    found = []
+def planned(options, results=()):
+    """Returns the jobs for the exchanges that the results lack.
+
+    Args:
+      options: Options of the command line.
+      results: The `Results` to continue.
+
+    Returns:
+      One job for each layout, rate and program that measures, by key.
+    """
+    found, left_out = {}, 0
     for layout, rate in itertools.product(options.layouts, options.rates):
-        lengths = [2**length if length < 64 else length for length in options.lengths]
-        if ranks(layout) > 8 and not options.sparse:
-            lengths = [length for length in lengths if length <= LONGEST_ABOVE_8_RANKS]
+        there = measured_before(results, layout, rate, options.flow)
         for worker, systems in harness.by_worker(options.systems, "exchange").items():
-            found.append(
-                {
-                    "layout": layout,
-                    "rate": rate,
-                    "lengths": lengths,
-                    "systems": systems,
-                    "worker": worker,
-                }
-            )
-    return harness.keyed(found)
+            if worker != "exchange":
+                wanted = [f"{system} {lengths(options)[0]}" for system in systems]
+            elif options.full:
+                every = list(grid(rate))
+                wanted = [cell for cell in every if is_within_limits(cell, layout, rate)]
+                left_out += len(every) - len(wanted)
+            else:
+                wanted = list(asked_for(systems, options))
+            if cells := [cell for cell in wanted if cell not in there]:
+                job = {"layout": layout, "rate": rate, "flow": options.flow, "worker": worker}
+                found[key_of(job, results)] = job | {"cells": cells}
+    if left_out:
+        print(
+            f"{left_out} exchanges of the grid are left out: their limit is above "
+            f"{LONGEST_LIMIT_S:g} s, or they do not fit into memory"
+        )
+    return found
 
 
-def ranks(layout):
-    """Returns the number of ranks of "MxN"."""
+def key_of(job, results):
+    """Returns a key under which the results have nothing yet."""
+    key = " ".join(f"{name}={value}" for name, value in job.items() if value is not None)
+    parts = (key if part == 1 else f"{key} part={part}" for part in itertools.count(1))
+    return next(one for one in parts if one not in results)
+
+
+def measured_before(results, layout, rate, flow):
+    """Returns the exchanges on one cluster that the results have."""
+    cells = getattr(results, "cells", {}).values()
+    same = [
+        cell
+        for cell in cells
+        if (cell["layout"], cell["rate"], cell.get("flow")) == (layout, rate, flow)
+    ]
+    return {name for cell in same for name in cell["systems"]}
+
+
+def lengths(options):
+    """Returns the lengths that were asked for, in values."""
+    return [2**length if length < 64 else length for length in options.lengths]
+
+
+def asked_for(systems, options):
+    """Yields "system size" for each exchange that the options name."""
+    for system in systems:
+        is_factors = system.partition(":")[0] in ("sfb", "adam")
+        for size in options.shapes if is_factors else lengths(options):
+            yield f"{system} {size}"
+
+
+def grid(rate):
+    """Yields "system size" for each exchange of the grid over one link."""
+    for systems, sizes, rates in GRID:
+        if rate in rates:
+            yield from (f"{system} {size}" for size in sizes for system in systems)
+
+
+def is_within_limits(cell, layout, rate):
+    """Returns whether an exchange fits into memory, and its limit into the time for one."""
+    system, size = cell.rsplit(" ", 1)
     nodes, per_node = map(int, layout.split("x"))
-    return nodes * per_node
+    if "x" not in size and nodes * per_node > 8 and int(size) > LONGEST_ABOVE_8_RANKS:
+        return False
+    topology = Topology.regular(0, nodes * per_node, per_node)
+    # All ranks of the lab multiply on the same cores.
+    products = sum(
+        stage.operations
+        for stage in stages_named(system, size, topology)
+        if isinstance(stage, Work) and stage.kind == "multiply"
+    )
+    limit_s = products * topology.size / (os.cpu_count() * OPERATIONS_PER_S)
+    if rate != "unshaped":
+        limit_s += 8 * busiest_node_bytes(system, size, topology) / parse_rate(rate)
+    return limit_s <= LONGEST_LIMIT_S
 
 
-def run(layout, rate, lengths, systems, worker):
-    task = {"lengths": lengths} if worker == "exchange" else PEER
-    answer = harness.in_lab(harness.cluster(layout, rate), worker, task | {"systems": systems})
+def run(layout, rate, flow, worker, cells):
+    cluster = harness.cluster(layout, rate) + (f" --flow {flow}" if flow else "")
+    # Factors that are told apart by their rows only are systems of their own.
+    systems = list(dict.fromkeys(cell.rsplit(" ", 1)[0] for cell in cells))
+    task = {"cells": cells} if worker == "exchange" else PEER | {"systems": systems}
+    place = {"layout": layout, "rate": rate} | ({"flow": flow} if flow else {})
+    try:
+        answer = harness.in_lab(cluster, worker, task)
+    except harness.JobError as error:
+        # The exchanges that it had measured are kept; the next run plans the others.
+        error.answer = error.partial and error.partial | place
+        raise
     if worker == "ddp":
+        size = cells[0].rsplit(" ", 1)[1]
         answer["systems"] = {
-            f"{name} {lengths[0]}": peer_figures(measured)
-            for name, measured in answer["systems"].items()
+            f"{name} {size}": peer_figures(measured) for name, measured in answer["systems"].items()
         }
-    return answer | {"layout": layout, "rate": rate}
+    return answer | place
 
 
 def peer_figures(measured):
@@ -132,8 +247,9 @@ def rows(cell):
     """Yields the figures of each scheme and length of a job."""
     rate = None if cell["rate"] == "unshaped" else parse_rate(cell["rate"])
     for name, measured in cell["systems"].items():
-        system, length = name.rsplit(" ", 1)
-        time_s = statistics.median(measured["step_s"])
+        system, size = name.rsplit(" ", 1)
+        times = measured["step_s"]
+        time_s = statistics.median(times)
         limit_s = 8 * measured["busiest_bytes"] / rate if rate else None
         # The shaper lets a burst through at once when an exchange begins, so that there is no limit
         # for short ones.
@@ -141,8 +257,10 @@ def rows(cell):
         limited = rate is not None and free_bytes < LARGEST_BURST * measured["busiest_bytes"]
         yield {
             "system": system,
-            "length": int(length),
+            "size": size,
+            "length": math.prod(map(int, size.split("x"))),
             "time_s": time_s,
+            "scatter": (max(times) - min(times)) / time_s,
             "bytes": measured["busiest_bytes"],
             "counted": measured["sent_bytes"] / measured["predicted_bytes"]
             if measured["predicted_bytes"]
@@ -172,44 +290,64 @@ def fit(rows):
 
 
 def show(cells):
-    """Prints a table for each job, and the fitted latencies and bandwidths."""
+    """Prints a table for each job, the fitted latencies and bandwidths, and what scatters."""
     for cell in cells.values():
         found = list(rows(cell))
         print(
-            f"\n{cell['layout']} ranks, {cell['rate']} between nodes; "
+            f"\n{cell['layout']} ranks, {cell['rate']} between nodes"
+            f"{', ' + cell['flow'] + ' per connection' if cell.get('flow') else ''}; "
             f"{cell['dropped_packets']} packets dropped"
         )
-        header = (
-            "scheme",
-            "values",
-            "time",
-            "payload on the link",
-            "counted / predicted",
-            "limit",
-            "time / limit",
-        )
-        harness.show([header, *map(cells_of, found)])
-        for system in dict.fromkeys(row["system"] for row in found):
-            own = [row for row in found if row["system"] == system]
+        steady = [row for row in found if row["scatter"] <= LARGEST_SCATTER]
+        if steady:
+            harness.show([HEADER, *map(cells_of, steady)])
+        for system in dict.fromkeys(row["system"] for row in steady):
+            own = [row for row in steady if row["system"] == system]
             if len(own) > 2 and any(row["bytes"] for row in own):
                 latency_s, bandwidth = fit(own)
                 print(
                     f"  {system}: {1e3 * latency_s:.1f} ms + payload at {bandwidth / 1e6:.0f} Mb/s"
                 )
+        if len(steady) < len(found):
+            print(f"  times that differ by more than {LARGEST_SCATTER:.0%}:")
+            scattered = [row for row in found if row["scatter"] > LARGEST_SCATTER]
+            harness.show([(*HEADER, "scatter"), *map(scattered_cells_of, scattered)])
+
+
+HEADER = (
+    "scheme",
+    "values",
+    "time",
+    "payload on the link",
+    "counted / predicted",
+    "limit",
+    "time / limit",
+)
+
+
+def scattered_cells_of(row):
+    return (*cells_of(row), f"{row['scatter']:.0%}")
 
 
 def cells_of(row):
     return (
         row["system"],
-        f"2^{math.log2(row['length']):.0f}"
-        if row["length"].bit_count() == 1
-        else f"{row['length'] / 1e6:.1f} M",
+        readable_length(row["size"]),
         f"{1e3 * row['time_s']:.1f} ms",
         readable_size(row["bytes"]),
         f"{row['counted']:.3f}" if row["counted"] else "",
         f"{1e3 * row['limit_s']:.1f} ms" if row["limit_s"] else "",
         f"{row['distance']:.2f}" if row["distance"] else "",
     )
+
+
+def readable_length(size):
+    """Returns a size as the tables show it: "2^10", "25.6 M" or "64x64"."""
+    if "x" in size:
+        return size
+    length = int(size)
+    is_power = length.bit_count() == 1
+    return f"2^{math.log2(length):.0f}" if is_power else f"{length / 1e6:.1f} M"
 
 
 def plot(cells, path):
@@ -220,7 +358,9 @@ def plot(cells, path):
     """
     found = {}
     for cell in cells.values():
-        found.setdefault((cell["layout"], cell["rate"]), []).extend(rows(cell))
+        shown = [row for row in rows(cell) if "@" not in row["system"] and "x" not in row["size"]]
+        if shown and not cell.get("flow"):
+            found.setdefault((cell["layout"], cell["rate"]), []).extend(shown)
     if len({row["length"] for own in found.values() for row in own}) > 1:
         figures.save(path, len(found), lambda figure, axes: draw_lines(figure, axes, found))
         return
@@ -269,7 +409,7 @@ def draw_bars(axes, found, systems):
 
 def main():
     options = parse_arguments()
-    harness.carry_out(options, planned(options), run, show, plot)
+    harness.carry_out(options, lambda results: planned(options, results), run, show, plot)
 
 
 if __name__ == "__main__":

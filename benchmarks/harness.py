@@ -36,7 +36,17 @@ PEER_WORKERS = {"ddp": "ddp", "mirrored": "mirrored"}
 
 
 class JobError(Exception):
-    """Error of a job that did not come to its end."""
+    """Error of a job that did not come to its end.
+
+    Attributes:
+      partial: Figures that it had measured by then, as `in_lab` returns them; `None` for none.
+      answer: Figures to keep all the same, set by benchmarks whose jobs can be taken up again;
+        `None` for none.
+    """
+
+    def __init__(self, message, partial=None):
+        super().__init__(message)
+        self.partial, self.answer = partial, None
 
 
 class Results:
@@ -163,7 +173,7 @@ def carry_out(options, planned, run, show, plot):
 
     Args:
       options: Options from `parse`.
-      planned: Key -> arguments of `run`.
+      planned: Key -> arguments of `run`; or a function that makes it of the results so far.
       run: Function that measures one job and returns its answer.
       show: Function that prints tables of all answers.
       plot: Function that draws all answers and saves them under a path.
@@ -172,6 +182,7 @@ def carry_out(options, planned, run, show, plot):
       SystemExit: With status 1, if a job failed.
     """
     results = Results(options.results, options.fresh)
+    planned = planned(results) if callable(planned) else planned
     failed = jobs(results, planned, run)
     if results.cells:
         show(results.cells)
@@ -204,6 +215,8 @@ def jobs(results, planned, run):
             results.add(key, run(**arguments))
         except JobError as error:
             failed.append(key)
+            if error.answer:
+                results.add(key, error.answer)
             print(f"    failed, and will be tried again next time: {error}", flush=True)
         print(f"    {time.monotonic() - begin:.0f} s", flush=True)
     return failed
@@ -273,20 +286,30 @@ def in_lab(options, worker, task):
         try:
             done = subprocess.run(command, **keywords)
         except subprocess.TimeoutExpired as error:
-            raise JobError(str(error)) from error
+            raise JobError(str(error), _answer(answer, report, options, task, worker)) from error
+        found = _answer(answer, report, options, task, worker)
         if done.returncode:
             raise JobError(
-                f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}"
+                f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}",
+                found,
             )
-        lab_report = json.loads(report.read_text())
-        return {
-            "systems": json.loads(answer.read_text()),
-            "options": options,
-            "task": task,
-            "worker": worker,
-            "dropped_packets": sum(link["dropped_packets"] for link in lab_report["traffic"]),
-            "wall_s": lab_report["wall_s"],
-        }
+        return found
+
+
+def _answer(answer, report, options, task, worker):
+    """Returns what a job has measured, with what the lab reports; `None` where there is nothing."""
+    if not answer.exists():
+        return None
+    # A lab that was killed leaves no report.
+    reported = json.loads(report.read_text()) if report.exists() else {"traffic": []}
+    return {
+        "systems": json.loads(answer.read_text()),
+        "options": options,
+        "task": task,
+        "worker": worker,
+        "dropped_packets": sum(link["dropped_packets"] for link in reported["traffic"]),
+        "wall_s": reported.get("wall_s"),
+    }
 
 
 def native(name, *arguments, more=()):

@@ -20,7 +20,7 @@ class Cluster:
     def __init__(self, nodes):
         self.topology = Topology(0, nodes)
         self.sent = Counter()
-        self.names = defaultdict(list)
+        self.calls = defaultdict(list)
         self._meetings = defaultdict(Meeting)
         self._lock = threading.Lock()
 
@@ -30,10 +30,10 @@ class Cluster:
         with ThreadPoolExecutor(size) as pool:
             return list(pool.map(lambda rank: function(InProcessWire(self, rank)), range(size)))
 
-    def meet(self, rank, group, name, value):
+    def meet(self, rank, operation, group, name, value):
         """Returns everybody's value, in the group's order, once all have come."""
         with self._lock:
-            self.names[rank].append(name)
+            self.calls[rank].append((operation, group.ranks, name))
             meeting = self._meetings[group.ranks, name]
             assert rank not in meeting.values, f"{name} was used twice on rank {rank}"
             meeting.values[rank] = value
@@ -41,6 +41,10 @@ class Cluster:
                 meeting.complete.set()
         assert meeting.complete.wait(timeout=300), f"{name}: ranks are missing"
         return [meeting.values[r] for r in group.ranks]
+
+    def names(self, rank):
+        """Returns the names of the collectives that a rank took part in."""
+        return [name for _, _, name in self.calls[rank]]
 
     def count(self, sender, receiver, *arrays):
         bytes_sent = sum(array.nbytes for array in arrays)
@@ -68,7 +72,7 @@ class InProcessWire:
         self.topology = cluster.topology.seen_from(rank)
 
     def all_reduce(self, tensor, group, name, scale=1.0):
-        values = self._meet(tensor, group, name)
+        values = self._meet("all_reduce", tensor, group, name)
         p, me = group.size, group.index(self.topology.rank)
         chunks = np.array_split(values[me], p)
         neighbour = group.ranks[(me - 1) % p]
@@ -79,7 +83,7 @@ class InProcessWire:
         return tf.constant(total * np.asarray(scale, total.dtype))
 
     def all_gather(self, tensor, group, name):
-        parts = self._meet(tensor, group, name)
+        parts = self._meet("all_gather", tensor, group, name)
         p, me = group.size, group.index(self.topology.rank)
         sent = [parts[(me - step) % p] for step in range(p - 1)]
         self.cluster.count(self.topology.rank, group.ranks[(me + 1) % p], *sent)
@@ -89,7 +93,7 @@ class InProcessWire:
         splits = [int(part) for part in splits]
         assert sum(splits) == tensor.shape[0]
         mine = np.split(tensor.numpy(), np.cumsum(splits)[:-1])
-        everybody = self.cluster.meet(self.topology.rank, group, name, mine)
+        everybody = self.cluster.meet(self.topology.rank, "all_to_all", group, name, mine)
         for receiver, part in zip(group.ranks, mine, strict=True):
             if receiver != self.topology.rank:
                 self.cluster.count(self.topology.rank, receiver, part)
@@ -98,7 +102,7 @@ class InProcessWire:
         )
 
     def broadcast(self, tensor, root_rank, name):
-        value = self._meet(tensor, self.topology.world, name)[root_rank]
+        value = self._meet("broadcast", tensor, self.topology.world, name)[root_rank]
         p = self.topology.size
         index = (self.topology.rank - root_rank) % p
         # Along a binomial tree, in which those that have the value double in each round.
@@ -107,5 +111,5 @@ class InProcessWire:
                 self.cluster.count(self.topology.rank, (root_rank + index + distance) % p, value)
         return tf.constant(value)
 
-    def _meet(self, tensor, group, name):
-        return self.cluster.meet(self.topology.rank, group, name, tensor.numpy())
+    def _meet(self, operation, tensor, group, name):
+        return self.cluster.meet(self.topology.rank, operation, group, name, tensor.numpy())

@@ -27,8 +27,8 @@ from benchmarks import (
     selection,
     wrapper,
 )
+from benchmarks.exchanges import scheme_named
 from benchmarks.workers import mirrored
-from benchmarks.workers.exchange import scheme_named
 from benchmarks.workers.task import summary
 from tfposeidon import schemes
 from tfposeidon.lab import demo, models
@@ -129,8 +129,12 @@ def test_commands_beside_results_are_those_that_gave_them(name, arguments, monke
     monkeypatch.setattr("sys.argv", [name, *arguments.split()])
     options = module.parse_arguments()
     kept = json.loads((harness.ROOT / options.results).read_text())
+    if name == "exchange":
+        # Whose jobs are planned by what is missing.
+        asked = {cell for job in module.planned(options).values() for cell in job["cells"]}
+        assert asked & {measured for cell in kept.values() for measured in cell["systems"]}
     # Keys of accuracy did not name the layout yet.
-    if name != "accuracy":
+    elif name != "accuracy":
         assert module.planned(options).keys() & kept.keys()
 
 
@@ -264,16 +268,49 @@ def test_exchange_gives_peers_jobs_of_their_own():
         layouts=["4x4"],
         rates=["1gbit"],
         lengths=[10, 25_557_032],
-        systems=["hitopk:0.1", "ddp"],
-        sparse=False,
+        systems=["hitopk:0.1", "sfb:4", "ddp"],
+        shapes=["64x32"],
+        flow=None,
+        full=False,
     )
     ours, ddp = exchange.planned(options).values()
-    assert (ours["worker"], ours["systems"], ours["lengths"]) == (
-        "exchange",
-        ["hitopk:0.1"],
-        [1024],
+    assert ours["worker"] == "exchange"
+    assert ours["cells"] == ["hitopk:0.1 1024", "hitopk:0.1 25557032", "sfb:4 64x32"]
+    assert (ddp["worker"], ddp["cells"]) == ("ddp", ["ddp 1024"])
+
+
+def test_exchanges_go_on_with_what_is_missing(tmp_path):
+    options = argparse.Namespace(
+        layouts=["2x1"],
+        rates=["100mbit"],
+        lengths=[10, 12],
+        systems=["asa"],
+        shapes=[],
+        flow=None,
+        full=False,
     )
-    assert (ddp["worker"], ddp["systems"]) == ("ddp", ["ddp"])
+    results = harness.Results(tmp_path / "results.json")
+    ((key, job),) = exchange.planned(options, results).items()
+    assert job["cells"] == ["asa 1024", "asa 4096"]
+
+    def run(**job):
+        error = harness.JobError("killed")
+        error.answer = {"systems": {"asa 1024": {}}, "layout": "2x1", "rate": "100mbit"}
+        raise error
+
+    assert harness.jobs(results, {key: job}, run) == [key]
+    ((again, job),) = exchange.planned(options, results).items()
+    assert (again, job["cells"]) == (f"{key} part=2", ["asa 4096"])
+
+
+def test_the_grid_has_the_extremes_of_each_kind():
+    unshaped = list(exchange.grid("unshaped"))
+    assert len(unshaped) == len(set(unshaped))
+    for one in ("allreduce 67108864", "hitopk:0.001 16777216", "sfb:512 4096x4096"):
+        assert one in unshaped
+    assert not exchange.is_within_limits("asa 67108864", "4x4", "unshaped")
+    assert exchange.is_within_limits("asa 67108864", "4x2", "unshaped")
+    assert not exchange.is_within_limits("asa 67108864", "2x1", "100mbit"), "more than 5 s"
 
 
 def test_schemes_are_named_with_their_options():

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 import keras_callbacks
 import tfposeidon as tp
-from benchmarks.workers.exchange import scheme_named
+from benchmarks.exchanges import scheme_named
 from benchmarks.workers.task import Task
 from tfposeidon.schemes.sparse import SparseScheme
 

@@ -1,84 +1,128 @@
-"""Times single exchanges of one vector, by every scheme and length that is asked for."""
+"""Times single exchanges, those of one size in turn, and counts their bytes."""
 
-import dataclasses
+import itertools
 import time
 
 import tensorflow as tf
 
 import tfposeidon as tp
+from benchmarks.exchanges import (
+    factors_named,
+    scheme_named,
+    sent_by_node,
+    transfer_named,
+)
 from benchmarks.workers.task import Task
 from tfposeidon import ops
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.gradients.factors import Factors
 from tfposeidon.lab.network import payload_bytes
-from tfposeidon.schemes import REGISTRY
-from tfposeidon.schemes.wire_format import WIRE_DTYPES
 
-LEAST_REPEATS, MOST_REPEATS = 3, 50
-LEAST_S = 0.5
+LEAST_ROUNDS, MOST_ROUNDS = 3, 10
+LEAST_S = 0.4
+DENSITY = 0.01
+"""Share of elements in the probes of selection and of sums of pairs."""
 
 
 def main():
     task = Task.from_argument()
-    topology = tp.init()
-    for length in task.lengths:
-        vector = tf.Variable(tf.random.stateless_normal([length], [topology.rank, length]))
-        for name in task.systems:
-            task.note(f"{name} {length}", measured(task, name, length, vector))
+    tp.init()
+    named = [cell.rsplit(" ", 1) for cell in task.cells]
+    # Sizes one after the other, so that the variables of one only are held at a time.
+    by_size = sorted(named, key=lambda cell: [int(part) for part in cell[1].split("x")])
+    for size, cells in itertools.groupby(by_size, key=lambda cell: cell[1]):
+        measure([system for system, _ in cells], size, task)
 
 
-def measured(task, name, length, vector):
-    """Returns times of an exchange, and bytes that were sent and predicted."""
-    scheme, wire = scheme_named(name), runtime.wire()
-    # Names of TensorFlow's ops must not have colons.
-    label = f"bench.{name}.{length}".replace(":", "_")
-
-    state = fresh_state(scheme, length, wire)
-
-    @tf.function
-    def exchange():
-        return exchanged(scheme, vector, state, wire, label)
-
-    # The first call traces. All ranks make equally many, as the slowest time is the same on all.
-    slowest(wire, exchange)
-    repeats = max(
-        LEAST_REPEATS, min(MOST_REPEATS, round(LEAST_S / max(slowest(wire, exchange), 1e-4)))
-    )
-    sent = payload_bytes()
-    times = [slowest(wire, exchange) for _ in range(repeats)]
-    costs = [
-        scheme.cost(length, 4, wire.topology.seen_from(rank)) for rank in range(wire.topology.size)
-    ]
-    nodes = [sum(costs[rank].cross_bytes for rank in node) for node in wire.topology.nodes]
-    return {
-        "step_s": times,
-        "sent_bytes": (payload_bytes() - sent) / repeats,
-        "predicted_bytes": nodes[wire.topology.node_index],
-        "busiest_bytes": max(nodes),
+def measure(systems, size, task):
+    """Times all systems of one size in turn, and notes what was measured."""
+    wire = runtime.wire()
+    exchanges = {system: traced(system, size, wire) for system in systems}
+    # The slowest time is the same on all ranks, so that all make equally many rounds.
+    expected_s = {system: slowest(wire, call) for system, call in exchanges.items()}
+    rounds = {
+        system: max(LEAST_ROUNDS, min(MOST_ROUNDS, round(LEAST_S / max(seconds, 1e-4))))
+        for system, seconds in expected_s.items()
     }
+    times, sent = ({system: [] for system in systems} for _ in range(2))
+    for number in range(max(rounds.values())):
+        for system in systems:
+            if number < rounds[system]:
+                before = payload_bytes()
+                times[system].append(slowest(wire, exchanges[system]))
+                sent[system].append(payload_bytes() - before)
+    for system in systems:
+        nodes = sent_by_node(system, size, wire.topology)
+        answer = {
+            "step_s": times[system],
+            "sent_bytes": sum(sent[system]) / len(sent[system]),
+            "predicted_bytes": nodes[wire.topology.node_index],
+            "busiest_bytes": max(nodes),
+        }
+        task.note(f"{system} {size}", answer)
 
 
-def scheme_named(name):
-    """Returns a scheme by its name, with options behind colons.
-
-    Args:
-      name: Such as "2dtar:float16" or "hitopk:0.001:exact".
-    """
-    name, *options = name.split(":")
-    scheme = REGISTRY[name]()
-    for option in options:
-        scheme = dataclasses.replace(scheme, **{_field(option): _value(option)})
-    return scheme
+def traced(system, size, wire):
+    """Returns a function that makes one exchange, traced and called once."""
+    # Names of TensorFlow's ops must not have colons.
+    label = f"bench.{system}.{size}".replace(":", "_").replace("@", "_")
+    exchange = tf.function(_exchange_of(system, size, wire, label))
+    # On all ranks at once: the first call traces, which takes unequally long.
+    exchange()
+    return exchange
 
 
-def _field(option):
-    if option in ops.METHODS:
-        return "select"
-    return "wire_dtype" if option in WIRE_DTYPES else "density"
+def _exchange_of(system, size, wire, label):
+    if system.endswith("@work"):
+        return _local_work(system.removesuffix("@work"), int(size))
+    if "@" in system:
+        return _collective(system, int(size), wire, label)
+    if "x" in size:
+        scheme, shape = factors_named(system, size)
+        left = _drawn([shape.rows, shape.left], wire)
+        right = _drawn([shape.rows, shape.right], wire)
+        return lambda: scheme.exchange_factors(
+            Factors(left.read_value(), right.read_value()), wire, label
+        )
+    scheme, length = scheme_named(system), int(size)
+    vector, state = _drawn([length], wire), fresh_state(scheme, length, wire)
+    return lambda: exchanged(scheme, vector, state, wire, label)
 
 
-def _value(option):
-    return option if option in (*ops.METHODS, *WIRE_DTYPES) else float(option)
+def _collective(system, length, wire, label):
+    transfer, vector = transfer_named(system, length, wire.topology), _drawn([length], wire)
+    if transfer.operation == "all_reduce":
+        return lambda: wire.all_reduce(vector.read_value(), transfer.group, label)
+    if transfer.operation == "all_gather":
+        return lambda: wire.all_gather(vector.read_value(), transfer.group, label)
+    splits = [int(part) // 4 for part in transfer.parts_bytes]
+    return lambda: wire.all_to_all(vector.read_value(), splits, transfer.group, label)
+
+
+def _local_work(kind, length):
+    """Returns a function for one kind of local work, on `length` elements."""
+    count = max(1, round(DENSITY * length))
+    vector = tf.Variable(tf.random.stateless_normal([length], [1, length]))
+    if kind == "sum":
+        # Four vectors, as an owner adds them up.
+        return lambda: tf.reduce_sum(tf.reshape(vector, [4, -1]), 0)
+    if kind == "encode":
+        return lambda: ops.encode(vector.read_value(), "float16")
+    if kind == "select":
+        residual = tf.Variable(tf.zeros([length]))
+        return lambda: ops.error_feedback_top_k(residual.read_value(), vector.read_value(), count)
+    if kind == "scatter":
+        indices = tf.Variable(tf.range(0, length, length // count, tf.int32)[:count])
+        return lambda: ops.scatter_add(vector[:count], indices.read_value(), length)
+    side = round(length**0.5)
+    matrix = tf.reshape(vector[: side * side], [side, side])
+    left = tf.Variable(matrix[:32])
+    return lambda: tf.matmul(left.read_value(), left.read_value(), transpose_a=True)
+
+
+def _drawn(shape, wire):
+    return tf.Variable(tf.random.stateless_normal(shape, [wire.topology.rank, shape[-1]]))
 
 
 def fresh_state(scheme, length, wire):

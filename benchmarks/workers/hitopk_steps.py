@@ -5,7 +5,8 @@ import statistics
 import tensorflow as tf
 
 import tfposeidon as tp
-from benchmarks.workers.exchange import exchanged, fresh_state, scheme_named, slowest
+from benchmarks.exchanges import scheme_named
+from benchmarks.workers.exchange import exchanged, fresh_state, slowest
 from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
 from tfposeidon.schemes import pairs, stages

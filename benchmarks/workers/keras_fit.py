@@ -15,7 +15,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 import tfposeidon as tp
-from benchmarks.workers.exchange import scheme_named
+from benchmarks.exchanges import scheme_named
 from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects

@@ -32,8 +32,8 @@ class Rounded(VectorScheme):
         mean = wire.all_reduce(sent, wire.topology.world, name, scale=1.0 / wire.topology.size)
         return mean, (wanted - sent,)
 
-    def cost(self, length, itemsize, topology):
-        return tp.schemes.AllReduce().cost(length, itemsize, topology)
+    def stages(self, length, itemsize, topology):
+        return tp.schemes.AllReduce().stages(length, itemsize, topology)
 
 
 def _step(optimizer, weight, gradient):

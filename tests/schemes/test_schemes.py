@@ -13,6 +13,7 @@ from tfposeidon.exchange import factor_exchange
 from tfposeidon.gradients.description import Description
 from tfposeidon.gradients.factors import Factors, FactorShape
 from tfposeidon.planning.plan import Bucket
+from tfposeidon.schemes.cost import Transfer, total_cost
 
 SPARSE = (schemes.HierarchicalTopK, schemes.TopKAllGather)
 LAYOUTS = {
@@ -46,13 +47,26 @@ def _check(name, length, nodes):
     for mean in means:
         np.testing.assert_array_equal(mean, means[0], "ranks differ")
     for rank in range(len(means)):
-        cost = contract.SCHEMES[name][0].cost(length, 4, Topology(rank, nodes))
+        topology = Topology(rank, nodes)
+        stages = contract.SCHEMES[name][0].stages(length, 4, topology)
+        _check_calls(cluster, rank, stages, f"contract.{name}.{length}".replace(" ", "_"))
+        cost = total_cost(stages, topology)
         # A ring's chunks differ by an element where the ranks do not divide the length.
         slack = 2 * 4 * len(means) if name.startswith("allreduce") else 0
         assert cluster.bytes_of(rank) == pytest.approx(
             (cost.node_bytes, cost.cross_bytes), abs=slack
         )
-        assert len(set(cluster.names[rank])) == len(cluster.names[rank])
+        assert len(set(cluster.names(rank))) == len(cluster.names(rank))
+
+
+def _check_calls(cluster, rank, stages, prefix):
+    """Checks that a rank has asked the wire for the transfers among `stages`, in their order."""
+    described = [
+        (stage.operation, stage.group.ranks, f"{prefix}.{stage.name}".rstrip("."))
+        for stage in stages
+        if isinstance(stage, Transfer) and stage.group.size > 1
+    ]
+    assert described == [call for call in cluster.calls[rank] if len(call[1]) > 1]
 
 
 @pytest.mark.parametrize("name", contract.SCHEMES)
@@ -331,7 +345,10 @@ def test_factors_send_what_is_predicted(scheme, layout, dtype):
     factors = Factors(tf.ones([3, 7], dtype), tf.ones([3, 5], dtype))
     cluster.run(lambda wire: scheme.exchange_factors(factors, wire, "x"))
     for rank in range(cluster.topology.size):
-        cost = scheme.factor_cost(FactorShape(3, 7, 5, dtype), Topology(rank, nodes))
+        topology = Topology(rank, nodes)
+        stages = scheme.factor_stages(FactorShape(3, 7, 5, dtype), topology)
+        _check_calls(cluster, rank, stages, "x")
+        cost = total_cost(stages, topology)
         assert cluster.bytes_of(rank) == (cost.node_bytes, cost.cross_bytes)
 
 

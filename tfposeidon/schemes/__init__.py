@@ -6,6 +6,7 @@ from tfposeidon.schemes.all_reduce import AllReduce
 from tfposeidon.schemes.all_to_all import AllToAll
 from tfposeidon.schemes.base import FactorScheme, Scheme, VectorScheme
 from tfposeidon.schemes.by_rows import ByRows
+from tfposeidon.schemes.cost import Cost, Transfer, Work
 from tfposeidon.schemes.factor_broadcast import FactorBroadcast
 from tfposeidon.schemes.factor_server import FactorServer
 from tfposeidon.schemes.hierarchical_top_k import HierarchicalTopK
@@ -33,6 +34,7 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "ByRows",
+    "Cost",
     "FactorBroadcast",
     "FactorScheme",
     "FactorServer",
@@ -42,5 +44,7 @@ __all__ = [
     "ShardedServer",
     "TopKAllGather",
     "Torus2D",
+    "Transfer",
     "VectorScheme",
+    "Work",
 ]

@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
-from tfposeidon.schemes import cost
+from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import State, VectorScheme
-from tfposeidon.schemes.cost import Cost
+from tfposeidon.schemes.cost import Stage, Transfer
 from tfposeidon.schemes.wire_format import WithWireDtype, decode, encode, wire_itemsize
 
 
@@ -57,6 +57,17 @@ class AllReduce(WithWireDtype, VectorScheme):
         return decode(summed, self.wire_dtype, gradient.dtype), state
 
     @override
-    def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
-        size_bytes = length * wire_itemsize(self.wire_dtype, itemsize)
-        return cost.ring_all_reduce(topology, topology.world, size_bytes)
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
+        width = wire_itemsize(self.wire_dtype, itemsize)
+        transfer = Transfer(
+            name="",
+            operation="all_reduce",
+            group=topology.world,
+            parts_bytes=(float(length * width),),
+            itemsize=width,
+        )
+        return (
+            *stages.encoding(length, self.wire_dtype, "encode"),
+            transfer,
+            *stages.encoding(length, self.wire_dtype, "decode"),
+        )

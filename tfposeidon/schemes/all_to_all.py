@@ -12,7 +12,7 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import State, VectorScheme
-from tfposeidon.schemes.cost import Cost
+from tfposeidon.schemes.cost import Stage
 from tfposeidon.schemes.wire_format import WithWireDtype, decode, encode
 
 
@@ -54,7 +54,11 @@ class AllToAll(WithWireDtype, VectorScheme):
         return decode(gathered, self.wire_dtype, gradient.dtype), state
 
     @override
-    def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
-        shards = stages.Shards.even(length, topology.world)
-        scatter = stages.scatter_sum_cost(shards, itemsize, topology, self.wire_dtype)
-        return scatter + stages.gather_cost(shards, itemsize, topology, self.wire_dtype)
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
+        shards, own = stages.Shards.even(length, topology.world), self.wire_dtype
+        return (
+            *stages.scatter_sum_stages(shards, itemsize, topology, own, "scatter"),
+            *stages.encoding(shards.length_of(topology.rank), own, "encode"),
+            *stages.gather_stages(shards, itemsize, own, "gather"),
+            *stages.encoding(length, own, "decode"),
+        )

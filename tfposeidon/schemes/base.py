@@ -17,7 +17,7 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.config import Configured
 from tfposeidon.gradients.factors import Factors, FactorShape
-from tfposeidon.schemes.cost import Cost
+from tfposeidon.schemes.cost import Cost, Stage, renamed, total_cost
 
 State = tuple[tf.Tensor, ...]
 """State of a scheme for one bucket: a tensor for each of its slots, in their order."""
@@ -123,6 +123,21 @@ class Scheme(Configured, ABC):
         return self
 
     @abstractmethod
+    def bucket_stages(
+        self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
+    ) -> tuple[Stage, ...]:
+        """Describes what `topology.rank` does for one bucket.
+
+        Args:
+          length: Elements of all variables of the bucket.
+          itemsize: Bytes of an element.
+          factors: Shape of each variable's factors; ignored by schemes that exchange vectors.
+          topology: The ranks of the job.
+
+        Returns:
+          Transfers and local work, one after the other.
+        """
+
     def bucket_cost(
         self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
     ) -> Cost:
@@ -137,6 +152,7 @@ class Scheme(Configured, ABC):
         Returns:
           Predicted cost of one exchange of the bucket: payload without headers.
         """
+        return total_cost(self.bucket_stages(length, itemsize, factors, topology), topology)
 
     def note(self, length: int, topology: Topology) -> str:
         """Returns what the scheme does in another way than its name says; mostly nothing.
@@ -221,10 +237,14 @@ class VectorScheme(Scheme):
       ...     def exchange(self, gradient, state, wire, name):
       ...         gathered = wire.all_gather(gradient[tf.newaxis], wire.topology.world, name)
       ...         return tf.reduce_mean(gathered, 0), state
-      ...     def cost(self, length, itemsize, topology):
-      ...         parts_bytes = [float(length * itemsize)] * topology.size
-      ...         additions = cost.Cost(flops=float(length * (topology.size - 1)))
-      ...         return cost.ring_all_gather(topology, topology.world, parts_bytes) + additions
+      ...     def stages(self, length, itemsize, topology):
+      ...         parts_bytes = (float(length * itemsize),) * topology.size
+      ...         gather = cost.Transfer(
+      ...             name="", operation="all_gather", group=topology.world, parts_bytes=parts_bytes
+      ...         )
+      ...         added = length * topology.size
+      ...         mean = cost.Work(name="mean", kind="sum", elements=added, operations=added)
+      ...         return gather, mean
       >>> topology = Topology.regular(rank=0, size=4, ranks_per_node=1)
       >>> GatheredMean().cost(1000, itemsize=4, topology=topology).cross_bytes
       12000.0
@@ -249,6 +269,19 @@ class VectorScheme(Scheme):
         """
 
     @abstractmethod
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
+        """Describes what `topology.rank` does in one exchange.
+
+        Args:
+          length: Elements of the bucket.
+          itemsize: Bytes of an element.
+          topology: The ranks of the job.
+
+        Returns:
+          Transfers and local work, one after the other; transfers under the names that `exchange`
+          gives them.
+        """
+
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
         """Predicts what `topology.rank` spends on one exchange.
 
@@ -260,12 +293,13 @@ class VectorScheme(Scheme):
         Returns:
           Predicted cost of one exchange of the bucket: payload without headers.
         """
+        return total_cost(self.stages(length, itemsize, topology), topology)
 
     @override
-    def bucket_cost(
+    def bucket_stages(
         self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
-    ) -> Cost:
-        return self.cost(length, itemsize, topology)
+    ) -> tuple[Stage, ...]:
+        return self.stages(length, itemsize, topology)
 
     @override
     def exchange_products(
@@ -291,11 +325,15 @@ class FactorScheme(Scheme):
       ...     def exchange_factors(self, factors, wire, name):
       ...         rows = wire.all_gather(factors.packed, wire.topology.world, name)
       ...         return factors.product(rows) / float(wire.topology.size)
-      ...     def factor_cost(self, factors, topology):
+      ...     def factor_stages(self, factors, topology):
+      ...         parts_bytes = (float(factors.bytes),) * topology.size
+      ...         gather = cost.Transfer(
+      ...             name="", operation="all_gather", group=topology.world, parts_bytes=parts_bytes
+      ...         )
       ...         rows = topology.size * (factors.rows or 0)
-      ...         product = cost.Cost(flops=2.0 * rows * factors.left_columns * factors.right)
-      ...         parts_bytes = [float(factors.bytes)] * topology.size
-      ...         return cost.ring_all_gather(topology, topology.world, parts_bytes) + product
+      ...         operations = 2.0 * rows * factors.left_columns * factors.right
+      ...         product = cost.Work(name="product", kind="multiply", operations=operations)
+      ...         return gather, product
       >>> factors = FactorShape(rows=32, left=1000, right=1000, dtype="float32")
       >>> topology = Topology.regular(rank=0, size=4, ranks_per_node=1)
       >>> GatheredFactors().factor_cost(factors, topology).cross_bytes
@@ -321,6 +359,18 @@ class FactorScheme(Scheme):
         """
 
     @abstractmethod
+    def factor_stages(self, factors: FactorShape, topology: Topology) -> tuple[Stage, ...]:
+        """Describes what `topology.rank` does where every rank has factors of this shape.
+
+        Args:
+          factors: Shape of one variable's factors; without rows the bytes of factors count as 0.
+          topology: The ranks of the job.
+
+        Returns:
+          Transfers and local work, one after the other; transfers under the names that
+          `exchange_factors` gives them.
+        """
+
     def factor_cost(self, factors: FactorShape, topology: Topology) -> Cost:
         """Predicts what `topology.rank` spends where every rank has factors of this shape.
 
@@ -331,12 +381,17 @@ class FactorScheme(Scheme):
         Returns:
           Predicted cost of one exchange of the variable: payload without headers.
         """
+        return total_cost(self.factor_stages(factors, topology), topology)
 
     @override
-    def bucket_cost(
+    def bucket_stages(
         self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
-    ) -> Cost:
-        return sum((self.factor_cost(one, topology) for one in factors), Cost())
+    ) -> tuple[Stage, ...]:
+        return tuple(
+            stage
+            for index, one in enumerate(factors)
+            for stage in renamed(self.factor_stages(one, topology), str(index))
+        )
 
     @override
     def exchange_products(

@@ -14,7 +14,7 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.gradients.factors import Factors, FactorShape
 from tfposeidon.schemes.base import FactorScheme, Scheme, VectorScheme
-from tfposeidon.schemes.cost import Cost
+from tfposeidon.schemes.cost import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +56,21 @@ class ByRows(Scheme):
         return self.few if rows <= self.limit else self.many
 
     @override
-    def bucket_cost(
+    def bucket_stages(
         self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
-    ) -> Cost:
-        """Predicts the cost of many rows: before the first step nobody knows how many there are."""
-        return self.many.bucket_cost(length, itemsize, factors, topology)
+    ) -> tuple[Stage, ...]:
+        """Describes the way of many rows: before the first step nobody knows how many there are.
+
+        Args:
+          length: Elements of all variables of the bucket.
+          itemsize: Bytes of an element.
+          factors: Shape of each variable's factors.
+          topology: The ranks of the job.
+
+        Returns:
+          The stages of `many`.
+        """
+        return self.many.bucket_stages(length, itemsize, factors, topology)
 
     @override
     def exchange_products(

@@ -1,8 +1,15 @@
-"""Predicted costs of exchanges."""
+"""What an exchange consists of, stage by stage, and what it costs.
+
+A scheme describes the exchange of a bucket as a sequence of stages: transfers, which are the
+collectives that it asks the wire for, and local work between them. Bytes are counted from this one
+description, and times are predicted from it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from tfposeidon.communication.topology import Group, Topology
 
@@ -39,106 +46,157 @@ class Cost:
         )
 
 
-def cost_of_messages(
-    topology: Topology, messages: dict[int, float], *, steps: int, flops: float = 0.0
-) -> Cost:
-    """Sums the messages of one rank by the kind of link that they take.
+Operation = Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
+"""Collectives of the wire; see `communication.wire.Wire`."""
+
+Kind = Literal["sum", "encode", "select", "scatter", "multiply"]
+"""Kinds of local work, which take different times per element."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One collective of an exchange.
 
     Args:
-      topology: Topology of the job, as the sender sees it.
-      messages: Bytes for each receiver, by rank; those to the sender itself do not count.
-      steps: Messages that follow one another on the longest path.
-      flops: Additions that the sender makes.
-
-    Returns:
-      The sender's cost, with the bytes within its node and across nodes apart.
-    """
-    me = topology.rank
-    node = sum(
-        size for peer, size in messages.items() if peer != me and topology.same_node(me, peer)
-    )
-    cross = sum(size for peer, size in messages.items() if not topology.same_node(me, peer))
-    return Cost(steps=steps, node_bytes=node, cross_bytes=cross, flops=flops)
-
-
-def ring_all_reduce(topology: Topology, group: Group, size_bytes: float) -> Cost:
-    """Predicts Horovod's ring: a rank sends all to one neighbour (in Gloo, the one before it).
-
-    Args:
-      topology: Topology of the job, as the rank that spends it sees it.
-      group: The ranks of the ring.
-      size_bytes: Bytes of the vector.
-
-    Returns:
-      Cost for `topology.rank`: steps, and payload bytes in its node and across nodes.
-
-    Cost: 2 (P - 1) steps, 2 n (P - 1) / P bytes sent per rank.
-    Source: Patarasuk and Yuan 2009.
-    """
-    p = group.size
-    neighbour = group.ranks[(group.index(topology.rank) - 1) % p]
-    return cost_of_messages(topology, {neighbour: 2 * size_bytes * (p - 1) / p}, steps=2 * (p - 1))
-
-
-def all_to_all(
-    topology: Topology, group: Group, split_bytes: list[float], flops: float = 0.0
-) -> Cost:
-    """Predicts an all-to-all, in which part `i` goes straight to the group's rank `i`.
-
-    Args:
-      topology: Topology of the job, as the rank that spends it sees it.
+      name: End of the collective's name, behind the prefix of the bucket; on all ranks the same.
+      operation: Collective of the wire.
       group: The ranks that take part.
-      split_bytes: Bytes of each part.
-      flops: Additions that the rank makes of what it receives.
+      parts_bytes: Payload bytes: of an all-gather the part of each rank of the group, of an
+        all-to-all what this rank sends to each, of the others one number, those of the vector.
+      itemsize: Bytes of an element on the wire (default 4).
+      root: Rank whose values are broadcast (default 0); ignored by the others.
 
-    Returns:
-      Cost for `topology.rank`: steps, and payload bytes in its node and across nodes; additions as
-      given.
-
-    Cost: P - 1 steps; all parts but the rank's own are sent.
+    Example:
+      >>> from tfposeidon.communication.topology import Topology
+      >>> topology = Topology.regular(rank=0, size=4, ranks_per_node=2)
+      >>> ring = Transfer(
+      ...     name="", operation="all_reduce", group=topology.world, parts_bytes=(4000.0,)
+      ... )
+      >>> ring.cost(topology)
+      Cost(steps=6, node_bytes=0.0, cross_bytes=6000.0, flops=0.0)
     """
-    messages = dict(zip(group.ranks, split_bytes, strict=True))
-    return cost_of_messages(topology, messages, steps=group.size - 1, flops=flops)
+
+    name: str
+    operation: Operation
+    group: Group
+    parts_bytes: tuple[float, ...]
+    itemsize: int = 4
+    root: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Messages that follow one another on the longest path."""
+        p = self.group.size
+        if self.operation == "all_reduce":
+            return 2 * (p - 1)
+        # Gloo's broadcast is a binomial tree: in each round all ranks that have the values send.
+        return (p - 1).bit_length() if self.operation == "broadcast" else p - 1
+
+    def messages(self, rank: int) -> dict[int, float]:
+        """Returns what a rank of the group sends over the whole operation.
+
+        Args:
+          rank: A rank of the group.
+
+        Returns:
+          Payload bytes by receiver; what it would send to itself does not count.
+
+        Source: Patarasuk and Yuan 2009 for the rings. As Horovod carries them out over Gloo: an
+        all-reduce sends all to the neighbour before, an all-gather to the one behind.
+        """
+        p = self.group.size
+        if p == 1:
+            return {}
+        me = self.group.index(rank)
+        if self.operation == "all_reduce":
+            return {self.group.ranks[me - 1]: 2 * self.parts_bytes[0] * (p - 1) / p}
+        if self.operation == "all_gather":
+            successor = (me + 1) % p
+            # The successor has its own part, which it would get last.
+            sent_on = sum(self.parts_bytes) - self.parts_bytes[successor]
+            return {self.group.ranks[successor]: sent_on}
+        if self.operation == "all_to_all":
+            parts = zip(self.group.ranks, self.parts_bytes, strict=True)
+            return {receiver: size for receiver, size in parts if receiver != rank}
+        # Distance from the root round the ring of ranks: in round i those below 2^i have the
+        # values.
+        distance = (me - self.group.index(self.root)) % p
+        receivers = [
+            distance + 2**i for i in range(self.steps) if distance < 2**i and distance + 2**i < p
+        ]
+        return {
+            self.group.ranks[(me - distance + receiver) % p]: self.parts_bytes[0]
+            for receiver in receivers
+        }
+
+    def cost(self, topology: Topology) -> Cost:
+        """Returns what `topology.rank` sends, in its node and across nodes, and the steps.
+
+        Args:
+          topology: Topology of the job, as the sender sees it.
+        """
+        me, messages = topology.rank, self.messages(topology.rank)
+        within = sum((size for peer, size in messages.items() if topology.same_node(me, peer)), 0.0)
+        return Cost(
+            steps=self.steps,
+            node_bytes=within,
+            cross_bytes=sum(messages.values()) - within,
+        )
 
 
-def ring_all_gather(topology: Topology, group: Group, parts_bytes: list[float]) -> Cost:
-    """Predicts Horovod's ring over Gloo: a rank sends on every part but that of its successor.
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Local work of this rank between transfers.
 
     Args:
-      topology: Topology of the job, as the rank that spends it sees it.
-      group: The ranks of the ring.
-      parts_bytes: Bytes of the part that each rank of the group contributes.
-
-    Returns:
-      Cost for `topology.rank`: steps, and payload bytes in its node and across nodes.
-
-    Cost: P - 1 steps, n (P - 1) / P bytes sent per rank where the parts are equal.
+      name: Name of the work, unique in the exchange; on all ranks that do it the same.
+      kind: Kind of work: "sum" (also reading 16 bits as 32), "encode" to 16 bits, "select" the
+        largest elements, "scatter" pairs into a vector, "multiply" factors.
+      elements: Elements that are read or written.
+      pairs: Pairs of an index and a value that are selected or scattered (default 0).
+      operations: Floating-point additions, and multiplications of factors (default 0).
     """
-    p = group.size
-    successor = (group.index(topology.rank) + 1) % p
-    # The successor has its own part, which it would get last.
-    sent_on = sum(parts_bytes) - parts_bytes[successor]
-    return cost_of_messages(topology, {group.ranks[successor]: sent_on}, steps=p - 1)
+
+    name: str
+    kind: Kind
+    elements: float = 0.0
+    pairs: float = 0.0
+    operations: float = 0.0
+
+    def cost(self, topology: Topology) -> Cost:
+        """Returns the operations alone.
+
+        Args:
+          topology: Topology of the job, as this rank sees it.
+        """
+        return Cost(flops=self.operations)
 
 
-def tree_broadcast(topology: Topology, root: int, size_bytes: float) -> Cost:
-    """Predicts Gloo's binomial tree: in each round, all ranks that have the values send them on.
+Stage = Transfer | Work
+"""One part of an exchange, after the one before it."""
+
+
+def total_cost(stages: Iterable[Stage], topology: Topology) -> Cost:
+    """Adds up what `topology.rank` spends on an exchange.
 
     Args:
-      topology: Topology of the job, as the rank that spends it sees it; all ranks take part.
-      root: The rank that has the values.
-      size_bytes: Bytes of the vector.
+      stages: Stages of the exchange, as this rank carries them out.
+      topology: Topology of the job, as this rank sees it.
 
     Returns:
-      Cost for `topology.rank`: steps, and payload bytes in its node and across nodes.
-
-    Cost: log2 P steps; the root sends log2 P times, half of the ranks not at all.
+      Cost of the exchange: steps, payload bytes in the node and across nodes, and operations.
     """
-    p = topology.size
-    # Distance from the root round the ring of ranks: in round i those below 2^i have the values.
-    distance = (topology.rank - root) % p
-    rounds = (p - 1).bit_length()
-    receivers = [distance + 2**i for i in range(rounds) if distance < 2**i and distance + 2**i < p]
-    return cost_of_messages(
-        topology, {(root + receiver) % p: size_bytes for receiver in receivers}, steps=rounds
-    )
+    return sum((stage.cost(topology) for stage in stages), Cost())
+
+
+def renamed(stages: Iterable[Stage], prefix: str) -> tuple[Stage, ...]:
+    """Returns the stages with a prefix before their names.
+
+    Args:
+      stages: Stages of an exchange.
+      prefix: Text that makes the names differ from those of other exchanges in the same bucket.
+
+    Returns:
+      The same stages, in their order.
+    """
+    return tuple(replace(stage, name=f"{prefix}.{stage.name}") for stage in stages)

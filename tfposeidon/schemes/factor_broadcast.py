@@ -11,10 +11,10 @@ from typing_extensions import override
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.gradients.factors import Factors, FactorShape
-from tfposeidon.schemes import cost, stages
+from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import FactorScheme, Scheme
 from tfposeidon.schemes.by_rows import ByRows
-from tfposeidon.schemes.cost import Cost
+from tfposeidon.schemes.cost import Stage, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,19 +89,19 @@ class FactorBroadcast(FactorScheme):
         return total / tf.cast(topology.size, total.dtype)
 
     @override
-    def factor_cost(self, factors: FactorShape, topology: Topology) -> Cost:
-        total, held_bytes = Cost(), float(factors.bytes)
-        gathered_ranks = 1
-        for group in self._gathering_groups(topology).values():
-            total += cost.ring_all_gather(topology, group, [held_bytes] * group.size)
+    def factor_stages(self, factors: FactorShape, topology: Topology) -> tuple[Stage, ...]:
+        made: tuple[Stage, ...] = ()
+        held_bytes, gathered_ranks = float(factors.bytes), 1
+        for name, group in self._gathering_groups(topology).items():
+            made += stages.gathering(group, [held_bytes] * group.size, name, factors.itemsize)
             held_bytes *= group.size
             gathered_ranks *= group.size
+        made += (product_work(factors, gathered_ranks),)
         if self._sums_in_node_of(topology):
             shards = stages.Shards.even(factors.left * factors.right, topology.node)
             itemsize = factors.matrix_bytes // (factors.left * factors.right)
-            total += stages.cost_by_levels(shards, None, itemsize, topology, None)
-        rows = gathered_ranks * (factors.rows or 0)
-        return total + Cost(flops=2.0 * rows * factors.left_columns * factors.right)
+            made += stages.stages_by_levels(shards, None, itemsize, topology, None)
+        return made
 
     def _gathering_groups(self, topology: Topology) -> dict[str, Group]:
         """Returns the groups that gather factors, one after the other, by the name of the stage."""
@@ -114,6 +114,26 @@ class FactorBroadcast(FactorScheme):
 
     def _sums_in_node_of(self, topology: Topology) -> bool:
         return bool(self.sums_in_node) and not _is_uneven(topology)
+
+
+def product_work(factors: FactorShape, ranks: int) -> Work:
+    """Describes the product of the factors of several ranks.
+
+    Args:
+      factors: Shape of one rank's factors; without rows nothing is multiplied.
+      ranks: Number of ranks whose rows are multiplied.
+
+    Returns:
+      The work: a multiplication and an addition for each row and element of the product.
+    """
+    rows = ranks * (factors.rows or 0)
+    operations = 2.0 * rows * factors.left_columns * factors.right
+    return Work(
+        name="product",
+        kind="multiply",
+        elements=factors.left * factors.right,
+        operations=operations,
+    )
 
 
 def _is_uneven(topology: Topology) -> bool:

@@ -11,9 +11,9 @@ from typing_extensions import override
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.gradients.factors import Factors, FactorShape
-from tfposeidon.schemes import cost
 from tfposeidon.schemes.base import FactorScheme
-from tfposeidon.schemes.cost import Cost
+from tfposeidon.schemes.cost import Stage, Transfer
+from tfposeidon.schemes.factor_broadcast import product_work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +68,19 @@ class FactorServer(FactorScheme):
         return wire.broadcast(total / tf.cast(world.size, total.dtype), root, f"{name}.pull")
 
     @override
-    def factor_cost(self, factors: FactorShape, topology: Topology) -> Cost:
+    def factor_stages(self, factors: FactorShape, topology: Topology) -> tuple[Stage, ...]:
         world, root = topology.world, self.server or 0
+        if world.size == 1:
+            return (product_work(factors, 1),)
         pushed = [float(factors.bytes) if rank == root else 0.0 for rank in world.ranks]
-        flops = (
-            2.0 * world.size * (factors.rows or 0) * factors.left_columns * factors.right
-            if topology.rank == root
-            else 0.0
+        push = Transfer(name="push", operation="all_to_all", group=world, parts_bytes=tuple(pushed))
+        pull = Transfer(
+            name="pull",
+            operation="broadcast",
+            group=world,
+            parts_bytes=(float(factors.matrix_bytes),),
+            root=root,
         )
-        return cost.all_to_all(topology, world, pushed, flops) + cost.tree_broadcast(
-            topology, root, factors.matrix_bytes
-        )
+        if topology.rank != root:
+            return push, pull
+        return push, product_work(factors, world.size), pull

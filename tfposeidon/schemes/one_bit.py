@@ -11,9 +11,9 @@ from typing_extensions import override
 from tfposeidon import ops, ranges
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
-from tfposeidon.schemes import cost, stages
+from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import Slot, State
-from tfposeidon.schemes.cost import Cost
+from tfposeidon.schemes.cost import Stage, Work
 from tfposeidon.schemes.residual import FLUSHED, ResidualScheme
 
 SENDING_BITS = 0.0
@@ -108,18 +108,24 @@ class OneBit(ResidualScheme):
         return wire.all_reduce(shard, wire.topology.across, f"{name}.across")
 
     @override
-    def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
         node = stages.Shards.even(length, topology.node, owners=topology.positions)
         # What is gathered is float32, whatever the gradient is.
-        total = stages.scatter_sum_cost(node, itemsize, topology, None)
-        total += stages.gather_cost(node, 4, topology, None)
+        scatter = stages.scatter_sum_stages(node, itemsize, topology, None, "node_scatter")
+        back = stages.gather_stages(node, 4, None, "node_gather")
         if topology.across is None or not _sends_across(topology):
-            return total
-        own_length = node.length_of(topology.rank)
+            return scatter + back
+        own_length, nodes = node.length_of(topology.rank), topology.across.size
+        added = nodes * own_length
         # Codes are int32 words.
-        code_bytes = [4.0 * ops.one_bit_size(own_length)] * topology.across.size
-        total += cost.ring_all_gather(topology, topology.across, code_bytes)
-        return total + Cost(flops=len(code_bytes) * own_length)
+        code_bytes = [4.0 * ops.one_bit_size(own_length)] * nodes
+        return (
+            *scatter,
+            Work(name="encode", kind="select", elements=own_length),
+            *stages.gathering(topology.across, code_bytes, "bits_across"),
+            Work(name="bits_across.sum", kind="sum", elements=added, operations=added),
+            *back,
+        )
 
 
 def _sends_across(topology: Topology) -> bool:

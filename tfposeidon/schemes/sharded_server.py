@@ -13,7 +13,7 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import State, VectorScheme
-from tfposeidon.schemes.cost import Cost
+from tfposeidon.schemes.cost import Stage
 
 PAIR_BYTES = 2 * 2**20
 """Size of Poseidon's key-value pairs (section 4.1)."""
@@ -126,6 +126,6 @@ class ShardedServer(VectorScheme):
         return begin, begin + across.length_of(topology.rank)
 
     @override
-    def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
         node, across = stages.shards_by_level(length, topology)
-        return stages.cost_by_levels(node, across, itemsize, topology, None)
+        return stages.stages_by_levels(node, across, itemsize, topology, None)

@@ -13,9 +13,9 @@ from typing_extensions import override
 from tfposeidon import ops, ranges
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
-from tfposeidon.schemes import cost, pairs, stages
+from tfposeidon.schemes import pairs, stages
 from tfposeidon.schemes.base import Scheme, Slot, State
-from tfposeidon.schemes.cost import Cost
+from tfposeidon.schemes.cost import Stage, Work
 from tfposeidon.schemes.error_feedback import ErrorFeedback, FeedbackState, Selection
 from tfposeidon.schemes.residual import FLUSHED, ResidualScheme
 from tfposeidon.schemes.wire_format import check_wire_dtype
@@ -203,34 +203,49 @@ class SparseScheme(ResidualScheme):
     # ------------------------------------------------------------------- cost
 
     @override
-    def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
         layout = self._layout(length, topology)
-        scatter = stages.scatter_sum_cost(layout.node, itemsize, topology, None)
+        scatter = stages.scatter_sum_stages(layout.node, itemsize, topology, None, "node_scatter")
         if self._is_dense(layout):
-            return scatter + self._dense_cost(layout, topology)
-        return scatter + self._sparse_cost(layout, topology)
+            return scatter + self._dense_stages(layout, topology)
+        return scatter + self._sparse_stages(layout)
 
     @staticmethod
-    def _dense_cost(layout: _Layout, topology: Topology) -> Cost:
+    def _dense_stages(layout: _Layout, topology: Topology) -> tuple[Stage, ...]:
         # 4 bytes each: after the scatter values are float32, whatever the gradient is.
-        total = stages.gather_cost(layout.node, 4, topology, None)
-        if layout.across is not None:
-            across = stages.Shards.even(layout.length, layout.across)
-            total += stages.scatter_sum_cost(across, 4, topology, None)
-            total += stages.gather_cost(across, 4, topology, None)
-        return total
+        back = stages.gather_stages(layout.node, 4, None, "node_gather")
+        if layout.across is None:
+            return back
+        across = stages.Shards.even(layout.length, layout.across)
+        return (
+            *stages.scatter_sum_stages(across, 4, topology, None, "across_scatter"),
+            *stages.gather_stages(across, 4, None, "across_gather"),
+            *back,
+        )
 
-    def _sparse_cost(self, layout: _Layout, topology: Topology) -> Cost:
+    def _sparse_stages(self, layout: _Layout) -> tuple[Stage, ...]:
         width = pairs.pair_bytes(self.wire_dtype)
-        k = self._selected_count(layout.length)
-        total = Cost(flops=layout.node_count * k)
+        k, m = self._selected_count(layout.length), layout.node_count
+        across: tuple[Stage, ...] = (
+            Work(name="select", kind="select", elements=layout.length, pairs=k),
+            *stages.encoding(k, self.wire_dtype, "encode"),
+        )
         if layout.across is not None:
-            total += cost.ring_all_gather(topology, layout.across, [width * k] * layout.across.size)
+            parts_bytes = [float(width * k)] * layout.across.size
+            across += stages.gathering(layout.across, parts_bytes, "pairs_across")
         if not self._gathers_pairs(layout):
-            return total + stages.gather_cost(layout.node, 4, topology, None)
-        counts = [layout.node_count * self._selected_count(n) for n in layout.node.lengths]
+            return (
+                *across,
+                _scatter_work(layout.length, m * k),
+                *stages.gather_stages(layout.node, 4, None, "sums_in_node"),
+            )
+        counts = [m * self._selected_count(n) for n in layout.node.lengths]
         parts_bytes = [float(width * count) for count in counts]
-        return total + cost.ring_all_gather(topology, layout.node.group, parts_bytes)
+        return (
+            *across,
+            *stages.gathering(layout.node.group, parts_bytes, "pairs_in_node"),
+            _scatter_work(sum(layout.node.lengths), sum(counts)),
+        )
 
     @override
     def note(self, length: int, topology: Topology) -> str:
@@ -336,3 +351,7 @@ class SparseScheme(ResidualScheme):
         width = pairs.pair_bytes(self.wire_dtype)
         counts = [layout.node_count * self._selected_count(n) for n in layout.node.lengths]
         return layout.node.group.size > 1 and width * sum(counts) < 4 * sum(layout.node.lengths)
+
+
+def _scatter_work(length: int, count: int) -> Work:
+    return Work(name="scatter", kind="scatter", elements=length, pairs=count, operations=count)

@@ -1,4 +1,4 @@
-"""Stages that several schemes are made of, each beside what it costs.
+"""Stages that several schemes are made of, each beside its description.
 
 Over Gloo an all-to-all and a local sum is several times faster than Horovod's own reduce-scatter,
 carries more types, takes uneven parts, and sums 16-bit values in 32 bits.
@@ -9,6 +9,7 @@ ranks at its position in all nodes. `node` and `across` are these two cuts, from
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -16,8 +17,7 @@ import tensorflow as tf
 from tfposeidon.communication import partition
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
-from tfposeidon.schemes import cost
-from tfposeidon.schemes.cost import Cost
+from tfposeidon.schemes.cost import Stage, Transfer, Work
 from tfposeidon.schemes.wire_format import decode, decode_sum, encode, wire_itemsize
 
 
@@ -114,39 +114,93 @@ def gather(encoded: tf.Tensor, shards: Shards, wire: Wire, name: str) -> tf.Tens
     return tf.ensure_shape(wire.all_gather(encoded, shards.group, name), [sum(shards.lengths)])
 
 
-def scatter_sum_cost(
-    shards: Shards, itemsize: int, topology: Topology, wire_dtype: str | None
-) -> Cost:
-    """Predicts `scatter_sum`: P - 1 messages of a shard each, P - 1 additions per owned element.
+def scatter_sum_stages(
+    shards: Shards, itemsize: int, topology: Topology, wire_dtype: str | None, name: str
+) -> tuple[Stage, ...]:
+    """Describes `scatter_sum`: P - 1 messages of a shard each, P - 1 additions per owned element.
 
     Args:
       shards: Shards that the ranks get.
       itemsize: Bytes of an element in the vector's own type.
-      topology: Topology of the job, as the rank that spends it sees it.
+      topology: Topology of the job, as the rank that carries it out sees it.
       wire_dtype: Type in which values cross the wire; `None` for the vector's own.
+      name: Name of the collective.
 
     Returns:
-      Cost for `topology.rank`: steps, payload bytes in its node and across nodes, and additions.
+      The stages; none for a group of a single rank.
     """
+    p, own = shards.group.size, shards.length_of(topology.rank)
+    if p == 1:
+        return ()
     width = wire_itemsize(wire_dtype, itemsize)
-    flops = (shards.group.size - 1) * shards.length_of(topology.rank)
-    return cost.all_to_all(topology, shards.group, [n * width for n in shards.lengths], flops)
+    transfer = Transfer(
+        name=name,
+        operation="all_to_all",
+        group=shards.group,
+        parts_bytes=tuple(float(n * width) for n in shards.lengths),
+        itemsize=width,
+    )
+    added = Work(name=f"{name}.sum", kind="sum", elements=p * own, operations=(p - 1) * own)
+    return (*encoding(sum(shards.lengths), wire_dtype, f"{name}.encode"), transfer, added)
 
 
-def gather_cost(shards: Shards, itemsize: int, topology: Topology, wire_dtype: str | None) -> Cost:
-    """Predicts `gather`: P - 1 messages of a shard each.
+def gather_stages(
+    shards: Shards, itemsize: int, wire_dtype: str | None, name: str
+) -> tuple[Stage, ...]:
+    """Describes `gather`: P - 1 messages of a shard each.
 
     Args:
       shards: Shards that the ranks have.
       itemsize: Bytes of an element in the vector's own type.
-      topology: Topology of the job, as the rank that spends it sees it.
       wire_dtype: Type in which values cross the wire; `None` for the vector's own.
+      name: Name of the collective.
 
     Returns:
-      Cost for `topology.rank`: steps, and payload bytes in its node and across nodes.
+      The stages; none for a group of a single rank.
     """
     width = wire_itemsize(wire_dtype, itemsize)
-    return cost.ring_all_gather(topology, shards.group, [n * width for n in shards.lengths])
+    return gathering(shards.group, [float(n * width) for n in shards.lengths], name, width)
+
+
+def gathering(
+    group: Group, parts_bytes: Sequence[float], name: str, itemsize: int = 4
+) -> tuple[Stage, ...]:
+    """Describes an all-gather.
+
+    Args:
+      group: The ranks that take part.
+      parts_bytes: Bytes of the part of each.
+      name: Name of the collective.
+      itemsize: Bytes of an element on the wire.
+
+    Returns:
+      The transfer; nothing for a group of a single rank.
+    """
+    if group.size == 1:
+        return ()
+    return (
+        Transfer(
+            name=name,
+            operation="all_gather",
+            group=group,
+            parts_bytes=tuple(parts_bytes),
+            itemsize=itemsize,
+        ),
+    )
+
+
+def encoding(length: int, wire_dtype: str | None, name: str) -> tuple[Stage, ...]:
+    """Describes `wire_format.encode` or `decode`.
+
+    Args:
+      length: Elements that are converted.
+      wire_dtype: Type in which values cross the wire; `None` for the vector's own.
+      name: Name of the work.
+
+    Returns:
+      The work; nothing where values cross the wire as they are.
+    """
+    return () if wire_dtype is None else (Work(name=name, kind="encode", elements=length),)
 
 
 def shards_by_level(length: int, topology: Topology) -> tuple[Shards, Shards | None]:
@@ -253,24 +307,26 @@ def gather_by_levels(
     return decode(gather(encoded, node, wire, f"{name}.node_gather"), wire_dtype, own.dtype)
 
 
-def cost_by_levels(
+def stages_by_levels(
     node: Shards, across: Shards | None, itemsize: int, topology: Topology, wire_dtype: str | None
-) -> Cost:
-    """Predicts `mean_by_levels`: scattering and gathering, on both levels.
+) -> tuple[Stage, ...]:
+    """Describes `mean_by_levels`: scattering and gathering, on both levels.
 
     Args:
       node: Shards in the node.
       across: Shards across nodes, or `None`.
       itemsize: Bytes of an element in the vector's own type.
-      topology: Topology of the job, as the rank that spends it sees it.
+      topology: Topology of the job, as the rank that carries it out sees it.
       wire_dtype: Type in which values cross the wire; `None` for the vector's own.
 
     Returns:
-      Cost for `topology.rank`: steps, payload bytes in its node and across nodes, and additions.
+      The stages, in their order.
     """
-    total = Cost()
-    for shards in (node, across):
-        if shards is not None:
-            total += scatter_sum_cost(shards, itemsize, topology, wire_dtype)
-            total += gather_cost(shards, itemsize, topology, wire_dtype)
-    return total
+    scatter = scatter_sum_stages(node, itemsize, topology, wire_dtype, "node_scatter")
+    back = gather_stages(node, itemsize, wire_dtype, "node_gather")
+    if across is not None:
+        own_length = across.length_of(topology.rank)
+        scatter += scatter_sum_stages(across, itemsize, topology, wire_dtype, "across_scatter")
+        scatter += encoding(own_length, wire_dtype, "encode")
+        back = gather_stages(across, itemsize, wire_dtype, "across_gather") + back
+    return scatter + back + encoding(sum(node.lengths), wire_dtype, "decode")

@@ -12,7 +12,7 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import State, VectorScheme
-from tfposeidon.schemes.cost import Cost
+from tfposeidon.schemes.cost import Stage
 from tfposeidon.schemes.wire_format import WithWireDtype
 
 
@@ -54,7 +54,7 @@ class Torus2D(WithWireDtype, VectorScheme):
         return stages.mean_by_levels(gradient, node, across, wire, name, self.wire_dtype), state
 
     @override
-    def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
-        return stages.cost_by_levels(
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
+        return stages.stages_by_levels(
             *stages.shards_by_level(length, topology), itemsize, topology, self.wire_dtype
         )

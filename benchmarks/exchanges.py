@@ -1,0 +1,101 @@
+"""Exchanges by name: what a benchmark measures, and what it should send."""
+
+import dataclasses
+
+from tfposeidon import ops
+from tfposeidon.communication import partition
+from tfposeidon.gradients.factors import FactorShape
+from tfposeidon.schemes import REGISTRY
+from tfposeidon.schemes.cost import Transfer, total_cost
+from tfposeidon.schemes.wire_format import WIRE_DTYPES
+
+ITEMSIZE = 4
+
+
+def scheme_named(name):
+    """Returns a scheme by its name, with options behind colons.
+
+    Args:
+      name: Name such as "2dtar:float16" or "hitopk:0.001:exact".
+    """
+    name, *options = name.split(":")
+    scheme = REGISTRY[name]()
+    for option in options:
+        scheme = dataclasses.replace(scheme, **{_field(option): _value(option)})
+    return scheme
+
+
+def _field(option):
+    if option in ops.METHODS:
+        return "select"
+    return "wire_dtype" if option in WIRE_DTYPES else "density"
+
+
+def _value(option):
+    return option if option in (*ops.METHODS, *WIRE_DTYPES) else float(option)
+
+
+def factors_named(system, size):
+    """Returns a scheme of factors, and the shape of one rank's factors.
+
+    Args:
+      system: Name such as "sfb:32", for 32 rows on each rank.
+      size: Shape of the matrix, such as "1024x4096".
+    """
+    name, rows = system.split(":")
+    left, right = map(int, size.split("x"))
+    return REGISTRY[name](), FactorShape(int(rows), left, right, "float32")
+
+
+def transfer_named(system, length, topology):
+    """Returns a single collective.
+
+    Args:
+      system: Name such as "all_gather@across": operation and group of ranks.
+      length: Values that each rank has.
+      topology: The ranks of the job.
+    """
+    operation, name = system.split("@")
+    group = getattr(topology, name)
+    if operation == "all_reduce":
+        parts_bytes = (float(ITEMSIZE * length),)
+    elif operation == "all_gather":
+        parts_bytes = (float(ITEMSIZE * length),) * group.size
+    else:
+        bounds = partition.even(length, group.size)
+        parts_bytes = tuple(float(ITEMSIZE * (end - begin)) for begin, end in bounds)
+    return Transfer(name="", operation=operation, group=group, parts_bytes=parts_bytes)
+
+
+def stages_named(system, size, topology):
+    """Returns the stages of an exchange, as `topology.rank` carries them out.
+
+    Args:
+      system: Name of a scheme, of a collective or of local work.
+      size: Number of values, or the shape of a matrix.
+      topology: The ranks of the job.
+    """
+    if system.endswith("@work"):
+        return ()
+    if "@" in system:
+        return (transfer_named(system, int(size), topology),)
+    if "x" in size:
+        scheme, factors = factors_named(system, size)
+        return scheme.factor_stages(factors, topology)
+    return scheme_named(system).stages(int(size), ITEMSIZE, topology)
+
+
+def sent_by_node(system, size, topology):
+    """Returns the payload bytes that each node sends to others in an exchange, by node."""
+    return [
+        sum(
+            total_cost(stages_named(system, size, seen), seen).cross_bytes
+            for seen in map(topology.seen_from, node)
+        )
+        for node in topology.nodes
+    ]
+
+
+def busiest_node_bytes(system, size, topology):
+    """Returns the payload bytes of the node that sends most."""
+    return max(sent_by_node(system, size, topology))
