@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "tensorflow/core/framework/op_kernel.h"
@@ -23,7 +24,13 @@ class TensorFlowThreads : public Parallel {
   void run(int count, const std::function<void(int)>& work) const override {
     if (count == 1) return work(0);
     // The callers have cut the work into equal parts, so the pool must neither join nor cut them.
-    const auto one_each = tensorflow::thread::ThreadPool::SchedulingParams::Fixed(1);
+    // TensorFlow 2.19 has only this constructor, which later releases call deprecated.
+    using Pool = tensorflow::thread::ThreadPool;
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+    const Pool::SchedulingParams one_each(Pool::SchedulingStrategy::kFixedBlockSize, std::nullopt,
+                                          1);
+#pragma GCC diagnostic pop
     workers_.workers->ParallelFor(count, one_each, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) work(static_cast<int>(i));
     });
