@@ -1,0 +1,94 @@
+"""Links of a cluster: files and presets, and what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+
+from tfposeidon.communication.links import CPU, HEADERS, Link, Links, Rates, read_links
+from tfposeidon.communication.topology import Topology
+
+LINK = Link(latency_s=1e-4, bytes_per_s=1e8)
+GIVEN = Links.of("1gbit", ranks_per_node=2, flow="200mbit")
+
+
+def test_files_hold_everything(tmp_path):
+    links = dataclasses.replace(GIVEN, measured_at="2026-11-23T15:00:00")
+    path = tmp_path / "links.json"
+    path.write_text(links.to_json())
+    assert read_links(path) == links
+    alone = dataclasses.replace(GIVEN, across=None)
+    assert Links.from_json(alone.to_json(), "x") == alone
+
+
+def test_rates_are_of_payload():
+    assert GIVEN.across.bytes_per_s == pytest.approx(1e9 / 8 / HEADERS)
+    assert GIVEN.across.seconds(GIVEN.across.bytes_per_s) == pytest.approx(1.0)
+    assert str(GIVEN) == "1 Gb/s across nodes (200 Mb/s per connection), cpu, given"
+
+
+def test_a_connection_is_slower_than_the_link_only_by_itself():
+    link = Link(latency_s=0, bytes_per_s=10.0, flow_bytes_per_s=2.0)
+    assert link.seconds(40.0, flow_bytes=8.0) == 4.0
+    assert link.seconds(40.0, flow_bytes=40.0) == 20.0
+    assert LINK.seconds(1e8, flow_bytes=1e8) == 1.0
+
+
+def test_units_count_once():
+    """Ten times the rates are a tenth of the time."""
+    fast = Link(latency_s=0, bytes_per_s=10 * LINK.bytes_per_s)
+    assert fast.seconds(12345.0) == pytest.approx(LINK.seconds(12345.0) / 10)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Link(latency_s=-1, bytes_per_s=1e8), "`latency_s` must be a finite number from 0"),
+        (lambda: Link(latency_s=0, bytes_per_s=0), "`bytes_per_s` must be a finite number above 0"),
+        (
+            lambda: Link(latency_s=0, bytes_per_s=1e8, flow_bytes_per_s=2e8),
+            "must not carry more than its link. Received: flow_bytes_per_s=2e.08",
+        ),
+        (lambda: Links.of("25", ranks_per_node=1), "A rate must be in 8kbit..1tbit|with a unit"),
+        (lambda: Links.of(25, ranks_per_node=1), "text with its unit. Received: 25. Write"),
+        (
+            lambda: Links.of("25gbit", ranks_per_node=1, device="tpu"),
+            "`device` must be one of cpu, v100. Received: device='tpu'",
+        ),
+        (
+            lambda: dataclasses.replace(GIVEN, node=None, across=None),
+            "one within nodes or one across them",
+        ),
+        (lambda: dataclasses.replace(CPU, sum_s=-1.0), "`sum_s` must be a finite number from 0"),
+        (lambda: Links.from_json("{", "f"), "must be one that .* wrote. Received: f: "),
+        (lambda: Links.from_json("[]", "f"), "`format` is not 1"),
+        (lambda: Links.from_json(_without("rates"), "f"), "'rates'"),
+        (lambda: Links.from_json(_without("collective_s"), "f"), "collective_s"),
+        (lambda: Links.from_json(_with(speed=1), "f"), "speed"),
+        (
+            lambda: GIVEN.check_fits(Topology.regular(0, 4, 1)),
+            "links for 2 ranks per node, for .*Measure them with 1 ranks per node",
+        ),
+        (
+            lambda: dataclasses.replace(GIVEN, across=None).check_fits(Topology.regular(0, 4, 2)),
+            "links of one node, for .*Measure them on two nodes or more",
+        ),
+    ],
+)
+def test_bad_links_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def _without(name):
+    return json.dumps({k: v for k, v in json.loads(GIVEN.to_json()).items() if k != name})
+
+
+def _with(**more):
+    return json.dumps(json.loads(GIVEN.to_json()) | more)
+
+
+def test_links_of_more_nodes_are_those_of_two():
+    GIVEN.check_fits(Topology.regular(0, 2, 2))
+    GIVEN.check_fits(Topology.regular(0, 64, 2))
+    assert isinstance(GIVEN.rates, Rates)

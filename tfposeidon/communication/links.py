@@ -1,0 +1,293 @@
+"""Links between ranks and the speed of their CPUs or GPUs, for planning by cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tfposeidon import ranges
+from tfposeidon.communication.topology import Topology
+from tfposeidon.units import parse_rate, readable_rate
+
+FORMAT = 1
+HEADERS = 1514 / 1448
+"""Bytes on the wire for one of payload: Ethernet frames around TCP segments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Link between ranks: that of a node to the others, or that between the ranks of a node.
+
+    Args:
+      latency_s: Seconds of one message step, from rank to rank.
+      bytes_per_s: Payload bytes per second in one direction: across nodes of a whole node, with all
+        its ranks sending; within a node of one rank.
+      flow_bytes_per_s: Payload bytes per second of a single connection; `None` (default) where one
+        connection can fill the link.
+
+    Raises:
+      ValueError: If a number is out of its range, or a connection carries more than the link.
+
+    Example:
+      >>> Link(latency_s=3e-5, bytes_per_s=3e9, flow_bytes_per_s=6e8).seconds(3e9, flow_bytes=3e9)
+      5.0
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    flow_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        ranges.check_number("latency_s", self.latency_s, ranges.NOT_NEGATIVE)
+        remedy = "Give bytes of payload per second."
+        ranges.check_number("bytes_per_s", self.bytes_per_s, ranges.POSITIVE, remedy)
+        if self.flow_bytes_per_s is None:
+            return
+        ranges.check_number("flow_bytes_per_s", self.flow_bytes_per_s, ranges.POSITIVE, remedy)
+        if self.flow_bytes_per_s > self.bytes_per_s:
+            raise ValueError(
+                "A single connection must not carry more than its link. Received: "
+                f"flow_bytes_per_s={self.flow_bytes_per_s:g}, bytes_per_s={self.bytes_per_s:g}. "
+                "Leave flow_bytes_per_s out where one connection can fill the link."
+            )
+
+    def seconds(self, sent_bytes: float, *, flow_bytes: float = 0.0) -> float:
+        """Returns how long bytes are on the link, without its latency.
+
+        Args:
+          sent_bytes: Payload bytes of all who share the link.
+          flow_bytes: Those of them on the busiest connection.
+        """
+        whole_s = sent_bytes / self.bytes_per_s
+        return max(whole_s, flow_bytes / (self.flow_bytes_per_s or self.bytes_per_s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Seconds that a rank's CPU or GPU takes, while all ranks of the node are at work.
+
+    Args:
+      sum_s: Seconds for each element that is added to a sum.
+      encode_s: Seconds for each element that is rounded to 16 bits, or back.
+      select_s: Seconds for each element among which the largest are selected.
+      pair_s: Seconds for each pair of an index and a value that is packed or added.
+      half_s: Seconds for each element that Horovod adds in float16.
+      operation_s: Seconds for each floating-point operation of a product of matrices.
+
+    Raises:
+      ValueError: If one of them is negative or not a finite number.
+    """
+
+    sum_s: float
+    encode_s: float
+    select_s: float
+    pair_s: float
+    half_s: float
+    operation_s: float
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            ranges.check_number(field.name, getattr(self, field.name), ranges.NOT_NEGATIVE)
+
+
+V100 = Rates(
+    sum_s=2e-11, encode_s=1e-11, select_s=1.5e-10, pair_s=2e-9, half_s=0.0, operation_s=2.5e-14
+)
+"""Rates of an NVIDIA V100, from its memory bandwidth and its FLOP rate; not measured."""
+CPU = Rates(
+    sum_s=1.6e-9, encode_s=1e-10, select_s=1.2e-9, pair_s=5.5e-9, half_s=5e-8, operation_s=4e-11
+)
+"""Rates of a core of an AMD EPYC that a rank has to itself; fitted to docs/results/exchange.md."""
+NVLINK = Link(latency_s=1e-5, bytes_per_s=1e11)
+LOOPBACK = Link(latency_s=3e-4, bytes_per_s=1.5e9)
+DEVICES: Mapping[str, tuple[Rates, Link, float]] = {
+    # Rates, the link within a node, and seconds for which a collective waits for Horovod's thread.
+    "v100": (V100, NVLINK, 1.2e-3),
+    "cpu": (CPU, LOOPBACK, 3.3e-3),
+}
+"""Presets by the name of the device."""
+ETHERNET_LATENCY_S = 3e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Links of a job, and the speed of its ranks; the same on every rank.
+
+    `Links.of` makes them of a rate with its unit and a preset; `from_json` of a file that
+    `to_json` has written.
+
+    Args:
+      rates: Speed of a rank's CPU or GPU.
+      collective_s: Seconds that pass before a collective that finds Horovod's thread idle begins:
+        its cycle, and its agreement with the other ranks.
+      ranks_per_node: Number of ranks on each node.
+      device: Device of the rates, such as "cpu" or "v100".
+      node: Link between the ranks of a node; `None` for nodes of one rank.
+      across: Link of a node to the others; `None` for one node alone.
+      measured_at: When they were measured, as ISO 8601; empty for links that were given.
+
+    Raises:
+      ValueError: If a number is out of its range, or there is no link at all.
+
+    Example:
+      >>> links = Links.of("25gbit", ranks_per_node=8, device="v100", flow="5gbit")
+      >>> print(links)
+      25 Gb/s across nodes (5 Gb/s per connection), v100, given
+    """
+
+    rates: Rates
+    collective_s: float
+    ranks_per_node: int
+    device: str
+    node: Link | None = None
+    across: Link | None = None
+    measured_at: str = ""
+
+    def __post_init__(self) -> None:
+        ranges.check_number("collective_s", self.collective_s, ranges.NOT_NEGATIVE)
+        ranges.check_integer("ranks_per_node", self.ranks_per_node, 1)
+        if self.node is None and self.across is None:
+            raise ValueError(
+                "Links must have one within nodes or one across them. Received: neither. A single "
+                "rank has none, and needs no links."
+            )
+
+    @classmethod
+    def of(
+        cls, rate: str, *, ranks_per_node: int, device: str = "cpu", flow: str | None = None
+    ) -> Links:
+        """Makes links of a rate between nodes and a preset for all else.
+
+        Args:
+          rate: Rate of a node's link in one direction, with its unit, such as "25gbit".
+          ranks_per_node: Number of ranks on each node.
+          device: Name of a preset: "cpu" (default) or "v100".
+          flow: Rate of a single connection, with its unit; `None` (default) for no limit.
+
+        Returns:
+          The links, whose rates are less by the headers of Ethernet and TCP.
+
+        Raises:
+          ValueError: If a rate has no unit or is out of its range, or the preset is unknown.
+        """
+        if device not in DEVICES:
+            raise ValueError(
+                f"`device` must be one of {', '.join(sorted(DEVICES))}. Received: "
+                f"device={device!r}. Measure other devices."
+            )
+        rates, node, collective_s = DEVICES[device]
+        return cls(
+            rates=rates,
+            collective_s=collective_s,
+            ranks_per_node=ranks_per_node,
+            device=device,
+            node=node if ranks_per_node > 1 else None,
+            across=Link(
+                latency_s=LOOPBACK.latency_s if device == "cpu" else ETHERNET_LATENCY_S,
+                bytes_per_s=_payload_rate(rate),
+                flow_bytes_per_s=None if flow is None else _payload_rate(flow),
+            ),
+        )
+
+    def to_json(self) -> str:
+        """Returns the text of a file that `from_json` reads."""
+        return json.dumps({"format": FORMAT} | dataclasses.asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str) -> Links:
+        """Makes links of the text of a file.
+
+        Args:
+          text: Text that `to_json` returned.
+          source: Name of the file, for messages.
+
+        Returns:
+          The links.
+
+        Raises:
+          ValueError: If the text is no JSON, of another format, or lacks something.
+        """
+        try:
+            found = json.loads(text)
+            if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+                raise ValueError(f"`format` is not {FORMAT}")
+            links = {
+                name: None if found.get(name) is None else Link(**found.pop(name))
+                for name in ("node", "across")
+            }
+            return cls(**found | links | {"rates": Rates(**found["rates"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"A file of links must be one that `python -m tfposeidon check --links` wrote. "
+                f"Received: {source}: {error}. Write it anew on the cluster where you train."
+            ) from error
+
+    def check_fits(self, topology: Topology) -> None:
+        """Refuses links of another kind of cluster. Another number of nodes is allowed.
+
+        Args:
+          topology: Topology of the job.
+
+        Raises:
+          ValueError: If nodes have other numbers of ranks, or the job has several nodes and these
+            links are of one.
+        """
+        per_node = max(len(node) for node in topology.nodes)
+        if len(topology.nodes) > 1 and self.across is None:
+            raise ValueError(
+                "Links of a job on several nodes must have been measured across nodes. Received: "
+                f"links of one node, for {topology}. Measure them on two nodes or more."
+            )
+        if per_node != self.ranks_per_node:
+            raise ValueError(
+                "Links must be those of nodes with as many ranks: these share the node's link and "
+                f"its cores. Received: links for {self.ranks_per_node} ranks per node, for "
+                f"{topology}. Measure them with {per_node} ranks per node."
+            )
+
+    def __str__(self) -> str:
+        parts = []
+        if self.across is not None:
+            flow = self.across.flow_bytes_per_s
+            limit = "" if flow is None else f" ({_readable(flow)} per connection)"
+            parts.append(f"{_readable(self.across.bytes_per_s)} across nodes{limit}")
+        else:
+            assert self.node is not None
+            parts.append(f"{_readable(self.node.bytes_per_s)} within the node")
+        when = f"measured {self.measured_at}" if self.measured_at else "given"
+        return ", ".join([*parts, self.device, when])
+
+
+def read_links(path: str | os.PathLike[str]) -> Links:
+    """Reads links from a file.
+
+    Args:
+      path: File that `python -m tfposeidon check --links` wrote.
+
+    Returns:
+      The links.
+
+    Raises:
+      FileNotFoundError: If there is no such file.
+      ValueError: If it is no file of links.
+    """
+    return Links.from_json(Path(path).read_text(), os.fspath(path))
+
+
+def _payload_rate(text: Any) -> float:
+    """Returns bytes of payload per second."""
+    if not isinstance(text, str):
+        raise ValueError(
+            f"A rate must be a text with its unit. Received: {text!r}. Write for example "
+            '"25gbit" (gigabits) or "3gbps" (gigabytes per second).'
+        )
+    return parse_rate(text) / 8 / HEADERS
+
+
+def _readable(bytes_per_s: float) -> str:
+    return readable_rate(8 * bytes_per_s * HEADERS)
