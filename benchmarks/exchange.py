@@ -46,14 +46,13 @@ COLLECTIVES = (
 LOCAL_WORK = tuple(f"{kind}@work" for kind in ("sum", "encode", "select", "scatter", "multiply"))
 RATES = ("100mbit", "200mbit", "1gbit", "unshaped")
 GRID = (
-    # Systems, sizes, and rates of what `--full` measures.
     (SYSTEMS, [str(2**power) for power in range(10, 27, 2)], RATES),
     (SPARSE_SYSTEMS, [str(2**power) for power in (12, 16, 20, 24)], RATES[1:]),
     (FACTORS, ["256x256", "1024x1024", "4096x4096"], RATES[1:]),
     (COLLECTIVES, [str(2**power) for power in (8, 14, 20)], RATES[1:]),
     (LOCAL_WORK, [str(2**power) for power in (16, 22)], RATES[-1:]),
 )
-"""Systems, sizes, and rates."""
+"""Systems, sizes, and rates of what `--full` measures."""
 SPARSE = {
     "layouts": ["2x2", "4x2", "4x4"],
     "rates": ["200mbit", "1gbit"],
@@ -81,7 +80,7 @@ SMALLEST = {
         *("all_reduce@world", "all_to_all@across", *LOCAL_WORK),
     ],
 }
-FULL = SHORT | {"layouts": ["2x1", "4x1", "2x2", "8x1", "4x2", "16x1", "4x4"], "rates": RATES}
+FULL = {"layouts": ["2x1", "4x1", "2x2", "8x1", "4x2", "16x1", "4x4"], "rates": RATES}
 # Share of what an exchange sends; where the shaper's burst is more, the limit says nothing.
 LARGEST_BURST = 0.01
 # With longer vectors sixteen ranks do not fit into memory.
@@ -138,22 +137,18 @@ def planned(options, results=()):
     found, left_out = {}, 0
     for layout, rate in itertools.product(options.layouts, options.rates):
         there = measured_before(results, layout, rate, options.flow)
-        for worker, systems in harness.by_worker(options.systems, "exchange").items():
-            if worker != "exchange":
-                wanted = [f"{system} {lengths(options)[0]}" for system in systems]
-            elif options.full:
-                every = list(grid(rate))
-                wanted = [cell for cell in every if is_within_limits(cell, layout, rate)]
-                left_out += len(every) - len(wanted)
-            else:
-                wanted = list(asked_for(systems, options))
+        for worker, wanted in wanted_by_worker(options, rate).items():
+            if is_grid(options):
+                every = len(wanted)
+                wanted = [cell for cell in wanted if is_within_limits(cell, layout, rate)]
+                left_out += every - len(wanted)
             if cells := [cell for cell in wanted if cell not in there]:
                 job = {"layout": layout, "rate": rate, "flow": options.flow, "worker": worker}
                 found[key_of(job, results)] = job | {"cells": cells}
     if left_out:
         print(
-            f"{left_out} exchanges of the grid are left out: their limit is above "
-            f"{LONGEST_LIMIT_S:g} s, or they do not fit into memory"
+            f"{left_out} exchanges of the grid are left out: their limit or their products take "
+            f"more than {LONGEST_LIMIT_S:g} s, or they do not fit into memory"
         )
     return found
 
@@ -176,23 +171,39 @@ def measured_before(results, layout, rate, flow):
     return {name for cell in same for name in cell["systems"]}
 
 
-def lengths(options):
-    """Returns the lengths that were asked for, in values."""
-    return [2**length if length < 64 else length for length in options.lengths]
+def is_grid(options):
+    """Returns whether the grid is asked for, and not exchanges by name."""
+    return options.full and not (options.systems or options.lengths or options.shapes)
+
+
+def wanted_by_worker(options, rate):
+    """Returns "system size" of the exchanges that the options ask for, by worker."""
+    if is_grid(options):
+        return {"exchange": list(grid(rate))}
+    found = harness.by_worker(options.systems or SYSTEMS, "exchange")
+    return {worker: list(asked_for(systems, options)) for worker, systems in found.items()}
 
 
 def asked_for(systems, options):
     """Yields "system size" for each exchange that the options name."""
+    named = options.lengths or SHORT["lengths"]
+    lengths = [2**length if length < 64 else length for length in named]
     for system in systems:
-        is_factors = system.partition(":")[0] in ("sfb", "adam")
-        for size in options.shapes if is_factors else lengths(options):
+        name = system.partition(":")[0]
+        if name in ("sfb", "adam"):
+            sizes = options.shapes or SHORT["shapes"]
+        else:
+            # Peers exchange the gradients of one model.
+            sizes = lengths[:1] if name.partition("-")[0] in harness.PEER_WORKERS else lengths
+        for size in sizes:
             yield f"{system} {size}"
 
 
 def grid(rate):
     """Yields "system size" for each exchange of the grid over one link."""
     for systems, sizes, rates in GRID:
-        if rate in rates:
+        # Rates that the grid does not have are measured as its fast ones.
+        if rate in rates or rate not in RATES:
             yield from (f"{system} {size}" for size in sizes for system in systems)
 
 
@@ -206,10 +217,11 @@ def is_within_limits(cell, layout, rate):
     # All ranks of the lab multiply on the same cores.
     products = sum(
         stage.operations
-        for stage in stages_named(system, size, topology)
+        for rank in range(topology.size)
+        for stage in stages_named(system, size, topology.seen_from(rank))
         if isinstance(stage, Work) and stage.kind == "multiply"
     )
-    limit_s = products * topology.size / (os.cpu_count() * OPERATIONS_PER_S)
+    limit_s = products / (os.cpu_count() * OPERATIONS_PER_S)
     if rate != "unshaped":
         limit_s += 8 * busiest_node_bytes(system, size, topology) / parse_rate(rate)
     return limit_s <= LONGEST_LIMIT_S
@@ -225,7 +237,8 @@ def run(layout, rate, flow, worker, cells):
         answer = harness.in_lab(cluster, worker, task)
     except harness.JobError as error:
         # The exchanges that it had measured are kept; the next run plans the others.
-        error.answer = error.partial and error.partial | place
+        if worker == "exchange" and error.partial:
+            error.answer = error.partial | place
         raise
     if worker == "ddp":
         size = cells[0].rsplit(" ", 1)[1]

@@ -122,7 +122,7 @@ def parameters(function: ast.FunctionDef) -> list[str]:
 
 
 def complete_args(function: ast.FunctionDef, of_class: str) -> bool:
-    """Tells whether the docstring's `Args` name every parameter."""
+    """Returns whether the docstring's `Args` name every parameter."""
     documented = ast.get_docstring(function) or ""
     if function.name == "__init__":
         documented += "\n" + of_class
@@ -132,13 +132,13 @@ def complete_args(function: ast.FunctionDef, of_class: str) -> bool:
 
 
 def returns(function: ast.FunctionDef) -> bool:
-    """Tells whether a function is annotated to return or yield something."""
+    """Returns whether a function is annotated to return or yield something."""
     annotation = ast.unparse(function.returns) if function.returns else "None"
     return annotation not in ("None", "Iterator[None]") and function.name != "__init__"
 
 
 def complete_returns(function: ast.FunctionDef) -> bool:
-    """Tells whether the docstring says what the function returns or yields."""
+    """Returns whether the docstring says what the function returns or yields."""
     documented = ast.get_docstring(function) or ""
     return bool(re.search(r"\A(Returns|Yields) |^(Returns|Yields):$", documented, re.MULTILINE))
 

@@ -30,10 +30,10 @@ class Cluster:
         with ThreadPoolExecutor(size) as pool:
             return list(pool.map(lambda rank: function(InProcessWire(self, rank)), range(size)))
 
-    def meet(self, rank, operation, group, name, value):
+    def meet(self, rank, operation, group, name, value, itemsize):
         """Returns everybody's value, in the group's order, once all have come."""
         with self._lock:
-            self.calls[rank].append((operation, group.ranks, name))
+            self.calls[rank].append((operation, group.ranks, name, itemsize))
             meeting = self._meetings[group.ranks, name]
             assert rank not in meeting.values, f"{name} was used twice on rank {rank}"
             meeting.values[rank] = value
@@ -44,7 +44,7 @@ class Cluster:
 
     def names(self, rank):
         """Returns the names of the collectives that a rank took part in."""
-        return [name for _, _, name in self.calls[rank]]
+        return [name for _, _, name, _ in self.calls[rank]]
 
     def count(self, sender, receiver, *arrays):
         bytes_sent = sum(array.nbytes for array in arrays)
@@ -93,7 +93,8 @@ class InProcessWire:
         splits = [int(part) for part in splits]
         assert sum(splits) == tensor.shape[0]
         mine = np.split(tensor.numpy(), np.cumsum(splits)[:-1])
-        everybody = self.cluster.meet(self.topology.rank, "all_to_all", group, name, mine)
+        size = tensor.dtype.size
+        everybody = self.cluster.meet(self.topology.rank, "all_to_all", group, name, mine, size)
         for receiver, part in zip(group.ranks, mine, strict=True):
             if receiver != self.topology.rank:
                 self.cluster.count(self.topology.rank, receiver, part)
@@ -112,4 +113,5 @@ class InProcessWire:
         return tf.constant(value)
 
     def _meet(self, operation, tensor, group, name):
-        return self.cluster.meet(self.topology.rank, operation, group, name, tensor.numpy())
+        size = tensor.dtype.size
+        return self.cluster.meet(self.topology.rank, operation, group, name, tensor.numpy(), size)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_callbacks
 import tfposeidon as tp
 from tests.on_ranks import models
 from tfposeidon import policies, schemes
@@ -69,6 +70,20 @@ def test_learning_rate_and_iterations_are_the_inner_ones():
     assert float(model.optimizer.inner_optimizer.learning_rate) == 0.25
     assert int(model.optimizer.iterations) == 4
     assert model.optimizer.variables == model.optimizer.inner_optimizer.variables
+
+
+def test_fractions_of_an_epoch_are_those_of_each_fit():
+    model = models.mlp()
+    model.compile(optimizer=tp.DistributedOptimizer(SGD(1.0)), loss=models.LOSS)
+    schedule = keras_callbacks.LearningRateSchedule(1.0, lambda epoch: 1.0 + epoch, staircase=False)
+    rates = []
+    seen = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: rates.append(float(model.optimizer.learning_rate))
+    )
+    for samples in (32, 16):
+        data = models.mlp.data(samples)
+        model.fit(*data, batch_size=8, verbose=0, callbacks=[schedule, seen])
+    assert rates == pytest.approx([1.0, 1.25, 1.5, 1.75, 1.0, 1.5])
 
 
 def test_schedules_work():

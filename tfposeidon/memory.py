@@ -92,7 +92,9 @@ def _machine(proc: Path) -> tuple[int, int]:
 
 def _containers(proc: Path) -> Iterator[tuple[int, int]]:
     """Yields the limit, and what is left of it, of each cgroup around this process, in bytes."""
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
+    cgroups = proc / "self" / "cgroup"
+    # Kernels without cgroups have no such file.
+    for line in cgroups.read_text().splitlines() if cgroups.exists() else ():
         number, controllers, path = line.split(":", 2)
         version = V2 if number == "0" else V1
         if number != "0" and "memory" not in controllers.split(","):

@@ -23,6 +23,7 @@ STARTUP_MESSAGE = re.compile(
 )
 
 
+LONGEST_WAIT_S = 5.0
 FILTER = """
 import re, sys
 for line in sys.stdin.buffer:
@@ -70,18 +71,22 @@ def _startup_messages_left_out() -> Iterator[None]:
     if os.environ[LEVEL] == "0":
         yield
         return
-    # The descriptor is redirected, as native code does not write through `sys.stderr`.
-    sys.stderr.flush()
     # In a session of its own an interrupt from the keyboard does not reach it: it ends with us.
     command = [sys.executable, "-I", "-S", "-c", FILTER, STARTUP_MESSAGE.pattern]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    assert process.stdin is not None
+    # The descriptor is redirected, as native code does not write through `sys.stderr`.
+    sys.stderr.flush()
     descriptor = os.dup(2)
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
-        assert process.stdin is not None
-        os.dup2(process.stdin.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(descriptor, 2)
-            os.close(descriptor)
-            # Leaving the block closes the pipe and waits until everything has been passed on.
+    os.dup2(process.stdin.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        process.stdin.close()
+        # It ends once it has passed on everything; something started in the meantime may have
+        # inherited the pipe, and nobody waits for that.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(LONGEST_WAIT_S)

@@ -1,5 +1,7 @@
 """Times single exchanges, those of one size in turn, and counts their bytes."""
 
+import functools
+import gc
 import itertools
 import time
 
@@ -33,6 +35,7 @@ def main():
     by_size = sorted(named, key=lambda cell: [int(part) for part in cell[1].split("x")])
     for size, cells in itertools.groupby(by_size, key=lambda cell: cell[1]):
         measure([system for system, _ in cells], size, task)
+        gc.collect()
 
 
 def measure(systems, size, task):
@@ -80,18 +83,18 @@ def _exchange_of(system, size, wire, label):
         return _collective(system, int(size), wire, label)
     if "x" in size:
         scheme, shape = factors_named(system, size)
-        left = _drawn([shape.rows, shape.left], wire)
-        right = _drawn([shape.rows, shape.right], wire)
+        left = _drawn((shape.rows, shape.left), wire)
+        right = _drawn((shape.rows, shape.right), wire)
         return lambda: scheme.exchange_factors(
             Factors(left.read_value(), right.read_value()), wire, label
         )
     scheme, length = scheme_named(system), int(size)
-    vector, state = _drawn([length], wire), fresh_state(scheme, length, wire)
+    vector, state = _drawn((length,), wire), fresh_state(scheme, length, wire)
     return lambda: exchanged(scheme, vector, state, wire, label)
 
 
 def _collective(system, length, wire, label):
-    transfer, vector = transfer_named(system, length, wire.topology), _drawn([length], wire)
+    transfer, vector = transfer_named(system, length, wire.topology), _drawn((length,), wire)
     if transfer.operation == "all_reduce":
         return lambda: wire.all_reduce(vector.read_value(), transfer.group, label)
     if transfer.operation == "all_gather":
@@ -121,7 +124,9 @@ def _local_work(kind, length):
     return lambda: tf.matmul(left.read_value(), left.read_value(), transpose_a=True)
 
 
+@functools.lru_cache(maxsize=2)
 def _drawn(shape, wire):
+    """Returns a variable that all systems of one size share; none of them changes it."""
     return tf.Variable(tf.random.stateless_normal(shape, [wire.topology.rank, shape[-1]]))
 
 

@@ -113,7 +113,9 @@ def test_the_least_of_machine_and_containers(tmp_path, case):
 
 def test_memory_counts_where_folders_lie_in_it(tmp_path, monkeypatch):
     monkeypatch.setattr("datacache.system.room.available_memory", lambda: 12345)
-    assert free_bytes(tmp_path / "not" / "there") == shutil.disk_usage(tmp_path).free
+    # Others write to the disk in the meantime.
+    free = pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
+    assert free_bytes(tmp_path / "not" / "there") == free
     monkeypatch.setattr("datacache.system.room.is_memory", lambda device: True)
     assert free_bytes(tmp_path / "not" / "there") == 12345
     assert budget_bytes("80%", free_bytes(tmp_path)) == 9876

@@ -62,7 +62,7 @@ def _check(name, length, nodes):
 def _check_calls(cluster, rank, stages, prefix):
     """Checks that a rank has asked the wire for the transfers among `stages`, in their order."""
     described = [
-        (stage.operation, stage.group.ranks, f"{prefix}.{stage.name}".rstrip("."))
+        (stage.operation, stage.group.ranks, f"{prefix}.{stage.name}".rstrip("."), stage.itemsize)
         for stage in stages
         if isinstance(stage, Transfer) and stage.group.size > 1
     ]

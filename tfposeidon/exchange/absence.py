@@ -20,11 +20,6 @@ class Absence:
         """Makes the variable that steps leave the number in, before a step is traced."""
         self._ranks = tf.Variable(0.0, trainable=False, name="absent")
 
-    @property
-    def is_watched(self) -> bool:
-        """True if steps drop their updates when a rank is out of data."""
-        return self._is_watched
-
     def watch(self, wanted: bool) -> None:
         """Sets whether steps drop their updates on all ranks if one of them is out of data.
 

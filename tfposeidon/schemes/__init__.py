@@ -6,7 +6,7 @@ from tfposeidon.schemes.all_reduce import AllReduce
 from tfposeidon.schemes.all_to_all import AllToAll
 from tfposeidon.schemes.base import FactorScheme, Scheme, VectorScheme
 from tfposeidon.schemes.by_rows import ByRows
-from tfposeidon.schemes.cost import Cost, Transfer, Work
+from tfposeidon.schemes.cost import Cost, Stage, Transfer, Work
 from tfposeidon.schemes.factor_broadcast import FactorBroadcast
 from tfposeidon.schemes.factor_server import FactorServer
 from tfposeidon.schemes.hierarchical_top_k import HierarchicalTopK
@@ -42,6 +42,7 @@ __all__ = [
     "OneBit",
     "Scheme",
     "ShardedServer",
+    "Stage",
     "TopKAllGather",
     "Torus2D",
     "Transfer",

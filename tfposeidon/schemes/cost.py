@@ -1,8 +1,8 @@
 """What an exchange consists of, stage by stage, and what it costs.
 
 A scheme describes the exchange of a bucket as a sequence of stages: transfers, which are the
-collectives that it asks the wire for, and local work between them. Bytes are counted from this one
-description, and times are predicted from it.
+collectives that it asks the wire for, and local work between them. Steps, bytes and operations are
+added up from this one description.
 """
 
 from __future__ import annotations

@@ -73,12 +73,19 @@ class FactorServer(FactorScheme):
         if world.size == 1:
             return (product_work(factors, 1),)
         pushed = [float(factors.bytes) if rank == root else 0.0 for rank in world.ranks]
-        push = Transfer(name="push", operation="all_to_all", group=world, parts_bytes=tuple(pushed))
+        push = Transfer(
+            name="push",
+            operation="all_to_all",
+            group=world,
+            parts_bytes=tuple(pushed),
+            itemsize=factors.itemsize,
+        )
         pull = Transfer(
             name="pull",
             operation="broadcast",
             group=world,
             parts_bytes=(float(factors.matrix_bytes),),
+            itemsize=factors.matrix_bytes // (factors.left * factors.right),
             root=root,
         )
         if topology.rank != root:

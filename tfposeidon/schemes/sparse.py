@@ -18,7 +18,7 @@ from tfposeidon.schemes.base import Scheme, Slot, State
 from tfposeidon.schemes.cost import Stage, Work
 from tfposeidon.schemes.error_feedback import ErrorFeedback, FeedbackState, Selection
 from tfposeidon.schemes.residual import FLUSHED, ResidualScheme
-from tfposeidon.schemes.wire_format import check_wire_dtype
+from tfposeidon.schemes.wire_format import check_wire_dtype, wire_itemsize
 
 MAX_LENGTH = 2**31
 """Elements of a bucket whose indices are int32 on the wire."""
@@ -225,6 +225,7 @@ class SparseScheme(ResidualScheme):
 
     def _sparse_stages(self, layout: _Layout) -> tuple[Stage, ...]:
         width = pairs.pair_bytes(self.wire_dtype)
+        itemsize = wire_itemsize(self.wire_dtype, 4)
         k, m = self._selected_count(layout.length), layout.node_count
         across: tuple[Stage, ...] = (
             Work(name="select", kind="select", elements=layout.length, pairs=k),
@@ -232,7 +233,7 @@ class SparseScheme(ResidualScheme):
         )
         if layout.across is not None:
             parts_bytes = [float(width * k)] * layout.across.size
-            across += stages.gathering(layout.across, parts_bytes, "pairs_across")
+            across += stages.gathering(layout.across, parts_bytes, "pairs_across", itemsize)
         if not self._gathers_pairs(layout):
             return (
                 *across,
@@ -243,7 +244,7 @@ class SparseScheme(ResidualScheme):
         parts_bytes = [float(width * count) for count in counts]
         return (
             *across,
-            *stages.gathering(layout.node.group, parts_bytes, "pairs_in_node"),
+            *stages.gathering(layout.node.group, parts_bytes, "pairs_in_node", itemsize),
             _scatter_work(sum(layout.node.lengths), sum(counts)),
         )
 

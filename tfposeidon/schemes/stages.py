@@ -273,9 +273,12 @@ def own_mean_by_levels(
         # The rank owns nothing, and so there is nothing to divide.
         return shard
     # Divided once, and by all ranks: a mean of the nodes' means would weigh uneven nodes alike.
-    # And before the values cross: in float16 the sum of a node may overflow where the mean fits.
-    share = shard / tf.cast(wire.topology.size, vector.dtype)
-    return scatter_sum(share, across, wire, f"{name}.across_scatter", wire_dtype)
+    size = tf.cast(wire.topology.size, vector.dtype)
+    if wire_dtype is None:
+        # At the end, so that sums of whole numbers stay exact.
+        return scatter_sum(shard, across, wire, f"{name}.across_scatter", None) / size
+    # Before values cross in 16 bits, of which the sum of a node may be out of range.
+    return scatter_sum(shard / size, across, wire, f"{name}.across_scatter", wire_dtype)
 
 
 def gather_by_levels(

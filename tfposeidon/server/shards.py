@@ -414,4 +414,4 @@ def _constrained(value: tf.Tensor, constraint: Any, counts: tf.Tensor | None) ->
         return value
     if counts is None:
         return constraint(value)
-    return tf.cond(counts, lambda: constraint(value), lambda: value)
+    return tf.cond(counts, lambda: tf.cast(constraint(value), value.dtype), lambda: value)

@@ -14,9 +14,11 @@ the one before it. The newest is the one with the highest number, whatever the s
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import shutil
+import zipfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ import numpy as np
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire, exchange_objects
 from tfposeidon.ranges import check_integer
+
+log = logging.getLogger("tfposeidon")
 
 Arrays = dict[str, np.ndarray]
 
@@ -246,10 +250,12 @@ class Snapshots:
 
 def _attempt(action: Any) -> tuple[Any, str | None]:
     """Returns the result of an action and no problem, or no result and its problem."""
-    # Whatever the error is, the other ranks wait to hear of it.
+    # Damaged JSON and arrays raise ValueError, KeyError or EOFError, damaged archives their own.
     try:
         return action(), None
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
+        if not isinstance(error, OSError | ValueError | KeyError | EOFError | zipfile.BadZipFile):
+            log.exception("tfposeidon: an error that no file explains")
         return None, f"{type(error).__name__}: {error}"
 
 
