@@ -59,17 +59,7 @@ class ByRows(Scheme):
     def bucket_stages(
         self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
     ) -> tuple[Stage, ...]:
-        """Describes the way of many rows: before the first step nobody knows how many there are.
-
-        Args:
-          length: Elements of all variables of the bucket.
-          itemsize: Bytes of an element.
-          factors: Shape of each variable's factors.
-          topology: The ranks of the job.
-
-        Returns:
-          The stages of `many`.
-        """
+        # Before the first step nobody knows how many rows there are; `for_rows` tells afterwards.
         return self.many.bucket_stages(length, itemsize, factors, topology)
 
     @override
