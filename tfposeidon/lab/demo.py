@@ -25,7 +25,6 @@ from tfposeidon.lab import models, sandbox
 from tfposeidon.lab.cluster import Cluster
 from tfposeidon.lab.command import RANK_BYTES, check_machine
 from tfposeidon.text import table
-from tfposeidon.units import readable_size
 
 LABELS = {
     "allreduce": "Horovod's all-reduce",
@@ -166,7 +165,8 @@ def rows(found: Mapping[str, Measured]) -> list[tuple[str, ...]]:
             (
                 LABELS[scheme],
                 f"{1e3 * one.step_s:.0f} ms",
-                readable_size(one.sent_bytes),
+                # One unit for all, so that people can compare.
+                f"{one.sent_bytes / 1e6:.2f} MB",
                 f"{slowest_s / one.step_s:.1f}",
             )
             for scheme, one in found.items()
