@@ -124,19 +124,20 @@ def parse_arguments():
     return harness.parse(parser, SHORT, FULL, SMALLEST, {"sparse": SHORT | SPARSE})
 
 
-def planned(options, results=()):
+def planned(options, kept=None):
     """Returns the jobs for the exchanges that the results lack.
 
     Args:
       options: Options of the command line.
-      results: The `Results` to continue.
+      kept: Answers of earlier jobs, by key; none by default.
 
     Returns:
       One job for each layout, rate and program that measures, by key.
     """
+    kept = kept or {}
     found, left_out = {}, 0
     for layout, rate in itertools.product(options.layouts, options.rates):
-        there = measured_before(results, layout, rate, options.flow)
+        there = measured_before(kept, layout, rate, options.flow)
         for worker, wanted in wanted_by_worker(options, rate).items():
             if is_grid(options):
                 every = len(wanted)
@@ -144,7 +145,7 @@ def planned(options, results=()):
                 left_out += every - len(wanted)
             if cells := [cell for cell in wanted if cell not in there]:
                 job = {"layout": layout, "rate": rate, "flow": options.flow, "worker": worker}
-                found[key_of(job, results)] = job | {"cells": cells}
+                found[key_of(job, kept)] = job | {"cells": cells}
     if left_out:
         print(
             f"{left_out} exchanges of the grid are left out: their limit or their products take "
@@ -153,22 +154,21 @@ def planned(options, results=()):
     return found
 
 
-def key_of(job, results):
+def key_of(job, kept):
     """Returns a key under which the results have nothing yet."""
     key = " ".join(f"{name}={value}" for name, value in job.items() if value is not None)
     parts = (key if part == 1 else f"{key} part={part}" for part in itertools.count(1))
-    return next(one for one in parts if one not in results)
+    return next(one for one in parts if one not in kept)
 
 
-def measured_before(results, layout, rate, flow):
-    """Returns the exchanges on one cluster that the results have."""
-    cells = getattr(results, "cells", {}).values()
-    same = [
-        cell
-        for cell in cells
+def measured_before(kept, layout, rate, flow):
+    """Returns the exchanges on one cluster that earlier jobs have measured."""
+    return {
+        name
+        for cell in kept.values()
         if (cell["layout"], cell["rate"], cell.get("flow")) == (layout, rate, flow)
-    ]
-    return {name for cell in same for name in cell["systems"]}
+        for name in cell["systems"]
+    }
 
 
 def is_grid(options):
@@ -422,7 +422,7 @@ def draw_bars(axes, found, systems):
 
 def main():
     options = parse_arguments()
-    harness.carry_out(options, lambda results: planned(options, results), run, show, plot)
+    harness.carry_out(options, lambda results: planned(options, results.cells), run, show, plot)
 
 
 if __name__ == "__main__":

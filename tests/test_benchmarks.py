@@ -290,7 +290,7 @@ def test_exchanges_go_on_with_what_is_missing(tmp_path):
         full=False,
     )
     results = harness.Results(tmp_path / "results.json")
-    ((key, job),) = exchange.planned(options, results).items()
+    ((key, job),) = exchange.planned(options, results.cells).items()
     assert job["cells"] == ["asa 1024", "asa 4096"]
 
     def run(**job):
@@ -299,7 +299,7 @@ def test_exchanges_go_on_with_what_is_missing(tmp_path):
         raise error
 
     assert harness.jobs(results, {key: job}, run) == [key]
-    ((again, job),) = exchange.planned(options, results).items()
+    ((again, job),) = exchange.planned(options, results.cells).items()
     assert (again, job["cells"]) == (f"{key} part=2", ["asa 4096"])
 
 

@@ -71,7 +71,7 @@ def traced(system, size, wire):
     # Names of TensorFlow's ops must not have colons.
     label = f"bench.{system}.{size}".replace(":", "_").replace("@", "_")
     exchange = tf.function(_exchange_of(system, size, wire, label))
-    # On all ranks at once: the first call traces, which takes unequally long.
+    # The first call traces, which takes unequally long on the ranks.
     exchange()
     return exchange
 
@@ -99,7 +99,7 @@ def _collective(system, length, wire, label):
         return lambda: wire.all_reduce(vector.read_value(), transfer.group, label)
     if transfer.operation == "all_gather":
         return lambda: wire.all_gather(vector.read_value(), transfer.group, label)
-    splits = [int(part) // 4 for part in transfer.parts_bytes]
+    splits = [int(part) // transfer.itemsize for part in transfer.parts_bytes]
     return lambda: wire.all_to_all(vector.read_value(), splits, transfer.group, label)
 
 

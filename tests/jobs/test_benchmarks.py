@@ -10,16 +10,14 @@ import pytest
 from tests.launch import LIMIT_S, ROOT, ahead, finish, start
 
 NOT_MEASURED = {
-    *(
-        "__init__",
-        "best_scheme",
-        "exchanges",
-        "figures",
-        "harness",
-        "overview",
-        "redraw",
-        "structure",
-    ),
+    "__init__",
+    "best_scheme",
+    "exchanges",
+    "figures",
+    "harness",
+    "overview",
+    "redraw",
+    "structure",
 }
 NAMES = sorted({file.stem for file in (ROOT / "benchmarks").glob("*.py")} - NOT_MEASURED)
 """All modules, so that none can be missed."""

@@ -61,7 +61,7 @@ class Link:
 
         Args:
           sent_bytes: Payload bytes of all who share the link.
-          flow_bytes: Those of them on the busiest connection.
+          flow_bytes: Payload bytes of the busiest connection, which `sent_bytes` include.
         """
         whole_s = sent_bytes / self.bytes_per_s
         return max(whole_s, flow_bytes / (self.flow_bytes_per_s or self.bytes_per_s))
@@ -102,7 +102,9 @@ V100 = Rates(
 CPU = Rates(
     sum_s=1.6e-9, encode_s=1e-10, select_s=1.2e-9, pair_s=5.5e-9, half_s=5e-8, operation_s=4e-11
 )
-"""Rates of a core of an AMD EPYC that a rank has to itself; fitted to docs/results/exchange.md."""
+"""Rates of a core of an AMD EPYC that a rank has to itself, from a study of a few exchanges.
+
+Provisional: no command of this repository has printed them."""
 NVLINK = Link(latency_s=1e-5, bytes_per_s=1e11)
 LOOPBACK = Link(latency_s=3e-4, bytes_per_s=1.5e9)
 DEVICES: Mapping[str, tuple[Rates, Link, float]] = {
@@ -223,8 +225,8 @@ class Links:
             return cls(**found | links | {"rates": Rates(**found["rates"])})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"A file of links must be one that `python -m tfposeidon check --links` wrote. "
-                f"Received: {source}: {error}. Write it anew on the cluster where you train."
+                f"A file of links must hold what `Links.to_json` returned. Received: {source}: "
+                f"{error}. Write it anew."
             ) from error
 
     def check_fits(self, topology: Topology) -> None:
@@ -267,7 +269,7 @@ def read_links(path: str | os.PathLike[str]) -> Links:
     """Reads links from a file.
 
     Args:
-      path: File that `python -m tfposeidon check --links` wrote.
+      path: File with the text of `Links.to_json`.
 
     Returns:
       The links.
