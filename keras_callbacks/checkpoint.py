@@ -45,8 +45,9 @@ class Checkpoint(keras.callbacks.Callback):
     When `fit` begins, all ranks resume from the newest whole snapshot. A resumed run equals one
     that was not interrupted if the data come in the same order: batches of an unfinished epoch that
     were trained on before are read and skipped. On another number of ranks, the sums of accumulated
-    gradients and residuals are kept. Callbacks that keep something of their own (`EarlyStopping`)
-    start anew.
+    gradients and residuals are kept. What `scheme="auto"` has planned by is saved, too: on the same
+    nodes a resumed run follows the same plan. Callbacks that keep something of their own
+    (`EarlyStopping`) start anew.
 
     Training goes on while files are written. A snapshot counts as soon as all ranks have found it
     whole: some steps later, and at the latest when the next one is due or training ends.
@@ -174,7 +175,9 @@ class Checkpoint(keras.callbacks.Callback):
         """
         policy = keras.saving.serialize_keras_object(getattr(optimizer, "policy", None))
         if not optimizer.built:
-            return {"scheme": policy, "trains": None}
+            return {"scheme": policy, "trains": None, "planning": None}
+        exchange = getattr(optimizer, "exchange", None)
+        planning = exchange and exchange.plans.to_dict()
         indices = {id(variable): index for index, variable in enumerate(self.model.variables)}
         trained = trained_variables(optimizer)
         unknown = [variable.path for variable in trained if id(variable) not in indices]
@@ -184,7 +187,8 @@ class Checkpoint(keras.callbacks.Callback):
                 f"{unknown[0]!r}, which is not among them. Assign its layer to an attribute of the "
                 "model."
             )
-        return {"scheme": policy, "trains": [indices[id(variable)] for variable in trained]}
+        trains = [indices[id(variable)] for variable in trained]
+        return {"scheme": policy, "trains": trains, "planning": planning}
 
     def _shared(self) -> list[Any]:
         return replicated_variables(self.model)
@@ -248,11 +252,15 @@ class Checkpoint(keras.callbacks.Callback):
                 optimizer.build([variables[index] for index in saved["trains"]])
 
     def _restore_schemes(self, snapshot: Snapshot) -> None:
-        """Returns to the schemes that made the saved state, where a callback changes schemes."""
+        """Returns to the schemes that made the saved state, where something changes schemes."""
         for optimizer, saved in self._with_saved(snapshot):
             policy = keras.saving.deserialize_keras_object(saved["scheme"])
             if self._session.has_scheme_changes and policy != optimizer.policy:
                 optimizer.change_scheme(policy)
+                self._session.retrace()
+            # Snapshots of versions that planned without links have no such entry.
+            planning = saved.get("planning")
+            if planning and optimizer.exchange.plans.resume(planning):
                 self._session.retrace()
 
     def _with_saved(self, snapshot: Snapshot) -> list[tuple[Any, dict[str, Any]]]:

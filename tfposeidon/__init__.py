@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfposeidon import ops, optimizers, policies, sample_counts, schemes
     from tfposeidon.collectives import all_gather, all_reduce, barrier, broadcast_variables
+    from tfposeidon.communication.links import Link, Links, Rates
     from tfposeidon.communication.runtime import init, rank, size
     from tfposeidon.exchange.parallel_operator import parallel_tensor_operator
     from tfposeidon.optimizer import DistributedOptimizer
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "DistributedOptimizer",
+    "Link",
+    "Links",
+    "Rates",
     "all_gather",
     "all_reduce",
     "barrier",
@@ -42,6 +46,9 @@ _HOME = {
     "barrier": "collectives",
     "broadcast_variables": "collectives",
     "parallel_tensor_operator": "exchange.parallel_operator",
+    "Link": "communication.links",
+    "Links": "communication.links",
+    "Rates": "communication.links",
     "init": "communication.runtime",
     "rank": "communication.runtime",
     "size": "communication.runtime",

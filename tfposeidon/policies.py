@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import keras
 from typing_extensions import override
 
+from tfposeidon import ranges
 from tfposeidon.communication.topology import Topology
 from tfposeidon.config import Configured
 from tfposeidon.gradients.description import Description
 from tfposeidon.schemes import (
     REGISTRY,
     AllReduce,
+    AllToAll,
     ByRows,
     FactorBroadcast,
+    HierarchicalTopK,
     Scheme,
     ShardedServer,
+    TopKAllGather,
+    Torus2D,
 )
 from tfposeidon.schemes.sharded_server import PAIR_BYTES
 from tfposeidon.units import readable_size
@@ -99,6 +105,28 @@ class Policy(Configured, ABC):
         """True if some of its schemes accumulate velocity, so that the optimizer must not."""
         return False
 
+    def candidates(self, topology: Topology) -> dict[str, Policy]:
+        """Returns the policies among which the predicted step decides, by a name for each.
+
+        Args:
+          topology: Topology of the job; the result is the same on all ranks.
+
+        Returns:
+          Policies that leave nothing open; empty if this one leaves nothing open itself. The first
+          is what stays where nothing is predicted to be faster.
+        """
+        return {}
+
+    @property
+    def leaves_open(self) -> bool:
+        """True if some of what it decides is left to the predicted step."""
+        return bool(self.candidates(Topology(0, ((0,),))))
+
+    @property
+    def margin(self) -> float:
+        """Share by which a step must be faster than with the first of `candidates`."""
+        return 0.0
+
 
 @dataclass(frozen=True)
 class Uniform(Policy):
@@ -153,18 +181,91 @@ class Uniform(Policy):
 
 @dataclass(frozen=True)
 class Auto(Policy):
-    """All-reduce for every variable, until there is a cost model over measured links to choose by.
+    """Takes the scheme and the bucket size with which a step is predicted to be shortest.
+
+    It needs the links of the job: `tfposeidon.init(links="measure")` measures them. Without them
+    every variable goes by all-reduce. By default only schemes are considered whose means are exact
+    to rounding.
+
+    Args:
+      halves: True to consider schemes with 16 bits on the wire, too (default False).
+      density: Share of elements that sparse schemes may send, in (0, 1]; `None` (default) considers
+        no sparse schemes.
+      margin: Share by which a predicted step must be shorter than with all-reduce, in [0, 1)
+        (default 0.02).
+
+    Raises:
+      ValueError: If `density` or `margin` is out of its range.
 
     Example:
       >>> import keras, tfposeidon as tp
-      >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1))
+      >>> policy = tp.policies.Auto(halves=True)
+      >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=policy)
       >>> optimizer.policy
-      Auto()
+      Auto(halves=True, density=None, margin=0.02)
     """
+
+    halves: bool = False
+    density: float | None = None
+    margin: float = 0.02
+
+    def __post_init__(self) -> None:
+        ranges.check_number("margin", self.margin, ranges.BELOW_1, "Leave it out for 2 %.")
+        if self.density is not None:
+            remedy = "Leave it out to consider no sparse schemes."
+            ranges.check_number("density", self.density, ranges.FRACTION, remedy)
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
-        return Choice(AllReduce(), "auto means all-reduce in this version")
+        reason = "auto: the links are not known" if topology.size > 1 else "auto: a single rank"
+        return Choice(AllReduce(), reason)
+
+    @override
+    def candidates(self, topology: Topology) -> dict[str, Policy]:
+        found = [Considered(scheme) for scheme in self._schemes(topology)]
+        with_factors = [Considered(one.scheme, sends_factors=True) for one in found]
+        return {str(one): one for one in (*found, *with_factors)}
+
+    def _schemes(self, topology: Topology) -> list[Scheme]:
+        # On nodes of one rank, and on one node, the torus is one all-to-all and one all-gather.
+        has_levels = len(topology.nodes) > 1 and topology.positions > 1
+        schemes: list[Scheme] = [AllReduce(), AllToAll(), *([Torus2D()] if has_levels else [])]
+        if self.halves:
+            schemes += [replace(scheme, wire_dtype="float16") for scheme in schemes]  # type: ignore
+        if self.density is not None:
+            wire_dtype = "float16" if self.halves else None
+            schemes += [
+                kind(density=self.density, wire_dtype=wire_dtype)
+                for kind in (HierarchicalTopK, TopKAllGather)
+            ]
+        return schemes
+
+    @property
+    @override
+    def reads_factors(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Considered(Policy):
+    """One scheme for all variables, which `Auto` compares with others by the predicted step.
+
+    Args:
+      scheme: Scheme of all variables, or of those without factors.
+      sends_factors: True to send factors where there are any.
+    """
+
+    scheme: Scheme
+    sends_factors: bool = False
+
+    def __str__(self) -> str:
+        return f"sfb and {self.scheme}" if self.sends_factors else str(self.scheme)
+
+    @override
+    def choose(self, description: Description, topology: Topology) -> Choice:
+        sends_factors = self.sends_factors and description.factors is not None
+        scheme = FactorBroadcast() if sends_factors else self.scheme
+        return Choice(scheme, "auto: shortest predicted step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +401,11 @@ class Rules(Policy):
         parsed = tuple((_checked_pattern(pattern), parse(scheme)) for pattern, scheme in pairs)
         # The dataclass is frozen, so that plans and configurations can be compared.
         object.__setattr__(self, "rules", parsed)
-        if self.updates_at_servers and self.reads_factors:
+        # What leaves the choice open does without factors where it has to.
+        needs_factors = any(
+            policy.reads_factors and not policy.leaves_open for _, policy in self.rules
+        )
+        if self.updates_at_servers and needs_factors:
             raise ValueError(
                 "What servers update has to be known before the first step, and factors are known "
                 f"only then. Received: rules with both: {self.rules}. "
@@ -319,10 +424,38 @@ class Rules(Policy):
                 )
         return Choice(Auto().choose(description, topology).scheme, "no rule matches")
 
+    @override
+    def candidates(self, topology: Topology) -> dict[str, Policy]:
+        # What no rule matches is left open, too.
+        rules = (*self.rules, ("", Auto()))
+        found = [policy.candidates(topology) for _, policy in rules]
+        names = dict.fromkeys(itertools.chain(*found))
+        return {name: self._with_candidates(name, rules, found) for name in names}
+
+    def _with_candidates(
+        self,
+        name: str,
+        rules: Sequence[tuple[str, Policy]],
+        found: Sequence[dict[str, Policy]],
+    ) -> Policy:
+        """Returns the rules with what is left open decided by the candidate of a name."""
+        return Rules(
+            [
+                (pattern, open_to.get(name, next(iter(open_to.values()))) if open_to else policy)
+                for (pattern, policy), open_to in zip(rules, found, strict=True)
+            ]
+        )
+
+    @property
+    @override
+    def margin(self) -> float:
+        return max([Auto().margin, *(policy.margin for _, policy in self.rules)])
+
     @property
     @override
     def reads_factors(self) -> bool:
-        return any(policy.reads_factors for _, policy in self.rules)
+        reads = any(policy.reads_factors for _, policy in self.rules)
+        return reads and not self.updates_at_servers
 
     @property
     @override

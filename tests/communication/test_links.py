@@ -5,7 +5,15 @@ import json
 
 import pytest
 
-from tfposeidon.communication.links import CPU, HEADERS, Link, Links, Rates, read_links
+from tfposeidon.communication.links import (
+    CPU,
+    HEADERS,
+    Link,
+    Links,
+    Rates,
+    parse_links,
+    read_links,
+)
 from tfposeidon.communication.topology import Topology
 
 LINK = Link(latency_s=1e-4, bytes_per_s=1e8)
@@ -19,6 +27,17 @@ def test_files_hold_everything(tmp_path):
     assert read_links(path) == links
     alone = dataclasses.replace(GIVEN, across=None)
     assert Links.from_json(alone.to_json(), "x") == alone
+
+
+def test_what_users_give(tmp_path):
+    topology = Topology.regular(0, 4, 2)
+    assert parse_links(GIVEN, topology, "cpu") is GIVEN
+    assert parse_links("1gbit", topology, "v100") == Links.of(
+        "1gbit", ranks_per_node=2, device="v100"
+    )
+    path = tmp_path / "links.json"
+    path.write_text(GIVEN.to_json())
+    assert parse_links(path, topology, "cpu") == parse_links(str(path), topology, "cpu") == GIVEN
 
 
 def test_rates_are_of_payload():
@@ -49,7 +68,7 @@ def test_units_count_once():
             lambda: Link(latency_s=0, bytes_per_s=1e8, flow_bytes_per_s=2e8),
             "must not carry more than its link. Received: flow_bytes_per_s=2e.08",
         ),
-        (lambda: Links.of("25", ranks_per_node=1), "A rate must be in 8kbit..1tbit|with a unit"),
+        (lambda: Links.of("25", ranks_per_node=1), "text with its unit. Received: '25'. Write"),
         (lambda: Links.of(25, ranks_per_node=1), "text with its unit. Received: 25. Write"),
         (
             lambda: Links.of("25gbit", ranks_per_node=1, device="tpu"),
@@ -65,6 +84,10 @@ def test_units_count_once():
             "must hold what `Links.to_json` returned. Received: f: ",
         ),
         (lambda: Links.from_json("[]", "f"), "`format` is not 1"),
+        (lambda: _parsed(25), '`links` must be "measure", a rate such as "25gbit"'),
+        (lambda: _parsed("25"), "A rate must be a text with its unit. Received: '25'"),
+        (lambda: _parsed("0gbit"), "A rate must be in 8kbit..1tbit"),
+        (lambda: _parsed(GIVEN), "Links must be those of nodes with as many ranks"),
         (lambda: Links.from_json(_without("rates"), "f"), "'rates'"),
         (lambda: Links.from_json(_without("collective_s"), "f"), "collective_s"),
         (lambda: Links.from_json(_with(speed=1), "f"), "speed"),
@@ -95,3 +118,12 @@ def test_links_of_more_nodes_are_those_of_two():
     GIVEN.check_fits(Topology.regular(0, 2, 2))
     GIVEN.check_fits(Topology.regular(0, 64, 2))
     assert isinstance(GIVEN.rates, Rates)
+
+
+def _parsed(given):
+    return parse_links(given, Topology.regular(0, 3, 1), "cpu")
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
+        _parsed("nowhere.json")

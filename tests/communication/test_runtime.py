@@ -112,7 +112,7 @@ def test_each_rank_of_a_node_gets_its_gpu():
 
 @pytest.mark.slow
 def test_check_reports(capsys):
-    assert check.main(SimpleNamespace(ranks_per_node=None)) == 0
+    assert check.main(SimpleNamespace(ranks_per_node=None, links=None)) == 0
     said = capsys.readouterr().out
     assert f"tensorflow    {tf.__version__}" in said
     assert "sums are right on all 1 rank(s)" in said
@@ -131,5 +131,5 @@ def test_check_names_the_remedy(monkeypatch, capsys, versions, remedy):
     monkeypatch.setattr(
         check, "_version", lambda name: versions.get(name, "x") if name in versions else real(name)
     )
-    assert check.main(SimpleNamespace(ranks_per_node=None)) == 1
+    assert check.main(SimpleNamespace(ranks_per_node=None, links=None)) == 1
     assert remedy in capsys.readouterr().err

@@ -16,6 +16,7 @@ NOT_MEASURED = {
     "figures",
     "harness",
     "overview",
+    "predict",
     "redraw",
     "structure",
 }

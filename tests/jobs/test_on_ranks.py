@@ -32,7 +32,7 @@ WORLDS = {
         0,
         ["callbacks", "checkpoints", "several_optimizers", "layer_state", "presence", "stateful"],
     ),
-    "2x1 for models": (2, 1, ["hub", "applications", "layers", "factor_accumulation"]),
+    "2x1 for models": (2, 1, ["hub", "applications", "layers", "factor_accumulation", "automatic"]),
     "3": (3, 0, ["contract_table", "uneven"]),
     "2+1": (3, 2, ["contract_table", "caching"]),
     "2x2": (4, 2, ["contract_table", "training", "layout", "sparse", "caching"]),

@@ -1,7 +1,8 @@
 """Reports versions, how Horovod was built and the nodes it sees, and runs a small collective.
 
 Alone it checks this machine; under `horovodrun -np N python -m tfposeidon check` it checks the job.
-If something is wrong, it says what to do, and the exit status is 1.
+With `--links FILE` it also measures the links of the job, and writes them to a file for
+`tfposeidon.init(links=FILE)`. If something is wrong, it says what to do, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
+import os
 import platform
 import sys
 from typing import Any
@@ -30,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
       parser: Parser of the command.
     """
     parser.add_argument("--ranks-per-node", type=int, help="as in tfposeidon.init()")
+    parser.add_argument(
+        "--links", metavar="FILE", help="measure the links between ranks, and write them to a file"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -46,7 +51,9 @@ def main(options: argparse.Namespace) -> int:
         topology = _start(options.ranks_per_node)
         rows += [*_horovod_build(), ("topology", str(topology))]
         problems = _wrong_schemes()
-    except (CheckError, ImportError, ValueError, RuntimeError) as error:
+        if options.links:
+            rows += _measured_links(topology, options.links)
+    except (CheckError, ImportError, OSError, ValueError, RuntimeError) as error:
         print(f"tfposeidon check: {error}", file=sys.stderr)
         return 1
     if topology.rank == 0:
@@ -168,3 +175,56 @@ def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
         tuple(tf.zeros(slot.shape) for slot in scheme.slots(vector.shape[0], wire.topology))
     )
     return scheme.exchange(vector, state, wire, f"check.{name}")[0]
+
+
+def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
+    """Measures the links between ranks; rank 0 writes them to a file."""
+    if topology.size == 1:
+        raise CheckError(
+            "Links are between ranks. Received: --links on a single rank. Run: horovodrun -np N "
+            "python -m tfposeidon check --links FILE"
+        )
+    from tfposeidon.communication import runtime
+    from tfposeidon.planning import probe
+
+    links = probe.measure(runtime.wire())
+    if topology.rank == 0:
+        _write_whole(path, links.to_json())
+    rows = [
+        (f"link {where}", _about_link(link))
+        for where, link in (("in the node", links.node), ("across nodes", links.across))
+        if link is not None
+    ]
+    return [
+        *rows,
+        ("collective begins", f"after {1e3 * links.collective_s:.3g} ms"),
+        ("a rank", _about_rates(links.rates)),
+        ("measured", f"{links.measured_at}; times spread by {links.spread:.0%}; in {path}"),
+    ]
+
+
+def _about_link(link: Any) -> str:
+    from tfposeidon.communication.links import readable_rate_of_payload as readable
+
+    flow = link.flow_bytes_per_s
+    limit = f", {readable(flow)} per connection" if flow else ""
+    return f"{readable(link.bytes_per_s)}{limit}, {1e3 * link.latency_s:.3g} ms per message step"
+
+
+def _about_rates(rates: Any) -> str:
+    nanoseconds = {
+        "sums": rates.sum_s,
+        "16 bits": rates.encode_s,
+        "selects": rates.select_s,
+        "packs pairs": rates.pair_s,
+    }
+    parts = [f"{name} in {1e9 * seconds:.3g} ns" for name, seconds in nanoseconds.items()]
+    return f"{', '.join(parts)} per element, with all ranks at work"
+
+
+def _write_whole(path: str, text: str) -> None:
+    """Writes a file beside its place, and renames it: readers see the old one or the new."""
+    beside = f"{path}.part"
+    with open(beside, "w") as stream:
+        stream.write(text)
+    os.replace(beside, path)

@@ -12,7 +12,7 @@ from typing import Any
 
 from tfposeidon import ranges
 from tfposeidon.communication.topology import Topology
-from tfposeidon.units import parse_rate, readable_rate
+from tfposeidon.units import NUMBER_AND_UNIT, parse_rate, readable_rate
 
 FORMAT = 1
 HEADERS = 1514 / 1448
@@ -34,7 +34,9 @@ class Link:
       ValueError: If a number is out of its range, or a connection carries more than the link.
 
     Example:
-      >>> Link(latency_s=3e-5, bytes_per_s=3e9, flow_bytes_per_s=6e8).seconds(3e9, flow_bytes=3e9)
+      >>> import tfposeidon as tp
+      >>> link = tp.Link(latency_s=3e-5, bytes_per_s=3e9, flow_bytes_per_s=6e8)
+      >>> link.seconds(3e9, flow_bytes=3e9)
       5.0
     """
 
@@ -132,12 +134,14 @@ class Links:
       node: Link between the ranks of a node; `None` for nodes of one rank.
       across: Link of a node to the others; `None` for one node alone.
       measured_at: When they were measured, as ISO 8601; empty for links that were given.
+      spread: Distance of the quartiles of measured times, as a share of their median.
 
     Raises:
       ValueError: If a number is out of its range, or there is no link at all.
 
     Example:
-      >>> links = Links.of("25gbit", ranks_per_node=8, device="v100", flow="5gbit")
+      >>> import tfposeidon as tp
+      >>> links = tp.Links.of("25gbit", ranks_per_node=8, device="v100", flow="5gbit")
       >>> print(links)
       25 Gb/s across nodes (5 Gb/s per connection), v100, given
     """
@@ -149,10 +153,12 @@ class Links:
     node: Link | None = None
     across: Link | None = None
     measured_at: str = ""
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
         ranges.check_number("collective_s", self.collective_s, ranges.NOT_NEGATIVE)
         ranges.check_integer("ranks_per_node", self.ranks_per_node, 1)
+        ranges.check_number("spread", self.spread, ranges.NOT_NEGATIVE)
         if self.node is None and self.across is None:
             raise ValueError(
                 "Links must have one within nodes or one across them. Received: neither. A single "
@@ -256,13 +262,14 @@ class Links:
         parts = []
         if self.across is not None:
             flow = self.across.flow_bytes_per_s
-            limit = "" if flow is None else f" ({_readable(flow)} per connection)"
-            parts.append(f"{_readable(self.across.bytes_per_s)} across nodes{limit}")
+            limit = "" if flow is None else f" ({readable_rate_of_payload(flow)} per connection)"
+            parts.append(f"{readable_rate_of_payload(self.across.bytes_per_s)} across nodes{limit}")
         else:
             assert self.node is not None
-            parts.append(f"{_readable(self.node.bytes_per_s)} within the node")
+            parts.append(f"{readable_rate_of_payload(self.node.bytes_per_s)} within the node")
         when = f"measured {self.measured_at}" if self.measured_at else "given"
-        return ", ".join([*parts, self.device, when])
+        spread = [f"times spread by {self.spread:.0%}"] if self.spread else []
+        return ", ".join([*parts, self.device, when, *spread])
 
 
 def read_links(path: str | os.PathLike[str]) -> Links:
@@ -281,9 +288,40 @@ def read_links(path: str | os.PathLike[str]) -> Links:
     return Links.from_json(Path(path).read_text(), os.fspath(path))
 
 
+def parse_links(given: Any, topology: Topology, device: str) -> Links:
+    """Makes links of what users pass as `links=`.
+
+    Args:
+      given: `Links`, a rate between nodes with its unit such as "25gbit", or the path of a file.
+      topology: Topology of the job.
+      device: Preset for all but the rate; see `Links.of`.
+
+    Returns:
+      The links.
+
+    Raises:
+      FileNotFoundError: If it is the path of no file.
+      ValueError: If it is none of these, or of another kind of cluster.
+    """
+    if isinstance(given, Links):
+        links = given
+    elif isinstance(given, str) and NUMBER_AND_UNIT.fullmatch(given.strip()):
+        ranks_per_node = max(len(node) for node in topology.nodes)
+        links = Links.of(given, ranks_per_node=ranks_per_node, device=device)
+    elif isinstance(given, str | os.PathLike):
+        links = read_links(given)
+    else:
+        raise ValueError(
+            '`links` must be "measure", a rate such as "25gbit", a file, or tfposeidon.Links. '
+            f"Received: links={given!r}"
+        )
+    links.check_fits(topology)
+    return links
+
+
 def _payload_rate(text: Any) -> float:
     """Returns bytes of payload per second."""
-    if not isinstance(text, str):
+    if not isinstance(text, str) or text.strip().replace(".", "").isdigit():
         raise ValueError(
             f"A rate must be a text with its unit. Received: {text!r}. Write for example "
             '"25gbit" (gigabits) or "3gbps" (gigabytes per second).'
@@ -291,5 +329,11 @@ def _payload_rate(text: Any) -> float:
     return parse_rate(text) / 8 / HEADERS
 
 
-def _readable(bytes_per_s: float) -> str:
-    return readable_rate(8 * bytes_per_s * HEADERS)
+def readable_rate_of_payload(bytes_per_s: float, digits: int = 3) -> str:
+    """Returns a rate of payload as that of the link that carries it, as people read it.
+
+    Args:
+      bytes_per_s: Payload bytes per second.
+      digits: Number of digits (default 3).
+    """
+    return readable_rate(float(f"{8 * bytes_per_s * HEADERS:.{digits}g}"))

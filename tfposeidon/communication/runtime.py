@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from typing import Any
+from typing import Any, Literal
 
 from tfposeidon import ranges
 from tfposeidon.communication import agreement, failure, launcher
+from tfposeidon.communication.links import Links, parse_links
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import HorovodWire, Wire, exchange_objects
 
@@ -22,8 +23,12 @@ LONGEST_STALL_WARNING_S = 60
 LAYOUT_PATIENCE_S = 120.0
 """Seconds that a rank waits for rank 0 to leave its layout in the launcher's store."""
 
+MEASURE: Literal["measure"] = "measure"
+"""Links that are measured when the first step that needs them is traced."""
+
 log = logging.getLogger("tfposeidon")
 _wire: HorovodWire | None = None
+_links: Links | Literal["measure"] | None = None
 
 
 def init(
@@ -32,6 +37,7 @@ def init(
     stall_timeout_s: float | None = None,
     transport_timeout_s: float | None = None,
     pin_gpu: bool = True,
+    links: Any = None,
 ) -> Topology:
     """Starts Horovod, finds the nodes and sets up the groups of ranks. Safe to call twice.
 
@@ -46,13 +52,18 @@ def init(
       transport_timeout_s: Seconds that Gloo waits for a stopped process or a cut link; default 30,
         or what `HOROVOD_GLOO_TIMEOUT_SECONDS` says.
       pin_gpu: True to give each rank of a node the GPU of its local rank, with memory growth.
+      links: Links by which `scheme="auto"` plans, the same on all ranks: `"measure"` to measure
+        them at the first step, a rate between nodes in one direction with its unit, such as
+        `"25gbit"`, a `tfposeidon.Links`, or the path of a file that holds one. Without them
+        (default) `"auto"` is all-reduce.
 
     Returns:
       The topology as this rank sees it: `rank`, `size`, `nodes`.
 
     Raises:
       ImportError: If Horovod is missing or was built without TensorFlow.
-      ValueError: If an argument is out of its range.
+      FileNotFoundError: If `links` is the path of no file.
+      ValueError: If an argument is out of its range, or `links` are of another kind of cluster.
       RuntimeError: If it was called before with another layout, if ranks ask for different layouts,
         or if `hvd.init()` was called before and groups of ranks are needed.
 
@@ -64,6 +75,7 @@ def init(
     global _wire
     if _wire is not None:
         _check_same_layout(_wire.topology, ranks_per_node)
+        _take_links(links, _wire.topology)
         return _wire.topology
     _check_horovod()
     # Before the start, at which Horovod reads its environment.
@@ -72,6 +84,7 @@ def init(
     failure.watch(_wire.topology.rank, _wire.topology.size)
     if pin_gpu:
         _pin_gpu(launcher.process_rank().local_rank)
+    _take_links(links, _wire.topology)
     return _wire.topology
 
 
@@ -81,6 +94,40 @@ def wire() -> Wire:
         init()
     assert _wire is not None
     return _wire
+
+
+def links() -> Links | None:
+    """Returns the links of this job; `None` where they are not known, or not yet."""
+    return _links if isinstance(_links, Links) else None
+
+
+def shall_measure_links() -> bool:
+    """Returns whether links are to be measured at the first step that needs them."""
+    return _links == MEASURE
+
+
+def set_links(links: Links | Literal["measure"] | None) -> None:
+    """Sets the links of this job, by which later plans are made.
+
+    Args:
+      links: Links, the same on all ranks; "measure" to measure them at the next step that needs
+        them, or `None` for links that are not known.
+    """
+    global _links
+    _links = links
+
+
+def _take_links(given: Any, topology: Topology) -> None:
+    # A single rank has none, whatever the script says for larger jobs.
+    if given is None or topology.size == 1:
+        return
+    if given == MEASURE:
+        set_links(MEASURE)
+        return
+    import tensorflow as tf
+
+    device = "v100" if tf.config.list_physical_devices("GPU") else "cpu"
+    set_links(parse_links(given, topology, device))
 
 
 def rank() -> int:

@@ -6,22 +6,26 @@ that is trained in parts calls it with several.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
+from tfposeidon.communication.links import Links
 from tfposeidon.communication.wire import Zeros, exchange_objects
 from tfposeidon.exchange import factor_agreement, layer_norms
 from tfposeidon.exchange.effective_rate import EffectiveRate
 from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.measured import Measured
+from tfposeidon.exchange.scheme_states import descriptions_of
 from tfposeidon.gradients.description import Description, describe, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
-from tfposeidon.planning import advice, rules
-from tfposeidon.planning.plan import Plan, make_plan, with_rows
+from tfposeidon.planning import advice, probe, rules
+from tfposeidon.planning.plan import Plan, with_rows
+from tfposeidon.planning.search import choose_plan, predict
 from tfposeidon.policies import Policy
 from tfposeidon.state.rank_state import StateDescription
 
@@ -48,6 +52,8 @@ class AgreedPlans:
         self._exchangers: dict[Any, Exchanger] = {}
         self._effective_rates: dict[Any, EffectiveRate] = {}
         self._norms: dict[Any, layer_norms.NormMethod] = {}
+        # By the paths of variables, as snapshots name them.
+        self._measured: dict[tuple[str, ...], Measured] = {}
         self._notes: dict[str, None] = {}
         self._zeros = Zeros()
 
@@ -109,8 +115,9 @@ class AgreedPlans:
         if not plans:
             plans = [self.exchanger(variables, inner_optimizer).plan]
         buckets = tuple(itertools.chain(*(plan.buckets for plan in plans)))
+        forecasts = tuple(itertools.chain(*(plan.forecasts for plan in plans)))
         notes = dict.fromkeys([*itertools.chain(*(plan.notes for plan in plans)), *self._notes])
-        return dataclasses.replace(plans[0], buckets=buckets, notes=tuple(notes))
+        return replace(plans[0], buckets=buckets, notes=tuple(notes), forecasts=forecasts)
 
     def agree(
         self,
@@ -137,18 +144,31 @@ class AgreedPlans:
         """
         exchanger = self.exchanger(variables, inner_optimizer)
         if exchanger.prefix is None:
-            own = {"scheme": repr(self.policy), "bucket_bytes": self.bucket_bytes}
+            links = runtime.links()
+            own = {
+                "scheme": repr(self.policy),
+                "bucket_bytes": self.bucket_bytes,
+                "links": links.to_json() if links else runtime.shall_measure_links(),
+            }
             exchanger.agree(f"tp{next(_numbers)}", grads, own | settings)
             self._plan_step(grads, variables, inner_optimizer, settings)
 
     def _plan_step(
         self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]
     ) -> None:
-        if self.policy.reads_factors:
+        self._measure_links()
+        if self.policy.reads_factors or self.leave_open:
             replicated = [*variables, *inner_optimizer.variables]
-            self._plan_with_factors(grads, variables, replicated)
+            self._plan_again(grads, variables, replicated)
         self._choose_norms(variables, inner_optimizer)
         self._take_notes(grads, variables, inner_optimizer, settings)
+
+    def _measure_links(self) -> None:
+        if not self.leave_open or not runtime.shall_measure_links():
+            return
+        with tf.init_scope():
+            runtime.set_links(probe.measure(runtime.wire()))
+        runtime.say("tfposeidon: links: %s.", runtime.links())
 
     def change_policy(self, policy: Policy) -> None:
         """Drops all plans; those of the next traced step follow `policy`.
@@ -157,10 +177,87 @@ class AgreedPlans:
           policy: Policy of later steps, the same on all ranks.
         """
         self.policy = policy
+        self._measured.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops all plans; those of the next traced step are made by what is known then."""
         self._exchangers.clear()
         self._effective_rates.clear()
         self._norms.clear()
         self._notes.clear()
+
+    @property
+    def leave_open(self) -> bool:
+        """True if the predicted step decides, and may decide otherwise once steps have run."""
+        # What servers update was cut when the optimizer was built, and stays.
+        return self.policy.leaves_open and not self.policy.updates_at_servers
+
+    @property
+    def may_learn(self) -> bool:
+        """True if plans depend on what steps measure, and none has measured anything yet."""
+        knows_links = runtime.links() is not None or runtime.shall_measure_links()
+        return self.leave_open and knows_links and not self._measured
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what the plans were made by, for JSON: links and what steps have measured."""
+        links = runtime.links()
+        return {
+            "nodes": runtime.wire().topology.nodes,
+            "links": links and links.to_json(),
+            "measured": [
+                {"paths": paths, **asdict(measured)} for paths, measured in self._measured.items()
+            ],
+        }
+
+    def resume(self, saved: dict[str, Any]) -> bool:
+        """Plans by what the plans of an earlier run were made by, if this one is on the same nodes.
+
+        Its links take the place of those that are still to be measured. Links that were given stay,
+        and if they are others than those of the earlier run, plans are made anew.
+
+        Args:
+          saved: Result of `to_dict` in the earlier run, from JSON.
+
+        Returns:
+          True if later plans may be others than those so far.
+        """
+        nodes = [list(node) for node in runtime.wire().topology.nodes]
+        if not self.leave_open or saved["links"] is None or saved["nodes"] != nodes:
+            return False
+        links = Links.from_json(saved["links"], "the snapshot")
+        if runtime.links() != links and not runtime.shall_measure_links():
+            return False
+        runtime.set_links(links)
+        self._measured = {
+            tuple(one["paths"]): Measured(one["first_s"], one["compute_s"], tuple(one["rows"]))
+            for one in saved["measured"]
+        }
+        self.forget()
+        return True
+
+    def learn(self, found: Sequence[Measured]) -> float:
+        """Takes in what steps have measured, and plans by it; steps go on by the plans so far.
+
+        Args:
+          found: What was measured for each of `agreed_exchangers`; the same on all ranks.
+
+        Returns:
+          Predicted seconds that each step would save by the new plans; 0 if they are the old ones.
+        """
+        links = runtime.links()
+        assert links is not None, "whoever leaves the choice open has measured them"
+        saved_s = 0.0
+        for exchanger, measured in zip(self.agreed_exchangers, found, strict=True):
+            descriptions = descriptions_of(exchanger.plan)
+            self._measured[_paths(descriptions)] = measured
+            best = self._plan(descriptions)
+            if best.buckets == exchanger.plan.buckets:
+                exchanger.plan = replace(exchanger.plan, forecasts=best.forecasts)
+                continue
+            now = predict(self._of_last_step(exchanger), links, measured.timeline)
+            saved_s += now.step_s - best.forecasts[0].chosen.step_s
+        return saved_s
 
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
         """Yields the variables that schemes keep on this rank, each with what it is."""
@@ -175,29 +272,39 @@ class AgreedPlans:
                 yield self._effective_rates[key].variable, rate
                 yield states.had_gradient, StateDescription(name="had_gradient", members=members)
 
-    def _plan(self, descriptions: list[Description]) -> Plan:
-        topology = runtime.wire().topology
-        notes = [] if topology.size > 1 else ["one rank: nothing is sent"]
-        return make_plan(descriptions, self.policy, topology, self.bucket_bytes, notes)
+    def _plan(self, descriptions: Sequence[Description]) -> Plan:
+        topology, measured = runtime.wire().topology, self._measured.get(_paths(descriptions))
+        return choose_plan(
+            descriptions if measured is None else measured.with_rows(descriptions),
+            self.policy,
+            topology,
+            runtime.links(),
+            bucket_bytes=self.bucket_bytes,
+            timeline=None if measured is None else measured.timeline,
+            notes=[] if topology.size > 1 else ["one rank: nothing is sent"],
+        )
 
     def _of_last_step(self, exchanger: Exchanger) -> Plan:
         with tf.init_scope():
-            rows = exchanger.rows.numpy()
-        return with_rows(exchanger.plan, rows, self.policy)
+            rows, means = exchanger.rows.numpy(), exchanger.times.means
+        plan = with_rows(exchanger.plan, rows, self.policy)
+        step_s = None if means is None else means.step_s
+        forecasts = tuple(replace(one, measured_s=step_s) for one in plan.forecasts)
+        return replace(plan, forecasts=forecasts)
 
-    def _plan_with_factors(
-        self, grads: list[Any], variables: list[Any], replicated: list[Any]
-    ) -> None:
+    def _plan_again(self, grads: list[Any], variables: list[Any], replicated: list[Any]) -> None:
         """Plans again, now that the graph shows the ops that make the gradients."""
         exchanger = self._exchangers[_key(variables)]
         descriptions = [describe(v) for v in variables]
-        found = factor_agreement.find_factors(grads, descriptions, replicated)
-        with tf.init_scope():
-            everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
-        plan = self._plan(factor_agreement.merge_findings(descriptions, everybody))
+        if self.policy.reads_factors:
+            found = factor_agreement.find_factors(grads, descriptions, replicated)
+            with tf.init_scope():
+                everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
+            descriptions = factor_agreement.merge_findings(descriptions, everybody)
+        plan = self._plan(descriptions)
         factor_agreement.check_any_factors(plan, self.policy)
         # With the variables of the old one: TensorFlow traces once more what makes variables.
-        new = Exchanger(plan, exchanger.wire, self._zeros, exchanger.rows)
+        new = Exchanger(plan, exchanger.wire, self._zeros, exchanger)
         new.take_over(exchanger)
         self._exchangers[_key(variables)] = new
 
@@ -240,6 +347,10 @@ class AgreedPlans:
 def _key(variables: list[Any]) -> Any:
     # TensorFlow's variables have no hash, for they compare element by element.
     return tuple(of_tensorflow(v).ref() for v in variables)
+
+
+def _paths(descriptions: Sequence[Description]) -> tuple[str, ...]:
+    return tuple(description.path for description in descriptions)
 
 
 def _weighing(settings: dict[str, Any]) -> str:

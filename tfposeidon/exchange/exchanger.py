@@ -25,6 +25,7 @@ from tfposeidon.communication.wire import (
 from tfposeidon.exchange import factor_exchange
 from tfposeidon.exchange.presence import Presence, check_regularised, count_presence
 from tfposeidon.exchange.scheme_states import SchemeStates, descriptions_of
+from tfposeidon.exchange.step_times import StepTimes
 from tfposeidon.exchange.variable_agreement import REMEDY, as_json, check_same_variables
 from tfposeidon.gradients.description import dense
 from tfposeidon.planning.plan import Bucket, Plan
@@ -38,7 +39,7 @@ class Exchanger:
       plan: Buckets of variables, each with its scheme.
       wire: Collectives that join the ranks.
       zeros: Zeros of another exchanger, to share them.
-      rows: Rows of another exchanger of the same variables, to share them.
+      other: Exchanger of the same variables whose place it takes, to share what steps count.
 
     Attributes:
       plan: Buckets of variables, each with its scheme.
@@ -47,13 +48,20 @@ class Exchanger:
       states: State that the schemes keep from step to step.
       rows: Rows of factors in the last step that had any, `[variables]` float32: at a bucket's
         index the sum over its variables and all ranks.
+      own_rows: Rows of factors of each variable in this rank's last step, `[variables]` float32,
+        where the choice of schemes is left open; 0 for gradients without factors.
       afterwards: Function from means to means, for collectives that follow the exchange in each
         step; mostly `None`.
       calls: Number of exchanges in a traced step, at most.
+      times: Times of the steps that exchanged by it.
     """
 
     def __init__(
-        self, plan: Plan, wire: Wire, zeros: Zeros | None = None, rows: tf.Variable | None = None
+        self,
+        plan: Plan,
+        wire: Wire,
+        zeros: Zeros | None = None,
+        other: Exchanger | None = None,
     ) -> None:
         self.plan = plan
         self.wire = wire
@@ -77,7 +85,10 @@ class Exchanger:
         }
         # For as many buckets as there might be: which there are is known in a trace, and TensorFlow
         # traces a step once more whose first trace makes variables.
-        self.rows = _rows(len(descriptions_of(self.plan))) if rows is None else rows
+        count = len(descriptions_of(self.plan))
+        self.rows: tf.Variable = _rows(count) if other is None else other.rows
+        self.own_rows: tf.Variable = _rows(count) if other is None else other.own_rows
+        self.times: StepTimes = StepTimes() if other is None else other.times
         self.states = SchemeStates(plan)
 
     def take_over(self, other: Exchanger) -> None:

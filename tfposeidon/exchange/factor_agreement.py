@@ -53,6 +53,31 @@ def _read(gradient: Any, description: Description, replicated: Collection[Any]) 
     return sufficient_factors.read(gradient, description.shape, description.dtype, replicated)
 
 
+def count_rows(
+    gradients: Sequence[Any], descriptions: Sequence[Description], replicated: Collection[Any]
+) -> tf.Tensor:
+    """Returns the rows of each gradient's factors, whether or not it is sent as factors.
+
+    Args:
+      gradients: Gradients as they come from the tape.
+      descriptions: Descriptions of their variables, in the same order, as ranks agreed on them.
+      replicated: Variables with the same values on all ranks.
+
+    Returns:
+      `[variables]` float32; 0 for a gradient without factors.
+    """
+    return tf.stack([_rows(g, d, replicated) for g, d in zip(gradients, descriptions, strict=True)])
+
+
+def _rows(gradient: Any, description: Description, replicated: Collection[Any]) -> tf.Tensor:
+    if gradient is None or description.factors is None:
+        return tf.zeros([])
+    try:
+        return tf.cast(tf.shape(_read(gradient, description, replicated).left)[0], tf.float32)
+    except NoFactorsError:
+        return tf.zeros([])
+
+
 def merge_findings(
     descriptions: Sequence[Description], everybody: Sequence[Sequence[Found]]
 ) -> list[Description]:

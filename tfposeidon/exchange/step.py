@@ -18,8 +18,9 @@ from tfposeidon.exchange.agreed_plan import AgreedPlans
 from tfposeidon.exchange.batch_count import BatchCount
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.means import Means
+from tfposeidon.exchange.scheme_states import descriptions_of
+from tfposeidon.exchange.step_times import time_after
 from tfposeidon.gradients.description import merge_rows
-from tfposeidon.gradients.factors import Factors
 from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.policies import Policy
 
@@ -124,9 +125,12 @@ class Step:
         inner = self._optimizer.inner_optimizer
         self.plans.agree(gradients, variables, inner, self._settings(count))
         exchanger = self.exchanger(variables)
-        gradients = factor_agreement.extract_factors(
-            gradients, exchanger.plan, [*variables, *inner.variables]
-        )
+        replicated = [*variables, *inner.variables]
+        if self.plans.leave_open:
+            descriptions = descriptions_of(exchanger.plan)
+            rows = factor_agreement.count_rows(gradients, descriptions, replicated)
+            exchanger.own_rows.assign(rows)
+        gradients = factor_agreement.extract_factors(gradients, exchanger.plan, replicated)
         with exchanger.call():
             yield gradients
 
@@ -155,14 +159,16 @@ class Step:
         sent = factor_agreement.convert_to_factors(gradients, exchanger.plan)
         # What passes between the last gradient and the last mean is communication that nothing
         # hides.
-        ready = _time_after(sent)
+        first, ready = _time_after_first(sent), time_after(sent)
         rate = self._rate(variables)
         values, states = exchanger.exchange(
             sent, presence.weight, None if rate is None else rate.rescale
         )
         if server is not None:
             values = server.clip_by_whole_norms(values)
-        self._exposed_s.assign_add(_time_after(values) - ready)
+        end = time_after(values)
+        self._exposed_s.assign_add(end - ready)
+        exchanger.times.record(first, ready, end)
         everybody = self.absence.record(presence.absent)
         kept = itertools.chain(*exchanger.states.variables)
         state = list(zip(kept, itertools.chain(*states), strict=True))
@@ -280,15 +286,7 @@ class _Rate:
     rescale: tf.Tensor
 
 
-def _time_after(gradients: list[Any]) -> tf.Tensor:
-    """Returns the time, in seconds since 1970, at which all of these are there; float64."""
-    with tf.control_dependencies(
-        [tensor for g in gradients if g is not None for tensor in _tensors(g)]
-    ):
-        return tf.timestamp()
-
-
-def _tensors(gradient: Any) -> list[tf.Tensor]:
-    if isinstance(gradient, Factors):
-        return [gradient.left, gradient.right]
-    return [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient]
+def _time_after_first(gradients: Sequence[Any]) -> tf.Tensor:
+    """Returns the time at which the first gradient is there: that of the last variable."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    return time_after(present[-1:])

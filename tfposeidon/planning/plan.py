@@ -16,6 +16,7 @@ from typing import Any
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description
+from tfposeidon.planning.forecast import Forecast
 from tfposeidon.policies import Choice, Policy
 from tfposeidon.schemes import AllReduce, Scheme, ShardedServer
 from tfposeidon.schemes.base import Slot
@@ -159,11 +160,15 @@ class Bucket:
         known = tuple(
             _with_rows_of_rank(d, rows_of_each / topology.size) for d in self.descriptions
         )
+        # What was left to the predicted step was chosen for a reason that no rows change.
+        choices = self.choices
+        if not policy.leaves_open:
+            choices = tuple(_choose(policy, d, topology) for d in known)
         return dataclasses.replace(
             self,
             descriptions=known,
             scheme=self.scheme.for_rows(rows_of_each),
-            choices=tuple(_choose(policy, d, topology) for d in known),
+            choices=choices,
         )
 
 
@@ -175,6 +180,8 @@ class Plan:
       buckets: Buckets in the order in which their gradients appear in the backward pass.
       topology: The ranks that the plan was made for, as this rank sees them.
       notes: Lines on what is done in another way than one might expect, and why.
+      forecasts: Predicted step of each list of variables that the optimizer is called with; empty
+        where the links are not known, and on a single rank.
 
     Example:
       >>> from tfposeidon import policies
@@ -190,6 +197,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     topology: Topology
     notes: tuple[str, ...] = ()
+    forecasts: tuple[Forecast, ...] = ()
 
     @cached_property
     def cost(self) -> Cost:
@@ -199,8 +207,9 @@ class Plan:
     def to_json(self) -> str:
         """Returns the plan as JSON.
 
-        It holds the topology, the notes, and for each bucket the scheme with its options and cost,
-        and for each variable the reason and the bytes by each scheme that was weighed.
+        It holds the topology, the notes, the forecasts, and for each bucket the scheme with its
+        options and cost, and for each variable the reason and the bytes by each scheme that was
+        weighed.
         """
         buckets = [self._bucket_to_dict(bucket) for bucket in self.buckets]
         content = {
@@ -208,6 +217,7 @@ class Plan:
             "rank": self.topology.rank,
             "buckets": buckets,
             "notes": self.notes,
+            "forecasts": [forecast.to_dict() for forecast in self.forecasts],
         }
         return json.dumps(content, indent=2)
 
@@ -236,6 +246,8 @@ class Plan:
         total = ("total", "", "", "", "", node, across, "")
         lines += table([COLUMNS, *rows, total])
         lines += [f"note: {note}" for note in self.notes]
+        for forecast in self.forecasts:
+            lines += forecast.lines()
         return "\n".join(lines)
 
     def _rows(self, index: int, bucket: Bucket) -> list[tuple[str, ...]]:

@@ -68,6 +68,9 @@ class Scheme(Configured, ABC):
     takes_factors: ClassVar[bool] = False
     """True if it is given the factors of gradients, of which it may still make their products."""
 
+    loads_evenly: ClassVar[bool] = True
+    """True if nodes of one size send and receive as much as each other."""
+
     def __str__(self) -> str:
         """Returns the name, and the options that differ from their defaults."""
         shown = [f for f in fields(self) if f.repr]  # type: ignore[arg-type]

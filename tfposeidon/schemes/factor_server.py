@@ -43,6 +43,7 @@ class FactorServer(FactorScheme):
     """
 
     name: ClassVar[str] = "adam"
+    loads_evenly: ClassVar[bool] = False
     server: int | None = None
 
     def __str__(self) -> str:

@@ -11,18 +11,21 @@ from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.training import session
+from tfposeidon.training.plan_again import PlanAgain
 
 
 def with_equal_epochs(callbacks: list[Any]) -> list[Any]:
-    """Returns the callbacks of `fit` together with those that make epochs equal on several ranks.
+    """Returns the callbacks of `fit` together with those that several ranks need.
 
-    `EqualSteps` comes before the others, because they may communicate at the end of an epoch;
-    `AgreedStop` comes after them, because they may ask to stop.
+    They make epochs equal, and plan again where the choice is left open. `EqualSteps` comes before
+    the others, because they may communicate at the end of an epoch; `AgreedStop` comes after them,
+    because they may ask to stop.
 
     Args:
       callbacks: Callbacks of the user, the same ones on every rank.
     """
-    return [EqualSteps(may_stop=any(map(_may_stop, callbacks))), *callbacks, AgreedStop()]
+    first = EqualSteps(may_stop=any(map(_may_stop, callbacks)))
+    return [first, *callbacks, PlanAgain(), AgreedStop()]
 
 
 def _may_stop(callback: Any) -> bool:

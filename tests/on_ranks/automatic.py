@@ -1,0 +1,198 @@
+"""`auto` on real ranks: it measures, plans, plans again, and trains as one process would."""
+
+import contextlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.on_ranks import models
+from tests.on_ranks.callbacks import shared_folder
+from tests.on_ranks.checkpoints import check_resumes_everywhere
+from tests.on_ranks.checks import LogLines, Raises
+from tests.on_ranks.models import same_on_all_ranks
+from tests.on_ranks.training import BATCH, check_equal, sgd, train_alone, train_together
+from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.training import plan_again
+
+WIDTH, LAYERS = 400, 6
+"""Kernels of 640 kB: several share a bucket of the default size, and none a smaller one."""
+
+
+@contextlib.contextmanager
+def links(found):
+    """Sets the links of the job; "measure" makes the next step measure them."""
+    before = runtime._links
+    runtime.set_links(found)
+    try:
+        yield
+    finally:
+        runtime.set_links(before)
+
+
+def given(wire, rate, **options):
+    """Returns links with a rate between nodes, or within the node where there is only one."""
+    per_node = max(len(node) for node in wire.topology.nodes)
+    return tp.Links.of(rate, ranks_per_node=per_node, **options)
+
+
+def wide(steps=30):
+    """A model whose exchange and computation take about as long as each other."""
+    layers = [keras.layers.Dense(WIDTH, activation="tanh") for _ in range(LAYERS)]
+    model = keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(10)])
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(BATCH * steps, WIDTH)).astype("float32")
+    return model, (x, rng.integers(0, 10, BATCH * steps))
+
+
+def small():
+    return models.mlp(), models.mlp.data(BATCH * 10)
+
+
+def case_links_are_measured_at_the_first_step(wire):
+    model, data = small()
+    reference = train_alone(models.copy(models.mlp, model), data, sgd())
+    optimizer = tp.DistributedOptimizer(sgd())
+    with links("measure"), LogLines() as lines:
+        check_equal(train_together(model, data, optimizer, wire), reference)
+        found = runtime.links()
+    same_on_all_ranks(model.get_weights(), wire)
+    assert len(set(exchange_objects(found.to_json(), wire, "links"))) == 1
+    assert found.measured_at
+    found.check_fits(wire.topology)
+    if wire.topology.rank == 0:
+        assert any(f"links: {found}" in line for line in lines), lines
+    text = str(optimizer.plan)
+    assert "auto: shortest predicted step" in text
+    assert f"links: {found}" in text
+    assert "next best: " in text
+
+
+def case_it_plans_again_by_measured_times(wire):
+    """Smaller buckets hide a part of the exchange behind the backward pass."""
+    model, data = wide()
+    clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    reference = train_alone(clone, data, sgd())
+    optimizer = tp.DistributedOptimizer(sgd())
+    least, plan_again.LEAST_GAIN = plan_again.LEAST_GAIN, 0.0
+    slow = given(wire, "1gbit")
+    per_layer_s = 0.004
+    link = tp.Link(latency_s=0.0, bytes_per_s=4 * WIDTH**2 / per_layer_s)
+    slow = tp.Links(
+        rates=slow.rates,
+        collective_s=0.0,
+        ranks_per_node=slow.ranks_per_node,
+        device="cpu",
+        node=slow.node and link,
+        across=link,
+    )
+    try:
+        with links(slow), LogLines() as lines:
+            check_equal(train_together(model, data, optimizer, wire), reference)
+    finally:
+        plan_again.LEAST_GAIN = least
+    same_on_all_ranks(model.get_weights(), wire)
+    forecast = optimizer.plan.forecasts[0]
+    assert forecast.knows_computation
+    assert forecast.chosen.simulated.compute_s > 0
+    assert "predicted step: " in str(optimizer.plan)
+    changed = [line for line in lines if "planned again" in line]
+    assert len(changed) == (1 if wire.topology.rank == 0 else 0), lines
+    assert len(optimizer.plan.buckets) > 2
+
+
+def case_a_gain_smaller_than_its_cost_changes_nothing(wire):
+    model, data = small()
+    optimizer = tp.DistributedOptimizer(sgd())
+    with links(given(wire, "1gbit")), LogLines() as lines:
+        train_together(model, data, optimizer, wire)
+    assert not [line for line in lines if "planned again" in line]
+    # The forecast knows what steps compute all the same.
+    assert optimizer.plan.forecasts[0].knows_computation
+
+
+def case_sparse_where_it_is_allowed(wire):
+    model, data = wide(steps=12)
+    policy = tp.policies.Auto(density=0.01)
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=policy)
+    with links(given(wire, "10mbit")):
+        train_together(model, data, optimizer, wire)
+    same_on_all_ranks(model.get_weights(), wire)
+    names = {bucket.scheme.name for bucket in optimizer.plan.buckets}
+    # On one node there is no slow link, and dense may be as fast.
+    assert names & {"hitopk", "topk"} or len(wire.topology.nodes) == 1, names
+
+
+def large():
+    """As the small one, with a kernel that a sparse scheme takes."""
+    return keras.Sequential(
+        [keras.Input((20,)), keras.layers.Dense(300), keras.layers.Dense(models.CLASSES)]
+    )
+
+
+def case_resume_at_every_step(wire):
+    with links(given(wire, "1mbit")):
+        check_resumes_everywhere(wire, large, sgd, scheme=tp.policies.Auto(density=0.1))
+
+
+def case_a_resumed_run_takes_the_links_of_the_snapshot(wire):
+    folder, found = shared_folder(wire), given(wire, "123mbit")
+    for known in (found, "measure"):
+        keras.utils.clear_session(free_memory=False)
+        model, data = small()
+        optimizer = tp.DistributedOptimizer(sgd())
+        checkpoint = keras_callbacks.Checkpoint(folder)
+        epochs = 1 if known is found else 2
+        with links(known):
+            train_together(model, data, optimizer, wire, callbacks=[checkpoint], epochs=epochs)
+            assert runtime.links() == found
+        assert f"links: {found}" in str(optimizer.plan)
+        assert optimizer.plan.forecasts[0].knows_computation
+
+
+def case_without_links_it_is_all_reduce(wire):
+    model, data = small()
+    optimizer = tp.DistributedOptimizer(sgd())
+    with links(None):
+        train_together(model, data, optimizer, wire)
+    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"allreduce"}
+    assert "auto: the links are not known" in str(optimizer.plan)
+    assert not optimizer.plan.forecasts
+
+
+def case_loops_of_ones_own(wire):
+    weight = keras.Variable(np.zeros((64, 64), "float32"), name="weight")
+    optimizer = tp.DistributedOptimizer(sgd())
+    step = tf.function(lambda x: optimizer.apply([x], [weight]))
+    with links(given(wire, "1gbit")):
+        for turn in range(3):
+            step(tf.fill((64, 64), float(turn + wire.topology.rank)))
+    same_on_all_ranks([weight.numpy()], wire)
+    assert not optimizer.plan.forecasts[0].knows_computation
+
+
+def case_beside_servers_it_needs_given_links(wire):
+    served = tp.schemes.ShardedServer(update="server", pair_bytes=256)
+    rules = [("kernel", served), (".", "auto")]
+    for found in (None, given(wire, "1gbit")):
+        model, data = small()
+        optimizer = tp.DistributedOptimizer(sgd(), scheme=rules)
+        with links(found):
+            train_together(model, data, optimizer, wire)
+            assert runtime.links() is found, "nothing may be measured after the cut"
+        assert bool(optimizer.plan.forecasts) == (found is not None)
+        assert ("the links are not known" in str(optimizer.plan)) == (found is None)
+
+
+def case_ranks_must_be_given_the_same_links(wire):
+    rate = "1gbit" if wire.topology.rank == 0 else "2gbit"
+    model, data = small()
+    with (
+        links(given(wire, rate)),
+        Raises(RuntimeError, "All ranks must exchange alike.*links"),
+    ):
+        train_together(model, data, tp.DistributedOptimizer(sgd()), wire)

@@ -1,0 +1,87 @@
+"""The comparison of predictions with measured exchanges and steps, on figures that are made up."""
+
+import itertools
+
+import pytest
+
+from benchmarks import predict
+from tfposeidon.communication.links import HEADERS, Link, Links, Rates
+from tfposeidon.planning import probe
+from tfposeidon.units import parse_rate
+
+LAYOUT = "2x2"
+NODE = Link(latency_s=2e-4, bytes_per_s=1e9)
+RATES = Rates(sum_s=2e-9, encode_s=1e-9, select_s=3e-9, pair_s=6e-9, half_s=1e-7, operation_s=1e-11)
+SYSTEMS = ("allreduce", "2dtar", "hitopk:0.01", "topk:0.01")
+
+
+def _links(rate):
+    payload = 1e10 if rate == "unshaped" else parse_rate(rate) / 8 / HEADERS
+    return Links(
+        rates=RATES,
+        collective_s=3e-3,
+        ranks_per_node=2,
+        device="cpu",
+        node=NODE,
+        across=Link(latency_s=3e-4, bytes_per_s=payload),
+    )
+
+
+def _row(seconds):
+    return {"time_s": seconds, "scatter": 0.0, "limit_s": None}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Exchanges that took what is predicted for links that are known."""
+    topology, found = predict.topology_of(LAYOUT), {}
+    for rate in ("200mbit", "1gbit", "unshaped"):
+        links = _links(rate)
+        for one in (*probe.small_probes(topology), *probe.large_probes(topology)):
+            length = predict.LARGE if one.name.startswith("rate.") else predict.SMALL
+            key = (LAYOUT, rate, f"{one.operation}@{one.name.split('.')[1]}", str(length))
+            link = links.node if one.within_node else links.across
+            ranks = 2 if one.name == "rate.across" else 1
+            sent = ranks * one.sent_bytes * 4 * length / one.part_bytes
+            seconds = links.collective_s + one.steps * link.latency_s
+            found[key] = _row(seconds + sent / link.bytes_per_s)
+        for system, size in itertools.product(SYSTEMS, ("65536", "4194304")):
+            found[LAYOUT, rate, system, size] = _row(
+                predict.predicted(system, size, topology, links)
+            )
+    work = {
+        "sum": RATES.sum_s * predict.WORK,
+        "encode": RATES.encode_s * predict.WORK,
+        "select": RATES.select_s * predict.WORK + RATES.pair_s * predict.PAIRS,
+        "scatter": RATES.encode_s * predict.WORK + RATES.pair_s * predict.PAIRS,
+        "multiply": RATES.operation_s * 2 * 32 * predict.WORK,
+    }
+    for kind, seconds in work.items():
+        found[LAYOUT, "unshaped", f"{kind}@work", str(predict.WORK)] = _row(seconds)
+    return found
+
+
+def test_exchanges_that_follow_the_model_are_predicted(rows):
+    """Links are found again from the single collectives, to what their own bytes blur."""
+    found = list(predict.compared(rows))
+    assert len(found) == 3 * 2 * len(SYSTEMS)
+    assert max(abs(predict.error(row)) for row in found) < 0.03
+
+
+def test_steps_are_no_shorter_than_their_computation(rows, capsys):
+    found = list(predict.compared_steps(rows))
+    assert {row["file"] for row in found} == {"scaling"}
+    assert {row["layout"] for row in found} == {LAYOUT}
+    assert len(found) > 30
+    for row in found:
+        assert row["predicted_s"] > 0
+    predict.show(found, "communication shows", lambda row: row["shows"])
+    predict.show_worst(found, 2)
+    assert "communication shows" in capsys.readouterr().out
+
+
+def test_a_missing_grid_is_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.argv", ["predict", "--results", str(tmp_path / "none.json")])
+    with pytest.raises(SystemExit):
+        predict.main()
+    assert "benchmarks.exchange --full" in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""Measured links: what the estimate makes of times."""
+
+import dataclasses
+import random
+
+import pytest
+
+from tfposeidon.communication.links import CPU
+from tfposeidon.communication.topology import Topology
+from tfposeidon.planning import probe
+
+LAYOUTS = {
+    "1x2": Topology.regular(0, 2, 2),
+    "2x1": Topology.regular(0, 2, 1),
+    "4x1": Topology.regular(0, 4, 1),
+    "2x2": Topology.regular(0, 4, 2),
+    "2+1": Topology(0, ((0, 1), (2,))),
+    "4x4": Topology.regular(0, 16, 4),
+}
+COLLECTIVE_S, LATENCY_S = 3e-3, {True: 1e-4, False: 4e-4}
+NODE, ACROSS, FLOW = 1.5e9, 1.2e8, 3e7
+
+
+def _probes(topology):
+    large = [dataclasses.replace(p, part_bytes=2**24) for p in probe.large_probes(topology)]
+    return [*probe.small_probes(topology), *large]
+
+
+def _seconds(one, topology):
+    """Time that a probe takes on links with the figures above."""
+    begin_s = COLLECTIVE_S + one.steps * LATENCY_S[one.within_node]
+    if one.within_node:
+        return begin_s + one.sent_bytes / NODE
+    if one.name == "rate.across":
+        return begin_s + topology.positions * one.sent_bytes / ACROSS
+    return begin_s + one.sent_bytes / (FLOW if one.name == "rate.flow" else ACROSS)
+
+
+@pytest.mark.parametrize("load", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_there_is_found(layout, load):
+    """Rates to 10 % and latencies to 25 %, also where others take the CPU for a share of rounds."""
+    topology, rng = LAYOUTS[layout], random.Random(1)
+
+    def samples(seconds):
+        # A load makes a share of the rounds up to three times as long.
+        return [
+            seconds * (1 + 0.02 * rng.random() + (rng.random() < load) * 2 * rng.random())
+            for _ in range(11)
+        ]
+
+    probes = _probes(topology)
+    times = {one.name: samples(_seconds(one, topology)) for one in probes}
+    links = probe.estimate(probes, times, topology, CPU)
+    rates, latencies = {}, {}
+    if len(topology.nodes) > 1:
+        rates["across"] = (links.across.bytes_per_s, ACROSS)
+        latencies["across"] = (links.across.latency_s, LATENCY_S[False])
+    if links.across and links.across.flow_bytes_per_s:
+        rates["flow"] = (links.across.flow_bytes_per_s, FLOW)
+    if links.node:
+        rates["node"] = (links.node.bytes_per_s, NODE)
+    for name, (found, there) in rates.items():
+        assert found == pytest.approx(there, rel=0.20 if load else 0.10), name
+    if not load and len(topology.nodes) > 2:
+        for name, (found, there) in latencies.items():
+            assert found == pytest.approx(there, rel=0.25), name
+    links.check_fits(topology)
+
+
+def test_a_connection_as_fast_as_its_link_is_no_limit():
+    topology = LAYOUTS["2x2"]
+    probes = _probes(topology)
+    times = {one.name: [_seconds(one, topology)] * 3 for one in probes}
+    limited = probe.estimate(probes, times, topology, CPU).across
+    assert limited.flow_bytes_per_s == pytest.approx(FLOW, rel=0.01)
+    (flow,) = (p for p in probes if p.name == "rate.flow")
+    times["rate.flow"] = [_seconds(dataclasses.replace(flow, name="rate.other"), topology)] * 3
+    assert probe.estimate(probes, times, topology, CPU).across.flow_bytes_per_s is None

@@ -1,0 +1,232 @@
+"""`auto`: what it chooses, what it says, and what may not decide."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tfposeidon import policies, schemes
+from tfposeidon.communication.links import Link, Links
+from tfposeidon.communication.topology import Topology
+from tfposeidon.gradients.description import Description
+from tfposeidon.gradients.factors import FactorShape
+from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, make_plan
+from tfposeidon.planning.search import choose_plan, predict
+from tfposeidon.planning.simulation import Timeline
+
+CLUSTER = Topology.regular(0, 32, 8)
+LAYERS = [Description(f"layer_{i}/kernel", (1024, 1024), "float32") for i in range(12)]
+TIMELINE = Timeline.even(variables=len(LAYERS), first_s=0.02, compute_s=0.05)
+SLOW = Links.of("5gbit", ranks_per_node=8, device="v100", flow="1gbit")
+FAST = dataclasses.replace(
+    Links.of("400gbit", ranks_per_node=8, device="v100"), node=Link(latency_s=1e-5, bytes_per_s=1e9)
+)
+SMALL = [dataclasses.replace(layer, shape=(32, 32)) for layer in LAYERS]
+
+
+def _choose(policy=None, links=SLOW, layers=LAYERS, topology=CLUSTER, timeline=TIMELINE, **options):
+    return choose_plan(
+        layers, policy or policies.Auto(), topology, links, timeline=timeline, **options
+    )
+
+
+def _schemes(plan):
+    return {str(bucket.scheme) for bucket in plan.buckets}
+
+
+def test_the_torus_where_a_connection_is_slow_and_the_ring_where_latency_counts():
+    assert _schemes(_choose()) == {"2dtar"}
+    assert _schemes(_choose(links=FAST)) == {"asa"}
+    # Horovod fuses all rings into one, and each all-to-all waits for its turn.
+    assert _schemes(_choose(links=FAST, layers=SMALL)) == {"allreduce"}
+
+
+def test_without_links_it_is_all_reduce_and_says_why():
+    plan = _choose(links=None)
+    assert _schemes(plan) == {"allreduce"}
+    assert "the links are not known" in str(plan)
+    assert not plan.forecasts
+    alone = _choose(topology=Topology(0, ((0,),)))
+    assert "a single rank" in str(alone)
+    assert not alone.forecasts
+
+
+def test_never_slower_than_uniform_plans():
+    for links in (SLOW, FAST):
+        for policy in (policies.Auto(margin=0.0), policies.Auto(halves=True, margin=0.0)):
+            chosen = _choose(policy, links).forecasts[0].chosen
+            for candidate in policy.candidates(CLUSTER).values():
+                plan = make_plan(LAYERS, candidate, CLUSTER, DEFAULT_BUCKET_BYTES)
+                assert chosen.step_s <= predict(plan, links, TIMELINE).step_s
+
+
+@pytest.mark.parametrize("rate", ["100mbit", "1gbit", "25gbit", "400gbit"])
+@pytest.mark.parametrize("factors", [None, FactorShape(8, 1024, 1024, "float32")])
+def test_exact_unless_told_otherwise(rate, factors):
+    layers = [dataclasses.replace(layer, factors=factors) for layer in LAYERS]
+    links = Links.of(rate, ranks_per_node=8)
+    plan = _choose(links=links, layers=layers)
+    assert all(bucket.scheme.exact for bucket in plan.buckets)
+    halves = _choose(policies.Auto(halves=True), links, layers)
+    assert not any(bucket.slots(CLUSTER) for bucket in halves.buckets)
+
+
+def test_what_is_allowed_is_taken_where_it_pays():
+    slow = Links.of("200mbit", ranks_per_node=8)
+    assert "wire_dtype=float16" in str(_schemes(_choose(policies.Auto(halves=True), slow)))
+    sparse = _choose(policies.Auto(density=0.05), slow)
+    assert {type(bucket.scheme) for bucket in sparse.buckets} == {schemes.HierarchicalTopK}
+    assert {bucket.scheme.density for bucket in sparse.buckets} == {0.05}
+
+
+def test_few_rows_travel_as_factors_and_many_do_not():
+    def chosen(rows):
+        factors = FactorShape(rows, 1024, 1024, "float32")
+        layers = [dataclasses.replace(layer, factors=factors) for layer in LAYERS]
+        return str(_schemes(_choose(links=Links.of("1gbit", ranks_per_node=8), layers=layers)))
+
+    assert "sfb" in chosen(1)
+    assert "sfb" not in chosen(4096)
+    # Before the first step nobody knows the rows.
+    assert "sfb" not in chosen(None)
+
+
+def test_a_gain_below_the_margin_is_all_reduce():
+    gain = 1 - _choose().forecasts[0].chosen.step_s / _first(SLOW)
+    assert 0 < gain < 1
+    above = _choose(policies.Auto(margin=gain + 0.001))
+    assert _schemes(above) == {"allreduce"}
+    assert above.forecasts[0].others[0].step_s < above.forecasts[0].chosen.step_s
+    assert _schemes(_choose(policies.Auto(margin=gain - 0.001))) == {"2dtar"}
+
+
+def _first(links):
+    return predict(
+        make_plan(LAYERS, policies.parse("allreduce"), CLUSTER, DEFAULT_BUCKET_BYTES),
+        links,
+        TIMELINE,
+    ).step_s
+
+
+def test_large_variables_may_go_another_way():
+    """One kernel with factors of one row among others without any."""
+    factors = FactorShape(1, 4096, 4096, "float32")
+    layers = [
+        *LAYERS,
+        Description("large/kernel", (4096, 4096), "float32", factors),
+        Description(
+            "second/kernel", (4096, 4096), "float32", dataclasses.replace(factors, rows=4e4)
+        ),
+    ]
+    timeline = Timeline.even(variables=len(layers), first_s=0.02, compute_s=0.05)
+    plan = _choose(links=Links.of("1gbit", ranks_per_node=8), layers=layers, timeline=timeline)
+    by_path = {d.path: str(bucket.scheme) for bucket in plan.buckets for d in bucket.descriptions}
+    assert "sfb" in by_path["large/kernel"]
+    assert "sfb" not in by_path["second/kernel"]
+
+
+def test_a_bucket_size_that_is_asked_for_is_kept():
+    plan = _choose(bucket_bytes=2**20)
+    assert plan.forecasts[0].chosen.bucket_bytes == 2**20
+    # Without the times of computation large buckets would always seem best.
+    assert _choose(timeline=None).forecasts[0].chosen.bucket_bytes == DEFAULT_BUCKET_BYTES
+
+
+def test_rules_leave_open_what_they_do_not_say():
+    policy = policies.Rules([("layer_3", "asa16")])
+    plan = _choose(policy)
+    by_path = {d.path: str(b.scheme) for b in plan.buckets for d in b.descriptions}
+    assert by_path.pop("layer_3/kernel") == "asa(wire_dtype=float16)"
+    assert set(by_path.values()) == {"2dtar"}
+    halves = policies.Rules([("layer_3", "allreduce"), (".", policies.Auto(halves=True))])
+    assert "2dtar(wire_dtype=float16)" in _schemes(_choose(halves))
+
+
+def test_servers_and_auto_go_together_without_factors():
+    store = schemes.ShardedServer(update="server")
+    policy = policies.Rules([("layer_3", store), (".", "auto")])
+    assert policy.updates_at_servers
+    assert not policy.reads_factors
+    with pytest.raises(ValueError, match="known before the first step"):
+        policies.Rules([("layer_3", store), (".", "hybcomm")])
+
+
+def test_every_plan_has_a_prediction_where_links_are_known():
+    plan = _choose(policies.parse("2dtar"))
+    assert plan.forecasts[0].others == ()
+    assert plan.forecasts[0].chosen.step_s == predict(plan, SLOW, TIMELINE).step_s
+
+
+def test_it_explains_itself():
+    text = str(_choose())
+    step = _choose().forecasts[0].chosen.step_s
+    assert f"predicted step: {1e3 * step:.4g} ms, of which" in text
+    assert "links: 5 Gb/s across nodes (1 Gb/s per connection), v100, given" in text
+    assert "next best: " in text
+    assert "not validated: predictions have not been compared with steps on v100" in text
+    exchange = str(_choose(timeline=None))
+    assert "predicted exchange: " in exchange
+    many = _choose(links=Links.of("5gbit", ranks_per_node=8), topology=Topology.regular(0, 128, 8))
+    assert "not validated: predictions have been compared with steps of up to 16 ranks" in str(many)
+    content = json.loads(_choose().to_json())["forecasts"][0]
+    assert content["predictions"][0]["step_s"] == step
+    assert content["links"]["across"]["bytes_per_s"] == SLOW.across.bytes_per_s
+
+
+def test_it_says_what_would_change_the_choice():
+    """Small layers: from some rate on the ring's latency counts for more than the bytes."""
+    layers = [dataclasses.replace(layer, shape=(256, 256)) for layer in LAYERS]
+    plan = _choose(links=Links.of("1gbit", ranks_per_node=8, device="v100"), layers=layers)
+    assert plan.forecasts[0].chosen.name == "2dtar"
+    (line,) = (line for line in str(plan).splitlines() if line.endswith(" up"))
+    rate = re.fullmatch("allreduce from (.*) Gb/s up", line)[1]
+    for factor, scheme in ((0.9, "2dtar"), (1.1, "allreduce")):
+        links = Links.of(f"{factor * float(rate)}gbit", ranks_per_node=8, device="v100")
+        assert _choose(links=links, layers=layers).forecasts[0].chosen.name == scheme
+
+
+def test_policies_are_saved_without_links():
+    policy = policies.Auto(halves=True, density=0.01, margin=0.1)
+    assert policies.Auto.from_config(policy.get_config()) == policy
+    assert set(policy.get_config()) == {"halves", "density", "margin"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"density": 0.0}, r"`density` must be a number in \(0, 1\]. Received: density=0.0"),
+        ({"density": 1.5}, r"`density` must be a number in \(0, 1\]"),
+        ({"margin": 1.0}, r"`margin` must be a number in \[0, 1\)"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        policies.Auto(**arguments)
+
+
+PLAN_OF_A_RANK = """
+import sys
+from tests.planning import test_search as t
+from tfposeidon.communication.topology import Topology
+plan = t._choose(topology=t.CLUSTER.seen_from(int(sys.argv[1])))
+print([(str(b.scheme), b.members) for b in plan.buckets], plan.forecasts[0].chosen)
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_is_a_pure_function():
+    """The same on all ranks, in other processes and with another seed of hashes."""
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", PLAN_OF_A_RANK, rank],
+            env={"PYTHONHASHSEED": seed, "PATH": "", "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for rank, seed in (("0", "1"), ("31", "2"))
+    }
+    assert len(printed) == 1

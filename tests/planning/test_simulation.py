@@ -1,0 +1,103 @@
+"""Simulated steps: laws that hold whatever the times are."""
+
+import itertools
+import random
+
+import pytest
+
+from tfposeidon.planning.seconds import StageTime
+from tfposeidon.planning.simulation import FUSION_BYTES, Timeline, simulate
+
+CYCLE_S = 0.01
+
+
+def _ring(load_s, latency_s=0.002, size_bytes=1e6):
+    return StageTime(
+        operation="all_reduce",
+        fuses_with=(4, 0, 1),
+        latency_s=latency_s,
+        load_s=load_s,
+        size_bytes=size_bytes,
+    )
+
+
+def _scatter(load_s, latency_s=0.002):
+    return StageTime(operation="all_to_all", latency_s=latency_s, load_s=load_s, size_bytes=1e6)
+
+
+def _work(load_s):
+    return StageTime(operation=None, load_s=load_s)
+
+
+def _random_chains(seed):
+    rng = random.Random(seed)
+    make = (_ring, _scatter, _work)
+    return [
+        [rng.choice(make)(rng.uniform(0, 0.1)) for _ in range(rng.randint(1, 5))]
+        for _ in range(rng.randint(1, 12))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_bounds(seed):
+    """A step is no shorter than its parts, and no longer than all of them one after the other."""
+    chains = _random_chains(seed)
+    ready = [0.05 * (i + 1) for i in range(len(chains))]
+    compute = ready[-1]
+    found = simulate(chains, ready, compute, CYCLE_S)
+    stages = list(itertools.chain(*chains))
+    transfers = [s for s in stages if s.operation is not None]
+    assert found.step_s >= compute
+    assert found.step_s >= sum(s.load_s for s in transfers)
+    assert found.step_s >= sum(s.load_s for s in stages if s.operation is None)
+    whole = sum(s.seconds for s in stages) + CYCLE_S * len(transfers)
+    assert found.step_s <= compute + whole + 1e-9
+    assert found.busy_s <= sum(s.seconds for s in transfers) + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_exchange_that_costs_nothing_leaves_the_computation(seed):
+    chains = [[StageTime(operation="all_to_all")] * 3 for _ in _random_chains(seed)]
+    ready = [0.1 * i for i in range(len(chains))]
+    found = simulate(chains, ready, 5.0, 0.0)
+    assert (found.step_s, found.exposed_s, found.efficiency) == (5.0, 0.0, 1.0)
+
+
+def test_a_late_exchange_is_the_sum():
+    """One chain that begins when the computation ends."""
+    chain = [_scatter(0.03), _work(0.02), _scatter(0.01)]
+    found = simulate([chain], [1.0], 1.0, CYCLE_S)
+    assert found.step_s == pytest.approx(1.0 + sum(s.seconds for s in chain) + 2 * CYCLE_S)
+
+
+def test_all_reduces_of_a_cycle_are_fused_and_others_are_not():
+    rings = simulate([[_ring(0.01)], [_ring(0.01)]], [0.0, 0.0], 0.0, CYCLE_S)
+    assert rings.step_s == pytest.approx(CYCLE_S + 0.002 + 0.02)
+    scatters = simulate([[_scatter(0.01)], [_scatter(0.01)]], [0.0, 0.0], 0.0, CYCLE_S)
+    # One negotiation for both, and the latency of each.
+    assert scatters.step_s == pytest.approx(CYCLE_S + 2 * 0.002 + 0.02)
+    large = [[_ring(0.01, size_bytes=0.6 * FUSION_BYTES)]] * 2
+    assert simulate(large, [0.0, 0.0], 0.0, CYCLE_S).step_s == pytest.approx(scatters.step_s)
+
+
+def test_small_all_to_alls_cost_more_than_one_ring():
+    """Small buckets: Horovod fuses the ring's, so many of them are hardly slower than one."""
+    many = [[_ring(0.0001)] for _ in range(50)]
+    store = [[_scatter(0.00005), _scatter(0.00005)] for _ in range(50)]
+    ready = [0.0] * 50
+    assert simulate(many, ready, 0.0, 0.003).step_s < simulate(store, ready, 0.0, 0.003).step_s / 5
+
+
+def test_local_work_runs_beside_the_thread_and_shares_the_processor():
+    chains = [[_work(0.1)], [_work(0.1)], [_scatter(0.15, latency_s=0.0)]]
+    assert simulate(chains, [0.0] * 3, 0.0, 0.0).step_s == pytest.approx(0.2)
+
+
+def test_timelines():
+    line = Timeline.even(variables=4, first_s=1.0, compute_s=2.5)
+    assert line.ready_s == (2.5, 2.0, 1.5, 1.0)
+    assert Timeline.even(variables=1, first_s=1.0, compute_s=2.0).ready_s == (1.0,)
+    with pytest.raises(ValueError, match="ends with the last gradient, or later"):
+        Timeline(ready_s=(2.0,), compute_s=1.0)
+    with pytest.raises(ValueError, match="`ready_s` must be a finite number from 0"):
+        Timeline(ready_s=(-2.0,), compute_s=1.0)

@@ -1,0 +1,95 @@
+"""Times of an optimizer's steps on this rank, in variables that the steps themselves update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tfposeidon.gradients.factors import Factors
+
+
+@dataclass(frozen=True)
+class MeanTimes:
+    """Mean times of some steps, in seconds from the end of the exchange before.
+
+    Attributes:
+      first_s: Time of the first gradient.
+      compute_s: Time of the last gradient: the step without the exchange that nothing hides.
+      step_s: Time of the last mean.
+      steps: Number of steps.
+    """
+
+    first_s: float
+    compute_s: float
+    step_s: float
+    steps: int
+
+
+class StepTimes:
+    """Sums of the times of steps, for one list of variables.
+
+    A step begins when the exchange before it ends, so that input and update count as computation.
+    """
+
+    def __init__(self) -> None:
+        with tf.init_scope():
+            # 64 bits, as the op gives: float32 tells times since 1970 apart only by 128 s.
+            self._end_s = _variable([], "end_of_exchange")
+            self._sums = _variable([4], "step_times")
+
+    def record(self, first_s: tf.Tensor, ready_s: tf.Tensor, end_s: tf.Tensor) -> None:
+        """Adds a step, as an op of the step.
+
+        Args:
+          first_s: Time of its first gradient, in seconds since 1970; a float64 scalar.
+          ready_s: Time of its last gradient.
+          end_s: Time of its last mean.
+        """
+        begin_s = self._end_s.read_value()
+        own = tf.stack([first_s - begin_s, ready_s - begin_s, end_s - begin_s, tf.ones_like(end_s)])
+        # The first step has no exchange before it, and would count what came before training.
+        self._sums.assign_add(tf.where(begin_s > 0.0, own, tf.zeros_like(own)))
+        self._end_s.assign(end_s)
+
+    def reset(self) -> None:
+        """Forgets all steps so far."""
+        self._sums.assign(tf.zeros_like(self._sums))
+        self.pause()
+
+    def pause(self) -> None:
+        """Leaves out what passes until the end of the next step, such as an evaluation."""
+        self._end_s.assign(tf.zeros_like(self._end_s))
+
+    @property
+    def means(self) -> MeanTimes | None:
+        """Means over the steps since `reset`; `None` if there were none."""
+        *sums, steps = self._sums.numpy().tolist()
+        if not steps:
+            return None
+        first_s, compute_s, step_s = (value / steps for value in sums)
+        return MeanTimes(first_s, compute_s, step_s, int(steps))
+
+
+def time_after(gradients: Sequence[Any]) -> tf.Tensor:
+    """Returns the time at which all of these are there, in seconds since 1970; float64.
+
+    Args:
+      gradients: Tensors, `IndexedSlices`, `Factors` or `None`.
+    """
+    with tf.control_dependencies(
+        [tensor for g in gradients if g is not None for tensor in _tensors(g)]
+    ):
+        return tf.timestamp()
+
+
+def _tensors(gradient: Any) -> list[tf.Tensor]:
+    if isinstance(gradient, Factors):
+        return [gradient.left, gradient.right]
+    return [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient]
+
+
+def _variable(shape: list[int], name: str) -> tf.Variable:
+    return tf.Variable(tf.zeros(shape, tf.float64), trainable=False, name=name)

@@ -1,0 +1,189 @@
+"""Predicted steps of a plan and of those that it was chosen among."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tfposeidon.communication.links import Links, readable_rate_of_payload
+from tfposeidon.planning.simulation import Simulated
+from tfposeidon.units import readable_size
+
+MOST_RANKS = 16
+"""Ranks up to which predictions have been compared with measured steps."""
+SLOWEST, FASTEST, STEPS = 1 / 64, 64.0, 8
+"""Rates, as multiples of the present one, among which another choice is looked for, and the number
+of times that an interval of a factor of two is halved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Step that is predicted for one plan.
+
+    Attributes:
+      name: Name of the policy.
+      bucket_bytes: Size up to which it fuses gradients.
+      simulated: The predicted step.
+      is_default: True for the plan that stays where no other is predicted to be faster.
+    """
+
+    name: str
+    bucket_bytes: int
+    simulated: Simulated
+    is_default: bool = False
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return self.simulated.step_s
+
+    def __str__(self) -> str:
+        return f"{self.name} in buckets of {readable_size(self.bucket_bytes)}"
+
+
+def decide(predictions: Sequence[Prediction], margin: float) -> int:
+    """Returns the index of the plan to take.
+
+    Args:
+      predictions: Predictions for all plans.
+      margin: Share by which a step must be shorter than that of the default.
+
+    Returns:
+      Index of the shortest step, of equal ones the first; or that of the default, where there is
+      one and the gain is less than the margin.
+    """
+    best = min(range(len(predictions)), key=lambda index: predictions[index].step_s)
+    for index, one in enumerate(predictions):
+        if one.is_default and predictions[best].step_s > (1 - margin) * one.step_s:
+            return index
+    return best
+
+
+Predict = Callable[[Links], Sequence[Prediction]]
+"""Predicts the steps of all plans over other links; the chosen one is the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Predicted step of a plan, with what it was chosen among and by.
+
+    Attributes:
+      chosen: Prediction for the plan.
+      others: Predictions for the other plans, the shortest step first.
+      links: Links that the predictions are for.
+      ranks: Number of ranks.
+      margin: Share by which a step must be shorter than that of the default plan.
+      measured_s: Mean seconds of the steps that followed the plan; `None` where none was measured.
+      knows_computation: True if the times of forward and backward pass are known. Otherwise the
+        predictions are of a step that computes nothing.
+      predict: Makes the predictions again, over other links.
+    """
+
+    chosen: Prediction
+    others: tuple[Prediction, ...]
+    links: Links
+    ranks: int
+    margin: float
+    knows_computation: bool
+    predict: Predict = field(compare=False, repr=False)
+    measured_s: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns predictions and links as a dictionary for JSON."""
+        return {
+            "links": dataclasses.asdict(self.links),
+            "knows_computation": self.knows_computation,
+            "measured_s": self.measured_s,
+            "predictions": [_to_dict(one) for one in (self.chosen, *self.others)],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yields lines for people, who read them below the plan."""
+        simulated = self.chosen.simulated
+        if self.knows_computation:
+            yield (
+                f"predicted step: {1e3 * simulated.step_s:.4g} ms, of which "
+                f"{1e3 * simulated.exposed_s:.3g} ms wait for communication (efficiency "
+                f"{simulated.efficiency:.0%})"
+            )
+        else:
+            yield (
+                f"predicted exchange: {1e3 * simulated.step_s:.3g} ms, if computation hides "
+                "nothing of it"
+            )
+        if self.measured_s is not None:
+            yield f"measured step: {1e3 * self.measured_s:.4g} ms, on this rank"
+        yield f"links: {self.links}"
+        if self.others:
+            best = self.others[0]
+            slower = best.step_s / self.chosen.step_s - 1 if self.chosen.step_s else 0.0
+            yield f"next best: {best}, {abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
+            yield from self._changes()
+        why = self._why_not_validated()
+        if why:
+            yield f"not validated: {why}"
+
+    def _why_not_validated(self) -> str:
+        if self.links.device != "cpu":
+            return f"predictions have not been compared with steps on {self.links.device}"
+        if self.ranks > MOST_RANKS:
+            return f"predictions have been compared with steps of up to {MOST_RANKS} ranks"
+        return ""
+
+    def _changes(self) -> Iterator[str]:
+        """Yields lines on the rates between nodes with which another plan would be chosen."""
+        if self.links.across is None:
+            return
+        for limit, direction in ((SLOWEST, "down"), (FASTEST, "up")):
+            found = self._turning_point(limit)
+            if found is not None:
+                factor, name = found
+                assert self.links.across is not None
+                rate = readable_rate_of_payload(factor * self.links.across.bytes_per_s, digits=2)
+                yield f"{name} from {rate} {direction}"
+
+    def _turning_point(self, limit: float) -> tuple[float, str] | None:
+        """Returns the factor nearest to 1 with which another plan is best, and that plan's name."""
+        same, step = 1.0, 2.0 if limit > 1 else 0.5
+        while max(same * step, 1 / (same * step)) <= max(limit, 1 / limit):
+            name = self._best_at(same * step)
+            if name != self.chosen.name:
+                return self._halved(same, same * step, name)
+            same *= step
+        return None
+
+    def _halved(self, same: float, other: float, name: str) -> tuple[float, str]:
+        for _ in range(STEPS):
+            middle = (same * other) ** 0.5
+            found = self._best_at(middle)
+            if found == self.chosen.name:
+                same = middle
+            else:
+                other, name = middle, found
+        return other, name
+
+    def _best_at(self, factor: float) -> str:
+        """Returns the name of the plan to take where nodes have another rate."""
+        across = self.links.across
+        assert across is not None
+        flow = across.flow_bytes_per_s
+        faster = dataclasses.replace(
+            across,
+            bytes_per_s=factor * across.bytes_per_s,
+            flow_bytes_per_s=None if flow is None else min(flow, factor * across.bytes_per_s),
+        )
+        found = self.predict(dataclasses.replace(self.links, across=faster))
+        return found[decide(found, self.margin)].name
+
+
+def _to_dict(prediction: Prediction) -> dict[str, Any]:
+    simulated = prediction.simulated
+    return {
+        "name": prediction.name,
+        "bucket_bytes": prediction.bucket_bytes,
+        "step_s": simulated.step_s,
+        "compute_s": simulated.compute_s,
+        "exposed_s": simulated.exposed_s,
+    }

@@ -1,0 +1,268 @@
+"""Search for the plan with the shortest predicted step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import override
+
+from tfposeidon.communication.links import Links
+from tfposeidon.communication.topology import Topology
+from tfposeidon.gradients.description import Description
+from tfposeidon.planning.forecast import Forecast, Prediction, decide
+from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Bucket, Plan, make_plan
+from tfposeidon.planning.seconds import StageTime, stage_times
+from tfposeidon.planning.simulation import Simulated, Timeline, simulate
+from tfposeidon.policies import Choice, Policy
+
+BUCKET_FACTORS = (1, 1 / 4, 4, 16, 64)
+"""Bucket sizes that are tried, as multiples of the default; of equally good ones the first."""
+LARGEST_VARIABLES = 20
+"""Variables for each of which the other schemes are tried."""
+LEAST_GAIN = 0.001
+"""Share of the step that another scheme for one variable must save."""
+
+
+def choose_plan(
+    descriptions: Sequence[Description],
+    policy: Policy,
+    topology: Topology,
+    links: Links | None,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    timeline: Timeline | None = None,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Makes the plan with the shortest predicted step of those that a policy leaves open.
+
+    Each of the policy's candidates is tried with five bucket sizes, unless `bucket_bytes` is not
+    the default; then each of the largest variables with the schemes of the others. Where a
+    candidate gains less than `policy.margin`, the first is kept, and where mixing does, it is not
+    done.
+
+    Args:
+      descriptions: Descriptions of the gradients, in the order of the variables. Factors count
+        among the candidates where their rows are known.
+      policy: Policy that chooses the scheme of each variable, or leaves it open.
+      topology: The ranks of the job, as this rank sees them.
+      links: Links of the job; `None` where they are not known.
+      bucket_bytes: Size up to which gradients are fused (default 4 MiB).
+      timeline: Times of a step's computation. Without it (default) exchanges alone are compared,
+        with `bucket_bytes` as it is.
+      notes: Lines for the plan besides those of its schemes.
+
+    Returns:
+      The plan, the same on every rank but for the rank that looks at it; with a forecast, where
+      links are known.
+    """
+    if links is None or topology.size == 1:
+        return make_plan(descriptions, policy, topology, bucket_bytes, notes)
+    search = _Search(descriptions, topology, links, timeline, tuple(notes), policy.margin)
+    options = search.known(policy.candidates(topology))
+    if not options:
+        return search.with_forecast([search.attempt("as asked for", policy, bucket_bytes)])
+    sizes = [bucket_bytes]
+    if timeline is not None and bucket_bytes == DEFAULT_BUCKET_BYTES:
+        sizes = [round(factor * bucket_bytes) for factor in BUCKET_FACTORS]
+    attempts = search.attempts(options, sizes)
+    # The first candidate with the given size comes first.
+    attempts = search.attempts(options, sizes)
+    attempts[0] = dataclasses.replace(attempts[0], is_default=True)
+    best = min(attempts, key=lambda attempt: attempt.step_s)
+    attempts.append(search.mixed(best, options))
+    # Plans of one scheme are easier to follow, so others have to be worth it.
+    if attempts[-1].step_s >= (1 - policy.margin) * best.step_s:
+        attempts.pop()
+    chosen = attempts.pop(decide([attempt.prediction for attempt in attempts], policy.margin))
+    return search.with_forecast([chosen, *sorted(attempts, key=lambda attempt: attempt.step_s)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    """A plan with its predicted step."""
+
+    name: str
+    policy: Policy
+    bucket_bytes: int
+    plan: Plan
+    simulated: Simulated
+    is_default: bool = False
+
+    @property
+    def step_s(self) -> float:
+        return self.simulated.step_s
+
+    @property
+    def prediction(self) -> Prediction:
+        return Prediction(
+            name=self.name,
+            bucket_bytes=self.bucket_bytes,
+            simulated=self.simulated,
+            is_default=self.is_default,
+        )
+
+    @property
+    def key(self) -> Any:
+        """What tells plans apart."""
+        return tuple((bucket.scheme, bucket.members) for bucket in self.plan.buckets)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What all plans of a search have in common."""
+
+    descriptions: Sequence[Description]
+    topology: Topology
+    links: Links
+    timeline: Timeline | None
+    notes: tuple[str, ...]
+    margin: float
+
+    def attempt(self, name: str, policy: Policy, bucket_bytes: int) -> _Attempt:
+        plan = make_plan(self.descriptions, policy, self.topology, bucket_bytes, self.notes)
+        return _Attempt(
+            name=name,
+            policy=policy,
+            bucket_bytes=bucket_bytes,
+            plan=plan,
+            simulated=predict(plan, self.links, self.timeline),
+        )
+
+    def known(self, options: Mapping[str, Policy]) -> dict[str, Policy]:
+        """Returns the candidates whose costs are known: factors have them once there are rows."""
+        return {
+            name: policy
+            for name, policy in options.items()
+            if not any(
+                description.factors is not None
+                and description.factors.rows is None
+                and policy.choose(description, self.topology).scheme.needs_factors
+                for description in self.descriptions
+            )
+        }
+
+    def attempts(self, options: Mapping[str, Policy], sizes: Iterable[int]) -> list[_Attempt]:
+        """Returns an attempt for each plan that differs from those before it."""
+        found: dict[Any, _Attempt] = {}
+        for size in sizes:
+            for name, policy in options.items():
+                attempt = self.attempt(name, policy, size)
+                found.setdefault(attempt.key, attempt)
+        return list(found.values())
+
+    def mixed(self, best: _Attempt, options: Mapping[str, Policy]) -> _Attempt:
+        """Returns the best attempt with other schemes for large variables where they are faster."""
+        largest = sorted(self.descriptions, key=lambda d: -d.length)[:LARGEST_VARIABLES]
+        for description in largest:
+            # One policy for each scheme that this variable may go by.
+            schemes = {
+                policy.choose(description, self.topology).scheme: policy
+                for policy in options.values()
+            }
+            schemes.pop(best.policy.choose(description, self.topology).scheme, None)
+            for scheme, policy in schemes.items():
+                assigned = _Assigned(best.policy, description.path, policy)
+                attempt = self.attempt(_mixed_name(best, str(scheme)), assigned, best.bucket_bytes)
+                if attempt.step_s < (1 - LEAST_GAIN) * best.step_s:
+                    best = attempt
+        return best
+
+    def with_forecast(self, attempts: Sequence[_Attempt]) -> Plan:
+        """Returns the plan of the first attempt, with predictions for all."""
+        chosen, *others = (attempt.prediction for attempt in attempts)
+
+        def predict_all(links: Links) -> list[Prediction]:
+            return [
+                dataclasses.replace(
+                    attempt.prediction, simulated=predict(attempt.plan, links, self.timeline)
+                )
+                for attempt in attempts
+            ]
+
+        forecast = Forecast(
+            chosen=chosen,
+            others=tuple(others),
+            links=self.links,
+            ranks=self.topology.size,
+            margin=self.margin,
+            knows_computation=self.timeline is not None,
+            predict=predict_all,
+        )
+        # Steps decide for themselves by the rows that they have; the plan knows of none.
+        best = attempts[0]
+        plan = make_plan(
+            [_without_rows(d) for d in self.descriptions],
+            best.policy,
+            self.topology,
+            best.bucket_bytes,
+            self.notes,
+        )
+        return dataclasses.replace(plan, forecasts=(forecast,))
+
+
+def _without_rows(description: Description) -> Description:
+    factors = description.factors and dataclasses.replace(description.factors, rows=None)
+    return dataclasses.replace(description, factors=factors)
+
+
+def _mixed_name(attempt: _Attempt, scheme: str) -> str:
+    begin, _, others = attempt.name.partition(", some by ")
+    names = dict.fromkeys([*filter(None, others.split(" and ")), scheme])
+    return f"{begin}, some by {' and '.join(names)}"
+
+
+@dataclass(frozen=True)
+class _Assigned(Policy):
+    """A policy, with another one for the variable of one path."""
+
+    base: Policy
+    path: str
+    other: Policy
+
+    @override
+    def choose(self, description: Description, topology: Topology) -> Choice:
+        policy = self.other if description.path == self.path else self.base
+        return policy.choose(description, topology)
+
+
+def predict(plan: Plan, links: Links, timeline: Timeline | None = None) -> Simulated:
+    """Predicts the step of a plan.
+
+    Args:
+      plan: Plan of the step.
+      links: Links of the job.
+      timeline: Times of a step's computation; `None` (default) for a step that computes nothing.
+
+    Returns:
+      The prediction, the same on all ranks.
+    """
+    if timeline is None:
+        members = [member for bucket in plan.buckets for member in bucket.members]
+        timeline = Timeline.without_computation(1 + max(members, default=0))
+    return simulate(
+        [bucket_times(bucket, plan.topology, links) for bucket in plan.buckets],
+        [max(timeline.ready_s[m] for m in bucket.members) for bucket in plan.buckets],
+        timeline.compute_s,
+        links.collective_s,
+    )
+
+
+def bucket_times(bucket: Bucket, topology: Topology, links: Links) -> tuple[StageTime, ...]:
+    """Predicts the time of each stage of a bucket's exchange.
+
+    Args:
+      bucket: Bucket of a plan.
+      topology: The ranks of the job; the result is the same on each.
+      links: Links of the job.
+
+    Returns:
+      A time for each stage, one after the other.
+    """
+    factors: tuple[Any, ...] = ()
+    if bucket.takes_factors:
+        factors = tuple(d.factors for d in bucket.descriptions if d.factors)
+    itemsize = bucket.descriptions[0].itemsize
+    return stage_times(bucket.scheme, bucket.length, itemsize, factors, topology, links)

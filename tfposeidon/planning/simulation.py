@@ -1,0 +1,213 @@
+"""Simulation of one training step: when gradients are there, and when their means are."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tfposeidon import ranges
+from tfposeidon.planning.seconds import StageTime
+
+FUSION_BYTES = 128 * 2**20
+"""Size up to which Horovod fuses all-reduces of one cycle, unless `HOROVOD_FUSION_THRESHOLD` says
+otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Times of a step's computation on the slowest rank, from its begin.
+
+    Args:
+      ready_s: Seconds after which the gradient of each variable is there, in the order of the
+        variables.
+      compute_s: Seconds of forward and backward pass.
+
+    Raises:
+      ValueError: If a number is negative, or a gradient comes after the end of the computation.
+
+    Example:
+      >>> Timeline.even(variables=3, first_s=1.0, compute_s=3.0).ready_s
+      (3.0, 2.0, 1.0)
+    """
+
+    ready_s: tuple[float, ...]
+    compute_s: float
+
+    def __post_init__(self) -> None:
+        ranges.check_number("compute_s", self.compute_s, ranges.NOT_NEGATIVE)
+        for ready_s in self.ready_s:
+            ranges.check_number("ready_s", ready_s, ranges.NOT_NEGATIVE)
+        if max(self.ready_s, default=0.0) > self.compute_s:
+            raise ValueError(
+                "The backward pass ends with the last gradient, or later. Received: "
+                f"ready_s up to {max(self.ready_s):g}, compute_s={self.compute_s:g}."
+            )
+
+    @classmethod
+    def even(cls, *, variables: int, first_s: float, compute_s: float) -> Timeline:
+        """Spreads gradients evenly over the backward pass, that of the last variable first.
+
+        Predicted steps hardly depend on more than the two times: see the study of issue 18,
+        section 2.
+
+        Args:
+          variables: Number of variables.
+          first_s: Seconds from the begin of the step to its first gradient.
+          compute_s: Seconds from the begin of the step to its last gradient.
+        """
+        between_s = (compute_s - first_s) / max(1, variables - 1)
+        ready_s = [first_s + between_s * index for index in reversed(range(variables))]
+        # Rounding must not put the last gradient behind the end.
+        return cls(ready_s=tuple(min(s, compute_s) for s in ready_s), compute_s=compute_s)
+
+    @classmethod
+    def without_computation(cls, variables: int) -> Timeline:
+        """Returns the times of a step that computes nothing: all gradients are there at once.
+
+        Args:
+          variables: Number of variables.
+        """
+        return cls(ready_s=(0.0,) * variables, compute_s=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """Prediction for one training step.
+
+    Attributes:
+      step_s: Seconds of the step.
+      compute_s: Seconds of its forward and backward pass.
+      busy_s: Seconds in which Horovod's thread carries out collectives.
+    """
+
+    step_s: float
+    compute_s: float
+    busy_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of communication that computation does not hide."""
+        return self.step_s - self.compute_s
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the step that computes; 0 for a step that computes nothing."""
+        return self.compute_s / self.step_s if self.step_s else 0.0
+
+
+def simulate(
+    chains: Sequence[Sequence[StageTime]],
+    ready_s: Sequence[float],
+    compute_s: float,
+    collective_s: float,
+) -> Simulated:
+    """Predicts one step from the stages of its buckets.
+
+    Horovod's thread negotiates once per cycle for all collectives that are ready, fuses those of
+    its all-reduces that go together, and carries out one after another. Local work of all buckets
+    shares a rank's CPU or GPU, beside the thread. Nothing overlaps with the next step.
+
+    Args:
+      chains: Stages of each bucket, one after the other.
+      ready_s: Seconds after which each bucket's gradients are there.
+      compute_s: Seconds of forward and backward pass.
+      collective_s: Seconds of one cycle before its first collective begins.
+
+    Returns:
+      The prediction.
+    """
+    run = _Run(chains)
+    for bucket, ready in enumerate(ready_s):
+        run.reach(ready, bucket, 0)
+    while run.has_more:
+        run.carry_out_cycle(collective_s)
+    return Simulated(step_s=max(run.finish_s, compute_s), compute_s=compute_s, busy_s=run.busy_s)
+
+
+@dataclass
+class _Run:
+    """State of a simulation.
+
+    Attributes:
+      chains: Stages of each bucket.
+      finish_s: End of the last bucket so far.
+      busy_s: Seconds that the thread has carried out collectives.
+    """
+
+    chains: Sequence[Sequence[StageTime]]
+    finish_s: float = 0.0
+    busy_s: float = 0.0
+    _thread_free_s: float = 0.0
+    _processor_free_s: float = 0.0
+    # Time, number of the event (of two at one time the earlier made comes first), bucket, stage.
+    _events: list[tuple[float, int, int, int]] = field(default_factory=list)
+    _waiting: list[tuple[float, int, int, int]] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def has_more(self) -> bool:
+        return bool(self._events or self._waiting)
+
+    def reach(self, time_s: float, bucket: int, stage: int) -> None:
+        """Notes that a bucket is ready for a stage."""
+        heapq.heappush(self._events, (time_s, next(self._numbers), bucket, stage))
+
+    def carry_out_cycle(self, collective_s: float) -> None:
+        """Carries out the collectives that are ready when the thread is free."""
+        self._advance(self._thread_free_s)
+        while not self._waiting:
+            if not self._events:
+                return
+            self._advance(self._events[0][0])
+        begin_s = max(self._thread_free_s, min(self._waiting)[0])
+        self._advance(begin_s)
+        ready = sorted(entry for entry in self._waiting if entry[0] <= begin_s)
+        self._waiting = [entry for entry in self._waiting if entry[0] > begin_s]
+        now_s = begin_s + collective_s
+        while ready:
+            fused = self._fused_with_first(ready)
+            ready = [entry for entry in ready if entry not in fused]
+            stages = [self.chains[bucket][stage] for _, _, bucket, stage in fused]
+            latency_s = max(stage.latency_s for stage in stages)
+            took_s = latency_s + sum(stage.load_s for stage in stages)
+            now_s += took_s
+            self.busy_s += took_s
+            for _, _, bucket, stage in fused:
+                self.reach(now_s, bucket, stage + 1)
+        self._thread_free_s = now_s
+
+    def _advance(self, until_s: float) -> None:
+        """Carries out local work that begins by a time, and collects collectives ready by then."""
+        while self._events and self._events[0][0] <= until_s:
+            entry = heapq.heappop(self._events)
+            time_s, _, bucket, index = entry
+            if index >= len(self.chains[bucket]):
+                self.finish_s = max(self.finish_s, time_s)
+                continue
+            stage = self.chains[bucket][index]
+            if stage.operation is None:
+                self._processor_free_s = max(time_s, self._processor_free_s) + stage.load_s
+                self.reach(self._processor_free_s, bucket, index + 1)
+            else:
+                self._waiting.append(entry)
+
+    def _fused_with_first(
+        self, ready: list[tuple[float, int, int, int]]
+    ) -> list[tuple[float, int, int, int]]:
+        """Returns the first collective, and those that Horovod fuses with it."""
+        first, *others = ready
+        leading = self.chains[first[2]][first[3]]
+        fused, size_bytes = [first], leading.size_bytes
+        if leading.fuses_with is None:
+            return fused
+        for entry in others:
+            stage = self.chains[entry[2]][entry[3]]
+            if (
+                stage.fuses_with == leading.fuses_with
+                and size_bytes + stage.size_bytes <= FUSION_BYTES
+            ):
+                fused.append(entry)
+                size_bytes += stage.size_bytes
+        return fused
