@@ -23,7 +23,6 @@ import numpy as np
 from benchmarks import exchange, figures, harness
 from benchmarks.exchanges import factors_named, scheme_named
 from tfposeidon import policies, schemes
-from tfposeidon.communication.links import CPU, Rates
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description
 from tfposeidon.gradients.factors import FactorShape
@@ -102,17 +101,7 @@ def rates_of(rows, layout):
         kind: rows[layout, "unshaped", f"{kind}@work", str(WORK)]["time_s"]
         for kind in ("sum", "encode", "select", "scatter", "multiply")
     }
-    encode_s = times["encode"] / WORK
-    pair_s = max(0.0, times["scatter"] - encode_s * WORK) / PAIRS
-    ranks_per_core = max(1.0, topology_of(layout).size / 2)
-    return Rates(
-        sum_s=times["sum"] / WORK,
-        encode_s=encode_s,
-        select_s=max(0.0, times["select"] - pair_s * PAIRS) / WORK,
-        pair_s=pair_s,
-        half_s=CPU.half_s * ranks_per_core,
-        operation_s=times["multiply"] / (2 * 32 * WORK),
-    )
+    return probe.rates_of(times, WORK, PAIRS, 2.0 * 32 * WORK)
 
 
 def compared(rows):

@@ -260,7 +260,8 @@ class Checkpoint(keras.callbacks.Callback):
                 self._session.retrace()
             # Snapshots of versions that planned without links have no such entry.
             planning = saved.get("planning")
-            if planning and optimizer.exchange.plans.resume(planning):
+            exchange = getattr(optimizer, "exchange", None)
+            if planning and exchange and exchange.plans.resume(planning):
                 self._session.retrace()
 
     def _with_saved(self, snapshot: Snapshot) -> list[tuple[Any, dict[str, Any]]]:

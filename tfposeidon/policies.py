@@ -240,11 +240,6 @@ class Auto(Policy):
             ]
         return schemes
 
-    @property
-    @override
-    def reads_factors(self) -> bool:
-        return True
-
 
 @dataclass(frozen=True)
 class Considered(Policy):
@@ -375,7 +370,7 @@ def best_scheme_values(m: int, n: int, k: int, p: int) -> tuple[float, float]:
 class Rules(Policy):
     """Schemes chosen by hand: the first rule whose pattern is found in the variable's path decides.
 
-    Variables that no rule matches go by `Auto`.
+    Variables that no rule matches go by all-reduce; a last rule `(".", "auto")` leaves them open.
 
     Args:
       rules: Pairs of a regular expression and a scheme (a name or an object), or a dict of them.
@@ -401,11 +396,7 @@ class Rules(Policy):
         parsed = tuple((_checked_pattern(pattern), parse(scheme)) for pattern, scheme in pairs)
         # The dataclass is frozen, so that plans and configurations can be compared.
         object.__setattr__(self, "rules", parsed)
-        # What leaves the choice open does without factors where it has to.
-        needs_factors = any(
-            policy.reads_factors and not policy.leaves_open for _, policy in self.rules
-        )
-        if self.updates_at_servers and needs_factors:
+        if self.updates_at_servers and self.reads_factors:
             raise ValueError(
                 "What servers update has to be known before the first step, and factors are known "
                 f"only then. Received: rules with both: {self.rules}. "
@@ -422,40 +413,32 @@ class Rules(Policy):
                 return choice._replace(
                     reason=f"rule {pattern!r}" + ("" if asked_for else f": {choice.reason}")
                 )
-        return Choice(Auto().choose(description, topology).scheme, "no rule matches")
+        return Choice(AllReduce(), "no rule matches")
 
     @override
     def candidates(self, topology: Topology) -> dict[str, Policy]:
-        # What no rule matches is left open, too.
-        rules = (*self.rules, ("", Auto()))
-        found = [policy.candidates(topology) for _, policy in rules]
+        found = [policy.candidates(topology) for _, policy in self.rules]
         names = dict.fromkeys(itertools.chain(*found))
-        return {name: self._with_candidates(name, rules, found) for name in names}
+        return {name: self._with_candidates(name, found) for name in names}
 
-    def _with_candidates(
-        self,
-        name: str,
-        rules: Sequence[tuple[str, Policy]],
-        found: Sequence[dict[str, Policy]],
-    ) -> Policy:
+    def _with_candidates(self, name: str, found: Sequence[dict[str, Policy]]) -> Policy:
         """Returns the rules with what is left open decided by the candidate of a name."""
         return Rules(
             [
                 (pattern, open_to.get(name, next(iter(open_to.values()))) if open_to else policy)
-                for (pattern, policy), open_to in zip(rules, found, strict=True)
+                for (pattern, policy), open_to in zip(self.rules, found, strict=True)
             ]
         )
 
     @property
     @override
     def margin(self) -> float:
-        return max([Auto().margin, *(policy.margin for _, policy in self.rules)])
+        return max(policy.margin for _, policy in self.rules) if self.rules else 0.0
 
     @property
     @override
     def reads_factors(self) -> bool:
-        reads = any(policy.reads_factors for _, policy in self.rules)
-        return reads and not self.updates_at_servers
+        return any(policy.reads_factors for _, policy in self.rules)
 
     @property
     @override

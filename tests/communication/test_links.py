@@ -96,6 +96,10 @@ def test_units_count_once():
             "links for 2 ranks per node, for .*Measure them with 1 ranks per node",
         ),
         (
+            lambda: dataclasses.replace(GIVEN, node=None).check_fits(Topology.regular(0, 4, 2)),
+            "must have one within the node. Received: `node` is None",
+        ),
+        (
             lambda: dataclasses.replace(GIVEN, across=None).check_fits(Topology.regular(0, 4, 2)),
             "links of one node, for .*Measure them on two nodes or more",
         ),

@@ -127,6 +127,53 @@ def case_sparse_where_it_is_allowed(wire):
     assert names & {"hitopk", "topk"} or len(wire.topology.nodes) == 1, names
 
 
+def case_sparse_over_measured_links(wire):
+    """The plan before the first step knows no links, and keeps nothing."""
+    model, data = large(), models.mlp.data(BATCH * 10)
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(density=0.01, margin=0.0))
+    with links("measure"):
+        train_together(model, data, optimizer, wire)
+    same_on_all_ranks(model.get_weights(), wire)
+    assert optimizer.plan.forecasts
+
+
+def case_accumulation_and_several_fits(wire):
+    """Updates are timed, and what one `fit` has learnt the next one keeps."""
+    model, data = models.mlp(), models.mlp.data(BATCH * 40)
+    optimizer = tp.DistributedOptimizer(sgd(), gradient_accumulation_steps=3)
+    with links(given(wire, "1gbit")):
+        for _ in range(2):
+            train_together(model, data, optimizer, wire)
+    same_on_all_ranks(model.get_weights(), wire)
+    assert optimizer.plan.forecasts[0].knows_computation
+
+
+def case_a_schedule_away_from_auto(wire):
+    model, data = small()
+    optimizer = tp.DistributedOptimizer(sgd())
+    schedule = keras_callbacks.SchemeSchedule({0: "asa", 1: "2dtar"})
+    with links("measure"):
+        train_together(model, data, optimizer, wire, callbacks=[schedule], epochs=2)
+    same_on_all_ranks(model.get_weights(), wire)
+    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"2dtar"}
+
+
+class Watching(keras.callbacks.Callback):
+    """As users write them: nobody knows whether it stops training within an epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batch = batch
+
+
+def case_absence_is_watched(wire):
+    model, data = small()
+    optimizer = tp.DistributedOptimizer(sgd())
+    with links(given(wire, "1gbit")):
+        train_together(model, data, optimizer, wire, callbacks=[Watching()], epochs=2)
+    same_on_all_ranks(model.get_weights(), wire)
+    assert optimizer.plan.forecasts[0].knows_computation
+
+
 def large():
     """As the small one, with a kernel that a sparse scheme takes."""
     return keras.Sequential(

@@ -41,8 +41,10 @@ def rows():
             length = predict.LARGE if one.name.startswith("rate.") else predict.SMALL
             key = (LAYOUT, rate, f"{one.operation}@{one.name.split('.')[1]}", str(length))
             link = links.node if one.within_node else links.across
-            ranks = 2 if one.name == "rate.across" else 1
-            sent = ranks * one.sent_bytes * 4 * length / one.part_bytes
+            sent = one.sent_bytes * 4 * length / one.part_bytes
+            if one.name == "rate.across":
+                # Two ranks send half of what they have to the other node.
+                sent = 2 * 4 * length / 2
             seconds = links.collective_s + one.steps * link.latency_s
             found[key] = _row(seconds + sent / link.bytes_per_s)
         for system, size in itertools.product(SYSTEMS, ("65536", "4194304")):

@@ -15,6 +15,7 @@ LAYOUTS = {
     "4x1": Topology.regular(0, 4, 1),
     "2x2": Topology.regular(0, 4, 2),
     "2+1": Topology(0, ((0, 1), (2,))),
+    "1+2": Topology(1, ((0,), (1, 2))),
     "4x4": Topology.regular(0, 16, 4),
 }
 COLLECTIVE_S, LATENCY_S = 3e-3, {True: 1e-4, False: 4e-4}
@@ -32,7 +33,9 @@ def _seconds(one, topology):
     if one.within_node:
         return begin_s + one.sent_bytes / NODE
     if one.name == "rate.across":
-        return begin_s + topology.positions * one.sent_bytes / ACROSS
+        node = max(len(node) for node in topology.nodes)
+        others = topology.size - node
+        return begin_s + node * one.part_bytes * others / topology.size / ACROSS
     return begin_s + one.sent_bytes / (FLOW if one.name == "rate.flow" else ACROSS)
 
 

@@ -136,11 +136,15 @@ def test_a_bucket_size_that_is_asked_for_is_kept():
 
 
 def test_rules_leave_open_what_they_do_not_say():
-    policy = policies.Rules([("layer_3", "asa16")])
+    policy = policies.Rules([("layer_3", "asa16"), (".", "auto")])
     plan = _choose(policy)
     by_path = {d.path: str(b.scheme) for b in plan.buckets for d in b.descriptions}
     assert by_path.pop("layer_3/kernel") == "asa(wire_dtype=float16)"
     assert set(by_path.values()) == {"2dtar"}
+    closed = _choose(policies.Rules([("layer_3", "asa16")]))
+    assert _schemes(closed) == {"asa(wire_dtype=float16)", "allreduce"}
+    assert "no rule matches" in str(closed)
+    assert not closed.forecasts[0].others
     halves = policies.Rules([("layer_3", "allreduce"), (".", policies.Auto(halves=True))])
     assert "2dtar(wire_dtype=float16)" in _schemes(_choose(halves))
 
@@ -158,6 +162,26 @@ def test_every_plan_has_a_prediction_where_links_are_known():
     plan = _choose(policies.parse("2dtar"))
     assert plan.forecasts[0].others == ()
     assert plan.forecasts[0].chosen.step_s == predict(plan, SLOW, TIMELINE).step_s
+
+
+def test_factors_have_no_cost_before_there_are_rows():
+    factors = FactorShape(None, 1024, 1024, "float32")
+    layers = [dataclasses.replace(layer, factors=factors) for layer in LAYERS]
+    assert not _choose(policies.parse("sfb"), layers=layers).forecasts
+    rules = policies.Rules([("layer_3", "sfb"), (".", "auto")])
+    assert "sfb" in str(_schemes(_choose(rules, layers=layers)))
+
+
+def test_all_reduce_in_large_buckets_is_all_reduce():
+    """Another scheme has to gain the margin over the best bucket size of all-reduce."""
+    plan = _choose(links=FAST, layers=SMALL)
+    steps = {
+        size: predict(
+            make_plan(SMALL, policies.parse("allreduce"), CLUSTER, size), FAST, TIMELINE
+        ).step_s
+        for size in (DEFAULT_BUCKET_BYTES // 4, DEFAULT_BUCKET_BYTES, 4 * DEFAULT_BUCKET_BYTES)
+    }
+    assert plan.forecasts[0].chosen.step_s <= min(steps.values())
 
 
 def test_it_explains_itself():

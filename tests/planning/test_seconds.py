@@ -101,6 +101,16 @@ def test_ranks_on_two_nodes_never_use_the_link_within_one():
     assert seconds == pytest.approx(expected)
 
 
+def test_factors_without_rows_cross_nodes_by_their_link():
+    """They have no bytes yet, and nodes of one rank have no link within."""
+    unknown = dataclasses.replace(FACTORS, rows=None)
+    links = dataclasses.replace(LINKS, node=None, ranks_per_node=1)
+    (gather, _) = stage_times(
+        schemes.FactorBroadcast(), 2**17, 4, (unknown,), LAYOUTS["2x1"], links
+    )
+    assert gather.latency_s == links.across.latency_s
+
+
 def test_a_limit_per_connection_slows_the_ring_and_not_the_torus():
     """Rings cross nodes by one connection; a torus of eight ranks a node by eight."""
     topology = Topology.regular(0, 32, 8)

@@ -213,13 +213,13 @@ def _about_link(link: Any) -> str:
 
 def _about_rates(rates: Any) -> str:
     nanoseconds = {
-        "sums": rates.sum_s,
-        "16 bits": rates.encode_s,
-        "selects": rates.select_s,
-        "packs pairs": rates.pair_s,
+        "adds an element": rates.sum_s,
+        "rounds one to 16 bits": rates.encode_s,
+        "selects among them": rates.select_s,
+        "packs a pair": rates.pair_s,
     }
     parts = [f"{name} in {1e9 * seconds:.3g} ns" for name, seconds in nanoseconds.items()]
-    return f"{', '.join(parts)} per element, with all ranks at work"
+    return f"{', '.join(parts)}, with all ranks at work"
 
 
 def _write_whole(path: str, text: str) -> None:

@@ -251,6 +251,11 @@ class Links:
                 "Links of a job on several nodes must have been measured across nodes. Received: "
                 f"links of one node, for {topology}. Measure them on two nodes or more."
             )
+        if per_node > 1 and self.node is None:
+            raise ValueError(
+                "Links of nodes of several ranks must have one within the node. Received: `node` "
+                f"is None, for {topology}. Give `node`, or measure them."
+            )
         if per_node != self.ranks_per_node:
             raise ValueError(
                 "Links must be those of nodes with as many ranks: these share the node's link and "

@@ -6,14 +6,15 @@ that is trained in parts calls it with several.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon.communication import runtime
+from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.links import Links
 from tfposeidon.communication.wire import Zeros, exchange_objects
 from tfposeidon.exchange import factor_agreement, layer_norms
@@ -54,6 +55,7 @@ class AgreedPlans:
         self._norms: dict[Any, layer_norms.NormMethod] = {}
         # By the paths of variables, as snapshots name them.
         self._measured: dict[tuple[str, ...], Measured] = {}
+        self._learnt: dict[tuple[str, ...], Measured] = {}
         self._notes: dict[str, None] = {}
         self._zeros = Zeros()
 
@@ -190,14 +192,14 @@ class AgreedPlans:
     @property
     def leave_open(self) -> bool:
         """True if the predicted step decides, and may decide otherwise once steps have run."""
+        knows_links = runtime.links() is not None or runtime.shall_measure_links()
         # What servers update was cut when the optimizer was built, and stays.
-        return self.policy.leaves_open and not self.policy.updates_at_servers
+        return knows_links and self.policy.leaves_open and not self.policy.updates_at_servers
 
     @property
     def may_learn(self) -> bool:
         """True if plans depend on what steps measure, and none has measured anything yet."""
-        knows_links = runtime.links() is not None or runtime.shall_measure_links()
-        return self.leave_open and knows_links and not self._measured
+        return self.leave_open and not self._measured
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what the plans were made by, for JSON: links and what steps have measured."""
@@ -236,28 +238,41 @@ class AgreedPlans:
         self.forget()
         return True
 
-    def learn(self, found: Sequence[Measured]) -> float:
-        """Takes in what steps have measured, and plans by it; steps go on by the plans so far.
+    def learn(self, found: Mapping[tuple[str, ...], Measured]) -> float:
+        """Plans by what steps have measured; steps go on by the plans so far until `adopt`.
 
         Args:
-          found: What was measured for each of `agreed_exchangers`; the same on all ranks.
+          found: What was measured, by the paths of a list of variables; the same on all ranks.
 
         Returns:
           Predicted seconds that each step would save by the new plans; 0 if they are the old ones.
         """
         links = runtime.links()
-        assert links is not None, "whoever leaves the choice open has measured them"
-        saved_s = 0.0
-        for exchanger, measured in zip(self.agreed_exchangers, found, strict=True):
+        self._learnt, saved_s = dict(found), 0.0
+        if links is None or not self.leave_open:
+            return saved_s
+        for exchanger in self.agreed_exchangers:
             descriptions = descriptions_of(exchanger.plan)
-            self._measured[_paths(descriptions)] = measured
-            best = self._plan(descriptions)
+            measured = found.get(_paths(descriptions))
+            if measured is None:
+                continue
+            best = self._plan(descriptions, measured)
             if best.buckets == exchanger.plan.buckets:
                 exchanger.plan = replace(exchanger.plan, forecasts=best.forecasts)
                 continue
             now = predict(self._of_last_step(exchanger), links, measured.timeline)
             saved_s += now.step_s - best.forecasts[0].chosen.step_s
         return saved_s
+
+    def adopt(self, *, changes: bool) -> None:
+        """Keeps what was learnt, by which plans are made from now on, in resumed runs too.
+
+        Args:
+          changes: True if the new plans are others: those so far are dropped.
+        """
+        self._measured, self._learnt = self._learnt, {}
+        if changes:
+            self.forget()
 
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
         """Yields the variables that schemes keep on this rank, each with what it is."""
@@ -272,8 +287,9 @@ class AgreedPlans:
                 yield self._effective_rates[key].variable, rate
                 yield states.had_gradient, StateDescription(name="had_gradient", members=members)
 
-    def _plan(self, descriptions: Sequence[Description]) -> Plan:
-        topology, measured = runtime.wire().topology, self._measured.get(_paths(descriptions))
+    def _plan(self, descriptions: Sequence[Description], measured: Measured | None = None) -> Plan:
+        topology = runtime.wire().topology
+        measured = measured or self._measured.get(_paths(descriptions))
         return choose_plan(
             descriptions if measured is None else measured.with_rows(descriptions),
             self.policy,
@@ -296,17 +312,28 @@ class AgreedPlans:
         """Plans again, now that the graph shows the ops that make the gradients."""
         exchanger = self._exchangers[_key(variables)]
         descriptions = [describe(v) for v in variables]
-        if self.policy.reads_factors:
-            found = factor_agreement.find_factors(grads, descriptions, replicated)
-            with tf.init_scope():
-                everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
-            descriptions = factor_agreement.merge_findings(descriptions, everybody)
-        plan = self._plan(descriptions)
+        found = factor_agreement.find_factors(grads, descriptions, replicated)
+        with tf.init_scope():
+            everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
+        plan = self._plan(factor_agreement.merge_findings(descriptions, everybody))
+        if self.leave_open:
+            self._check_same_plan(plan, f"{exchanger.prefix}.plan")
         factor_agreement.check_any_factors(plan, self.policy)
         # With the variables of the old one: TensorFlow traces once more what makes variables.
         new = Exchanger(plan, exchanger.wire, self._zeros, exchanger)
         new.take_over(exchanger)
         self._exchangers[_key(variables)] = new
+
+    def _check_same_plan(self, plan: Plan, name: str) -> None:
+        """Compares what predicted steps have decided, which rests on floating-point numbers."""
+        mine = hashlib.sha256(repr([(b.scheme, b.members) for b in plan.buckets]).encode())
+        with tf.init_scope():
+            everybody = exchange_objects(mine.hexdigest(), runtime.wire(), name)
+        agreement.require_equal(
+            everybody,
+            "All ranks must make the same plan",
+            "Name the scheme, where ranks have processors that round in other ways.",
+        )
 
     def _choose_norms(self, variables: list[Any], inner_optimizer: Any) -> None:
         key = _key(variables)

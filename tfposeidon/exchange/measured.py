@@ -28,8 +28,9 @@ class Measured:
         """Times of the gradients of a step."""
         return Timeline.even(
             variables=len(self.rows),
-            first_s=min(self.first_s, self.compute_s),
-            compute_s=self.compute_s,
+            # The clock may have been set back between two of them.
+            first_s=max(0.0, min(self.first_s, self.compute_s)),
+            compute_s=max(0.0, self.compute_s),
         )
 
     def with_rows(self, descriptions: Sequence[Description]) -> list[Description]:

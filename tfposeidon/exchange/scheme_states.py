@@ -56,7 +56,8 @@ class SchemeStates:
         Args:
           other: States of another plan for the same variables.
         """
-        self.had_gradient = other.had_gradient
+        if other.had_gradient is not None:
+            self.had_gradient = other.had_gradient
         kept = {
             (bucket.members, bucket.scheme): variables
             for bucket, variables in zip(other.plan.buckets, other.variables, strict=True)

@@ -57,7 +57,6 @@ class StepTimes:
     def reset(self) -> None:
         """Forgets all steps so far."""
         self._sums.assign(tf.zeros_like(self._sums))
-        self.pause()
 
     def pause(self) -> None:
         """Leaves out what passes until the end of the next step, such as an evaluation."""

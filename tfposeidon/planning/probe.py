@@ -88,24 +88,25 @@ def measure(wire: Wire, budget_s: float = BUDGET_S) -> Links:
     timed = _Round(wire, probes)
     sizes, samples = [probe.part_bytes for probe in probes], []
     for number in range(MOST_ROUNDS):
-        mine = [time.perf_counter() - begin_s, timed(sizes)]
+        times = timed(sizes)
+        mine = [time.perf_counter() - begin_s, times]
         everybody = exchange_objects(mine, wire, f"tp.links.round_{number}")
-        slowest = [max(times) for times in zip(*(times for _, times in everybody), strict=True)]
+        slowest = [max(ranks) for ranks in zip(*(found for _, found in everybody), strict=True)]
         is_late = everybody[0][0] > budget_s
         larger = [
             _enlarged(probe, size, seconds)
             for probe, size, seconds in zip(probes, sizes, slowest, strict=False)
         ]
-        if number >= GROWING_ROUNDS or is_late or larger == sizes:
-            samples.append(slowest)
         # The first round is slow on all ranks, and tells sizes at most.
+        if number and (number >= GROWING_ROUNDS or is_late or larger == sizes):
+            samples.append(slowest)
         if is_late and number:
             break
         sizes = sizes if samples else larger
     names = [*(probe.name for probe in probes), *WORK]
     by_name = dict(zip(names, zip(*samples, strict=True), strict=True))
     known = [replace(probe, part_bytes=size) for probe, size in zip(probes, sizes, strict=True)]
-    links = estimate(probes_of_rank_0(known, wire), by_name, topology, _rates(by_name))
+    links = estimate(probes_on_largest_node(known, topology), by_name, topology, _rates(by_name))
     # All plan by the same figures, to the last bit, also where processors differ.
     agreed = exchange_objects(links.to_json(), wire, "tp.links.agreed")[0]
     return Links.from_json(agreed, "rank 0")
@@ -120,14 +121,15 @@ def _enlarged(probe: Probe, size_bytes: int, seconds: float) -> int:
     return min(MOST_BYTES, 4 * round(factor * size_bytes / 4))
 
 
-def probes_of_rank_0(probes: Sequence[Probe], wire: Wire) -> list[Probe]:
-    """Returns the probes as rank 0 takes part in them, which has a part in all.
+def probes_on_largest_node(probes: Sequence[Probe], topology: Topology) -> list[Probe]:
+    """Returns the probes as the first rank of the largest node takes part in them: in all.
 
     Args:
-      probes: Probes as this rank takes part in them.
-      wire: Collectives of the job.
+      probes: Probes as any rank takes part in them.
+      topology: The ranks of the job.
     """
-    seen = wire.topology.seen_from(0)
+    largest = max(topology.nodes, key=len)
+    seen = topology.seen_from(largest[0])
     own = {probe.name: probe for probe in (*small_probes(seen), *large_probes(seen))}
     return [replace(own[probe.name], part_bytes=probe.part_bytes) for probe in probes]
 
@@ -159,11 +161,10 @@ def large_probes(topology: Topology) -> list[Probe]:
     if max(len(node) for node in topology.nodes) > 1:
         found.append(Probe("rate.node", "all_gather", topology.node, True, LARGE_BYTES))
     if len(topology.nodes) > 1:
-        across = topology.across
         # An all-to-all has as many connections as there are, a ring over one position has one.
-        found.append(Probe("rate.across", "all_to_all", across, False, LARGE_BYTES))
-        if topology.positions > 1 or len(topology.nodes) > 2:
-            alone = across if topology.position == 0 else None
+        found.append(Probe("rate.across", "all_to_all", topology.world, False, LARGE_BYTES))
+        if topology.size > 2:
+            alone = topology.across if topology.position == 0 else None
             found.append(Probe("rate.flow", "all_gather", alone, False, LARGE_BYTES))
     return found
 
@@ -344,24 +345,44 @@ def _rate(
     on_link_s = seconds - collective_s - probe.steps * latency_s[probe.within_node]
     # Where latency is most of it, at least a tenth is left for the bytes.
     on_link_s = max(on_link_s, seconds / 10)
-    ranks = topology.positions if probe.name == "rate.across" else 1
-    return _rounded(ranks * probe.sent_bytes / on_link_s)
+    sent_bytes = probe.sent_bytes
+    if probe.name == "rate.across":
+        # What all ranks of a node send to those of others.
+        node = max(len(node) for node in topology.nodes)
+        sent_bytes = node * probe.part_bytes * (topology.size - node) / topology.size
+    return _rounded(sent_bytes / on_link_s)
 
 
 def _rates(samples: Mapping[str, Sequence[float]]) -> Rates:
-    times = {name: _quantile(values) for name, values in samples.items()}
-    encode_s = times["encode"] / ELEMENTS
-    pair_s = max(times["scatter"] - encode_s * ELEMENTS, LEAST_S) / PAIRS
-    select_s = max(times["select"] - pair_s * PAIRS, LEAST_S) / ELEMENTS
-    on_gpu = bool(tf.config.list_physical_devices("GPU"))
+    times = {name: _quantile(samples[name]) for name in WORK}
+    rates = rates_of(times, ELEMENTS, PAIRS, 2.0 * ROWS * SIDE * SIDE)
+    if tf.config.list_physical_devices("GPU"):
+        # NCCL sums as it sends.
+        return replace(rates, half_s=0.0)
+    return rates
+
+
+def rates_of(times: Mapping[str, float], elements: int, pairs: int, operations: float) -> Rates:
+    """Returns the speed of a rank, from the seconds of each kind of `WORK`.
+
+    Horovod's sums in float16 cannot be timed by themselves: they are taken to be as much slower
+    than on a quiet CPU as other sums are.
+
+    Args:
+      times: Seconds of each kind of work.
+      elements: Elements that each of them works on.
+      pairs: Pairs that are selected or scattered.
+      operations: Floating-point operations of the product.
+    """
+    sum_s, encode_s = times["sum"] / elements, times["encode"] / elements
+    pair_s = max(times["scatter"] - times["encode"], LEAST_S) / pairs
     return Rates(
-        sum_s=_rounded(times["sum"] / ELEMENTS),
+        sum_s=_rounded(sum_s),
         encode_s=_rounded(encode_s),
-        select_s=_rounded(select_s),
+        select_s=_rounded(max(times["select"] - pair_s * pairs, LEAST_S) / elements),
         pair_s=_rounded(pair_s),
-        # Horovod's own sums, which cannot be timed by themselves.
-        half_s=0.0 if on_gpu else CPU.half_s,
-        operation_s=_rounded(times["multiply"] / (2.0 * ROWS * SIDE * SIDE)),
+        half_s=_rounded(CPU.half_s * max(1.0, sum_s / CPU.sum_s)),
+        operation_s=_rounded(times["multiply"] / operations),
     )
 
 

@@ -61,16 +61,15 @@ def choose_plan(
     if links is None or topology.size == 1:
         return make_plan(descriptions, policy, topology, bucket_bytes, notes)
     search = _Search(descriptions, topology, links, timeline, tuple(notes), policy.margin)
-    options = search.known(policy.candidates(topology))
+    candidates = policy.candidates(topology) or {"as asked for": policy}
+    options = search.known(candidates)
     if not options:
-        return search.with_forecast([search.attempt("as asked for", policy, bucket_bytes)])
+        # Factors without rows have no cost yet.
+        return make_plan(descriptions, _first(candidates), topology, bucket_bytes, notes)
     sizes = [bucket_bytes]
-    if timeline is not None and bucket_bytes == DEFAULT_BUCKET_BYTES:
+    if policy.leaves_open and timeline is not None and bucket_bytes == DEFAULT_BUCKET_BYTES:
         sizes = [round(factor * bucket_bytes) for factor in BUCKET_FACTORS]
-    attempts = search.attempts(options, sizes)
-    # The first candidate with the given size comes first.
-    attempts = search.attempts(options, sizes)
-    attempts[0] = dataclasses.replace(attempts[0], is_default=True)
+    attempts = search.with_default(search.attempts(options, sizes))
     best = min(attempts, key=lambda attempt: attempt.step_s)
     attempts.append(search.mixed(best, options))
     # Plans of one scheme are easier to follow, so others have to be worth it.
@@ -131,6 +130,15 @@ class _Search:
             simulated=predict(plan, self.links, self.timeline),
         )
 
+    @staticmethod
+    def with_default(attempts: list[_Attempt]) -> list[_Attempt]:
+        """Returns attempts with the best one of the first candidate marked as the default."""
+        first = [attempt for attempt in attempts if attempt.name == attempts[0].name]
+        best = min(first, key=lambda attempt: attempt.step_s)
+        return [
+            dataclasses.replace(one, is_default=True) if one is best else one for one in attempts
+        ]
+
     def known(self, options: Mapping[str, Policy]) -> dict[str, Policy]:
         """Returns the candidates whose costs are known: factors have them once there are rows."""
         return {
@@ -146,9 +154,13 @@ class _Search:
 
     def attempts(self, options: Mapping[str, Policy], sizes: Iterable[int]) -> list[_Attempt]:
         """Returns an attempt for each plan that differs from those before it."""
+        different: dict[Any, tuple[str, Policy]] = {}
+        for name, policy in options.items():
+            schemes = tuple(policy.choose(d, self.topology).scheme for d in self.descriptions)
+            different.setdefault(schemes, (name, policy))
         found: dict[Any, _Attempt] = {}
         for size in sizes:
-            for name, policy in options.items():
+            for name, policy in different.values():
                 attempt = self.attempt(name, policy, size)
                 found.setdefault(attempt.key, attempt)
         return list(found.values())
@@ -201,6 +213,10 @@ class _Search:
             self.notes,
         )
         return dataclasses.replace(plan, forecasts=(forecast,))
+
+
+def _first(policies: Mapping[str, Policy]) -> Policy:
+    return next(iter(policies.values()))
 
 
 def _without_rows(description: Description) -> Description:

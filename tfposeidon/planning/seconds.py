@@ -16,7 +16,7 @@ from tfposeidon.schemes.cost import Operation, Transfer, Work
 EXPOSED = 0.24
 """Share that nothing hides of the shorter of two: bytes on the link, and the CPU's work on them.
 
-Fitted to measured exchanges; see docs/results/exchange.md."""
+From a study of 94 exchanges; provisional, until the grid of `benchmarks.exchange` is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,11 +190,14 @@ def _transfer_time(
 ) -> StageTime:
     load = load_of(transfers, topology)
     one = max(transfers.values(), key=lambda transfer: transfer.group.size)
-    link = links.across if load.cross_bytes else links.node
+    # By the ranks and not by the bytes, of which factors without rows have none.
+    node_of = _node_by_rank(topology.nodes)
+    crosses = any(
+        len({node_of[rank] for rank in transfer.group.ranks}) > 1 for transfer in transfers.values()
+    )
+    link = links.across if crosses else links.node
     assert link is not None, "Links.check_fits has seen to it"
-    link_s = 0.0
-    if load.cross_bytes:
-        link_s = link.seconds(load.cross_bytes, flow_bytes=load.flow_bytes)
+    link_s = link.seconds(load.cross_bytes, flow_bytes=load.flow_bytes) if crosses else 0.0
     cpu_s = _float16_sums(one) * links.rates.half_s
     if load.node_bytes and links.node is not None:
         cpu_s += links.node.seconds(load.node_bytes)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from typing_extensions import override
 
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange.measured import Measured
+from tfposeidon.exchange.scheme_states import descriptions_of
 from tfposeidon.training import session
 
 UNTIMED_STEPS, TIMED_STEPS = 2, 5
-"""Steps that are not timed, the first of which is traced, and those after them that are."""
+"""Updates that are not timed, the first of which is traced, and those after them that are."""
 LEAST_GAIN = 3.0
 """Time to be saved in the steps that are left, as a multiple of that of tracing a step."""
+LEAST_TRACE_S = 0.5
+"""Seconds that tracing a step takes at least; unknown where it was traced in an earlier `fit`."""
+
+Found = dict[str, list[Any]]
+"""What a rank has measured, for JSON: by the paths of a list of variables the times of its first
+and last gradient, and the rows of each gradient's factors in an exchange."""
 
 
 class PlanAgain(keras.callbacks.Callback):
@@ -27,27 +34,37 @@ class PlanAgain(keras.callbacks.Callback):
     All ranks do it at the same batch: after the first steps, or, where an epoch ends with the first
     rank that is out of data, at the beginning of the next one. The step is traced anew only if the
     new plan is predicted to save more time than that takes.
+
+    On GPUs, where ops are queued, nothing tells how long steps compute: the first plan stays.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._is_skipping = self._has_decided = self._waits_for_flush = False
-        self._steps = 0
-        self._trace_s = 0.0
-        self._found: list[list[Any]] | None = None
+        self._steps = self._epoch = self._batches = 0
+        self._trace_s = LEAST_TRACE_S
+        self._open: list[Any] = []
+        self._found: Found | None = None
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         self._session = session.of(self.model)
-        self._open = [one for one in self._session.optimizers if one.exchange.plans.may_learn]
-        self._has_decided = not self._open
+        on_gpu = bool(tf.config.list_physical_devices("GPU"))
+        self._has_decided = on_gpu or not self._find_open()
+
+    def _find_open(self) -> list[Any]:
+        """Finds the optimizers whose plans may change; a schedule may have changed their policy."""
+        self._open = [o for o in self._session.optimizers if o.exchange.plans.may_learn]
+        return self._open
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch
-        for exchanger in self._exchangers:
-            exchanger.times.pause()
-        if epoch > 0 and self._session.watches_absence:
+        self._epoch, self._batches = epoch, 0
+        # What passes between epochs is no step.
+        for optimizer in self._session.optimizers:
+            for exchanger in optimizer.exchange.exchangers:
+                exchanger.times.pause()
+        if self._steps and self._session.watches_absence:
             self._continue()
 
     @override
@@ -57,95 +74,103 @@ class PlanAgain(keras.callbacks.Callback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._has_decided and not self._waits_for_flush:
-            return
-        if self._is_skipping:
+        self._batches = batch + 1
+        is_done = self._has_decided and not self._waits_for_flush
+        if is_done or self._is_skipping:
             return
         self._time_step()
         # Ranks that end an epoch together need the exchange that they know until its end.
         if not self._session.watches_absence:
             self._continue()
 
-    @property
-    def _exchangers(self) -> list[Any]:
-        return [exchanger for one in self._open for exchanger in one.exchange.exchangers]
-
     def _time_step(self) -> None:
         self._steps += 1
         if self._steps == 1:
-            self._trace_s = time.perf_counter() - self._begin_s
-        if self._steps == UNTIMED_STEPS:
-            for exchanger in self._exchangers:
-                exchanger.times.reset()
-        elif self._steps == UNTIMED_STEPS + TIMED_STEPS:
-            self._found = [
-                [_measured(one, e) for e in one.exchange.exchangers] for one in self._open
-            ]
+            self._trace_s = max(LEAST_TRACE_S, time.perf_counter() - self._begin_s)
+        # An optimizer that accumulates exchanges once in several steps.
+        if self._steps == UNTIMED_STEPS * self._calls:
+            for optimizer in self._open:
+                for exchanger in optimizer.exchange.exchangers:
+                    exchanger.times.reset()
+        elif self._steps == self._last_step:
+            self._found = self._measured()
+
+    @property
+    def _calls(self) -> int:
+        """Steps between two exchanges, at most."""
+        return max((o.gradient_accumulation_steps or 1 for o in self._open), default=1)
+
+    @property
+    def _last_step(self) -> int:
+        return (UNTIMED_STEPS + TIMED_STEPS) * self._calls
+
+    def _measured(self) -> Found:
+        found: Found = {}
+        for optimizer in self._find_open():
+            calls = optimizer.gradient_accumulation_steps or 1
+            for exchanger in optimizer.exchange.exchangers:
+                means = exchanger.times.means
+                if means is not None:
+                    paths = [d.path for d in descriptions_of(exchanger.plan)]
+                    rows = (calls * exchanger.own_rows.numpy()).tolist()
+                    found["\n".join(paths)] = [means.first_s, means.compute_s, rows]
+        return found
 
     def _continue(self) -> None:
         """Decides once all ranks have timed their steps, and changes once nothing is kept."""
-        if not self._has_decided and self._all_have_tried:
+        # Where epochs end early on some ranks, all are asked whether they have.
+        has_tried = self._session.watches_absence or self._steps >= self._last_step
+        if not self._has_decided and has_tried:
             self._decide()
-        elif self._waits_for_flush and self._session.has_flushed:
-            self._change()
-
-    @property
-    def _all_have_tried(self) -> bool:
-        # Where epochs end early on some ranks, they are asked in `_decide`.
-        return self._session.watches_absence or self._steps >= UNTIMED_STEPS + TIMED_STEPS
+        elif self._waits_for_flush and all(o.exchange.has_flushed for o in self._open):
+            self._adopt(changes=True)
 
     def _decide(self) -> None:
         everybody = exchange_objects([self._found, self._trace_s], runtime.wire(), "tp.plan_again")
         ranks = [found for found, _ in everybody]
-        if any(found is None or not all(map(all, found)) for found in ranks):
-            # Too few steps on one of them; without absence to be watched there will be no more.
-            self._has_decided = not self._session.watches_absence
+        if any(found is None for found in ranks):
+            # Too few steps on one of them; the next epoch may have more.
             return
         self._has_decided = True
-        saved_s = sum(
-            one.exchange.plans.learn([_joined(same) for same in zip(*lists, strict=True)])
-            for one, *lists in zip(self._open, *ranks, strict=True)
-        )
+        found = {tuple(paths.split("\n")): one for paths, one in _joined(ranks).items()}
+        saved_s = sum(optimizer.exchange.plans.learn(found) for optimizer in self._find_open())
         trace_s = max(trace_s for _, trace_s in everybody)
-        if saved_s * self._steps_left <= LEAST_GAIN * trace_s:
+        if saved_s * self._steps_left / self._calls <= LEAST_GAIN * trace_s:
+            if not saved_s:
+                self._adopt(changes=False)
             return
         runtime.say(
             "tfposeidon: planned again by measured times: steps should take %.3g ms less.",
             1e3 * saved_s,
         )
-        self._waits_for_flush = True
-        if not self._session.flush():
-            self._change()
+        # Only these: what others flush they would never keep again.
+        self._waits_for_flush = any([o.exchange.flush() for o in self._open])  # noqa: C419
+        if not self._waits_for_flush:
+            self._adopt(changes=True)
 
-    def _change(self) -> None:
+    def _adopt(self, *, changes: bool) -> None:
         self._waits_for_flush = False
-        for one in self._open:
-            one.exchange.plans.forget()
-        self._session.retrace()
+        for optimizer in self._open:
+            optimizer.exchange.plans.adopt(changes=changes)
+        if changes:
+            self._session.retrace()
 
     @property
     def _steps_left(self) -> int:
-        """Steps that are known to be left; where epochs have no known end, those of this one."""
+        """Steps that are left; as many as there were, where the length of epochs is not known."""
         steps, epochs = self.params.get("steps"), self.params.get("epochs", 1)
         if steps is None:
             return self._steps
-        return max(0, steps * (epochs - self._epoch) - self._steps)
+        return max(0, steps * (epochs - self._epoch) - self._batches)
 
 
-def _measured(optimizer: Any, exchanger: Any) -> list[Any] | None:
-    """Returns what this rank has measured for one list of variables, for JSON.
-
-    Returns:
-      Times of the first and the last gradient, and rows of an exchange; `None` if there was none.
-    """
-    means = exchanger.times.means
-    if means is None:
-        return None
-    calls = optimizer.gradient_accumulation_steps or 1
-    return [means.first_s, means.compute_s, (calls * exchanger.own_rows.numpy()).tolist()]
-
-
-def _joined(ranks: Sequence[list[Any]]) -> Measured:
-    """Returns the times of the slowest rank, and the mean rows."""
-    first_s, compute_s, rows = zip(*ranks, strict=True)
-    return Measured(max(first_s), max(compute_s), tuple(np.mean(rows, axis=0).tolist()))
+def _joined(ranks: list[Found]) -> dict[str, Measured]:
+    """Returns the times of the slowest rank and the mean rows, of what all ranks have measured."""
+    joined = {}
+    for paths in ranks[0]:
+        same = [found[paths] for found in ranks if paths in found]
+        if len(same) == len(ranks):
+            first_s, compute_s, rows = zip(*same, strict=True)
+            mean_rows = tuple(np.mean(rows, axis=0).tolist())
+            joined[paths] = Measured(max(first_s), max(compute_s), mean_rows)
+    return joined
