@@ -19,13 +19,11 @@ class MeanTimes:
       first_s: Time of the first gradient.
       compute_s: Time of the last gradient: the step without the exchange that nothing hides.
       step_s: Time of the last mean.
-      steps: Number of steps.
     """
 
     first_s: float
     compute_s: float
     step_s: float
-    steps: int
 
 
 class StepTimes:
@@ -69,7 +67,7 @@ class StepTimes:
         if not steps:
             return None
         first_s, compute_s, step_s = (value / steps for value in sums)
-        return MeanTimes(first_s, compute_s, step_s, int(steps))
+        return MeanTimes(first_s, compute_s, step_s)
 
 
 def time_after(gradients: Sequence[Any]) -> tf.Tensor:

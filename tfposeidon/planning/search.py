@@ -83,35 +83,36 @@ def choose_plan(
 class _Attempt:
     """A plan with its predicted step."""
 
-    name: str
     policy: Policy
-    bucket_bytes: int
     plan: Plan
-    simulated: Simulated
-    is_default: bool = False
+    prediction: Prediction
+
+    @property
+    def name(self) -> str:
+        return self.prediction.name
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.prediction.bucket_bytes
 
     @property
     def step_s(self) -> float:
-        return self.simulated.step_s
+        return self.prediction.step_s
 
-    @property
-    def prediction(self) -> Prediction:
-        return Prediction(
-            name=self.name,
-            bucket_bytes=self.bucket_bytes,
-            simulated=self.simulated,
-            is_default=self.is_default,
-        )
+    def changed(self, **changes: Any) -> _Attempt:
+        """Returns the attempt with another prediction for its plan."""
+        prediction = dataclasses.replace(self.prediction, **changes)
+        return dataclasses.replace(self, prediction=prediction)
 
     @property
     def key(self) -> Any:
-        """What tells plans apart."""
+        """Schemes and members of all buckets, which tell plans apart."""
         return tuple((bucket.scheme, bucket.members) for bucket in self.plan.buckets)
 
 
 @dataclass(frozen=True)
 class _Search:
-    """What all plans of a search have in common."""
+    """Job, links and times that all plans of a search have in common."""
 
     descriptions: Sequence[Description]
     topology: Topology
@@ -122,22 +123,16 @@ class _Search:
 
     def attempt(self, name: str, policy: Policy, bucket_bytes: int) -> _Attempt:
         plan = make_plan(self.descriptions, policy, self.topology, bucket_bytes, self.notes)
-        return _Attempt(
-            name=name,
-            policy=policy,
-            bucket_bytes=bucket_bytes,
-            plan=plan,
-            simulated=predict(plan, self.links, self.timeline),
-        )
+        simulated = predict(plan, self.links, self.timeline)
+        prediction = Prediction(name=name, bucket_bytes=bucket_bytes, simulated=simulated)
+        return _Attempt(policy=policy, plan=plan, prediction=prediction)
 
     @staticmethod
     def with_default(attempts: list[_Attempt]) -> list[_Attempt]:
         """Returns attempts with the best one of the first candidate marked as the default."""
         first = [attempt for attempt in attempts if attempt.name == attempts[0].name]
         best = min(first, key=lambda attempt: attempt.step_s)
-        return [
-            dataclasses.replace(one, is_default=True) if one is best else one for one in attempts
-        ]
+        return [one.changed(is_default=True) if one is best else one for one in attempts]
 
     def known(self, options: Mapping[str, Policy]) -> dict[str, Policy]:
         """Returns the candidates whose costs are known: factors have them once there are rows."""
@@ -188,9 +183,7 @@ class _Search:
 
         def predict_all(links: Links) -> list[Prediction]:
             return [
-                dataclasses.replace(
-                    attempt.prediction, simulated=predict(attempt.plan, links, self.timeline)
-                )
+                attempt.changed(simulated=predict(attempt.plan, links, self.timeline)).prediction
                 for attempt in attempts
             ]
 
