@@ -21,8 +21,8 @@ from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.gradients.factors import Factors
 from tfposeidon.lab.network import payload_bytes
 
-LEAST_ROUNDS, MOST_ROUNDS = 3, 10
-LEAST_S = 0.4
+LEAST_ROUNDS, MOST_ROUNDS = 3, 20
+LEAST_S = 0.8
 DENSITY = 0.01
 """Share of elements in the probes of selection and of sums of pairs."""
 
