@@ -3,7 +3,6 @@
 import dataclasses
 
 from tfposeidon import ops
-from tfposeidon.communication import partition
 from tfposeidon.gradients.factors import FactorShape
 from tfposeidon.schemes import REGISTRY
 from tfposeidon.schemes.cost import Transfer, total_cost
@@ -56,15 +55,7 @@ def transfer_named(system, length, topology):
       topology: The ranks of the job.
     """
     operation, name = system.split("@")
-    group = getattr(topology, name)
-    if operation == "all_reduce":
-        parts_bytes = (float(ITEMSIZE * length),)
-    elif operation == "all_gather":
-        parts_bytes = (float(ITEMSIZE * length),) * group.size
-    else:
-        bounds = partition.even(length, group.size)
-        parts_bytes = tuple(float(ITEMSIZE * (end - begin)) for begin, end in bounds)
-    return Transfer(name="", operation=operation, group=group, parts_bytes=parts_bytes)
+    return Transfer.of_vector(operation, getattr(topology, name), length, itemsize=ITEMSIZE)
 
 
 def stages_named(system, size, topology):

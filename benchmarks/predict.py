@@ -71,16 +71,14 @@ def links_of(rows, layout, rate):
     topology, near = topology_of(layout), MEASURED_NEAR.get(rate, rate)
     probes, samples = [], {}
     for one in (*probe.small_probes(topology), *probe.large_probes(topology)):
-        is_large = one.name.startswith("rate.")
         if one.name == "rate.flow":
             # The lab of the grid limits no connections.
             continue
-        length = LARGE if is_large else SMALL
-        group = one.name.split(".")[1]
-        row = rows.get((layout, near, f"{one.operation}@{group}", str(length)))
+        length = LARGE if one.tells_rate else SMALL
+        row = rows.get((layout, near, collective_name(one, topology), str(length)))
         if row is None:
             return None
-        probes.append(dataclasses.replace(one, part_bytes=4 * length))
+        probes.append(dataclasses.replace(one, length=length))
         samples[one.name] = [row["time_s"]]
     links = probe.estimate(probes, samples, topology, rates_of(rows, layout))
     if near == rate:
@@ -88,6 +86,13 @@ def links_of(rows, layout, rate):
     factor = parse_rate(rate) / parse_rate(near)
     across = dataclasses.replace(links.across, bytes_per_s=factor * links.across.bytes_per_s)
     return dataclasses.replace(links, across=across)
+
+
+def collective_name(one, topology):
+    """Returns the name of a probe's collective in `benchmarks.exchange`, as "all_gather@world"."""
+    group = one.groups[topology.rank]
+    kind = next(kind for kind in ("world", "node", "across") if getattr(topology, kind) == group)
+    return f"{one.operation}@{kind}"
 
 
 def rates_of(rows, layout):

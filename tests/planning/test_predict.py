@@ -1,5 +1,6 @@
 """The comparison of predictions with measured exchanges and steps, on figures that are made up."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -38,13 +39,10 @@ def rows():
     for rate in ("200mbit", "1gbit", "unshaped"):
         links = _links(rate)
         for one in (*probe.small_probes(topology), *probe.large_probes(topology)):
-            length = predict.LARGE if one.name.startswith("rate.") else predict.SMALL
-            key = (LAYOUT, rate, f"{one.operation}@{one.name.split('.')[1]}", str(length))
-            link = links.node if one.within_node else links.across
-            sent = one.sent_bytes * 4 * length / one.part_bytes
-            if one.name == "rate.across":
-                # Two ranks send half of what they have to the other node.
-                sent = 2 * 4 * length / 2
+            length = predict.LARGE if one.tells_rate else predict.SMALL
+            key = (LAYOUT, rate, predict.collective_name(one, topology), str(length))
+            sent, stays = dataclasses.replace(one, length=length).bytes_on(topology)
+            link = links.node if stays else links.across
             seconds = links.collective_s + one.steps * link.latency_s
             found[key] = _row(seconds + sent / link.bytes_per_s)
         for system, size in itertools.product(SYSTEMS, ("65536", "4194304")):

@@ -23,20 +23,33 @@ NODE, ACROSS, FLOW = 1.5e9, 1.2e8, 3e7
 
 
 def _probes(topology):
-    large = [dataclasses.replace(p, part_bytes=2**24) for p in probe.large_probes(topology)]
+    large = [dataclasses.replace(p, length=2**22) for p in probe.large_probes(topology)]
     return [*probe.small_probes(topology), *large]
 
 
-def _seconds(one, topology):
+def _seconds(one, topology, flow=FLOW):
     """Time that a probe takes on links with the figures above."""
-    begin_s = COLLECTIVE_S + one.steps * LATENCY_S[one.within_node]
-    if one.within_node:
-        return begin_s + one.sent_bytes / NODE
-    if one.name == "rate.across":
-        node = max(len(node) for node in topology.nodes)
-        others = topology.size - node
-        return begin_s + node * one.part_bytes * others / topology.size / ACROSS
-    return begin_s + one.sent_bytes / (FLOW if one.name == "rate.flow" else ACROSS)
+    sent_bytes, stays = one.bytes_on(topology)
+    rate = NODE if stays else flow if one.name == "rate.flow" else ACROSS
+    return COLLECTIVE_S + one.steps * LATENCY_S[stays] + sent_bytes / rate
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bytes_of_probes(layout):
+    """Counted by hand: nodes send to all other ranks, rings pass on all but one part."""
+    topology = LAYOUTS[layout]
+    largest = max(map(len, topology.nodes))
+    others, nodes = topology.size - largest, len(topology.nodes)
+    by_hand = {
+        "rate.node": ((largest - 1) * 4 * 2**22, True),
+        "rate.across": (largest * others / topology.size * 4 * 2**22, False),
+        "rate.flow": ((nodes - 1) * 4 * 2**22, False),
+    }
+    for one in _probes(topology):
+        if one.tells_rate:
+            sent_bytes, stays = one.bytes_on(topology)
+            assert stays == by_hand[one.name][1]
+            assert sent_bytes == pytest.approx(by_hand[one.name][0], rel=1e-6)
 
 
 @pytest.mark.parametrize("load", [0.0, 0.2, 0.5])
@@ -78,5 +91,5 @@ def test_a_connection_as_fast_as_its_link_is_no_limit():
     limited = probe.estimate(probes, times, topology, CPU).across
     assert limited.flow_bytes_per_s == pytest.approx(FLOW, rel=0.01)
     (flow,) = (p for p in probes if p.name == "rate.flow")
-    times["rate.flow"] = [_seconds(dataclasses.replace(flow, name="rate.other"), topology)] * 3
+    times["rate.flow"] = [_seconds(flow, topology, flow=ACROSS)] * 3
     assert probe.estimate(probes, times, topology, CPU).across.flow_bytes_per_s is None

@@ -14,6 +14,8 @@ from tfposeidon import ops
 from tfposeidon.communication.links import CPU, Link, Links, Rates
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire, exchange_objects
+from tfposeidon.planning.seconds import load_of
+from tfposeidon.schemes.cost import Operation, Transfer
 
 BUDGET_S = 1.6
 """Seconds after which no further round begins."""
@@ -21,10 +23,11 @@ MOST_ROUNDS, GROWING_ROUNDS = 15, 3
 QUANTILE = 25
 """Percentile that counts: loads of others only ever make a round longer, but a single fast one may
 be a burst that a link lets through."""
-SMALL_BYTES = 1024
-"""Bytes of a message whose time is all latency."""
-LARGE_BYTES, MOST_BYTES = 2**17, 2**25
-"""Bytes of a rank's part in a collective that tells a rate: more until it takes long enough."""
+ITEMSIZE = 4
+FEW_ELEMENTS = 2**8
+"""Length of vectors whose time is all latency."""
+MANY_ELEMENTS, MOST_ELEMENTS = 2**15, 2**23
+"""Length of vectors whose time tells a rate: more until they take long enough."""
 LONG_ENOUGH_S = 0.03
 LEAST_S = 1e-7
 """Seconds that nothing is shorter than, where noise would make a difference negative."""
@@ -36,37 +39,52 @@ SIDE, ROWS = 512, 64
 """Sides of the matrix, and rows of the factors, of the product that is timed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A collective that is timed.
+    """A collective of float32 vectors that is timed.
 
     Attributes:
-      name: Name of the probe, the same on all ranks.
-      operation: "all_reduce", "all_gather" or "all_to_all".
-      group: Ranks that carry it out with this one; `None` for ranks that take no part.
-      within_node: True if the group lies in one node.
-      part_bytes: Bytes that each rank of the group has.
+      name: Name of the probe; those of a rate begin with "rate.".
+      operation: Collective of the wire.
+      groups: Ranks that carry it out together, for each rank; ranks that take no part are missing.
+      length: Elements that each rank brings.
     """
 
     name: str
-    operation: str
-    group: Group | None
-    within_node: bool
-    part_bytes: int
+    operation: Operation
+    groups: Mapping[int, Group]
+    length: int
+
+    @property
+    def tells_rate(self) -> bool:
+        """True if its time tells a rate, and not latencies."""
+        return self.name.startswith("rate.")
+
+    @property
+    def transfers(self) -> dict[int, Transfer]:
+        """The collective as each rank carries it out, by rank."""
+        return {
+            rank: Transfer.of_vector(self.operation, group, self.length, itemsize=ITEMSIZE)
+            for rank, group in self.groups.items()
+        }
 
     @property
     def steps(self) -> int:
         """Messages that follow one another."""
-        assert self.group is not None
-        return (2 if self.operation == "all_reduce" else 1) * (self.group.size - 1)
+        return max(transfer.steps for transfer in self.transfers.values())
 
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that one rank sends."""
-        assert self.group is not None
-        p = self.group.size
-        factor = {"all_reduce": 2 * (p - 1) / p, "all_gather": p - 1, "all_to_all": (p - 1) / p}
-        return self.part_bytes * factor[self.operation]
+    def bytes_on(self, topology: Topology) -> tuple[float, bool]:
+        """Returns what loads the busiest link.
+
+        Args:
+          topology: The ranks of the job.
+
+        Returns:
+          Bytes that a node sends to others, or if there are none, that a rank sends within its
+          node; and True if all stays within nodes.
+        """
+        load = load_of(self.transfers, topology)
+        return load.cross_bytes or load.node_bytes, not load.cross_bytes
 
 
 def measure(wire: Wire, budget_s: float = BUDGET_S) -> Links:
@@ -86,68 +104,53 @@ def measure(wire: Wire, budget_s: float = BUDGET_S) -> Links:
     begin_s, topology = time.perf_counter(), wire.topology
     probes = [*small_probes(topology), *large_probes(topology)]
     timed = _Round(wire, probes)
-    sizes, samples = [probe.part_bytes for probe in probes], []
+    lengths, samples = [probe.length for probe in probes], []
     for number in range(MOST_ROUNDS):
-        times = timed(sizes)
+        times = timed(lengths)
         mine = [time.perf_counter() - begin_s, times]
         everybody = exchange_objects(mine, wire, f"tp.links.round_{number}")
         slowest = [max(ranks) for ranks in zip(*(found for _, found in everybody), strict=True)]
         is_late = everybody[0][0] > budget_s
         larger = [
-            _enlarged(probe, size, seconds)
-            for probe, size, seconds in zip(probes, sizes, slowest, strict=False)
+            _enlarged(probe, length, seconds)
+            for probe, length, seconds in zip(probes, lengths, slowest, strict=False)
         ]
-        # The first round is slow on all ranks, and tells sizes at most.
-        if number and (number >= GROWING_ROUNDS or is_late or larger == sizes):
+        # The first round is slow on all ranks, and tells lengths at most.
+        if number and (number >= GROWING_ROUNDS or is_late or larger == lengths):
             samples.append(slowest)
         if is_late and number:
             break
-        sizes = sizes if samples else larger
+        lengths = lengths if samples else larger
     names = [*(probe.name for probe in probes), *WORK]
     by_name = dict(zip(names, zip(*samples, strict=True), strict=True))
-    known = [replace(probe, part_bytes=size) for probe, size in zip(probes, sizes, strict=True)]
-    links = estimate(probes_on_largest_node(known, topology), by_name, topology, _rates(by_name))
+    known = [replace(probe, length=length) for probe, length in zip(probes, lengths, strict=True)]
+    links = estimate(known, by_name, topology, _rates(by_name))
     # All plan by the same figures, to the last bit, also where processors differ.
     agreed = exchange_objects(links.to_json(), wire, "tp.links.agreed")[0]
     return Links.from_json(agreed, "rank 0")
 
 
-def _enlarged(probe: Probe, size_bytes: int, seconds: float) -> int:
-    """Returns bytes with which a probe of a rate takes long enough, or at least longer."""
-    if not probe.name.startswith("rate.") or seconds >= LONG_ENOUGH_S:
-        return size_bytes
-    # Not straight to the size that this time promises: short messages may be a burst.
+def _enlarged(probe: Probe, length: int, seconds: float) -> int:
+    """Returns a length with which a probe of a rate takes long enough, or at least longer."""
+    if not probe.tells_rate or seconds >= LONG_ENOUGH_S:
+        return length
+    # Not straight to the length that this time promises: short messages may be a burst.
     factor = min(8.0, max(2.0, LONG_ENOUGH_S / seconds))
-    return min(MOST_BYTES, 4 * round(factor * size_bytes / 4))
-
-
-def probes_on_largest_node(probes: Sequence[Probe], topology: Topology) -> list[Probe]:
-    """Returns the probes as the first rank of the largest node takes part in them: in all.
-
-    Args:
-      probes: Probes as any rank takes part in them.
-      topology: The ranks of the job.
-    """
-    largest = max(topology.nodes, key=len)
-    seen = topology.seen_from(largest[0])
-    own = {probe.name: probe for probe in (*small_probes(seen), *large_probes(seen))}
-    return [replace(own[probe.name], part_bytes=probe.part_bytes) for probe in probes]
+    return min(MOST_ELEMENTS, round(factor * length))
 
 
 def small_probes(topology: Topology) -> list[Probe]:
     """Returns the probes that tell latencies: as many as there are unknowns.
 
     Args:
-      topology: Topology of the job, as the rank sees it that carries them out.
+      topology: The ranks of the job.
     """
-    is_one_node = len(topology.nodes) == 1
-    kinds = [("all_reduce", topology.world), ("all_gather", topology.world)]
     found = [
-        Probe(f"{operation}.world", operation, group, is_one_node, SMALL_BYTES)
-        for operation, group in kinds
+        _probe("all_reduce.world", "all_reduce", "world", topology, FEW_ELEMENTS),
+        _probe("all_gather.world", "all_gather", "world", topology, FEW_ELEMENTS),
     ]
-    if not is_one_node and max(len(node) for node in topology.nodes) > 1:
-        found.append(Probe("all_gather.node", "all_gather", topology.node, True, SMALL_BYTES))
+    if len(topology.nodes) > 1 and max(map(len, topology.nodes)) > 1:
+        found.append(_probe("all_gather.node", "all_gather", "node", topology, FEW_ELEMENTS))
     return found
 
 
@@ -155,18 +158,26 @@ def large_probes(topology: Topology) -> list[Probe]:
     """Returns the probes that tell rates: of the link within the node, of that across, of a flow.
 
     Args:
-      topology: Topology of the job, as the rank sees it that carries them out.
+      topology: The ranks of the job.
     """
     found = []
-    if max(len(node) for node in topology.nodes) > 1:
-        found.append(Probe("rate.node", "all_gather", topology.node, True, LARGE_BYTES))
+    if max(map(len, topology.nodes)) > 1:
+        found.append(_probe("rate.node", "all_gather", "node", topology, MANY_ELEMENTS))
     if len(topology.nodes) > 1:
         # An all-to-all has as many connections as there are, a ring over one position has one.
-        found.append(Probe("rate.across", "all_to_all", topology.world, False, LARGE_BYTES))
+        found.append(_probe("rate.across", "all_to_all", "world", topology, MANY_ELEMENTS))
         if topology.size > 2:
-            alone = topology.across if topology.position == 0 else None
-            found.append(Probe("rate.flow", "all_gather", alone, False, LARGE_BYTES))
+            ring = _probe("rate.flow", "all_gather", "across", topology, MANY_ELEMENTS)
+            alone = {rank: group for rank, group in ring.groups.items() if 0 in group.ranks}
+            found.append(replace(ring, groups=alone))
     return found
+
+
+def _probe(name: str, operation: Operation, kind: str, topology: Topology, length: int) -> Probe:
+    """Returns a probe of all ranks, each in its own group of a kind, if it has one."""
+    groups = {rank: getattr(topology.seen_from(rank), kind) for rank in range(topology.size)}
+    groups = {rank: group for rank, group in groups.items() if group is not None}
+    return Probe(name=name, operation=operation, groups=groups, length=length)
 
 
 class _Round:
@@ -176,7 +187,7 @@ class _Round:
 
     Args:
       wire: Collectives of the job.
-      probes: Probes as this rank takes part in them.
+      probes: Probes to time.
     """
 
     def __init__(self, wire: Wire, probes: Sequence[Probe]) -> None:
@@ -186,17 +197,16 @@ class _Round:
         self._function = tf.function(self._traced, autograph=False)
         self._vector = tf.random.stateless_normal([ELEMENTS], [1, 2])
 
-    def __call__(self, sizes_bytes: Sequence[int]) -> list[float]:
+    def __call__(self, lengths: Sequence[int]) -> list[float]:
         """Times all probes and all work, with all ranks at each of them.
 
         Args:
-          sizes_bytes: Bytes that each rank of a probe's group has, for each probe.
+          lengths: Elements that each rank brings, for each probe.
 
         Returns:
           Seconds of each probe on this rank, and of each kind of work.
         """
-        lengths = tf.constant([size // 4 for size in sizes_bytes], tf.int32)
-        times, _ = self._function(lengths, self._vector)
+        times, _ = self._function(tf.constant(lengths, tf.int32), self._vector)
         return [float(seconds) for seconds in times.numpy()]
 
     def _traced(self, lengths: tf.Tensor, vector: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
@@ -229,7 +239,7 @@ class _Round:
         return _time_after(used[-1])
 
     def _collective(self, probe: Probe, length: tf.Tensor, number: int) -> tf.Tensor:
-        name, group = f"tp.links.{number}", probe.group
+        name, group = f"tp.links.{number}", probe.groups.get(self._wire.topology.rank)
         values = tf.ones(tf.reshape(length, [1]))
         if group is None:
             return values[:1]
@@ -277,7 +287,7 @@ def estimate(
     """Estimates links from measured times.
 
     Args:
-      probes: Probes as rank 0 takes part in them.
+      probes: Probes with the lengths that were timed.
       samples: Seconds of the slowest rank in each round, by the name of the probe.
       topology: The ranks of the job.
       rates: Speed of the ranks.
@@ -286,11 +296,12 @@ def estimate(
       The links.
     """
     times = {probe.name: _quantile(samples[probe.name]) for probe in probes}
-    collective_s, latency_s = _latencies(probes, times)
+    small = [probe for probe in probes if not probe.tells_rate]
+    collective_s, latency_s = _latencies(small, times, topology)
     found = {
         probe.name: _rate(probe, times[probe.name], collective_s, latency_s, topology)
         for probe in probes
-        if probe.name.startswith("rate.")
+        if probe.tells_rate
     }
     has_nodes, has_levels = len(topology.nodes) > 1, "rate.node" in found
     across = flow = None
@@ -316,20 +327,20 @@ def estimate(
 
 
 def _latencies(
-    probes: Sequence[Probe], times: Mapping[str, float]
+    probes: Sequence[Probe], times: Mapping[str, float], topology: Topology
 ) -> tuple[float, dict[bool, float]]:
     """Returns the time of a cycle, and of a message step within nodes (`True`) and across.
 
     Least squares of relative errors over all small probes.
     """
-    small = [probe for probe in probes if not probe.name.startswith("rate.")]
-    kinds = sorted({probe.within_node for probe in small})
+    stays = [probe.bytes_on(topology)[1] for probe in probes]
+    kinds = sorted(set(stays))
     rows = [
-        [1.0, *(probe.steps if probe.within_node == kind else 0.0 for kind in kinds)]
-        for probe in small
+        [1.0, *(probe.steps if kind == stay else 0.0 for kind in kinds)]
+        for probe, stay in zip(probes, stays, strict=True)
     ]
-    seconds = np.array([times[probe.name] for probe in small])
-    found, *_ = np.linalg.lstsq(np.array(rows) / seconds[:, None], np.ones(len(small)), rcond=None)
+    seconds = np.array([times[probe.name] for probe in probes])
+    found, *_ = np.linalg.lstsq(np.array(rows) / seconds[:, None], np.ones(len(probes)), rcond=None)
     collective_s, *latencies = (_rounded(max(float(value), LEAST_S)) for value in found)
     return collective_s, dict(zip(kinds, latencies, strict=True))
 
@@ -342,15 +353,10 @@ def _rate(
     topology: Topology,
 ) -> float:
     """Returns bytes per second: of a rank within its node, of a node or of one flow across."""
-    on_link_s = seconds - collective_s - probe.steps * latency_s[probe.within_node]
+    sent_bytes, stays = probe.bytes_on(topology)
+    on_link_s = seconds - collective_s - probe.steps * latency_s[stays]
     # Where latency is most of it, at least a tenth is left for the bytes.
-    on_link_s = max(on_link_s, seconds / 10)
-    sent_bytes = probe.sent_bytes
-    if probe.name == "rate.across":
-        # What all ranks of a node send to those of others.
-        node = max(len(node) for node in topology.nodes)
-        sent_bytes = node * probe.part_bytes * (topology.size - node) / topology.size
-    return _rounded(sent_bytes / on_link_s)
+    return _rounded(sent_bytes / max(on_link_s, seconds / 10))
 
 
 def _rates(samples: Mapping[str, Sequence[float]]) -> Rates:

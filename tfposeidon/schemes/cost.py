@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tfposeidon.communication import partition
 from tfposeidon.communication.topology import Group, Topology
 
 
@@ -82,6 +83,27 @@ class Transfer:
     parts_bytes: tuple[float, ...]
     itemsize: int = 4
     root: int = 0
+
+    @classmethod
+    def of_vector(
+        cls, operation: Operation, group: Group, length: int, *, itemsize: int = 4
+    ) -> Transfer:
+        """Returns a collective to which each rank of a group brings a vector of its own.
+
+        Args:
+          operation: Collective of the wire; an all-to-all cuts the vector evenly.
+          group: The ranks that take part.
+          length: Elements of each rank's vector.
+          itemsize: Bytes of an element (default 4).
+        """
+        parts = {
+            "all_gather": [length] * group.size,
+            "all_to_all": [end - begin for begin, end in partition.even(length, group.size)],
+        }.get(operation, [length])
+        parts_bytes = tuple(float(itemsize * part) for part in parts)
+        return cls(
+            name="", operation=operation, group=group, parts_bytes=parts_bytes, itemsize=itemsize
+        )
 
     @property
     def steps(self) -> int:
