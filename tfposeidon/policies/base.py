@@ -1,0 +1,162 @@
+"""What a policy is, and the one that takes the same scheme for all."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import keras
+from typing_extensions import override
+
+from tfposeidon.communication.topology import Topology
+from tfposeidon.config import Configured
+from tfposeidon.gradients.description import Description
+from tfposeidon.schemes import Scheme
+
+
+class Choice(NamedTuple):
+    """Scheme for one variable, with the reason for it.
+
+    Example:
+      >>> from tfposeidon import policies, schemes
+      >>> choice = policies.Choice(schemes.AllToAll(wire_dtype="float16"), "asked for")
+      >>> str(choice.scheme), choice.reason, choice.candidates
+      ('asa(wire_dtype=float16)', 'asked for', ())
+    """
+
+    scheme: Scheme
+    """Scheme by which the variable's gradient is exchanged."""
+    reason: str
+    """Reason in a few words, for the plan."""
+    candidates: tuple[tuple[str, float], ...] = ()
+    """Name of each scheme that was weighed, and the bytes per node by it."""
+
+
+class Policy(Configured, ABC):
+    """Choice of schemes by the description of gradients and the topology, never by values.
+
+    Subclasses are frozen dataclasses, so that models can be saved with them.
+
+    Example:
+      >>> import dataclasses
+      >>> from tfposeidon import policies, schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> from tfposeidon.gradients.description import Description
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class HalfWhereLarge(policies.Policy):
+      ...     least_bytes: int = 2**20
+      ...     def choose(self, description, topology):
+      ...         if description.bytes < self.least_bytes:
+      ...             return policies.Choice(schemes.AllReduce(), "small")
+      ...         return policies.Choice(schemes.AllToAll(wire_dtype="float16"), "large")
+      >>> kernel = Description("fc/kernel", (4096, 4096), "float32")
+      >>> topology = Topology.regular(rank=0, size=4, ranks_per_node=1)
+      >>> str(HalfWhereLarge().choose(kernel, topology).scheme)
+      'asa(wire_dtype=float16)'
+    """
+
+    @abstractmethod
+    def choose(self, description: Description, topology: Topology) -> Choice:
+        """Chooses the scheme for one variable.
+
+        Args:
+          description: Description of the variable's gradient.
+          topology: Topology of the job, as this rank sees it; the choice is the same on all ranks.
+
+        Returns:
+          The scheme with the reason for it.
+        """
+
+    @property
+    def reads_factors(self) -> bool:
+        """True if it may choose by the factors of gradients, which only the first step tells."""
+        return False
+
+    @property
+    def updates_at_servers(self) -> bool:
+        """True if servers update some variables, and keep the optimizer's state for them."""
+        return False
+
+    @property
+    def keeps_state(self) -> bool:
+        """True if some of its schemes keep something from step to step, even on one rank."""
+        return False
+
+    @property
+    def corrects_momentum(self) -> bool:
+        """True if some of its schemes accumulate velocity, so that the optimizer must not."""
+        return False
+
+    def candidates(self, topology: Topology) -> dict[str, Policy]:
+        """Returns the policies among which the predicted step decides, by a name for each.
+
+        Args:
+          topology: Topology of the job; the result is the same on all ranks.
+
+        Returns:
+          Policies that leave nothing open; empty if this one leaves nothing open itself. The first
+          is what stays where nothing is predicted to be faster.
+        """
+        return {}
+
+    @property
+    def leaves_open(self) -> bool:
+        """True if some of what it decides is left to the predicted step."""
+        return bool(self.candidates(Topology(0, ((0,),))))
+
+    @property
+    def margin(self) -> float:
+        """Share by which a step must be faster than with the first of `candidates`."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Uniform(Policy):
+    """One scheme for every variable.
+
+    Args:
+      scheme: Scheme for every variable.
+
+    Example:
+      >>> from tfposeidon import policies, schemes
+      >>> policies.parse("asa16") == policies.Uniform(schemes.AllToAll(wire_dtype="float16"))
+      True
+    """
+
+    scheme: Scheme
+
+    @override
+    def choose(self, description: Description, topology: Topology) -> Choice:
+        return Choice(self.scheme, "asked for")
+
+    @property
+    @override
+    def reads_factors(self) -> bool:
+        return self.scheme.needs_factors
+
+    @property
+    @override
+    def updates_at_servers(self) -> bool:
+        return self.scheme.updates_at_servers
+
+    @property
+    @override
+    def keeps_state(self) -> bool:
+        # Asked for a single rank, where a scheme that keeps nothing has nothing to do.
+        single_rank = Topology(0, ((0,),))
+        return bool(self.scheme.slots(max(1, self.scheme.min_length), single_rank))
+
+    @property
+    @override
+    def corrects_momentum(self) -> bool:
+        return self.scheme.corrects_momentum
+
+    @override
+    def get_config(self) -> dict[str, Any]:
+        return {"scheme": keras.saving.serialize_keras_object(self.scheme)}
+
+    @override
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Uniform:
+        return cls(keras.saving.deserialize_keras_object(config["scheme"]))

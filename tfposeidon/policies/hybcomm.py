@@ -1,0 +1,117 @@
+"""`hybcomm`: factors where they are fewer bytes, the sharded store for all else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from tfposeidon.communication.topology import Topology
+from tfposeidon.gradients.description import Description
+from tfposeidon.policies.base import Choice, Policy
+from tfposeidon.schemes import ByRows, FactorBroadcast, ShardedServer
+from tfposeidon.schemes.sharded_server import PAIR_BYTES
+from tfposeidon.units import readable_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybComm(Policy):
+    """Sends sufficient factors where they are fewer bytes, all else through the sharded store.
+
+    With P nodes, each worker and server, and K rows a node of an M x N kernel: factors if
+    2 K (P - 1) (M + N) is at most 2 M N (P + P - 2) / P (BestScheme). Ranks of one node alone count
+    as nodes. Each step decides for itself, by the rows that all ranks have in it; the plan shows
+    what the last one took.
+
+    Args:
+      pair_bytes: Size of the store's pairs in bytes (default 2 MiB), as in `ShardedServer`.
+
+    Raises:
+      ValueError: If `pair_bytes` is not positive.
+
+    Source: Zhang et al. 2017 (Poseidon), Algorithm 1 and Table 1. Differs: whatever is a product of
+    two matrices counts as fully connected; K are the rows that are sent, the mean over ranks,
+    counted in each step; and bytes are compared, where factors may have 16 bits and the rows of an
+    embedding travel with an index in place of M values.
+
+    Example:
+      >>> from tfposeidon import policies
+      >>> from tfposeidon.communication.topology import Topology
+      >>> from tfposeidon.gradients.description import Description
+      >>> from tfposeidon.gradients.factors import FactorShape
+      >>> factors = FactorShape(rows=32, left=4096, right=4096, dtype="float32")
+      >>> kernel = Description("fc/kernel", (4096, 4096), "float32", factors)
+      >>> topology = Topology.regular(rank=0, size=8, ranks_per_node=1)
+      >>> policies.HybComm().choose(kernel, topology).reason
+      'sfb 14.68 MB <= ps 234.88 MB with K=32, P=8'
+    """
+
+    pair_bytes: int = PAIR_BYTES
+
+    def __post_init__(self) -> None:
+        # Made here for its checks, so that a bad argument is refused at construction.
+        _ = self._store
+
+    @property
+    def _store(self) -> ShardedServer:
+        return ShardedServer(pair_bytes=self.pair_bytes)
+
+    @override
+    def choose(self, description: Description, topology: Topology) -> Choice:
+        factors = description.factors
+        if factors is None:
+            reason = description.why_no_factors or "the first step tells whether it has factors"
+            return Choice(self._store, reason)
+        nodes, ranks_per_node = _workers(topology)
+        row, _ = best_scheme_values(factors.left_columns, factors.right, 1, nodes)
+        _, matrix = best_scheme_values(factors.left, factors.right, 1, nodes)
+        row_bytes, matrix_bytes = row * factors.itemsize, matrix * description.itemsize
+        # Algorithm 1 compares for given rows; solved for them it gives a limit that holds for every
+        # step. A single rank sends nothing either way.
+        most_rows = matrix_bytes / row_bytes if row_bytes else 0.0
+        # Up to this limit sums in the node would be no fewer bytes than the factors themselves.
+        few = FactorBroadcast(sums_in_node=False)
+        limit = int(most_rows * topology.size / ranks_per_node)
+        by_rows = ByRows(few=few, many=self._store, limit=limit)
+        if factors.rows is None:
+            return Choice(by_rows, f"sfb up to K={int(most_rows)}, ps beyond, P={nodes}")
+        k = ranks_per_node * factors.rows
+        # Rows are a mean over ranks: times their number they are whole again, as the step saw them.
+        scheme = by_rows.for_rows(round(factors.rows * topology.size))
+        sign = "<=" if scheme == by_rows.few else ">"
+        compared = f"sfb {readable_size(k * row_bytes)} {sign} ps {readable_size(matrix_bytes)}"
+        candidates = (("sfb", k * row_bytes), ("ps", matrix_bytes))
+        return Choice(scheme, f"{compared} with K={k:g}, P={nodes}", candidates)
+
+    @property
+    @override
+    def reads_factors(self) -> bool:
+        return True
+
+
+def _workers(topology: Topology) -> tuple[int, int]:
+    """Returns Poseidon's number of nodes P, and the ranks that make one of them."""
+    ranks = max(len(node) for node in topology.nodes)
+    # On one node alone the ranks exchange as Poseidon's nodes do.
+    return (len(topology.nodes), ranks) if len(topology.nodes) > 1 else (ranks, 1)
+
+
+def best_scheme_values(m: int, n: int, k: int, p: int) -> tuple[float, float]:
+    """Counts the values that a node sends and receives for an m x n kernel.
+
+    Args:
+      m: Number of rows of the kernel.
+      n: Number of columns of the kernel.
+      k: Number of rows of a node's factors.
+      p: Number of nodes, each worker and server.
+
+    Returns:
+      The values by factors, and by the store.
+
+    Source: Zhang et al. 2017 (Poseidon), Table 1.
+
+    Example:
+      >>> best_scheme_values(4096, 4096, k=32, p=8)
+      (3670016.0, 58720256.0)
+    """
+    return 2.0 * k * (p - 1) * (m + n), 2.0 * m * n * (p + p - 2) / p

@@ -1,0 +1,179 @@
+"""Schemes by the names of variables, and what users may pass as `scheme=`."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from typing_extensions import override
+
+from tfposeidon.communication.topology import Topology
+from tfposeidon.gradients.description import Description
+from tfposeidon.policies.auto import Auto
+from tfposeidon.policies.base import Choice, Policy, Uniform
+from tfposeidon.policies.hybcomm import HybComm
+from tfposeidon.schemes import REGISTRY, AllReduce, Scheme
+
+
+@dataclass(frozen=True, init=False)
+class Rules(Policy):
+    """Schemes chosen by hand: the first rule whose pattern is found in the variable's path decides.
+
+    Variables that no rule matches go by all-reduce; a last rule `(".", "auto")` leaves them open.
+
+    Args:
+      rules: Pairs of a regular expression and a scheme (a name or an object), or a dict of them.
+
+    Raises:
+      ValueError: If a pattern is not a regular expression, a scheme is unknown, or some are to be
+        updated at servers while others depend on factors.
+
+    Example:
+      >>> from tfposeidon.communication.topology import Topology
+      >>> from tfposeidon.gradients.description import Description
+      >>> policy = Rules([("embedding", "asa16"), (".*", "2dtar")])
+      >>> table = Description("embedding/embeddings", (1000, 16), "float32")
+      >>> choice = policy.choose(table, Topology.regular(0, size=4, ranks_per_node=2))
+      >>> str(choice.scheme), choice.reason
+      ('asa(wire_dtype=float16)', "rule 'embedding'")
+    """
+
+    rules: tuple[tuple[str, Policy], ...]
+
+    def __init__(self, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        pairs = rules.items() if isinstance(rules, Mapping) else rules
+        parsed = tuple((_checked_pattern(pattern), parse(scheme)) for pattern, scheme in pairs)
+        # The dataclass is frozen, so that plans and configurations can be compared.
+        object.__setattr__(self, "rules", parsed)
+        if self.updates_at_servers and self.reads_factors:
+            raise ValueError(
+                "What servers update has to be known before the first step, and factors are known "
+                f"only then. Received: rules with both: {self.rules}. "
+                'Use update="worker", or other schemes than "hybcomm", "sfb" and "adam".'
+            )
+
+    @override
+    def choose(self, description: Description, topology: Topology) -> Choice:
+        for pattern, policy in self.rules:
+            if re.search(pattern, description.path):
+                choice = policy.choose(description, topology)
+                # The reasons of these two say no more than that the rule asked for it.
+                asked_for = isinstance(policy, Uniform | Rules)
+                return choice._replace(
+                    reason=f"rule {pattern!r}" + ("" if asked_for else f": {choice.reason}")
+                )
+        return Choice(AllReduce(), "no rule matches")
+
+    @override
+    def candidates(self, topology: Topology) -> dict[str, Policy]:
+        found = [policy.candidates(topology) for _, policy in self.rules]
+        names = dict.fromkeys(itertools.chain(*found))
+        return {name: self._with_candidates(name, found) for name in names}
+
+    def _with_candidates(self, name: str, found: Sequence[dict[str, Policy]]) -> Policy:
+        """Returns the rules with what is left open decided by the candidate of a name."""
+        return Rules(
+            [
+                (pattern, open_to.get(name, next(iter(open_to.values()))) if open_to else policy)
+                for (pattern, policy), open_to in zip(self.rules, found, strict=True)
+            ]
+        )
+
+    @property
+    @override
+    def margin(self) -> float:
+        return max(policy.margin for _, policy in self.rules) if self.rules else 0.0
+
+    @property
+    @override
+    def reads_factors(self) -> bool:
+        return any(policy.reads_factors for _, policy in self.rules)
+
+    @property
+    @override
+    def updates_at_servers(self) -> bool:
+        return any(policy.updates_at_servers for _, policy in self.rules)
+
+    @property
+    @override
+    def keeps_state(self) -> bool:
+        return any(policy.keeps_state for _, policy in self.rules)
+
+    @property
+    @override
+    def corrects_momentum(self) -> bool:
+        return any(policy.corrects_momentum for _, policy in self.rules)
+
+    @override
+    def get_config(self) -> dict[str, Any]:
+        return {
+            "rules": [[p, keras.saving.serialize_keras_object(policy)] for p, policy in self.rules]
+        }
+
+    @override
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Rules:
+        return cls(
+            [(p, keras.saving.deserialize_keras_object(policy)) for p, policy in config["rules"]]
+        )
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {"auto": Auto, "hybcomm": HybComm}
+"""Makes a policy with its defaults, by the name that users pass as `scheme=`."""
+
+
+def parse(scheme: Any) -> Policy:
+    """Turns what users pass as `scheme=` into a policy.
+
+    Args:
+      scheme: A name, a scheme, a policy, or rules as a list of pairs or a dict.
+
+    Returns:
+      The policy that is given or named, `Uniform` for a scheme, `Rules` for rules.
+
+    Raises:
+      ValueError: If it is none of these; the message lists the names.
+
+    Example:
+      >>> parse("hybcomm")
+      HybComm(pair_bytes=2097152)
+    """
+    if isinstance(scheme, Policy):
+        return scheme
+    if isinstance(scheme, Scheme):
+        return Uniform(scheme)
+    if isinstance(scheme, str) and scheme in POLICIES:
+        return POLICIES[scheme]()
+    if isinstance(scheme, str) and scheme in REGISTRY:
+        return Uniform(REGISTRY[scheme]())
+    if isinstance(scheme, Mapping | list | tuple):
+        return _parse_rules(scheme)
+    names = ", ".join(f'"{name}"' for name in (*POLICIES, *REGISTRY))
+    raise ValueError(
+        f"`scheme` must be one of {names}, an object of tfposeidon.schemes or tfposeidon.policies, "
+        f"or rules [(pattern, scheme), ...]. Received: scheme={scheme!r}"
+    )
+
+
+def _parse_rules(rules: Any) -> Rules:
+    pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError(
+            f"Rules must be pairs of a pattern and a scheme. Received: scheme={rules!r}. "
+            'Write for example [("embedding", "asa16"), (".*", "2dtar")].'
+        )
+    return Rules(pairs)
+
+
+def _checked_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"A rule's pattern must be a regular expression. Received: {pattern!r} ({error})"
+        ) from error
+    return pattern
