@@ -58,7 +58,7 @@ def test_never_slower_than_uniform_plans():
     for links in (SLOW, FAST):
         for policy in (policies.Auto(margin=0.0), policies.Auto(halves=True, margin=0.0)):
             chosen = _choose(policy, links).forecasts[0].chosen
-            for candidate in policy.candidates(CLUSTER).values():
+            for candidate in policy.candidates(CLUSTER, links).values():
                 plan = make_plan(LAYERS, candidate, CLUSTER, DEFAULT_BUCKET_BYTES)
                 assert chosen.step_s <= predict(plan, links, TIMELINE).step_s
 
@@ -212,10 +212,97 @@ def test_it_says_what_would_change_the_choice():
         assert _choose(links=links, layers=layers).forecasts[0].chosen.name == scheme
 
 
+def _race(*slowdowns, links=SLOW):
+    """A race in which exchanges take so many times as long as predicted, by the scheme."""
+    known, calls = dict(slowdowns), []
+
+    def race(plans):
+        names = [next(iter({str(bucket.scheme) for bucket in plan.buckets})) for plan in plans]
+        calls.append(names)
+        pairs = zip(plans, names, strict=True)
+        return [known.get(name, 1.0) * predict(plan, links).step_s for plan, name in pairs]
+
+    return race, calls
+
+
+NEAR = Links.of("15gbit", ranks_per_node=8, device="v100")
+"""Links with which the two best schemes are predicted to take about as long."""
+
+
+def test_close_plans_are_raced():
+    without = _choose(links=NEAR).forecasts[0]
+    names = list(dict.fromkeys(one.name for one in (without.chosen, *without.others)))
+    first, second = names[:2]
+    race, calls = _race(links=NEAR)
+    agreeing = _choose(links=NEAR, race=race).forecasts[0]
+    assert calls == [[first, second]]
+    assert agreeing.chosen.name == first
+    assert agreeing.chosen.step_s == pytest.approx(without.chosen.step_s)
+    race, calls = _race((first, 1.5), links=NEAR)
+    plan = _choose(links=NEAR, race=race)
+    other = plan.forecasts[0]
+    assert other.chosen.name == second
+    # All bucket sizes of the slower one are slower.
+    slower = [one for one in other.others if one.name == first]
+    assert {round(one.slowdown, 6) for one in slower} == {1.5}
+    assert f"1.50 ({first})" in str(plan)
+
+
+def test_whoever_becomes_one_of_the_best_is_timed_too():
+    """Slowed down in turn: each scheme that seems best and has not been timed is."""
+    race, calls = _race(("allreduce", 5.0), ("2dtar", 5.0), links=NEAR)
+    _choose(links=NEAR, race=race)
+    assert calls == [["2dtar", "allreduce"], ["asa"]]
+
+
+def test_no_race_where_predictions_differ_or_nobody_wants_one():
+    race, calls = _race()
+    assert _choose(race=race).forecasts[0].chosen == _choose().forecasts[0].chosen
+    assert not calls, "the torus is far ahead"
+    race, calls = _race(links=NEAR)
+    _choose(policies.Auto(race=False), NEAR, race=race)
+    _choose(policies.parse("2dtar"), NEAR, race=race)
+    assert not calls
+    nothing = _choose(links=NEAR, race=lambda plans: [])
+    assert nothing.buckets == _choose(links=NEAR).buckets
+
+
+def test_buckets_tell_what_other_schemes_would_have_taken():
+    plan = _choose()
+    for bucket in plan.buckets:
+        assert bucket.candidates[0].name == str(bucket.scheme)
+        assert {c.name for c in bucket.candidates} == {"2dtar", "allreduce", "asa"}
+        by_name = {c.name: c for c in bucket.candidates}
+        ring = make_plan(
+            list(bucket.descriptions), policies.parse("allreduce"), CLUSTER, bucket.bytes
+        )
+        assert by_name["allreduce"].cross_bytes == pytest.approx(ring.cost.cross_bytes)
+        assert by_name["allreduce"].seconds == pytest.approx(predict(ring, SLOW).step_s)
+    assert "; alone 2dtar " in str(plan)
+    content = json.loads(plan.to_json())["buckets"][0]["candidates"][0]
+    assert set(content) == {"name", "cross_bytes", "seconds"}
+    assert _choose(policies.parse("2dtar")).buckets[0].candidates == ()
+
+
+def test_scattered_measurements_decide_between_ring_and_torus_only():
+    wide = dataclasses.replace(SLOW, spread=0.8, measured_at="2026-11-23T22:00:00+00:00")
+    plan = _choose(policies.Auto(density=0.01), wide)
+    assert _schemes(plan) == {"2dtar"}
+    forecast = plan.forecasts[0]
+    assert {one.name for one in (forecast.chosen, *forecast.others)} == {"2dtar", "allreduce"}
+    assert "spread by 80%: only all-reduce and the torus were considered" in str(plan)
+
+
+def test_many_ranks_per_core_are_not_validated():
+    crowded = dataclasses.replace(Links.of("5gbit", ranks_per_node=8), ranks_per_core=4.0)
+    four = Topology.regular(0, 16, 8)
+    assert "not validated: 4 ranks share a core" in str(_choose(links=crowded, topology=four))
+
+
 def test_policies_are_saved_without_links():
     policy = policies.Auto(halves=True, density=0.01, margin=0.1)
     assert policies.Auto.from_config(policy.get_config()) == policy
-    assert set(policy.get_config()) == {"halves", "density", "margin"}
+    assert set(policy.get_config()) == {"halves", "density", "margin", "race"}
 
 
 @pytest.mark.parametrize(

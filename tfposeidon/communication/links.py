@@ -18,6 +18,9 @@ FORMAT = 1
 HEADERS = 1514 / 1448
 """Bytes on the wire for one of payload: Ethernet frames around TCP segments."""
 
+WIDE_SPREAD = 0.5
+"""Spread of measured times above which plans are not made by fine differences."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -135,6 +138,8 @@ class Links:
       across: Link of a node to the others; `None` for one node alone.
       measured_at: When they were measured, as ISO 8601; empty for links that were given.
       spread: Distance of the quartiles of measured times, as a share of their median.
+      ranks_per_core: Ranks of a node per core that they may run on, where most share one; 0 if
+        that is not known.
 
     Raises:
       ValueError: If a number is out of its range, or there is no link at all.
@@ -154,11 +159,13 @@ class Links:
     across: Link | None = None
     measured_at: str = ""
     spread: float = 0.0
+    ranks_per_core: float = 0.0
 
     def __post_init__(self) -> None:
         ranges.check_number("collective_s", self.collective_s, ranges.NOT_NEGATIVE)
         ranges.check_integer("ranks_per_node", self.ranks_per_node, 1)
         ranges.check_number("spread", self.spread, ranges.NOT_NEGATIVE)
+        ranges.check_number("ranks_per_core", self.ranks_per_core, ranges.NOT_NEGATIVE)
         if self.node is None and self.across is None:
             raise ValueError(
                 "Links must have one within nodes or one across them. Received: neither. A single "
@@ -201,6 +208,11 @@ class Links:
                 flow_bytes_per_s=None if flow is None else _payload_rate(flow),
             ),
         )
+
+    @property
+    def scatter(self) -> bool:
+        """True if measured times differ so much that they tell little."""
+        return self.spread > WIDE_SPREAD
 
     def to_json(self) -> str:
         """Returns the text of a file that `from_json` reads."""

@@ -11,8 +11,9 @@ from tfposeidon.communication.links import Links, readable_rate_of_payload
 from tfposeidon.planning.simulation import Simulated
 from tfposeidon.units import readable_size
 
-MOST_RANKS = 16
-"""Ranks up to which predictions have been compared with measured steps."""
+MOST_RANKS, MOST_RANKS_PER_CORE = 16, 2
+"""Ranks, and ranks of a node per core of it, up to which predictions have been compared with
+measured steps."""
 SLOWEST, FASTEST, STEPS = 1 / 64, 64.0, 8
 """Rates, as multiples of the present one, among which another choice is looked for, and the number
 of times that an interval of a factor of two is halved."""
@@ -27,12 +28,15 @@ class Prediction:
       bucket_bytes: Size up to which it fuses gradients.
       simulated: The predicted step.
       is_default: True for the plan that stays where no other is predicted to be faster.
+      slowdown: Time of its exchanges when they were raced, as a multiple of the predicted one; 1
+        without a race.
     """
 
     name: str
     bucket_bytes: int
     simulated: Simulated
     is_default: bool = False
+    slowdown: float = 1.0
 
     @property
     def step_s(self) -> float:
@@ -116,11 +120,20 @@ class Forecast:
         if self.measured_s is not None:
             yield f"measured step: {1e3 * self.measured_s:.4g} ms, on this rank"
         yield f"links: {self.links}"
+        if self.links.scatter and self.others:
+            yield (
+                f"measured times spread by {self.links.spread:.0%}: only all-reduce and the torus "
+                "were considered"
+            )
         if self.others:
             best = self.others[0]
             slower = best.step_s / self.chosen.step_s - 1 if self.chosen.step_s else 0.0
             yield f"next best: {best}, {abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
             yield from self._changes()
+        raced = {one.name: one.slowdown for one in (self.chosen, *self.others)}
+        found = [f"{slowdown:.2f} ({name})" for name, slowdown in raced.items() if slowdown != 1.0]
+        if found:
+            yield f"timed exchanges, as multiples of the predicted ones: {', '.join(found)}"
         why = self._why_not_validated()
         if why:
             yield f"not validated: {why}"
@@ -130,6 +143,11 @@ class Forecast:
             return f"predictions have not been compared with steps on {self.links.device}"
         if self.ranks > MOST_RANKS:
             return f"predictions have been compared with steps of up to {MOST_RANKS} ranks"
+        if self.links.ranks_per_core > MOST_RANKS_PER_CORE:
+            return (
+                f"{self.links.ranks_per_core:.3g} ranks share a core; predictions have been "
+                f"compared with steps of up to {MOST_RANKS_PER_CORE}"
+            )
         return ""
 
     def _changes(self) -> Iterator[str]:
@@ -186,4 +204,5 @@ def _to_dict(prediction: Prediction) -> dict[str, Any]:
         "step_s": simulated.step_s,
         "compute_s": simulated.compute_s,
         "exposed_s": simulated.exposed_s,
+        "slowdown": prediction.slowdown,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ from tfposeidon.communication.links import Links
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description
 from tfposeidon.planning.forecast import Forecast, Prediction, decide
-from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Bucket, Plan, make_plan
-from tfposeidon.planning.seconds import StageTime, stage_times
+from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Bucket, Candidate, Plan, make_plan
+from tfposeidon.planning.seconds import StageTime, alone_seconds, stage_times
 from tfposeidon.planning.simulation import Simulated, Timeline, simulate
 from tfposeidon.policies import Choice, Policy
 
@@ -24,6 +24,12 @@ LARGEST_VARIABLES = 20
 """Variables for each of which the other schemes are tried."""
 LEAST_GAIN = 0.001
 """Share of the step that another scheme for one variable must save."""
+RACED_WITHIN = 0.10
+"""Share by which the predicted steps of two plans may differ that are raced."""
+
+Race = Callable[[Sequence[Plan]], Sequence[float]]
+"""Times the exchanges of plans by themselves, on all ranks together; returns the seconds of each,
+the same on every rank, or nothing where that would take too long."""
 
 
 def choose_plan(
@@ -35,13 +41,14 @@ def choose_plan(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     timeline: Timeline | None = None,
     notes: Sequence[str] = (),
+    race: Race | None = None,
 ) -> Plan:
     """Makes the plan with the shortest predicted step of those that a policy leaves open.
 
     Each of the policy's candidates is tried with five bucket sizes, unless `bucket_bytes` is not
-    the default; then each of the largest variables with the schemes of the others. Where a
-    candidate gains less than `policy.margin`, the first is kept, and where mixing does, it is not
-    done.
+    the default; then each of the largest variables with the schemes of the others. Where the two
+    best candidates are close, they are raced. Where a candidate gains less than `policy.margin`,
+    the first is kept, and where mixing does, it is not done.
 
     Args:
       descriptions: Descriptions of the gradients, in the order of the variables. Factors count
@@ -53,6 +60,7 @@ def choose_plan(
       timeline: Times of a step's computation. Without it (default) exchanges alone are compared,
         with `bucket_bytes` as it is.
       notes: Lines for the plan besides those of its schemes.
+      race: Times the exchanges of plans; `None` (default) to go by predictions alone.
 
     Returns:
       The plan, the same on every rank but for the rank that looks at it; with a forecast, where
@@ -61,7 +69,7 @@ def choose_plan(
     if links is None or topology.size == 1:
         return make_plan(descriptions, policy, topology, bucket_bytes, notes)
     search = _Search(descriptions, topology, links, timeline, tuple(notes), policy.margin)
-    candidates = policy.candidates(topology) or {"as asked for": policy}
+    candidates = policy.candidates(topology, links) or {"as asked for": policy}
     options = search.known(candidates)
     if not options:
         # Factors without rows have no cost yet.
@@ -75,8 +83,11 @@ def choose_plan(
     # Plans of one scheme are easier to follow, so others have to be worth it.
     if attempts[-1].step_s >= (1 - policy.margin) * best.step_s:
         attempts.pop()
+    if race is not None and policy.races:
+        attempts = search.raced(attempts, race)
     chosen = attempts.pop(decide([attempt.prediction for attempt in attempts], policy.margin))
-    return search.with_forecast([chosen, *sorted(attempts, key=lambda attempt: attempt.step_s)])
+    ordered = [chosen, *sorted(attempts, key=lambda attempt: attempt.step_s)]
+    return search.with_forecast(ordered, list(options.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +109,10 @@ class _Attempt:
     @property
     def step_s(self) -> float:
         return self.prediction.step_s
+
+    def predicted(self, links: Links, timeline: Timeline | None) -> Simulated:
+        """Returns the step over links, with what a race has told about the plan."""
+        return predict(self.plan, links, timeline, self.prediction.slowdown)
 
     def changed(self, **changes: Any) -> _Attempt:
         """Returns the attempt with another prediction for its plan."""
@@ -177,13 +192,45 @@ class _Search:
                     best = attempt
         return best
 
-    def with_forecast(self, attempts: Sequence[_Attempt]) -> Plan:
+    def raced(self, attempts: Sequence[_Attempt], race: Race) -> list[_Attempt]:
+        """Returns attempts with what a race tells about the best schemes, as long as two are close.
+
+        What it tells about a scheme holds for all bucket sizes.
+        """
+        slowdowns: dict[str, float] = {}
+        found = list(attempts)
+        while True:
+            best: dict[str, _Attempt] = {}
+            for attempt in sorted(found, key=lambda attempt: attempt.step_s):
+                best.setdefault(attempt.name, attempt)
+            fastest_s = min(attempt.step_s for attempt in found)
+            close = [one for one in best.values() if one.step_s <= (1 + RACED_WITHIN) * fastest_s]
+            runners = [one for one in close[:2] if one.name not in slowdowns]
+            # One that nobody is close to needs no race, unless the others have had theirs.
+            if not runners or (len(close) == 1 and not slowdowns):
+                return found
+            times = race([attempt.plan for attempt in runners])
+            if not times:
+                return found
+            for attempt, seconds in zip(runners, times, strict=True):
+                alone_s = predict(attempt.plan, self.links).step_s
+                slowdowns[attempt.name] = seconds / alone_s if alone_s else 1.0
+            found = [self.slowed(one, slowdowns.get(one.name)) for one in attempts]
+
+    def slowed(self, attempt: _Attempt, slowdown: float | None) -> _Attempt:
+        """Returns the attempt with its step as a race has told; as it is without a race."""
+        if slowdown is None:
+            return attempt
+        simulated = predict(attempt.plan, self.links, self.timeline, slowdown)
+        return attempt.changed(simulated=simulated, slowdown=slowdown)
+
+    def with_forecast(self, attempts: Sequence[_Attempt], options: Sequence[Policy]) -> Plan:
         """Returns the plan of the first attempt, with predictions for all."""
         chosen, *others = (attempt.prediction for attempt in attempts)
 
         def predict_all(links: Links) -> list[Prediction]:
             return [
-                attempt.changed(simulated=predict(attempt.plan, links, self.timeline)).prediction
+                attempt.changed(simulated=attempt.predicted(links, self.timeline)).prediction
                 for attempt in attempts
             ]
 
@@ -205,7 +252,34 @@ class _Search:
             best.bucket_bytes,
             self.notes,
         )
-        return dataclasses.replace(plan, forecasts=(forecast,))
+        buckets = [
+            dataclasses.replace(bucket, candidates=self.candidates(with_rows, options))
+            for bucket, with_rows in zip(plan.buckets, best.plan.buckets, strict=True)
+        ]
+        return dataclasses.replace(plan, buckets=tuple(buckets), forecasts=(forecast,))
+
+    def candidates(self, bucket: Bucket, options: Iterable[Policy]) -> tuple[Candidate, ...]:
+        """Returns what the exchange of one bucket takes by each scheme that was open to it."""
+        first = bucket.descriptions[0]
+        schemes = dict.fromkeys(
+            [bucket.scheme, *(policy.choose(first, self.topology).scheme for policy in options)]
+        )
+        found = []
+        for scheme in schemes:
+            if scheme.takes_factors and not all(d.factors for d in bucket.descriptions):
+                continue
+            if bucket.length < scheme.min_length:
+                continue
+            other = dataclasses.replace(bucket, scheme=scheme)
+            times = bucket_times(other, self.topology, self.links)
+            found.append(
+                Candidate(
+                    name=str(scheme),
+                    cross_bytes=other.cost(self.topology).cross_bytes,
+                    seconds=alone_seconds(times, self.links),
+                )
+            )
+        return tuple(found) if len(found) > 1 else ()
 
 
 def _first(policies: Mapping[str, Policy]) -> Policy:
@@ -237,13 +311,17 @@ class _Assigned(Policy):
         return policy.choose(description, topology)
 
 
-def predict(plan: Plan, links: Links, timeline: Timeline | None = None) -> Simulated:
+def predict(
+    plan: Plan, links: Links, timeline: Timeline | None = None, slowdown: float = 1.0
+) -> Simulated:
     """Predicts the step of a plan.
 
     Args:
       plan: Plan of the step.
       links: Links of the job.
       timeline: Times of a step's computation; `None` (default) for a step that computes nothing.
+      slowdown: Time of its exchanges, as a multiple of what links and speeds of ranks tell
+        (default 1).
 
     Returns:
       The prediction, the same on all ranks.
@@ -251,11 +329,14 @@ def predict(plan: Plan, links: Links, timeline: Timeline | None = None) -> Simul
     if timeline is None:
         members = [member for bucket in plan.buckets for member in bucket.members]
         timeline = Timeline.without_computation(1 + max(members, default=0))
+    chains = [bucket_times(bucket, plan.topology, links) for bucket in plan.buckets]
+    if slowdown != 1.0:
+        chains = [tuple(stage.slowed(slowdown) for stage in chain) for chain in chains]
     return simulate(
-        [bucket_times(bucket, plan.topology, links) for bucket in plan.buckets],
+        chains,
         [max(timeline.ready_s[m] for m in bucket.members) for bucket in plan.buckets],
         timeline.compute_s,
-        links.collective_s,
+        slowdown * links.collective_s,
     )
 
 

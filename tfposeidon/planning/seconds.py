@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from tfposeidon.communication.links import Links, Rates
 from tfposeidon.communication.topology import Topology
@@ -41,6 +41,14 @@ class StageTime:
     def seconds(self) -> float:
         """Seconds of the stage by itself, once Horovod's thread has begun it."""
         return self.latency_s + self.load_s
+
+    def slowed(self, factor: float) -> StageTime:
+        """Returns the stage on ranks and links that take longer.
+
+        Args:
+          factor: Its time, as a multiple of this one.
+        """
+        return replace(self, latency_s=factor * self.latency_s, load_s=factor * self.load_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +89,19 @@ def exchange_seconds(
       is computed.
     """
     times = stage_times(scheme, length, itemsize, tuple(factors), topology, links)
-    waits = sum(links.collective_s for time in times if time.operation is not None)
-    return waits + sum(time.seconds for time in times)
+    return alone_seconds(times, links)
+
+
+def alone_seconds(times: Iterable[StageTime], links: Links) -> float:
+    """Returns the seconds of an exchange by itself, whose collectives all find the thread idle.
+
+    Args:
+      times: Times of its stages.
+      links: Links of the job.
+    """
+    return sum(
+        time.seconds + (links.collective_s if time.operation is not None else 0.0) for time in times
+    )
 
 
 def stage_times(

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 from typing_extensions import override
 
+from tfposeidon.communication.links import Links
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description
 from tfposeidon.policies.auto import Auto
@@ -69,8 +70,8 @@ class Rules(Policy):
         return Choice(AllReduce(), "no rule matches")
 
     @override
-    def candidates(self, topology: Topology) -> dict[str, Policy]:
-        found = [policy.candidates(topology) for _, policy in self.rules]
+    def candidates(self, topology: Topology, links: Links | None) -> dict[str, Policy]:
+        found = [policy.candidates(topology, links) for _, policy in self.rules]
         names = dict.fromkeys(itertools.chain(*found))
         return {name: self._with_candidates(name, found) for name in names}
 
@@ -87,6 +88,11 @@ class Rules(Policy):
     @override
     def margin(self) -> float:
         return max(policy.margin for _, policy in self.rules) if self.rules else 0.0
+
+    @property
+    @override
+    def races(self) -> bool:
+        return any(policy.races for _, policy in self.rules)
 
     @property
     @override
