@@ -1,6 +1,7 @@
 """`auto` on real ranks: it measures, plans, plans again, and trains as one process would."""
 
 import contextlib
+import dataclasses
 
 import keras
 import numpy as np
@@ -25,7 +26,7 @@ WIDTH, LAYERS = 400, 6
 @contextlib.contextmanager
 def links(found):
     """Sets the links of the job; "measure" makes the next step measure them."""
-    before = runtime._links
+    before = runtime.links()
     runtime.set_links(found)
     try:
         yield
@@ -187,18 +188,57 @@ def case_resume_at_every_step(wire):
 
 
 def case_a_resumed_run_takes_the_links_of_the_snapshot(wire):
-    folder, found = shared_folder(wire), given(wire, "123mbit")
-    for known in (found, "measure"):
+    folder, seen = shared_folder(wire), []
+    for known, epochs in (("measure", 1), ("measure", 2), (given(wire, "123mbit"), 3)):
         keras.utils.clear_session(free_memory=False)
         model, data = small()
         optimizer = tp.DistributedOptimizer(sgd())
         checkpoint = keras_callbacks.Checkpoint(folder)
-        epochs = 1 if known is found else 2
-        with links(known):
+        with links(known), LogLines() as lines:
             train_together(model, data, optimizer, wire, callbacks=[checkpoint], epochs=epochs)
-            assert runtime.links() == found
-        assert f"links: {found}" in str(optimizer.plan)
+            seen.append(runtime.links())
+        assert f"links: {seen[-1]}" in str(optimizer.plan)
         assert optimizer.plan.forecasts[0].knows_computation
+        others = [line for line in lines if "not those of the snapshot" in line]
+        assert bool(others) == (epochs == 3 and wire.topology.rank == 0), lines
+    assert seen[0] == seen[1]
+    assert len(seen[0].hosts) == len(wire.topology.nodes)
+    assert seen[2] == given(wire, "123mbit")
+
+
+def case_slow_steps_are_planned_again(wire):
+    """Links that were measured on a better day: they are measured again, and the plan follows."""
+    model, data = wide(steps=120)
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(race=False))
+    least, plan_again.LEAST_GAIN = plan_again.LEAST_GAIN, 0.0
+    rosy = dataclasses.replace(
+        given(wire, "400gbit"), rates=tp.Rates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), collective_s=0.0
+    )
+    fast = tp.Link(latency_s=0.0, bytes_per_s=1e12)
+    rosy = dataclasses.replace(rosy, node=rosy.node and fast, across=fast)
+    watched, plan_again.WATCHED_STEPS = plan_again.WATCHED_STEPS, 5
+    try:
+        with links("measure"), LogLines() as lines:
+            runtime.keep_links(rosy)
+            train_together(model, data, optimizer, wire)
+            assert runtime.links() != rosy
+    finally:
+        plan_again.LEAST_GAIN, plan_again.WATCHED_STEPS = least, watched
+    same_on_all_ranks(model.get_weights(), wire)
+    if wire.topology.rank == 0:
+        assert any("times as long as predicted" in line for line in lines), lines
+
+
+def case_close_plans_are_raced(wire):
+    model, data = wide(steps=12)
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(halves=True, margin=0.0))
+    with links(given(wire, "100gbit")):
+        train_together(model, data, optimizer, wire)
+    same_on_all_ranks(model.get_weights(), wire)
+    raced = optimizer.exchange.plans.to_dict()["raced"]
+    assert all(other == raced for other in exchange_objects(raced, wire, "raced"))
+    assert len(raced) >= 2, optimizer.plan
+    assert "timed exchanges, as multiples of the predicted ones" in str(optimizer.plan)
 
 
 def case_without_links_it_is_all_reduce(wire):

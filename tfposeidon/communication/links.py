@@ -140,6 +140,7 @@ class Links:
       spread: Distance of the quartiles of measured times, as a share of their median.
       ranks_per_core: Ranks of a node per core that they may run on, where most share one; 0 if
         that is not known.
+      hosts: Names of the nodes that they were measured on; empty for links that were given.
 
     Raises:
       ValueError: If a number is out of its range, or there is no link at all.
@@ -160,6 +161,7 @@ class Links:
     measured_at: str = ""
     spread: float = 0.0
     ranks_per_core: float = 0.0
+    hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         ranges.check_number("collective_s", self.collective_s, ranges.NOT_NEGATIVE)
@@ -240,6 +242,7 @@ class Links:
                 name: None if found.get(name) is None else Link(**found.pop(name))
                 for name in ("node", "across")
             }
+            found["hosts"] = tuple(found.get("hosts", ()))
             return cls(**found | links | {"rates": Rates(**found["rates"])})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(

@@ -28,7 +28,8 @@ MEASURE: Literal["measure"] = "measure"
 
 log = logging.getLogger("tfposeidon")
 _wire: HorovodWire | None = None
-_links: Links | Literal["measure"] | None = None
+_links: Links | None = None
+_measures_links = False
 
 
 def init(
@@ -98,23 +99,33 @@ def wire() -> Wire:
 
 def links() -> Links | None:
     """Returns the links of this job; `None` where they are not known, or not yet."""
-    return _links if isinstance(_links, Links) else None
+    return _links
 
 
-def shall_measure_links() -> bool:
-    """Returns whether links are to be measured at the first step that needs them."""
-    return _links == MEASURE
+def measures_links() -> bool:
+    """Returns whether links are measured in this job: at the first step that needs them."""
+    return _measures_links
 
 
-def set_links(links: Links | Literal["measure"] | None) -> None:
+def set_links(given: Links | Literal["measure"] | None) -> None:
     """Sets the links of this job, by which later plans are made.
 
     Args:
-      links: Links, the same on all ranks; "measure" to measure them at the next step that needs
+      given: Links, the same on all ranks; "measure" to measure them at the next step that needs
         them, or `None` for links that are not known.
     """
+    global _links, _measures_links
+    _links, _measures_links = (None, True) if given == MEASURE else (given, False)
+
+
+def keep_links(measured: Links) -> None:
+    """Keeps links that were measured, in this job or in the one that it resumes.
+
+    Args:
+      measured: The links, the same on all ranks.
+    """
     global _links
-    _links = links
+    _links = measured
 
 
 def _take_links(given: Any, topology: Topology) -> None:

@@ -6,7 +6,6 @@ that is trained in parts calls it with several.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -21,6 +20,7 @@ from tfposeidon.exchange import factor_agreement, layer_norms
 from tfposeidon.exchange.effective_rate import EffectiveRate
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.measured import Measured
+from tfposeidon.exchange.race import Race
 from tfposeidon.exchange.scheme_states import descriptions_of
 from tfposeidon.gradients.description import Description, describe, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
@@ -56,6 +56,8 @@ class AgreedPlans:
         # By the paths of variables, as snapshots name them.
         self._measured: dict[tuple[str, ...], Measured] = {}
         self._learnt: dict[tuple[str, ...], Measured] = {}
+        self._race = Race()
+        self._left: set[str] = set()
         self._notes: dict[str, None] = {}
         self._zeros = Zeros()
 
@@ -150,7 +152,7 @@ class AgreedPlans:
             own = {
                 "scheme": repr(self.policy),
                 "bucket_bytes": self.bucket_bytes,
-                "links": links.to_json() if links else runtime.shall_measure_links(),
+                "links": links.to_json() if links else runtime.measures_links(),
             }
             exchanger.agree(f"tp{next(_numbers)}", grads, own | settings)
             self._plan_step(grads, variables, inner_optimizer, settings)
@@ -158,19 +160,21 @@ class AgreedPlans:
     def _plan_step(
         self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]
     ) -> None:
-        self._measure_links()
+        if self.leave_open and runtime.links() is None:
+            _measure_links()
         if self.policy.reads_factors or self.leave_open:
             replicated = [*variables, *inner_optimizer.variables]
             self._plan_again(grads, variables, replicated)
         self._choose_norms(variables, inner_optimizer)
         self._take_notes(grads, variables, inner_optimizer, settings)
 
-    def _measure_links(self) -> None:
-        if not self.leave_open or not runtime.shall_measure_links():
-            return
-        with tf.init_scope():
-            runtime.set_links(probe.measure(runtime.wire()))
-        runtime.say("tfposeidon: links: %s.", runtime.links())
+    def measure_links_again(self) -> None:
+        """Measures links that were measured before; those that were given stay.
+
+        All ranks call it together.
+        """
+        if runtime.measures_links():
+            _measure_links()
 
     def change_policy(self, policy: Policy) -> None:
         """Drops all plans; those of the next traced step follow `policy`.
@@ -180,6 +184,7 @@ class AgreedPlans:
         """
         self.policy = policy
         self._measured.clear()
+        self._left.clear()
         self.forget()
 
     def forget(self) -> None:
@@ -192,7 +197,7 @@ class AgreedPlans:
     @property
     def leave_open(self) -> bool:
         """True if the predicted step decides, and may decide otherwise once steps have run."""
-        knows_links = runtime.links() is not None or runtime.shall_measure_links()
+        knows_links = runtime.links() is not None or runtime.measures_links()
         # What servers update was cut when the optimizer was built, and stays.
         return knows_links and self.policy.leaves_open and not self.policy.updates_at_servers
 
@@ -202,7 +207,7 @@ class AgreedPlans:
         return self.leave_open and not self._measured
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what the plans were made by, for JSON: links and what steps have measured."""
+        """Returns what plans were made by, for JSON: links, and what steps and races measured."""
         links = runtime.links()
         return {
             "nodes": runtime.wire().topology.nodes,
@@ -210,13 +215,14 @@ class AgreedPlans:
             "measured": [
                 {"paths": paths, **asdict(measured)} for paths, measured in self._measured.items()
             ],
+            "raced": self._race.known,
         }
 
     def resume(self, saved: dict[str, Any]) -> bool:
         """Plans by what the plans of an earlier run were made by, if this one is on the same nodes.
 
-        Its links take the place of those that are still to be measured. Links that were given stay,
-        and if they are others than those of the earlier run, plans are made anew.
+        Where both measure links, those of the earlier run are kept. Otherwise, if links are others
+        than those of the earlier run, plans are made anew. All ranks call it together.
 
         Args:
           saved: Result of `to_dict` in the earlier run, from JSON.
@@ -224,17 +230,23 @@ class AgreedPlans:
         Returns:
           True if later plans may be others than those so far.
         """
-        nodes = [list(node) for node in runtime.wire().topology.nodes]
+        wire = runtime.wire()
+        nodes = [list(node) for node in wire.topology.nodes]
         if not self.leave_open or saved["links"] is None or saved["nodes"] != nodes:
             return False
         links = Links.from_json(saved["links"], "the snapshot")
-        if runtime.links() != links and not runtime.shall_measure_links():
+        if runtime.measures_links() and links.hosts == probe.hosts_of(wire):
+            runtime.keep_links(links)
+        if runtime.links() != links:
+            runtime.say("tfposeidon: links are not those of the snapshot: plans are made anew.")
             return False
-        runtime.set_links(links)
         self._measured = {
-            tuple(one["paths"]): Measured(one["first_s"], one["compute_s"], tuple(one["rows"]))
+            tuple(one["paths"]): Measured(
+                one["first_s"], one["compute_s"], one["step_s"], tuple(one["rows"])
+            )
             for one in saved["measured"]
         }
+        self._race = Race(saved["raced"])
         self.forget()
         return True
 
@@ -256,13 +268,33 @@ class AgreedPlans:
             measured = found.get(_paths(descriptions))
             if measured is None:
                 continue
-            best = self._plan(descriptions, measured)
+            best = self._plan(descriptions, measured, races=True)
             if best.buckets == exchanger.plan.buckets:
-                exchanger.plan = replace(exchanger.plan, forecasts=best.forecasts)
+                exchanger.plan = best
+                continue
+            if best.digest in self._left:
+                # Never back and forth.
                 continue
             now = predict(self._of_last_step(exchanger), links, measured.timeline)
             saved_s += now.step_s - best.forecasts[0].chosen.step_s
         return saved_s
+
+    def slowness(self, found: Mapping[tuple[str, ...], Measured]) -> float:
+        """Returns how much longer steps take than predicted, as a multiple; 0 without predictions.
+
+        Args:
+          found: What was measured, by the paths of a list of variables.
+        """
+        ratios = [0.0]
+        for exchanger in self.agreed_exchangers:
+            measured = found.get(_paths(descriptions_of(exchanger.plan)))
+            if measured is not None:
+                ratios += [
+                    measured.step_s / forecast.chosen.step_s
+                    for forecast in exchanger.plan.forecasts
+                    if forecast.knows_computation
+                ]
+        return max(ratios)
 
     def adopt(self, *, changes: bool) -> None:
         """Keeps what was learnt, by which plans are made from now on, in resumed runs too.
@@ -272,6 +304,7 @@ class AgreedPlans:
         """
         self._measured, self._learnt = self._learnt, {}
         if changes:
+            self._left |= {exchanger.plan.digest for exchanger in self.agreed_exchangers}
             self.forget()
 
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
@@ -287,8 +320,16 @@ class AgreedPlans:
                 yield self._effective_rates[key].variable, rate
                 yield states.had_gradient, StateDescription(name="had_gradient", members=members)
 
-    def _plan(self, descriptions: Sequence[Description], measured: Measured | None = None) -> Plan:
-        topology = runtime.wire().topology
+    def _plan(
+        self,
+        descriptions: Sequence[Description],
+        measured: Measured | None = None,
+        *,
+        races: bool = False,
+    ) -> Plan:
+        """Makes a plan; with `races` all ranks do it together, and may time some exchanges."""
+        wire = runtime.wire()
+        topology = wire.topology
         measured = measured or self._measured.get(_paths(descriptions))
         return choose_plan(
             descriptions if measured is None else measured.with_rows(descriptions),
@@ -298,6 +339,7 @@ class AgreedPlans:
             bucket_bytes=self.bucket_bytes,
             timeline=None if measured is None else measured.timeline,
             notes=[] if topology.size > 1 else ["one rank: nothing is sent"],
+            race=(lambda plans: self._race.times(plans, wire)) if races else None,
         )
 
     def _of_last_step(self, exchanger: Exchanger) -> Plan:
@@ -315,7 +357,7 @@ class AgreedPlans:
         found = factor_agreement.find_factors(grads, descriptions, replicated)
         with tf.init_scope():
             everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
-        plan = self._plan(factor_agreement.merge_findings(descriptions, everybody))
+        plan = self._plan(factor_agreement.merge_findings(descriptions, everybody), races=True)
         if self.leave_open:
             self._check_same_plan(plan, f"{exchanger.prefix}.plan")
         factor_agreement.check_any_factors(plan, self.policy)
@@ -326,9 +368,8 @@ class AgreedPlans:
 
     def _check_same_plan(self, plan: Plan, name: str) -> None:
         """Compares what predicted steps have decided, which rests on floating-point numbers."""
-        mine = hashlib.sha256(repr([(b.scheme, b.members) for b in plan.buckets]).encode())
         with tf.init_scope():
-            everybody = exchange_objects(mine.hexdigest(), runtime.wire(), name)
+            everybody = exchange_objects(plan.digest, runtime.wire(), name)
         agreement.require_equal(
             everybody,
             "All ranks must make the same plan",
@@ -369,6 +410,12 @@ class AgreedPlans:
 
     def _note(self, text: str) -> None:
         self._notes[text] = None
+
+
+def _measure_links() -> None:
+    with tf.init_scope():
+        runtime.keep_links(probe.measure(runtime.wire()))
+    runtime.say("tfposeidon: links: %s.", runtime.links())
 
 
 def _key(variables: list[Any]) -> Any:

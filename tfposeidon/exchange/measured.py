@@ -16,11 +16,13 @@ class Measured:
     Attributes:
       first_s: Seconds from the end of one exchange to the first gradient of the next.
       compute_s: Seconds from the end of one exchange to the last gradient of the next.
+      step_s: Seconds from the end of one exchange to the end of the next.
       rows: Rows of each gradient's factors on a rank; 0 without factors.
     """
 
     first_s: float
     compute_s: float
+    step_s: float
     rows: tuple[float, ...]
 
     @property

@@ -7,6 +7,7 @@ may decide, and no order may follow from a set.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Sequence
@@ -71,7 +72,7 @@ class Bucket:
     descriptions: tuple[Description, ...]
     scheme: Scheme
     choices: tuple[Choice, ...]
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[Candidate, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def length(self) -> int:
@@ -220,6 +221,12 @@ class Plan:
     def cost(self) -> Cost:
         """Cost of all buckets together, as this rank sends them."""
         return sum((bucket.cost(self.topology) for bucket in self.buckets), Cost())
+
+    @cached_property
+    def digest(self) -> str:
+        """Text that tells plans of other schemes, buckets, variables or rows apart."""
+        content = [(b.scheme, b.members, b.descriptions) for b in self.buckets]
+        return hashlib.sha256(repr(content).encode()).hexdigest()
 
     def to_json(self) -> str:
         """Returns the plan as JSON.

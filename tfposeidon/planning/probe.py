@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -108,9 +109,9 @@ def measure(wire: Wire, budget_s: float = BUDGET_S) -> Links:
     lengths, samples = [probe.length for probe in probes], []
     for number in range(MOST_ROUNDS):
         times = timed(lengths)
-        mine = [time.perf_counter() - begin_s, _ranks_per_core(topology), times]
+        mine = [time.perf_counter() - begin_s, times]
         everybody = exchange_objects(mine, wire, f"tp.links.round_{number}")
-        slowest = [max(ranks) for ranks in zip(*(found for *_, found in everybody), strict=True)]
+        slowest = [max(ranks) for ranks in zip(*(found for _, found in everybody), strict=True)]
         is_late = everybody[0][0] > budget_s
         larger = [
             _enlarged(probe, length, seconds)
@@ -125,17 +126,31 @@ def measure(wire: Wire, budget_s: float = BUDGET_S) -> Links:
     names = [*(probe.name for probe in probes), *WORK]
     by_name = dict(zip(names, zip(*samples, strict=True), strict=True))
     known = [replace(probe, length=length) for probe, length in zip(probes, lengths, strict=True)]
+    hosts, ranks_per_core = _surroundings(wire)
     links = replace(
         estimate(known, by_name, topology, _rates(by_name)),
-        ranks_per_core=max(ranks_per_core for _, ranks_per_core, _ in everybody),
+        hosts=hosts,
+        ranks_per_core=ranks_per_core,
     )
     # All plan by the same figures, to the last bit, also where processors differ.
     agreed = exchange_objects(links.to_json(), wire, "tp.links.agreed")[0]
     return Links.from_json(agreed, "rank 0")
 
 
-def _ranks_per_core(topology: Topology) -> float:
-    return _rounded(topology.node.size / len(os.sched_getaffinity(0)))
+def hosts_of(wire: Wire) -> tuple[str, ...]:
+    """Returns the name of each node; all ranks call it together.
+
+    Args:
+      wire: Collectives of the job.
+    """
+    names = exchange_objects(socket.gethostname(), wire, "tp.links.hosts")
+    return tuple(names[node[0]] for node in wire.topology.nodes)
+
+
+def _surroundings(wire: Wire) -> tuple[tuple[str, ...], float]:
+    """Returns the names of the nodes, and the ranks of a node per core where most share one."""
+    mine = _rounded(wire.topology.node.size / len(os.sched_getaffinity(0)))
+    return hosts_of(wire), max(exchange_objects(mine, wire, "tp.links.ranks_per_core"))
 
 
 def _enlarged(probe: Probe, length: int, seconds: float) -> int:

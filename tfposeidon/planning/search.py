@@ -27,9 +27,12 @@ LEAST_GAIN = 0.001
 RACED_WITHIN = 0.10
 """Share by which the predicted steps of two plans may differ that are raced."""
 
+RACE_S = 2.0
+"""Seconds that three exchanges of each plan of a race may be predicted to take."""
+
 Race = Callable[[Sequence[Plan]], Sequence[float]]
 """Times the exchanges of plans by themselves, on all ranks together; returns the seconds of each,
-the same on every rank, or nothing where that would take too long."""
+the same on every rank."""
 
 
 def choose_plan(
@@ -209,11 +212,12 @@ class _Search:
             # One that nobody is close to needs no race, unless the others have had theirs.
             if not runners or (len(close) == 1 and not slowdowns):
                 return found
-            times = race([attempt.plan for attempt in runners])
-            if not times:
+            alone = [predict(attempt.plan, self.links).step_s for attempt in runners]
+            if 3 * sum(alone) > RACE_S:
+                # Bytes decide about exchanges that long, and bytes are predicted well.
                 return found
-            for attempt, seconds in zip(runners, times, strict=True):
-                alone_s = predict(attempt.plan, self.links).step_s
+            times = race([attempt.plan for attempt in runners])
+            for attempt, seconds, alone_s in zip(runners, times, alone, strict=True):
                 slowdowns[attempt.name] = seconds / alone_s if alone_s else 1.0
             found = [self.slowed(one, slowdowns.get(one.name)) for one in attempts]
 

@@ -1,4 +1,4 @@
-"""A second look at plans, once steps have told how long they compute."""
+"""Further looks at plans, once steps have told how long they compute and how long they take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from tfposeidon.exchange.scheme_states import descriptions_of
 from tfposeidon.training import session
 
 UNTIMED_STEPS, TIMED_STEPS = 2, 5
-"""Updates that are not timed, the first of which is traced, and those after them that are."""
+"""Updates that are not timed, the first of which is traced, and those after them by which plans are
+made again."""
+WATCHED_STEPS, MOST_WATCHED_STEPS = 20, 640
+"""Updates after which steps are compared with predictions: twice as many each time, up to these."""
+SLOWER, SLOW_TIMES = 1.3, 2
+"""Time of steps, as a multiple of the predicted one, that makes plans anew if it is found so many
+times in turn."""
+MOST_CHANGES = 3
+"""Times that plans are made again in one `fit`, the first included."""
 LEAST_GAIN = 3.0
 """Time to be saved in the steps that are left, as a multiple of that of tracing a step."""
 LEAST_TRACE_S = 0.5
@@ -25,24 +33,29 @@ LEAST_TRACE_S = 0.5
 
 Found = dict[str, list[Any]]
 """What a rank has measured, for JSON: by the paths of a list of variables the times of its first
-and last gradient, and the rows of each gradient's factors in an exchange."""
+and last gradient and of a whole step, and the rows of each gradient's factors in an exchange."""
 
 
 class PlanAgain(keras.callbacks.Callback):
     """Plans again, by measured times of forward and backward pass, where `auto` decides.
 
-    All ranks do it at the same batch: after the first steps, or, where an epoch ends with the first
-    rank that is out of data, at the beginning of the next one. The step is traced anew only if the
-    new plan is predicted to save more time than that takes.
+    All ranks do it at the same batch: after the first steps, and when steps stay slower than
+    predicted, where links are measured anew unless they were given. Where an epoch ends with the
+    first rank that is out of data, it happens at the beginning of the next one. The step is traced
+    anew only if the new plan is predicted to save more time than that takes.
 
     On GPUs, where ops are queued, nothing tells how long steps compute: the first plan stays.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_skipping = self._has_decided = self._waits_for_flush = False
+        self._is_skipping = self._is_watching = self._waits_for_flush = False
         self._steps = self._epoch = self._batches = 0
+        # The step after which the times of a window begin, and its last one.
+        self._begin = self._end = 0
+        self._window, self._slow, self._changes = WATCHED_STEPS, 0, 0
         self._trace_s = LEAST_TRACE_S
+        self._has_planned = False
         self._open: list[Any] = []
         self._found: Found | None = None
 
@@ -50,12 +63,22 @@ class PlanAgain(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._session = session.of(self.model)
         on_gpu = bool(tf.config.list_physical_devices("GPU"))
-        self._has_decided = on_gpu or not self._find_open()
+        self._is_watching = not on_gpu and bool(self._find_open())
+        self._has_planned = not any(o.exchange.plans.may_learn for o in self._open)
+        timed = WATCHED_STEPS if self._has_planned else TIMED_STEPS
+        self._time(UNTIMED_STEPS, timed)
 
     def _find_open(self) -> list[Any]:
         """Finds the optimizers whose plans may change; a schedule may have changed their policy."""
-        self._open = [o for o in self._session.optimizers if o.exchange.plans.may_learn]
+        self._open = [o for o in self._session.optimizers if o.exchange.plans.leave_open]
         return self._open
+
+    def _time(self, untimed: int, timed: int) -> None:
+        """Sets the next updates to be timed, after some that are not."""
+        # An optimizer that accumulates exchanges once in several steps.
+        self._begin = self._steps + untimed * self._calls
+        self._end = self._begin + timed * self._calls
+        self._found = None
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -75,8 +98,8 @@ class PlanAgain(keras.callbacks.Callback):
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._batches = batch + 1
-        is_done = self._has_decided and not self._waits_for_flush
-        if is_done or self._is_skipping:
+        is_idle = not self._is_watching and not self._waits_for_flush
+        if is_idle or self._is_skipping:
             return
         self._time_step()
         # Ranks that end an epoch together need the exchange that they know until its end.
@@ -87,22 +110,17 @@ class PlanAgain(keras.callbacks.Callback):
         self._steps += 1
         if self._steps == 1:
             self._trace_s = max(LEAST_TRACE_S, time.perf_counter() - self._begin_s)
-        # An optimizer that accumulates exchanges once in several steps.
-        if self._steps == UNTIMED_STEPS * self._calls:
+        if self._steps == self._begin:
             for optimizer in self._open:
                 for exchanger in optimizer.exchange.exchangers:
                     exchanger.times.reset()
-        elif self._steps == self._last_step:
+        elif self._steps == self._end:
             self._found = self._measured()
 
     @property
     def _calls(self) -> int:
         """Steps between two exchanges, at most."""
         return max((o.gradient_accumulation_steps or 1 for o in self._open), default=1)
-
-    @property
-    def _last_step(self) -> int:
-        return (UNTIMED_STEPS + TIMED_STEPS) * self._calls
 
     def _measured(self) -> Found:
         found: Found = {}
@@ -113,29 +131,54 @@ class PlanAgain(keras.callbacks.Callback):
                 if means is not None:
                     paths = [d.path for d in descriptions_of(exchanger.plan)]
                     rows = (calls * exchanger.own_rows.numpy()).tolist()
-                    found["\n".join(paths)] = [means.first_s, means.compute_s, rows]
+                    times = [means.first_s, means.compute_s, means.step_s]
+                    found["\n".join(paths)] = [*times, rows]
         return found
 
     def _continue(self) -> None:
         """Decides once all ranks have timed their steps, and changes once nothing is kept."""
-        # Where epochs end early on some ranks, all are asked whether they have.
-        has_tried = self._session.watches_absence or self._steps >= self._last_step
-        if not self._has_decided and has_tried:
-            self._decide()
-        elif self._waits_for_flush and all(o.exchange.has_flushed for o in self._open):
-            self._adopt(changes=True)
+        if self._waits_for_flush:
+            if all(o.exchange.has_flushed for o in self._open):
+                self._adopt(changes=True)
+        # Where epochs end early on some ranks, all are asked whether they have timed enough.
+        elif self._is_watching and (self._session.watches_absence or self._steps == self._end):
+            self._look()
 
-    def _decide(self) -> None:
+    def _look(self) -> None:
+        """Plans for the first time by what steps have measured, or if they are slow, once more."""
         everybody = exchange_objects([self._found, self._trace_s], runtime.wire(), "tp.plan_again")
         ranks = [found for found, _ in everybody]
         if any(found is None for found in ranks):
             # Too few steps on one of them; the next epoch may have more.
             return
-        self._has_decided = True
         found = {tuple(paths.split("\n")): one for paths, one in _joined(ranks).items()}
+        if self._has_planned and not self._stay_slow(found):
+            self._window = min(MOST_WATCHED_STEPS, 2 * self._window)
+            self._time(0, self._window)
+            return
+        self._has_planned = True
+        self._changes += 1
+        # What is slow for a reason that no plan changes is not looked at for ever.
+        self._is_watching = self._changes < MOST_CHANGES
+        self._plan(found, max(trace_s for _, trace_s in everybody))
+
+    def _stay_slow(self, found: dict[tuple[str, ...], Measured]) -> bool:
+        """Returns whether steps were slow some times in turn; if so, links are measured anew."""
+        plans = [optimizer.exchange.plans for optimizer in self._find_open()]
+        slowness = max((one.slowness(found) for one in plans), default=0.0)
+        self._slow = self._slow + 1 if slowness > SLOWER else 0
+        if self._slow < SLOW_TIMES:
+            return False
+        self._slow = 0
+        runtime.say("tfposeidon: steps take %.2f times as long as predicted.", slowness)
+        # Links belong to the job, not to an optimizer.
+        plans[0].measure_links_again()
+        return True
+
+    def _plan(self, found: dict[tuple[str, ...], Measured], trace_s: float) -> None:
         saved_s = sum(optimizer.exchange.plans.learn(found) for optimizer in self._find_open())
-        trace_s = max(trace_s for _, trace_s in everybody)
         if saved_s * self._steps_left / self._calls <= LEAST_GAIN * trace_s:
+            self._time(0, self._window)
             if not saved_s:
                 self._adopt(changes=False)
             return
@@ -154,6 +197,7 @@ class PlanAgain(keras.callbacks.Callback):
             optimizer.exchange.plans.adopt(changes=changes)
         if changes:
             self._session.retrace()
+            self._time(UNTIMED_STEPS, self._window)
 
     @property
     def _steps_left(self) -> int:
@@ -170,7 +214,7 @@ def _joined(ranks: list[Found]) -> dict[str, Measured]:
     for paths in ranks[0]:
         same = [found[paths] for found in ranks if paths in found]
         if len(same) == len(ranks):
-            first_s, compute_s, rows = zip(*same, strict=True)
+            *times, rows = zip(*same, strict=True)
             mean_rows = tuple(np.mean(rows, axis=0).tolist())
-            joined[paths] = Measured(max(first_s), max(compute_s), mean_rows)
+            joined[paths] = Measured(*map(max, times), rows=mean_rows)
     return joined
