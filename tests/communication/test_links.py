@@ -84,7 +84,7 @@ def test_units_count_once():
             "must hold what `Links.to_json` returned. Received: f: ",
         ),
         (lambda: Links.from_json("[]", "f"), "`format` is not 1"),
-        (lambda: _parsed(25), '`links` must be "measure", a rate such as "25gbit"'),
+        (lambda: _parsed(25), '`links` must be "measure", "unknown", a rate such as "25gbit"'),
         (lambda: _parsed("25"), "A rate must be a text with its unit. Received: '25'"),
         (lambda: _parsed("0gbit"), "A rate must be in 8kbit..1tbit"),
         (lambda: _parsed(GIVEN), "Links must be those of nodes with as many ranks"),

@@ -303,6 +303,7 @@ def test_demo_compares_schemes(tmp_path):
     found = {}
     for label in (
         "Horovod's all-reduce",
+        "tfposeidon auto, exact",
         "tfposeidon hybcomm, exact",
         "tfposeidon hitopk, top 1 %",
     ):
@@ -316,6 +317,10 @@ def test_demo_compares_schemes(tmp_path):
         assert sent_mb < 0.2 * horovod_mb
         assert times_faster == pytest.approx(horovod_ms / step_ms, abs=0.1)
         assert times_faster > 1
+    # What it found: factors for the dense layers, and why.
+    assert "it took: sfb and " in done.stdout
+    assert "predicted step: " in done.stdout
+    assert "measured step: " in done.stdout
     assert f"wrote {plot}" in done.stdout or "Matplotlib is missing" in done.stdout
     assert plot.exists() == (f"wrote {plot}" in done.stdout)
     assert "oneDNN" not in done.stdout

@@ -36,7 +36,7 @@ class Trouble(keras.callbacks.Callback):
 
 
 def main(kind):
-    tp.init(stall_timeout_s=20, transport_timeout_s=10)
+    tp.init(stall_timeout_s=20, transport_timeout_s=10, links="unknown")
     model = models.mlp()
     model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss=models.LOSS)
     epochs = 10_000 if kind == "none" else 1

@@ -332,8 +332,8 @@ def parse_links(given: Any, topology: Topology, device: str) -> Links:
         links = read_links(given)
     else:
         raise ValueError(
-            '`links` must be "measure", a rate such as "25gbit", a file, or tfposeidon.Links. '
-            f"Received: links={given!r}"
+            '`links` must be "measure", "unknown", a rate such as "25gbit", a file, or '
+            f"tfposeidon.Links. Received: links={given!r}"
         )
     links.check_fits(topology)
     return links

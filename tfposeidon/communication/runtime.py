@@ -25,6 +25,8 @@ LAYOUT_PATIENCE_S = 120.0
 
 MEASURE: Literal["measure"] = "measure"
 """Links that are measured when the first step that needs them is traced."""
+UNKNOWN = "unknown"
+"""Links that nobody measures."""
 
 log = logging.getLogger("tfposeidon")
 _wire: HorovodWire | None = None
@@ -55,8 +57,9 @@ def init(
       pin_gpu: True to give each rank of a node the GPU of its local rank, with memory growth.
       links: Links by which `scheme="auto"` plans, the same on all ranks: `"measure"` to measure
         them at the first step, a rate between nodes in one direction with its unit, such as
-        `"25gbit"`, a `tfposeidon.Links`, or the path of a file that holds one. Without them
-        (default) `"auto"` is all-reduce.
+        `"25gbit"`, a `tfposeidon.Links`, the path of a file that holds one, or `"unknown"`, with
+        which `"auto"` is all-reduce. By default they are measured, but on GPUs, where measuring
+        is untried, they are unknown.
 
     Returns:
       The topology as this rank sees it: `rank`, `size`, `nodes`.
@@ -76,7 +79,8 @@ def init(
     global _wire
     if _wire is not None:
         _check_same_layout(_wire.topology, ranks_per_node)
-        _take_links(links, _wire.topology)
+        if links is not None:
+            _take_links(links, _wire.topology)
         return _wire.topology
     _check_horovod()
     # Before the start, at which Horovod reads its environment.
@@ -130,15 +134,17 @@ def keep_links(measured: Links) -> None:
 
 def _take_links(given: Any, topology: Topology) -> None:
     # A single rank has none, whatever the script says for larger jobs.
-    if given is None or topology.size == 1:
-        return
-    if given == MEASURE:
-        set_links(MEASURE)
+    if topology.size == 1:
         return
     import tensorflow as tf
 
-    device = "v100" if tf.config.list_physical_devices("GPU") else "cpu"
-    set_links(parse_links(given, topology, device))
+    on_gpu = bool(tf.config.list_physical_devices("GPU"))
+    if given is None:
+        given = UNKNOWN if on_gpu else MEASURE
+    if given in (MEASURE, UNKNOWN):
+        set_links(MEASURE if given == MEASURE else None)
+    else:
+        set_links(parse_links(given, topology, "v100" if on_gpu else "cpu"))
 
 
 def rank() -> int:

@@ -3,7 +3,8 @@
   python -m tfposeidon demo
 
 Trains a model in the lab, on emulated nodes with slow links between them: by Horovod's all-reduce,
-by a lossless scheme and by a sparse one. It takes one to two minutes, and needs Linux with
+by what `auto` finds, by a lossless scheme and by a sparse one. It takes two minutes, and needs
+Linux with
 iproute2, as root or with user namespaces; elsewhere it says so, and the exit status is 0 as well.
 """
 
@@ -28,12 +29,13 @@ from tfposeidon.text import table
 
 LABELS = {
     "allreduce": "Horovod's all-reduce",
+    "auto": "tfposeidon auto, exact",
     "hybcomm": "tfposeidon hybcomm, exact",
     "hitopk": "tfposeidon hitopk, top 1 %",
 }
 """Schemes that are compared, and how they are called; the others are compared to the first."""
 # Those of the plots in docs/results, which benchmarks/figures.py keeps.
-COLORS = {"allreduce": "#6abf8b", "hybcomm": "#d6006e", "hitopk": "#7d4fd6"}
+COLORS = {"allreduce": "#6abf8b", "auto": "#0072b2", "hybcomm": "#d6006e", "hitopk": "#7d4fd6"}
 CLUSTER = Cluster(nodes=2, per_node=2, inter=2e8)
 SHRINK = 4
 MODEL = models.model("vgg19_32").shrunk(SHRINK)

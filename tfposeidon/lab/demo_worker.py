@@ -6,10 +6,12 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from typing_extensions import override
 
 import tfposeidon
 from tfposeidon.communication import runtime
@@ -17,9 +19,13 @@ from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.lab.accelerator import emulated_model
 from tfposeidon.lab.demo import MODEL
 from tfposeidon.lab.network import payload_bytes
+from tfposeidon.planning.plan import Plan
+from tfposeidon.training import plan_again
 
-WARM_UP_STEPS = 2
-"""Steps of each scheme that are not timed: the first is traced, and opens connections."""
+WARM_UP_STEPS = {"auto": 2 * plan_again.UNTIMED_STEPS + plan_again.TIMED_STEPS}
+FEWEST_WARM_UP_STEPS = 2
+"""Steps of a scheme that are not timed: the first is traced, and opens connections; `auto` plans
+again by the times of some, and traces once more."""
 
 
 def main(arguments: list[str]) -> None:
@@ -52,24 +58,51 @@ def measure(model: keras.Model, scheme: str, steps: int) -> dict[str, float]:
     """
     optimizer = tfposeidon.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme=scheme)
     model.compile(optimizer=optimizer, loss="mse")
-    data = np.ones((model.inputs[0].shape[0], 1), "float32")
-    for _ in range(WARM_UP_STEPS):
-        model.train_on_batch(data, data)
-    sent_before, own_steps_s = payload_bytes(), []
-    for _ in range(steps):
-        begin_s = time.perf_counter()
-        model.train_on_batch(data, data)
-        own_steps_s.append(time.perf_counter() - begin_s)
-    # Each rank counts what its whole node sends.
-    own_bytes = (payload_bytes() - sent_before) / steps / runtime.wire().topology.node.size
+    batch = model.inputs[0].shape[0]
+    warm_up = WARM_UP_STEPS.get(scheme, FEWEST_WARM_UP_STEPS)
+    data = np.ones((batch * (warm_up + steps), 1), "float32")
+    watch = Watch()
+    model.fit(data, data, batch_size=batch, shuffle=False, verbose=0, callbacks=[watch])
+    own_steps_s, own_bytes = np.diff(watch.seen, axis=0)[-steps:].T
     wire = runtime.wire()
-    steps_s = exchange_objects(own_steps_s, wire, "demo.steps")
-    sent_bytes = exchange_objects(own_bytes, wire, "demo.bytes")
+    steps_s = exchange_objects(own_steps_s.tolist(), wire, "demo.steps")
+    # Each rank counts what its whole node sends.
+    node_bytes = float(np.mean(own_bytes)) / wire.topology.node.size
+    sent_bytes = exchange_objects(node_bytes, wire, "demo.bytes")
     # All ranks wait for the slowest; the median drops steps that the machine disturbed.
     step_s = float(np.median(np.max(steps_s, axis=0)))
     if wire.topology.rank == 0:
         print(f"{scheme}: {1e3 * step_s:.0f} ms per step", flush=True)
+        show_choice(optimizer.plan)
     return {"step_s": step_s, "sent_bytes": float(np.mean(sent_bytes))}
+
+
+class Watch(keras.callbacks.Callback):
+    """Notes when each step ends, and how many bytes this rank's node has sent by then.
+
+    Attributes:
+      seen: Pairs of seconds and bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[float, int]] = []
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append((time.perf_counter(), payload_bytes()))
+
+
+def show_choice(plan: Plan) -> None:
+    """Prints the schemes of a plan that predicted steps have chosen, and the predictions.
+
+    Args:
+      plan: Plan of an optimizer; nothing is printed where nothing was left open.
+    """
+    for forecast in plan.forecasts:
+        if forecast.others:
+            print(f"  it took: {forecast.chosen}")
+            print("\n".join(f"  {line}" for line in forecast.lines()), flush=True)
 
 
 if __name__ == "__main__":

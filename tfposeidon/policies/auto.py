@@ -26,7 +26,8 @@ from tfposeidon.schemes import (
 class Auto(Policy):
     """Takes the scheme and the bucket size with which a step is predicted to be shortest.
 
-    It needs the links of the job: `tfposeidon.init(links="measure")` measures them. Without them
+    It needs the links of the job, which are measured at the first step unless they are given to
+    `tfposeidon.init(links=...)`. On GPUs they are measured only if that is asked for; without them
     every variable goes by all-reduce. By default only schemes are considered whose means are exact
     to rounding.
 
