@@ -28,6 +28,9 @@ HEADER_BYTES = 66
 FLOW_CLASSES = 1024
 """Classes of limited connections. Two that fall into one share its rate: of 8 busy connections of a
 node, some do in 3 of 100 networks. To make 4096 takes 3 s a node, these take 0.1 s."""
+LONGEST_WITHOUT_DATA = 100
+"""Bytes of an IP packet without data, at most: headers with time stamps and three selective
+acknowledgements."""
 # Classic BPF, which every `tc` takes: source port xor destination port of an IPv4 packet without
 # options, its low bits, and 2: before them. Both ports, as PyTorch listens on one for all ranks,
 # and Gloo on one for each pair.
@@ -41,6 +44,16 @@ CLASS_OF_CONNECTION = ",".join(
         f"84 0 0 {FLOW_CLASSES - 1}",  # A = A and mask
         f"4 0 0 {0x20001}",  # A = A + 2:1
         "22 0 0 0",  # return A
+    ]
+)
+# Packets without data, acknowledgements among them, go to the first class, all else to the second.
+CLASS_OF_PACKET = ",".join(
+    [
+        "4",
+        f"40 0 0 {2**32 - 2**20 + 2}",  # A = total length of the IPv4 packet
+        f"37 0 1 {LONGEST_WITHOUT_DATA}",  # if A > limit go on, else skip one
+        f"6 0 0 {0x10003}",  # return 1:3
+        f"6 0 0 {0x10002}",  # return 1:2
     ]
 )
 # sysfs shows the interfaces of the namespace that mounted it, and `payload_bytes` reads them there.
@@ -281,39 +294,58 @@ def _connect(built: Network, node: int) -> None:
     _call(*inside, "ip", "link", "set", "dev", INTERFACE, "up")
     # At both ends, as a queue shapes only what leaves an interface.
     rate = built.cluster.rate(node)
-    _call("tc", "qdisc", "add", "dev", port(node), "root", *_queue(rate))
+    _call("tc", "-batch", "-", text="\n".join(_shaped_link(port(node), rate)))
     flow = built.cluster.flow
     if flow is None:
-        _call(*inside, "tc", "qdisc", "add", "dev", INTERFACE, "root", *_queue(rate))
+        _call(*inside, "tc", "-batch", "-", text="\n".join(_shaped_link(INTERFACE, rate)))
+        if rate is not None:
+            # Smaller than what the link lets through at once; by default up to 64 kB go as one.
+            size = str(min(burst_bytes(rate), 65536))
+            _call(*inside, "ip", "link", "set", "dev", INTERFACE, "gso_max_size", size)
     else:
         # Where they leave their node is enough: connections share nothing before that.
         _call(*inside, "tc", "-batch", "-", text="\n".join(_limited_connections(rate, flow)))
     if built.cluster.intra is not None:
         # With its usual 64 kB, single packets would not fit into the bucket.
         _call(*inside, "ip", "link", "set", "dev", "lo", "mtu", "1500")
-        _call(*inside, "tc", "qdisc", "add", "dev", "lo", "root", *_queue(built.cluster.intra))
+        _call(*inside, "tc", "-batch", "-", text="\n".join(_shaped_link("lo", built.cluster.intra)))
 
 
-def _queue(rate: float | None) -> list[str]:
-    """Returns a token bucket for `tc`, or, where nothing is shaped, a plain queue that counts."""
+def _shaped_link(device: str, rate: float | None) -> Iterator[str]:
+    """Yields commands for `tc`: a link on which acknowledgements need not wait behind data.
+
+    In one queue they would wait for what the other direction has in it, and a link that is busy in
+    both directions would stand still at times, as no network with fair queues does.
+
+    Args:
+      device: Interface whose packets are shaped as they leave it.
+      rate: Bits per second; `None` for a plain queue that counts.
+    """
     if rate is None:
-        return ["pfifo", "limit", "10000"]
-    return [
-        "tbf",
-        "rate",
-        f"{rate:.0f}bit",
-        "burst",
-        str(burst_bytes(rate)),
-        "limit",
-        str(queue_bytes(rate)),
-    ]
+        yield f"qdisc add dev {device} root pfifo limit 10000"
+        return
+    burst = burst_bytes(rate)
+    # The quantum only matters between classes of one priority; the default warns.
+    both = f"ceil {rate:.0f}bit burst {burst} cburst {burst} quantum 60000"
+    yield f"qdisc add dev {device} root handle 1: htb default 3"
+    yield f"class add dev {device} parent 1: classid 1:1 htb rate {rate:.0f}bit {both}"
+    # Each may have all of the link; the shares only say what nobody takes from the other.
+    for number, share in ((2, 0.1), (3, 0.9)):
+        yield (
+            f"class add dev {device} parent 1:1 classid 1:{number} htb rate {share * rate:.0f}bit "
+            f"prio {number} {both}"
+        )
+        yield f"qdisc add dev {device} parent 1:{number} bfifo limit {queue_bytes(rate)}"
+    bytecode = f'bytecode "{CLASS_OF_PACKET}"'
+    yield f"filter add dev {device} parent 1: protocol ip prio 1 bpf {bytecode} classid 1:3"
 
 
 def _limited_connections(rate: float | None, flow: float) -> Iterator[str]:
     """Yields commands for `tc`: a class per connection, below the token bucket of the link."""
     parent = "root"
     if rate is not None:
-        yield f"qdisc add dev {INTERFACE} root handle 1: {' '.join(_queue(rate))}"
+        bucket = f"rate {rate:.0f}bit burst {burst_bytes(rate)} limit {queue_bytes(rate)}"
+        yield f"qdisc add dev {INTERFACE} root handle 1: tbf {bucket}"
         parent = "parent 1:1"
     yield f"qdisc add dev {INTERFACE} {parent} handle 2: htb default 1"
     burst = burst_bytes(flow)
