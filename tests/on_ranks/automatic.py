@@ -40,6 +40,15 @@ def given(wire, rate, **options):
     return tp.Links.of(rate, ranks_per_node=per_node, **options)
 
 
+def ideal(wire, bytes_per_s):
+    """Returns links whose bytes alone take time."""
+    known = given(wire, "1gbit")
+    link = tp.Link(latency_s=0.0, bytes_per_s=bytes_per_s)
+    return dataclasses.replace(
+        known, collective_s=0.0, node=known.node and link, across=known.across and link
+    )
+
+
 def wide(steps=30):
     """A model whose exchange and computation take about as long as each other."""
     layers = [keras.layers.Dense(WIDTH, activation="tanh") for _ in range(LAYERS)]
@@ -80,19 +89,9 @@ def case_it_plans_again_by_measured_times(wire):
     reference = train_alone(clone, data, sgd())
     optimizer = tp.DistributedOptimizer(sgd())
     least, plan_again.LEAST_GAIN = plan_again.LEAST_GAIN, 0.0
-    slow = given(wire, "1gbit")
     per_layer_s = 0.004
-    link = tp.Link(latency_s=0.0, bytes_per_s=4 * WIDTH**2 / per_layer_s)
-    slow = tp.Links(
-        rates=slow.rates,
-        collective_s=0.0,
-        ranks_per_node=slow.ranks_per_node,
-        device="cpu",
-        node=slow.node and link,
-        across=link,
-    )
     try:
-        with links(slow), LogLines() as lines:
+        with links(ideal(wire, 4 * WIDTH**2 / per_layer_s)), LogLines() as lines:
             check_equal(train_together(model, data, optimizer, wire), reference)
     finally:
         plan_again.LEAST_GAIN = least
@@ -211,11 +210,7 @@ def case_slow_steps_are_planned_again(wire):
     model, data = wide(steps=120)
     optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(race=False))
     least, plan_again.LEAST_GAIN = plan_again.LEAST_GAIN, 0.0
-    rosy = dataclasses.replace(
-        given(wire, "400gbit"), rates=tp.Rates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), collective_s=0.0
-    )
-    fast = tp.Link(latency_s=0.0, bytes_per_s=1e12)
-    rosy = dataclasses.replace(rosy, node=rosy.node and fast, across=fast)
+    rosy = ideal(wire, bytes_per_s=1e12)
     watched, plan_again.WATCHED_STEPS = plan_again.WATCHED_STEPS, 5
     try:
         with links("measure"), LogLines() as lines:
@@ -231,8 +226,9 @@ def case_slow_steps_are_planned_again(wire):
 
 def case_close_plans_are_raced(wire):
     model, data = wide(steps=12)
-    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(halves=True, margin=0.0))
-    with links(given(wire, "100gbit")):
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(margin=0.0))
+    # The ring and the all-to-all send as many bytes.
+    with links(ideal(wire, bytes_per_s=1e8)):
         train_together(model, data, optimizer, wire)
     same_on_all_ranks(model.get_weights(), wire)
     raced = optimizer.exchange.plans.to_dict()["raced"]

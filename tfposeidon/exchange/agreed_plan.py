@@ -21,6 +21,7 @@ from tfposeidon.exchange.effective_rate import EffectiveRate
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.measured import Measured
 from tfposeidon.exchange.race import Race
+from tfposeidon.exchange.resumed import Resumed
 from tfposeidon.exchange.scheme_states import descriptions_of
 from tfposeidon.gradients.description import Description, describe, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
@@ -58,6 +59,7 @@ class AgreedPlans:
         self._learnt: dict[tuple[str, ...], Measured] = {}
         self._race = Race()
         self._left: set[str] = set()
+        self._resumed: dict[tuple[str, ...], Resumed] = {}
         self._notes: dict[str, None] = {}
         self._zeros = Zeros()
 
@@ -74,7 +76,10 @@ class AgreedPlans:
         """
         key = _key(variables)
         if key not in self._exchangers:
-            plan = self._plan([describe(v) for v in variables])
+            descriptions = [describe(v) for v in variables]
+            resumed = self._resumed.get(_paths(descriptions))
+            # Without it nobody knows, before the first step shows factors, what schemes have kept.
+            plan = resumed.plan(descriptions) if resumed else self._plan(descriptions)
             rules.check_momentum(plan, inner_optimizer)
             self._exchangers[key] = Exchanger(plan, runtime.wire(), self._zeros)
             self._effective_rates[key] = EffectiveRate()
@@ -189,6 +194,7 @@ class AgreedPlans:
 
     def forget(self) -> None:
         """Drops all plans; those of the next traced step are made by what is known then."""
+        self._resumed.clear()
         self._exchangers.clear()
         self._effective_rates.clear()
         self._norms.clear()
@@ -216,6 +222,7 @@ class AgreedPlans:
                 {"paths": paths, **asdict(measured)} for paths, measured in self._measured.items()
             ],
             "raced": self._race.known,
+            "plans": [Resumed.of(exchanger.plan).to_dict() for exchanger in self.agreed_exchangers],
         }
 
     def resume(self, saved: dict[str, Any]) -> bool:
@@ -248,6 +255,8 @@ class AgreedPlans:
         }
         self._race = Race(saved["raced"])
         self.forget()
+        plans = [Resumed.from_dict(one) for one in saved["plans"]]
+        self._resumed = {plan.paths: plan for plan in plans}
         return True
 
     def learn(self, found: Mapping[tuple[str, ...], Measured]) -> float:
@@ -328,8 +337,7 @@ class AgreedPlans:
         races: bool = False,
     ) -> Plan:
         """Makes a plan; with `races` all ranks do it together, and may time some exchanges."""
-        wire = runtime.wire()
-        topology = wire.topology
+        topology = runtime.wire().topology
         measured = measured or self._measured.get(_paths(descriptions))
         return choose_plan(
             descriptions if measured is None else measured.with_rows(descriptions),
@@ -339,7 +347,7 @@ class AgreedPlans:
             bucket_bytes=self.bucket_bytes,
             timeline=None if measured is None else measured.timeline,
             notes=[] if topology.size > 1 else ["one rank: nothing is sent"],
-            race=(lambda plans: self._race.times(plans, wire)) if races else None,
+            race=lambda plans: self._race.times(plans, runtime.wire() if races else None),
         )
 
     def _of_last_step(self, exchanger: Exchanger) -> Plan:

@@ -41,18 +41,23 @@ class Race:
     def __init__(self, known: dict[str, float] | None = None) -> None:
         self.known: dict[str, float] = dict(known or {})
 
-    def times(self, plans: Sequence[Plan], wire: Wire) -> list[float]:
+    def times(self, plans: Sequence[Plan], wire: Wire | None) -> list[float]:
         """Returns how long one exchange of each plan takes.
 
         Args:
           plans: Plans with the rows of factors, the same on every rank.
-          wire: Collectives that join the ranks.
+          wire: Collectives that join the ranks, who all call it together; `None` where a rank asks
+            for itself, and nothing may be timed.
 
         Returns:
-          Seconds on the slowest rank, the median of some rounds; the same on every rank.
+          Seconds on the slowest rank, the median of some rounds, the same on every rank; nothing
+          if a plan has not been timed and `wire` is `None`.
         """
         new = [plan for plan in plans if plan.digest not in self.known]
+        if new and wire is None:
+            return []
         if new:
+            assert wire is not None
             with tf.init_scope():
                 seconds = _timed(new, wire, f"tp.race_{next(_numbers)}")
             self.known.update(zip((plan.digest for plan in new), seconds, strict=True))

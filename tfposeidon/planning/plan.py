@@ -225,7 +225,10 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Text that tells plans of other schemes, buckets, variables or rows apart."""
-        content = [(b.scheme, b.members, b.descriptions) for b in self.buckets]
+        content = [
+            (b.scheme, b.members, [_what_is_sent(d, b.takes_factors) for d in b.descriptions])
+            for b in self.buckets
+        ]
         return hashlib.sha256(repr(content).encode()).hexdigest()
 
     def to_json(self) -> str:
@@ -295,6 +298,11 @@ class Plan:
             reason_above = choice.reason
             rows.append((number, d.path, shape, d.dtype, *shown, reason))
         return rows
+
+
+def _what_is_sent(description: Description, by_factors: bool) -> tuple[Any, ...]:
+    factors = description.factors if by_factors else None
+    return description.path, description.shape, description.dtype, factors
 
 
 def make_plan(

@@ -31,8 +31,8 @@ RACE_S = 2.0
 """Seconds that three exchanges of each plan of a race may be predicted to take."""
 
 Race = Callable[[Sequence[Plan]], Sequence[float]]
-"""Times the exchanges of plans by themselves, on all ranks together; returns the seconds of each,
-the same on every rank."""
+"""Times the exchanges of plans by themselves; returns the seconds of each, the same on every rank,
+or nothing where they are not known and ranks are not there to time them."""
 
 
 def choose_plan(
@@ -217,6 +217,8 @@ class _Search:
                 # Bytes decide about exchanges that long, and bytes are predicted well.
                 return found
             times = race([attempt.plan for attempt in runners])
+            if not times:
+                return found
             for attempt, seconds, alone_s in zip(runners, times, alone, strict=True):
                 slowdowns[attempt.name] = seconds / alone_s if alone_s else 1.0
             found = [self.slowed(one, slowdowns.get(one.name)) for one in attempts]
