@@ -43,7 +43,9 @@ COLLECTIVES = (
     *("all_reduce@world", "all_gather@world", "all_gather@across", "all_gather@node"),
     *("all_to_all@world", "all_to_all@across", "all_to_all@node"),
 )
-LOCAL_WORK = tuple(f"{kind}@work" for kind in ("sum", "encode", "select", "scatter", "multiply"))
+LOCAL_WORK = tuple(
+    f"{kind}@work" for kind in ("nothing", "sum", "encode", "select", "scatter", "multiply")
+)
 RATES = ("100mbit", "200mbit", "1gbit", "unshaped")
 GRID = (
     (SYSTEMS, [str(2**power) for power in range(10, 27, 2)], RATES),

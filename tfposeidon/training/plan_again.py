@@ -214,7 +214,7 @@ def _joined(ranks: list[Found]) -> dict[str, Measured]:
     for paths in ranks[0]:
         same = [found[paths] for found in ranks if paths in found]
         if len(same) == len(ranks):
-            *times, rows = zip(*same, strict=True)
+            first_s, compute_s, step_s, rows = zip(*same, strict=True)
             mean_rows = tuple(np.mean(rows, axis=0).tolist())
-            joined[paths] = Measured(*map(max, times), rows=mean_rows)
+            joined[paths] = Measured(max(first_s), max(compute_s), max(step_s), mean_rows)
     return joined
