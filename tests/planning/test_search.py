@@ -288,12 +288,12 @@ def test_buckets_tell_what_other_schemes_would_have_taken():
 
 
 def test_scattered_measurements_decide_between_ring_and_torus_only():
-    wide = dataclasses.replace(SLOW, spread=0.8, measured_at="2026-11-23T22:00:00+00:00")
+    wide = dataclasses.replace(SLOW, uncertainty=0.8, measured_at="2026-11-23T22:00:00+00:00")
     plan = _choose(policies.Auto(density=0.01), wide)
     assert _schemes(plan) == {"2dtar"}
     forecast = plan.forecasts[0]
     assert {one.name for one in (forecast.chosen, *forecast.others)} == {"2dtar", "allreduce"}
-    assert "spread by 80%: only all-reduce and the torus were considered" in str(plan)
+    assert "known to 80% only: nothing but all-reduce and the torus was considered" in str(plan)
 
 
 def test_many_ranks_per_core_are_not_validated():

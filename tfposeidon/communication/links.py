@@ -18,8 +18,8 @@ FORMAT = 1
 HEADERS = 1514 / 1448
 """Bytes on the wire for one of payload: Ethernet frames around TCP segments."""
 
-WIDE_SPREAD = 0.5
-"""Spread of measured times above which plans are not made by fine differences."""
+MOST_UNCERTAIN = 0.25
+"""Uncertainty of measured times above which plans are not made by fine differences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,8 @@ class Links:
       node: Link between the ranks of a node; `None` for nodes of one rank.
       across: Link of a node to the others; `None` for one node alone.
       measured_at: When they were measured, as ISO 8601; empty for links that were given.
-      spread: Distance of the quartiles of measured times, as a share of their median.
+      uncertainty: Standard error of measured times, as a share of them, for the message of which it
+        is largest; 0 for links that were given.
       ranks_per_core: Ranks of a node per core that they may run on, where most share one; 0 if
         that is not known.
       hosts: Names of the nodes that they were measured on; empty for links that were given.
@@ -159,14 +160,14 @@ class Links:
     node: Link | None = None
     across: Link | None = None
     measured_at: str = ""
-    spread: float = 0.0
+    uncertainty: float = 0.0
     ranks_per_core: float = 0.0
     hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         ranges.check_number("collective_s", self.collective_s, ranges.NOT_NEGATIVE)
         ranges.check_integer("ranks_per_node", self.ranks_per_node, 1)
-        ranges.check_number("spread", self.spread, ranges.NOT_NEGATIVE)
+        ranges.check_number("uncertainty", self.uncertainty, ranges.NOT_NEGATIVE)
         ranges.check_number("ranks_per_core", self.ranks_per_core, ranges.NOT_NEGATIVE)
         if self.node is None and self.across is None:
             raise ValueError(
@@ -212,9 +213,9 @@ class Links:
         )
 
     @property
-    def scatter(self) -> bool:
+    def is_uncertain(self) -> bool:
         """True if measured times differ so much that they tell little."""
-        return self.spread > WIDE_SPREAD
+        return self.uncertainty > MOST_UNCERTAIN
 
     def to_json(self) -> str:
         """Returns the text of a file that `from_json` reads."""
@@ -288,8 +289,8 @@ class Links:
             assert self.node is not None
             parts.append(f"{readable_rate_of_payload(self.node.bytes_per_s)} within the node")
         when = f"measured {self.measured_at}" if self.measured_at else "given"
-        spread = [f"times spread by {self.spread:.0%}"] if self.spread else []
-        return ", ".join([*parts, self.device, when, *spread])
+        known = [f"to {self.uncertainty:.0%}"] if self.uncertainty else []
+        return ", ".join([*parts, self.device, " ".join([when, *known])])
 
 
 def read_links(path: str | os.PathLike[str]) -> Links:

@@ -26,6 +26,7 @@ from tfposeidon.exchange.scheme_states import descriptions_of
 from tfposeidon.gradients.description import Description, describe, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.planning import advice, probe, rules
+from tfposeidon.planning.forecast import Forecast
 from tfposeidon.planning.plan import Plan, with_rows
 from tfposeidon.planning.search import choose_plan, predict
 from tfposeidon.policies import Policy
@@ -57,6 +58,8 @@ class AgreedPlans:
         # By the paths of variables, as snapshots name them.
         self._measured: dict[tuple[str, ...], Measured] = {}
         self._learnt: dict[tuple[str, ...], Measured] = {}
+        # Plans that stay unless their successors are adopted, with what is predicted for them now.
+        self._kept: list[tuple[Exchanger, Forecast]] = []
         self._race = Race()
         self._left: set[str] = set()
         self._resumed: dict[tuple[str, ...], Resumed] = {}
@@ -270,6 +273,7 @@ class AgreedPlans:
         """
         links = runtime.links()
         self._learnt, saved_s = dict(found), 0.0
+        self._kept.clear()
         if links is None or not self.leave_open:
             return saved_s
         for exchanger in self.agreed_exchangers:
@@ -284,8 +288,12 @@ class AgreedPlans:
             if best.digest in self._left:
                 # Never back and forth.
                 continue
-            now = predict(self._of_last_step(exchanger), links, measured.timeline)
-            saved_s += now.step_s - best.forecasts[0].chosen.step_s
+            (before,), (after,) = exchanger.plan.forecasts, best.forecasts
+            now = predict(
+                self._of_last_step(exchanger), links, measured.timeline, before.chosen.slowdown
+            )
+            self._kept.append((exchanger, after.kept(before, now)))
+            saved_s += now.step_s - after.chosen.step_s
         return saved_s
 
     def slowness(self, found: Mapping[tuple[str, ...], Measured]) -> float:
@@ -304,6 +312,12 @@ class AgreedPlans:
                     if forecast.knows_computation
                 ]
         return max(ratios)
+
+    def keep(self) -> None:
+        """Keeps the plans so far, though others were predicted to be faster."""
+        for exchanger, forecast in self._kept:
+            exchanger.plan = replace(exchanger.plan, forecasts=(forecast,))
+        self._kept.clear()
 
     def adopt(self, *, changes: bool) -> None:
         """Keeps what was learnt, by which plans are made from now on, in resumed runs too.

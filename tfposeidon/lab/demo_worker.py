@@ -22,10 +22,8 @@ from tfposeidon.lab.network import payload_bytes
 from tfposeidon.planning.plan import Plan
 from tfposeidon.training import plan_again
 
-WARM_UP_STEPS = {"auto": 2 * plan_again.UNTIMED_STEPS + plan_again.TIMED_STEPS}
-FEWEST_WARM_UP_STEPS = 2
-"""Steps of a scheme that are not timed: the first is traced, and opens connections; `auto` plans
-again by the times of some, and traces once more."""
+STEPS_OF_AUTO = plan_again.UNTIMED_STEPS + plan_again.TIMED_STEPS
+"""Steps of an epoch after which `auto` plans again by what they took."""
 
 
 def main(arguments: list[str]) -> None:
@@ -59,10 +57,13 @@ def measure(model: keras.Model, scheme: str, steps: int) -> dict[str, float]:
     optimizer = tfposeidon.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme=scheme)
     model.compile(optimizer=optimizer, loss="mse")
     batch = model.inputs[0].shape[0]
-    warm_up = WARM_UP_STEPS.get(scheme, FEWEST_WARM_UP_STEPS)
-    data = np.ones((batch * (warm_up + steps), 1), "float32")
+    # One that is traced, or that traces anew, and those that are timed.
+    per_epoch = max(1 + steps, STEPS_OF_AUTO if scheme == "auto" else 0)
+    data = np.ones((batch * per_epoch, 1), "float32")
     watch = Watch()
-    model.fit(data, data, batch_size=batch, shuffle=False, verbose=0, callbacks=[watch])
+    # As in a long training, of which two epochs are waited for: `auto` traces a step anew if that
+    # pays in those that are left.
+    model.fit(data, data, batch_size=batch, epochs=1000, verbose=0, callbacks=[watch])
     own_steps_s, own_bytes = np.diff(watch.seen, axis=0)[-steps:].T
     wire = runtime.wire()
     steps_s = exchange_objects(own_steps_s.tolist(), wire, "demo.steps")
@@ -78,7 +79,7 @@ def measure(model: keras.Model, scheme: str, steps: int) -> dict[str, float]:
 
 
 class Watch(keras.callbacks.Callback):
-    """Notes when each step ends, and how many bytes this rank's node has sent by then.
+    """Notes when each step ends, and how many bytes its node has sent; stops after two epochs.
 
     Attributes:
       seen: Pairs of seconds and bytes.
@@ -87,6 +88,10 @@ class Watch(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[float, int]] = []
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.stop_training = epoch == 1
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -83,6 +83,8 @@ class Forecast:
       knows_computation: True if the times of forward and backward pass are known. Otherwise the
         predictions are of a step that computes nothing.
       predict: Makes the predictions again, over other links.
+      is_kept: True if the plan stays although another is predicted to be faster, because the steps
+        that are left would save less than it takes to trace a step anew.
     """
 
     chosen: Prediction
@@ -93,6 +95,23 @@ class Forecast:
     knows_computation: bool
     predict: Predict = field(compare=False, repr=False)
     measured_s: float | None = None
+    is_kept: bool = False
+
+    def kept(self, before: Forecast, simulated: Simulated) -> Forecast:
+        """Returns the forecast of the plan that steps have followed, if it stays.
+
+        Args:
+          before: Forecast with which it was chosen.
+          simulated: Its step, by the links and times of this forecast.
+        """
+        chosen = dataclasses.replace(before.chosen, simulated=simulated)
+        others = sorted((self.chosen, *self.others), key=lambda one: one.step_s)
+        return dataclasses.replace(
+            self,
+            chosen=chosen,
+            others=tuple(one for one in others if str(one) != str(chosen)),
+            is_kept=True,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns predictions and links as a dictionary for JSON."""
@@ -120,16 +139,19 @@ class Forecast:
         if self.measured_s is not None:
             yield f"measured step: {1e3 * self.measured_s:.4g} ms, on this rank"
         yield f"links: {self.links}"
-        if self.links.scatter and self.others:
+        if self.links.is_uncertain and self.others:
             yield (
-                f"measured times spread by {self.links.spread:.0%}: only all-reduce and the torus "
-                "were considered"
+                f"links are known to {self.links.uncertainty:.0%} only: nothing but all-reduce and "
+                "the torus was considered"
             )
         if self.others:
             best = self.others[0]
             slower = best.step_s / self.chosen.step_s - 1 if self.chosen.step_s else 0.0
             yield f"next best: {best}, {abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
-            yield from self._changes()
+            if self.is_kept:
+                yield "kept: the steps that are left would save less than tracing a step takes"
+            else:
+                yield from self._changes()
         raced = {one.name: one.slowdown for one in (self.chosen, *self.others)}
         found = [f"{slowdown:.2f} ({name})" for name, slowdown in raced.items() if slowdown != 1.0]
         if found:

@@ -6,7 +6,8 @@ import datetime
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +23,8 @@ from tfposeidon.schemes.cost import Operation, Transfer
 BUDGET_S = 1.6
 """Seconds after which no further round begins."""
 MOST_ROUNDS, GROWING_ROUNDS = 15, 3
+SHORT_ROUNDS = 4
+"""Times that short messages are sent in a round: they scatter more, and take less time."""
 QUANTILE = 25
 """Percentile that counts: loads of others only ever make a round longer, but a single fast one may
 be a burst that a link lets through."""
@@ -104,31 +107,38 @@ def measure(wire: Wire, budget_s: float = BUDGET_S) -> Links:
       The links, the same on every rank.
     """
     begin_s, topology = time.perf_counter(), wire.topology
-    probes = [*small_probes(topology), *large_probes(topology)]
-    timed = _Round(wire, probes)
-    lengths, samples = [probe.length for probe in probes], []
+    short = _Round(wire, small_probes(topology), {}, "short")
+    long = _Round(wire, large_probes(topology), WORK, "long")
+    lengths, is_steady = [probe.length for probe in long.probes], False
+    samples: dict[str, list[float]] = defaultdict(list)
     for number in range(MOST_ROUNDS):
-        times = timed(lengths)
-        mine = [time.perf_counter() - begin_s, times]
+        often = [short([FEW_ELEMENTS] * len(short.probes)) for _ in range(SHORT_ROUNDS)]
+        once = long(lengths)
+        mine = [time.perf_counter() - begin_s, often, once]
         everybody = exchange_objects(mine, wire, f"tp.links.round_{number}")
-        slowest = [max(ranks) for ranks in zip(*(found for _, found in everybody), strict=True)]
         is_late = everybody[0][0] > budget_s
-        larger = [
-            _enlarged(probe, length, seconds)
-            for probe, length, seconds in zip(probes, lengths, slowest, strict=False)
-        ]
         # The first round is slow on all ranks, and tells lengths at most.
-        if number and (number >= GROWING_ROUNDS or is_late or larger == lengths):
-            samples.append(slowest)
+        if number:
+            for times in np.max([often for _, often, _ in everybody], axis=0):
+                short.note(times, samples)
+        slowest = np.max([once for *_, once in everybody], axis=0)
+        larger = [
+            _enlarged(length, seconds)
+            for length, seconds in zip(lengths, slowest.tolist(), strict=False)
+        ]
+        is_steady = is_steady or larger == lengths or number >= GROWING_ROUNDS or is_late
+        if number and is_steady:
+            long.note(slowest, samples)
         if is_late and number:
             break
-        lengths = lengths if samples else larger
-    names = [*(probe.name for probe in probes), *WORK]
-    by_name = dict(zip(names, zip(*samples, strict=True), strict=True))
-    known = [replace(probe, length=length) for probe, length in zip(probes, lengths, strict=True)]
+        lengths = lengths if is_steady else larger
+    probes = [
+        *short.probes,
+        *(replace(one, length=length) for one, length in zip(long.probes, lengths, strict=True)),
+    ]
     hosts, ranks_per_core = _surroundings(wire)
     links = replace(
-        estimate(known, by_name, topology, _rates(by_name)),
+        estimate(probes, samples, topology, _rates(samples)),
         hosts=hosts,
         ranks_per_core=ranks_per_core,
     )
@@ -153,9 +163,9 @@ def _surroundings(wire: Wire) -> tuple[tuple[str, ...], float]:
     return hosts_of(wire), max(exchange_objects(mine, wire, "tp.links.ranks_per_core"))
 
 
-def _enlarged(probe: Probe, length: int, seconds: float) -> int:
+def _enlarged(length: int, seconds: float) -> int:
     """Returns a length with which a probe of a rate takes long enough, or at least longer."""
-    if not probe.tells_rate or seconds >= LONG_ENOUGH_S:
+    if seconds >= LONG_ENOUGH_S:
         return length
     # Not straight to the length that this time promises: short messages may be a burst.
     factor = min(8.0, max(2.0, LONG_ENOUGH_S / seconds))
@@ -204,18 +214,29 @@ def _probe(name: str, operation: Operation, kind: str, topology: Topology, lengt
 
 
 class _Round:
-    """One round of all probes and of all local work, in one graph.
+    """One round of some probes and of local work, in one graph.
 
     Eagerly each call would take longer than the messages that it is to measure.
 
     Args:
       wire: Collectives of the job.
       probes: Probes to time.
+      work: Local work to time, by its kind.
+      name: Name of the round, the same on all ranks.
+
+    Attributes:
+      probes: Probes to time.
     """
 
-    def __init__(self, wire: Wire, probes: Sequence[Probe]) -> None:
-        self._wire = wire
-        self._probes = probes
+    def __init__(
+        self,
+        wire: Wire,
+        probes: Sequence[Probe],
+        work: Mapping[str, Callable[[tf.Tensor], tf.Tensor]],
+        name: str,
+    ) -> None:
+        self.probes = probes
+        self._wire, self._work, self._name = wire, work, f"tp.links.{name}"
         # Nothing in it is for AutoGraph, whose conversion takes longer than all the rest.
         self._function = tf.function(self._traced, autograph=False)
         self._vector = tf.random.stateless_normal([ELEMENTS], [1, 2])
@@ -232,20 +253,32 @@ class _Round:
         times, _ = self._function(tf.constant(lengths, tf.int32), self._vector)
         return [float(seconds) for seconds in times.numpy()]
 
+    def note(self, times: Iterable[float], samples: dict[str, list[float]]) -> None:
+        """Adds the times of one round.
+
+        Args:
+          times: Seconds of the slowest rank, as `__call__` orders them.
+          samples: Seconds by the name of the probe, or by the kind of work.
+        """
+        names = [*(probe.name for probe in self.probes), *self._work]
+        for name, seconds in zip(names, times, strict=True):
+            samples[name].append(float(seconds))
+
     def _traced(self, lengths: tf.Tensor, vector: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
         # Results are returned, or TensorFlow would leave out what is only waited for.
         times: list[tf.Tensor] = []
         used: list[tf.Tensor] = []
         end_s = tf.timestamp()
-        for number, probe in enumerate(self._probes):
+        for number, probe in enumerate(self.probes):
             begin_s = self._time_of_all(end_s, number, used)
             with tf.control_dependencies([begin_s]):
                 used.append(self._collective(probe, lengths[number], number))
             end_s = _time_after(used[-1])
             times.append(end_s - begin_s)
-        # All ranks are at it at once, after they have begun together.
-        end_s = self._time_of_all(end_s, len(times), used)
-        for work in WORK.values():
+        if self._work:
+            # All ranks are at it at once, after they have begun together.
+            end_s = self._time_of_all(end_s, len(times), used)
+        for work in self._work.values():
             begin_s = end_s
             with tf.control_dependencies([begin_s]):
                 used.append(work(vector))
@@ -258,11 +291,11 @@ class _Round:
         # A sum of what is no constant, which TensorFlow could fold.
         here = tf.reshape(tf.cast(before_s, tf.float32), [1])
         world = self._wire.topology.world
-        used.append(self._wire.all_reduce(here, world, f"tp.links.begin_{number}"))
+        used.append(self._wire.all_reduce(here, world, f"{self._name}.begin_{number}"))
         return _time_after(used[-1])
 
     def _collective(self, probe: Probe, length: tf.Tensor, number: int) -> tf.Tensor:
-        name, group = f"tp.links.{number}", probe.groups.get(self._wire.topology.rank)
+        name, group = f"{self._name}.{number}", probe.groups.get(self._wire.topology.rank)
         values = tf.ones(tf.reshape(length, [1]))
         if group is None:
             return values[:1]
@@ -345,7 +378,7 @@ def estimate(
         else None,
         across=across,
         measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        spread=_rounded(max(_spread(samples[p.name]) for p in probes)),
+        uncertainty=_rounded(max(_uncertainty(samples[p.name]) for p in probes)),
     )
 
 
@@ -419,10 +452,10 @@ def _quantile(values: Sequence[float]) -> float:
     return float(np.percentile(values, QUANTILE))
 
 
-def _spread(values: Sequence[float]) -> float:
-    """Returns the distance of the quartiles, as a share of the median."""
+def _uncertainty(values: Sequence[float]) -> float:
+    """Returns about the standard error of a quartile, as a share of the median."""
     low, middle, high = np.percentile(values, [25, 50, 75])
-    return float((high - low) / middle)
+    return float((high - low) / middle / len(values) ** 0.5)
 
 
 def _rounded(value: float) -> float:

@@ -70,7 +70,7 @@ class Auto(Policy):
     @override
     def candidates(self, topology: Topology, links: Links | None) -> dict[str, Policy]:
         schemes = self._schemes(topology)
-        if links is not None and links.scatter:
+        if links is not None and links.is_uncertain:
             # What differs by more than noise: how many connections carry the bytes, and how many
             # bytes there are.
             schemes = [scheme for scheme in schemes if isinstance(scheme, AllReduce | Torus2D)]

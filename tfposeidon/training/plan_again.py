@@ -179,7 +179,10 @@ class PlanAgain(keras.callbacks.Callback):
         saved_s = sum(optimizer.exchange.plans.learn(found) for optimizer in self._find_open())
         if saved_s * self._steps_left / self._calls <= LEAST_GAIN * trace_s:
             self._time(0, self._window)
-            if not saved_s:
+            if saved_s:
+                for optimizer in self._open:
+                    optimizer.exchange.plans.keep()
+            else:
                 self._adopt(changes=False)
             return
         runtime.say(
