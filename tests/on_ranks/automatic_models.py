@@ -1,0 +1,108 @@
+"""`auto` with what users have: data of unknown length, several optimizers, mixed precision."""
+
+import contextlib
+
+import keras
+import numpy as np
+
+import tfposeidon as tp
+from tests.on_ranks import hub, models, several_optimizers, uneven
+from tests.on_ranks.automatic import given, ideal, links
+from tests.on_ranks.models import same_on_all_ranks
+from tests.on_ranks.training import BATCH, check_equal, sgd, train_alone
+from tfposeidon.training import plan_again
+from tfposeidon.training.session import optimizers_of
+
+
+@contextlib.contextmanager
+def plans_are_changed():
+    """Lets plans change for the smallest gain, and steps be watched from early on."""
+    before = plan_again.LEAST_GAIN, plan_again.WATCHED_STEPS
+    plan_again.LEAST_GAIN, plan_again.WATCHED_STEPS = 0.0, 3
+    try:
+        yield
+    finally:
+        plan_again.LEAST_GAIN, plan_again.WATCHED_STEPS = before
+
+
+def _check_planned(optimizer):
+    assert optimizer.plan.forecasts
+    assert all(forecast.knows_computation for forecast in optimizer.plan.forecasts)
+
+
+def case_bert_of_texts_of_any_length(wire):
+    """Gradients without static shapes, and an embedding whose rows may travel as indices."""
+    steps = 10
+    data, start = hub._texts(steps * BATCH), hub._bert()
+    reference = train_alone(models.copy(hub._bert, start), data, sgd())
+    mine = models.of_any_length(
+        *models.share(data, BATCH, wire.topology), BATCH // wire.topology.size
+    )
+    for rate in (given(wire, "1gbit"), given(wire, "10mbit")):
+        model = models.copy(hub._bert, start)
+        optimizer = tp.DistributedOptimizer(sgd())
+        model.compile(optimizer=optimizer, loss=models.LOSS)
+        with links(rate), plans_are_changed():
+            model.fit(mine, shuffle=False, verbose=0)
+        check_equal(model.get_weights(), reference)
+        same_on_all_ranks(model.get_weights(), wire)
+        assert optimizer.plan.forecasts
+
+
+def case_two_optimizers_in_a_train_step_of_ones_own(wire):
+    noise, real = several_optimizers._data(80)
+    mine = slice(wire.topology.rank, None, wire.topology.size)
+    model = several_optimizers._gan(True, scheme="auto")
+    with links("measure"), plans_are_changed():
+        model.fit(noise[mine], real[mine], batch_size=4, epochs=3, verbose=0)
+    same_on_all_ranks(several_optimizers._state(model), wire)
+    for optimizer in optimizers_of(model):
+        _check_planned(optimizer)
+
+
+def case_ranks_with_other_numbers_of_batches(wire):
+    model, optimizer = uneven._compiled("auto")
+    data = uneven._of_unknown_length(10 + wire.topology.rank)
+    with links("measure"), plans_are_changed():
+        model.fit(data, epochs=3, verbose=0)
+    uneven._check_together(model, optimizer, wire, 30)
+    _check_planned(optimizer)
+
+
+class Batches(keras.utils.PyDataset):
+    """As users write them, on threads."""
+
+    def __init__(self, steps):
+        super().__init__(workers=2)
+        self._x, self._y = models.mlp.data(BATCH * steps)
+
+    def __len__(self):
+        return len(self._x) // BATCH
+
+    def __getitem__(self, index):
+        part = slice(index * BATCH, (index + 1) * BATCH)
+        return self._x[part], self._y[part]
+
+
+def case_mixed_precision_and_a_dataset_of_python(wire):
+    keras.config.set_dtype_policy("mixed_float16")
+    model = models.mlp()
+    optimizer = tp.DistributedOptimizer(sgd())
+    model.compile(optimizer=optimizer, loss=models.LOSS)
+    with links("measure"), plans_are_changed():
+        model.fit(Batches(12), epochs=2, verbose=0)
+    same_on_all_ranks(model.get_weights(), wire)
+    _check_planned(optimizer)
+
+
+def case_an_optimizer_that_trains_parts_in_turn(wire):
+    """One optimizer, two lists of variables: each has a plan of its own."""
+    kernels = [keras.Variable(np.ones((64, 64), "float32"), name=f"kernel_{i}") for i in range(2)]
+    optimizer = tp.DistributedOptimizer(sgd())
+    optimizer.build(kernels)
+    with links(ideal(wire, bytes_per_s=1e6)):
+        for turn in range(4):
+            kernel = kernels[turn % 2]
+            optimizer.apply([keras.ops.ones((64, 64)) * (wire.topology.rank + turn)], [kernel])
+    same_on_all_ranks([kernel.numpy() for kernel in kernels], wire)
+    assert len(optimizer.plan.forecasts) == 2
