@@ -79,7 +79,7 @@ def links_of(rows, layout, rate):
         if row is None:
             return None
         probes.append(dataclasses.replace(one, length=length))
-        samples[one.name] = [row["time_s"]]
+        samples[one.name] = [row["time_s"] - overhead_s(rows, layout)]
     links = probe.estimate(probes, samples, topology, rates_of(rows, layout))
     if near == rate:
         return links
@@ -95,6 +95,11 @@ def collective_name(one, topology):
     return f"{one.operation}@{kind}"
 
 
+def overhead_s(rows, layout):
+    """Returns the seconds of a function that does nothing, which are in all measured times."""
+    return rows[layout, "unshaped", "nothing@work", str(WORK)]["time_s"]
+
+
 def rates_of(rows, layout):
     """Returns the speed of a rank while all ranks of the lab work.
 
@@ -104,6 +109,7 @@ def rates_of(rows, layout):
     """
     times = {
         kind: rows[layout, "unshaped", f"{kind}@work", str(WORK)]["time_s"]
+        - overhead_s(rows, layout)
         for kind in ("sum", "encode", "select", "scatter", "multiply")
     }
     return probe.rates_of(times, WORK, PAIRS, 2.0 * 32 * WORK)
@@ -135,7 +141,7 @@ def compared(rows):
             "system": system,
             "size": size,
             "measured_s": row["time_s"],
-            "predicted_s": predicted(system, size, topology, known),
+            "predicted_s": overhead_s(rows, layout) + predicted(system, size, topology, known),
             "link_share": (row["limit_s"] or 0.0) / row["time_s"],
         }
 

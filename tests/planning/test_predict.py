@@ -11,6 +11,8 @@ from tfposeidon.planning import probe
 from tfposeidon.units import parse_rate
 
 LAYOUT = "2x2"
+CALL_S = 1e-3
+"""Seconds of a function that does nothing."""
 NODE = Link(latency_s=2e-4, bytes_per_s=1e9)
 RATES = Rates(sum_s=2e-9, encode_s=1e-9, select_s=3e-9, pair_s=6e-9, half_s=1e-7, operation_s=1e-11)
 SYSTEMS = ("allreduce", "2dtar", "hitopk:0.01", "topk:0.01")
@@ -29,7 +31,7 @@ def _links(rate):
 
 
 def _row(seconds):
-    return {"time_s": seconds, "scatter": 0.0, "limit_s": None}
+    return {"time_s": CALL_S + seconds, "scatter": 0.0, "limit_s": None}
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,7 @@ def rows():
                 predict.predicted(system, size, topology, links)
             )
     work = {
+        "nothing": 0.0,
         "sum": RATES.sum_s * predict.WORK,
         "encode": RATES.encode_s * predict.WORK,
         "select": RATES.select_s * predict.WORK + RATES.pair_s * predict.PAIRS,
