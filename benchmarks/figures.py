@@ -53,6 +53,7 @@ STYLES = {
     "ddp": Style("PyTorch DDP", "#6fa8d6", ours=False),
     "ddp-fp16": Style("PyTorch DDP, 16 bits", "#1f5a96", ours=False, marker="s"),
     "ddp-powersgd": Style("PyTorch DDP, PowerSGD", "#00a3a3", ours=False, marker="D"),
+    "jax": Style("Keras on JAX", "#b8860b", ours=False, marker="P"),
     "mirrored": Style("MirroredStrategy", "#d7b299", ours=False),
     "mirrored-packs": Style("MirroredStrategy, packs", "#9c6644", ours=False, marker="v"),
     "allreduce": Style("all-reduce", "#6abf8b"),

@@ -32,7 +32,15 @@ NATIVE_FLAGS = (
 )
 TIME_LIMIT_S = 3600
 # Name of a peer up to the first dash -> its worker.
-PEER_WORKERS = {"ddp": "ddp", "mirrored": "mirrored"}
+PEER_WORKERS = {"ddp": "ddp", "mirrored": "mirrored", "jax": "jax_fit"}
+# Keras takes one backend per process, and JAX another NumPy than TensorFlow: an environment apart.
+JAX = ROOT / "build" / "jax" / "bin" / "python"
+JAX_REMEDY = (
+    "python -m venv build/jax && build/jax/bin/pip install keras==3.15.1 jax==0.10.2 "
+    "typing_extensions"
+)
+INTERPRETERS = {"jax_fit": str(JAX)}
+"""Python of workers that need another one than this."""
 
 
 class JobError(Exception):
@@ -270,7 +278,7 @@ def in_lab(options, worker, task):
             "TERM",
             sys.executable,
             *lab,
-            sys.executable,
+            INTERPRETERS.get(worker, sys.executable),
             "-m",
             f"benchmarks.workers.{worker}",
             request,

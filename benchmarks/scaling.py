@@ -7,7 +7,8 @@
 Accelerators are emulated: compute takes the papers' times, dilated (everything is D times slower,
 links too), and where a model would not fit into memory it is shrunk by f, and links by f squared.
 Bandwidths are named as they would be on the real cluster. Peers are Horovod called directly,
-PyTorch DDP and MultiWorkerMirroredStrategy. An interrupted run goes on.
+PyTorch DDP, Keras on JAX with `keras.distribution` and MultiWorkerMirroredStrategy. An interrupted
+run goes on.
 """
 
 import importlib.util
@@ -19,9 +20,9 @@ from benchmarks import figures, harness
 from tfposeidon.lab import models
 
 SYSTEMS = ("alone", "allreduce", "asa", "asa16", "2dtar", "2dtar:float16")
-PEERS = ("horovod", "horovod-fp16", "ddp", "ddp-fp16", "ddp-powersgd", "mirrored-packs")
+PEERS = ("horovod", "horovod-fp16", "ddp", "ddp-fp16", "ddp-powersgd", "jax", "mirrored-packs")
 # PowerSGD sends everything in its first two steps.
-WARM_UP = {"keras_fit": 2, "ddp": 3, "mirrored": 2}
+WARM_UP = {"keras_fit": 2, "ddp": 3, "mirrored": 2, "jax_fit": 2}
 DILATION = 4.0
 SHRINK = {
     "googlenet": 4,
@@ -64,6 +65,9 @@ def parse_arguments():
     if not importlib.util.find_spec("torch"):
         print("Left out: PyTorch DDP, for PyTorch is missing. Run: pip install torch==2.13.0")
         options.systems = [system for system in options.systems if not system.startswith("ddp")]
+    if not harness.JAX.exists() and "jax" in options.systems:
+        print(f"Left out: Keras on JAX, for its environment is missing. Run: {harness.JAX_REMEDY}")
+        options.systems.remove("jax")
     return options
 
 

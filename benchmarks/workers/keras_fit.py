@@ -2,7 +2,7 @@
 
 Systems: a scheme's name ("2dtar:float16" has that type on the wire), "ps-late" (the store, after
 the whole backward pass), "ps-adam" (the store, with factors of dense layers sent to one server
-each), "horovod" and "horovod-fp16" (one named all-reduce per gradient, fused by Horovod), and
+each), "auto" ("auto:halves" and "auto:density" allow 16 bits and the top 1 %), "horovod" and "horovod-fp16" (one named all-reduce per gradient, fused by Horovod), and
 "alone" (nothing is exchanged).
 """
 
@@ -22,6 +22,7 @@ from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.lab.accelerator import emulated_model
 from tfposeidon.lab.network import payload_bytes
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
+from tfposeidon.training import plan_again
 
 COMPRESSION = {"horovod": "none", "horovod-fp16": "fp16"}
 # What is no scheme of that name; "dense..." are the dense layers of the emulated models.
@@ -29,7 +30,12 @@ SCHEMES = {
     "hybcomm": "hybcomm",
     "ps-late": "ps",
     "ps-adam": [("dense[0-9]+/kernel", "adam"), (".*", "ps")],
+    "auto": tp.policies.Auto(),
+    "auto:halves": tp.policies.Auto(halves=True),
+    "auto:density": tp.policies.Auto(halves=True, density=0.01),
 }
+STEPS_OF_AUTO = plan_again.UNTIMED_STEPS + plan_again.TIMED_STEPS
+"""Steps after which `auto` plans again by what they took, at the beginning of the next epoch."""
 
 
 class StepTimer(keras.callbacks.Callback):
@@ -39,12 +45,18 @@ class StepTimer(keras.callbacks.Callback):
 
     Args:
       wire: The collectives.
-      warm_up: Number of steps that are not timed.
+      warm_up: Number of steps of an epoch that are not timed.
+      last_epoch: Index of the epoch that counts, after which training stops.
     """
 
-    def __init__(self, wire, warm_up):
+    def __init__(self, wire, warm_up, last_epoch):
         super().__init__()
-        self.wire, self.warm_up, self.times = wire, warm_up, []
+        self.wire, self.warm_up, self.last_epoch, self.times = wire, warm_up, last_epoch, []
+
+    @override
+    def on_epoch_begin(self, epoch, logs=None):
+        # The last epoch counts.
+        self.times = []
 
     @override
     def on_train_batch_begin(self, batch, logs=None):
@@ -62,6 +74,10 @@ class StepTimer(keras.callbacks.Callback):
             # Here and not after the epoch: as this callback could stop training, ranks exchange
             # zeros once more when an epoch ends.
             self.after = self._node_bytes()
+
+    @override
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = epoch == self.last_epoch
 
     @override
     def on_train_end(self, logs=None):
@@ -102,10 +118,13 @@ def alone(task, system, model, wire):
 
 def fit(task, system, model, wire):
     """Trains a compiled model, and notes times and bytes of its steps."""
-    timer = StepTimer(wire, task.warm_up)
+    plans_again = system.partition(":")[0] == "auto"
+    per_epoch = max(task.warm_up + task.steps, STEPS_OF_AUTO if plans_again else 0)
+    timer = StepTimer(wire, per_epoch - task.steps, last_epoch=1 if plans_again else 0)
     batch = model.inputs[0].shape[0]
-    data = np.ones((batch * (task.warm_up + task.steps), 1), "float32")
-    model.fit(data, data, batch_size=batch, verbose=0, callbacks=[timer])
+    data = np.ones((batch * per_epoch, 1), "float32")
+    # As in a long training, of which the first epochs are waited for.
+    model.fit(data, data, batch_size=batch, epochs=1000, verbose=0, callbacks=[timer])
     steps = [[part / task.steps for part in node] for node in timer.node_bytes]
     task.note_times(system, timer.times, timer.node_bytes[wire.topology.rank][0], node_bytes=steps)
 
