@@ -1,4 +1,4 @@
-"""Measures a peer: Keras on JAX with `keras.distribution.DataParallel`, over JAX's Gloo collectives.
+"""Measures a peer: Keras on JAX with `keras.distribution.DataParallel`, over JAX's Gloo.
 
 It runs in an environment of its own, with Keras and JAX and without TensorFlow (`harness.JAX`). The
 model has the shapes, times and values of the emulated one; the mean of each gradient is taken where
@@ -17,6 +17,7 @@ import keras
 import numpy as np
 from jax.experimental import io_callback, multihost_utils
 from jax.sharding import PartitionSpec
+from typing_extensions import override
 
 from benchmarks.workers.task import Task
 from tfposeidon.lab.stream import Stream
@@ -124,13 +125,16 @@ class EmulatedLayer(keras.layers.Layer):
         self.layer, self.forward_s, self.backward_s = layer, forward_s, backward_s
         self.first, self._accelerator = first, accelerator
 
+    @override
     def build(self, input_shape):
         shapes = [self.layer.kernel, *((length,) for length in self.layer.vectors)]
         self.parameters = [self.add_weight(shape=shape, initializer="zeros") for shape in shapes]
 
+    @override
     def compute_output_shape(self, input_shape):
         return input_shape
 
+    @override
     def call(self, token):
         accelerator = self._accelerator
         by_process = partial(jax.shard_map, mesh=accelerator.mesh, check_vma=False)

@@ -2,8 +2,9 @@
 
 Systems: a scheme's name ("2dtar:float16" has that type on the wire), "ps-late" (the store, after
 the whole backward pass), "ps-adam" (the store, with factors of dense layers sent to one server
-each), "auto" ("auto:halves" and "auto:density" allow 16 bits and the top 1 %), "horovod" and "horovod-fp16" (one named all-reduce per gradient, fused by Horovod), and
-"alone" (nothing is exchanged).
+each), "auto" ("auto:halves" may send 16 bits, "auto:density" the top 1 % besides), "horovod" and
+"horovod-fp16" (one named all-reduce per gradient, fused by Horovod), and "alone" (nothing is
+exchanged).
 """
 
 import time
