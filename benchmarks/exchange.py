@@ -51,7 +51,7 @@ GRID = (
     (SYSTEMS, [str(2**power) for power in range(10, 27, 2)], RATES),
     (SPARSE_SYSTEMS, [str(2**power) for power in (12, 16, 20, 24)], RATES[1:]),
     (FACTORS, ["256x256", "1024x1024", "4096x4096"], RATES[1:]),
-    (COLLECTIVES, [str(2**power) for power in (8, 14, 20)], RATES[1:]),
+    (COLLECTIVES, [str(2**power) for power in (8, 14, 20, 24)], RATES[1:]),
     (LOCAL_WORK, [str(2**power) for power in (16, 22)], RATES[-1:]),
 )
 """Systems, sizes, and rates of what `--full` measures."""

@@ -35,11 +35,11 @@ from tfposeidon.units import parse_rate
 GRID = harness.RESULTS / "exchange_grid.json"
 LINK_BOUND = 0.8
 """Share of an exchange that its link takes at least, above which hardly anything can be wrong."""
-SMALL, LARGE = 2**8, 2**20
-"""Values in the single collectives that tell latencies and rates."""
+SMALL, LARGE = 2**8, (2**14, 2**20, 2**24)
+"""Values in the single collectives that tell latencies, and of those that may tell rates."""
 WORK = 2**22
-PAIRS = round(0.01 * WORK)
-"""Elements, and pairs, of the local work that tells the speed of a rank."""
+PAIRS, PRODUCT_ROWS = round(0.01 * WORK), 256
+"""Elements, pairs, and rows of factors of the local work that tells the speed of a rank."""
 MEASURED_NEAR = {"100mbit": "200mbit"}
 """Rates at which no single collectives are measured, and those whose figures are scaled."""
 
@@ -74,12 +74,17 @@ def links_of(rows, layout, rate):
         if one.name == "rate.flow":
             # The lab of the grid limits no connections.
             continue
-        length = LARGE if one.tells_rate else SMALL
-        row = rows.get((layout, near, collective_name(one, topology), str(length)))
-        if row is None:
+        name = collective_name(one, topology)
+        lengths = LARGE if one.tells_rate else (SMALL,)
+        found = {length: rows.get((layout, near, name, str(length))) for length in lengths}
+        found = {length: row for length, row in found.items() if row}
+        if not found:
             return None
+        # As long as the probe itself sends: the first that takes long enough.
+        long = [n for n, row in found.items() if row["time_s"] >= probe.LONG_ENOUGH_S]
+        length = long[0] if long else max(found)
         probes.append(dataclasses.replace(one, length=length))
-        samples[one.name] = [row["time_s"] - overhead_s(rows, layout)]
+        samples[one.name] = [found[length]["time_s"] - overhead_s(rows, layout)]
     links = probe.estimate(probes, samples, topology, rates_of(rows, layout))
     if near == rate:
         return links
@@ -112,7 +117,7 @@ def rates_of(rows, layout):
         - overhead_s(rows, layout)
         for kind in ("sum", "encode", "select", "scatter", "multiply")
     }
-    return probe.rates_of(times, WORK, PAIRS, 2.0 * 32 * WORK)
+    return probe.rates_of(times, WORK, PAIRS, (PRODUCT_ROWS, round(WORK**0.5)))
 
 
 def compared(rows):

@@ -27,6 +27,10 @@ DENSITY = 0.01
 """Share of elements in the probes of selection and of sums of pairs."""
 
 
+PRODUCT_ROWS = 256
+"""Rows of the factors in the probe of products, of which the matrix has more."""
+
+
 def main():
     task = Task.from_argument()
     tp.init()
@@ -123,7 +127,7 @@ def _local_work(kind, length):
         return lambda: ops.scatter_add(vector[:count], indices.read_value(), length)
     side = round(length**0.5)
     matrix = tf.reshape(vector[: side * side], [side, side])
-    left = tf.Variable(matrix[:32])
+    left = tf.Variable(matrix[:PRODUCT_ROWS])
     return lambda: tf.matmul(left.read_value(), left.read_value(), transpose_a=True)
 
 

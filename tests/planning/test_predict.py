@@ -14,7 +14,14 @@ LAYOUT = "2x2"
 CALL_S = 1e-3
 """Seconds of a function that does nothing."""
 NODE = Link(latency_s=2e-4, bytes_per_s=1e9)
-RATES = Rates(sum_s=2e-9, encode_s=1e-9, select_s=3e-9, pair_s=6e-9, half_s=1e-7, operation_s=1e-11)
+RATES = Rates(
+    sum_s=2e-9,
+    encode_s=1e-9,
+    select_s=3e-9,
+    pair_s=6e-9,
+    half_s=2e-9 * probe.HALF_PER_SUM,
+    operation_s=1e-11,
+)
 SYSTEMS = ("allreduce", "2dtar", "hitopk:0.01", "topk:0.01")
 
 
@@ -41,7 +48,7 @@ def rows():
     for rate in ("200mbit", "1gbit", "unshaped"):
         links = _links(rate)
         for one in (*probe.small_probes(topology), *probe.large_probes(topology)):
-            length = predict.LARGE if one.tells_rate else predict.SMALL
+            length = predict.LARGE[-1] if one.tells_rate else predict.SMALL
             key = (LAYOUT, rate, predict.collective_name(one, topology), str(length))
             sent, stays = dataclasses.replace(one, length=length).bytes_on(topology)
             link = links.node if stays else links.across
@@ -57,7 +64,7 @@ def rows():
         "encode": RATES.encode_s * predict.WORK,
         "select": RATES.select_s * predict.WORK + RATES.pair_s * predict.PAIRS,
         "scatter": RATES.encode_s * predict.WORK + RATES.pair_s * predict.PAIRS,
-        "multiply": RATES.operation_s * 2 * 32 * predict.WORK,
+        "multiply": (RATES.encode_s + RATES.operation_s * 2 * predict.PRODUCT_ROWS) * predict.WORK,
     }
     for kind, seconds in work.items():
         found[LAYOUT, "unshaped", f"{kind}@work", str(predict.WORK)] = _row(seconds)

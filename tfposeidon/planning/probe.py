@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon import ops
-from tfposeidon.communication.links import CPU, Link, Links, Rates
+from tfposeidon.communication.links import Link, Links, Rates
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire, exchange_objects
 from tfposeidon.planning.seconds import load_of
@@ -40,8 +40,11 @@ FLOW_MARGIN = 0.8
 """Share of the link's rate above which a connection by itself counts as fast as the link."""
 ELEMENTS, PAIRS = 2**20, 2**16
 """Elements and pairs of the local work that is timed."""
-SIDE, ROWS = 512, 64
+SIDE, ROWS = 512, 256
 """Sides of the matrix, and rows of the factors, of the product that is timed."""
+HALF_PER_SUM = 32.0
+"""Seconds in which Horovod adds an element in float16, in software, for each second of a sum in
+float32. It cannot be timed by itself; fitted to the exchanges in docs/results/exchange_grid.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,34 +420,35 @@ def _rate(
 
 def _rates(samples: Mapping[str, Sequence[float]]) -> Rates:
     times = {name: _quantile(samples[name]) for name in WORK}
-    rates = rates_of(times, ELEMENTS, PAIRS, 2.0 * ROWS * SIDE * SIDE)
+    rates = rates_of(times, ELEMENTS, PAIRS, (ROWS, SIDE))
     if tf.config.list_physical_devices("GPU"):
         # NCCL sums as it sends.
         return replace(rates, half_s=0.0)
     return rates
 
 
-def rates_of(times: Mapping[str, float], elements: int, pairs: int, operations: float) -> Rates:
+def rates_of(
+    times: Mapping[str, float], elements: int, pairs: int, product: tuple[int, int]
+) -> Rates:
     """Returns the speed of a rank, from the seconds of each kind of `WORK`.
-
-    Horovod's sums in float16 cannot be timed by themselves: they are taken to be as much slower
-    than on a quiet CPU as other sums are.
 
     Args:
       times: Seconds of each kind of work.
-      elements: Elements that each of them works on.
+      elements: Elements that each of them works on, but for the product.
       pairs: Pairs that are selected or scattered.
-      operations: Floating-point operations of the product.
+      product: Rows and columns of the matrix that is multiplied by itself, transposed.
     """
     sum_s, encode_s = times["sum"] / elements, times["encode"] / elements
     pair_s = max(times["scatter"] - times["encode"], LEAST_S) / pairs
+    rows, columns = product
+    multiply_s = max(times["multiply"] - encode_s * columns**2, LEAST_S)
     return Rates(
         sum_s=_rounded(sum_s),
         encode_s=_rounded(encode_s),
         select_s=_rounded(max(times["select"] - pair_s * pairs, LEAST_S) / elements),
         pair_s=_rounded(pair_s),
-        half_s=_rounded(CPU.half_s * max(1.0, sum_s / CPU.sum_s)),
-        operation_s=_rounded(times["multiply"] / operations),
+        half_s=_rounded(HALF_PER_SUM * sum_s),
+        operation_s=_rounded(multiply_s / (2.0 * rows * columns**2)),
     )
 
 

@@ -248,9 +248,9 @@ def work_seconds(work: Work, rates: Rates) -> float:
         "sum": rates.sum_s,
         "encode": rates.encode_s,
         "select": rates.select_s,
-        # Zeros are written as fast as values are converted.
+        # Zeros are written as fast as values are converted, and so is a product.
         "scatter": rates.encode_s,
-        "multiply": 0.0,
+        "multiply": rates.encode_s,
     }[work.kind]
     operations_s = rates.operation_s * work.operations if work.kind == "multiply" else 0.0
     return per_element_s * work.elements + rates.pair_s * work.pairs + operations_s
