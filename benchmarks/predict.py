@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import exchange, figures, harness
-from benchmarks.exchanges import factors_named, scheme_named
+from benchmarks.exchanges import DENSITY, PRODUCT_ROWS, factors_named, scheme_named
 from tfposeidon import policies, schemes
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description
@@ -38,8 +38,8 @@ LINK_BOUND = 0.8
 SMALL, LARGE = 2**8, (2**14, 2**20, 2**24)
 """Values in the single collectives that tell latencies, and of those that may tell rates."""
 WORK = 2**22
-PAIRS, PRODUCT_ROWS = round(0.01 * WORK), 256
-"""Elements, pairs, and rows of factors of the local work that tells the speed of a rank."""
+PAIRS = round(DENSITY * WORK)
+"""Elements, and pairs, of the local work that tells the speed of a rank."""
 MEASURED_NEAR = {"100mbit": "200mbit"}
 """Rates at which no single collectives are measured, and those whose figures are scaled."""
 

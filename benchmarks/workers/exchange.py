@@ -9,6 +9,8 @@ import tensorflow as tf
 
 import tfposeidon as tp
 from benchmarks.exchanges import (
+    DENSITY,
+    PRODUCT_ROWS,
     factors_named,
     scheme_named,
     sent_by_node,

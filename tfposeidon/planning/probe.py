@@ -44,7 +44,8 @@ SIDE, ROWS = 512, 256
 """Sides of the matrix, and rows of the factors, of the product that is timed."""
 HALF_PER_SUM = 32.0
 """Seconds in which Horovod adds an element in float16, in software, for each second of a sum in
-float32. It cannot be timed by itself; fitted to the exchanges in docs/results/exchange_grid.json."""
+float32. It cannot be timed by itself; fitted to the exchanges of docs/results/exchange_grid.json.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
