@@ -25,12 +25,6 @@ from tfposeidon.lab.network import payload_bytes
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 LEAST_S = 0.8
-DENSITY = 0.01
-"""Share of elements in the probes of selection and of sums of pairs."""
-
-
-PRODUCT_ROWS = 256
-"""Rows of the factors in the probe of products, of which the matrix has more."""
 
 
 def main():
