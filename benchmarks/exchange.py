@@ -266,6 +266,7 @@ def rows(cell):
         system, size = name.rsplit(" ", 1)
         times = measured["step_s"]
         time_s = statistics.median(times)
+        scatter = float(np.subtract(*np.percentile(times, [75, 25]))) / time_s
         limit_s = 8 * measured["busiest_bytes"] / rate if rate else None
         # The shaper lets a burst through at once when an exchange begins, so that there is no limit
         # for short ones.
@@ -276,7 +277,9 @@ def rows(cell):
             "size": size,
             "length": math.prod(map(int, size.split("x"))),
             "time_s": time_s,
-            "scatter": float(np.subtract(*np.percentile(times, [75, 25]))) / time_s,
+            "scatter": scatter,
+            # Of the median, from the distance of the quartiles as in a normal distribution.
+            "standard_error": 0.93 * scatter / len(times) ** 0.5,
             "bytes": measured["busiest_bytes"],
             "counted": measured["sent_bytes"] / measured["predicted_bytes"]
             if measured["predicted_bytes"]

@@ -7,147 +7,61 @@
 The grid comes from `python -m benchmarks.exchange --full --results
 docs/results/exchange_grid.json`. Links and speeds of ranks are estimated, as before the first step
 of a job, from the single collectives and the local work in it; no scheme's exchange decides about
-them. Errors are (predicted - measured) / measured. Exchanges whose repeats differ by more than 10 %
-are left out. Nothing is fitted to steps: emulated accelerators compute as long as they are told to,
-and exchanges take what the same links and speeds predict.
+them. Errors are (predicted - measured) / measured, where the measured median is known to 5 %
+(standard error); the others are a group of their own. Then the exchange that `auto` would choose is
+compared with the best one and with all-reduce. Nothing is fitted to steps: emulated accelerators
+compute as long as they are told to, and exchanges take what the same links and speeds predict.
 """
 
 import argparse
-import dataclasses
 import json
 import statistics
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks import exchange, figures, harness
-from benchmarks.exchanges import DENSITY, PRODUCT_ROWS, factors_named, scheme_named
-from tfposeidon import policies, schemes
-from tfposeidon.communication.topology import Topology
-from tfposeidon.gradients.description import Description
-from tfposeidon.gradients.factors import FactorShape
-from tfposeidon.lab import models
-from tfposeidon.planning import probe, search, seconds
-from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, make_plan
-from tfposeidon.planning.simulation import Timeline
-from tfposeidon.units import parse_rate
+from benchmarks import figures, grid, harness, predict_steps
+from benchmarks.exchanges import factors_named, scheme_named
+from tfposeidon.planning import seconds
+from tfposeidon.planning.search import RACED_WITHIN
+from tfposeidon.policies import Auto
 
 GRID = harness.RESULTS / "exchange_grid.json"
 LINK_BOUND = 0.8
 """Share of an exchange that its link takes at least, above which hardly anything can be wrong."""
-SMALL, LARGE = 2**8, (2**14, 2**20, 2**24)
-"""Values in the single collectives that tell latencies, and of those that may tell rates."""
-WORK = 2**22
-PAIRS = round(DENSITY * WORK)
-"""Elements, and pairs, of the local work that tells the speed of a rank."""
-MEASURED_NEAR = {"100mbit": "200mbit"}
-"""Rates at which no single collectives are measured, and those whose figures are scaled."""
-
-
-def topology_of(layout):
-    """Returns the ranks of a layout such as "4x2"."""
-    nodes, per_node = map(int, layout.split("x"))
-    return Topology.regular(0, nodes * per_node, per_node)
-
-
-def measured(cells):
-    """Returns the rows of `exchange.rows` by layout, rate, system and size."""
-    return {
-        (cell["layout"], cell["rate"], row["system"], row["size"]): row
-        for cell in cells.values()
-        if not cell.get("flow")
-        for row in exchange.rows(cell)
-    }
-
-
-def links_of(rows, layout, rate):
-    """Returns the links that single collectives on a layout tell; `None` where some are missing.
-
-    Args:
-      rows: Result of `measured`.
-      layout: "MxN", nodes x ranks on each.
-      rate: Rate of the links between nodes, such as "200mbit", or "unshaped".
-    """
-    topology, near = topology_of(layout), MEASURED_NEAR.get(rate, rate)
-    probes, samples = [], {}
-    for one in (*probe.small_probes(topology), *probe.large_probes(topology)):
-        if one.name == "rate.flow":
-            # The lab of the grid limits no connections.
-            continue
-        name = collective_name(one, topology)
-        lengths = LARGE if one.tells_rate else (SMALL,)
-        found = {length: rows.get((layout, near, name, str(length))) for length in lengths}
-        found = {length: row for length, row in found.items() if row}
-        if not found:
-            return None
-        # As long as the probe itself sends: the first that takes long enough.
-        long = [n for n, row in found.items() if row["time_s"] >= probe.LONG_ENOUGH_S]
-        length = long[0] if long else max(found)
-        probes.append(dataclasses.replace(one, length=length))
-        samples[one.name] = [found[length]["time_s"] - overhead_s(rows, layout)]
-    links = probe.estimate(probes, samples, topology, rates_of(rows, layout))
-    if near == rate:
-        return links
-    factor = parse_rate(rate) / parse_rate(near)
-    across = dataclasses.replace(links.across, bytes_per_s=factor * links.across.bytes_per_s)
-    return dataclasses.replace(links, across=across)
-
-
-def collective_name(one, topology):
-    """Returns the name of a probe's collective in `benchmarks.exchange`, as "all_gather@world"."""
-    group = one.groups[topology.rank]
-    kind = next(kind for kind in ("world", "node", "across") if getattr(topology, kind) == group)
-    return f"{one.operation}@{kind}"
-
-
-def overhead_s(rows, layout):
-    """Returns the seconds of a function that does nothing, which are in all measured times."""
-    return rows[layout, "unshaped", "nothing@work", str(WORK)]["time_s"]
-
-
-def rates_of(rows, layout):
-    """Returns the speed of a rank while all ranks of the lab work.
-
-    Args:
-      rows: Result of `measured`.
-      layout: "MxN", nodes x ranks on each.
-    """
-    times = {
-        kind: rows[layout, "unshaped", f"{kind}@work", str(WORK)]["time_s"]
-        - overhead_s(rows, layout)
-        for kind in ("sum", "encode", "select", "scatter", "multiply")
-    }
-    return probe.rates_of(times, WORK, PAIRS, (PRODUCT_ROWS, round(WORK**0.5)))
+LARGEST_ERROR = 0.05
+"""Standard error of a measured median, as a share of it, above which it tells little."""
 
 
 def compared(rows):
     """Yields each exchange of a scheme with its prediction.
 
     Args:
-      rows: Result of `measured`.
+      rows: Result of `grid.measured`.
 
     Yields:
-      Dictionaries with layout, rate, system, size, measured and predicted seconds, and the share
-      that the link takes at least.
+      Dictionaries with layout, rate, system, size, measured and predicted seconds, the share that
+      the link takes at least, and whether the measured time is known well enough.
     """
     links = {}
     for (layout, rate, system, size), row in rows.items():
-        if "@" in system or row["scatter"] > exchange.LARGEST_SCATTER:
+        if "@" in system:
             continue
         if (layout, rate) not in links:
-            links[layout, rate] = links_of(rows, layout, rate)
+            links[layout, rate] = grid.links_of(rows, layout, rate)
         known = links[layout, rate]
         if known is None:
             continue
-        topology = topology_of(layout)
+        topology = grid.topology_of(layout)
         yield {
             "layout": layout,
             "rate": rate,
             "system": system,
             "size": size,
             "measured_s": row["time_s"],
-            "predicted_s": overhead_s(rows, layout) + predicted(system, size, topology, known),
+            "predicted_s": grid.overhead_s(rows, layout) + predicted(system, size, topology, known),
             "link_share": (row["limit_s"] or 0.0) / row["time_s"],
+            "is_known": row["standard_error"] <= LARGEST_ERROR,
         }
 
 
@@ -165,115 +79,6 @@ def predicted(system, size, topology, links):
         length = factors.left * factors.right
         return seconds.exchange_seconds(scheme, length, 4, [factors], topology, links)
     return seconds.exchange_seconds(scheme_named(system), int(size), 4, [], topology, links)
-
-
-STEPS = ("scaling", "sparse_scaling", "poseidon")
-SHOWS = 1.15
-"""Steps of as many times the computation or more, in which communication shows."""
-
-
-def descriptions_of(model):
-    """Returns the gradients of an emulated model, and the layer of each."""
-    found = []
-    for layer in model.layers:
-        factors = None
-        if layer.kind == "dense":
-            rows = model.batch * layer.rows
-            factors = FactorShape(rows, *layer.kernel, dtype="float32")
-        found.append((Description(f"{layer.name}/kernel", layer.kernel, "float32", factors), layer))
-        found += [
-            (Description(f"{layer.name}/vector{index}", (length,), "float32"), layer)
-            for index, length in enumerate(layer.vectors)
-        ]
-    return found
-
-
-def timeline_of(model, dilation, links):
-    """Returns when an emulated model has its gradients.
-
-    The accelerator is emulated, and products of dense layers are made by the CPU besides.
-    """
-    times = model.times()
-    now_s = dilation * sum(forward_s for forward_s, _ in times)
-    cpu_s, ready = 0.0, {}
-    for layer, (_, backward_s) in reversed(list(zip(model.layers, times, strict=True))):
-        now_s += dilation * backward_s
-        ready[layer.name] = now_s
-        if layer.kind == "dense":
-            operations = 2 * model.batch * layer.rows * layer.kernel[0] * layer.kernel[1]
-            cpu_s = max(cpu_s, now_s) + operations * links.rates.operation_s
-            ready[layer.name] = cpu_s
-    return tuple(ready[layer.name] for _, layer in descriptions_of(model)), max(now_s, cpu_s)
-
-
-def predicted_step(cell, system, links):
-    """Returns the predicted seconds of a measured step, and those without an exchange."""
-    task = cell["task"]
-    model = models.model(task["model"])
-    model = model.shrunk(task["shrink"]) if task["shrink"] != 1 else model
-    ready_s, compute_s = timeline_of(model, task["dilation"], links)
-    name = system.removesuffix("-late")
-    if name != system:
-        ready_s = (compute_s,) * len(ready_s)
-    scheme, bucket_bytes = SYSTEMS.get(name), DEFAULT_BUCKET_BYTES / task["shrink"] ** 2
-    if name in HOROVOD:
-        # A gradient each, which Horovod fuses.
-        scheme, bucket_bytes = HOROVOD[name], 0
-    plan = make_plan(
-        [description for description, _ in descriptions_of(model)],
-        policies.parse(scheme or scheme_named(name)),
-        topology_of(cell["layout"]),
-        round(bucket_bytes),
-    )
-    timeline = Timeline(ready_s=ready_s, compute_s=compute_s)
-    return search.predict(plan, links, timeline).step_s, compute_s
-
-
-SYSTEMS = {"hybcomm": "hybcomm", "ps-adam": [("dense[0-9]+/kernel", "adam"), (".*", "ps")]}
-HOROVOD = {
-    "horovod": "allreduce",
-    "horovod-fp16": schemes.AllReduce(wire_dtype="float16"),
-}
-
-
-def links_at(rows, layout, bits_per_s):
-    """Returns the links of a layout at a rate that the grid does not have.
-
-    Latencies and speeds are those of unshaped links, and the share of the rate that payload gets is
-    that at 200 Mb/s.
-    """
-    links, shaped = links_of(rows, layout, "unshaped"), links_of(rows, layout, "200mbit")
-    if links is None or shaped is None:
-        return None
-    factor = bits_per_s / parse_rate("200mbit")
-    across = dataclasses.replace(shaped.across, bytes_per_s=factor * shaped.across.bytes_per_s)
-    return dataclasses.replace(links, across=across)
-
-
-def compared_steps(rows):
-    """Yields each measured step with its prediction; rows as those of `compared`."""
-    for file in STEPS:
-        for cell in json.loads((harness.RESULTS / f"{file}.json").read_text()).values():
-            if cell["worker"] != "keras_fit":
-                continue
-            links = links_at(rows, cell["layout"], cell["rate_bits_per_s"])
-            if links is None:
-                continue
-            for system, found in cell["systems"].items():
-                if system == "alone" or "step_s" not in found:
-                    continue
-                step_s, compute_s = predicted_step(cell, system, links)
-                measured_s = statistics.median(found["step_s"])
-                yield {
-                    "file": file,
-                    "layout": cell["layout"],
-                    "rate": f"{cell['gbit']:g} Gb/s",
-                    "system": system,
-                    "size": cell["model"],
-                    "measured_s": measured_s,
-                    "predicted_s": step_s,
-                    "shows": measured_s > SHOWS * compute_s,
-                }
 
 
 def error(row):
@@ -339,12 +144,114 @@ def show_worst(rows, number):
     )
 
 
+CHOICES = {
+    "exact": ("allreduce", "asa", "2dtar"),
+    "with halves": ("allreduce", "asa", "2dtar", "allreduce:float16", "asa16", "2dtar:float16"),
+    "with the top 1 %": ("allreduce", "asa", "2dtar", "hitopk:0.01", "topk:0.01"),
+}
+"""Schemes among which an exchange is chosen."""
+
+
+def chosen(options, races):
+    """Returns the system that `auto` takes.
+
+    Args:
+      options: Rows of one exchange by system, all-reduce among them.
+      races: True if the two best are timed where they are close, so that the measured times decide.
+    """
+    first, *others = sorted(options, key=lambda system: options[system]["predicted_s"])
+    by = "predicted_s"
+    near = (1 + RACED_WITHIN) * options[first]["predicted_s"]
+    if races and others and options[others[0]]["predicted_s"] <= near:
+        first, by = (
+            min(first, others[0], key=lambda system: options[system]["measured_s"]),
+            ("measured_s"),
+        )
+    is_better = options[first][by] <= (1 - Auto().margin) * options["allreduce"][by]
+    return first if is_better else "allreduce"
+
+
+def show_choices(rows):
+    """Prints how the chosen exchanges compare with the best ones, and with all-reduce.
+
+    Args:
+      rows: Rows with their predictions.
+    """
+    by_cell = {}
+    for row in rows:
+        key = (row["layout"], row["rate"], row["size"])
+        by_cell.setdefault(key, {})[row["system"]] = row
+    table = [("allowed", "cells", "race", "regret", "within 5 %", "slower than all-reduce by 2 %")]
+    for name, systems in CHOICES.items():
+        cells = [{s: cell[s] for s in systems if s in cell} for cell in by_cell.values()]
+        cells = [cell for cell in cells if "allreduce" in cell and len(cell) > 1]
+        for races in (False, True):
+            taken = [(cell, cell[chosen(cell, races)]["measured_s"]) for cell in cells]
+            regrets = [
+                seconds / min(row["measured_s"] for row in cell.values()) - 1
+                for cell, seconds in taken
+            ]
+            slower = sum(
+                seconds > 1.02 * cell["allreduce"]["measured_s"] for cell, seconds in taken
+            )
+            table.append(
+                (
+                    name,
+                    str(len(cells)),
+                    "yes" if races else "no",
+                    f"{np.mean(regrets):.2%}",
+                    f"{np.mean(np.array(regrets) <= 0.05):.0%}",
+                    str(slower),
+                )
+            )
+    print()
+    harness.show(table)
+
+
+def plot(rows, path):
+    """Saves a panel for each layout: predicted over measured times.
+
+    Args:
+      rows: Rows with their predictions.
+      path: File to write.
+    """
+    layouts = list(dict.fromkeys(row["layout"] for row in rows))
+
+    def draw(figure, axes):
+        for axis, layout in zip(axes, layouts, strict=True):
+            own = [row for row in rows if row["layout"] == layout]
+            for system in figures.in_order({row["system"] for row in own}):
+                points = [row for row in own if row["system"] == system]
+                look = figures.line(system) | {"linestyle": "", "markersize": 3.5}
+                measured_s = [row["measured_s"] for row in points]
+                axis.plot(measured_s, [1 + error(row) for row in points], **look)
+            axis.axhspan(0.8, 1.25, color="#f0f0f0", zorder=0)
+            axis.axhline(1.0, **figures.REFERENCE)
+            axis.set(
+                title=figures.ranks(layout),
+                xlabel="measured seconds of an exchange",
+                ylabel="predicted / measured",
+                xscale="log",
+                yscale="log",
+                ylim=(0.3, 3.3),
+            )
+            ticks = (0.5, 0.8, 1.0, 1.25, 2.0)
+            axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+            axis.minorticks_off()
+        figures.legend(figure)
+
+    figures.save(path, len(layouts), draw)
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, default=GRID, help="answers of benchmarks.exchange")
     parser.add_argument("--worst", type=int, default=0, help="number of errors to list (0)")
+    parser.add_argument(
+        "--plot", type=Path, default=harness.RESULTS / "predict.png", help="file to write"
+    )
     parser.add_argument("--steps", action="store_true", help="compare steps, not exchanges")
     options = parser.parse_args()
     if not options.results.exists():
@@ -352,14 +259,21 @@ def main():
             f"there must be measured exchanges. Received: {options.results}, which is missing. Run "
             "python -m benchmarks.exchange --full --results docs/results/exchange_grid.json"
         )
-    rows = measured(json.loads(options.results.read_text()))
+    rows = grid.measured(json.loads(options.results.read_text()))
     if options.steps:
-        found = list(compared_steps(rows))
+        found = list(predict_steps.compared(rows))
         show(found, "communication shows", lambda row: row["shows"])
     else:
-        found = list(compared(rows))
+        everything = list(compared(rows))
+        found = [row for row in everything if row["is_known"]]
         name = f"link below {LINK_BOUND:.0%} of the time"
         show(found, name, lambda row: row["link_share"] < LINK_BOUND)
+        unknown = [row for row in everything if not row["is_known"]]
+        if unknown:
+            print(f"\nmeasured to more than {LARGEST_ERROR:.0%} only:")
+            harness.show([HEADER, summary("all", unknown)])
+        show_choices(found)
+        plot(found, options.plot)
     show_worst(found, options.worst)
 
 

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from benchmarks import predict
+from benchmarks import grid, predict, predict_steps
 from tfposeidon.communication.links import HEADERS, Link, Links, Rates
 from tfposeidon.planning import probe
 from tfposeidon.units import parse_rate
@@ -38,18 +38,18 @@ def _links(rate):
 
 
 def _row(seconds):
-    return {"time_s": CALL_S + seconds, "scatter": 0.0, "limit_s": None}
+    return {"time_s": CALL_S + seconds, "scatter": 0.0, "standard_error": 0.0, "limit_s": None}
 
 
 @pytest.fixture(scope="module")
 def rows():
     """Exchanges that took what is predicted for links that are known."""
-    topology, found = predict.topology_of(LAYOUT), {}
+    topology, found = grid.topology_of(LAYOUT), {}
     for rate in ("200mbit", "1gbit", "unshaped"):
         links = _links(rate)
         for one in (*probe.small_probes(topology), *probe.large_probes(topology)):
-            length = predict.LARGE[-1] if one.tells_rate else predict.SMALL
-            key = (LAYOUT, rate, predict.collective_name(one, topology), str(length))
+            length = grid.LARGE[-1] if one.tells_rate else grid.SMALL
+            key = (LAYOUT, rate, grid.collective_name(one, topology), str(length))
             sent, stays = dataclasses.replace(one, length=length).bytes_on(topology)
             link = links.node if stays else links.across
             seconds = links.collective_s + one.steps * link.latency_s
@@ -60,14 +60,14 @@ def rows():
             )
     work = {
         "nothing": 0.0,
-        "sum": RATES.sum_s * predict.WORK,
-        "encode": RATES.encode_s * predict.WORK,
-        "select": RATES.select_s * predict.WORK + RATES.pair_s * predict.PAIRS,
-        "scatter": RATES.encode_s * predict.WORK + RATES.pair_s * predict.PAIRS,
-        "multiply": (RATES.encode_s + RATES.operation_s * 2 * predict.PRODUCT_ROWS) * predict.WORK,
+        "sum": RATES.sum_s * grid.WORK,
+        "encode": RATES.encode_s * grid.WORK,
+        "select": RATES.select_s * grid.WORK + RATES.pair_s * grid.PAIRS,
+        "scatter": RATES.encode_s * grid.WORK + RATES.pair_s * grid.PAIRS,
+        "multiply": (RATES.encode_s + RATES.operation_s * 2 * grid.PRODUCT_ROWS) * grid.WORK,
     }
     for kind, seconds in work.items():
-        found[LAYOUT, "unshaped", f"{kind}@work", str(predict.WORK)] = _row(seconds)
+        found[LAYOUT, "unshaped", f"{kind}@work", str(grid.WORK)] = _row(seconds)
     return found
 
 
@@ -79,7 +79,7 @@ def test_exchanges_that_follow_the_model_are_predicted(rows):
 
 
 def test_steps_are_no_shorter_than_their_computation(rows, capsys):
-    found = list(predict.compared_steps(rows))
+    found = list(predict_steps.compared(rows))
     assert {row["file"] for row in found} == {"scaling"}
     assert {row["layout"] for row in found} == {LAYOUT}
     assert len(found) > 30

@@ -1,0 +1,107 @@
+"""What the grid of exchanges tells: times, and the links and speeds of ranks behind them."""
+
+import dataclasses
+
+from benchmarks import exchange
+from benchmarks.exchanges import DENSITY, PRODUCT_ROWS
+from tfposeidon.communication.topology import Topology
+from tfposeidon.planning import probe
+from tfposeidon.units import parse_rate
+
+SMALL, LARGE = 2**8, (2**14, 2**20, 2**24)
+"""Values in the single collectives that tell latencies, and of those that may tell rates."""
+WORK = 2**22
+PAIRS = round(DENSITY * WORK)
+"""Elements, and pairs, of the local work that tells the speed of a rank."""
+MEASURED_NEAR = {"100mbit": "200mbit"}
+"""Rates at which no single collectives are measured, and those whose figures are scaled."""
+
+
+def topology_of(layout):
+    """Returns the ranks of a layout such as "4x2"."""
+    nodes, per_node = map(int, layout.split("x"))
+    return Topology.regular(0, nodes * per_node, per_node)
+
+
+def measured(cells):
+    """Returns the rows of `exchange.rows` by layout, rate, system and size."""
+    return {
+        (cell["layout"], cell["rate"], row["system"], row["size"]): row
+        for cell in cells.values()
+        if not cell.get("flow")
+        for row in exchange.rows(cell)
+    }
+
+
+def links_of(rows, layout, rate):
+    """Returns the links that single collectives on a layout tell; `None` where some are missing.
+
+    Args:
+      rows: Result of `measured`.
+      layout: "MxN", nodes x ranks on each.
+      rate: Rate of the links between nodes, such as "200mbit", or "unshaped".
+    """
+    topology, near = topology_of(layout), MEASURED_NEAR.get(rate, rate)
+    probes, samples = [], {}
+    for one in (*probe.small_probes(topology), *probe.large_probes(topology)):
+        if one.name == "rate.flow":
+            # The lab of the grid limits no connections.
+            continue
+        name = collective_name(one, topology)
+        lengths = LARGE if one.tells_rate else (SMALL,)
+        found = {length: rows.get((layout, near, name, str(length))) for length in lengths}
+        found = {length: row for length, row in found.items() if row}
+        if not found:
+            return None
+        # As long as the probe itself sends: the first that takes long enough.
+        long = [n for n, row in found.items() if row["time_s"] >= probe.LONG_ENOUGH_S]
+        length = long[0] if long else max(found)
+        probes.append(dataclasses.replace(one, length=length))
+        samples[one.name] = [found[length]["time_s"] - overhead_s(rows, layout)]
+    links = probe.estimate(probes, samples, topology, rates_of(rows, layout))
+    if near == rate:
+        return links
+    factor = parse_rate(rate) / parse_rate(near)
+    across = dataclasses.replace(links.across, bytes_per_s=factor * links.across.bytes_per_s)
+    return dataclasses.replace(links, across=across)
+
+
+def collective_name(one, topology):
+    """Returns the name of a probe's collective in `benchmarks.exchange`, as "all_gather@world"."""
+    group = one.groups[topology.rank]
+    kind = next(kind for kind in ("world", "node", "across") if getattr(topology, kind) == group)
+    return f"{one.operation}@{kind}"
+
+
+def overhead_s(rows, layout):
+    """Returns the seconds of a function that does nothing, which are in all measured times."""
+    return rows[layout, "unshaped", "nothing@work", str(WORK)]["time_s"]
+
+
+def rates_of(rows, layout):
+    """Returns the speed of a rank while all ranks of the lab work.
+
+    Args:
+      rows: Result of `measured`.
+      layout: "MxN", nodes x ranks on each.
+    """
+    times = {
+        kind: rows[layout, "unshaped", f"{kind}@work", str(WORK)]["time_s"]
+        - overhead_s(rows, layout)
+        for kind in ("sum", "encode", "select", "scatter", "multiply")
+    }
+    return probe.rates_of(times, WORK, PAIRS, (PRODUCT_ROWS, round(WORK**0.5)))
+
+
+def links_at(rows, layout, bits_per_s):
+    """Returns the links of a layout at a rate that the grid does not have.
+
+    Latencies and speeds are those of unshaped links, and the share of the rate that payload gets is
+    that at 200 Mb/s.
+    """
+    links, shaped = links_of(rows, layout, "unshaped"), links_of(rows, layout, "200mbit")
+    if links is None or shaped is None:
+        return None
+    factor = bits_per_s / parse_rate("200mbit")
+    across = dataclasses.replace(shaped.across, bytes_per_s=factor * shaped.across.bytes_per_s)
+    return dataclasses.replace(links, across=across)

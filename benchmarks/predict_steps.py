@@ -1,0 +1,107 @@
+"""Predicted steps of emulated models, for `benchmarks.predict --steps`."""
+
+import json
+import statistics
+
+from benchmarks import grid, harness
+from benchmarks.exchanges import scheme_named
+from tfposeidon import policies, schemes
+from tfposeidon.gradients.description import Description
+from tfposeidon.gradients.factors import FactorShape
+from tfposeidon.lab import models
+from tfposeidon.planning import search
+from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, make_plan
+from tfposeidon.planning.simulation import Timeline
+
+STEPS = ("scaling", "sparse_scaling", "poseidon")
+SHOWS = 1.15
+"""Steps of as many times the computation or more, in which communication shows."""
+
+SYSTEMS = {"hybcomm": "hybcomm", "ps-adam": [("dense[0-9]+/kernel", "adam"), (".*", "ps")]}
+HOROVOD = {
+    "horovod": "allreduce",
+    "horovod-fp16": schemes.AllReduce(wire_dtype="float16"),
+}
+
+
+def descriptions_of(model):
+    """Returns the gradients of an emulated model, and the layer of each."""
+    found = []
+    for layer in model.layers:
+        factors = None
+        if layer.kind == "dense":
+            rows = model.batch * layer.rows
+            factors = FactorShape(rows, *layer.kernel, dtype="float32")
+        found.append((Description(f"{layer.name}/kernel", layer.kernel, "float32", factors), layer))
+        found += [
+            (Description(f"{layer.name}/vector{index}", (length,), "float32"), layer)
+            for index, length in enumerate(layer.vectors)
+        ]
+    return found
+
+
+def timeline_of(model, dilation, links):
+    """Returns when an emulated model has its gradients.
+
+    The accelerator is emulated, and products of dense layers are made by the CPU besides.
+    """
+    times = model.times()
+    now_s = dilation * sum(forward_s for forward_s, _ in times)
+    cpu_s, ready = 0.0, {}
+    for layer, (_, backward_s) in reversed(list(zip(model.layers, times, strict=True))):
+        now_s += dilation * backward_s
+        ready[layer.name] = now_s
+        if layer.kind == "dense":
+            operations = 2 * model.batch * layer.rows * layer.kernel[0] * layer.kernel[1]
+            cpu_s = max(cpu_s, now_s) + operations * links.rates.operation_s
+            ready[layer.name] = cpu_s
+    return tuple(ready[layer.name] for _, layer in descriptions_of(model)), max(now_s, cpu_s)
+
+
+def predicted_step(cell, system, links):
+    """Returns the predicted seconds of a measured step, and those without an exchange."""
+    task = cell["task"]
+    model = models.model(task["model"])
+    model = model.shrunk(task["shrink"]) if task["shrink"] != 1 else model
+    ready_s, compute_s = timeline_of(model, task["dilation"], links)
+    name = system.removesuffix("-late")
+    if name != system:
+        ready_s = (compute_s,) * len(ready_s)
+    scheme, bucket_bytes = SYSTEMS.get(name), DEFAULT_BUCKET_BYTES / task["shrink"] ** 2
+    if name in HOROVOD:
+        # A gradient each, which Horovod fuses.
+        scheme, bucket_bytes = HOROVOD[name], 0
+    plan = make_plan(
+        [description for description, _ in descriptions_of(model)],
+        policies.parse(scheme or scheme_named(name)),
+        grid.topology_of(cell["layout"]),
+        round(bucket_bytes),
+    )
+    timeline = Timeline(ready_s=ready_s, compute_s=compute_s)
+    return search.predict(plan, links, timeline).step_s, compute_s
+
+
+def compared(rows):
+    """Yields each measured step with its prediction; rows as those of `compared`."""
+    for file in STEPS:
+        for cell in json.loads((harness.RESULTS / f"{file}.json").read_text()).values():
+            if cell["worker"] != "keras_fit":
+                continue
+            links = grid.links_at(rows, cell["layout"], cell["rate_bits_per_s"])
+            if links is None:
+                continue
+            for system, found in cell["systems"].items():
+                if system == "alone" or "step_s" not in found:
+                    continue
+                step_s, compute_s = predicted_step(cell, system, links)
+                measured_s = statistics.median(found["step_s"])
+                yield {
+                    "file": file,
+                    "layout": cell["layout"],
+                    "rate": f"{cell['gbit']:g} Gb/s",
+                    "system": system,
+                    "size": cell["model"],
+                    "measured_s": measured_s,
+                    "predicted_s": step_s,
+                    "shows": measured_s > SHOWS * compute_s,
+                }
