@@ -79,6 +79,13 @@ class PlanAgain(keras.callbacks.Callback):
         self._begin = self._steps + untimed * self._calls
         self._end = self._begin + timed * self._calls
         self._found = None
+        if not untimed:
+            self._reset_times()
+
+    def _reset_times(self) -> None:
+        for optimizer in self._open:
+            for exchanger in optimizer.exchange.exchangers:
+                exchanger.times.reset()
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -111,9 +118,7 @@ class PlanAgain(keras.callbacks.Callback):
         if self._steps == 1:
             self._trace_s = max(LEAST_TRACE_S, time.perf_counter() - self._begin_s)
         if self._steps == self._begin:
-            for optimizer in self._open:
-                for exchanger in optimizer.exchange.exchangers:
-                    exchanger.times.reset()
+            self._reset_times()
         elif self._steps == self._end:
             self._found = self._measured()
 
