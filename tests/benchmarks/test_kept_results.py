@@ -1,0 +1,156 @@
+"""Results that are kept: shown, plotted, and named on their pages."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import (
+    accuracy,
+    exchange,
+    figures,
+    harness,
+    hitopk_steps,
+    large_batch,
+    memory,
+    norms,
+    poseidon,
+    reading,
+    redraw,
+    scaling,
+    selection,
+    wrapper,
+)
+from benchmarks.exchanges import scheme_named
+from tfposeidon.lab import demo
+
+OF_RESULTS = {
+    module.__name__.partition(".")[2]: module
+    for module in (
+        accuracy,
+        exchange,
+        hitopk_steps,
+        large_batch,
+        memory,
+        norms,
+        poseidon,
+        reading,
+        scaling,
+        selection,
+    )
+}
+
+
+@pytest.mark.parametrize("name", OF_RESULTS)
+def test_results_that_are_kept_are_shown_and_plotted(name, tmp_path, capsys):
+    """Those of an earlier version, which lack what is shown now, would end the benchmark late."""
+    cells = json.loads((harness.RESULTS / f"{name}.json").read_text())
+    OF_RESULTS[name].show(cells)
+    assert capsys.readouterr().out
+    OF_RESULTS[name].plot(cells, tmp_path / "plot.png")
+
+
+def test_every_system_has_a_color_of_its_own():
+    colors = [style.color for style in figures.STYLES.values()]
+    colors += [*figures.PARTS, figures.BASELINE]
+    assert len(set(colors)) == len(colors)
+    assert len({style.label for style in figures.STYLES.values()}) == len(figures.STYLES)
+
+
+def test_a_system_with_options_looks_like_its_scheme():
+    assert figures.style("2dtar:float16:other").color == figures.style("2dtar:float16").color
+    assert figures.style("2dtar:float16:other").label == "2dtar:float16:other"
+    assert figures.in_order(["2dtar", "unknown", "ddp"]) == ["ddp", "2dtar", "unknown"]
+
+
+def test_a_default_that_is_named_is_no_system_of_its_own():
+    assert scheme_named("hitopk:0.01:mstopk") == scheme_named("hitopk:0.01")
+    assert figures.style("hitopk:0.01:mstopk") == figures.style("hitopk:0.01")
+    assert figures.in_order(["ps", "hitopk:0.01:mstopk"]) == ["hitopk:0.01:mstopk", "ps"]
+
+
+def test_the_demo_has_the_colors_of_the_results():
+    """It is installed without the benchmarks, so that it keeps a table of its own."""
+    colors = {
+        scheme: figures.STYLES["hitopk:0.01" if scheme == "hitopk" else scheme].color
+        for scheme in demo.LABELS
+    }
+    assert colors == demo.COLORS
+
+
+@pytest.mark.parametrize("path", sorted(harness.RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_pages_name_machine_and_commit_of_their_results(path):
+    texts = [page.read_text() for page in harness.RESULTS.glob("*.md")]
+    text = "\n".join(text for text in texts if f"docs/results/{path.name}" in text)
+    for cell in json.loads(path.read_text()).values():
+        assert cell["machine"]["commit"].removesuffix("-dirty") in text
+        assert cell["machine"]["kernel"] in text
+        assert ("AMD EPYC" if "EPYC" in cell["machine"]["processor"] else "Intel Xeon") in text
+
+
+COMMANDS = re.findall(
+    r"\[`(\w+)([^`]*)`\]\(results/", (harness.RESULTS.parent / "results.md").read_text()
+)
+
+
+@pytest.mark.parametrize(("name", "arguments"), sorted(set(COMMANDS)))
+def test_commands_beside_results_are_those_that_gave_them(name, arguments, monkeypatch):
+    module = OF_RESULTS.get(name, wrapper)
+    monkeypatch.setattr("sys.argv", [name, *arguments.split()])
+    options = module.parse_arguments()
+    kept = json.loads((harness.ROOT / options.results).read_text())
+    if name == "exchange":
+        # Whose jobs are planned by what is missing.
+        asked = {cell for job in module.planned(options).values() for cell in job["cells"]}
+        assert asked & {measured for cell in kept.values() for measured in cell["systems"]}
+    # Keys of accuracy did not name the layout yet.
+    elif name != "accuracy":
+        assert module.planned(options).keys() & kept.keys()
+
+
+def test_every_plot_can_be_drawn_again():
+    for name, (draw, files) in redraw.PLOTS.items():
+        assert callable(draw)
+        assert (harness.RESULTS / f"{name}.png").exists()
+        assert all((harness.RESULTS / f"{file}.json").exists() for file in files)
+    drawn = {file.stem.removesuffix("_traffic") for file in harness.RESULTS.glob("*.png")}
+    assert drawn == set(redraw.PLOTS)
+
+
+def test_no_results_are_kept_that_another_way_of_measuring_would_give():
+    """They lie under the keys of what is measured now, so that it would be left out."""
+    cells = {
+        name: json.loads((harness.RESULTS / f"{name}.json").read_text()).values()
+        for name in ("scaling", "norms")
+    }
+    assert all("l2_loss_s" in cell for cell in cells["norms"] if cell["kind"] == "op")
+    unscaled = ("6dc15c3", "d3e6f76")
+    peers = [cell for cell in cells["scaling"] if cell["worker"] in ("ddp", "mirrored")]
+    assert not any(cell["machine"]["commit"].startswith(unscaled) for cell in peers)
+
+
+@pytest.mark.parametrize("name", [*OF_RESULTS, "wrapper"])
+def test_the_smallest_version_leaves_results_alone(name, monkeypatch):
+    parse_arguments = importlib.import_module(f"benchmarks.{name}").parse_arguments
+    expected = {
+        (): harness.RESULTS / f"{name}.json",
+        ("--smallest",): harness.ROOT / "build" / "smallest" / f"{name}.json",
+        ("--smallest", "--results", "here.json"): Path("here.json"),
+    }
+    for options, path in expected.items():
+        monkeypatch.setattr("sys.argv", [name, *options])
+        assert parse_arguments().results == path
+
+
+def test_the_smallest_reading_has_all_parts(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["reading", "--smallest"])
+    options = reading.parse_arguments()
+    assert options.parts == reading.FULL["parts"]
+    kinds = [job["kind"] for job in reading.planned(options).values()]
+    assert kinds.count("memory") == kinds.count("jobs") == 1
+    reading.show_memory(
+        [{"ranks": 1, "what": "datacache", "systems": {"datacache": {"held": 2e9, "data": 1e9}}}]
+    )
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["1", "1.00", "GB", "2.00", "GB"]
