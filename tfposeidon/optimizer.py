@@ -212,7 +212,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "scheme": keras.saving.serialize_keras_object(self.policy),
-            "bucket_bytes": self._exchange.plans.bucket_bytes,
+            "bucket_bytes": self._exchange.plans.planner.bucket_bytes,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "sample_count": keras.saving.serialize_keras_object(self._exchange.batch.function),
         }
@@ -430,7 +430,7 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def policy(self) -> policies.Policy:
         """Policy that decides which variable goes by which scheme."""
-        return self._exchange.plans.policy
+        return self._exchange.plans.planner.policy
 
     def change_scheme(self, scheme: Any) -> None:
         """Exchanges by another scheme from the next traced step on.

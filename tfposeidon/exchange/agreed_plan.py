@@ -7,28 +7,27 @@ that is trained in parts calls it with several.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
 
 from tfposeidon.communication import agreement, runtime
-from tfposeidon.communication.links import Links
 from tfposeidon.communication.wire import Zeros, exchange_objects
 from tfposeidon.exchange import factor_agreement, layer_norms
 from tfposeidon.exchange.effective_rate import EffectiveRate
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.measured import Measured
-from tfposeidon.exchange.race import Race
+from tfposeidon.exchange.planner import Paths, Planner, paths_of
 from tfposeidon.exchange.resumed import Resumed
 from tfposeidon.exchange.scheme_states import descriptions_of
-from tfposeidon.gradients.description import Description, describe, of_tensorflow
+from tfposeidon.gradients.description import describe, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
-from tfposeidon.planning import advice, probe, rules
+from tfposeidon.planning import advice, rules
 from tfposeidon.planning.forecast import Forecast
 from tfposeidon.planning.plan import Plan, with_rows
-from tfposeidon.planning.search import choose_plan, predict
+from tfposeidon.planning.search import predict
 from tfposeidon.policies import Policy
 from tfposeidon.state.rank_state import StateDescription
 
@@ -45,24 +44,17 @@ class AgreedPlans:
       bucket_bytes: Bytes up to which small gradients are fused; see `DistributedOptimizer`.
 
     Attributes:
-      policy: Choice of the scheme by which a variable is exchanged; `change_policy` replaces it.
-      bucket_bytes: Bytes up to which small gradients are fused.
+      planner: Makes the plans.
     """
 
     def __init__(self, policy: Policy, bucket_bytes: int) -> None:
-        self.policy = policy
-        self.bucket_bytes = bucket_bytes
+        self.planner = Planner(policy, bucket_bytes)
         self._exchangers: dict[Any, Exchanger] = {}
         self._effective_rates: dict[Any, EffectiveRate] = {}
         self._norms: dict[Any, layer_norms.NormMethod] = {}
-        # By the paths of variables, as snapshots name them.
-        self._measured: dict[tuple[str, ...], Measured] = {}
-        self._learnt: dict[tuple[str, ...], Measured] = {}
+        self._learnt: dict[Paths, Measured] = {}
         # Plans that stay unless their successors are adopted, with what is predicted for them now.
         self._kept: list[tuple[Exchanger, Forecast]] = []
-        self._race = Race()
-        self._left: set[str] = set()
-        self._resumed: dict[tuple[str, ...], Resumed] = {}
         self._notes: dict[str, None] = {}
         self._zeros = Zeros()
 
@@ -79,10 +71,7 @@ class AgreedPlans:
         """
         key = _key(variables)
         if key not in self._exchangers:
-            descriptions = [describe(v) for v in variables]
-            resumed = self._resumed.get(_paths(descriptions))
-            # Without it nobody knows, before the first step shows factors, what schemes have kept.
-            plan = resumed.plan(descriptions) if resumed else self._plan(descriptions)
+            plan = self.planner.plan_before_first_step([describe(v) for v in variables])
             rules.check_momentum(plan, inner_optimizer)
             self._exchangers[key] = Exchanger(plan, runtime.wire(), self._zeros)
             self._effective_rates[key] = EffectiveRate()
@@ -158,8 +147,8 @@ class AgreedPlans:
         if exchanger.prefix is None:
             links = runtime.links()
             own = {
-                "scheme": repr(self.policy),
-                "bucket_bytes": self.bucket_bytes,
+                "scheme": repr(self.planner.policy),
+                "bucket_bytes": self.planner.bucket_bytes,
                 "links": links.to_json() if links else runtime.measures_links(),
             }
             exchanger.agree(f"tp{next(_numbers)}", grads, own | settings)
@@ -168,21 +157,12 @@ class AgreedPlans:
     def _plan_step(
         self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]
     ) -> None:
-        if self.leave_open and runtime.links() is None:
-            _measure_links()
-        if self.policy.reads_factors or self.leave_open:
+        self.planner.measure_links()
+        if self.planner.policy.reads_factors or self.planner.leaves_open:
             replicated = [*variables, *inner_optimizer.variables]
             self._plan_again(grads, variables, replicated)
         self._choose_norms(variables, inner_optimizer)
         self._take_notes(grads, variables, inner_optimizer, settings)
-
-    def measure_links_again(self) -> None:
-        """Measures links that were measured before; those that were given stay.
-
-        All ranks call it together.
-        """
-        if runtime.measures_links():
-            _measure_links()
 
     def change_policy(self, policy: Policy) -> None:
         """Drops all plans; those of the next traced step follow `policy`.
@@ -190,49 +170,25 @@ class AgreedPlans:
         Args:
           policy: Policy of later steps, the same on all ranks.
         """
-        self.policy = policy
-        self._measured.clear()
-        self._left.clear()
+        self.planner.change_policy(policy)
         self.forget()
 
     def forget(self) -> None:
         """Drops all plans; those of the next traced step are made by what is known then."""
-        self._resumed.clear()
         self._exchangers.clear()
         self._effective_rates.clear()
         self._norms.clear()
         self._notes.clear()
 
-    @property
-    def leave_open(self) -> bool:
-        """True if the predicted step decides, and may decide otherwise once steps have run."""
-        knows_links = runtime.links() is not None or runtime.measures_links()
-        # What servers update was cut when the optimizer was built, and stays.
-        return knows_links and self.policy.leaves_open and not self.policy.updates_at_servers
-
-    @property
-    def may_learn(self) -> bool:
-        """True if plans depend on what steps measure, and none has measured anything yet."""
-        return self.leave_open and not self._measured
-
     def to_dict(self) -> dict[str, Any]:
-        """Returns what plans were made by, for JSON: links, and what steps and races measured."""
-        links = runtime.links()
-        return {
-            "nodes": runtime.wire().topology.nodes,
-            "links": links and links.to_json(),
-            "measured": [
-                {"paths": paths, **asdict(measured)} for paths, measured in self._measured.items()
-            ],
-            "raced": self._race.known,
-            "plans": [Resumed.of(exchanger.plan).to_dict() for exchanger in self.agreed_exchangers],
-        }
+        """Returns the plans and what they were made by, for JSON."""
+        plans = [Resumed.of(exchanger.plan).to_dict() for exchanger in self.agreed_exchangers]
+        return self.planner.to_dict() | {"plans": plans}
 
     def resume(self, saved: dict[str, Any]) -> bool:
-        """Plans by what the plans of an earlier run were made by, if this one is on the same nodes.
+        """Goes on with the plans of an earlier run, where links and nodes are the same.
 
-        Where both measure links, those of the earlier run are kept. Otherwise, if links are others
-        than those of the earlier run, plans are made anew. All ranks call it together.
+        All ranks call it together.
 
         Args:
           saved: Result of `to_dict` in the earlier run, from JSON.
@@ -240,26 +196,9 @@ class AgreedPlans:
         Returns:
           True if later plans may be others than those so far.
         """
-        wire = runtime.wire()
-        nodes = [list(node) for node in wire.topology.nodes]
-        if not self.leave_open or saved["links"] is None or saved["nodes"] != nodes:
+        if not self.planner.resume(saved):
             return False
-        links = Links.from_json(saved["links"], "the snapshot")
-        if runtime.measures_links() and links.hosts == probe.hosts_of(wire):
-            runtime.keep_links(links)
-        if runtime.links() != links:
-            runtime.say("tfposeidon: links are not those of the snapshot: plans are made anew.")
-            return False
-        self._measured = {
-            tuple(one["paths"]): Measured(
-                one["first_s"], one["compute_s"], one["step_s"], tuple(one["rows"])
-            )
-            for one in saved["measured"]
-        }
-        self._race = Race(saved["raced"])
         self.forget()
-        plans = [Resumed.from_dict(one) for one in saved["plans"]]
-        self._resumed = {plan.paths: plan for plan in plans}
         return True
 
     def learn(self, found: Mapping[tuple[str, ...], Measured]) -> float:
@@ -274,26 +213,23 @@ class AgreedPlans:
         links = runtime.links()
         self._learnt, saved_s = dict(found), 0.0
         self._kept.clear()
-        if links is None or not self.leave_open:
+        if links is None or not self.planner.leaves_open:
             return saved_s
         for exchanger in self.agreed_exchangers:
             descriptions = descriptions_of(exchanger.plan)
-            measured = found.get(_paths(descriptions))
+            measured = found.get(paths_of(descriptions))
             if measured is None:
                 continue
-            best = self._plan(descriptions, measured, races=True)
+            best = self.planner.plan(descriptions, measured, together=True)
             if best.buckets == exchanger.plan.buckets:
                 exchanger.plan = best
-                continue
-            if best.digest in self._left:
-                # Never back and forth.
-                continue
-            (before,), (after,) = exchanger.plan.forecasts, best.forecasts
-            now = predict(
-                self._of_last_step(exchanger), links, measured.timeline, before.chosen.slowdown
-            )
-            self._kept.append((exchanger, after.kept(before, now)))
-            saved_s += now.step_s - after.chosen.step_s
+            elif exchanger.plan.forecasts and not self.planner.has_left(best):
+                before, after = exchanger.plan.forecasts[0], best.forecasts[0]
+                now = predict(
+                    self._of_last_step(exchanger), links, measured.timeline, before.chosen.slowdown
+                )
+                self._kept.append((exchanger, after.kept(before, now)))
+                saved_s += now.step_s - after.chosen.step_s
         return saved_s
 
     def slowness(self, found: Mapping[tuple[str, ...], Measured]) -> float:
@@ -304,7 +240,7 @@ class AgreedPlans:
         """
         ratios = [0.0]
         for exchanger in self.agreed_exchangers:
-            measured = found.get(_paths(descriptions_of(exchanger.plan)))
+            measured = found.get(paths_of(descriptions_of(exchanger.plan)))
             if measured is not None:
                 ratios += [
                     measured.step_s / forecast.chosen.step_s
@@ -325,9 +261,10 @@ class AgreedPlans:
         Args:
           changes: True if the new plans are others: those so far are dropped.
         """
-        self._measured, self._learnt = self._learnt, {}
+        self.planner.keep(self._learnt)
         if changes:
-            self._left |= {exchanger.plan.digest for exchanger in self.agreed_exchangers}
+            for exchanger in self.agreed_exchangers:
+                self.planner.leave(exchanger.plan)
             self.forget()
 
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
@@ -343,31 +280,10 @@ class AgreedPlans:
                 yield self._effective_rates[key].variable, rate
                 yield states.had_gradient, StateDescription(name="had_gradient", members=members)
 
-    def _plan(
-        self,
-        descriptions: Sequence[Description],
-        measured: Measured | None = None,
-        *,
-        races: bool = False,
-    ) -> Plan:
-        """Makes a plan; with `races` all ranks do it together, and may time some exchanges."""
-        topology = runtime.wire().topology
-        measured = measured or self._measured.get(_paths(descriptions))
-        return choose_plan(
-            descriptions if measured is None else measured.with_rows(descriptions),
-            self.policy,
-            topology,
-            runtime.links(),
-            bucket_bytes=self.bucket_bytes,
-            timeline=None if measured is None else measured.timeline,
-            notes=[] if topology.size > 1 else ["one rank: nothing is sent"],
-            race=lambda plans: self._race.times(plans, runtime.wire() if races else None),
-        )
-
     def _of_last_step(self, exchanger: Exchanger) -> Plan:
         with tf.init_scope():
             rows, means = exchanger.rows.numpy(), exchanger.times.means
-        plan = with_rows(exchanger.plan, rows, self.policy)
+        plan = with_rows(exchanger.plan, rows, self.planner.policy)
         step_s = None if means is None else means.step_s
         forecasts = tuple(replace(one, measured_s=step_s) for one in plan.forecasts)
         return replace(plan, forecasts=forecasts)
@@ -379,10 +295,11 @@ class AgreedPlans:
         found = factor_agreement.find_factors(grads, descriptions, replicated)
         with tf.init_scope():
             everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
-        plan = self._plan(factor_agreement.merge_findings(descriptions, everybody), races=True)
-        if self.leave_open:
+        merged = factor_agreement.merge_findings(descriptions, everybody)
+        plan = self.planner.plan(merged, together=True)
+        if self.planner.leaves_open:
             self._check_same_plan(plan, f"{exchanger.prefix}.plan")
-        factor_agreement.check_any_factors(plan, self.policy)
+        factor_agreement.check_any_factors(plan, self.planner.policy)
         # With the variables of the old one: TensorFlow traces once more what makes variables.
         new = Exchanger(plan, exchanger.wire, self._zeros, exchanger)
         new.take_over(exchanger)
@@ -434,19 +351,9 @@ class AgreedPlans:
         self._notes[text] = None
 
 
-def _measure_links() -> None:
-    with tf.init_scope():
-        runtime.keep_links(probe.measure(runtime.wire()))
-    runtime.say("tfposeidon: links: %s.", runtime.links())
-
-
 def _key(variables: list[Any]) -> Any:
     # TensorFlow's variables have no hash, for they compare element by element.
     return tuple(of_tensorflow(v).ref() for v in variables)
-
-
-def _paths(descriptions: Sequence[Description]) -> tuple[str, ...]:
-    return tuple(description.path for description in descriptions)
 
 
 def _weighing(settings: dict[str, Any]) -> str:

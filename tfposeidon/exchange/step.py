@@ -126,7 +126,7 @@ class Step:
         self.plans.agree(gradients, variables, inner, self._settings(count))
         exchanger = self.exchanger(variables)
         replicated = [*variables, *inner.variables]
-        if self.plans.leave_open:
+        if self.plans.planner.leaves_open:
             descriptions = descriptions_of(exchanger.plan)
             rows = factor_agreement.count_rows(gradients, descriptions, replicated)
             exchanger.own_rows.assign(rows)
@@ -238,7 +238,7 @@ class Step:
     @property
     def suits_xla(self) -> bool:
         """True if XLA can compile its steps: on one rank, if schemes keep nothing."""
-        return runtime.size() == 1 and not self.plans.policy.keeps_state
+        return runtime.size() == 1 and not self.plans.planner.policy.keeps_state
 
     @property
     def exchangers(self) -> list[Exchanger]:

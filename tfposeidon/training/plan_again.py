@@ -64,13 +64,13 @@ class PlanAgain(keras.callbacks.Callback):
         self._session = session.of(self.model)
         on_gpu = bool(tf.config.list_physical_devices("GPU"))
         self._is_watching = not on_gpu and bool(self._find_open())
-        self._has_planned = not any(o.exchange.plans.may_learn for o in self._open)
+        self._has_planned = not any(o.exchange.plans.planner.may_learn for o in self._open)
         timed = WATCHED_STEPS if self._has_planned else TIMED_STEPS
         self._time(UNTIMED_STEPS, timed)
 
     def _find_open(self) -> list[Any]:
         """Finds the optimizers whose plans may change; a schedule may have changed their policy."""
-        self._open = [o for o in self._session.optimizers if o.exchange.plans.leave_open]
+        self._open = [o for o in self._session.optimizers if o.exchange.plans.planner.leaves_open]
         return self._open
 
     def _time(self, untimed: int, timed: int) -> None:
@@ -177,7 +177,7 @@ class PlanAgain(keras.callbacks.Callback):
         self._slow = 0
         runtime.say("tfposeidon: steps take %.2f times as long as predicted.", slowness)
         # Links belong to the job, not to an optimizer.
-        plans[0].measure_links_again()
+        plans[0].planner.measure_links_again()
         return True
 
     def _plan(self, found: dict[tuple[str, ...], Measured], trace_s: float) -> None:

@@ -1,0 +1,203 @@
+"""Plans by what is known of links and steps: measured now, given, or kept by a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import tensorflow as tf
+
+from tfposeidon.communication import runtime
+from tfposeidon.communication.links import Links
+from tfposeidon.exchange.measured import Measured
+from tfposeidon.exchange.race import Race
+from tfposeidon.exchange.resumed import Resumed
+from tfposeidon.gradients.description import Description
+from tfposeidon.planning import probe
+from tfposeidon.planning.plan import Plan
+from tfposeidon.planning.search import choose_plan
+from tfposeidon.policies import Policy
+
+Paths = tuple[str, ...]
+"""Paths of a list of variables, as snapshots name them."""
+
+
+class Planner:
+    """Makes the plans of one optimizer.
+
+    Args:
+      policy: Choice of the scheme by which a variable is exchanged.
+      bucket_bytes: Bytes up to which small gradients are fused.
+
+    Attributes:
+      policy: Choice of the scheme by which a variable is exchanged; `change_policy` replaces it.
+      bucket_bytes: Bytes up to which small gradients are fused.
+    """
+
+    def __init__(self, policy: Policy, bucket_bytes: int) -> None:
+        self.policy = policy
+        self.bucket_bytes = bucket_bytes
+        self._measured: dict[Paths, Measured] = {}
+        self._race = Race()
+        self._left: set[str] = set()
+        self._resumed: dict[Paths, Resumed] = {}
+
+    def change_policy(self, policy: Policy) -> None:
+        """Plans by another policy from now on.
+
+        Args:
+          policy: Policy of later steps, the same on all ranks.
+        """
+        self.policy = policy
+        self._measured.clear()
+        self._left.clear()
+        self._resumed.clear()
+
+    @property
+    def leaves_open(self) -> bool:
+        """True if the predicted step decides, and may decide otherwise once steps have run."""
+        knows_links = runtime.links() is not None or runtime.measures_links()
+        # What servers update was cut when the optimizer was built, and stays.
+        return knows_links and self.policy.leaves_open and not self.policy.updates_at_servers
+
+    @property
+    def may_learn(self) -> bool:
+        """True if plans depend on what steps measure, and none has measured anything yet."""
+        return self.leaves_open and not self._measured
+
+    def plan(
+        self,
+        descriptions: Sequence[Description],
+        measured: Measured | None = None,
+        *,
+        together: bool = False,
+    ) -> Plan:
+        """Makes a plan.
+
+        Args:
+          descriptions: Descriptions of the gradients, in the order of the variables.
+          measured: What steps have measured; by default what was kept by `keep`, if anything.
+          together: True if all ranks make it together, and may time exchanges for it.
+
+        Returns:
+          The plan, the same on every rank.
+        """
+        topology = runtime.wire().topology
+        measured = measured or self._measured.get(paths_of(descriptions))
+        return choose_plan(
+            descriptions if measured is None else measured.with_rows(descriptions),
+            self.policy,
+            topology,
+            runtime.links(),
+            bucket_bytes=self.bucket_bytes,
+            timeline=None if measured is None else measured.timeline,
+            notes=[] if topology.size > 1 else ["one rank: nothing is sent"],
+            race=lambda plans: self._race.times(plans, runtime.wire() if together else None),
+        )
+
+    def plan_before_first_step(self, descriptions: Sequence[Description]) -> Plan:
+        """Makes a plan before the first step shows factors: that of a snapshot, if there is one.
+
+        Args:
+          descriptions: Descriptions of the gradients, in the order of the variables.
+        """
+        resumed = self._resumed.get(paths_of(descriptions))
+        return resumed.plan(descriptions) if resumed else self.plan(descriptions)
+
+    def measure_links(self) -> None:
+        """Measures links that are needed and not known yet; all ranks call it together."""
+        if self.leaves_open and runtime.links() is None:
+            _measure_links()
+
+    def measure_links_again(self) -> None:
+        """Measures links that were measured before; those that were given stay.
+
+        All ranks call it together.
+        """
+        if runtime.measures_links():
+            _measure_links()
+
+    def keep(self, measured: Mapping[Paths, Measured]) -> None:
+        """Plans from now on by what steps have measured, in resumed runs too.
+
+        Args:
+          measured: What was measured, by the paths of a list of variables; the same on all ranks.
+        """
+        self._measured = dict(measured)
+
+    def leave(self, plan: Plan) -> None:
+        """Notes that steps no longer follow a plan: none comes back.
+
+        Args:
+          plan: The plan that they followed.
+        """
+        self._left.add(plan.digest)
+
+    def has_left(self, plan: Plan) -> bool:
+        """Returns whether steps have followed a plan before, and no longer do.
+
+        Args:
+          plan: Plan that might be followed.
+        """
+        return plan.digest in self._left
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what plans were made by, for JSON: links, and what steps and races measured."""
+        links = runtime.links()
+        return {
+            "nodes": runtime.wire().topology.nodes,
+            "links": links and links.to_json(),
+            "measured": [
+                {"paths": paths, **asdict(measured)} for paths, measured in self._measured.items()
+            ],
+            "raced": self._race.known,
+        }
+
+    def resume(self, saved: dict[str, Any]) -> bool:
+        """Plans by what the plans of an earlier run were made by, if this one is on the same nodes.
+
+        Where both measure links, those of the earlier run are kept. Otherwise, if links are others
+        than those of the earlier run, plans are made anew. All ranks call it together.
+
+        Args:
+          saved: Result of `to_dict` in the earlier run, with its "plans", from JSON.
+
+        Returns:
+          True if later plans may be others than those so far.
+        """
+        wire = runtime.wire()
+        nodes = [list(node) for node in wire.topology.nodes]
+        if not self.leaves_open or saved["links"] is None or saved["nodes"] != nodes:
+            return False
+        links = Links.from_json(saved["links"], "the snapshot")
+        if runtime.measures_links() and links.hosts == probe.hosts_of(wire):
+            runtime.keep_links(links)
+        if runtime.links() != links:
+            runtime.say("tfposeidon: links are not those of the snapshot: plans are made anew.")
+            return False
+        self._measured = {
+            tuple(one["paths"]): Measured(
+                one["first_s"], one["compute_s"], one["step_s"], tuple(one["rows"])
+            )
+            for one in saved["measured"]
+        }
+        self._race = Race(saved["raced"])
+        plans = [Resumed.from_dict(one) for one in saved["plans"]]
+        self._resumed = {plan.paths: plan for plan in plans}
+        return True
+
+
+def paths_of(descriptions: Sequence[Description]) -> Paths:
+    """Returns the paths of variables.
+
+    Args:
+      descriptions: Descriptions of their gradients.
+    """
+    return tuple(description.path for description in descriptions)
+
+
+def _measure_links() -> None:
+    with tf.init_scope():
+        runtime.keep_links(probe.measure(runtime.wire()))
+    runtime.say("tfposeidon: links: %s.", runtime.links())
