@@ -1,6 +1,7 @@
 """What the grid of exchanges tells: times, and the links and speeds of ranks behind them."""
 
 import dataclasses
+import statistics
 
 from benchmarks import exchange
 from benchmarks.exchanges import DENSITY, PRODUCT_ROWS
@@ -10,9 +11,9 @@ from tfposeidon.units import parse_rate
 
 SMALL, LARGE = 2**8, (2**14, 2**20, 2**24)
 """Values in the single collectives that tell latencies, and of those that may tell rates."""
-WORK = 2**22
+WORK, NO_WORK = 2**22, 2**16
 PAIRS = round(DENSITY * WORK)
-"""Elements, and pairs, of the local work that tells the speed of a rank."""
+"""Elements, and pairs, of the local work that tells the speed of a rank, and what a call takes."""
 MEASURED_NEAR = {"100mbit": "200mbit"}
 """Rates at which no single collectives are measured, and those whose figures are scaled."""
 
@@ -47,23 +48,46 @@ def links_of(rows, layout, rate):
         if one.name == "rate.flow":
             # The lab of the grid limits no connections.
             continue
-        name = collective_name(one, topology)
-        lengths = LARGE if one.tells_rate else (SMALL,)
-        found = {length: rows.get((layout, near, name, str(length))) for length in lengths}
-        found = {length: row for length, row in found.items() if row}
-        if not found:
+        name, find = collective_name(one, topology), large_time if one.tells_rate else small_time
+        found = find(rows, layout, near, name)
+        if found is None:
             return None
-        # As long as the probe itself sends: the first that takes long enough.
-        long = [n for n, row in found.items() if row["time_s"] >= probe.LONG_ENOUGH_S]
-        length = long[0] if long else max(found)
+        length, seconds = found
         probes.append(dataclasses.replace(one, length=length))
-        samples[one.name] = [found[length]["time_s"] - overhead_s(rows, layout)]
+        samples[one.name] = [seconds - overhead_s(rows, layout)]
     links = probe.estimate(probes, samples, topology, rates_of(rows, layout))
     if near == rate:
         return links
     factor = parse_rate(rate) / parse_rate(near)
     across = dataclasses.replace(links.across, bytes_per_s=factor * links.across.bytes_per_s)
     return dataclasses.replace(links, across=across)
+
+
+def small_time(rows, layout, rate, name):
+    """Returns length and seconds of a collective whose time is all latency; `None` without any.
+
+    Bytes hardly count, so that it is the median over all rates, and known better than at one.
+    """
+    found = [
+        row["time_s"]
+        for other in exchange.RATES
+        if (row := rows.get((layout, other, name, str(SMALL))))
+    ]
+    return (SMALL, statistics.median(found)) if found else None
+
+
+def large_time(rows, layout, rate, name):
+    """Returns length and seconds of the shortest collective that takes as long as probes do.
+
+    It is the longest, if none takes that long; `None` if there is none at all.
+    """
+    found = [
+        (length, row["time_s"])
+        for length in LARGE
+        if (row := rows.get((layout, rate, name, str(length))))
+    ]
+    long = [one for one in found if one[1] >= probe.LONG_ENOUGH_S]
+    return (long or found[-1:] or [None])[0]
 
 
 def collective_name(one, topology):
@@ -75,7 +99,7 @@ def collective_name(one, topology):
 
 def overhead_s(rows, layout):
     """Returns the seconds of a function that does nothing, which are in all measured times."""
-    return rows[layout, "unshaped", "nothing@work", str(WORK)]["time_s"]
+    return rows[layout, "unshaped", "nothing@work", str(NO_WORK)]["time_s"]
 
 
 def rates_of(rows, layout):

@@ -7,7 +7,8 @@
 The grid comes from `python -m benchmarks.exchange --full --results
 docs/results/exchange_grid.json`. Links and speeds of ranks are estimated, as before the first step
 of a job, from the single collectives and the local work in it; no scheme's exchange decides about
-them. Errors are (predicted - measured) / measured, where the measured median is known to 5 %
+them. What the lab's shaper lets through at once is taken off, and what a call takes is added, for
+both are in all measured times. Errors are (predicted - measured) / measured, where the measured median is known to 5 %
 (standard error); the others are a group of their own. Then the exchange that `auto` would choose is
 compared with the best one and with all-reduce. Nothing is fitted to steps: emulated accelerators
 compute as long as they are told to, and exchanges take what the same links and speeds predict.
@@ -22,6 +23,7 @@ import numpy as np
 
 from benchmarks import figures, grid, harness, predict_steps
 from benchmarks.exchanges import factors_named, scheme_named
+from tfposeidon.lab.cluster import BURST_S
 from tfposeidon.planning import seconds
 from tfposeidon.planning.search import RACED_WITHIN
 from tfposeidon.policies import Auto
@@ -59,13 +61,14 @@ def compared(rows):
             "system": system,
             "size": size,
             "measured_s": row["time_s"],
-            "predicted_s": grid.overhead_s(rows, layout) + predicted(system, size, topology, known),
+            "predicted_s": grid.overhead_s(rows, layout)
+            + predicted(system, size, topology, known, 0.0 if rate == "unshaped" else BURST_S),
             "link_share": (row["limit_s"] or 0.0) / row["time_s"],
             "is_known": row["standard_error"] <= LARGEST_ERROR,
         }
 
 
-def predicted(system, size, topology, links):
+def predicted(system, size, topology, links, burst_s=0.0):
     """Returns the predicted seconds of an exchange.
 
     Args:
@@ -73,12 +76,17 @@ def predicted(system, size, topology, links):
       size: Number of values, or the shape of a matrix.
       topology: The ranks of the job.
       links: Links of the job.
+      burst_s: Seconds of a shaped link whose bytes it lets through at once.
     """
+    factors = ()
     if "x" in size:
-        scheme, factors = factors_named(system, size)
-        length = factors.left * factors.right
-        return seconds.exchange_seconds(scheme, length, 4, [factors], topology, links)
-    return seconds.exchange_seconds(scheme_named(system), int(size), 4, [], topology, links)
+        scheme, shape = factors_named(system, size)
+        length, factors = shape.left * shape.right, (shape,)
+    else:
+        scheme, length = scheme_named(system), int(size)
+    times = seconds.stage_times(scheme, length, 4, factors, topology, links)
+    free_s = sum(min(burst_s, time.load_s) for time in times if time.crosses_nodes)
+    return seconds.alone_seconds(times, links) - free_s
 
 
 def error(row):

@@ -67,7 +67,8 @@ def rows():
         "multiply": (RATES.encode_s + RATES.operation_s * 2 * grid.PRODUCT_ROWS) * grid.WORK,
     }
     for kind, seconds in work.items():
-        found[LAYOUT, "unshaped", f"{kind}@work", str(grid.WORK)] = _row(seconds)
+        size = grid.WORK if seconds else grid.NO_WORK
+        found[LAYOUT, "unshaped", f"{kind}@work", str(size)] = _row(seconds)
     return found
 
 

@@ -29,6 +29,7 @@ class StageTime:
       fuses_with: Collectives with the same key may be fused; `None` for those that never are.
       latency_s: Seconds of its message steps, which a fused collective has once.
       load_s: Seconds that its bytes are on the link, or that it works.
+      crosses_nodes: True for a collective of ranks on several nodes.
     """
 
     operation: Operation | None
@@ -36,6 +37,7 @@ class StageTime:
     fuses_with: tuple[int, ...] | None = None
     latency_s: float = 0.0
     load_s: float = 0.0
+    crosses_nodes: bool = False
 
     @property
     def seconds(self) -> float:
@@ -226,6 +228,7 @@ def _transfer_time(
         fuses_with=(one.itemsize, *one.group.ranks) if one.operation == "all_reduce" else None,
         latency_s=one.steps * link.latency_s,
         load_s=max(link_s, cpu_s) + EXPOSED * min(link_s, cpu_s),
+        crosses_nodes=crosses,
     )
 
 
