@@ -8,10 +8,12 @@ The grid comes from `python -m benchmarks.exchange --full --results
 docs/results/exchange_grid.json`. Links and speeds of ranks are estimated, as before the first step
 of a job, from the single collectives and the local work in it; no scheme's exchange decides about
 them. What the lab's shaper lets through at once is taken off, and what a call takes is added, for
-both are in all measured times. Errors are (predicted - measured) / measured, where the measured median is known to 5 %
-(standard error); the others are a group of their own. Then the exchange that `auto` would choose is
-compared with the best one and with all-reduce. Nothing is fitted to steps: emulated accelerators
-compute as long as they are told to, and exchanges take what the same links and speeds predict.
+both are in all measured times.
+
+Errors are (predicted - measured) / measured, where the measured median is known to 5 % (standard
+error); the others are a group of their own. Then the exchange that `auto` would choose is compared
+with the best one and with all-reduce. Nothing is fitted to steps: emulated accelerators compute as
+long as they are told to, and exchanges take what the same links and speeds predict.
 """
 
 import argparse
