@@ -18,6 +18,9 @@ from tfposeidon.schemes.residual import FLUSHED, ResidualScheme
 
 SENDING_BITS = 0.0
 """Value of the slot "mode" unless the scheme is being flushed."""
+CODED_PER_SELECTED = 8
+"""Elements among which the largest are selected in the time in which one is coded; fitted to the
+exchanges of docs/results/exchange_grid.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +124,7 @@ class OneBit(ResidualScheme):
         code_bytes = [4.0 * ops.one_bit_size(own_length)] * nodes
         return (
             *scatter,
-            Work(name="encode", kind="select", elements=own_length),
+            Work(name="encode", kind="select", elements=CODED_PER_SELECTED * own_length),
             *stages.gathering(topology.across, code_bytes, "bits_across"),
             Work(name="bits_across.sum", kind="sum", elements=added, operations=added),
             *back,
