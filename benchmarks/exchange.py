@@ -44,7 +44,8 @@ COLLECTIVES = (
     *("all_to_all@world", "all_to_all@across", "all_to_all@node"),
 )
 LOCAL_WORK = tuple(
-    f"{kind}@work" for kind in ("nothing", "sum", "encode", "select", "scatter", "multiply")
+    f"{kind}@work"
+    for kind in ("nothing", "sum", "encode", "select", "select_many", "scatter", "multiply")
 )
 RATES = ("100mbit", "200mbit", "1gbit", "unshaped")
 GRID = (

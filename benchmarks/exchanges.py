@@ -9,7 +9,7 @@ from tfposeidon.schemes.cost import Transfer, total_cost
 from tfposeidon.schemes.wire_format import WIRE_DTYPES
 
 ITEMSIZE = 4
-DENSITY, PRODUCT_ROWS = 0.01, 256
+DENSITIES, PRODUCT_ROWS = {"select": 0.01, "select_many": 0.1, "scatter": 0.01}, 256
 """Share of elements in the local work on pairs, and rows of the factors in that on products."""
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 
 from benchmarks import exchange
-from benchmarks.exchanges import DENSITY, PRODUCT_ROWS
+from benchmarks.exchanges import DENSITIES, PRODUCT_ROWS
 from tfposeidon.communication.topology import Topology
 from tfposeidon.planning import probe
 from tfposeidon.units import parse_rate
@@ -12,7 +12,7 @@ from tfposeidon.units import parse_rate
 SMALL, LARGE = 2**8, (2**14, 2**20, 2**24)
 """Values in the single collectives that tell latencies, and of those that may tell rates."""
 WORK, NO_WORK = 2**22, 2**16
-PAIRS = round(DENSITY * WORK)
+PAIRS = tuple(round(DENSITIES[kind] * WORK) for kind in ("select", "select_many"))
 """Elements, and pairs, of the local work that tells the speed of a rank, and what a call takes."""
 MEASURED_NEAR = {"100mbit": "200mbit"}
 """Rates at which no single collectives are measured, and those whose figures are scaled."""
@@ -112,7 +112,7 @@ def rates_of(rows, layout):
     times = {
         kind: rows[layout, "unshaped", f"{kind}@work", str(WORK)]["time_s"]
         - overhead_s(rows, layout)
-        for kind in ("sum", "encode", "select", "scatter", "multiply")
+        for kind in ("sum", "encode", "select", "select_many", "multiply")
     }
     return probe.rates_of(times, WORK, PAIRS, (PRODUCT_ROWS, round(WORK**0.5)))
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfposeidon as tp
 from benchmarks.exchanges import (
-    DENSITY,
+    DENSITIES,
     PRODUCT_ROWS,
     factors_named,
     scheme_named,
@@ -105,7 +105,7 @@ def _collective(system, length, wire, label):
 
 def _local_work(kind, length):
     """Returns a function for one kind of local work, on `length` elements."""
-    count = max(1, round(DENSITY * length))
+    count = max(1, round(DENSITIES.get(kind, 0.0) * length))
     vector = tf.Variable(tf.random.stateless_normal([length], [1, length]))
     if kind == "nothing":
         # What calling a function takes, which is in all other times, too.
@@ -115,7 +115,7 @@ def _local_work(kind, length):
         return lambda: tf.reduce_sum(tf.reshape(vector, [4, -1]), 0)
     if kind == "encode":
         return lambda: ops.encode(vector.read_value(), "float16")
-    if kind == "select":
+    if kind in ("select", "select_many"):
         residual = tf.Variable(tf.zeros([length]))
         return lambda: ops.error_feedback_top_k(residual.read_value(), vector.read_value(), count)
     if kind == "scatter":

@@ -62,8 +62,8 @@ def rows():
         "nothing": 0.0,
         "sum": RATES.sum_s * grid.WORK,
         "encode": RATES.encode_s * grid.WORK,
-        "select": RATES.select_s * grid.WORK + RATES.pair_s * grid.PAIRS,
-        "scatter": RATES.encode_s * grid.WORK + RATES.pair_s * grid.PAIRS,
+        "select": RATES.select_s * grid.WORK + RATES.pair_s * grid.PAIRS[0],
+        "select_many": RATES.select_s * grid.WORK + RATES.pair_s * grid.PAIRS[1],
         "multiply": (RATES.encode_s + RATES.operation_s * 2 * grid.PRODUCT_ROWS) * grid.WORK,
     }
     for kind, seconds in work.items():

@@ -80,7 +80,7 @@ class Rates:
       sum_s: Seconds for each element that is added to a sum.
       encode_s: Seconds for each element that is rounded to 16 bits, or back.
       select_s: Seconds for each element among which the largest are selected.
-      pair_s: Seconds for each pair of an index and a value that is packed or added.
+      pair_s: Seconds for each pair of an index and a value that is selected.
       half_s: Seconds for each element that Horovod adds in float16.
       operation_s: Seconds for each floating-point operation of a product of matrices.
 

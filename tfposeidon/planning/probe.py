@@ -38,9 +38,9 @@ LEAST_S = 1e-7
 """Seconds that nothing is shorter than, where noise would make a difference negative."""
 FLOW_MARGIN = 0.8
 """Share of the link's rate above which a connection by itself counts as fast as the link."""
-ELEMENTS, PAIRS = 2**20, 2**16
-"""Elements and pairs of the local work that is timed."""
-SIDE, ROWS = 512, 256
+ELEMENTS, PAIRS = 2**20, (2**13, 2**17)
+"""Elements, and pairs of two selections, of the local work that is timed."""
+SIDE, ROWS = 2048, 128
 """Sides of the matrix, and rows of the factors, of the product that is timed."""
 HALF_PER_SUM = 45.0
 """Seconds in which Horovod adds an element in float16, in software, for each second of a sum in
@@ -323,17 +323,16 @@ def _product(vector: tf.Tensor) -> tf.Tensor:
     return tf.matmul(factors, factors, transpose_a=True)
 
 
-def _scattered(vector: tf.Tensor) -> tf.Tensor:
-    indices = tf.range(0, ELEMENTS, ELEMENTS // PAIRS, tf.int32)
-    return ops.scatter_add(vector[:PAIRS], indices, ELEMENTS)
+def _selected(vector: tf.Tensor, pairs: int) -> tf.Tensor:
+    return ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, pairs)[0]
 
 
 WORK: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
     # Four vectors, as an owner adds them up.
     "sum": lambda vector: tf.reduce_sum(tf.reshape(vector, [4, -1]), 0),
     "encode": lambda vector: ops.encode(vector, "float16"),
-    "select": lambda vector: ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, PAIRS)[0],
-    "scatter": _scattered,
+    "select": lambda vector: _selected(vector, PAIRS[0]),
+    "select_many": lambda vector: _selected(vector, PAIRS[1]),
     "multiply": _product,
 }
 """Local work that is timed, by its kind."""
@@ -430,24 +429,28 @@ def _rates(samples: Mapping[str, Sequence[float]]) -> Rates:
 
 
 def rates_of(
-    times: Mapping[str, float], elements: int, pairs: int, product: tuple[int, int]
+    times: Mapping[str, float],
+    elements: int,
+    pairs: tuple[int, int],
+    product: tuple[int, int],
 ) -> Rates:
     """Returns the speed of a rank, from the seconds of each kind of `WORK`.
 
     Args:
       times: Seconds of each kind of work.
       elements: Elements that each of them works on, but for the product.
-      pairs: Pairs that are selected or scattered.
+      pairs: Pairs of the two selections.
       product: Rows and columns of the matrix that is multiplied by itself, transposed.
     """
     sum_s, encode_s = times["sum"] / elements, times["encode"] / elements
-    pair_s = max(times["scatter"] - times["encode"], LEAST_S) / pairs
+    few, many = pairs
+    pair_s = max(times["select_many"] - times["select"], 0.0) / (many - few)
     rows, columns = product
     multiply_s = max(times["multiply"] - encode_s * columns**2, LEAST_S)
     return Rates(
         sum_s=_rounded(sum_s),
         encode_s=_rounded(encode_s),
-        select_s=_rounded(max(times["select"] - pair_s * pairs, LEAST_S) / elements),
+        select_s=_rounded(max(times["select"] - pair_s * few, LEAST_S) / elements),
         pair_s=_rounded(pair_s),
         half_s=_rounded(HALF_PER_SUM * sum_s),
         operation_s=_rounded(multiply_s / (2.0 * rows * columns**2)),
