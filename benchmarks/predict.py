@@ -218,13 +218,14 @@ def show_choices(rows):
     harness.show(table)
 
 
-def plot(rows, path):
+def plot(cells, path):
     """Saves a panel for each layout: predicted over measured times.
 
     Args:
-      rows: Rows with their predictions.
+      cells: Answers of `benchmarks.exchange`, by key.
       path: File to write.
     """
+    rows = [row for row in compared(grid.measured(cells)) if row["is_known"]]
     layouts = list(dict.fromkeys(row["layout"] for row in rows))
 
     def draw(figure, axes):
@@ -269,7 +270,8 @@ def main():
             f"there must be measured exchanges. Received: {options.results}, which is missing. Run "
             "python -m benchmarks.exchange --full --results docs/results/exchange_grid.json"
         )
-    rows = grid.measured(json.loads(options.results.read_text()))
+    cells = json.loads(options.results.read_text())
+    rows = grid.measured(cells)
     if options.steps:
         found = list(predict_steps.compared(rows))
         show(found, "communication shows", lambda row: row["shows"])
@@ -283,7 +285,7 @@ def main():
             print(f"\nmeasured to more than {LARGEST_ERROR:.0%} only:")
             harness.show([HEADER, summary("all", unknown)])
         show_choices(found)
-        plot(found, options.plot)
+        plot(cells, options.plot)
     show_worst(found, options.worst)
 
 
