@@ -112,6 +112,12 @@ def summary(name, rows):
 HEADER = ("exchanges", "number", "median", "p90", "worst", "bias")
 
 
+def is_considered(row):
+    """Returns whether `auto` may choose the scheme of a row."""
+    system = row["system"].partition(":")[0]
+    return system in ("allreduce", "asa", "asa16", "2dtar", "hitopk", "topk", "sfb")
+
+
 def show(rows, some, holds):
     """Prints errors of all rows, and of groups of them.
 
@@ -120,7 +126,7 @@ def show(rows, some, holds):
       some: Name of a group that is hard to predict.
       holds: Function that tells whether a row belongs to it.
     """
-    groups = {"all": lambda row: True, some: holds}
+    groups = {"all": lambda row: True, "of auto's schemes": is_considered, some: holds}
     for key in ("file", "layout", "rate"):
         if key not in rows[0]:
             continue
@@ -218,6 +224,12 @@ def show_choices(rows):
     harness.show(table)
 
 
+def drawn_as(row):
+    """Returns the system that a row is drawn as: factors of any number of rows as one."""
+    name = row["system"].partition(":")[0]
+    return name if name in ("sfb", "adam") else row["system"]
+
+
 def plot(cells, path):
     """Saves a panel for each layout: predicted over measured times.
 
@@ -231,8 +243,8 @@ def plot(cells, path):
     def draw(figure, axes):
         for axis, layout in zip(axes, layouts, strict=True):
             own = [row for row in rows if row["layout"] == layout]
-            for system in figures.in_order({row["system"] for row in own}):
-                points = [row for row in own if row["system"] == system]
+            for system in figures.in_order({drawn_as(row) for row in own}):
+                points = [row for row in own if drawn_as(row) == system]
                 look = figures.line(system) | {"linestyle": "", "markersize": 3.5}
                 measured_s = [row["measured_s"] for row in points]
                 axis.plot(measured_s, [1 + error(row) for row in points], **look)

@@ -54,9 +54,10 @@ def rows():
             link = links.node if stays else links.across
             seconds = links.collective_s + one.steps * link.latency_s
             found[key] = _row(seconds + sent / link.bytes_per_s)
+        burst_s = 0.0 if rate == "unshaped" else predict.BURST_S
         for system, size in itertools.product(SYSTEMS, ("65536", "4194304")):
             found[LAYOUT, rate, system, size] = _row(
-                predict.predicted(system, size, topology, links)
+                predict.predicted(system, size, topology, links, burst_s)
             )
     work = {
         "nothing": 0.0,

@@ -382,7 +382,10 @@ def estimate(
         else None,
         across=across,
         measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        uncertainty=_rounded(max(_uncertainty(samples[p.name]) for p in probes)),
+        # Of rates: latencies scatter more, but few choices hang on them.
+        uncertainty=_rounded(
+            max([_uncertainty(samples[one.name]) for one in probes if one.tells_rate])
+        ),
     )
 
 
