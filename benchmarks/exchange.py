@@ -40,7 +40,13 @@ SPARSE_SYSTEMS = (
 )
 FACTORS = ("sfb:4", "sfb:32", "sfb:128", "sfb:512", "adam:4", "adam:32", "adam:128", "adam:512")
 COLLECTIVES = (
-    *("all_reduce@world", "all_gather@world", "all_gather@across", "all_gather@node"),
+    *(
+        "all_reduce@world",
+        "all_reduce16@world",
+        "all_gather@world",
+        "all_gather@across",
+        "all_gather@node",
+    ),
     *("all_to_all@world", "all_to_all@across", "all_to_all@node"),
 )
 LOCAL_WORK = tuple(

@@ -52,12 +52,15 @@ def transfer_named(system, length, topology):
     """Returns a single collective.
 
     Args:
-      system: Name such as "all_gather@across": operation and group of ranks.
+      system: Name such as "all_gather@across": operation and group of ranks; with "16" behind the
+        operation, of float16.
       length: Values that each rank has.
       topology: The ranks of the job.
     """
     operation, name = system.split("@")
-    return Transfer.of_vector(operation, getattr(topology, name), length, itemsize=ITEMSIZE)
+    itemsize = 2 if operation.endswith("16") else ITEMSIZE
+    group = getattr(topology, name)
+    return Transfer.of_vector(operation.removesuffix("16"), group, length, itemsize=itemsize)
 
 
 def stages_named(system, size, topology):

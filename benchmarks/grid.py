@@ -94,7 +94,7 @@ def collective_name(one, topology):
     """Returns the name of a probe's collective in `benchmarks.exchange`, as "all_gather@world"."""
     group = one.groups[topology.rank]
     kind = next(kind for kind in ("world", "node", "across") if getattr(topology, kind) == group)
-    return f"{one.operation}@{kind}"
+    return f"{one.operation}{'16' if one.dtype == 'float16' else ''}@{kind}"
 
 
 def overhead_s(rows, layout):

@@ -95,6 +95,8 @@ def _exchange_of(system, size, wire, label):
 
 def _collective(system, length, wire, label):
     transfer, vector = transfer_named(system, length, wire.topology), _drawn((length,), wire)
+    if transfer.itemsize == 2:
+        vector = tf.Variable(tf.cast(vector, tf.float16))
     if transfer.operation == "all_reduce":
         return lambda: wire.all_reduce(vector.read_value(), transfer.group, label)
     if transfer.operation == "all_gather":

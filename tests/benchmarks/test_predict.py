@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import grid, predict, predict_steps
 from tfposeidon.communication.links import HEADERS, Link, Links, Rates
-from tfposeidon.planning import probe
+from tfposeidon.planning import probe, seconds
 from tfposeidon.units import parse_rate
 
 LAYOUT = "2x2"
@@ -19,7 +19,7 @@ RATES = Rates(
     encode_s=1e-9,
     select_s=3e-9,
     pair_s=6e-9,
-    half_s=2e-9 * probe.HALF_PER_SUM,
+    half_s=6e-8,
     operation_s=1e-11,
 )
 SYSTEMS = ("allreduce", "2dtar", "hitopk:0.01", "topk:0.01")
@@ -52,8 +52,12 @@ def rows():
             key = (LAYOUT, rate, grid.collective_name(one, topology), str(length))
             sent, stays = dataclasses.replace(one, length=length).bytes_on(topology)
             link = links.node if stays else links.across
-            seconds = links.collective_s + one.steps * link.latency_s
-            found[key] = _row(seconds + sent / link.bytes_per_s)
+            latency_s = links.collective_s + one.steps * link.latency_s
+            link_s = sent / link.bytes_per_s
+            timed = dataclasses.replace(one, length=length).transfers[0]
+            sums_s = RATES.half_s * seconds.float16_sums(timed)
+            load_s = max(link_s, sums_s) + seconds.EXPOSED * min(link_s, sums_s)
+            found[key] = _row(latency_s + load_s)
         burst_s = 0.0 if rate == "unshaped" else predict.BURST_S
         for system, size in itertools.product(SYSTEMS, ("65536", "4194304")):
             found[LAYOUT, rate, system, size] = _row(
@@ -67,9 +71,9 @@ def rows():
         "select_many": RATES.select_s * grid.WORK + RATES.pair_s * grid.PAIRS[1],
         "multiply": (RATES.encode_s + RATES.operation_s * 2 * grid.PRODUCT_ROWS) * grid.WORK,
     }
-    for kind, seconds in work.items():
-        size = grid.WORK if seconds else grid.NO_WORK
-        found[LAYOUT, "unshaped", f"{kind}@work", str(size)] = _row(seconds)
+    for kind, work_s in work.items():
+        size = grid.WORK if work_s else grid.NO_WORK
+        found[LAYOUT, "unshaped", f"{kind}@work", str(size)] = _row(work_s)
     return found
 
 

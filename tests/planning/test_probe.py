@@ -8,6 +8,7 @@ import pytest
 from tfposeidon.communication.links import CPU
 from tfposeidon.communication.topology import Topology
 from tfposeidon.planning import probe
+from tfposeidon.planning.seconds import EXPOSED, float16_sums
 
 LAYOUTS = {
     "1x2": Topology.regular(0, 2, 2),
@@ -20,6 +21,7 @@ LAYOUTS = {
 }
 COLLECTIVE_S, LATENCY_S = 3e-3, {True: 1e-4, False: 4e-4}
 NODE, ACROSS, FLOW = 1.5e9, 1.2e8, 3e7
+HALF_S = 4e-8
 
 
 def _probes(topology):
@@ -31,7 +33,9 @@ def _seconds(one, topology, flow=FLOW):
     """Time that a probe takes on links with the figures above."""
     sent_bytes, stays = one.bytes_on(topology)
     rate = NODE if stays else flow if one.name == "rate.flow" else ACROSS
-    return COLLECTIVE_S + one.steps * LATENCY_S[stays] + sent_bytes / rate
+    link_s, sums_s = sent_bytes / rate, HALF_S * float16_sums(one.transfers[0])
+    load_s = max(link_s, sums_s) + EXPOSED * min(link_s, sums_s)
+    return COLLECTIVE_S + one.steps * LATENCY_S[stays] + load_s
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -41,6 +45,7 @@ def test_bytes_of_probes(layout):
     largest = max(map(len, topology.nodes))
     others, nodes = topology.size - largest, len(topology.nodes)
     by_hand = {
+        "rate.half": (2 * (topology.size - 1) / topology.size * 2 * 2**22, nodes == 1),
         "rate.node": ((largest - 1) * 4 * 2**22, True),
         "rate.across": (largest * others / topology.size * 4 * 2**22, False),
         "rate.flow": ((nodes - 1) * 4 * 2**22, False),
@@ -81,7 +86,19 @@ def test_what_is_there_is_found(layout, load):
     if not load and len(topology.nodes) > 2:
         for name, (found, there) in latencies.items():
             assert found == pytest.approx(there, rel=0.25), name
+    assert links.rates.half_s == pytest.approx(HALF_S, rel=0.25 if load else 0.15)
     links.check_fits(topology)
+
+
+def test_sums_behind_a_slow_link_are_found_too():
+    """What the link hides of them does not count much, and neither does an error."""
+    topology = LAYOUTS["4x1"]
+    (half,) = (one for one in _probes(topology) if one.name == "rate.half")
+    sent_bytes, _ = half.bytes_on(topology)
+    for rate in (1e7, 1e8, 1e9, 1e10):
+        link_s, sums_s = sent_bytes / rate, HALF_S * float16_sums(half.transfers[0])
+        load_s = max(link_s, sums_s) + EXPOSED * min(link_s, sums_s)
+        assert probe._half_seconds(half, load_s, rate, topology) == pytest.approx(HALF_S, rel=0.01)
 
 
 def test_a_connection_as_fast_as_its_link_is_no_limit():

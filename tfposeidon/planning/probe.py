@@ -17,7 +17,7 @@ from tfposeidon import ops
 from tfposeidon.communication.links import Link, Links, Rates
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire, exchange_objects
-from tfposeidon.planning.seconds import load_of
+from tfposeidon.planning.seconds import EXPOSED, float16_sums, load_of
 from tfposeidon.schemes.cost import Operation, Transfer
 
 BUDGET_S = 1.6
@@ -28,7 +28,6 @@ SHORT_ROUNDS = 4
 QUANTILE = 25
 """Percentile that counts: loads of others only ever make a round longer, but a single fast one may
 be a burst that a link lets through."""
-ITEMSIZE = 4
 FEW_ELEMENTS = 2**8
 """Length of vectors whose time is all latency."""
 MANY_ELEMENTS, MOST_ELEMENTS = 2**15, 2**23
@@ -42,27 +41,25 @@ ELEMENTS, PAIRS = 2**20, (2**13, 2**17)
 """Elements, and pairs of two selections, of the local work that is timed."""
 SIDE, ROWS = 2048, 128
 """Sides of the matrix, and rows of the factors, of the product that is timed."""
-HALF_PER_SUM = 45.0
-"""Seconds in which Horovod adds an element in float16, in software, for each second of a sum in
-float32. It cannot be timed by itself; fitted to the exchanges of docs/results/exchange_grid.json.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A collective of float32 vectors that is timed.
+    """A collective that is timed.
 
     Attributes:
       name: Name of the probe; those of a rate begin with "rate.".
       operation: Collective of the wire.
       groups: Ranks that carry it out together, for each rank; ranks that take no part are missing.
       length: Elements that each rank brings.
+      dtype: Their type (default "float32").
     """
 
     name: str
     operation: Operation
     groups: Mapping[int, Group]
     length: int
+    dtype: str = "float32"
 
     @property
     def tells_rate(self) -> bool:
@@ -72,8 +69,9 @@ class Probe:
     @property
     def transfers(self) -> dict[int, Transfer]:
         """The collective as each rank carries it out, by rank."""
+        itemsize = tf.as_dtype(self.dtype).size
         return {
-            rank: Transfer.of_vector(self.operation, group, self.length, itemsize=ITEMSIZE)
+            rank: Transfer.of_vector(self.operation, group, self.length, itemsize=itemsize)
             for rank, group in self.groups.items()
         }
 
@@ -193,12 +191,13 @@ def small_probes(topology: Topology) -> list[Probe]:
 
 
 def large_probes(topology: Topology) -> list[Probe]:
-    """Returns the probes that tell rates: of the link within the node, of that across, of a flow.
+    """Returns the probes that tell rates: of links, of a connection, and of sums in float16.
 
     Args:
       topology: The ranks of the job.
     """
-    found = []
+    sums = _probe("rate.half", "all_reduce", "world", topology, MANY_ELEMENTS)
+    found = [replace(sums, dtype="float16")]
     if max(map(len, topology.nodes)) > 1:
         found.append(_probe("rate.node", "all_gather", "node", topology, MANY_ELEMENTS))
     if len(topology.nodes) > 1:
@@ -301,7 +300,7 @@ class _Round:
 
     def _collective(self, probe: Probe, length: tf.Tensor, number: int) -> tf.Tensor:
         name, group = f"{self._name}.{number}", probe.groups.get(self._wire.topology.rank)
-        values = tf.ones(tf.reshape(length, [1]))
+        values = tf.ones(tf.reshape(length, [1]), probe.dtype)
         if group is None:
             return values[:1]
         if probe.operation == "all_reduce":
@@ -358,8 +357,13 @@ def estimate(
     times = {probe.name: _quantile(samples[probe.name]) for probe in probes}
     small = [probe for probe in probes if not probe.tells_rate]
     collective_s, latency_s = _latencies(small, times, topology)
+    on_link_s = {
+        probe.name: _seconds_of_bytes(probe, times[probe.name], collective_s, latency_s, topology)
+        for probe in probes
+        if probe.tells_rate
+    }
     found = {
-        probe.name: _rate(probe, times[probe.name], collective_s, latency_s, topology)
+        probe.name: _rounded(probe.bytes_on(topology)[0] / on_link_s[probe.name])
         for probe in probes
         if probe.tells_rate
     }
@@ -372,6 +376,11 @@ def estimate(
         across = Link(
             latency_s=latency_s[False], bytes_per_s=found["rate.across"], flow_bytes_per_s=flow
         )
+    half = next((probe for probe in probes if probe.name == "rate.half"), None)
+    if half is not None:
+        rate = found["rate.across" if has_nodes else "rate.node"]
+        half_s = _half_seconds(half, on_link_s["rate.half"], rate, topology)
+        rates = replace(rates, half_s=half_s)
     return Links(
         rates=rates,
         collective_s=collective_s,
@@ -408,27 +417,40 @@ def _latencies(
     return collective_s, dict(zip(kinds, latencies, strict=True))
 
 
-def _rate(
+def _seconds_of_bytes(
     probe: Probe,
     seconds: float,
     collective_s: float,
     latency_s: Mapping[bool, float],
     topology: Topology,
 ) -> float:
-    """Returns bytes per second: of a rank within its node, of a node or of one flow across."""
-    sent_bytes, stays = probe.bytes_on(topology)
-    on_link_s = seconds - collective_s - probe.steps * latency_s[stays]
+    """Returns the seconds of a probe without its latency."""
+    on_link_s = seconds - collective_s - probe.steps * latency_s[probe.bytes_on(topology)[1]]
     # Where latency is most of it, at least a tenth is left for the bytes.
-    return _rounded(sent_bytes / max(on_link_s, seconds / 10))
+    return max(on_link_s, seconds / 10)
+
+
+def _half_seconds(probe: Probe, seconds: float, bytes_per_s: float, topology: Topology) -> float:
+    """Returns the seconds in which Horovod adds an element in float16, in software.
+
+    Args:
+      probe: All-reduce of float16 vectors.
+      seconds: Its time without latency: that of the link and of the sums, of which a part is
+        hidden behind the other.
+      bytes_per_s: Rate of the link.
+      topology: The ranks of the job.
+    """
+    link_s = probe.bytes_on(topology)[0] / bytes_per_s
+    sums_s = seconds - EXPOSED * link_s
+    if sums_s < link_s:
+        sums_s = max(0.0, seconds - link_s) / EXPOSED
+    (own, *_) = probe.transfers.values()
+    return _rounded(sums_s / float16_sums(own))
 
 
 def _rates(samples: Mapping[str, Sequence[float]]) -> Rates:
     times = {name: _quantile(samples[name]) for name in WORK}
-    rates = rates_of(times, ELEMENTS, PAIRS, (ROWS, SIDE))
-    if tf.config.list_physical_devices("GPU"):
-        # NCCL sums as it sends.
-        return replace(rates, half_s=0.0)
-    return rates
+    return rates_of(times, ELEMENTS, PAIRS, (ROWS, SIDE))
 
 
 def rates_of(
@@ -438,6 +460,8 @@ def rates_of(
     product: tuple[int, int],
 ) -> Rates:
     """Returns the speed of a rank, from the seconds of each kind of `WORK`.
+
+    That of sums in float16, which only an all-reduce makes, is left 0.
 
     Args:
       times: Seconds of each kind of work.
@@ -455,7 +479,7 @@ def rates_of(
         encode_s=_rounded(encode_s),
         select_s=_rounded(max(times["select"] - pair_s * few, LEAST_S) / elements),
         pair_s=_rounded(pair_s),
-        half_s=_rounded(HALF_PER_SUM * sum_s),
+        half_s=0.0,
         operation_s=_rounded(multiply_s / (2.0 * rows * columns**2)),
     )
 

@@ -219,7 +219,7 @@ def _transfer_time(
     link = links.across if crosses else links.node
     assert link is not None, "Links.check_fits has seen to it"
     link_s = link.seconds(load.cross_bytes, flow_bytes=load.flow_bytes) if crosses else 0.0
-    cpu_s = _float16_sums(one) * links.rates.half_s
+    cpu_s = float16_sums(one) * links.rates.half_s
     if load.node_bytes and links.node is not None:
         cpu_s += links.node.seconds(load.node_bytes)
     return StageTime(
@@ -232,8 +232,12 @@ def _transfer_time(
     )
 
 
-def _float16_sums(transfer: Transfer) -> float:
-    """Returns the elements that a rank adds in float16, which Horovod's all-reduce alone does."""
+def float16_sums(transfer: Transfer) -> float:
+    """Returns the elements that a rank adds in float16, which Horovod's all-reduce alone does.
+
+    Args:
+      transfer: Collective of one rank.
+    """
     if transfer.operation != "all_reduce" or transfer.itemsize != 2:
         return 0.0
     p = transfer.group.size
