@@ -13,10 +13,12 @@ NOT_MEASURED = {
     "__init__",
     "best_scheme",
     "exchanges",
+    "grid",
+    "predict",
+    "predict_steps",
     "figures",
     "harness",
     "overview",
-    "predict",
     "redraw",
     "structure",
 }
