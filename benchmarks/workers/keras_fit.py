@@ -47,10 +47,10 @@ class StepTimer(keras.callbacks.Callback):
     Args:
       wire: The collectives.
       warm_up: Number of steps of an epoch that are not timed.
-      last_epoch: Index of the epoch that counts, after which training stops.
+      last_epoch: Index of the epoch that counts, after which training stops. Defaults to the first.
     """
 
-    def __init__(self, wire, warm_up, last_epoch):
+    def __init__(self, wire, warm_up, last_epoch=0):
         super().__init__()
         self.wire, self.warm_up, self.last_epoch, self.times = wire, warm_up, last_epoch, []
 
