@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import harness
 from tests.launch import ahead, lab
 from tfposeidon.lab import models
 
@@ -24,9 +25,8 @@ def answers(worker, systems):
         task = {"model": MODEL, "shrink": SHRINK, "dilation": 0.05, "warm_up": 3, "steps": 4}
         task |= {"systems": systems, "result": str(result)}
         module = f"benchmarks.workers.{worker}"
-        done = lab(
-            f"--nodes {RANKS} --inter 200mbit", sys.executable, "-m", module, json.dumps(task)
-        )
+        python = harness.INTERPRETERS.get(worker, sys.executable)
+        done = lab(f"--nodes {RANKS} --inter 200mbit", python, "-m", module, json.dumps(task))
         assert done.returncode == 0, done.stdout
         found = json.loads(result.read_text())
     assert list(found) == systems
@@ -82,3 +82,9 @@ def test_pytorch_ddp_sends_what_its_hooks_leave(outcome):
 def test_mirrored_strategy_sends_a_ring_all_reduce(outcome):
     for answer in outcome.values():
         check(answer, all_reduce_bytes(parameters()))
+
+
+@pytest.mark.skipif(not harness.JAX.exists(), reason=f"Keras on JAX: {harness.JAX_REMEDY}")
+@ahead(lambda: answers("jax_fit", ["jax"]))
+def test_keras_on_jax_exchanges_every_gradient_once(outcome):
+    check(outcome["jax"], all_reduce_bytes(parameters()))
