@@ -1,93 +1,123 @@
-"""Draws the plot of the README: time per step on a slow link, beside the peers.
+"""Measures what the README shows: time per step of `auto` and the peers on slow networks.
 
-    python -m benchmarks.overview     # docs/results/scaling.json -> docs/results/overview.png
+    python -m benchmarks.overview            # short: ResNet-50 at 10 Gb/s
+    python -m benchmarks.overview --full     # three models at 1, 10 and 25 Gb/s; an hour
 
-It shows cells that `python -m benchmarks.scaling --full` measured; nothing is run.
+Steps, models and links are those of `benchmarks.scaling`, and so are bandwidths and times: as on
+the real cluster. An interrupted run goes on.
 """
 
-import argparse
-import json
-from pathlib import Path
+from benchmarks import figures, harness, scaling
+from tfposeidon.lab import models
 
-from benchmarks import figures, scaling
-
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
 SYSTEMS = (
-    *("horovod", "ddp", "2dtar", "horovod-fp16", "ddp-fp16", "2dtar:float16"),
-    *("ddp-powersgd", "hitopk:0.01"),
+    *("horovod", "ddp", "ddp-powersgd", "jax"),
+    *("hybcomm", "hitopk:0.01", "auto", "auto:halves", "auto:density"),
 )
-"""Systems that are drawn, top down, where there are results."""
-MODELS = ("vgg19", "resnet50")
+"""Systems that are shown, top down."""
+COMMON = {"layouts": ["2x2"], "systems": ["alone", *SYSTEMS], "dilation": None, "steps": 3}
+SHORT = COMMON | {"models": ["resnet50"], "gbits": [10.0]}
+FULL = COMMON | {"models": ["resnet50", "vgg19", "transformer_110m"], "gbits": [1.0, 10.0, 25.0]}
+SMALLEST = COMMON | {
+    "models": ["googlenet"],
+    "gbits": [10.0],
+    "layouts": ["2x1"],
+    "systems": ["alone", "horovod", "auto"],
+    "dilation": 0.2,
+    "steps": 1,
+}
 LIMIT = {"color": "black", "linestyle": "--", "linewidth": 1.5}
 
 
-def rows(cells, model, layout, gbit):
-    """Returns what the plot shows of a model.
+def parse_arguments():
+    parser = harness.argument_parser("overview", __doc__)
+    options = harness.parse(parser, SHORT, FULL, SMALLEST)
+    options.systems = scaling.without_missing_peers(options.systems)
+    return options
+
+
+def by_case(cells):
+    """Returns what the table and the plot show.
 
     Args:
-      cells: Answers of `benchmarks.scaling`.
-      model: Name of the model.
-      layout: "MxN", nodes x ranks on each.
-      gbit: Bandwidth between nodes in Gb/s.
+      cells: Answers of `scaling.run`, by key.
 
     Returns:
-      Seconds of a step by system, at the speed of the real accelerator, and those without an
-      exchange.
+      (model, layout, Gb/s) -> seconds of a step by system, at the speed of the real accelerator.
     """
-    ((key, found),) = (
-        (key, found)
-        for key, found in scaling.groups(cells).items()
-        if key[:3] == (model, layout, gbit)
+    return {
+        key[:3]: {row["system"]: row["step_s"] / key[3] for row in rows if "step_s" in row}
+        for key, rows in scaling.groups(cells).items()
+    }
+
+
+def show(cells):
+    """Prints a line for each system, and then what `auto` chose and predicted."""
+    found = by_case(cells)
+    print("\nmilliseconds per step")
+    header = ("system", *(f"{model}, {gbit:g} Gb/s" for model, _, gbit in found))
+    lines = (
+        (system, *(milliseconds(steps.get(system)) for steps in found.values()))
+        for system in ("alone", *SYSTEMS)
     )
-    dilation = key[3]
-    steps = {row["system"]: row["step_s"] / dilation for row in found if "step_s" in row}
-    return {system: steps[system] for system in SYSTEMS if system in steps}, steps["alone"]
+    harness.show([header, *lines])
+    print("\nwhat was chosen")
+    header = ("model", "Gb/s", "system", "chose", "predicted", "measured", "of the prediction")
+    harness.show([header, *choices(cells)])
 
 
-def plot(cells, path, layout="4x2", gbit=4.0):
-    """Saves one panel for each model, with a bar for each system."""
+def milliseconds(seconds):
+    return "" if seconds is None else f"{1e3 * seconds:.0f}"
+
+
+def choices(cells):
+    """Yields a row for each plan that was chosen by predicted steps."""
+    for cell in cells.values():
+        dilation = cell["task"]["dilation"]
+        for system, figures_of in cell["systems"].items():
+            if "chose" in figures_of:
+                predicted_s = figures_of["predicted_s"] / dilation
+                measured_s = scaling.row(system, figures_of, cell)["step_s"] / dilation
+                yield (
+                    cell["model"],
+                    f"{cell['gbit']:g}",
+                    system,
+                    figures_of["chose"],
+                    f"{1e3 * predicted_s:.0f} ms",
+                    f"{1e3 * measured_s:.0f} ms",
+                    f"{measured_s / predicted_s:.2f}",
+                )
+
+
+def plot(cells, path):
+    """Saves a panel of bars for each bandwidth and model."""
+    found = by_case(cells)
+    names = list(dict.fromkeys(model for model, *_ in found))
+    gbits = sorted({gbit for *_, gbit in found})
+    (layout,) = {layout for _, layout, _ in found}
+    panels = [(model, gbit) for gbit in gbits for model in names]
 
     def draw(figure, axes):
-        for axis, model in zip(axes, MODELS, strict=True):
-            steps, alone_s = rows(cells, model, layout, gbit)
-            milliseconds = {system: 1e3 * step_s for system, step_s in steps.items()}
-            figures.bars(axis, milliseconds, names=axis is axes[0])
-            axis.axvline(1e3 * alone_s, label="computing, without any exchange", **LIMIT)
-            axis.set(title=figures.MODELS[model], xlabel="milliseconds per step")
-        labels = [figures.style(system).label for system in steps]
-        ours = [f"tfposeidon, {label}" for label in labels]
-        names = [
-            own if figures.style(system).ours else label
-            for system, label, own in zip(steps, labels, ours, strict=True)
-        ]
-        axes[0].set_yticks(range(len(names)), names)
-        (dilation,) = {key[3] for key in scaling.groups(cells) if key[1:3] == (layout, gbit)}
-        figure.suptitle(
-            f"{figures.ranks(layout)}, {gbit:g} Gb/s between emulated nodes; "
-            f"measured {dilation:g} times as slow"
-        )
-        figures.legend(figure)
+        for index, (axis, (model, gbit)) in enumerate(zip(axes, panels, strict=True)):
+            steps = found.get((model, layout, gbit), {})
+            shown = {system: 1e3 * steps[system] if system in steps else None for system in SYSTEMS}
+            if not any(shown.values()):
+                continue
+            figures.bars(axis, shown, names=index % len(names) == 0)
+            compute_s = models.model(model).step_s
+            axis.axvline(1e3 * compute_s, label="computing, without any exchange", **LIMIT)
+            axis.set_title(f"{figures.MODELS.get(model, model)}, {gbit:g} Gb/s")
+            if index >= len(panels) - len(names):
+                axis.set_xlabel("milliseconds per step")
+        figure.suptitle(f"{figures.ranks(layout)} on emulated nodes; bold: tfposeidon")
+        figures.legend(figure, title="")
 
-    figures.save(path, len(MODELS), draw, height_in=3.6)
+    figures.save(path, len(panels), draw, columns=len(names), height_in=2.5)
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layout", default="4x2", help="cluster, as nodes x ranks on each (4x2)")
-    parser.add_argument(
-        "--gbit", type=float, default=4.0, help="bandwidth between nodes in Gb/s (4)"
-    )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=RESULTS / "scaling.json",
-        help="answers of benchmarks.scaling",
-    )
-    parser.add_argument("--plot", type=Path, default=RESULTS / "overview.png", help="file to write")
-    options = parser.parse_args()
-    plot(json.loads(options.results.read_text()), options.plot, options.layout, options.gbit)
+    options = parse_arguments()
+    harness.carry_out(options, scaling.planned(options), scaling.run, show, plot)
 
 
 if __name__ == "__main__":

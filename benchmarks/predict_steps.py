@@ -13,7 +13,7 @@ from tfposeidon.planning import search
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, make_plan
 from tfposeidon.planning.simulation import Timeline
 
-STEPS = ("scaling", "sparse_scaling", "poseidon")
+STEPS = ("scaling", "sparse_scaling", "poseidon", "overview")
 SHOWS = 1.15
 """Steps of as many times the computation or more, in which communication shows."""
 
@@ -58,11 +58,16 @@ def timeline_of(model, dilation, links):
     return tuple(ready[layer.name] for _, layer in descriptions_of(model)), max(now_s, cpu_s)
 
 
-def predicted_step(cell, system, links):
-    """Returns the predicted seconds of a measured step, and those without an exchange."""
-    task = cell["task"]
+def model_of(task):
+    """Returns the emulated model of a job."""
     model = models.model(task["model"])
-    model = model.shrunk(task["shrink"]) if task["shrink"] != 1 else model
+    return model.shrunk(task["shrink"]) if task["shrink"] != 1 else model
+
+
+def predicted_step(cell, system, links):
+    """Returns the predicted seconds of a measured step."""
+    task = cell["task"]
+    model = model_of(task)
     ready_s, compute_s = timeline_of(model, task["dilation"], links)
     name = system.removesuffix("-late")
     if name != system:
@@ -78,22 +83,26 @@ def predicted_step(cell, system, links):
         round(bucket_bytes),
     )
     timeline = Timeline(ready_s=ready_s, compute_s=compute_s)
-    return search.predict(plan, links, timeline).step_s, compute_s
+    return search.predict(plan, links, timeline).step_s
 
 
 def compared(rows):
     """Yields each measured step with its prediction; rows as those of `compared`."""
     for file in STEPS:
-        for cell in json.loads((harness.RESULTS / f"{file}.json").read_text()).values():
+        path = harness.RESULTS / f"{file}.json"
+        for cell in json.loads(path.read_text()).values() if path.exists() else ():
             if cell["worker"] != "keras_fit":
                 continue
             links = grid.links_at(rows, cell["layout"], cell["rate_bits_per_s"])
             if links is None:
                 continue
+            task = cell["task"]
+            _, compute_s = timeline_of(model_of(task), task["dilation"], links)
             for system, found in cell["systems"].items():
                 if system == "alone" or "step_s" not in found:
                     continue
-                step_s, compute_s = predicted_step(cell, system, links)
+                # What `auto` predicted itself, by links that the job had measured.
+                step_s = found.get("predicted_s") or predicted_step(cell, system, links)
                 measured_s = statistics.median(found["step_s"])
                 yield {
                     "file": file,

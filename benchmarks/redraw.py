@@ -35,7 +35,7 @@ PLOTS = {
     "memory": (memory.plot, ["memory"]),
     "norms": (norms.plot, ["norms"]),
     "onebit_accuracy": (accuracy.plot, ["onebit_accuracy"]),
-    "overview": (overview.plot, ["scaling"]),
+    "overview": (overview.plot, ["overview"]),
     "poseidon": (poseidon.plot, ["poseidon"]),
     "predict": (predict.plot, ["exchange_grid"]),
     "reading": (reading.plot, ["reading"]),

@@ -5,10 +5,10 @@
     python -m benchmarks.scaling --models vgg19 --layouts 4x4 --gbits 25 --systems 2dtar hitopk:0.01
 
 Accelerators are emulated: compute takes the papers' times, dilated (everything is D times slower,
-links too), and where a model would not fit into memory it is shrunk by f, and links by f squared.
-Bandwidths are named as they would be on the real cluster. Peers are Horovod called directly,
-PyTorch DDP, Keras on JAX with `keras.distribution` and MultiWorkerMirroredStrategy. An interrupted
-run goes on.
+links too; D is 4, and 1 up to 1 Gb/s, where the link alone makes steps long), and where a model
+would not fit into memory it is shrunk by f, and links by f squared. Bandwidths are named as they
+would be on the real cluster. Peers are Horovod called directly, PyTorch DDP, Keras on JAX with
+`keras.distribution` and MultiWorkerMirroredStrategy. An interrupted run goes on.
 """
 
 import importlib.util
@@ -24,6 +24,8 @@ PEERS = ("horovod", "horovod-fp16", "ddp", "ddp-fp16", "ddp-powersgd", "jax", "m
 # PowerSGD sends everything in its first two steps.
 WARM_UP = {"keras_fit": 2, "ddp": 3, "mirrored": 2, "jax_fit": 2}
 DILATION = 4.0
+SLOW_GBIT = 1.0
+"""Bandwidth up to which nothing is dilated unless it is asked for."""
 SHRINK = {
     "googlenet": 4,
     "resnet50": 2,
@@ -35,7 +37,7 @@ SHRINK = {
     "resnet152": 2,
 }
 SHORT = {"models": ["resnet50"], "layouts": ["2x2"], "gbits": [10.0]}
-COMMON = {"systems": [*SYSTEMS, *PEERS], "dilation": DILATION, "steps": 3}
+COMMON = {"systems": [*SYSTEMS, *PEERS], "steps": 3}
 SMALLEST = {
     "models": ["googlenet"],
     "layouts": ["2x1"],
@@ -59,28 +61,43 @@ def parse_arguments():
     parser.add_argument(
         "--systems", nargs="*", help="schemes with options, such as hitopk:0.01, and peers"
     )
-    parser.add_argument("--dilation", type=float, help=f"factor on all times ({DILATION:g})")
+    parser.add_argument(
+        "--dilation",
+        type=float,
+        help=f"factor on all times ({DILATION:g}; up to {SLOW_GBIT:g} Gb/s 1)",
+    )
     parser.add_argument("--steps", type=int, help="timed steps of each system (3)")
     options = harness.parse(parser, COMMON | SHORT, COMMON | FULL, SMALLEST)
+    options.systems = without_missing_peers(options.systems)
+    return options
+
+
+def without_missing_peers(systems):
+    """Returns the systems that can run here, and tells how to install the others."""
+    missing = []
     if not importlib.util.find_spec("torch"):
         print("Left out: PyTorch DDP, for PyTorch is missing. Run: pip install torch==2.13.0")
-        options.systems = [system for system in options.systems if not system.startswith("ddp")]
-    if not harness.JAX.exists() and "jax" in options.systems:
+        missing.append("ddp")
+    if not harness.JAX.exists():
         print(f"Left out: Keras on JAX, for its environment is missing. Run: {harness.JAX_REMEDY}")
-        options.systems.remove("jax")
-    return options
+        missing.append("jax")
+    return [system for system in systems if system.partition("-")[0] not in missing]
 
 
 def planned(options):
     """Returns one job for each model, layout, bandwidth and program that measures."""
-    common = {"dilation": options.dilation, "steps": options.steps}
     programs = harness.by_worker(options.systems, "keras_fit").items()
     cases = itertools.product(options.models, options.layouts, options.gbits, programs)
     return harness.keyed(
         {"model": model, "layout": layout, "gbit": gbit, "worker": worker, "systems": systems}
-        | common
+        | {"dilation": options.dilation or dilation_at(gbit), "steps": options.steps}
         for model, layout, gbit, (worker, systems) in cases
     )
+
+
+def dilation_at(gbit):
+    """Returns the factor on all times at which a bandwidth is measured unless one is asked for."""
+    return 1.0 if gbit <= SLOW_GBIT else DILATION
 
 
 def run(model, layout, gbit, worker, systems, dilation, steps):

@@ -5,8 +5,8 @@ model has the shapes, times and values of the emulated one; the mean of each gra
 XLA would take it, by an all-reduce behind the layer's backward pass.
 
 XLA's compiler for CPUs merges all gradients of a step into one all-reduce after the backward pass;
-that for GPUs merges 30 MB at most. The merging is switched off, for what is measured is a cluster of
-GPUs: an all-reduce per gradient hides behind the backward pass, and is the faster one here.
+that for GPUs merges 30 MB at most. The merging is switched off, for a cluster of GPUs is emulated:
+an all-reduce per gradient hides behind the backward pass, and is the faster one here.
 """
 
 import math

@@ -7,6 +7,7 @@ each), "auto" ("auto:halves" may send 16 bits, "auto:density" the top 1 % beside
 exchanged).
 """
 
+import os
 import time
 
 import horovod.tensorflow as hvd
@@ -23,6 +24,7 @@ from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.lab.accelerator import emulated_model
 from tfposeidon.lab.network import payload_bytes
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
+from tfposeidon.planning.simulation import FUSION_BYTES, FUSION_THRESHOLD
 from tfposeidon.training import plan_again
 
 COMPRESSION = {"horovod": "none", "horovod-fp16": "fp16"}
@@ -103,12 +105,32 @@ class Late(tp.DistributedOptimizer):
 def ours(task, system, model, wire):
     """Measures steps of `fit` with the wrapper, as users run them."""
     wrapper = Late if system.endswith("-late") else tp.DistributedOptimizer
-    # A bucket of a model that was shrunk is the same part of it.
-    bucket_bytes = round(DEFAULT_BUCKET_BYTES / task.shrink**2)
     scheme = SCHEMES.get(system) or scheme_named(system)
-    optimizer = wrapper(keras.optimizers.SGD(0.01), scheme=scheme, bucket_bytes=bucket_bytes)
+    options = {"scheme": scheme}
+    # A bucket of a model that was shrunk is the same part of it; `auto` finds its own.
+    if not is_auto(system):
+        options["bucket_bytes"] = round(DEFAULT_BUCKET_BYTES / task.shrink**2)
+    optimizer = wrapper(keras.optimizers.SGD(0.01), **options)
     model.compile(optimizer=optimizer, loss="mse")
     fit(task, system, model, wire)
+    if is_auto(system):
+        task.note(system, task.answer[system] | choice_of(optimizer.plan))
+
+
+def is_auto(system):
+    """Returns whether a system chooses its plan itself."""
+    return system.partition(":")[0] == "auto"
+
+
+def choice_of(plan):
+    """Returns what `auto` chose, what it was told by, and what it predicted."""
+    (forecast,) = plan.forecasts
+    return {
+        "chose": str(forecast.chosen),
+        "predicted_s": forecast.chosen.step_s,
+        "links": str(forecast.links),
+        "plan": str(plan),
+    }
 
 
 def alone(task, system, model, wire):
@@ -119,7 +141,7 @@ def alone(task, system, model, wire):
 
 def fit(task, system, model, wire):
     """Trains a compiled model, and notes times and bytes of its steps."""
-    plans_again = system.partition(":")[0] == "auto"
+    plans_again = is_auto(system)
     per_epoch = max(task.warm_up + task.steps, STEPS_OF_AUTO if plans_again else 0)
     timer = StepTimer(wire, per_epoch - task.steps, last_epoch=1 if plans_again else 0)
     batch = model.inputs[0].shape[0]
@@ -158,6 +180,8 @@ def main():
     task = Task.from_argument()
     # As on a real accelerator, waiting for it must not hold up the threads that exchange.
     tf.config.threading.set_inter_op_parallelism_threads(4)
+    # What Horovod fuses of a model that was shrunk is the same part of it, too.
+    os.environ[FUSION_THRESHOLD] = str(round(FUSION_BYTES / task.shrink**2))
     topology = tp.init()
     model = emulated_model(task.emulated(), dilation=task.dilation, seed=topology.rank)
     for system in task.systems:

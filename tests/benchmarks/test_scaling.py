@@ -2,7 +2,7 @@
 
 import argparse
 import importlib
-import json
+import re
 
 import pytest
 
@@ -69,10 +69,32 @@ def test_buckets_of_ddp_shrink_with_the_model():
     assert ddp.bucket_caps_mib(argparse.Namespace(shrink=4)) == [1 / 16, 25 / 16]
 
 
-@pytest.mark.parametrize("model", overview.MODELS)
-def test_overview_has_a_bar_for_each_system_of_its_results(model):
-    cells = json.loads((overview.RESULTS / "scaling.json").read_text())
-    steps, alone_s = overview.rows(cells, model, "4x2", 4.0)
-    assert set(steps) >= {"horovod", "ddp", "ddp-powersgd", "2dtar", "2dtar:float16"}
-    assert all(alone_s < step_s < 20 * alone_s for step_s in steps.values())
-    assert set(steps) <= set(overview.SYSTEMS)
+def cell_of(**systems):
+    """An answer of `scaling.run`, with such seconds of a step on the dilated cluster."""
+    figures = {
+        name: {"step_s": [step_s], "ranks_s": [[step_s]], "sent_bytes": 0}
+        for name, step_s in systems.items()
+    }
+    figures["auto"] |= {"chose": "2dtar in buckets of 4 MiB", "predicted_s": 1.6}
+    task = {"model": "resnet50", "dilation": 4.0}
+    place = {"model": "resnet50", "layout": "2x2", "gbit": 10.0, "rate_bits_per_s": 1e8}
+    return place | {"task": task, "systems": figures}
+
+
+def test_overview_shows_times_of_the_real_cluster(tmp_path, capsys):
+    cells = {"key": cell_of(alone=1.0, horovod=3.2, auto=2.0)}
+    assert overview.by_case(cells) == {
+        ("resnet50", "2x2", 10.0): {"alone": 0.25, "horovod": 0.8, "auto": 0.5}
+    }
+    overview.show(cells)
+    printed = capsys.readouterr().out
+    assert re.search(r"auto +500", printed)
+    assert re.search(r"2dtar in buckets of 4 MiB +400 ms +500 ms +1.25", printed)
+    overview.plot(cells, tmp_path / "plot.png")
+
+
+def test_slow_links_are_not_dilated_unless_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["overview", "--full"])
+    jobs = scaling.planned(overview.parse_arguments()).values()
+    dilations = {(job["gbit"], job["dilation"]) for job in jobs}
+    assert dilations == {(1.0, 1.0), (10.0, 4.0), (25.0, 4.0)}

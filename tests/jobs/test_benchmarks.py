@@ -18,7 +18,6 @@ NOT_MEASURED = {
     "predict_steps",
     "figures",
     "harness",
-    "overview",
     "redraw",
     "structure",
 }

@@ -21,6 +21,7 @@ EXPECTED = {
     "kill": ["Process name: 1", "Exit code: 137"],
     "late": ["while it waited for tensor 'tp0.", "No word from rank(s) [1]: late, stopped, killed"],
     "stop": ["No word from rank(s) [1]: late, stopped, killed (out of memory?) or cut off"],
+    "measuring": ["No word from rank(s) [1]: late, stopped, killed (out of memory?) or cut off"],
     "leave": ["The script of rank(s) [1] had already ended"],
 }
 

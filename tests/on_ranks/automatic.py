@@ -224,6 +224,105 @@ def case_slow_steps_are_planned_again(wire):
         assert any("times as long as predicted" in line for line in lines), lines
 
 
+TURNING = []
+"""What `Turning` leaves open."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Turning(tp.policies.Policy):
+    """Leaves open what is in the list, which a callback of the test changes."""
+
+    def choose(self, description, topology):
+        return tp.policies.Choice(TURNING[0], "turning")
+
+    def candidates(self, topology, links):
+        return {str(scheme): tp.policies.Uniform(scheme) for scheme in TURNING}
+
+    @property
+    def keeps_state(self):
+        return True
+
+
+class Turn(keras.callbacks.Callback):
+    """Leaves another scheme open after some steps, before plans are made again."""
+
+    def __init__(self, scheme):
+        super().__init__()
+        self.scheme = scheme
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 3:
+            TURNING[:] = [self.scheme]
+
+
+def _parallel_layers():
+    """A model whose gradients do not depend on its weights."""
+    inputs = keras.Input((WIDTH,))
+    outputs = [keras.layers.Dense(64, use_bias=False)(inputs) for _ in range(4)]
+    return keras.Model(inputs, keras.layers.Add()(outputs))
+
+
+def case_a_change_of_plan_loses_nothing_that_was_kept(wire):
+    """What a sparse scheme had kept is sent before a dense one follows it."""
+    x = np.random.default_rng(5).normal(size=(14 * BATCH, WIDTH)).astype("float32")
+    data, loss = (x, np.zeros(len(x))), lambda _, outputs: keras.ops.mean(outputs, axis=-1)
+    model = _parallel_layers()
+    alone = keras.models.clone_model(model)
+    alone.set_weights(model.get_weights())
+    alone.compile(sgd(), loss)
+    alone.fit(*data, batch_size=BATCH, shuffle=False, verbose=0)
+    TURNING[:] = [tp.schemes.TopKAllGather(density=0.05, min_elements=0)]
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=Turning())
+    model.compile(optimizer, loss)
+    share = models.share(data, BATCH, wire.topology)
+    least, plan_again.LEAST_GAIN = plan_again.LEAST_GAIN, 0.0
+    try:
+        with links(ideal(wire, bytes_per_s=1e12)), LogLines() as lines:
+            model.fit(
+                *share,
+                batch_size=BATCH // wire.topology.size,
+                shuffle=False,
+                verbose=0,
+                callbacks=[Turn(tp.schemes.AllReduce())],
+            )
+    finally:
+        plan_again.LEAST_GAIN = least
+    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"allreduce"}
+    changed = [line for line in lines if "planned again" in line]
+    assert bool(changed) == (wire.topology.rank == 0), lines
+    check_equal(model.get_weights(), alone.get_weights())
+    same_on_all_ranks(model.get_weights(), wire)
+
+
+def case_a_saved_model_holds_the_policy_and_no_links(wire):
+    """Loading it measures nothing."""
+    model, data = small()
+    policy = tp.policies.Auto(halves=True, density=0.01)
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=policy)
+    with links("measure"):
+        train_together(model, data, optimizer, wire)
+        path = f"{shared_folder(wire)}/model.keras"
+        if wire.topology.rank == 0:
+            model.save(path)
+        exchange_objects(None, wire, "saved")
+    with links("measure"):
+        loaded = keras.saving.load_model(path)
+        assert runtime.links() is None
+    assert loaded.optimizer.policy == policy
+    assert "bytes_per_s" not in str(loaded.optimizer.get_config())
+
+
+def case_eagerly_and_several_steps_in_one_execution(wire):
+    for compile in ({"run_eagerly": True}, {"steps_per_execution": 3}):
+        model, data = small()
+        reference = train_alone(models.copy(models.mlp, model), data, sgd())
+        optimizer = tp.DistributedOptimizer(sgd())
+        with links("measure"):
+            check_equal(train_together(model, data, optimizer, wire, compile=compile), reference)
+        same_on_all_ranks(model.get_weights(), wire)
+        assert optimizer.plan.forecasts, compile
+
+
 def case_close_plans_are_raced(wire):
     model, data = wide(steps=12)
     optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(margin=0.0))

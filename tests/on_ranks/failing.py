@@ -1,4 +1,7 @@
-"""Trains until rank 1 fails at step 3 as the argument says; with "none", until it is ended."""
+"""Trains until rank 1 fails at step 3 as the argument says; with "none", until it is ended.
+
+With "measuring" rank 1 stops before the first step, while links are measured.
+"""
 
 import os
 import signal
@@ -9,6 +12,7 @@ import keras
 
 import tfposeidon as tp
 from tests.on_ranks import models
+from tfposeidon.planning import probe
 
 TROUBLES = {
     "raise": lambda: (_ for _ in ()).throw(ValueError("broken on purpose")),
@@ -18,6 +22,7 @@ TROUBLES = {
     "late": lambda: time.sleep(3600),
     "leave": lambda: sys.exit(0),
     "none": lambda: None,
+    "measuring": lambda: None,
 }
 PAUSE_S = 0.1
 """Between steps, so that a job that waits for its fault leaves the processor to others."""
@@ -30,13 +35,37 @@ class Trouble(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         if tp.rank() == 1 and batch == 2:
-            print(f"PID {os.getpid()}: training has begun", flush=True)
+            announce("training has begun")
             TROUBLES[self.kind]()
         time.sleep(PAUSE_S)
 
 
+def announce(what):
+    print(f"PID {os.getpid()}: {what}", flush=True)
+
+
+def stop_while_links_are_measured():
+    """Lets rank 1 stop after its first round that counts, in which the others go on."""
+    note = probe._Round.note
+
+    def stopping(self, times, samples):
+        note(self, times, samples)
+        if tp.rank() == 1:
+            announce("links are measured")
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    probe._Round.note = stopping
+
+
 def main(kind):
-    tp.init(stall_timeout_s=20, transport_timeout_s=10, links="unknown")
+    is_measuring = kind == "measuring"
+    tp.init(
+        stall_timeout_s=20,
+        transport_timeout_s=10,
+        links="measure" if is_measuring else "unknown",
+    )
+    if is_measuring:
+        stop_while_links_are_measured()
     model = models.mlp()
     model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss=models.LOSS)
     epochs = 10_000 if kind == "none" else 1

@@ -6,7 +6,13 @@ import random
 import pytest
 
 from tfposeidon.planning.seconds import StageTime
-from tfposeidon.planning.simulation import FUSION_BYTES, Timeline, simulate
+from tfposeidon.planning.simulation import (
+    FUSION_BYTES,
+    FUSION_THRESHOLD,
+    Timeline,
+    fusion_bytes_of,
+    simulate,
+)
 
 CYCLE_S = 0.01
 
@@ -78,6 +84,16 @@ def test_all_reduces_of_a_cycle_are_fused_and_others_are_not():
     assert scatters.step_s == pytest.approx(CYCLE_S + 2 * 0.002 + 0.02)
     large = [[_ring(0.01, size_bytes=0.6 * FUSION_BYTES)]] * 2
     assert simulate(large, [0.0, 0.0], 0.0, CYCLE_S).step_s == pytest.approx(scatters.step_s)
+    small = [[_ring(0.01, size_bytes=600)]] * 2
+    one_by_one = simulate(small, [0.0, 0.0], 0.0, CYCLE_S, fusion_bytes=1000)
+    assert one_by_one.step_s == pytest.approx(scatters.step_s)
+
+
+def test_what_horovod_fuses_is_told_by_its_variable():
+    assert fusion_bytes_of({}) == FUSION_BYTES
+    assert fusion_bytes_of({FUSION_THRESHOLD: "8388608"}) == 2**23
+    with pytest.raises(ValueError, match=r"must be a number of bytes\. Received: '64MB'"):
+        fusion_bytes_of({FUSION_THRESHOLD: "64MB"})
 
 
 def test_small_all_to_alls_cost_more_than_one_ring():

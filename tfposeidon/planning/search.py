@@ -15,7 +15,7 @@ from tfposeidon.gradients.description import Description
 from tfposeidon.planning.forecast import Forecast, Prediction, decide
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Bucket, Candidate, Plan, make_plan
 from tfposeidon.planning.seconds import StageTime, alone_seconds, stage_times
-from tfposeidon.planning.simulation import Simulated, Timeline, simulate
+from tfposeidon.planning.simulation import Simulated, Timeline, fusion_bytes_of, simulate
 from tfposeidon.policies import Choice, Policy
 
 BUCKET_FACTORS = (1, 1 / 4, 4, 16, 64)
@@ -343,6 +343,7 @@ def predict(
         [max(timeline.ready_s[m] for m in bucket.members) for bucket in plan.buckets],
         timeline.compute_s,
         slowdown * links.collective_s,
+        fusion_bytes_of(),
     )
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfposeidon import ranges
 from tfposeidon.planning.seconds import StageTime
 
-FUSION_BYTES = 128 * 2**20
-"""Size up to which Horovod fuses all-reduces of one cycle, unless `HOROVOD_FUSION_THRESHOLD` says
-otherwise."""
+FUSION_THRESHOLD, FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", 128 * 2**20
+"""Variable with the size up to which Horovod fuses all-reduces of one cycle, and its default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +97,27 @@ class Simulated:
         return self.compute_s / self.step_s if self.step_s else 0.0
 
 
+def fusion_bytes_of(environment: Mapping[str, str] = os.environ) -> int:
+    """Returns the size up to which Horovod fuses all-reduces of one cycle.
+
+    Args:
+      environment: Variables that Horovod reads; those of this process by default.
+
+    Raises:
+      ValueError: If the variable is no number of bytes.
+    """
+    text = environment.get(FUSION_THRESHOLD) or str(FUSION_BYTES)
+    if not text.isdecimal():
+        raise ValueError(f"{FUSION_THRESHOLD} must be a number of bytes. Received: {text!r}")
+    return int(text)
+
+
 def simulate(
     chains: Sequence[Sequence[StageTime]],
     ready_s: Sequence[float],
     compute_s: float,
     collective_s: float,
+    fusion_bytes: int = FUSION_BYTES,
 ) -> Simulated:
     """Predicts one step from the stages of its buckets.
 
@@ -114,11 +130,12 @@ def simulate(
       ready_s: Seconds after which each bucket's gradients are there.
       compute_s: Seconds of forward and backward pass.
       collective_s: Seconds of one cycle before its first collective begins.
+      fusion_bytes: Size up to which all-reduces of one cycle are fused (default 128 MiB).
 
     Returns:
       The prediction.
     """
-    run = _Run(chains)
+    run = _Run(chains, fusion_bytes)
     for bucket, ready in enumerate(ready_s):
         run.reach(ready, bucket, 0)
     while run.has_more:
@@ -132,11 +149,13 @@ class _Run:
 
     Attributes:
       chains: Stages of each bucket.
+      fusion_bytes: Size up to which all-reduces of one cycle are fused.
       finish_s: End of the last bucket so far.
       busy_s: Seconds that the thread has carried out collectives.
     """
 
     chains: Sequence[Sequence[StageTime]]
+    fusion_bytes: int
     finish_s: float = 0.0
     busy_s: float = 0.0
     _thread_free_s: float = 0.0
@@ -206,7 +225,7 @@ class _Run:
             stage = self.chains[entry[2]][entry[3]]
             if (
                 stage.fuses_with == leading.fuses_with
-                and size_bytes + stage.size_bytes <= FUSION_BYTES
+                and size_bytes + stage.size_bytes <= self.fusion_bytes
             ):
                 fused.append(entry)
                 size_bytes += stage.size_bytes
