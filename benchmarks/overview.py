@@ -15,7 +15,13 @@ SYSTEMS = (
     *("hybcomm", "hitopk:0.01", "auto", "auto:halves", "auto:density"),
 )
 """Systems that are shown, top down."""
-COMMON = {"layouts": ["2x2"], "systems": ["alone", *SYSTEMS], "dilation": None, "steps": 3}
+COMMON = {
+    "layouts": ["2x2"],
+    "systems": ["alone", *SYSTEMS],
+    "dilation": None,
+    "flow_gbit": None,
+    "steps": 3,
+}
 SHORT = COMMON | {"models": ["resnet50"], "gbits": [10.0]}
 FULL = COMMON | {"models": ["resnet50", "vgg19", "transformer_110m"], "gbits": [1.0, 10.0, 25.0]}
 SMALLEST = COMMON | {
@@ -46,8 +52,8 @@ def by_case(cells):
       (model, layout, Gb/s) -> seconds of a step by system, at the speed of the real accelerator.
     """
     return {
-        key[:3]: {row["system"]: row["step_s"] / key[3] for row in rows if "step_s" in row}
-        for key, rows in scaling.groups(cells).items()
+        case[:3]: {row["system"]: row["step_s"] / case.dilation for row in rows if "step_s" in row}
+        for case, rows in scaling.groups(cells).items()
     }
 
 

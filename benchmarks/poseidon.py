@@ -10,6 +10,8 @@ after the backward pass, "ps" during it (WFBP), "ps-adam" sends factors to one s
 An interrupted run goes on.
 """
 
+import statistics
+
 from benchmarks import figures, harness, scaling
 from tfposeidon.units import readable_size
 
@@ -80,10 +82,10 @@ def speedups(cells):
       (model, Gb/s, layout) -> system -> speed-up.
     """
     found = {}
-    for (model, layout, gbit, _), rows in scaling.groups(cells).items():
-        nodes, per_node = map(int, layout.split("x"))
+    for case, rows in scaling.groups(cells).items():
+        nodes, per_node = map(int, case.layout.split("x"))
         ranks = nodes * per_node
-        found[model, gbit, layout] = {
+        found[case.model, case.gbit, case.layout] = {
             r["system"]: ranks * r["efficiency"] for r in rows if "step_s" in r
         }
     return found
@@ -97,8 +99,8 @@ def show(cells):
     )
     rows = [("model", "Gb/s", "ranks", *SYSTEMS, "paper")]
     stalled = {
-        (model, gbit, layout, row["system"]): sum(row["stalled"]) / len(row["stalled"])
-        for (model, layout, gbit, _), rows in scaling.groups(cells).items()
+        (case.model, case.gbit, case.layout, row["system"]): statistics.mean(row["stalled"])
+        for case, rows in scaling.groups(cells).items()
         for row in rows
         if "step_s" in row
     }

@@ -1,5 +1,6 @@
 """Predicted steps of emulated models, for `benchmarks.predict --steps`."""
 
+import dataclasses
 import json
 import statistics
 
@@ -13,11 +14,15 @@ from tfposeidon.planning import search
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, make_plan
 from tfposeidon.planning.simulation import Timeline
 
-STEPS = ("scaling", "sparse_scaling", "poseidon", "overview")
+STEPS = ("scaling", "sparse_scaling", "poseidon", "overview", "auto")
 SHOWS = 1.15
 """Steps of as many times the computation or more, in which communication shows."""
 
-SYSTEMS = {"hybcomm": "hybcomm", "ps-adam": [("dense[0-9]+/kernel", "adam"), (".*", "ps")]}
+SYSTEMS = {
+    "hybcomm": "hybcomm",
+    "ps-adam": [("dense[0-9]+/kernel", "adam"), (".*", "ps")],
+    "sfb": [("dense[0-9]+/kernel", "sfb"), (".*", "allreduce")],
+}
 HOROVOD = {
     "horovod": "allreduce",
     "horovod-fp16": schemes.AllReduce(wire_dtype="float16"),
@@ -86,6 +91,17 @@ def predicted_step(cell, system, links):
     return search.predict(plan, links, timeline).step_s
 
 
+def links_of(rows, cell):
+    """Returns the links of a job as the grid tells them; `None` where the grid lacks its layout."""
+    bits_per_s = cell["rate_bits_per_s"]
+    links = grid.links_at(rows, cell["layout"], bits_per_s)
+    if links is None or "flow_gbit" not in cell:
+        return links
+    flow_bytes_per_s = links.across.bytes_per_s * cell["flow_gbit"] / cell["gbit"]
+    across = dataclasses.replace(links.across, flow_bytes_per_s=flow_bytes_per_s)
+    return dataclasses.replace(links, across=across)
+
+
 def compared(rows):
     """Yields each measured step with its prediction; rows as those of `compared`."""
     for file in STEPS:
@@ -93,7 +109,7 @@ def compared(rows):
         for cell in json.loads(path.read_text()).values() if path.exists() else ():
             if cell["worker"] != "keras_fit":
                 continue
-            links = grid.links_at(rows, cell["layout"], cell["rate_bits_per_s"])
+            links = links_of(rows, cell)
             if links is None:
                 continue
             task = cell["task"]

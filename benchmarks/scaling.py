@@ -3,6 +3,7 @@
     python -m benchmarks.scaling            # short: ResNet-50 on 2 x 2 ranks, one bandwidth
     python -m benchmarks.scaling --full     # two models, 4 and 8 ranks, three bandwidths; 2 hours
     python -m benchmarks.scaling --models vgg19 --layouts 4x4 --gbits 25 --systems 2dtar hitopk:0.01
+    python -m benchmarks.scaling --gbits 25 --flow-gbit 5   # a limit per connection, as in clouds
 
 Accelerators are emulated: compute takes the papers' times, dilated (everything is D times slower,
 links too; D is 4, and 1 up to 1 Gb/s, where the link alone makes steps long), and where a model
@@ -15,6 +16,7 @@ import importlib.util
 import itertools
 import math
 import statistics
+from typing import NamedTuple
 
 from benchmarks import figures, harness
 from tfposeidon.lab import models
@@ -49,6 +51,30 @@ SMALLEST = {
 FULL = {"models": ["vgg19", "resnet50"], "layouts": ["2x2", "4x2"], "gbits": [25.0, 10.0, 4.0]}
 
 
+class Case(NamedTuple):
+    """What systems are compared in.
+
+    Attributes:
+      model: Name of the emulated model.
+      layout: "MxN", nodes x ranks on each.
+      gbit: Bandwidth between real nodes, in Gb/s.
+      dilation: Factor on all times.
+      flow_gbit: Limit of each connection between real nodes, in Gb/s; `None` for none.
+    """
+
+    model: str
+    layout: str
+    gbit: float
+    dilation: float
+    flow_gbit: float | None = None
+
+    @property
+    def network(self):
+        """Bandwidth between nodes, as tables and titles show it."""
+        limit = "" if self.flow_gbit is None else f", {self.flow_gbit:g} per connection"
+        return f"{self.gbit:g} Gb/s{limit}"
+
+
 def parse_arguments():
     parser = harness.argument_parser("scaling", __doc__)
     parser.add_argument("--models", nargs="*", choices=models.MODELS, help="models of the papers")
@@ -58,6 +84,7 @@ def parse_arguments():
     parser.add_argument(
         "--gbits", nargs="*", type=float, help="bandwidths between real nodes, in Gb/s"
     )
+    parser.add_argument("--flow-gbit", type=float, help="limit of each connection, in Gb/s (none)")
     parser.add_argument(
         "--systems", nargs="*", help="schemes with options, such as hitopk:0.01, and peers"
     )
@@ -88,9 +115,12 @@ def planned(options):
     """Returns one job for each model, layout, bandwidth and program that measures."""
     programs = harness.by_worker(options.systems, "keras_fit").items()
     cases = itertools.product(options.models, options.layouts, options.gbits, programs)
+    # Only where there is one, for the sake of results that are there.
+    flow = {"flow_gbit": options.flow_gbit} if options.flow_gbit else {}
     return harness.keyed(
         {"model": model, "layout": layout, "gbit": gbit, "worker": worker, "systems": systems}
         | {"dilation": options.dilation or dilation_at(gbit), "steps": options.steps}
+        | flow
         for model, layout, gbit, (worker, systems) in cases
     )
 
@@ -100,10 +130,11 @@ def dilation_at(gbit):
     return 1.0 if gbit <= SLOW_GBIT else DILATION
 
 
-def run(model, layout, gbit, worker, systems, dilation, steps):
+def run(model, layout, gbit, worker, systems, dilation, steps, flow_gbit=None):
     """Measures systems on one model and link, at the rate that fits dilation and shrinking."""
     shrink = SHRINK.get(model, 1)
-    rate = gbit * 1e9 / dilation / shrink**2
+    slower = dilation * shrink**2
+    rate = gbit * 1e9 / slower
     task = {
         "model": model,
         "shrink": shrink,
@@ -114,6 +145,9 @@ def run(model, layout, gbit, worker, systems, dilation, steps):
     task["warm_up"] = WARM_UP[worker]
     options = harness.cluster(layout, f"{rate / 1e3:.0f}kbit")
     about = {"model": model, "layout": layout, "gbit": gbit, "rate_bits_per_s": rate}
+    if flow_gbit:
+        options += f" --flow {flow_gbit * 1e6 / slower:.0f}kbit"
+        about["flow_gbit"] = flow_gbit
     return harness.in_lab(options, worker, task) | about
 
 
@@ -124,7 +158,7 @@ def groups(cells):
       cells: Answers by key; of two jobs that measured a system the later counts.
 
     Returns:
-      (model, layout, Gb/s, dilation) -> a row for each system, fastest first.
+      `Case` -> a row for each system, fastest first.
     """
     found = {}
     for cell in cells.values():
@@ -137,8 +171,11 @@ def groups(cells):
 
 
 def group(cell):
-    """Returns the case that an answer belongs to."""
-    return cell["model"], cell["layout"], cell["gbit"], cell["task"]["dilation"]
+    """Returns the `Case` that an answer belongs to."""
+    task = cell["task"]
+    return Case(
+        cell["model"], cell["layout"], cell["gbit"], task["dilation"], cell.get("flow_gbit")
+    )
 
 
 def row(system, figures, cell):
@@ -174,13 +211,13 @@ def row(system, figures, cell):
 
 def show(cells):
     """Prints a table for each case; times are those of the real cluster, dilated ones / D."""
-    for (name, layout, gbit, dilation), rows in groups(cells).items():
-        cell = next(c for c in cells.values() if group(c) == (name, layout, gbit, dilation))
-        task = cell["task"]
+    for case, rows in groups(cells).items():
+        cell = next(c for c in cells.values() if group(c) == case)
+        task, dilation = cell["task"], case.dilation
         shrunk = f", shrunk by {task['shrink']:g}" if task["shrink"] != 1 else ""
         print(
-            f"\n{name}{shrunk}, {layout} ranks, {gbit:g} Gb/s, compute "
-            f"{1e3 * models.model(name).step_s:.0f} ms; measured {dilation:g} times as slow, "
+            f"\n{case.model}{shrunk}, {case.layout} ranks, {case.network}, compute "
+            f"{1e3 * models.model(case.model).step_s:.0f} ms; measured {dilation:g} times as slow, "
             f"with links of {cell['rate_bits_per_s'] / 1e6:.0f} Mb/s"
         )
         header = (
@@ -247,10 +284,10 @@ def lines(found, panel):
       panel: Model and layout.
     """
     points = {}
-    for (name, layout, gbit, _), rows in found.items():
-        for row in rows if (name, layout) == panel else ():
+    for case, rows in found.items():
+        for row in rows if case[:2] == panel and case.flow_gbit is None else ():
             if "step_s" in row and row["system"] != "alone":
-                points.setdefault(row["system"], []).append((gbit, 100 * row["efficiency"]))
+                points.setdefault(row["system"], []).append((case.gbit, 100 * row["efficiency"]))
     return points
 
 

@@ -2,9 +2,9 @@
 
 Systems: a scheme's name ("2dtar:float16" has that type on the wire), "ps-late" (the store, after
 the whole backward pass), "ps-adam" (the store, with factors of dense layers sent to one server
-each), "auto" ("auto:halves" may send 16 bits, "auto:density" the top 1 % besides), "horovod" and
-"horovod-fp16" (one named all-reduce per gradient, fused by Horovod), and "alone" (nothing is
-exchanged).
+each), "sfb" (factors of dense layers, all-reduce for the others), "auto" ("auto:halves" may send
+16 bits, "auto:density" the top 1 % besides), "horovod" and "horovod-fp16" (one named all-reduce per
+gradient, fused by Horovod), and "alone" (nothing is exchanged).
 """
 
 import os
@@ -33,6 +33,7 @@ SCHEMES = {
     "hybcomm": "hybcomm",
     "ps-late": "ps",
     "ps-adam": [("dense[0-9]+/kernel", "adam"), (".*", "ps")],
+    "sfb": [("dense[0-9]+/kernel", "sfb"), (".*", "allreduce")],
     "auto": tp.policies.Auto(),
     "auto:halves": tp.policies.Auto(halves=True),
     "auto:density": tp.policies.Auto(halves=True, density=0.01),
