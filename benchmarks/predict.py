@@ -2,7 +2,8 @@
 
     python -m benchmarks.predict                 # the grid in docs/results/exchange_grid.json
     python -m benchmarks.predict --worst 20      # and the largest errors
-    python -m benchmarks.predict --steps         # steps of scaling, sparse_scaling and poseidon
+    python -m benchmarks.predict --steps         # steps of scaling, Poseidon, the README, ...
+    python -m benchmarks.predict --constants     # what each constant is worth that is not measured
 
 The grid comes from `python -m benchmarks.exchange --full --results
 docs/results/exchange_grid.json`. Links and speeds of ranks are estimated, as before the first step
@@ -17,6 +18,7 @@ long as they are told to, and exchanges take what the same links and speeds pred
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 from pathlib import Path
@@ -29,6 +31,7 @@ from tfposeidon.lab.cluster import BURST_S
 from tfposeidon.planning import seconds
 from tfposeidon.planning.search import RACED_WITHIN
 from tfposeidon.policies import Auto
+from tfposeidon.schemes import one_bit
 
 GRID = harness.RESULTS / "exchange_grid.json"
 LINK_BOUND = 0.8
@@ -136,6 +139,46 @@ def show(rows, some, holds):
         groups[value] = lambda row, value=value: row["system"] == value
     found = {name: [row for row in rows if holds(row)] for name, holds in groups.items()}
     harness.show([HEADER, *(summary(name, own) for name, own in found.items() if own)])
+
+
+CONSTANTS = {
+    # The module that it stands in, and a value with which it says nothing.
+    "EXPOSED": (seconds, 0.0),
+    "SUMS_PER_PAIR": (seconds, 1.0),
+    "CODED_PER_SELECTED": (one_bit, 1),
+    "HALF_PER_SUM": (grid, 1.0),
+}
+"""Constants of the predictions that are no measured rates."""
+
+
+@contextlib.contextmanager
+def changed(name, value):
+    """Predicts with another value of a constant meanwhile."""
+    module, _ = CONSTANTS[name]
+    before = getattr(module, name)
+    try:
+        setattr(module, name, value)
+        seconds._stage_times.cache_clear()
+        yield
+    finally:
+        setattr(module, name, before)
+        seconds._stage_times.cache_clear()
+
+
+def show_constants(rows):
+    """Prints errors with a neutral value instead of each constant, and with half and twice its own.
+
+    Args:
+      rows: Result of `grid.measured`.
+    """
+    table = [("constant", "value", *HEADER[1:])]
+    for name, (module, neutral) in CONSTANTS.items():
+        own = getattr(module, name)
+        for value in (own, neutral, own / 2, 2 * own):
+            with changed(name, value):
+                found = [row for row in compared(rows) if row["is_known"]]
+            table.append((name, f"{value:g}", *summary("", found)[1:]))
+    harness.show(table)
 
 
 def show_worst(rows, number):
@@ -276,6 +319,9 @@ def main():
         "--plot", type=Path, default=harness.RESULTS / "predict.png", help="file to write"
     )
     parser.add_argument("--steps", action="store_true", help="compare steps, not exchanges")
+    parser.add_argument(
+        "--constants", action="store_true", help="predict with other values of the constants"
+    )
     options = parser.parse_args()
     if not options.results.exists():
         parser.error(
@@ -284,6 +330,9 @@ def main():
         )
     cells = json.loads(options.results.read_text())
     rows = grid.measured(cells)
+    if options.constants:
+        show_constants(rows)
+        return
     if options.steps:
         found = list(predict_steps.compared(rows))
         show(found, "communication shows", lambda row: row["shows"])

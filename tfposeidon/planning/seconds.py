@@ -16,7 +16,11 @@ from tfposeidon.schemes.cost import Operation, Transfer, Work
 EXPOSED = 0.24
 """Share that nothing hides of the shorter of two: bytes on the link, and the CPU's work on them.
 
-From a study of 94 exchanges; provisional, until the grid of `benchmarks.exchange` is measured."""
+From a study of 94 exchanges; `benchmarks.predict --constants` tells what it is worth."""
+
+SUMS_PER_PAIR = 2.0
+"""Elements of a vector that are added up in the time of a pair of an index and a value, where pairs
+come in the order of their indices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +263,6 @@ def work_seconds(work: Work, rates: Rates) -> float:
         "scatter": rates.encode_s,
         "multiply": rates.encode_s,
     }[work.kind]
-    # Pairs come in the order of their indices, and are added up at half the speed of a vector.
-    per_pair_s = rates.pair_s if work.kind == "select" else 2 * rates.sum_s
+    per_pair_s = rates.pair_s if work.kind == "select" else SUMS_PER_PAIR * rates.sum_s
     operations_s = rates.operation_s * work.operations if work.kind == "multiply" else 0.0
     return per_element_s * work.elements + per_pair_s * work.pairs + operations_s
