@@ -216,18 +216,30 @@ def chosen(options, races):
 
     Args:
       options: Rows of one exchange by system, all-reduce among them.
-      races: True if the two best are timed where they are close, so that the measured times decide.
+      races: True if the two best are timed as long as they are close, so that measured times
+        decide.
     """
-    first, *others = sorted(options, key=lambda system: options[system]["predicted_s"])
-    by = "predicted_s"
-    near = (1 + RACED_WITHIN) * options[first]["predicted_s"]
-    if races and others and options[others[0]]["predicted_s"] <= near:
-        first, by = (
-            min(first, others[0], key=lambda system: options[system]["measured_s"]),
-            ("measured_s"),
-        )
-    is_better = options[first][by] <= (1 - Auto().margin) * options["allreduce"][by]
-    return first if is_better else "allreduce"
+    seconds_of = {system: row["predicted_s"] for system, row in options.items()}
+    raced = set()
+    while True:
+        close = sorted(seconds_of, key=seconds_of.get)[:2]
+        is_close = seconds_of[close[-1]] <= (1 + RACED_WITHIN) * seconds_of[close[0]]
+        runners = set(close if is_close else close[:1]) - raced
+        if not races or not runners or (not is_close and not raced):
+            break
+        raced |= runners
+        seconds_of |= {system: options[system]["measured_s"] for system in runners}
+    best = min(seconds_of, key=seconds_of.get)
+    is_better = seconds_of[best] <= (1 - Auto().margin) * seconds_of["allreduce"]
+    return best if is_better else "allreduce"
+
+
+def considered(systems, layout):
+    """Returns those of some systems among which `auto` chooses on a layout."""
+    nodes, per_node = map(int, layout.split("x"))
+    # On nodes of one rank, and on one node, the torus is an all-to-all.
+    has_levels = nodes > 1 and per_node > 1
+    return [system for system in systems if has_levels or not system.startswith("2dtar")]
 
 
 def show_choices(rows):
@@ -242,29 +254,37 @@ def show_choices(rows):
         by_cell.setdefault(key, {})[row["system"]] = row
     table = [("allowed", "cells", "race", "regret", "within 5 %", "slower than all-reduce by 2 %")]
     for name, systems in CHOICES.items():
-        cells = [{s: cell[s] for s in systems if s in cell} for cell in by_cell.values()]
+        cells = [
+            {system: cell[system] for system in considered(systems, layout) if system in cell}
+            for (layout, *_), cell in by_cell.items()
+        ]
         cells = [cell for cell in cells if "allreduce" in cell and len(cell) > 1]
         for races in (False, True):
-            taken = [(cell, cell[chosen(cell, races)]["measured_s"]) for cell in cells]
-            regrets = [
-                seconds / min(row["measured_s"] for row in cell.values()) - 1
-                for cell, seconds in taken
-            ]
-            slower = sum(
-                seconds > 1.02 * cell["allreduce"]["measured_s"] for cell, seconds in taken
-            )
-            table.append(
-                (
-                    name,
-                    str(len(cells)),
-                    "yes" if races else "no",
-                    f"{np.mean(regrets):.2%}",
-                    f"{np.mean(np.array(regrets) <= 0.05):.0%}",
-                    str(slower),
-                )
-            )
+            table.append((name, str(len(cells)), *outcome(cells, races)))
     print()
     harness.show(table)
+
+
+def outcome(cells, races):
+    """Returns what the choices in some cells are worth, for the table.
+
+    Args:
+      cells: For each cell the rows of what can be chosen, by system.
+      races: True if exchanges that are close are timed.
+    """
+    taken_s = [cell[chosen(cell, races)]["measured_s"] for cell in cells]
+    best_s = [min(row["measured_s"] for row in cell.values()) for cell in cells]
+    regrets = np.array(taken_s) / np.array(best_s) - 1
+    slower = sum(
+        seconds > 1.02 * cell["allreduce"]["measured_s"]
+        for cell, seconds in zip(cells, taken_s, strict=True)
+    )
+    return (
+        "yes" if races else "no",
+        f"{regrets.mean():.2%}",
+        f"{np.mean(regrets <= 0.05):.0%}",
+        str(slower),
+    )
 
 
 def drawn_as(row):

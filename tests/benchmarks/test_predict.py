@@ -101,3 +101,40 @@ def test_a_missing_grid_is_named(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit):
         predict.main()
     assert "benchmarks.exchange --full" in capsys.readouterr().err
+
+
+def _options(**times):
+    """Rows of one exchange: predicted and measured seconds by system."""
+    return {
+        system: {"predicted_s": predicted_s, "measured_s": measured_s}
+        for system, (predicted_s, measured_s) in times.items()
+    }
+
+
+def test_the_choice_is_raced_as_auto_does():
+    close = _options(allreduce=(1.0, 1.0), asa=(1.05, 0.9), ps=(2.0, 0.5))
+    assert predict.chosen(close, races=False) == "allreduce"
+    assert predict.chosen(close, races=True) == "asa"
+    # Whoever is one of the best after a race is timed, too.
+    third = _options(allreduce=(1.0, 1.3), asa=(1.05, 1.2), ps=(1.15, 0.9))
+    assert predict.chosen(third, races=True) == "ps"
+    far = _options(allreduce=(1.0, 1.0), asa=(0.8, 1.2))
+    assert predict.chosen(far, races=True) == "asa"
+    tie = _options(allreduce=(1.0, 1.0), asa=(0.99, 0.99))
+    assert predict.chosen(tie, races=True) == "allreduce"
+
+
+def test_the_torus_is_no_choice_where_it_is_an_all_to_all():
+    assert predict.considered(["allreduce", "2dtar:float16"], "4x1") == ["allreduce"]
+    assert predict.considered(["allreduce", "2dtar:float16"], "2x2") == [
+        "allreduce",
+        "2dtar:float16",
+    ]
+
+
+def test_a_constant_is_changed_for_a_while_only(rows):
+    before = [row["predicted_s"] for row in predict.compared(rows)]
+    with predict.changed("EXPOSED", 1.0):
+        slower = [row["predicted_s"] for row in predict.compared(rows)]
+    assert sum(slower) > sum(before)
+    assert [row["predicted_s"] for row in predict.compared(rows)] == before
