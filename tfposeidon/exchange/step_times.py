@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfposeidon.gradients.factors import Factors
+from tfposeidon.native import library
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,10 @@ def time_after(gradients: Sequence[Any]) -> tf.Tensor:
     Args:
       gradients: Tensors, `IndexedSlices`, `Factors` or `None`.
     """
-    with tf.control_dependencies(
-        [tensor for g in gradients if g is not None for tensor in _tensors(g)]
-    ):
-        return tf.timestamp()
+    tensors = [tensor for g in gradients if g is not None for tensor in _tensors(g)]
+    # `tf.timestamp` would wait for all stateful ops before it, such as Python functions of a
+    # backward pass, whatever it is asked to come after.
+    return library().tfposeidon_time_after(values=tensors) if tensors else tf.timestamp()
 
 
 def _tensors(gradient: Any) -> list[tf.Tensor]:

@@ -27,7 +27,7 @@ def library() -> Any:
     )
     if not LIBRARY.exists():
         raise RuntimeError(
-            "Sparse schemes, LARS, LAMB and tp.ops need tfposeidon's native library. "
+            "Steps that exchange gradients, LARS, LAMB and tp.ops need tfposeidon's native library. "
             f"Received: no {LIBRARY}. {remedy}"
         )
     try:
