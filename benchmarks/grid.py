@@ -61,6 +61,8 @@ def links_of(rows, layout, rate):
         probes.append(dataclasses.replace(one, length=length))
         samples[one.name] = [seconds - overhead_s(rows, layout)]
     links = probe.estimate(probes, samples, topology, rates_of(rows, layout))
+    # Each time is the median of many.
+    links = dataclasses.replace(links, uncertainty=0.0)
     if near == rate:
         return links
     factor = parse_rate(rate) / parse_rate(near)

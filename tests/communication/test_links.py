@@ -128,6 +128,17 @@ def _parsed(given):
     return parse_links(given, Topology.regular(0, 3, 1), "cpu")
 
 
-def test_a_missing_file_is_named():
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
-        _parsed("nowhere.json")
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path in ("nowhere.json", tmp_path, binary):
+        with pytest.raises(ValueError, match=r"a rate such as .*check --links") as caught:
+            _parsed(path)
+        assert f"Received: {str(path)!r}" in str(caught.value)
+
+
+def test_links_of_another_device_are_refused():
+    measured = dataclasses.replace(GIVEN, ranks_per_node=1, measured_at="2026-11-24T22:00:00+00:00")
+    assert _parsed(measured) is measured
+    with pytest.raises(ValueError, match=r"measured on gpu, for a job on CPUs. Measure them there"):
+        _parsed(dataclasses.replace(measured, device="gpu"))

@@ -17,6 +17,8 @@ from tests.on_ranks.models import same_on_all_ranks
 from tests.on_ranks.training import BATCH, check_equal, sgd, train_alone, train_together
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.exchange.planner import Planner
+from tfposeidon.gradients.description import Description
 from tfposeidon.training import plan_again
 
 WIDTH, LAYERS = 400, 6
@@ -58,6 +60,12 @@ def wide(steps=30):
     return model, (x, rng.integers(0, 10, BATCH * steps))
 
 
+def _copy(model):
+    clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    return clone
+
+
 def small():
     return models.mlp(), models.mlp.data(BATCH * 10)
 
@@ -85,9 +93,7 @@ def case_links_are_measured_at_the_first_step(wire):
 def case_it_plans_again_by_measured_times(wire):
     """Smaller buckets hide a part of the exchange behind the backward pass."""
     model, data = wide()
-    clone = keras.models.clone_model(model)
-    clone.set_weights(model.get_weights())
-    reference = train_alone(clone, data, sgd())
+    reference = train_alone(_copy(model), data, sgd())
     optimizer = tp.DistributedOptimizer(sgd())
     least, plan_again.LEAST_GAIN = plan_again.LEAST_GAIN, 0.0
     per_layer_s = 0.004
@@ -251,36 +257,203 @@ def _parallel_layers():
     return keras.Model(inputs, keras.layers.Add()(outputs))
 
 
-def case_a_change_of_plan_loses_nothing_that_was_kept(wire):
-    """What a sparse scheme had kept is sent before a dense one follows it."""
-    x = np.random.default_rng(5).normal(size=(14 * BATCH, WIDTH)).astype("float32")
-    data, loss = (x, np.zeros(len(x))), lambda _, outputs: keras.ops.mean(outputs, axis=-1)
-    model = _parallel_layers()
-    alone = keras.models.clone_model(model)
-    alone.set_weights(model.get_weights())
-    alone.compile(sgd(), loss)
-    alone.fit(*data, batch_size=BATCH, shuffle=False, verbose=0)
-    optimizer = tp.DistributedOptimizer(sgd(), scheme=Turning())
-    model.compile(optimizer, loss)
-    # The sparse one keeps a tenth, and takes longer than the dense one would.
-    sparse = tp.schemes.TopKAllGather(density=0.9, min_elements=0)
+def _fit(model, data, wire, **arguments):
+    own = models.share(data, BATCH, wire.topology)
+    local = BATCH // wire.topology.size
+    model.fit(*own, batch_size=local, shuffle=False, verbose=0, **arguments)
+
+
+def _compiled(model):
+    model.compile(
+        tp.DistributedOptimizer(sgd(), scheme=Turning()),
+        lambda _, outputs: keras.ops.mean(outputs, axis=-1),
+    )
+    return model
+
+
+@contextlib.contextmanager
+def _turning(wire):
+    """From a sparse scheme, which takes longer than a dense one would, to that one."""
+    TURNING[:] = [tp.schemes.TopKAllGather(density=0.9, min_elements=0)]
     least, plan_again.LEAST_GAIN = plan_again.LEAST_GAIN, 0.0
     try:
         with links(ideal(wire, bytes_per_s=1e8)), LogLines() as lines:
-            for scheme, steps in (
-                (sparse, slice(2 * BATCH)),
-                (tp.schemes.AllReduce(), slice(2 * BATCH, None)),
-            ):
-                TURNING[:] = [scheme]
-                own = models.share([part[steps] for part in data], BATCH, wire.topology)
-                model.fit(*own, batch_size=BATCH // wire.topology.size, shuffle=False, verbose=0)
+            yield lines
     finally:
         plan_again.LEAST_GAIN = least
-    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"allreduce"}
+
+
+def _turning_data(steps):
+    x = np.random.default_rng(5).normal(size=(steps * BATCH, WIDTH)).astype("float32")
+    return x, np.zeros(len(x))
+
+
+def _trained_alone(model, *fits):
+    alone = _parallel_layers()
+    alone.set_weights(model.get_weights())
+    alone.compile(sgd(), lambda _, outputs: keras.ops.mean(outputs, axis=-1))
+    for data in fits:
+        alone.fit(*data, batch_size=BATCH, shuffle=False, verbose=0)
+    return alone.get_weights()
+
+
+def _check_turned(model, expected, wire):
+    names = {bucket.scheme.name for bucket in model.optimizer.plan.buckets}
+    assert names == {"allreduce"}, names
+    check_equal(model.get_weights(), expected)
+    same_on_all_ranks(model.get_weights(), wire)
+
+
+def case_a_change_of_plan_loses_nothing_that_was_kept(wire):
+    """What a sparse scheme had kept is sent before a dense one follows it."""
+    begin, end = _turning_data(2), _turning_data(12)
+    model = _compiled(_parallel_layers())
+    expected = _trained_alone(model, begin, end)
+    with _turning(wire) as lines:
+        _fit(model, begin, wire)
+        TURNING[:] = [tp.schemes.AllReduce()]
+        _fit(model, end, wire)
     changed = [line for line in lines if "planned again" in line]
     assert bool(changed) == (wire.topology.rank == 0), lines
-    check_equal(model.get_weights(), alone.get_weights())
+    _check_turned(model, expected, wire)
+
+
+class Stop(keras.callbacks.Callback):
+    """Ends training after the first epoch, where more were asked for."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = True
+
+
+def case_a_change_of_plan_goes_on_after_training_has_ended(wire):
+    """In a later `fit` and in a resumed run, where what was kept has yet to be sent."""
+    begin = _turning_data(2)
+    end = _turning_data(plan_again.UNTIMED_STEPS + plan_again.TIMED_STEPS)
+    model = _compiled(_parallel_layers())
+    expected, folder = _trained_alone(model, begin, end, end), shared_folder(wire)
+    keras.utils.clear_session(free_memory=False)
+    resumed = _compiled(_parallel_layers())
+    with _turning(wire) as lines:
+        _fit(model, begin, wire)
+        TURNING[:] = [tp.schemes.AllReduce()]
+        _fit(model, end, wire, epochs=2, callbacks=[Stop(), keras_callbacks.Checkpoint(folder)])
+        names = {bucket.scheme.name for bucket in model.optimizer.plan.buckets}
+        assert names == {"topk"}, names
+        _fit(model, end, wire)
+        _fit(resumed, end, wire, epochs=2, callbacks=[keras_callbacks.Checkpoint(folder)])
+    assert not [line for line in lines if "made anew" in line], lines
+    _check_turned(model, expected, wire)
+    _check_turned(resumed, expected, wire)
+
+
+class WatchingFlushes(Watching):
+    """Notes after each batch whether schemes have sent all that they had kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(self.model.optimizer.exchange.has_flushed)
+
+
+def case_where_absence_is_watched_one_step_sends_what_was_kept(wire):
+    """The last one of an epoch: no other is dense because plans are about to change."""
+    steps = plan_again.UNTIMED_STEPS + plan_again.TIMED_STEPS
+    begin, end = _turning_data(2), _turning_data(steps)
+    model, watching = _compiled(_parallel_layers()), WatchingFlushes()
+    expected = _trained_alone(model, begin, end, end, end)
+    with _turning(wire):
+        _fit(model, begin, wire)
+        TURNING[:] = [tp.schemes.AllReduce()]
+        _fit(model, end, wire, callbacks=[watching], epochs=3)
+    sparse = [False] * (2 * steps - 1)
+    assert watching.seen == [*sparse, *[True] * (1 + steps)], watching.seen
+    _check_turned(model, expected, wire)
+
+
+def case_a_resumed_run_follows_the_plan_that_was_kept(wire):
+    """Although another one is predicted to be faster."""
+    folder, steps = shared_folder(wire), plan_again.UNTIMED_STEPS + plan_again.TIMED_STEPS
+    known = ideal(wire, 4 * WIDTH**2 / 0.004)
+    plans = []
+    for epochs in (1, 2):
+        keras.utils.clear_session(free_memory=False)
+        model, data = wide(steps)
+        optimizer = tp.DistributedOptimizer(sgd())
+        with links(known):
+            train_together(
+                model,
+                data,
+                optimizer,
+                wire,
+                epochs=epochs,
+                callbacks=[keras_callbacks.Checkpoint(folder)],
+            )
+        plans.append([(bucket.scheme, bucket.members) for bucket in optimizer.plan.buckets])
+        assert optimizer.plan.forecasts
+    assert plans[0] == plans[1]
+    assert len(plans[0]) <= 2, "smaller buckets would be faster, for the steps that are left"
+
+
+def case_times_of_a_race_are_those_of_its_links(wire):
+    descriptions = [Description(f"kernel_{n}", (400, 400), "float32") for n in range(4)]
+    planner = Planner(tp.policies.Auto(margin=0.0), 2**22)
+    with links(ideal(wire, bytes_per_s=1e8)):
+        planner.plan(descriptions, together=True)
+        raced = planner.to_dict()["raced"]
+        assert raced
+        raced.update(dict.fromkeys(raced, 1e9))
+        planner.plan(descriptions, together=True)
+        assert planner.to_dict()["raced"] is raced
+    with links(ideal(wire, bytes_per_s=2e8)):
+        planner.plan(descriptions, together=True)
+        assert max(planner.to_dict()["raced"].values()) < 1e8
+    assert planner.spent_s > 0.0
+
+
+def case_beside_factors_it_decides_once_there_are_rows(wire):
+    for scheme in ("sfb", "hybcomm"):
+        model, data = wide(steps=10)
+        reference = train_alone(_copy(model), data, sgd())
+        rules = [("dense(_[0-9]+)?/bias", "asa"), ("dense_[0-9]*[02468]/kernel", scheme)]
+        optimizer = tp.DistributedOptimizer(sgd(), scheme=[*rules, (".", "auto")])
+        with links(ideal(wire, bytes_per_s=1e8)):
+            check_equal(train_together(model, data, optimizer, wire), reference)
+        same_on_all_ranks(model.get_weights(), wire)
+        assert optimizer.plan.forecasts, optimizer.plan
+
+
+def case_a_schedule_to_auto(wire):
+    model, data = small()
+    optimizer = tp.DistributedOptimizer(sgd())
+    schedule = keras_callbacks.SchemeSchedule({0: "asa", 1: "auto"})
+    with links(given(wire, "1gbit")):
+        train_together(model, data, optimizer, wire, callbacks=[schedule], epochs=2)
     same_on_all_ranks(model.get_weights(), wire)
+    assert optimizer.plan.forecasts[0].knows_computation
+
+
+class Decorated(keras.Sequential):
+    """As some write it, though Keras compiles the step anyway."""
+
+    @tf.function
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def case_a_train_step_that_is_compiled_twice(wire):
+    """A change of schemes reaches it, and so does the end of an epoch."""
+    model = models.mlp()
+    data = models.mlp.data(BATCH * 10)
+    reference = train_alone(models.copy(models.mlp, model), data, sgd(), epochs=2)
+    decorated = Decorated(model.layers)
+    optimizer = tp.DistributedOptimizer(sgd())
+    schedule = keras_callbacks.SchemeSchedule({0: "asa", 1: "2dtar"})
+    callbacks = [schedule, Watching()]
+    trained = train_together(decorated, data, optimizer, wire, callbacks=callbacks, epochs=2)
+    check_equal(trained, reference)
+    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"2dtar"}
 
 
 def case_a_saved_model_holds_the_policy_and_no_links(wire):

@@ -293,6 +293,12 @@ class Links:
         return ", ".join([*parts, self.device, " ".join([when, *known])])
 
 
+FORMS = (
+    '`links` must be "measure", "unknown", a rate such as "25gbit", the path of a file, or '
+    "tfposeidon.Links"
+)
+
+
 def read_links(path: str | os.PathLike[str]) -> Links:
     """Reads links from a file.
 
@@ -303,10 +309,16 @@ def read_links(path: str | os.PathLike[str]) -> Links:
       The links.
 
     Raises:
-      FileNotFoundError: If there is no such file.
-      ValueError: If it is no file of links.
+      ValueError: If there is no such file, or it is no file of links.
     """
-    return Links.from_json(Path(path).read_text(), os.fspath(path))
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{FORMS}, and a file one that can be read. Received: {os.fspath(path)!r}: {error}. "
+            "`python -m tfposeidon check --links` writes such a file."
+        ) from error
+    return Links.from_json(text, os.fspath(path))
 
 
 def parse_links(given: Any, topology: Topology, device: str) -> Links:
@@ -321,7 +333,6 @@ def parse_links(given: Any, topology: Topology, device: str) -> Links:
       The links.
 
     Raises:
-      FileNotFoundError: If it is the path of no file.
       ValueError: If it is none of these, or of another kind of cluster.
     """
     if isinstance(given, Links):
@@ -332,11 +343,15 @@ def parse_links(given: Any, topology: Topology, device: str) -> Links:
     elif isinstance(given, str | os.PathLike):
         links = read_links(given)
     else:
-        raise ValueError(
-            '`links` must be "measure", "unknown", a rate such as "25gbit", a file, or '
-            f"tfposeidon.Links. Received: links={given!r}"
-        )
+        raise ValueError(f"{FORMS}. Received: links={given!r}")
     links.check_fits(topology)
+    # Presets are of one device, whatever the job has: plans are also made for other machines.
+    if links.measured_at and (links.device == "cpu") != (device == "cpu"):
+        raise ValueError(
+            "Links must have been measured on the device that trains, whose speed is among them. "
+            f"Received: links measured on {links.device}, for a job on "
+            f"{'CPUs' if device == 'cpu' else 'GPUs'}. Measure them there."
+        )
     return links
 
 

@@ -66,7 +66,6 @@ def init(
 
     Raises:
       ImportError: If Horovod is missing or was built without TensorFlow.
-      FileNotFoundError: If `links` is the path of no file.
       ValueError: If an argument is out of its range, or `links` are of another kind of cluster.
       RuntimeError: If it was called before with another layout, if ranks ask for different layouts,
         or if `hvd.init()` was called before and groups of ranks are needed.
@@ -144,7 +143,16 @@ def _take_links(given: Any, topology: Topology) -> None:
     if given in (MEASURE, UNKNOWN):
         set_links(MEASURE if given == MEASURE else None)
     else:
-        set_links(parse_links(given, topology, "v100" if on_gpu else "cpu"))
+        found = parse_links(given, topology, "v100" if on_gpu else "cpu")
+        here = socket.gethostname()
+        if found.hosts and here not in found.hosts:
+            say(
+                "tfposeidon: links were measured on %s, and this is %s: right if the nodes are of "
+                "the same kind.",
+                ", ".join(found.hosts),
+                here,
+            )
+        set_links(found)
 
 
 def rank() -> int:

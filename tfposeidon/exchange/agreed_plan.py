@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfposeidon.communication import agreement, runtime
+from tfposeidon.communication.links import Links
 from tfposeidon.communication.wire import Zeros, exchange_objects
 from tfposeidon.exchange import factor_agreement, layer_norms
 from tfposeidon.exchange.effective_rate import EffectiveRate
@@ -25,7 +26,7 @@ from tfposeidon.exchange.scheme_states import descriptions_of
 from tfposeidon.gradients.description import describe, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.planning import advice, rules
-from tfposeidon.planning.forecast import Forecast
+from tfposeidon.planning.forecast import Forecast, Prediction
 from tfposeidon.planning.plan import Plan, with_rows
 from tfposeidon.planning.search import predict
 from tfposeidon.policies import Policy
@@ -53,9 +54,11 @@ class AgreedPlans:
         self._effective_rates: dict[Any, EffectiveRate] = {}
         self._norms: dict[Any, layer_norms.NormMethod] = {}
         self._learnt: dict[Paths, Measured] = {}
-        # Plans that stay unless their successors are adopted, with what is predicted for them now.
+        # Lists of variables whose plans change unless they are kept, and what is predicted for
+        # these plans now.
+        self._changing: set[Paths] = set()
         self._kept: list[tuple[Exchanger, Forecast]] = []
-        self._notes: dict[str, None] = {}
+        self._notes: dict[Any, dict[str, None]] = {}
         self._zeros = Zeros()
 
     def exchanger(self, variables: list[Any], inner_optimizer: Any) -> Exchanger:
@@ -117,7 +120,9 @@ class AgreedPlans:
             plans = [self.exchanger(variables, inner_optimizer).plan]
         buckets = tuple(itertools.chain(*(plan.buckets for plan in plans)))
         forecasts = tuple(itertools.chain(*(plan.forecasts for plan in plans)))
-        notes = dict.fromkeys([*itertools.chain(*(plan.notes for plan in plans)), *self._notes])
+        notes = dict.fromkeys(
+            itertools.chain(*(plan.notes for plan in plans), *self._notes.values())
+        )
         return replace(plans[0], buckets=buckets, notes=tuple(notes), forecasts=forecasts)
 
     def agree(
@@ -175,15 +180,21 @@ class AgreedPlans:
 
     def forget(self) -> None:
         """Drops all plans; those of the next traced step are made by what is known then."""
-        self._exchangers.clear()
-        self._effective_rates.clear()
-        self._norms.clear()
-        self._notes.clear()
+        self._changing.clear()
+        for key in list(self._exchangers):
+            self._forget(key)
+
+    def _forget(self, key: Any) -> None:
+        for of_all in (self._exchangers, self._effective_rates, self._norms, self._notes):
+            of_all.pop(key, None)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plans and what they were made by, for JSON."""
         plans = [Resumed.of(exchanger.plan).to_dict() for exchanger in self.agreed_exchangers]
-        return self.planner.to_dict() | {"plans": plans}
+        # Plans that are about to change have been made already.
+        learnt = self._learnt if self._changing else None
+        changing = sorted(self._changing)
+        return self.planner.to_dict(learnt) | {"plans": plans, "changing": changing}
 
     def resume(self, saved: dict[str, Any]) -> bool:
         """Goes on with the plans of an earlier run, where links and nodes are the same.
@@ -199,6 +210,7 @@ class AgreedPlans:
         if not self.planner.resume(saved):
             return False
         self.forget()
+        self._changing = {tuple(paths) for paths in saved["changing"]}
         return True
 
     def learn(self, found: Mapping[tuple[str, ...], Measured]) -> float:
@@ -212,25 +224,41 @@ class AgreedPlans:
         """
         links = runtime.links()
         self._learnt, saved_s = dict(found), 0.0
+        self._changing.clear()
         self._kept.clear()
         if links is None or not self.planner.leaves_open:
             return saved_s
         for exchanger in self.agreed_exchangers:
             descriptions = descriptions_of(exchanger.plan)
-            measured = found.get(paths_of(descriptions))
+            paths = paths_of(descriptions)
+            measured = found.get(paths)
             if measured is None:
                 continue
             best = self.planner.plan(descriptions, measured, together=True)
             if best.buckets == exchanger.plan.buckets:
                 exchanger.plan = best
-            elif exchanger.plan.forecasts and not self.planner.has_left(best):
-                before, after = exchanger.plan.forecasts[0], best.forecasts[0]
-                now = predict(
-                    self._of_last_step(exchanger), links, measured.timeline, before.chosen.slowdown
-                )
-                self._kept.append((exchanger, after.kept(before, now)))
-                saved_s += now.step_s - after.chosen.step_s
+            elif not self.planner.has_left(best):
+                self._changing.add(paths)
+                before, (after,) = self._prediction(exchanger, links, measured), best.forecasts
+                self._kept.append((exchanger, after.kept(before)))
+                saved_s += before.step_s - after.chosen.step_s
         return saved_s
+
+    def _prediction(self, exchanger: Exchanger, links: Links, measured: Measured) -> Prediction:
+        """Predicts, by what steps have measured, the step of the plan that they have followed."""
+        followed, slowdown = self._of_last_step(exchanger), 1.0
+        # There is none where factors had no rows yet.
+        name, bucket_bytes = "the first plan", self.planner.bucket_bytes
+        for before in exchanger.plan.forecasts:
+            name, bucket_bytes = before.chosen.name, before.chosen.bucket_bytes
+            # A race over other links tells nothing about these.
+            slowdown = before.chosen.slowdown if before.links == links else 1.0
+        return Prediction(
+            name=name,
+            bucket_bytes=bucket_bytes,
+            simulated=predict(followed, links, measured.timeline, slowdown),
+            slowdown=slowdown,
+        )
 
     def slowness(self, found: Mapping[tuple[str, ...], Measured]) -> float:
         """Returns how much longer steps take than predicted, as a multiple; 0 without predictions.
@@ -254,18 +282,46 @@ class AgreedPlans:
         for exchanger, forecast in self._kept:
             exchanger.plan = replace(exchanger.plan, forecasts=(forecast,))
         self._kept.clear()
+        self._changing.clear()
 
-    def adopt(self, *, changes: bool) -> None:
+    def adopt(self) -> None:
         """Keeps what was learnt, by which plans are made from now on, in resumed runs too.
 
-        Args:
-          changes: True if the new plans are others: those so far are dropped.
+        Plans that change are dropped; the others stay, with what their schemes have kept.
         """
         self.planner.keep(self._learnt)
-        if changes:
-            for exchanger in self.agreed_exchangers:
+        for key, exchanger in list(self._exchangers.items()):
+            if self._changes(exchanger):
                 self.planner.leave(exchanger.plan)
-            self.forget()
+                self._forget(key)
+        self._changing.clear()
+
+    @property
+    def are_changing(self) -> bool:
+        """True from `learn` until `keep` or `adopt`, if plans change."""
+        return bool(self._changing)
+
+    @property
+    def keep_something(self) -> bool:
+        """True if plans change whose schemes keep anything."""
+        return any(exchanger.states.exist for exchanger in self._to_change)
+
+    def flush(self) -> None:
+        """Makes schemes whose plans change send everything, what they have kept included."""
+        for exchanger in self._to_change:
+            exchanger.states.flush()
+
+    @property
+    def have_flushed(self) -> bool:
+        """True if a step that counted has sent everything since `flush`, on all ranks alike."""
+        return all(exchanger.states.has_flushed for exchanger in self._to_change)
+
+    @property
+    def _to_change(self) -> list[Exchanger]:
+        return [exchanger for exchanger in self.agreed_exchangers if self._changes(exchanger)]
+
+    def _changes(self, exchanger: Exchanger) -> bool:
+        return paths_of(descriptions_of(exchanger.plan)) in self._changing
 
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
         """Yields the variables that schemes keep on this rank, each with what it is."""
@@ -296,7 +352,7 @@ class AgreedPlans:
         with tf.init_scope():
             everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
         merged = factor_agreement.merge_findings(descriptions, everybody)
-        plan = self.planner.plan(merged, together=True)
+        plan = self.planner.plan_first_step(merged)
         if self.planner.leaves_open:
             self._check_same_plan(plan, f"{exchanger.prefix}.plan")
         factor_agreement.check_any_factors(plan, self.planner.policy)
@@ -323,32 +379,37 @@ class AgreedPlans:
             inner_optimizer, variables, served, exchanger.wire, f"{exchanger.prefix}"
         )
         if self._norms[key].note:
-            self._note(self._norms[key].note)
+            self._note(key, self._norms[key].note)
 
     def _take_notes(
         self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]
     ) -> None:
-        self._note(_weighing(settings))
-        plan = self._exchangers[_key(variables)].plan
+        key = _key(variables)
+        self._note(key, _weighing(settings))
+        plan = self._exchangers[key].plan
         by_rows = {d.path for b in plan.buckets if b.takes_factors for d in b.descriptions}
         steps = settings["gradient_accumulation_steps"]
         if steps and by_rows:
-            self._note(f"rows of factors are kept over {steps} steps, other gradients are added up")
+            self._note(
+                key, f"rows of factors are kept over {steps} steps, other gradients are added up"
+            )
         for grad, variable in zip(grads, variables, strict=True):
             if isinstance(grad, tf.IndexedSlices) and describe(variable).path not in by_rows:
-                self._note(f"{describe(variable).path}: rows are summed and sent as a dense matrix")
+                path = describe(variable).path
+                self._note(key, f"{path}: rows are summed and sent as a dense matrix")
             if grad is None:
                 self._note(
+                    key,
                     f"{describe(variable).path}: no gradient on rank {runtime.rank()}, "
-                    "zeros are sent"
+                    "zeros are sent",
                 )
         for text in (advice.sparsity_advice(plan, inner_optimizer), advice.cpu_advice(plan)):
             if text:
-                self._note(text)
+                self._note(key, text)
                 runtime.say("tfposeidon: %s.", text)
 
-    def _note(self, text: str) -> None:
-        self._notes[text] = None
+    def _note(self, key: Any, text: str) -> None:
+        self._notes.setdefault(key, {})[text] = None
 
 
 def _key(variables: list[Any]) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +12,7 @@ import tensorflow as tf
 
 from tfposeidon.communication import runtime
 from tfposeidon.communication.links import Links
+from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.measured import Measured
 from tfposeidon.exchange.race import Race
 from tfposeidon.exchange.resumed import Resumed
@@ -33,15 +36,17 @@ class Planner:
     Attributes:
       policy: Choice of the scheme by which a variable is exchanged; `change_policy` replaces it.
       bucket_bytes: Bytes up to which small gradients are fused.
+      spent_s: Seconds in which links were measured and exchanges raced so far.
     """
 
     def __init__(self, policy: Policy, bucket_bytes: int) -> None:
         self.policy = policy
         self.bucket_bytes = bucket_bytes
         self._measured: dict[Paths, Measured] = {}
-        self._race = Race()
+        self._race, self._raced_over = Race(), runtime.links()
         self._left: set[str] = set()
         self._resumed: dict[Paths, Resumed] = {}
+        self.spent_s = 0.0
 
     def change_policy(self, policy: Policy) -> None:
         """Plans by another policy from now on.
@@ -83,18 +88,31 @@ class Planner:
         Returns:
           The plan, the same on every rank.
         """
-        topology = runtime.wire().topology
+        topology, links = runtime.wire().topology, runtime.links()
         measured = measured or self._measured.get(paths_of(descriptions))
+        if links != self._raced_over:
+            # What a race took over other links tells nothing about these.
+            self._race, self._raced_over = Race(), links
         return choose_plan(
             descriptions if measured is None else measured.with_rows(descriptions),
             self.policy,
             topology,
-            runtime.links(),
+            links,
             bucket_bytes=self.bucket_bytes,
             timeline=None if measured is None else measured.timeline,
             notes=[] if topology.size > 1 else ["one rank: nothing is sent"],
-            race=lambda plans: self._race.times(plans, runtime.wire() if together else None),
+            race=lambda plans: self._raced(plans, runtime.wire() if together else None),
         )
+
+    def _raced(self, plans: Sequence[Plan], wire: Wire | None) -> Sequence[float]:
+        with self._spending():
+            return self._race.times(plans, wire)
+
+    @contextlib.contextmanager
+    def _spending(self) -> Iterator[None]:
+        begin_s = time.perf_counter()
+        yield
+        self.spent_s += time.perf_counter() - begin_s
 
     def plan_before_first_step(self, descriptions: Sequence[Description]) -> Plan:
         """Makes a plan before the first step shows factors: that of a snapshot, if there is one.
@@ -105,10 +123,30 @@ class Planner:
         resumed = self._resumed.get(paths_of(descriptions))
         return resumed.plan(descriptions) if resumed else self.plan(descriptions)
 
+    def plan_first_step(self, descriptions: Sequence[Description]) -> Plan:
+        """Makes the plan of the first step: that of a snapshot, if there is one.
+
+        All ranks make it together, and may time exchanges for it.
+
+        Args:
+          descriptions: Descriptions of the gradients, in the order of the variables, with their
+            factors.
+        """
+        plan = self.plan(descriptions, together=True)
+        paths = paths_of(descriptions)
+        resumed, measured = self._resumed.get(paths), self._measured.get(paths)
+        if resumed is None:
+            return plan
+        # Steps may have kept a plan although another was predicted to be faster.
+        if measured is None:
+            return resumed.followed(plan, descriptions, None)
+        return resumed.followed(plan, measured.with_rows(descriptions), measured.timeline)
+
     def measure_links(self) -> None:
         """Measures links that are needed and not known yet; all ranks call it together."""
         if self.leaves_open and runtime.links() is None:
-            _measure_links()
+            with self._spending():
+                _measure_links()
 
     def measure_links_again(self) -> None:
         """Measures links that were measured before; those that were given stay.
@@ -124,7 +162,7 @@ class Planner:
         Args:
           measured: What was measured, by the paths of a list of variables; the same on all ranks.
         """
-        self._measured = dict(measured)
+        self._measured |= measured
 
     def leave(self, plan: Plan) -> None:
         """Notes that steps no longer follow a plan: none comes back.
@@ -133,6 +171,7 @@ class Planner:
           plan: The plan that they followed.
         """
         self._left.add(plan.digest)
+        self._resumed.clear()
 
     def has_left(self, plan: Plan) -> bool:
         """Returns whether steps have followed a plan before, and no longer do.
@@ -142,23 +181,30 @@ class Planner:
         """
         return plan.digest in self._left
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns what plans were made by, for JSON: links, and what steps and races measured."""
+    def to_dict(self, learnt: Mapping[Paths, Measured] | None = None) -> dict[str, Any]:
+        """Returns what plans are made by, for JSON: links, and what steps and races measured.
+
+        Args:
+          learnt: What steps have measured; by default what was kept by `keep`.
+        """
         links = runtime.links()
+        measured = self._measured if learnt is None else learnt
         return {
+            "policy": repr(self.policy),
+            "bucket_bytes": self.bucket_bytes,
             "nodes": runtime.wire().topology.nodes,
             "links": links and links.to_json(),
-            "measured": [
-                {"paths": paths, **asdict(measured)} for paths, measured in self._measured.items()
-            ],
+            "measured": [{"paths": paths, **asdict(one)} for paths, one in measured.items()],
             "raced": self._race.known,
+            "left": sorted(self._left),
         }
 
     def resume(self, saved: dict[str, Any]) -> bool:
         """Plans by what the plans of an earlier run were made by, if this one is on the same nodes.
 
         Where both measure links, those of the earlier run are kept. Otherwise, if links are others
-        than those of the earlier run, plans are made anew. All ranks call it together.
+        than those of the earlier run, or the policy is, plans are made anew. All ranks call it
+        together.
 
         Args:
           saved: Result of `to_dict` in the earlier run, with its "plans", from JSON.
@@ -169,6 +215,9 @@ class Planner:
         wire = runtime.wire()
         nodes = [list(node) for node in wire.topology.nodes]
         if not self.leaves_open or saved["links"] is None or saved["nodes"] != nodes:
+            return False
+        if (saved["policy"], saved["bucket_bytes"]) != (repr(self.policy), self.bucket_bytes):
+            runtime.say("tfposeidon: the scheme is not that of the snapshot: plans are made anew.")
             return False
         links = Links.from_json(saved["links"], "the snapshot")
         if runtime.measures_links() and links.hosts == probe.hosts_of(wire):
@@ -182,7 +231,8 @@ class Planner:
             )
             for one in saved["measured"]
         }
-        self._race = Race(saved["raced"])
+        self._race, self._raced_over = Race(saved["raced"]), links
+        self._left = set(saved["left"])
         plans = [Resumed.from_dict(one) for one in saved["plans"]]
         self._resumed = {plan.paths: plan for plan in plans}
         return True

@@ -27,7 +27,7 @@ def library() -> Any:
     )
     if not LIBRARY.exists():
         raise RuntimeError(
-            "Steps that exchange gradients, LARS, LAMB and tp.ops need tfposeidon's native library. "
+            "Steps on several ranks, LARS, LAMB and tp.ops need tfposeidon's native library. "
             f"Received: no {LIBRARY}. {remedy}"
         )
     try:

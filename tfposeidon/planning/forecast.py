@@ -97,14 +97,12 @@ class Forecast:
     measured_s: float | None = None
     is_kept: bool = False
 
-    def kept(self, before: Forecast, simulated: Simulated) -> Forecast:
+    def kept(self, chosen: Prediction) -> Forecast:
         """Returns the forecast of the plan that steps have followed, if it stays.
 
         Args:
-          before: Forecast with which it was chosen.
-          simulated: Its step, by the links and times of this forecast.
+          chosen: Prediction for it, by the links and times of this forecast.
         """
-        chosen = dataclasses.replace(before.chosen, simulated=simulated)
         others = sorted((self.chosen, *self.others), key=lambda one: one.step_s)
         return dataclasses.replace(
             self,

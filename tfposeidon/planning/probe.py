@@ -23,6 +23,8 @@ from tfposeidon.schemes.cost import Operation, Transfer
 BUDGET_S = 1.6
 """Seconds after which no further round begins."""
 MOST_ROUNDS, GROWING_ROUNDS = 15, 3
+FEWEST_ROUNDS = 3
+"""Rounds without which nothing is known about how much times scatter."""
 SHORT_ROUNDS = 4
 """Times that short messages are sent in a round: they scatter more, and take less time."""
 QUANTILE = 25
@@ -489,7 +491,9 @@ def _quantile(values: Sequence[float]) -> float:
 
 
 def _uncertainty(values: Sequence[float]) -> float:
-    """Returns about the standard error of a quartile, as a share of the median."""
+    """Returns about the standard error of a quartile, as a share of the median; 1 for too few."""
+    if len(values) < FEWEST_ROUNDS:
+        return 1.0
     low, middle, high = np.percentile(values, [25, 50, 75])
     return float((high - low) / middle / len(values) ** 0.5)
 

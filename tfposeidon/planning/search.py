@@ -258,9 +258,13 @@ class _Search:
             best.bucket_bytes,
             self.notes,
         )
+        # Policies that decide by rows may cut other buckets without them.
+        with_rows = {bucket.members: bucket for bucket in best.plan.buckets}
         buckets = [
-            dataclasses.replace(bucket, candidates=self.candidates(with_rows, options))
-            for bucket, with_rows in zip(plan.buckets, best.plan.buckets, strict=True)
+            dataclasses.replace(bucket, candidates=self.candidates(known, options))
+            if (known := with_rows.get(bucket.members))
+            else bucket
+            for bucket in plan.buckets
         ]
         return dataclasses.replace(plan, buckets=tuple(buckets), forecasts=(forecast,))
 

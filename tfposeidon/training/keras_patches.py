@@ -145,16 +145,17 @@ def _put_scale_inside(optimizer: Any) -> None:
 
 
 def _count_samples(model: Any) -> None:
-    step = model.train_step
-    if hasattr(step, "_tfposeidon"):
-        return
+    own = getattr(model.train_step, "_tfposeidon", model.train_step)
+    # A `tf.function` knows what it has traced; another one of the same is traced anew, as Keras's
+    # around it is.
+    step = own._clone(None) if isinstance(own, tf.types.experimental.PolymorphicFunction) else own
 
     @functools.wraps(step)
     def train_step(data: Any) -> Any:
         with session.of(model).train_step(data):
             return step(data)
 
-    train_step._tfposeidon = True  # type: ignore[attr-defined]
+    train_step._tfposeidon = own  # type: ignore[attr-defined]
     model.train_step = train_step
 
 

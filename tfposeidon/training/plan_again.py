@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -12,7 +14,9 @@ from typing_extensions import override
 
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.exchange.agreed_plan import AgreedPlans
 from tfposeidon.exchange.measured import Measured
+from tfposeidon.exchange.planner import Paths
 from tfposeidon.exchange.scheme_states import descriptions_of
 from tfposeidon.training import session
 
@@ -32,17 +36,21 @@ LEAST_TRACE_S = 0.5
 """Seconds that tracing a step takes at least; unknown where it was traced in an earlier `fit`."""
 
 Found = dict[str, list[Any]]
-"""What a rank has measured, for JSON: by the paths of a list of variables the times of its first
-and last gradient and of a whole step, and the rows of each gradient's factors in an exchange."""
+"""What a rank has measured, for JSON: by the number of the optimizer and the paths of a list of
+variables the times of its first and last gradient and of a whole step, and the rows of each
+gradient's factors in an exchange."""
 
 
 class PlanAgain(keras.callbacks.Callback):
     """Plans again, by measured times of forward and backward pass, where `auto` decides.
 
     All ranks do it at the same batch: after the first steps, and when steps stay slower than
-    predicted, where links are measured anew unless they were given. Where an epoch ends with the
-    first rank that is out of data, it happens at the beginning of the next one. The step is traced
-    anew only if the new plan is predicted to save more time than that takes.
+    predicted, where links are measured anew unless they were given. The step is traced anew only if
+    the new plan is predicted to save more time than that takes.
+
+    What schemes have kept is sent by the step before. Where an epoch ends with the first rank that
+    is out of data, plans change between epochs only: that step is then the last one of an epoch, if
+    it has as many as the epoch before.
 
     On GPUs, where ops are queued, nothing tells how long steps compute: the first plan stays.
     """
@@ -50,27 +58,40 @@ class PlanAgain(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._is_skipping = self._is_watching = self._waits_for_flush = False
-        self._steps = self._epoch = self._batches = 0
+        self._steps = self._epoch = self._batches = self._batches_before = 0
         # The step after which the times of a window begin, and its last one.
         self._begin = self._end = 0
         self._window, self._slow, self._changes = WATCHED_STEPS, 0, 0
         self._trace_s = LEAST_TRACE_S
-        self._has_planned = False
-        self._open: list[Any] = []
+        self._has_planned = self._has_begun = False
+        self._on_gpu: bool | None = None
+        self._open: dict[str, AgreedPlans] = {}
         self._found: Found | None = None
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         self._session = session.of(self.model)
-        on_gpu = bool(tf.config.list_physical_devices("GPU"))
-        self._is_watching = not on_gpu and bool(self._find_open())
-        self._has_planned = not any(o.exchange.plans.planner.may_learn for o in self._open)
+
+    def _watch(self) -> None:
+        """Begins to time steps, if there are optimizers whose plans may change."""
+        if not self._find_open():
+            return
+        if self._on_gpu is None:
+            own = bool(tf.config.list_physical_devices("GPU"))
+            # All ranks watch or none does, also where one of them lacks its GPU.
+            self._on_gpu = any(exchange_objects(own, runtime.wire(), "tp.plan_again.gpu"))
+        self._is_watching = not self._on_gpu
+        self._has_planned = not any(plans.planner.may_learn for plans in self._open.values())
         timed = WATCHED_STEPS if self._has_planned else TIMED_STEPS
         self._time(UNTIMED_STEPS, timed)
 
-    def _find_open(self) -> list[Any]:
-        """Finds the optimizers whose plans may change; a schedule may have changed their policy."""
-        self._open = [o for o in self._session.optimizers if o.exchange.plans.planner.leaves_open]
+    def _find_open(self) -> dict[str, AgreedPlans]:
+        """Finds the plans that may change, by the number of their optimizer.
+
+        A schedule may have changed policies since the last time.
+        """
+        every = {str(n): o.exchange.plans for n, o in enumerate(self._session.optimizers)}
+        self._open = {n: plans for n, plans in every.items() if plans.planner.leaves_open}
         return self._open
 
     def _time(self, untimed: int, timed: int) -> None:
@@ -83,28 +104,36 @@ class PlanAgain(keras.callbacks.Callback):
             self._reset_times()
 
     def _reset_times(self) -> None:
-        for optimizer in self._open:
-            for exchanger in optimizer.exchange.exchangers:
+        for plans in self._open.values():
+            for exchanger in plans.agreed_exchangers:
                 exchanger.times.reset()
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch, self._batches = epoch, 0
+        self._epoch, self._batches_before, self._batches = epoch, self._batches, 0
         # What passes between epochs is no step.
         for optimizer in self._session.optimizers:
             for exchanger in optimizer.exchange.exchangers:
                 exchanger.times.pause()
+        # A schedule may leave plans open from a later epoch on.
+        if not self._is_watching and not self._changes:
+            self._watch()
         if self._steps and self._session.watches_absence:
             self._continue()
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._is_skipping = self._session.is_skipping
-        self._begin_s = time.perf_counter()
+        self._begin_s = time.perf_counter() - self._spent_s
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._batches = batch + 1
+        if not self._has_begun:
+            # An earlier `fit`, or the run that this one resumes, has left it to this one.
+            plans = self._find_open().values()
+            self._waits_for_flush = any(one.are_changing for one in plans)
+            self._has_begun = True
         is_idle = not self._is_watching and not self._waits_for_flush
         if is_idle or self._is_skipping:
             return
@@ -112,39 +141,53 @@ class PlanAgain(keras.callbacks.Callback):
         # Ranks that end an epoch together need the exchange that they know until its end.
         if not self._session.watches_absence:
             self._continue()
+        elif self._waits_for_flush and self._batches == self._batches_before - 1:
+            self._flush()
 
     def _time_step(self) -> None:
         self._steps += 1
         if self._steps == 1:
-            self._trace_s = max(LEAST_TRACE_S, time.perf_counter() - self._begin_s)
+            # To trace a step anew is no reason to measure links again.
+            traced_s = time.perf_counter() - self._spent_s - self._begin_s
+            self._trace_s = max(LEAST_TRACE_S, traced_s)
         if self._steps == self._begin:
             self._reset_times()
         elif self._steps == self._end:
             self._found = self._measured()
 
     @property
+    def _spent_s(self) -> float:
+        """Seconds for which links were measured and exchanges raced."""
+        return sum(plans.planner.spent_s for plans in self._open.values())
+
+    @property
     def _calls(self) -> int:
         """Steps between two exchanges, at most."""
-        return max((o.gradient_accumulation_steps or 1 for o in self._open), default=1)
+        return max((self._calls_of(number) for number in self._open), default=1)
+
+    def _calls_of(self, number: str) -> int:
+        return self._session.optimizers[int(number)].gradient_accumulation_steps or 1
 
     def _measured(self) -> Found:
         found: Found = {}
-        for optimizer in self._find_open():
-            calls = optimizer.gradient_accumulation_steps or 1
-            for exchanger in optimizer.exchange.exchangers:
+        for number, plans in self._find_open().items():
+            calls = self._calls_of(number)
+            for exchanger in plans.agreed_exchangers:
                 means = exchanger.times.means
                 if means is not None:
                     paths = [d.path for d in descriptions_of(exchanger.plan)]
                     rows = (calls * exchanger.own_rows.numpy()).tolist()
                     times = [means.first_s, means.compute_s, means.step_s]
-                    found["\n".join(paths)] = [*times, rows]
+                    found["\n".join([number, *paths])] = [*times, rows]
         return found
 
     def _continue(self) -> None:
         """Decides once all ranks have timed their steps, and changes once nothing is kept."""
         if self._waits_for_flush:
-            if all(o.exchange.has_flushed for o in self._open):
-                self._adopt(changes=True)
+            if all(plans.have_flushed for plans in self._open.values()):
+                self._change()
+            elif self._session.watches_absence and self._batches_before == 1:
+                self._flush()
         # Where epochs end early on some ranks, all are asked whether they have timed enough.
         elif self._is_watching and (self._session.watches_absence or self._steps == self._end):
             self._look()
@@ -156,7 +199,10 @@ class PlanAgain(keras.callbacks.Callback):
         if any(found is None for found in ranks):
             # Too few steps on one of them; the next epoch may have more.
             return
-        found = {tuple(paths.split("\n")): one for paths, one in _joined(ranks).items()}
+        found: dict[str, dict[Paths, Measured]] = defaultdict(dict)
+        for key, one in _joined(ranks).items():
+            number, *paths = key.split("\n")
+            found[number][tuple(paths)] = one
         if self._has_planned and not self._stay_slow(found):
             self._window = min(MOST_WATCHED_STEPS, 2 * self._window)
             self._time(0, self._window)
@@ -167,45 +213,56 @@ class PlanAgain(keras.callbacks.Callback):
         self._is_watching = self._changes < MOST_CHANGES
         self._plan(found, max(trace_s for _, trace_s in everybody))
 
-    def _stay_slow(self, found: dict[tuple[str, ...], Measured]) -> bool:
+    def _stay_slow(self, found: Mapping[str, Mapping[Paths, Measured]]) -> bool:
         """Returns whether steps were slow some times in turn; if so, links are measured anew."""
-        plans = [optimizer.exchange.plans for optimizer in self._find_open()]
-        slowness = max((one.slowness(found) for one in plans), default=0.0)
+        slowness = max(
+            (plans.slowness(found.get(number, {})) for number, plans in self._find_open().items()),
+            default=0.0,
+        )
         self._slow = self._slow + 1 if slowness > SLOWER else 0
         if self._slow < SLOW_TIMES:
             return False
         self._slow = 0
         runtime.say("tfposeidon: steps take %.2f times as long as predicted.", slowness)
         # Links belong to the job, not to an optimizer.
-        plans[0].planner.measure_links_again()
+        next(iter(self._open.values())).planner.measure_links_again()
         return True
 
-    def _plan(self, found: dict[tuple[str, ...], Measured], trace_s: float) -> None:
-        saved_s = sum(optimizer.exchange.plans.learn(found) for optimizer in self._find_open())
-        if saved_s * self._steps_left / self._calls <= LEAST_GAIN * trace_s:
+    def _plan(self, found: Mapping[str, Mapping[Paths, Measured]], trace_s: float) -> None:
+        saved_s = sum(
+            plans.learn(found.get(number, {})) for number, plans in self._find_open().items()
+        )
+        must_flush = any(plans.keep_something for plans in self._open.values())
+        waits_for_epoch = must_flush and self._session.watches_absence
+        steps_left = self._steps_left - (self._batches_before if waits_for_epoch else 0)
+        if saved_s * steps_left / self._calls <= LEAST_GAIN * trace_s:
             self._time(0, self._window)
-            if saved_s:
-                for optimizer in self._open:
-                    optimizer.exchange.plans.keep()
-            else:
-                self._adopt(changes=False)
+            for plans in self._open.values():
+                if plans.are_changing:
+                    plans.keep()
+                else:
+                    plans.adopt()
             return
         runtime.say(
             "tfposeidon: planned again by measured times: steps should take %.3g ms less.",
             1e3 * saved_s,
         )
-        # Only these: what others flush they would never keep again.
-        self._waits_for_flush = any([o.exchange.flush() for o in self._open])  # noqa: C419
-        if not self._waits_for_flush:
-            self._adopt(changes=True)
+        self._waits_for_flush = must_flush
+        if not must_flush:
+            self._change()
+        elif not waits_for_epoch or self._batches_before == 1:
+            self._flush()
 
-    def _adopt(self, *, changes: bool) -> None:
+    def _flush(self) -> None:
+        for plans in self._open.values():
+            plans.flush()
+
+    def _change(self) -> None:
         self._waits_for_flush = False
-        for optimizer in self._open:
-            optimizer.exchange.plans.adopt(changes=changes)
-        if changes:
-            self._session.retrace()
-            self._time(UNTIMED_STEPS, self._window)
+        for plans in self._open.values():
+            plans.adopt()
+        self._session.retrace()
+        self._time(UNTIMED_STEPS, self._window)
 
     @property
     def _steps_left(self) -> int:
