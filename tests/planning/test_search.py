@@ -149,6 +149,18 @@ def test_rules_leave_open_what_they_do_not_say():
     assert "2dtar(wire_dtype=float16)" in _schemes(_choose(halves))
 
 
+def test_rules_that_decide_by_rows_beside_what_is_open():
+    """With few rows each goes by itself, and until steps decide, several share a bucket."""
+    factors = FactorShape(1, 32, 32, "float32")
+    layers = [dataclasses.replace(layer, factors=factors) for layer in SMALL]
+    plan = _choose(policies.parse([("layer_[0-5]/", "hybcomm"), (".", "auto")]), layers=layers)
+    assert plan.forecasts
+    assert sorted(member for bucket in plan.buckets for member in bucket.members) == [*range(12)]
+    by_rows = [bucket for bucket in plan.buckets if "rule 'layer_[0-5]/'" in str(bucket.choices)]
+    assert [bucket.members for bucket in by_rows] == [tuple(reversed(range(6)))]
+    assert not by_rows[0].candidates
+
+
 def test_servers_and_auto_go_together_without_factors():
     store = schemes.ShardedServer(update="server")
     policy = policies.Rules([("layer_3", store), (".", "auto")])

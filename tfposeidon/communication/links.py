@@ -137,8 +137,8 @@ class Links:
       node: Link between the ranks of a node; `None` for nodes of one rank.
       across: Link of a node to the others; `None` for one node alone.
       measured_at: When they were measured, as ISO 8601; empty for links that were given.
-      uncertainty: Standard error of the measured rate that is known least, as a share of it; 0 for
-        links that were given.
+      uncertainty: Standard error of the measured rate between nodes, in all or by one connection,
+        as a share of it; within the node if there is only one; 0 for links that were given.
       ranks_per_core: Ranks of a node per core that they may run on, where most share one; 0 if
         that is not known.
       hosts: Names of the nodes that they were measured on; empty for links that were given.

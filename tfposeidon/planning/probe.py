@@ -20,10 +20,10 @@ from tfposeidon.communication.wire import Wire, exchange_objects
 from tfposeidon.planning.seconds import EXPOSED, float16_sums, load_of
 from tfposeidon.schemes.cost import Operation, Transfer
 
-BUDGET_S = 1.6
+BUDGET_S = 1.7
 """Seconds after which no further round begins."""
 MOST_ROUNDS, GROWING_ROUNDS = 15, 3
-FEWEST_ROUNDS = 3
+FEWEST_ROUNDS = 2
 """Rounds without which nothing is known about how much times scatter."""
 SHORT_ROUNDS = 4
 """Times that short messages are sent in a round: they scatter more, and take less time."""
@@ -113,29 +113,27 @@ def measure(wire: Wire, budget_s: float = BUDGET_S) -> Links:
     begin_s, topology = time.perf_counter(), wire.topology
     short = _Round(wire, small_probes(topology), {}, "short")
     long = _Round(wire, large_probes(topology), WORK, "long")
-    lengths, is_steady = [probe.length for probe in long.probes], False
+    lengths = [probe.length for probe in long.probes]
     samples: dict[str, list[float]] = defaultdict(list)
     for number in range(MOST_ROUNDS):
-        often = [short([FEW_ELEMENTS] * len(short.probes)) for _ in range(SHORT_ROUNDS)]
+        # The first round is slow on all ranks, and tells lengths at most.
+        often = [
+            short([FEW_ELEMENTS] * len(short.probes)) for _ in range(SHORT_ROUNDS if number else 1)
+        ]
         once = long(lengths)
         mine = [time.perf_counter() - begin_s, often, once]
         everybody = exchange_objects(mine, wire, f"tp.links.round_{number}")
         is_late = everybody[0][0] > budget_s
-        # The first round is slow on all ranks, and tells lengths at most.
         if number:
             for times in np.max([often for _, often, _ in everybody], axis=0):
                 short.note(times, samples)
         slowest = np.max([once for *_, once in everybody], axis=0)
-        larger = [
-            _enlarged(length, seconds)
-            for length, seconds in zip(lengths, slowest.tolist(), strict=False)
-        ]
-        is_steady = is_steady or larger == lengths or number >= GROWING_ROUNDS or is_late
-        if number and is_steady:
+        if number:
             long.note(slowest, samples)
-        if is_late and number:
+        if number and is_late:
             break
-        lengths = lengths if is_steady else larger
+        if number < GROWING_ROUNDS:
+            lengths = _grown(long.probes, lengths, slowest.tolist(), samples)
     probes = [
         *short.probes,
         *(replace(one, length=length) for one, length in zip(long.probes, lengths, strict=True)),
@@ -165,6 +163,20 @@ def _surroundings(wire: Wire) -> tuple[tuple[str, ...], float]:
     """Returns the names of the nodes, and the ranks of a node per core where most share one."""
     mine = _rounded(wire.topology.node.size / len(os.sched_getaffinity(0)))
     return hosts_of(wire), max(exchange_objects(mine, wire, "tp.links.ranks_per_core"))
+
+
+def _grown(
+    probes: Sequence[Probe],
+    lengths: Sequence[int],
+    times: Sequence[float],
+    samples: dict[str, list[float]],
+) -> list[int]:
+    """Returns lengths with which probes take long enough; drops samples of other lengths."""
+    larger = [_enlarged(length, time_s) for length, time_s in zip(lengths, times, strict=False)]
+    for probe, before, after in zip(probes, lengths, larger, strict=True):
+        if after != before:
+            samples.pop(probe.name, None)
+    return larger
 
 
 def _enlarged(length: int, seconds: float) -> int:
@@ -370,17 +382,19 @@ def estimate(
         if probe.tells_rate
     }
     has_nodes, has_levels = len(topology.nodes) > 1, "rate.node" in found
+    # Within nodes times scatter more, and hardly count where there are others.
+    slowest = [name for name in ("rate.across", "rate.flow") if name in found] or ["rate.node"]
     across = flow = None
     if has_nodes:
-        flow = found.get("rate.flow")
-        if flow is not None and flow > FLOW_MARGIN * found["rate.across"]:
-            flow = None
-        across = Link(
-            latency_s=latency_s[False], bytes_per_s=found["rate.across"], flow_bytes_per_s=flow
-        )
+        # A link is no slower than one connection, also where many short messages get in each
+        # other's way.
+        rate, flow = found["rate.across"], found.get("rate.flow")
+        if flow is not None and flow > FLOW_MARGIN * rate:
+            rate, flow = max(rate, flow), None
+        across = Link(latency_s=latency_s[False], bytes_per_s=rate, flow_bytes_per_s=flow)
     half = next((probe for probe in probes if probe.name == "rate.half"), None)
     if half is not None:
-        rate = found["rate.across" if has_nodes else "rate.node"]
+        rate = found["rate.node"] if across is None else across.bytes_per_s
         half_s = _half_seconds(half, on_link_s["rate.half"], rate, topology)
         rates = replace(rates, half_s=half_s)
     return Links(
@@ -394,9 +408,7 @@ def estimate(
         across=across,
         measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         # Of rates: latencies scatter more, but few choices hang on them.
-        uncertainty=_rounded(
-            max([_uncertainty(samples[one.name]) for one in probes if one.tells_rate])
-        ),
+        uncertainty=_rounded(max(_uncertainty(samples[name]) for name in slowest)),
     )
 
 
