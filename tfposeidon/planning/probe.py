@@ -383,7 +383,7 @@ def estimate(
     }
     has_nodes, has_levels = len(topology.nodes) > 1, "rate.node" in found
     # Within nodes times scatter more, and hardly count where there are others.
-    slowest = [name for name in ("rate.across", "rate.flow") if name in found] or ["rate.node"]
+    slowest = [name for name in found if name in ("rate.across", "rate.flow")] or ["rate.node"]
     across = flow = None
     if has_nodes:
         # A link is no slower than one connection, also where many short messages get in each
