@@ -23,6 +23,8 @@ from tfposeidon.schemes.cost import Operation, Transfer
 BUDGET_S = 1.7
 """Seconds after which no further round begins."""
 MOST_ROUNDS, GROWING_ROUNDS = 15, 3
+LATEST = 1.4
+"""Multiple of the budget after which fewer rounds than these have to do."""
 FEWEST_ROUNDS = 2
 """Rounds without which nothing is known about how much times scatter."""
 SHORT_ROUNDS = 4
@@ -123,7 +125,9 @@ def measure(wire: Wire, budget_s: float = BUDGET_S) -> Links:
         once = long(lengths)
         mine = [time.perf_counter() - begin_s, often, once]
         everybody = exchange_objects(mine, wire, f"tp.links.round_{number}")
-        is_late = everybody[0][0] > budget_s
+        # One round tells nothing about how much times scatter; a second one is worth some time.
+        limit_s = budget_s if number >= FEWEST_ROUNDS else LATEST * budget_s
+        is_late = everybody[0][0] > limit_s
         if number:
             for times in np.max([often for _, often, _ in everybody], axis=0):
                 short.note(times, samples)
