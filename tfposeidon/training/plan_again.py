@@ -134,6 +134,10 @@ class PlanAgain(keras.callbacks.Callback):
             plans = self._find_open().values()
             self._waits_for_flush = any(one.are_changing for one in plans)
             self._has_begun = True
+            # It may have waited for the end of an epoch, as this `fit` does not.
+            flushed = all(one.have_flushed for one in plans)
+            if self._waits_for_flush and not flushed and not self._session.watches_absence:
+                self._flush()
         is_idle = not self._is_watching and not self._waits_for_flush
         if is_idle or self._is_skipping:
             return
