@@ -16,6 +16,8 @@ from tfposeidon.communication.links import HEADERS
 from tfposeidon.units import parse_rate
 
 REPEATS = 7
+FARTHEST = 8.0
+"""Factor by which points of the plot are too large or too small at most."""
 SYSTEMS = ("quiet", "loaded")
 COMMON = {"repeats": REPEATS, "systems": SYSTEMS}
 SHORT = COMMON | {"layouts": ["2x2"], "rates": ["200mbit"]}
@@ -125,7 +127,11 @@ def plot(cells, path):
                 system, (shade, offset) = color
                 if row["system"] == system:
                     height = names.index((row["layout"], row["rate"])) + offset
-                    errors = [1 + error for error in row[f"{panel}_errors"]]
+                    # What is farther off lies at the edge.
+                    errors = [
+                        min(max(1 + error, 1 / FARTHEST), FARTHEST)
+                        for error in row[f"{panel}_errors"]
+                    ]
                     label = system if row is found[offset > 0] else None
                     axis.plot(errors, [height] * len(errors), "o", color=shade, ms=4, label=label)
             limit = ASKED_FOR["quiet"][panel]
@@ -133,6 +139,8 @@ def plot(cells, path):
             texts = [f"{layout.replace('x', ' x ')}, {rate}" for layout, rate in names]
             axis.set_yticks(range(len(names)), texts)
             axis.set(title=title, xscale="log", ylim=(len(names) - 0.4, -0.6))
+            axis.set_xticks([0.125, 0.25, 0.5, 1, 2, 4, 8], ["1/8", "1/4", "1/2", *"1248"])
+            axis.minorticks_off()
             axis.tick_params(labelleft=axis is axes[0])
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
 
