@@ -435,7 +435,7 @@ def case_a_schedule_to_auto(wire):
 
 
 class Decorated(keras.Sequential):
-    """As some write it, though Keras compiles the step anyway."""
+    """A model with a compiled train step, though Keras compiles it anyway."""
 
     @tf.function
     def train_step(self, data):

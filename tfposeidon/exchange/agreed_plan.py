@@ -301,11 +301,6 @@ class AgreedPlans:
         """True from `learn` until `keep` or `adopt`, if plans change."""
         return bool(self._changing)
 
-    @property
-    def keep_something(self) -> bool:
-        """True if plans change whose schemes keep anything."""
-        return any(exchanger.states.exist for exchanger in self._to_change)
-
     def flush(self) -> None:
         """Makes schemes whose plans change send everything, what they have kept included."""
         for exchanger in self._to_change:
@@ -313,7 +308,7 @@ class AgreedPlans:
 
     @property
     def have_flushed(self) -> bool:
-        """True if a step that counted has sent everything since `flush`, on all ranks alike."""
+        """True if schemes whose plans change keep nothing, on all ranks alike."""
         return all(exchanger.states.has_flushed for exchanger in self._to_change)
 
     @property

@@ -57,13 +57,12 @@ class PlanAgain(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_skipping = self._is_watching = self._waits_for_flush = False
+        self._is_skipping = self._is_watching = self._has_planned = False
         self._steps = self._epoch = self._batches = self._batches_before = 0
         # The step after which the times of a window begin, and its last one.
         self._begin = self._end = 0
         self._window, self._slow, self._changes = WATCHED_STEPS, 0, 0
         self._trace_s = LEAST_TRACE_S
-        self._has_planned = self._has_begun = False
         self._on_gpu: bool | None = None
         self._open: dict[str, AgreedPlans] = {}
         self._found: Found | None = None
@@ -129,23 +128,14 @@ class PlanAgain(keras.callbacks.Callback):
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._batches = batch + 1
-        if not self._has_begun:
-            # An earlier `fit`, or the run that this one resumes, has left it to this one.
-            plans = self._find_open().values()
-            self._waits_for_flush = any(one.are_changing for one in plans)
-            self._has_begun = True
-            # It may have waited for the end of an epoch, as this `fit` does not.
-            flushed = all(one.have_flushed for one in plans)
-            if self._waits_for_flush and not flushed and not self._session.watches_absence:
-                self._flush()
-        is_idle = not self._is_watching and not self._waits_for_flush
+        is_idle = not self._is_watching and not self._is_changing
         if is_idle or self._is_skipping:
             return
         self._time_step()
         # Ranks that end an epoch together need the exchange that they know until its end.
         if not self._session.watches_absence:
             self._continue()
-        elif self._waits_for_flush and self._batches == self._batches_before - 1:
+        elif self._is_changing and self._batches == self._batches_before - 1:
             self._flush()
 
     def _time_step(self) -> None:
@@ -187,11 +177,8 @@ class PlanAgain(keras.callbacks.Callback):
 
     def _continue(self) -> None:
         """Decides once all ranks have timed their steps, and changes once nothing is kept."""
-        if self._waits_for_flush:
-            if all(plans.have_flushed for plans in self._open.values()):
-                self._change()
-            elif self._session.watches_absence and self._batches_before == 1:
-                self._flush()
+        if self._is_changing:
+            self._change_or_flush()
         # Where epochs end early on some ranks, all are asked whether they have timed enough.
         elif self._is_watching and (self._session.watches_absence or self._steps == self._end):
             self._look()
@@ -236,8 +223,7 @@ class PlanAgain(keras.callbacks.Callback):
         saved_s = sum(
             plans.learn(found.get(number, {})) for number, plans in self._find_open().items()
         )
-        must_flush = any(plans.keep_something for plans in self._open.values())
-        waits_for_epoch = must_flush and self._session.watches_absence
+        waits_for_epoch = self._session.watches_absence and not self._has_flushed
         steps_left = self._steps_left - (self._batches_before if waits_for_epoch else 0)
         if saved_s * steps_left / self._calls <= LEAST_GAIN * trace_s:
             self._time(0, self._window)
@@ -251,10 +237,22 @@ class PlanAgain(keras.callbacks.Callback):
             "tfposeidon: planned again by measured times: steps should take %.3g ms less.",
             1e3 * saved_s,
         )
-        self._waits_for_flush = must_flush
-        if not must_flush:
+        self._change_or_flush()
+
+    @property
+    def _is_changing(self) -> bool:
+        """True while plans wait to change, also those of an earlier `fit` or run."""
+        return any(plans.are_changing for plans in self._open.values())
+
+    @property
+    def _has_flushed(self) -> bool:
+        """True if the schemes of plans that change keep nothing."""
+        return all(plans.have_flushed for plans in self._open.values())
+
+    def _change_or_flush(self) -> None:
+        if self._has_flushed:
             self._change()
-        elif not waits_for_epoch or self._batches_before == 1:
+        elif not self._session.watches_absence or self._batches_before == 1:
             self._flush()
 
     def _flush(self) -> None:
@@ -262,7 +260,6 @@ class PlanAgain(keras.callbacks.Callback):
             plans.flush()
 
     def _change(self) -> None:
-        self._waits_for_flush = False
         for plans in self._open.values():
             plans.adopt()
         self._session.retrace()
