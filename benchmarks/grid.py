@@ -6,7 +6,8 @@ import statistics
 from benchmarks import exchange
 from benchmarks.exchanges import DENSITIES, PRODUCT_ROWS
 from tfposeidon.communication.topology import Topology
-from tfposeidon.planning import probe
+from tfposeidon.planning import estimate
+from tfposeidon.planning.probes import LONG_ENOUGH_S, large_probes, small_probes
 from tfposeidon.units import parse_rate
 
 SMALL, LARGE = 2**8, (2**14, 2**20, 2**24)
@@ -46,7 +47,7 @@ def links_of(rows, layout, rate):
     """
     topology, near = topology_of(layout), MEASURED_NEAR.get(rate, rate)
     probes, samples = [], {}
-    for one in (*probe.small_probes(topology), *probe.large_probes(topology)):
+    for one in (*small_probes(topology), *large_probes(topology)):
         if one.name == "rate.flow":
             # The lab of the grid limits no connections.
             continue
@@ -60,7 +61,7 @@ def links_of(rows, layout, rate):
         length, seconds = found
         probes.append(dataclasses.replace(one, length=length))
         samples[one.name] = [seconds - overhead_s(rows, layout)]
-    links = probe.estimate(probes, samples, topology, rates_of(rows, layout))
+    links = estimate.estimate_links(probes, samples, topology, rates_of(rows, layout))
     # Each time is the median of many.
     links = dataclasses.replace(links, uncertainty=0.0)
     if near == rate:
@@ -93,7 +94,7 @@ def large_time(rows, layout, rate, name):
         for length in LARGE
         if (row := rows.get((layout, rate, name, str(length))))
     ]
-    long = [one for one in found if one[1] >= probe.LONG_ENOUGH_S]
+    long = [one for one in found if one[1] >= LONG_ENOUGH_S]
     return (long or found[-1:] or [None])[0]
 
 
@@ -121,7 +122,7 @@ def rates_of(rows, layout):
         - overhead_s(rows, layout)
         for kind in ("sum", "encode", "select", "select_many", "multiply")
     }
-    rates = probe.rates_of(times, WORK, PAIRS, (PRODUCT_ROWS, round(WORK**0.5)))
+    rates = estimate.rates_of(times, WORK, PAIRS, (PRODUCT_ROWS, round(WORK**0.5)))
     # Replaced where an all-reduce of halves was measured.
     return dataclasses.replace(rates, half_s=HALF_PER_SUM * rates.sum_s)
 

@@ -13,7 +13,7 @@ import tfposeidon as tp
 from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
-from tfposeidon.planning import probe
+from tfposeidon.planning import measurement
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def main():
             for _ in range(task.repeats):
                 exchange_objects(None, wire, "bench.begin")
                 begin_s = time.perf_counter()
-                found = probe.measure(wire)
+                found = measurement.measure(wire)
                 took_s.append(max(exchange_objects(time.perf_counter() - begin_s, wire, "bench")))
                 links.append(json.loads(found.to_json()))
         task.note(system, {"links": links, "step_s": took_s})

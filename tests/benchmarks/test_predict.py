@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks import grid, predict, predict_steps
 from tfposeidon.communication.links import HEADERS, Link, Links, Rates
-from tfposeidon.planning import probe, seconds
+from tfposeidon.planning import seconds
+from tfposeidon.planning.probes import large_probes, small_probes
 from tfposeidon.units import parse_rate
 
 LAYOUT = "2x2"
@@ -47,7 +48,7 @@ def rows():
     topology, found = grid.topology_of(LAYOUT), {}
     for rate in ("200mbit", "1gbit", "unshaped"):
         links = _links(rate)
-        for one in (*probe.small_probes(topology), *probe.large_probes(topology)):
+        for one in (*small_probes(topology), *large_probes(topology)):
             length = grid.LARGE[-1] if one.tells_rate else grid.SMALL
             key = (LAYOUT, rate, grid.collective_name(one, topology), str(length))
             sent, stays = dataclasses.replace(one, length=length).bytes_on(topology)

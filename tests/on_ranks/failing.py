@@ -12,7 +12,7 @@ import keras
 
 import tfposeidon as tp
 from tests.on_ranks import models
-from tfposeidon.planning import probe
+from tfposeidon.planning import measurement
 
 TROUBLES = {
     "raise": lambda: (_ for _ in ()).throw(ValueError("broken on purpose")),
@@ -46,7 +46,7 @@ def announce(what):
 
 def stop_while_links_are_measured():
     """Lets rank 1 stop after its first round that counts, in which the others go on."""
-    note = probe._Round.note
+    note = measurement._Round.note
 
     def stopping(self, times, samples):
         note(self, times, samples)
@@ -54,7 +54,7 @@ def stop_while_links_are_measured():
             announce("links are measured")
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    probe._Round.note = stopping
+    measurement._Round.note = stopping
 
 
 def main(kind):

@@ -185,9 +185,9 @@ def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
             "python -m tfposeidon check --links FILE"
         )
     from tfposeidon.communication import runtime
-    from tfposeidon.planning import probe
+    from tfposeidon.planning import measurement
 
-    links = probe.measure(runtime.wire())
+    links = measurement.measure(runtime.wire())
     if topology.rank == 0:
         _write_whole(path, links.to_json())
     rows = [

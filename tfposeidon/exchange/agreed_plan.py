@@ -20,9 +20,8 @@ from tfposeidon.exchange import factor_agreement, layer_norms
 from tfposeidon.exchange.effective_rate import EffectiveRate
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.measured import Measured
-from tfposeidon.exchange.planner import Paths, Planner, paths_of
+from tfposeidon.exchange.planner import Paths, Planner
 from tfposeidon.exchange.resumed import Resumed
-from tfposeidon.exchange.scheme_states import descriptions_of
 from tfposeidon.gradients.description import describe, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.planning import advice, rules
@@ -229,12 +228,11 @@ class AgreedPlans:
         if links is None or not self.planner.leaves_open:
             return saved_s
         for exchanger in self.agreed_exchangers:
-            descriptions = descriptions_of(exchanger.plan)
-            paths = paths_of(descriptions)
+            paths = exchanger.plan.paths
             measured = found.get(paths)
             if measured is None:
                 continue
-            best = self.planner.plan(descriptions, measured, together=True)
+            best = self.planner.plan(exchanger.plan.descriptions, measured, together=True)
             if best.buckets == exchanger.plan.buckets:
                 exchanger.plan = best
             elif not self.planner.has_left(best):
@@ -268,7 +266,7 @@ class AgreedPlans:
         """
         ratios = [0.0]
         for exchanger in self.agreed_exchangers:
-            measured = found.get(paths_of(descriptions_of(exchanger.plan)))
+            measured = found.get(exchanger.plan.paths)
             if measured is not None:
                 ratios += [
                     measured.step_s / forecast.chosen.step_s
@@ -316,7 +314,7 @@ class AgreedPlans:
         return [exchanger for exchanger in self.agreed_exchangers if self._changes(exchanger)]
 
     def _changes(self, exchanger: Exchanger) -> bool:
-        return paths_of(descriptions_of(exchanger.plan)) in self._changing
+        return exchanger.plan.paths in self._changing
 
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
         """Yields the variables that schemes keep on this rank, each with what it is."""

@@ -24,7 +24,7 @@ from tfposeidon.communication.wire import (
 )
 from tfposeidon.exchange import factor_exchange
 from tfposeidon.exchange.presence import Presence, check_regularised, count_presence
-from tfposeidon.exchange.scheme_states import SchemeStates, descriptions_of
+from tfposeidon.exchange.scheme_states import SchemeStates
 from tfposeidon.exchange.step_times import StepTimes
 from tfposeidon.exchange.variable_agreement import REMEDY, as_json, check_same_variables
 from tfposeidon.gradients.description import dense
@@ -85,7 +85,7 @@ class Exchanger:
         }
         # For as many buckets as there might be: which there are is known in a trace, and TensorFlow
         # traces a step once more whose first trace makes variables.
-        count = len(descriptions_of(self.plan))
+        count = len(self.plan.descriptions)
         self.rows: tf.Variable = _rows(count) if other is None else other.rows
         self.own_rows: tf.Variable = _rows(count) if other is None else other.own_rows
         self.times: StepTimes = StepTimes() if other is None else other.times
@@ -117,7 +117,7 @@ class Exchanger:
         """
         mine = {
             "settings": settings,
-            "variables": as_json(descriptions_of(self.plan)),
+            "variables": as_json(self.plan.descriptions),
             "present": [g is not None for g in gradients],
         }
         # Outside of the graph that is traced: now, and not in every step.
@@ -306,7 +306,7 @@ class Exchanger:
         Returns:
           The same as `contribute_nothing`.
         """
-        nothing = [None] * len(descriptions_of(self.plan))
+        nothing = [None] * len(self.plan.descriptions)
         with numbered_names(number):
             absent = self.presence(nothing, 0.0, has_batch=False).absent
             # Zeros need no weight, and no rank keeps state of a step that somebody was absent from.

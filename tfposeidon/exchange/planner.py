@@ -17,7 +17,7 @@ from tfposeidon.exchange.measured import Measured
 from tfposeidon.exchange.race import Race
 from tfposeidon.exchange.resumed import Resumed
 from tfposeidon.gradients.description import Description
-from tfposeidon.planning import probe
+from tfposeidon.planning import measurement
 from tfposeidon.planning.plan import Plan
 from tfposeidon.planning.search import choose_plan
 from tfposeidon.policies import Policy
@@ -220,7 +220,7 @@ class Planner:
             runtime.say("tfposeidon: the scheme is not that of the snapshot: plans are made anew.")
             return False
         links = Links.from_json(saved["links"], "the snapshot")
-        if runtime.measures_links() and links.hosts == probe.hosts_of(wire):
+        if runtime.measures_links() and links.hosts == measurement.hosts_of(wire):
             runtime.keep_links(links)
         if runtime.links() != links:
             runtime.say("tfposeidon: links are not those of the snapshot: plans are made anew.")
@@ -249,5 +249,5 @@ def paths_of(descriptions: Sequence[Description]) -> Paths:
 
 def _measure_links() -> None:
     with tf.init_scope():
-        runtime.keep_links(probe.measure(runtime.wire()))
+        runtime.keep_links(measurement.measure(runtime.wire()))
     runtime.say("tfposeidon: links: %s.", runtime.links())

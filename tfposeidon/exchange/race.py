@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfposeidon.communication.wire import Wire, Zeros, exchange_objects
 from tfposeidon.exchange.exchanger import Exchanger
-from tfposeidon.exchange.scheme_states import descriptions_of
 from tfposeidon.gradients.description import Description
 from tfposeidon.gradients.embedding_rows import Rows
 from tfposeidon.gradients.factors import Factors
@@ -102,7 +101,7 @@ class _Run:
     def __init__(self, plan: Plan, wire: Wire, zeros: Zeros, prefix: str) -> None:
         self._exchanger = Exchanger(plan, wire, zeros)
         self._exchanger.prefix = prefix
-        self._descriptions = descriptions_of(plan)
+        self._descriptions = plan.descriptions
         self._by_factors = {
             member for bucket in plan.buckets if bucket.takes_factors for member in bucket.members
         }

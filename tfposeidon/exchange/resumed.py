@@ -10,7 +10,6 @@ from typing import Any
 import keras
 
 from tfposeidon.communication import runtime
-from tfposeidon.exchange.scheme_states import descriptions_of
 from tfposeidon.gradients.description import Description
 from tfposeidon.planning.forecast import Prediction
 from tfposeidon.planning.plan import Bucket, Plan
@@ -44,11 +43,10 @@ class Resumed:
           plan: Plan that steps have followed.
         """
         buckets = tuple((bucket.scheme, bucket.members) for bucket in plan.buckets)
-        paths = tuple(d.path for d in descriptions_of(plan))
         if not plan.forecasts:
-            return cls(paths, buckets)
+            return cls(plan.paths, buckets)
         (forecast,) = plan.forecasts
-        return cls(paths, buckets, forecast.chosen.name, forecast.chosen.bucket_bytes)
+        return cls(plan.paths, buckets, forecast.chosen.name, forecast.chosen.bucket_bytes)
 
     def plan(self, descriptions: Sequence[Description]) -> Plan:
         """Returns the plan for the same variables.
@@ -78,7 +76,7 @@ class Resumed:
         """
         if self.buckets == tuple((bucket.scheme, bucket.members) for bucket in plan.buckets):
             return plan
-        before = dataclasses.replace(self.plan(descriptions_of(plan)), notes=plan.notes)
+        before = dataclasses.replace(self.plan(plan.descriptions), notes=plan.notes)
         timed = self.plan(descriptions)
         if not plan.forecasts or not all(map(_has_cost, timed.buckets)):
             return before

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from tfposeidon.exchange.presence import Presence
-from tfposeidon.gradients.description import Description
 from tfposeidon.planning.plan import Plan
 from tfposeidon.schemes.base import Slot, State
 from tfposeidon.state.rank_state import StateDescription
@@ -38,7 +37,7 @@ class SchemeStates:
             if bucket.slots(plan.topology)
             for member in bucket.members
         }
-        self._is_kept = [float(member in kept) for member, _ in enumerate(descriptions_of(plan))]
+        self._is_kept = [float(member in kept) for member, _ in enumerate(plan.descriptions)]
         self.had_gradient: tf.Variable | None = None
         if kept:
             with tf.init_scope():
@@ -142,21 +141,7 @@ class SchemeStates:
     @property
     def members(self) -> tuple[tuple[str, int], ...]:
         """Path and number of elements of each variable of the plan, in their order."""
-        return tuple((d.path, d.length) for d in descriptions_of(self.plan))
-
-
-def descriptions_of(plan: Plan) -> list[Description]:
-    """Returns the descriptions of a plan's variables, in the order of variables.
-
-    Args:
-      plan: Plan, whose buckets may have them in another order.
-    """
-    pairs = [
-        (member, description)
-        for bucket in plan.buckets
-        for member, description in zip(bucket.members, bucket.descriptions, strict=True)
-    ]
-    return [description for _, description in sorted(pairs, key=lambda pair: pair[0])]
+        return tuple((d.path, d.length) for d in self.plan.descriptions)
 
 
 def _variable(slot: Slot, bucket: int) -> tf.Variable:

@@ -18,7 +18,6 @@ from tfposeidon.exchange.agreed_plan import AgreedPlans
 from tfposeidon.exchange.batch_count import BatchCount
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.means import Means
-from tfposeidon.exchange.scheme_states import descriptions_of
 from tfposeidon.exchange.step_times import time_after
 from tfposeidon.gradients.description import merge_rows
 from tfposeidon.optimizers.wrapping import innermost
@@ -127,7 +126,7 @@ class Step:
         exchanger = self.exchanger(variables)
         replicated = [*variables, *inner.variables]
         if self.plans.planner.leaves_open:
-            descriptions = descriptions_of(exchanger.plan)
+            descriptions = exchanger.plan.descriptions
             rows = factor_agreement.count_rows(gradients, descriptions, replicated)
             exchanger.own_rows.assign(rows)
         gradients = factor_agreement.extract_factors(gradients, exchanger.plan, replicated)

@@ -223,6 +223,21 @@ class Plan:
         return sum((bucket.cost(self.topology) for bucket in self.buckets), Cost())
 
     @cached_property
+    def descriptions(self) -> tuple[Description, ...]:
+        """Descriptions of the variables' gradients, in the order of the variables."""
+        pairs = [
+            (member, description)
+            for bucket in self.buckets
+            for member, description in zip(bucket.members, bucket.descriptions, strict=True)
+        ]
+        return tuple(description for _, description in sorted(pairs, key=lambda pair: pair[0]))
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the variables, in their order."""
+        return tuple(description.path for description in self.descriptions)
+
+    @cached_property
     def digest(self) -> str:
         """Text that tells plans of other schemes, buckets, variables or rows apart."""
         content = [

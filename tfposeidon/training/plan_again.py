@@ -17,7 +17,6 @@ from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange.agreed_plan import AgreedPlans
 from tfposeidon.exchange.measured import Measured
 from tfposeidon.exchange.planner import Paths
-from tfposeidon.exchange.scheme_states import descriptions_of
 from tfposeidon.training import session
 
 UNTIMED_STEPS, TIMED_STEPS = 2, 5
@@ -169,7 +168,7 @@ class PlanAgain(keras.callbacks.Callback):
             for exchanger in plans.agreed_exchangers:
                 means = exchanger.times.means
                 if means is not None:
-                    paths = [d.path for d in descriptions_of(exchanger.plan)]
+                    paths = exchanger.plan.paths
                     rows = (calls * exchanger.own_rows.numpy()).tolist()
                     times = [means.first_s, means.compute_s, means.step_s]
                     found["\n".join([number, *paths])] = [*times, rows]

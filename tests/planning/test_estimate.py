@@ -7,7 +7,8 @@ import pytest
 
 from tfposeidon.communication.links import CPU
 from tfposeidon.communication.topology import Topology
-from tfposeidon.planning import probe
+from tfposeidon.planning import estimate
+from tfposeidon.planning.probes import large_probes, small_probes
 from tfposeidon.planning.seconds import EXPOSED, float16_sums
 
 LAYOUTS = {
@@ -25,8 +26,8 @@ HALF_S = 4e-8
 
 
 def _probes(topology):
-    large = [dataclasses.replace(p, length=2**22) for p in probe.large_probes(topology)]
-    return [*probe.small_probes(topology), *large]
+    large = [dataclasses.replace(p, length=2**22) for p in large_probes(topology)]
+    return [*small_probes(topology), *large]
 
 
 def _seconds(one, topology, flow=FLOW):
@@ -72,7 +73,7 @@ def test_what_is_there_is_found(layout, load):
 
     probes = _probes(topology)
     times = {one.name: samples(_seconds(one, topology)) for one in probes}
-    links = probe.estimate(probes, times, topology, CPU)
+    links = estimate.estimate_links(probes, times, topology, CPU)
     rates, latencies = {}, {}
     if len(topology.nodes) > 1:
         rates["across"] = (links.across.bytes_per_s, ACROSS)
@@ -98,15 +99,17 @@ def test_sums_behind_a_slow_link_are_found_too():
     for rate in (1e7, 1e8, 1e9, 1e10):
         link_s, sums_s = sent_bytes / rate, HALF_S * float16_sums(half.transfers[0])
         load_s = max(link_s, sums_s) + EXPOSED * min(link_s, sums_s)
-        assert probe._half_seconds(half, load_s, rate, topology) == pytest.approx(HALF_S, rel=0.01)
+        assert estimate._half_seconds(half, load_s, rate, topology) == pytest.approx(
+            HALF_S, rel=0.01
+        )
 
 
 def test_a_connection_as_fast_as_its_link_is_no_limit():
     topology = LAYOUTS["2x2"]
     probes = _probes(topology)
     times = {one.name: [_seconds(one, topology)] * 3 for one in probes}
-    limited = probe.estimate(probes, times, topology, CPU).across
+    limited = estimate.estimate_links(probes, times, topology, CPU).across
     assert limited.flow_bytes_per_s == pytest.approx(FLOW, rel=0.01)
     (flow,) = (p for p in probes if p.name == "rate.flow")
     times["rate.flow"] = [_seconds(flow, topology, flow=ACROSS)] * 3
-    assert probe.estimate(probes, times, topology, CPU).across.flow_bytes_per_s is None
+    assert estimate.estimate_links(probes, times, topology, CPU).across.flow_bytes_per_s is None

@@ -1,0 +1,257 @@
+"""Measurement of a job's links, and of the speed of its ranks while all of them work."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import tensorflow as tf
+
+from tfposeidon import ops
+from tfposeidon.communication.links import Links, Rates
+from tfposeidon.communication.wire import Wire, exchange_objects
+from tfposeidon.planning.estimate import FEWEST_ROUNDS, estimate_links, quantile, rates_of, rounded
+from tfposeidon.planning.probes import (
+    FEW_ELEMENTS,
+    LONG_ENOUGH_S,
+    MOST_ELEMENTS,
+    Probe,
+    large_probes,
+    small_probes,
+)
+
+BUDGET_S = 1.7
+"""Seconds after which no further round begins."""
+MOST_ROUNDS, GROWING_ROUNDS = 15, 3
+LATEST = 1.4
+"""Multiple of the budget after which fewer rounds than `FEWEST_ROUNDS` have to do."""
+SHORT_ROUNDS = 4
+"""Times that short messages are sent in a round: they scatter more, and take less time."""
+ELEMENTS, PAIRS = 2**20, (2**13, 2**17)
+"""Elements, and pairs of two selections, of the local work that is timed."""
+SIDE, ROWS = 2048, 128
+"""Sides of the matrix, and rows of the factors, of the product that is timed."""
+
+
+def measure(wire: Wire, budget_s: float = BUDGET_S) -> Links:
+    """Measures the links of a job; all ranks call it together.
+
+    Rounds of all probes follow one another, so that a load that comes and goes does not fall on one
+    of them alone. Of each round the slowest rank counts, and of the rounds the lower quartile. The
+    time is kept by rank 0's clock.
+
+    Args:
+      wire: Collectives of the job, of two ranks or more.
+      budget_s: Seconds after which no further round begins, once there is one.
+
+    Returns:
+      The links, the same on every rank.
+    """
+    begin_s, topology = time.perf_counter(), wire.topology
+    short = _Round(wire, small_probes(topology), {}, "short")
+    long = _Round(wire, large_probes(topology), WORK, "long")
+    lengths = [probe.length for probe in long.probes]
+    samples: dict[str, list[float]] = defaultdict(list)
+    for number in range(MOST_ROUNDS):
+        # The first round is slow on all ranks, and tells lengths at most.
+        often = [
+            short([FEW_ELEMENTS] * len(short.probes)) for _ in range(SHORT_ROUNDS if number else 1)
+        ]
+        once = long(lengths)
+        mine = [time.perf_counter() - begin_s, often, once]
+        everybody = exchange_objects(mine, wire, f"tp.links.round_{number}")
+        # One round tells nothing about how much times scatter; a second one is worth some time.
+        limit_s = budget_s if number >= FEWEST_ROUNDS else LATEST * budget_s
+        is_late = everybody[0][0] > limit_s
+        if number:
+            for times in np.max([often for _, often, _ in everybody], axis=0):
+                short.note(times, samples)
+        slowest = np.max([once for *_, once in everybody], axis=0)
+        if number:
+            long.note(slowest, samples)
+        if number and is_late:
+            break
+        if number < GROWING_ROUNDS:
+            lengths = _grown(long.probes, lengths, slowest.tolist(), samples)
+    probes = [
+        *short.probes,
+        *(replace(one, length=length) for one, length in zip(long.probes, lengths, strict=True)),
+    ]
+    hosts, ranks_per_core = _surroundings(wire)
+    links = replace(
+        estimate_links(probes, samples, topology, _rates(samples)),
+        hosts=hosts,
+        ranks_per_core=ranks_per_core,
+    )
+    # All plan by the same figures, to the last bit, also where processors differ.
+    agreed = exchange_objects(links.to_json(), wire, "tp.links.agreed")[0]
+    return Links.from_json(agreed, "rank 0")
+
+
+def hosts_of(wire: Wire) -> tuple[str, ...]:
+    """Returns the name of each node; all ranks call it together.
+
+    Args:
+      wire: Collectives of the job.
+    """
+    names = exchange_objects(socket.gethostname(), wire, "tp.links.hosts")
+    return tuple(names[node[0]] for node in wire.topology.nodes)
+
+
+def _surroundings(wire: Wire) -> tuple[tuple[str, ...], float]:
+    """Returns the names of the nodes, and the ranks of a node per core where most share one."""
+    mine = rounded(wire.topology.node.size / len(os.sched_getaffinity(0)))
+    return hosts_of(wire), max(exchange_objects(mine, wire, "tp.links.ranks_per_core"))
+
+
+def _grown(
+    probes: Sequence[Probe],
+    lengths: Sequence[int],
+    times: Sequence[float],
+    samples: dict[str, list[float]],
+) -> list[int]:
+    """Returns lengths with which probes take long enough; drops samples of other lengths."""
+    larger = [_enlarged(length, time_s) for length, time_s in zip(lengths, times, strict=False)]
+    for probe, before, after in zip(probes, lengths, larger, strict=True):
+        if after != before:
+            samples.pop(probe.name, None)
+    return larger
+
+
+def _enlarged(length: int, seconds: float) -> int:
+    """Returns a length with which a probe of a rate takes long enough, or at least longer."""
+    if seconds >= LONG_ENOUGH_S:
+        return length
+    # Not straight to the length that this time promises: short messages may be a burst.
+    factor = min(8.0, max(2.0, LONG_ENOUGH_S / seconds))
+    return min(MOST_ELEMENTS, round(factor * length))
+
+
+class _Round:
+    """One round of some probes and of local work, in one graph.
+
+    Eagerly each call would take longer than the messages that it is to measure.
+
+    Args:
+      wire: Collectives of the job.
+      probes: Probes to time.
+      work: Local work to time, by its kind.
+      name: Name of the round, the same on all ranks.
+
+    Attributes:
+      probes: Probes to time.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        probes: Sequence[Probe],
+        work: Mapping[str, Callable[[tf.Tensor], tf.Tensor]],
+        name: str,
+    ) -> None:
+        self.probes = probes
+        self._wire, self._work, self._name = wire, work, f"tp.links.{name}"
+        # Nothing in it is for AutoGraph, whose conversion takes longer than all the rest.
+        self._function = tf.function(self._traced, autograph=False)
+        self._vector = tf.random.stateless_normal([ELEMENTS], [1, 2])
+
+    def __call__(self, lengths: Sequence[int]) -> list[float]:
+        """Times all probes and all work, with all ranks at each of them.
+
+        Args:
+          lengths: Elements that each rank brings, for each probe.
+
+        Returns:
+          Seconds of each probe on this rank, and of each kind of work.
+        """
+        times, _ = self._function(tf.constant(lengths, tf.int32), self._vector)
+        return [float(seconds) for seconds in times.numpy()]
+
+    def note(self, times: Iterable[float], samples: dict[str, list[float]]) -> None:
+        """Adds the times of one round.
+
+        Args:
+          times: Seconds of the slowest rank, as `__call__` orders them.
+          samples: Seconds by the name of the probe, or by the kind of work.
+        """
+        names = [*(probe.name for probe in self.probes), *self._work]
+        for name, seconds in zip(names, times, strict=True):
+            samples[name].append(float(seconds))
+
+    def _traced(self, lengths: tf.Tensor, vector: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        # Results are returned, or TensorFlow would leave out what is only waited for.
+        times: list[tf.Tensor] = []
+        used: list[tf.Tensor] = []
+        end_s = tf.timestamp()
+        for number, probe in enumerate(self.probes):
+            begin_s = self._time_of_all(end_s, number, used)
+            with tf.control_dependencies([begin_s]):
+                used.append(self._collective(probe, lengths[number], number))
+            end_s = _time_after(used[-1])
+            times.append(end_s - begin_s)
+        if self._work:
+            # All ranks are at it at once, after they have begun together.
+            end_s = self._time_of_all(end_s, len(times), used)
+        for work in self._work.values():
+            begin_s = end_s
+            with tf.control_dependencies([begin_s]):
+                used.append(work(vector))
+            end_s = _time_after(used[-1])
+            times.append(end_s - begin_s)
+        return tf.stack(times), [tf.reshape(tensor, [-1])[:1] for tensor in used]
+
+    def _time_of_all(self, before_s: tf.Tensor, number: int, used: list[tf.Tensor]) -> tf.Tensor:
+        """Returns the time at which all ranks have come to a line, after a time of their own."""
+        # A sum of what is no constant, which TensorFlow could fold.
+        here = tf.reshape(tf.cast(before_s, tf.float32), [1])
+        world = self._wire.topology.world
+        used.append(self._wire.all_reduce(here, world, f"{self._name}.begin_{number}"))
+        return _time_after(used[-1])
+
+    def _collective(self, probe: Probe, length: tf.Tensor, number: int) -> tf.Tensor:
+        name, group = f"{self._name}.{number}", probe.groups.get(self._wire.topology.rank)
+        values = tf.ones(tf.reshape(length, [1]), probe.dtype)
+        if group is None:
+            return values[:1]
+        if probe.operation == "all_reduce":
+            return self._wire.all_reduce(values, group, name)
+        if probe.operation == "all_gather":
+            return self._wire.all_gather(values, group, name)
+        share = length // group.size
+        splits = [share] * (group.size - 1) + [length - share * (group.size - 1)]
+        return self._wire.all_to_all(values, splits, group, name)
+
+
+def _time_after(tensor: tf.Tensor) -> tf.Tensor:
+    with tf.control_dependencies([tensor]):
+        return tf.timestamp()
+
+
+def _product(vector: tf.Tensor) -> tf.Tensor:
+    factors = tf.reshape(vector[: ROWS * SIDE], [ROWS, SIDE])
+    return tf.matmul(factors, factors, transpose_a=True)
+
+
+def _selected(vector: tf.Tensor, pairs: int) -> tf.Tensor:
+    return ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, pairs)[0]
+
+
+WORK: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    # Four vectors, as an owner adds them up.
+    "sum": lambda vector: tf.reduce_sum(tf.reshape(vector, [4, -1]), 0),
+    "encode": lambda vector: ops.encode(vector, "float16"),
+    "select": lambda vector: _selected(vector, PAIRS[0]),
+    "select_many": lambda vector: _selected(vector, PAIRS[1]),
+    "multiply": _product,
+}
+"""Local work that is timed, by its kind."""
+
+
+def _rates(samples: Mapping[str, Sequence[float]]) -> Rates:
+    times = {name: quantile(samples[name]) for name in WORK}
+    return rates_of(times, ELEMENTS, PAIRS, (ROWS, SIDE))
