@@ -30,6 +30,8 @@ from tfposeidon.state.snapshots import (
 )
 from tfposeidon.training import layer_state, session
 
+FORMAT = 2
+"""Format of what a snapshot holds; another number wherever that changes."""
 _LAYER = "layer."
 """Prefix of the names of layers' state among a snapshot's shared arrays."""
 
@@ -88,6 +90,8 @@ class Checkpoint(keras.callbacks.Callback):
         self.every_n_steps = every_n_steps
         self.keep = keep
         self.resume = resume
+        # What `epoch_to_resume` has read for the next `fit`.
+        self._read: Snapshot | None = None
         self._steps = 0
         self._epoch = 0
         self._pending_metrics: list[np.ndarray] = []
@@ -99,10 +103,25 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._session = session.of(self.model)
         self._session.begin_where_asked()
-        self._files = Snapshots(self.folder, runtime.wire(), self.keep)
-        snapshot = self._files.read_latest() if self.resume else None
+        snapshot, self._read = self._read or self._newest(), None
         if snapshot is not None:
             self._restore(snapshot)
+
+    def epoch_to_resume(self) -> int | None:
+        """Returns the epoch with which the next `fit` goes on; `None` if it begins anew.
+
+        All ranks call it together. The snapshot is kept until then, so that nobody reads another.
+
+        Raises:
+          SnapshotError: On all ranks, if there are snapshots and none is readable.
+        """
+        self._read = self._newest()
+        return None if self._read is None else int(self._read.meta["epoch"])
+
+    def _newest(self) -> Snapshot | None:
+        """Returns the newest snapshot, if training is to go on from it."""
+        self._files = Snapshots(self.folder, runtime.wire(), self.keep)
+        return self._files.read_latest() if self.resume else None
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -140,6 +159,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _write(self, epoch: int, batches: int) -> None:
         meta = {
+            "format": FORMAT,
             "epoch": epoch,
             "batches": batches,
             "steps": self._steps,
@@ -216,6 +236,7 @@ class Checkpoint(keras.callbacks.Callback):
     # --------------------------------------------------------------- restoring
 
     def _restore(self, snapshot: Snapshot) -> None:
+        self._check_format(snapshot)
         # Before the comparison, which would miss the variables of an optimizer that is not built.
         self._build_optimizers(snapshot)
         self._check(snapshot)
@@ -258,8 +279,7 @@ class Checkpoint(keras.callbacks.Callback):
             if self._session.has_scheme_changes and policy != optimizer.policy:
                 optimizer.change_scheme(policy)
                 self._session.retrace()
-            # Snapshots of versions that planned without links have no such entry.
-            planning = saved.get("planning")
+            planning = saved["planning"]
             exchange = getattr(optimizer, "exchange", None)
             if planning and exchange and exchange.plans.resume(planning):
                 self._session.retrace()
@@ -299,6 +319,16 @@ class Checkpoint(keras.callbacks.Callback):
                 f"A checkpoint must be of the same schemes. Received: {error}. Use those it was "
                 "made with, or Checkpoint(..., resume=False)."
             ) from error
+
+    def _check_format(self, snapshot: Snapshot) -> None:
+        # The first ones had no number.
+        found = snapshot.meta.get("format", 1)
+        if found != FORMAT:
+            raise SnapshotError(
+                f"A checkpoint must be of format {FORMAT}. Received: format {found} in "
+                f"{self.folder}, from another release of tfposeidon. Resume with that release, or "
+                "use another folder, or Checkpoint(..., resume=False)."
+            )
 
     def _check(self, snapshot: Snapshot) -> None:
         difference = first_difference(

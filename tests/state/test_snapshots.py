@@ -67,6 +67,16 @@ def test_other_buckets_take_their_state_over(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+def test_snapshots_of_another_release_are_refused(tmp_path):
+    fit_with_checkpoint(_accumulating, tmp_path, 1)
+    path = tmp_path / "snapshot-000001" / "meta.json"
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in meta.items() if key != "format"}))
+    rule = "must be of format 2. Received: format 1 in .*resume=False"
+    with pytest.raises(SnapshotError, match=rule):
+        fit_with_checkpoint(_accumulating, tmp_path, 1)
+
+
 def _accumulating():
     return tp.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=4))
 
