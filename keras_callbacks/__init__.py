@@ -28,6 +28,7 @@ from keras_callbacks.gather_state import GatherState
 from keras_callbacks.learning_rate_schedule import LearningRateSchedule
 from keras_callbacks.learning_rate_warmup import LearningRateWarmup
 from keras_callbacks.metric_average import MetricAverage
+from keras_callbacks.progressive_resize import Phase, ProgressiveResize
 from keras_callbacks.replica_check import ReplicaCheck
 from keras_callbacks.scheme_schedule import SchemeSchedule
 from keras_callbacks.throughput import Throughput
@@ -42,6 +43,8 @@ __all__ = [
     "LearningRateSchedule",
     "LearningRateWarmup",
     "MetricAverage",
+    "Phase",
+    "ProgressiveResize",
     "ReplicaCheck",
     "SchemeSchedule",
     "Throughput",

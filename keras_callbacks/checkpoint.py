@@ -107,8 +107,8 @@ class Checkpoint(keras.callbacks.Callback):
         if snapshot is not None:
             self._restore(snapshot)
 
-    def epoch_to_resume(self) -> int | None:
-        """Returns the epoch with which the next `fit` goes on; `None` if it begins anew.
+    def epoch_to_resume(self) -> int:
+        """Returns the epoch with which the next `fit` goes on; 0 if there is no snapshot.
 
         All ranks call it together. The snapshot is kept until then, so that nobody reads another.
 
@@ -116,7 +116,7 @@ class Checkpoint(keras.callbacks.Callback):
           SnapshotError: On all ranks, if there are snapshots and none is readable.
         """
         self._read = self._newest()
-        return None if self._read is None else int(self._read.meta["epoch"])
+        return 0 if self._read is None else int(self._read.meta["epoch"])
 
     def _newest(self) -> Snapshot | None:
         """Returns the newest snapshot, if training is to go on from it."""

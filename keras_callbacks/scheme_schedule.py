@@ -20,8 +20,9 @@ class SchemeSchedule(keras.callbacks.Callback):
     an epoch begins with a change, its first steps still go by the old scheme, which then sends
     densely all that it has kept; after the first such step that counts (means are finite, and the
     rate is not 0) the step is traced anew with the new scheme. Where ranks end an epoch with the
-    first one that is out of data, that happens at the beginning of the next epoch. Velocities of
-    momentum correction start anew.
+    first one that is out of data, it is the last step of the epoch before that sends what was kept,
+    if that epoch has as many steps as the one before it; otherwise the change waits for the next
+    epoch. Velocities of momentum correction start anew.
 
     Every rank needs this callback with the same schedule. Put it before `Checkpoint`: a resumed run
     then goes on with the scheme that it was saved with.
@@ -60,6 +61,7 @@ class SchemeSchedule(keras.callbacks.Callback):
         self._next: policies.Policy | None = None
         self._optimizers: list[Any] = []
         self._is_skipping = False
+        self._epoch = self._batches = self._batches_before = 0
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
@@ -80,15 +82,17 @@ class SchemeSchedule(keras.callbacks.Callback):
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch, self._batches_before, self._batches = epoch, self._batches, 0
         # A change that the last epoch could not make.
         self._change_if_flushed()
-        wanted = self.schedule[max(start for start in self.schedule if start <= epoch)]
-        if all(optimizer.policy == wanted for optimizer in self._optimizers):
+        wanted = self._wanted_at(epoch)
+        if self._goes_by(wanted):
             return
         runtime.say("tfposeidon: epoch %d goes by %s.", epoch, wanted)
         self._next = wanted
-        if not self._session.flush():
-            self._change_if_flushed()
+        if not self._session.has_flushed:
+            self._session.flush()
+        self._change_if_flushed()
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -97,9 +101,26 @@ class SchemeSchedule(keras.callbacks.Callback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._batches = batch + 1
+        if self._is_skipping:
+            return
         # Ranks that end an epoch together need the exchange that they know until its end.
-        if not self._is_skipping and not self._session.watches_absence:
+        if not self._session.watches_absence:
             self._change_if_flushed()
+        elif self._changes_after_next_batch:
+            self._session.flush()
+
+    @property
+    def _changes_after_next_batch(self) -> bool:
+        """True before the last batch of an epoch, if the next one goes by another scheme."""
+        is_before_last = self._batches == self._batches_before - 1 and self._next is None
+        return is_before_last and not self._goes_by(self._wanted_at(self._epoch + 1))
+
+    def _wanted_at(self, epoch: int) -> policies.Policy:
+        return self.schedule[max(start for start in self.schedule if start <= epoch)]
+
+    def _goes_by(self, policy: policies.Policy) -> bool:
+        return all(optimizer.policy == policy for optimizer in self._optimizers)
 
     def _change_if_flushed(self) -> None:
         if self._next is not None and self._session.has_flushed:

@@ -145,6 +145,10 @@ class DistributedOptimizer(keras.optimizers.LossScaleOptimizer):
             self._shards.build(self.inner_optimizer)
         elif not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
+        # It serves replicas of tf.distribute, which is refused. It joins all gradients for them, so
+        # that the first update, or pull from servers, waits for the last exchange, and registers a
+        # gradient function, for ever, that holds the graph of each traced step.
+        innermost(self)._all_reduce_sum_gradients = list
         # After the inner optimizer's own `build`, which makes the averages.
         self._show_averages()
         # Keras's bookkeeping; its own `build` would make a loss scale's state for this wrapper.

@@ -8,6 +8,7 @@ import numpy as np
 
 import keras_callbacks
 import tfposeidon as tp
+from tests import phased
 from tests.on_ranks import models
 from tests.on_ranks.callbacks import SGD, compiled, noisy, shared_folder
 from tests.on_ranks.checks import Raises
@@ -17,6 +18,7 @@ from tfposeidon.state import snapshots
 
 EPOCHS = 2
 BATCHES = 3
+SPARSE = tp.schemes.TopKAllGather(density=0.05, min_elements=0)
 
 
 def _job(
@@ -86,6 +88,36 @@ def check_resumes_everywhere(wire, build, make_optimizer, scheme="auto", callbac
 
 def case_resume_at_every_step(wire):
     check_resumes_everywhere(wire, noisy, sgd)
+
+
+def case_resume_at_every_step_of_every_phase(wire):
+    """Images, batches and schemes change; ranks have moving statistics and seeds of their own."""
+    phases = [
+        keras_callbacks.Phase(epochs=1, size=6, batch=4, scheme=SPARSE),
+        keras_callbacks.Phase(epochs=2, size=8, batch=4, scheme="2dtar"),
+        keras_callbacks.Phase(epochs=1, size=8, batch=2, scheme="asa"),
+    ]
+
+    def job(folder, every_n_steps=None):
+        model = phased.compiled(scheme=SPARSE)
+        resize = keras_callbacks.ProgressiveResize(phases, learning_rate=lambda e: 0.1 / (1 + e))
+        checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps=every_n_steps, keep=100)
+        phased.train(model, resize, checkpoint, [keras_callbacks.BroadcastVariables()])
+        return model
+
+    folder = shared_folder(wire)
+    whole = job(os.path.join(folder, "whole"), every_n_steps=1)
+    names = sorted(os.listdir(os.path.join(folder, "whole")))
+    assert len(names) == 4 * BATCHES + 4
+    for name in names[:-1]:
+        target = os.path.join(folder, f"from-{name}")
+        if wire.topology.rank == 0:
+            shutil.copytree(os.path.join(folder, "whole", name), os.path.join(target, name))
+        exchange_objects(None, wire, "copied")
+        for a, b in zip(_state(job(target)), _state(whole), strict=True):
+            np.testing.assert_array_equal(a, b, f"resumed from {name}")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
 
 
 def case_resume_behind_the_last_batch_of_an_epoch(wire):

@@ -161,6 +161,32 @@ def case_a_schedule_of_schemes_loses_nothing(wire):
         np.testing.assert_allclose(model.get_weights()[0], expected, atol=1e-4)
 
 
+class _WatchingFlushes(keras.callbacks.Callback):
+    """Has a hook for batches of its own, so that ranks watch for one that stops within an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        plan, exchange = self.model.optimizer.plan, self.model.optimizer.exchange
+        self.seen.append((plan.buckets[0].scheme.name, exchange.has_flushed))
+
+
+def case_where_absence_is_watched_a_schedule_costs_one_dense_step(wire):
+    """The last one of the epoch before the change sends what was kept, and no other is dense."""
+    model, watching = models.mlp(), _WatchingFlushes()
+    scheme = TopKAllGather(density=0.05, min_elements=0)
+    model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme=scheme), loss=models.LOSS)
+    schedule = keras_callbacks.SchemeSchedule({0: scheme, 2: "2dtar"})
+    data = models.mlp.data(12)
+    fit = {"batch_size": 4, "epochs": 3, "shuffle": False, "verbose": 0}
+    model.fit(*data, callbacks=[watching, schedule], **fit)
+    sparse, flushed, dense = ("topk", False), ("topk", True), ("2dtar", True)
+    assert watching.seen == [*[sparse] * 5, flushed, *[dense] * 3], watching.seen
+    same_on_all_ranks(model.get_weights(), wire)
+
+
 def case_momentum_correction_at_density_1_is_momentum(wire):
     """Also of small variables, and through a change of the rate."""
     data = models.mlp.data(STEPS * BATCH)

@@ -124,9 +124,6 @@ class ServerShards:
         self._load_whole = self._inner.load_own_variables
         self._inner.save_own_variables = self._save
         self._inner.load_own_variables = self._load
-        # It serves replicas of tf.distribute, which is refused, and joins all gradients for them:
-        # the first pull would wait for the last push.
-        self._inner._all_reduce_sum_gradients = list
 
     @property
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:

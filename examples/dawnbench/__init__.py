@@ -1,0 +1,1 @@
+"""Parts of the DAWNBench run; `examples/dawnbench_resnet50.py` starts it."""

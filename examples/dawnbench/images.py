@@ -1,0 +1,114 @@
+"""Images from a source to batches: decoded once per resolution, then cropped at random."""
+
+import functools
+import math
+
+import tensorflow as tf
+
+import datacache
+
+MARGIN = 1.143
+"""Side of a kept image over that of a crop: 256 pixels for crops of 224."""
+AREAS, ASPECTS = (0.35, 1.0), (3 / 4, 4 / 3)
+"""Share of a kept image that a random crop has, and its width over its height."""
+
+
+def kept_side(size):
+    """Returns the side of the images that the cache keeps for crops of a size."""
+    return math.ceil(MARGIN * size)
+
+
+def decoded(size, contents, label):
+    """Decodes an image, and crops it to the largest square in its middle, for crops of a size.
+
+    Args:
+      size: Side of the crops, in pixels.
+      contents: Bytes of a JPEG or PNG file, a scalar string.
+      label: Its class, a scalar integer.
+
+    Returns:
+      `[kept_side(size), kept_side(size), 3]` uint8, and the class as int32.
+    """
+    image = tf.io.decode_image(contents, channels=3, expand_animations=False)
+    shape = tf.shape(image)
+    side = tf.minimum(shape[0], shape[1])
+    top, left = (shape[0] - side) // 2, (shape[1] - side) // 2
+    square = tf.slice(image, [top, left, 0], [side, side, 3])
+    kept = kept_side(size)
+    resized = tf.image.resize(square, [kept, kept], antialias=True)
+    return tf.cast(tf.round(resized), tf.uint8), tf.cast(label, tf.int32)
+
+
+def cache_of(source, size, **options):
+    """Opens the cache of a source's images for one resolution.
+
+    Args:
+      source: Source of pairs of bytes and class.
+      size: Side of the crops, in pixels.
+      **options: Options of `datacache.Cache`: memory, disk, budget, partition.
+    """
+    return datacache.Cache(source, functools.partial(decoded, size), **options)
+
+
+def training_batches(cache, size, global_batch, classes, seed):
+    """Returns this rank's batches of random crops, another half of which is mirrored each time.
+
+    Crops and mirrors are drawn anew in each epoch, by the number of the batch, so that a run that
+    is resumed sees the same ones.
+
+    Args:
+      cache: Cache for the resolution.
+      size: Side of the crops, in pixels.
+      global_batch: Samples of a step on all ranks together.
+      classes: Number of classes.
+      seed: Seed of the order, and of this rank's crops.
+
+    Returns:
+      The cache's dataset, for `CachePosition`, and that of batches for `fit`.
+    """
+    data = cache.dataset(global_batch, seed=seed)
+    return data, data.map(functools.partial(_augmented, size, classes), tf.data.AUTOTUNE).prefetch(
+        tf.data.AUTOTUNE
+    )
+
+
+def test_batches(cache, size, global_batch, classes):
+    """Returns this rank's share of the test images, cropped to their middle."""
+    data = cache.dataset(global_batch, shuffle=False)
+    return data.map(functools.partial(_centered, size, classes), tf.data.AUTOTUNE).prefetch(2)
+
+
+def _augmented(size, classes, images, labels):
+    # What is drawn follows from the samples and their order, which differ in each epoch, and not
+    # from a state: a resumed epoch draws what it would have drawn.
+    seed = _seed_of(images, labels)
+    boxes = _random_boxes(tf.shape(images)[0], seed)
+    crops = tf.image.crop_and_resize(images, boxes, tf.range(tf.shape(images)[0]), [size, size])
+    return tf.cast(tf.round(crops), tf.uint8), tf.one_hot(labels, classes)
+
+
+def _seed_of(images, labels):
+    """Returns two numbers that tell batches apart."""
+    weights = tf.range(1, tf.shape(labels)[0] + 1)
+    middle = tf.cast(images[:, tf.shape(images)[1] // 2, :, 0], tf.int32)
+    return tf.stack([tf.reduce_sum(weights * labels), tf.reduce_sum(weights[:, None] * middle)])
+
+
+def _random_boxes(count, seed):
+    """Returns `[count, 4]` boxes (top, left, bottom, right), half of them mirrored."""
+    area, aspect, down, right, side = tf.unstack(tf.random.stateless_uniform([5, count], seed))
+    area = AREAS[0] + area * (AREAS[1] - AREAS[0])
+    aspect = tf.exp(math.log(ASPECTS[0]) + aspect * math.log(ASPECTS[1] / ASPECTS[0]))
+    height = tf.minimum(tf.sqrt(area / aspect), 1.0)
+    width = tf.minimum(tf.sqrt(area * aspect), 1.0)
+    top, left = down * (1 - height), right * (1 - width)
+    is_mirrored = side < 0.5
+    begin = tf.where(is_mirrored, left + width, left)
+    end = tf.where(is_mirrored, left, left + width)
+    return tf.stack([top, begin, top + height, end], axis=1)
+
+
+def _centered(size, classes, images, labels):
+    margin = (kept_side(size) - size) // 2
+    crops = images[:, margin : margin + size, margin : margin + size]
+    return crops, tf.one_hot(labels, classes)

@@ -1,0 +1,110 @@
+"""What is trained, in which phases, and by which rates: the record run, and a small one."""
+
+from dataclasses import dataclass, replace
+
+import tfposeidon as tp
+from keras_callbacks import Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A model with all numbers of its training.
+
+    Attributes:
+      phases: Resolutions, batches and epochs.
+      model: Arguments of `resnet`, but for the classes.
+      peak_rate: Learning rate of LARS after the warm-up, for a global batch of `rate_batch`.
+      rate_batch: Global batch for which `peak_rate` is meant; it grows with the batch.
+      warmup_epochs: Epochs in which the rate rises to its peak.
+      power: Exponent of the decay after that.
+      momentum: Momentum of LARS.
+      weight_decay: Weight decay, but of normalisation and biases.
+      smoothing: Share of a label that is spread over all classes.
+      top: Number of guesses among which the class has to be.
+      target: Accuracy of these guesses at which the clock is read.
+    """
+
+    phases: tuple[Phase, ...]
+    model: dict
+    peak_rate: float
+    rate_batch: int
+    warmup_epochs: float
+    power: float = 2.0
+    momentum: float = 0.9
+    weight_decay: float = 5e-5
+    smoothing: float = 0.1
+    top: int = 5
+    target: float = 0.93
+
+    @property
+    def epochs(self):
+        """Epochs of all phases together."""
+        return sum(phase.epochs for phase in self.phases)
+
+    def rate_at(self, epoch, ranks):
+        """Returns the learning rate for the batch of the first phase.
+
+        Args:
+          epoch: Epoch with its fraction.
+          ranks: Number of ranks.
+        """
+        peak = self.peak_rate * self.phases[0].batch * ranks / self.rate_batch
+        if epoch < self.warmup_epochs:
+            return peak * epoch / self.warmup_epochs
+        left = (self.epochs - epoch) / (self.epochs - self.warmup_epochs)
+        return peak * max(0.0, left) ** self.power
+
+
+SCHEDULES = {
+    # The scheme of the first phase, and that of all others.
+    "paper": (
+        tp.schemes.HierarchicalTopK(density=0.01, wire_dtype="float16"),
+        tp.schemes.Torus2D(wire_dtype="float16"),
+    ),
+    "2dtar": ("2dtar", "2dtar"),
+    "allreduce": ("allreduce", "allreduce"),
+    "hitopk": ("hitopk", "hitopk"),
+    "auto": ("auto", "auto"),
+}
+"""Schemes by the name of a schedule; "paper" is that of section 5.6."""
+
+RECIPES = {
+    # Section 5.6 and table 4; rates as MLPerf trains ResNet-50 by LARS with batches of 32 K.
+    "paper": Recipe(
+        phases=(
+            Phase(epochs=13, size=96, batch=256),
+            Phase(epochs=11, size=128, batch=256),
+            Phase(epochs=3, size=224, batch=256),
+            Phase(epochs=1, size=288, batch=128),
+        ),
+        model={"blocks": (3, 4, 6, 3), "width": 64},
+        peak_rate=29.0,
+        rate_batch=32768,
+        warmup_epochs=5.0,
+    ),
+    "tiny": Recipe(
+        phases=(
+            Phase(epochs=6, size=24, batch=16),
+            Phase(epochs=5, size=32, batch=16),
+            Phase(epochs=2, size=48, batch=16),
+            Phase(epochs=1, size=64, batch=8),
+        ),
+        model={"blocks": (1, 1, 1), "width": 16, "bottleneck": False, "large_stem": False},
+        peak_rate=8.0,
+        rate_batch=64,
+        warmup_epochs=1.0,
+        top=1,
+    ),
+}
+
+
+def recipe(preset, schedule):
+    """Returns a recipe, with the schemes of a schedule in its phases.
+
+    Args:
+      preset: Name in `RECIPES`.
+      schedule: Name in `SCHEDULES`.
+    """
+    found, (first, later) = RECIPES[preset], SCHEDULES[schedule]
+    phases = [replace(phase, scheme=later) for phase in found.phases]
+    return replace(found, phases=(replace(phases[0], scheme=first), *phases[1:]))

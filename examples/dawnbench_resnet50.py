@@ -1,0 +1,225 @@
+r"""Trains ResNet-50 in phases of growing images, as the record run of CommLib (section 5.6) did.
+
+horovodrun -np 128 -H node1:8,...,node16:8 python examples/dawnbench_resnet50.py \
+  --data /local/imagenet --out /nfs/runs/1
+python -m tfposeidon lab --nodes 2 --per-node 2 --inter 200mbit -- \
+  python examples/dawnbench_resnet50.py --preset tiny --out /tmp/tiny
+
+The small preset trains the same way on images that a script draws. A run that was interrupted goes
+on when it is started again.
+"""
+
+import argparse
+import contextlib
+import sys
+import threading
+from pathlib import Path
+
+import keras
+from data import draw_shapes
+from dawnbench import images, recipes, records, resnet
+
+import datacache
+import keras_callbacks
+import tfposeidon as tp
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--preset",
+        choices=recipes.RECIPES,
+        default="paper",
+        help="paper: ResNet-50, 28 epochs as 13 at 96 pixels, 11 at 128, 3 at 224 and 1 at 288, "
+        "with batches of 256, 256, 256 and 128 on each rank; tiny: a small ResNet, 14 epochs at 24 "
+        "to 64 pixels (paper)",
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=recipes.SCHEDULES,
+        default="paper",
+        help="schemes of the phases: paper is top 1 %% in the first and 2D torus in the others, "
+        "both with 16 bits on the wire (paper)",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="folder with train/<class>/*.jpeg and test/<class>/*.jpeg, or val/ instead of test/; "
+        "drawn into OUT/shapes for the tiny preset",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of snapshots, records and plot; all see it"
+    )
+    parser.add_argument("--memory", default="auto", help="folder of the cache in memory")
+    parser.add_argument("--disk", type=Path, help="folder on a local disk for the files as read")
+    parser.add_argument(
+        "--precision",
+        default="float32",
+        choices=["float32", "mixed_float16", "mixed_bfloat16"],
+        help="mixed_float16 on GPUs (float32)",
+    )
+    parser.add_argument(
+        "--snapshot-steps", type=int, help="steps between snapshots within epochs (none)"
+    )
+    parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard (none)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and crops (0)")
+    return parser.parse_args()
+
+
+def sources(options):
+    """Returns the sources of images to train and to test on."""
+    folder = options.data or options.out / "shapes"
+    if options.preset == "tiny" and options.data is None and tp.rank() == 0:
+        draw_shapes.draw(folder)
+    tp.barrier()
+    test = next((folder / name for name in ("test", "val") if (folder / name).exists()), None)
+    if test is None or not (folder / "train").exists():
+        raise SystemExit(
+            "--data must be a folder with train/<class>/*.jpeg and test/<class>/*.jpeg. Received: "
+            f"{folder}. Name another one, or draw images: python examples/data/draw_shapes.py"
+        )
+    return datacache.from_folder(folder / "train"), datacache.from_folder(test)
+
+
+class Caches:
+    """Caches of both sources by resolution: the next one is filled while the present one trains."""
+
+    def __init__(self, train, test, options):
+        self._sources, self._options = (train, test), options
+        self._open, self._warming = {}, None
+
+    def begin(self, size, next_size):
+        """Returns the caches of one resolution, and begins to fill those of the next."""
+        for wanted in filter(None, (size, next_size)):
+            self._open_all(wanted)
+        self._end_warming()
+        # Nobody needs a resolution again, and its memory is for those that come.
+        for old in [one for one in self._open if one not in (size, next_size)]:
+            self._close(old)
+        if next_size not in (None, size):
+            self._warming = threading.Thread(target=self._warm, args=(next_size,), daemon=True)
+            self._warming.start()
+        return self._open[size]
+
+    def _open_all(self, size):
+        if size not in self._open:
+            where = {"memory": self._options.memory, "disk": self._options.disk, "budget": "40%"}
+            self._open[size] = [images.cache_of(source, size, **where) for source in self._sources]
+
+    def _warm(self, size):
+        for cache in self._open[size]:
+            cache.warm(progress=False)
+
+    def _end_warming(self):
+        if self._warming is not None:
+            self._warming.join()
+
+    def _close(self, size):
+        for cache in self._open.pop(size):
+            cache.close()
+
+    def close(self):
+        """Ends threads and closes all caches; what they hold stays in memory for another run."""
+        self._end_warming()
+        for size in list(self._open):
+            self._close(size)
+
+
+def compiled(recipe, classes, options):
+    """Returns the model with its optimizer, loss and accuracy."""
+    keras.config.set_dtype_policy(options.precision)
+    keras.utils.set_random_seed(options.seed)
+    model = resnet.resnet(classes=classes, **recipe.model)
+    lars = tp.optimizers.LARS(
+        recipe.rate_at(0.0, tp.size()), recipe.momentum, weight_decay=recipe.weight_decay
+    )
+    model.compile(
+        optimizer=tp.DistributedOptimizer(lars, scheme=recipe.phases[0].scheme),
+        loss=keras.losses.CategoricalCrossentropy(
+            from_logits=True, label_smoothing=recipe.smoothing
+        ),
+        metrics=[keras.metrics.TopKCategoricalAccuracy(recipe.top, name="accuracy")],
+    )
+    return model
+
+
+def train(model, recipe, caches, classes, options):
+    """Trains all phases that are left, and returns the records of the whole run."""
+    size = tp.size()
+    resize = keras_callbacks.ProgressiveResize(
+        recipe.phases, learning_rate=lambda epoch: recipe.rate_at(epoch, size)
+    )
+    checkpoint = keras_callbacks.Checkpoint(
+        options.out / "snapshots", every_n_steps=options.snapshot_steps
+    )
+    kept = records.Records(options.out / "records.jsonl", resize, "val_accuracy", recipe.target)
+    epoch = checkpoint.epoch_to_resume()
+    kept.resume(epoch)
+    left = resize.remaining(epoch)
+    for phase, following in zip(left, [*left[1:], None], strict=True):
+        cache, test = caches.begin(phase.size, following and following.size)
+        batch = phase.batch * size
+        data, batches = images.training_batches(cache, phase.size, batch, classes, options.seed)
+        callbacks = [
+            keras_callbacks.BroadcastVariables(),
+            keras_callbacks.CachePosition(cache, data),
+            keras_callbacks.AverageBatchNorm(),
+            keras_callbacks.MetricAverage(),
+            keras_callbacks.Throughput(),
+            resize,
+            kept,
+            *tensorboard(options),
+            checkpoint,
+        ]
+        model.fit(
+            batches,
+            validation_data=images.test_batches(test, phase.size, batch, classes),
+            initial_epoch=phase.first_epoch,
+            epochs=phase.end_epoch,
+            shuffle=False,
+            verbose=0,
+            callbacks=callbacks,
+        )
+    return kept
+
+
+def tensorboard(options):
+    """Returns the callback that writes for TensorBoard, on rank 0 where it is asked for."""
+    if options.tensorboard is None or tp.rank() != 0:
+        return []
+    return [keras.callbacks.TensorBoard(options.tensorboard, write_graph=False)]
+
+
+def main():
+    options = parse_arguments()
+    tp.init()
+    recipe = recipes.recipe(options.preset, options.schedule)
+    train_images, test_images = sources(options)
+    classes = len(train_images.class_names)
+    model = compiled(recipe, classes, options)
+    with contextlib.closing(Caches(train_images, test_images, options)) as caches:
+        kept = train(model, recipe, caches, classes, options)
+    if tp.rank() == 0:
+        report(model, kept, options)
+    return 0 if kept.reached else 1
+
+
+def report(model, kept, options):
+    """Prints the plan and the time to the target, and draws the plot."""
+    print(f"\n{model.optimizer.plan}\n")
+    reached, last = kept.reached, kept.lines[-1]
+    print(f"accuracy after all epochs: {100 * last[kept.metric]:.2f} %")
+    if reached:
+        print(
+            f"time to {100 * kept.target:g} %: {reached['seconds']:.1f} s of training, "
+            f"{reached['epoch'] + 1} epochs; evaluation is left out"
+        )
+    else:
+        print(f"{100 * kept.target:g} % was not reached in {last['seconds']:.1f} s of training")
+    records.plot(kept, options.out / "accuracy.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

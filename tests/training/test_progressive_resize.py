@@ -1,0 +1,143 @@
+"""Phases of growing images: what each sets, how often it traces, and that nothing stays behind."""
+
+import gc
+
+import numpy as np
+import pytest
+from tensorflow.python.framework.func_graph import FuncGraph
+
+import keras_callbacks
+from keras_callbacks import Phase, ProgressiveResize
+from tests.phased import TRACED, compiled, data_of, train
+
+
+def test_each_phase_has_its_rate_momentum_and_decay():
+    model, seen = compiled(), []
+    phases = [
+        Phase(epochs=2, size=6, batch=4, momentum=0.8, weight_decay=0.1),
+        Phase(epochs=1, size=8, batch=4, momentum=0.5),
+        Phase(epochs=2, size=9, batch=2, weight_decay=0.3),
+        Phase(epochs=1, size=9, batch=2, learning_rate=0.7),
+    ]
+    resize = ProgressiveResize(phases, learning_rate=lambda epoch: 0.1 * (1 + epoch))
+    inner = model.optimizer.inner_optimizer
+    rates = train(model, resize, after=lambda p: seen.append((inner.momentum, inner.weight_decay)))
+    assert seen == [(0.8, 0.1), (0.5, 0.1), (0.5, 0.3), (0.5, 0.3)]
+    # The last of three batches begins two thirds into its epoch.
+    last = np.arange(5) + 2 / 3
+    expected = 0.1 * (1 + last) * np.array([1, 1, 1, 0.5, 0.5])
+    np.testing.assert_allclose(rates, [*expected, 0.7], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("scheme", "traces"), [(None, 1), ("2dtar", 2)])
+def test_a_phase_is_traced_once_and_twice_with_a_new_scheme(scheme, traces):
+    model, counts = compiled(), []
+    first = "hitopk" if scheme else None
+    phases = [
+        Phase(epochs=2, size=6, batch=4, scheme=first),
+        Phase(epochs=2, size=8, batch=4, scheme=scheme),
+    ]
+    train(model, ProgressiveResize(phases, 0.1), after=lambda phase: counts.append(len(TRACED)))
+    assert counts[1] - counts[0] <= traces
+
+
+def test_graphs_of_earlier_phases_are_let_go():
+    """As many graphs are alive after ten phases as after two."""
+    model, alive = compiled(), []
+    phases = [Phase(epochs=1, size=6 + n % 2, batch=4) for n in range(10)]
+
+    def count(phase):
+        gc.collect()
+        alive.append(sum(isinstance(one, FuncGraph) for one in gc.get_objects()))
+
+    train(model, ProgressiveResize(phases, 0.1), after=count)
+    print(alive)
+    assert alive[9] <= alive[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", range(1, 12))
+def test_resumed_at_any_step_of_any_phase(tmp_path, stop):
+    """Killed after any step, a run ends with the weights of an uninterrupted one."""
+    phases = [
+        Phase(epochs=2, size=6, batch=4, scheme="hitopk", momentum=0.9),
+        Phase(epochs=1, size=8, batch=2, scheme="2dtar"),
+        Phase(epochs=1, size=9, batch=2, momentum=0.5),
+    ]
+
+    def run(folder, steps=None):
+        model = compiled()
+        resize = ProgressiveResize(phases, learning_rate=lambda epoch: 0.1 / (1 + epoch))
+        checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps=1)
+        if steps is not None:
+            checkpoint = _Killed(folder, steps)
+        train(model, resize, checkpoint)
+        return model.get_weights()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "a", stop)
+    for one, other in zip(run(tmp_path / "a"), run(tmp_path / "b"), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class _Killed(keras_callbacks.Checkpoint):
+    """A checkpoint whose process ends after some steps of the whole run."""
+
+    def __init__(self, folder, steps):
+        super().__init__(folder, every_n_steps=1)
+        self._left = steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        super().on_train_batch_end(batch, logs)
+        self._left -= 1
+        if not self._left:
+            self._files.finish()
+            raise KeyboardInterrupt
+
+
+def test_a_complete_run_is_restored(tmp_path):
+    phases = [Phase(epochs=1, size=6, batch=4), Phase(epochs=1, size=8, batch=4)]
+    first, second = compiled(), compiled()
+    train(first, ProgressiveResize(phases, 0.1), keras_callbacks.Checkpoint(tmp_path))
+    resize, checkpoint = ProgressiveResize(phases, 0.1), keras_callbacks.Checkpoint(tmp_path)
+    assert [phase.size for phase in resize.remaining(checkpoint.epoch_to_resume())] == [8]
+    assert train(second, resize, checkpoint) == []
+    for one, other in zip(first.get_weights(), second.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+PHASE = Phase(epochs=1, size=6, batch=4)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Phase(epochs=0, size=6, batch=4), "`epochs` must be a whole number from 1"),
+        (lambda: Phase(epochs=1, size=0, batch=4), "`size` must be a whole number from 1"),
+        (lambda: Phase(epochs=1, size=6, batch=4, momentum=1.0), r"`momentum` must be .*\[0, 1\)"),
+        (lambda: Phase(epochs=1, size=6, batch=4, scheme="gossip"), "`scheme` must be one of"),
+        (lambda: ProgressiveResize([], 0.1), "one phase or more. Received: none"),
+        (lambda: ProgressiveResize([PHASE]), "must know its learning rate. Received: none"),
+        (lambda: ProgressiveResize([PHASE], -1.0), "`learning_rate` must be"),
+        (
+            lambda: ProgressiveResize([PHASE, Phase(epochs=1, size=8, batch=4, scheme="asa")], 0.1),
+            "first phase must say .* Received: scheme='asa' from epoch 1 on",
+        ),
+    ],
+)
+def test_bad_phases_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_what_the_optimizer_lacks_is_refused():
+    phase = Phase(epochs=1, size=6, batch=4, momentum=0.5)
+    with pytest.raises(ValueError, match=r"Received: momentum=0.5 for SGD with momentum=0.0"):
+        train(compiled(momentum=0.0), ProgressiveResize([phase], 0.1))
+
+
+def test_epochs_beyond_the_last_phase_are_refused():
+    with pytest.raises(ValueError, match=r"0 to 0. Received: epoch 1"):
+        compiled().fit(
+            data_of(PHASE), epochs=2, callbacks=[ProgressiveResize([PHASE], 0.1)], shuffle=False
+        )
