@@ -1,7 +1,7 @@
 """Measures `auto` beside every fixed exact scheme, in cells that nothing was fitted to.
 
     python -m benchmarks.auto            # short: GoogLeNet at 2 Gb/s
-    python -m benchmarks.auto --full     # nine cells; half an hour
+    python -m benchmarks.auto --full     # nine cells; 45 minutes
 
 The cells were chosen after the code was finished, and have other models, layouts and bandwidths
 than those of the other benchmarks; one has a limit per connection, as clouds have, and one is of

@@ -12,6 +12,7 @@ import json
 
 from benchmarks import (
     accuracy,
+    auto,
     exchange,
     harness,
     hitopk_steps,
@@ -30,6 +31,7 @@ from benchmarks import (
 
 PLOTS = {
     "accuracy": (accuracy.plot, ["accuracy"]),
+    "auto": (auto.plot, ["auto"]),
     "exchange": (exchange.plot, ["exchange"]),
     "hitopk_steps": (hitopk_steps.plot, ["hitopk_steps"]),
     "large_batch": (large_batch.plot, ["large_batch"]),

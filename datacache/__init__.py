@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from datacache.order import Order, Position
     from datacache.pool.folder import default_memory
     from datacache.sources.image_folder import from_folder
+    from datacache.sources.record_files import from_tfrecords
     from datacache.sources.source import SourceError
     from datacache.sources.tf_dataset import from_dataset
     from datacache.sources.tfds_builder import from_tfds
@@ -37,6 +38,7 @@ __all__ = [
     "from_dataset",
     "from_folder",
     "from_tfds",
+    "from_tfrecords",
 ]
 
 _NAMES_BY_MODULE = {
@@ -47,6 +49,7 @@ _NAMES_BY_MODULE = {
     "order": ("Order", "Position"),
     "loading.parallel_loader": ("LoaderError", "ParallelLoader"),
     "sources.image_folder": ("from_folder",),
+    "sources.record_files": ("from_tfrecords",),
     "sources.source": ("SourceError",),
     "sources.tf_dataset": ("from_dataset",),
     "sources.tfds_builder": ("from_tfds",),

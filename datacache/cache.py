@@ -39,8 +39,8 @@ class Cache:
     stale is served: another source, `preprocess` or `version` has another folder.
 
     Args:
-      source: Result of `from_folder`, `from_tfds` or `from_dataset`, or any object with the methods
-        of `datacache.sources.source.Source` and `read` or `stream`.
+      source: Result of `from_folder`, `from_tfds`, `from_tfrecords` or `from_dataset`, or an object
+        with the methods of `datacache.sources.source.Source` and `read` or `stream`.
       preprocess: Function from a stored sample to the one to keep, in TensorFlow ops: decoding,
         resizing. Keep the decoder's dtype (uint8), as normalised float32 samples take four times
         the room, and augment after the cache. `None` keeps what the source decodes.

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import keras
 from data import draw_shapes
-from dawnbench import images, recipes, records, resnet
+from dawnbench import forecast, images, recipes, records, resnet
 
-import datacache
 import keras_callbacks
 import tfposeidon as tp
+from tfposeidon.exchange import replicas
 
 
 def parse_arguments():
@@ -45,13 +45,21 @@ def parse_arguments():
     )
     parser.add_argument(
         "--data",
-        type=Path,
-        help="folder with train/<class>/*.jpeg and test/<class>/*.jpeg, or val/ instead of test/; "
-        "drawn into OUT/shapes for the tiny preset",
+        help="folder with train/<class>/*.jpeg and test/<class>/*.jpeg (or val/), or with TFRecord "
+        "files train-* and validation-*, or tfds:NAME[@FOLDER] for tensorflow-datasets, such as "
+        "tfds:imagenet2012@/data/tfds; the tiny preset draws its own into OUT/shapes",
     )
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder of snapshots, records and plot; all see it"
+        "--out", type=Path, help="folder of snapshots, records and plot; all ranks see it"
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print steps, memory and predicted time on V100s, and train nothing",
+    )
+    parser.add_argument("--nodes", type=int, default=16, help="nodes of a dry run (16)")
+    parser.add_argument("--per-node", type=int, default=8, help="ranks of each node (8)")
+    parser.add_argument("--network", default="25gbit", help="rate between nodes (25gbit)")
     parser.add_argument("--memory", default="auto", help="folder of the cache in memory")
     parser.add_argument("--disk", type=Path, help="folder on a local disk for the files as read")
     parser.add_argument(
@@ -63,31 +71,38 @@ def parse_arguments():
     parser.add_argument(
         "--snapshot-steps", type=int, help="steps between snapshots within epochs (none)"
     )
+    parser.add_argument(
+        "--shortest",
+        action="store_true",
+        help="train one epoch a phase, on few images where they are drawn, to see that all of it "
+        "runs",
+    )
     parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard (none)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and crops (0)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.out is None and not options.dry_run:
+        parser.error("--out is needed: the folder of snapshots, records and plot")
+    return options
 
 
-def sources(options):
-    """Returns the sources of images to train and to test on."""
-    folder = options.data or options.out / "shapes"
-    if options.preset == "tiny" and options.data is None and tp.rank() == 0:
-        draw_shapes.draw(folder)
+def images_of(options):
+    """Returns the images to train and to test on; the small preset draws its own."""
+    if options.data is not None:
+        return images.open_images(options.data)
+    if options.preset != "tiny":
+        raise SystemExit("--data is needed: see --help. Only --preset tiny draws images of its own")
+    if tp.rank() == 0:
+        counts = {"train": 320, "test": 80} if options.shortest else {}
+        draw_shapes.draw(options.out / "shapes", **counts)
     tp.barrier()
-    test = next((folder / name for name in ("test", "val") if (folder / name).exists()), None)
-    if test is None or not (folder / "train").exists():
-        raise SystemExit(
-            "--data must be a folder with train/<class>/*.jpeg and test/<class>/*.jpeg. Received: "
-            f"{folder}. Name another one, or draw images: python examples/data/draw_shapes.py"
-        )
-    return datacache.from_folder(folder / "train"), datacache.from_folder(test)
+    return images.open_images(str(options.out / "shapes"))
 
 
 class Caches:
     """Caches of both sources by resolution: the next one is filled while the present one trains."""
 
-    def __init__(self, train, test, options):
-        self._sources, self._options = (train, test), options
+    def __init__(self, found, options):
+        self._found, self._options = found, options
         self._open, self._warming = {}, None
 
     def begin(self, size, next_size):
@@ -106,7 +121,10 @@ class Caches:
     def _open_all(self, size):
         if size not in self._open:
             where = {"memory": self._options.memory, "disk": self._options.disk, "budget": "40%"}
-            self._open[size] = [images.cache_of(source, size, **where) for source in self._sources]
+            self._open[size] = [
+                images.cache_of(source, self._found.pair, size, **where)
+                for source in (self._found.train, self._found.test)
+            ]
 
     def _warm(self, size):
         for cache in self._open[size]:
@@ -194,13 +212,17 @@ def tensorboard(options):
 
 def main():
     options = parse_arguments()
+    recipe = recipes.recipe(options.preset, options.schedule, options.shortest)
+    if options.dry_run:
+        model = resnet.resnet(classes=1000, **recipe.model)
+        cluster = (options.nodes, options.per_node, options.network)
+        forecast.show(recipe, model, *cluster, images.kept_side)
+        return 0
     tp.init()
-    recipe = recipes.recipe(options.preset, options.schedule)
-    train_images, test_images = sources(options)
-    classes = len(train_images.class_names)
-    model = compiled(recipe, classes, options)
-    with contextlib.closing(Caches(train_images, test_images, options)) as caches:
-        kept = train(model, recipe, caches, classes, options)
+    found = images_of(options)
+    model = compiled(recipe, found.classes, options)
+    with contextlib.closing(Caches(found, options)) as caches:
+        kept = train(model, recipe, caches, found.classes, options)
     if tp.rank() == 0:
         report(model, kept, options)
     return 0 if kept.reached else 1
@@ -210,7 +232,8 @@ def report(model, kept, options):
     """Prints the plan and the time to the target, and draws the plot."""
     print(f"\n{model.optimizer.plan}\n")
     reached, last = kept.reached, kept.lines[-1]
-    print(f"accuracy after all epochs: {100 * last[kept.metric]:.2f} %")
+    checksum = replicas.checksum(model.trainable_variables)
+    print(f"accuracy after all epochs: {100 * last[kept.metric]:.2f} %, weights {checksum}")
     if reached:
         print(
             f"time to {100 * kept.target:g} %: {reached['seconds']:.1f} s of training, "

@@ -155,7 +155,7 @@ class ProgressiveResize(keras.callbacks.Callback):
         ]
         if self.phases[0].scheme is not None:
             schemes = {p.first_epoch: p.scheme for p in self.phases if p.scheme is not None}
-            self._callbacks.append(SchemeSchedule(schemes))
+            self._callbacks.append(SchemeSchedule(schemes, verbose=False))
 
     def rate_at(self, epoch: float) -> float:
         """Returns the learning rate at an epoch.
@@ -245,25 +245,30 @@ class ProgressiveResize(keras.callbacks.Callback):
         """Sets what the traced step holds, and lets go of the step of the phase before."""
         self._phase = phase
         for name in ("momentum", "weight_decay"):
-            # A resumed run may begin in a phase that keeps what one before it has set.
-            values = [getattr(p, name) for p in self.phases if p.first_epoch <= phase.first_epoch]
-            known = [value for value in values if value is not None]
-            if known:
+            value = self._kept(name, phase)
+            if value is not None:
                 for optimizer in optimizers(self.model):
-                    _set(innermost(optimizer), name, known[-1])
+                    _set(innermost(optimizer), name, value)
         session.of(self.model).retrace()
         # Graphs refer to themselves, so that memory is not free before they are collected.
         gc.collect()
         runtime.say("tfposeidon: %s", self._line(phase))
 
+    def _kept(self, name: str, phase: Phase) -> Any:
+        """Returns what a phase sets or keeps of those before it; `None` if none of them sets it."""
+        before = [p for p in self.phases if p.first_epoch <= phase.first_epoch]
+        known = [value for p in before if (value := getattr(p, name)) is not None]
+        return known[-1] if known else None
+
     def _line(self, phase: Phase) -> str:
         first, last = phase.first_epoch, phase.end_epoch - 1
         rates = [self.rate_at(first), self.rate_at(last + 1 - 1e-6)]
+        scheme = self._kept("scheme", phase)
         return (
             f"phase {self.phases.index(phase) + 1} of {len(self.phases)}: epochs {first} to "
             f"{last}, {phase.size} pixels, batches of {phase.batch} on each rank, rate "
             f"{rates[0]:.3g} to {rates[1]:.3g}"
-            f"{f', scheme {policies.parse(phase.scheme)}' if phase.scheme is not None else ''}."
+            f"{'' if scheme is None else f', by {policies.parse(scheme)}'}."
         )
 
 

@@ -29,6 +29,7 @@ class SchemeSchedule(keras.callbacks.Callback):
 
     Args:
       schedule: Scheme by first epoch, from epoch 0; schemes as `DistributedOptimizer` takes them.
+      verbose: True to print a line where an epoch goes by another scheme.
 
     Raises:
       ValueError: If the schedule does not begin at epoch 0, has an unknown scheme, or mixes schemes
@@ -41,8 +42,9 @@ class SchemeSchedule(keras.callbacks.Callback):
     >>> callback = keras_callbacks.SchemeSchedule({0: "hitopk", 13: "2dtar"})
     """
 
-    def __init__(self, schedule: Mapping[int, Any]) -> None:
+    def __init__(self, schedule: Mapping[int, Any], verbose: bool = True) -> None:
         super().__init__()
+        self.verbose = verbose
         self.schedule = {
             epoch: policies.parse(scheme) for epoch, scheme in sorted(schedule.items())
         }
@@ -79,6 +81,8 @@ class SchemeSchedule(keras.callbacks.Callback):
                 "after it."
             )
         self._session.announce_scheme_changes()
+        # Epochs of this `fit` may have another length than those of the last one.
+        self._batches = 0
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -88,7 +92,8 @@ class SchemeSchedule(keras.callbacks.Callback):
         wanted = self._wanted_at(epoch)
         if self._goes_by(wanted):
             return
-        runtime.say("tfposeidon: epoch %d goes by %s.", epoch, wanted)
+        if self.verbose:
+            runtime.say("tfposeidon: epoch %d goes by %s.", epoch, wanted)
         self._next = wanted
         if not self._session.has_flushed:
             self._session.flush()

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
-import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from datacache.native import read_file
 from datacache.pool.index import Index
 from datacache.sources.source import IndexedSource, RandomSource, SourceError, digest
-
-LENGTH_BYTES, HEADER_BYTES, CHECKSUM_BYTES = 8, 12, 4
-"""Bytes of a TFRecord: of its length, of the length with its checksum, and of the checksum behind
-the content."""
+from datacache.sources.tfrecord_format import TfRecords
 
 
 class TfdsSource(RandomSource, IndexedSource):
@@ -187,58 +180,6 @@ def _size_and_time(path: str) -> tuple[int, int]:
     return about.st_size, about.st_mtime_ns
 
 
-class _TfRecords:
-    """Records of a TFRecord file by index: `take` of them, after the first `skip`."""
-
-    def __init__(self, path: str, skip: int, take: int) -> None:
-        self._path, self._skip = path, skip
-        # Size 0, so that the first read looks at the file: a kept index may reach behind its end.
-        self._lock, self._size = threading.Lock(), 0
-        # Offset of the content and length of each record, zeros where unknown. Of this process
-        # alone, until there is a pool beside which they are kept.
-        self._entries = np.zeros((take, 2), np.int64)
-        self._lock_index: Callable[[], contextlib.AbstractContextManager[None]] = (
-            contextlib.nullcontext
-        )
-
-    def keep_index(self, index: Index, number: int, end: int) -> None:
-        known, self._entries = self._entries, index.entries[end - len(self._entries) : end]
-        self._lock_index = functools.partial(index.locked_part, number)
-        if known.any() and not self._entries.any():
-            self._note(known)
-
-    def read(self, record: int) -> bytes:
-        content = self._content(record)
-        if content is None:
-            with self._lock, self._lock_index():
-                # Somebody else may have searched by now, or the file may have grown since.
-                self._size = os.path.getsize(self._path)
-                content = self._content(record)
-                if content is None:
-                    self._note(_find_records(self._path, self._skip, len(self._entries)))
-                    content = self._content(record)
-        if content is None:
-            raise OSError(f"{self._path} ends before record {record}")
-        if len(content) < self._entries[record - self._skip, 1]:
-            raise OSError(f"{self._path} ends within record {record}")
-        return content
-
-    def _content(self, record: int) -> bytes | None:
-        """Returns a record; `None` if its begin is unknown, or something else is there."""
-        offset, length = self._entries[record - self._skip].tolist()
-        if not HEADER_BYTES <= offset <= offset + length <= self._size:
-            return None
-        content = read_file(self._path, offset - HEADER_BYTES, HEADER_BYTES + length)
-        return (
-            content[HEADER_BYTES:] if content[:LENGTH_BYTES] == struct.pack("<Q", length) else None
-        )
-
-    def _note(self, entries: np.ndarray) -> None:
-        # An entry counts once it has an offset, and other processes read while this one writes.
-        self._entries[:, 1] = entries[:, 1]
-        self._entries[:, 0] = entries[:, 0]
-
-
 class _ArrayRecords:
     """Records of an ArrayRecord file by index."""
 
@@ -273,23 +214,4 @@ class _ArrayRecords:
             return self._reader
 
 
-_SHARDS: dict[str, Any] = {"tfrecord": _TfRecords, "array_record": _ArrayRecords}
-
-
-def _find_records(path: str, skip: int, take: int) -> np.ndarray:
-    """Returns offset and length of the content of records, `[take, 2]` int64, in bytes.
-
-    Rows are zeros where the file ends before. Only the headers of records are read.
-    """
-    size, offset = os.path.getsize(path), 0
-    entries = np.zeros((take, 2), np.int64)
-    with open(path, "rb") as stream:
-        for record in range(skip + take):
-            if offset + HEADER_BYTES > size:
-                break
-            stream.seek(offset)
-            (length,) = struct.unpack("<Q", stream.read(LENGTH_BYTES))
-            if record >= skip:
-                entries[record - skip] = offset + HEADER_BYTES, length
-            offset += HEADER_BYTES + length + CHECKSUM_BYTES
-    return entries
+_SHARDS: dict[str, Any] = {"tfrecord": TfRecords, "array_record": _ArrayRecords}

@@ -2,6 +2,9 @@
 
 import functools
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -13,22 +16,94 @@ AREAS, ASPECTS = (0.35, 1.0), (3 / 4, 4 / 3)
 """Share of a kept image that a random crop has, and its width over its height."""
 
 
+class Images(NamedTuple):
+    """Images to train and to test on.
+
+    Attributes:
+      train: Source of the images to train on.
+      test: Source of those to test on.
+      classes: Number of classes.
+      pair: Function from what a source gives to the bytes of a file and its class, from 0.
+    """
+
+    train: Any
+    test: Any
+    classes: int
+    pair: Callable
+
+
+TEST_NAMES = ("test", "val", "validation")
+RECORD_FEATURES = {
+    "image/encoded": tf.io.FixedLenFeature([], tf.string),
+    "image/class/label": tf.io.FixedLenFeature([], tf.int64),
+}
+"""Features of the examples that the usual scripts for ImageNet write, with classes from 1."""
+RECORD_CLASSES = 1000
+
+
+def open_images(data):
+    """Opens the images that the option `--data` names.
+
+    Args:
+      data: "tfds:NAME" or "tfds:NAME@FOLDER" for a builder of tensorflow-datasets; or a folder with
+        TFRecord files (train-*, validation-*), or with folders of images (train/<class>/*.jpeg and
+        test/<class>/*.jpeg or val/).
+
+    Raises:
+      SystemExit: If there are no such images.
+    """
+    if data.startswith("tfds:"):
+        return _of_tfds(*data.removeprefix("tfds:").split("@"))
+    folder = Path(data)
+    records = {name: sorted(folder.glob(f"{name}-*")) for name in ("train", *TEST_NAMES)}
+    test = next((name for name in TEST_NAMES if records[name] or (folder / name).is_dir()), None)
+    if test and records["train"]:
+        sources = [datacache.from_tfrecords(records[n], RECORD_FEATURES) for n in ("train", test)]
+        return Images(*sources, RECORD_CLASSES, _pair_of_record)
+    if test and (folder / "train").is_dir():
+        sources = [datacache.from_folder(folder / name) for name in ("train", test)]
+        return Images(
+            *sources, len(sources[0].class_names), lambda contents, label: (contents, label)
+        )
+    raise SystemExit(
+        "--data must be a folder with train/<class>/*.jpeg and test/<class>/*.jpeg, a folder with "
+        f"train-* and validation-* (TFRecord files), or tfds:NAME. Received: {data}. Draw images: "
+        "python examples/data/draw_shapes.py FOLDER"
+    )
+
+
+def _of_tfds(name, folder=None):
+    import tensorflow_datasets as tfds
+
+    builder = tfds.builder(name, data_dir=folder)
+    undecoded = {"image": tfds.decode.SkipDecoding()}
+    test = next(one for one in ("validation", "test") if one in builder.info.splits)
+    sources = [datacache.from_tfds(builder, one, decoders=undecoded) for one in ("train", test)]
+    classes = builder.info.features["label"].num_classes
+    return Images(*sources, classes, lambda features: (features["image"], features["label"]))
+
+
+def _pair_of_record(features):
+    return features["image/encoded"], features["image/class/label"] - 1
+
+
 def kept_side(size):
     """Returns the side of the images that the cache keeps for crops of a size."""
     return math.ceil(MARGIN * size)
 
 
-def decoded(size, contents, label):
+def decoded(size, pair, *sample):
     """Decodes an image, and crops it to the largest square in its middle, for crops of a size.
 
     Args:
       size: Side of the crops, in pixels.
-      contents: Bytes of a JPEG or PNG file, a scalar string.
-      label: Its class, a scalar integer.
+      pair: Function from the sample to the bytes of a JPEG or PNG file, and its class.
+      *sample: What a source gives.
 
     Returns:
       `[kept_side(size), kept_side(size), 3]` uint8, and the class as int32.
     """
+    contents, label = pair(*sample)
     image = tf.io.decode_image(contents, channels=3, expand_animations=False)
     shape = tf.shape(image)
     side = tf.minimum(shape[0], shape[1])
@@ -39,15 +114,16 @@ def decoded(size, contents, label):
     return tf.cast(tf.round(resized), tf.uint8), tf.cast(label, tf.int32)
 
 
-def cache_of(source, size, **options):
+def cache_of(source, pair, size, **options):
     """Opens the cache of a source's images for one resolution.
 
     Args:
-      source: Source of pairs of bytes and class.
+      source: Source of images.
+      pair: Function from what it gives to the bytes of a file and its class.
       size: Side of the crops, in pixels.
       **options: Options of `datacache.Cache`: memory, disk, budget, partition.
     """
-    return datacache.Cache(source, functools.partial(decoded, size), **options)
+    return datacache.Cache(source, functools.partial(decoded, size, pair), **options)
 
 
 def training_batches(cache, size, global_batch, classes, seed):

@@ -1,5 +1,6 @@
 """The clock of the run, a line of JSON for each epoch, and the plot of both."""
 
+import importlib.util
 import json
 import time
 
@@ -98,6 +99,9 @@ def plot(records, path):
       records: The `Records` of a run.
       path: File of the picture.
     """
+    if not importlib.util.find_spec("matplotlib"):
+        print("no plot is drawn, for Matplotlib is missing: pip install matplotlib")
+        return
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")

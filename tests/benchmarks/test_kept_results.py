@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import (
     accuracy,
+    auto,
     exchange,
     figures,
     harness,
@@ -32,6 +33,7 @@ OF_RESULTS = {
     module.__name__.partition(".")[2]: module
     for module in (
         accuracy,
+        auto,
         exchange,
         hitopk_steps,
         large_batch,

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import datacache
 from datacache import SourceError
-from datacache.sources import tfds_builder
+from datacache.sources import tfrecord_format
 from datacache.sources.source import RandomSource, StreamSource
 from tests import drawn
 
@@ -265,10 +265,10 @@ def test_a_shard_that_comes_back(own, tmp_path):
 
 def _scans(monkeypatch):
     """Returns a list to which shards are added when they are searched."""
-    scanned, find_records = [], tfds_builder._find_records
+    scanned, find_records = [], tfrecord_format.find_records
     monkeypatch.setattr(
-        tfds_builder,
-        "_find_records",
+        tfrecord_format,
+        "find_records",
         lambda path, *part: scanned.append(Path(path).name) or find_records(path, *part),
     )
     return scanned

@@ -1,8 +1,10 @@
 """Examples, as a user would start them."""
 
+import json
 import re
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -45,5 +47,85 @@ def test_keras_digits(outcome):
     assert outcome.returncode == 0, outcome.stdout[-4000:]
 
 
+@ahead(lambda: horovodrun(2, EXAMPLES / "custom_loop.py"))
+def test_custom_loop(outcome):
+    """It fails below an accuracy of 95 %."""
+    assert outcome.returncode == 0, outcome.stdout[-4000:]
+    assert "Plan for 2 rank(s)" in outcome.stdout
+
+
+def gan():
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "digits.png"
+        done = horovodrun(2, EXAMPLES / "gan.py", "--epochs", "30", "--images", path)
+        return done, path.read_bytes()[:4] if path.exists() else b""
+
+
+@ahead(gan)
+def test_gan(outcome):
+    """It fails if the mean of what is drawn is far from the mean digit."""
+    done, begin = outcome
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert begin == b"\x89PNG"
+
+
+def transformers():
+    arguments = ("--steps", "30", "--width", "64", "--blocks", "1", "--goal", "9")
+    script, exact = EXAMPLES / "transformer.py", ("--scheme", "hybcomm")
+    return [horovodrun(ranks, script, *arguments, *exact) for ranks in (1, 2)]
+
+
+@ahead(transformers)
+def test_transformer(outcome):
+    """Two ranks train to the loss of one process, with embeddings and products as rows."""
+    losses = []
+    for done in outcome:
+        assert done.returncode == 0, done.stdout[-4000:]
+        losses.append(float(re.search(r"loss per word: ([\d.]+)", done.stdout)[1]))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    assert losses[0] < 8, "it has learnt something"
+
+
+def dawnbench():
+    """Runs all phases, and then once more what is complete."""
+    options = "--nodes 2 --per-node 2 --inter 200mbit --show first"
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        command = (sys.executable, EXAMPLES / "dawnbench_resnet50.py", "--preset", "tiny")
+        where = ("--shortest", "--out", out, "--memory", f"{folder}/memory")
+        runs = [lab(options, *command, *where) for _ in range(2)]
+        records = out / "records.jsonl"
+        lines = records.read_text().splitlines() if records.exists() else []
+        return runs, [json.loads(line) for line in lines]
+
+
+@ahead(dawnbench)
+def test_dawnbench(outcome):
+    """Four resolutions by the paper's schedule; a complete run is restored, and trains nothing."""
+    (first, second), lines = outcome
+    assert first.returncode == 0, first.stdout[-4000:]
+    assert second.returncode == 0, second.stdout[-4000:]
+    assert [(line["pixels"], line["batch"]) for line in lines] == SIZES
+    seconds = [line["seconds"] for line in lines]
+    assert seconds == sorted(seconds)
+    schemes = [line["scheme"].partition("(")[0] for line in lines]
+    assert schemes == ["hitopk", "2dtar", "2dtar", "2dtar"]
+    assert len(re.findall(r"phase \d of 4", first.stdout)) == 4
+    assert not re.findall(r"phase \d of 4", second.stdout)
+    last = [re.search(r"accuracy after all epochs: .*", one.stdout)[0] for one in (first, second)]
+    assert last[0] == last[1]
+
+
+SIZES = [(24, 64), (32, 64), (48, 64), (64, 32)]
+"""Pixels and global batch of the small run's phases."""
+
+
 def test_no_example_is_forgotten():
-    assert {file.name for file in EXAMPLES.glob("*.py")} == {"image_folder.py", "keras_digits.py"}
+    assert {file.name for file in EXAMPLES.glob("*.py")} == {
+        "custom_loop.py",
+        "dawnbench_resnet50.py",
+        "gan.py",
+        "image_folder.py",
+        "keras_digits.py",
+        "transformer.py",
+    }

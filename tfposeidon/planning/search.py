@@ -271,11 +271,13 @@ class _Search:
     def candidates(self, bucket: Bucket, options: Iterable[Policy]) -> tuple[Candidate, ...]:
         """Returns what the exchange of one bucket takes by each scheme that was open to it."""
         first = bucket.descriptions[0]
-        schemes = dict.fromkeys(
-            [bucket.scheme, *(policy.choose(first, self.topology).scheme for policy in options)]
-        )
+        schemes = {str(bucket.scheme): bucket.scheme}
+        for policy in options:
+            # Schemes that decide by rows are called by the one for few rows.
+            scheme = policy.choose(first, self.topology).scheme
+            schemes.setdefault(str(scheme), scheme)
         found = []
-        for scheme in schemes:
+        for name, scheme in schemes.items():
             if scheme.takes_factors and not all(d.factors for d in bucket.descriptions):
                 continue
             if bucket.length < scheme.min_length:
@@ -284,7 +286,7 @@ class _Search:
             times = bucket_times(other, self.topology, self.links)
             found.append(
                 Candidate(
-                    name=str(scheme),
+                    name=name,
                     cross_bytes=other.cost(self.topology).cross_bytes,
                     seconds=alone_seconds(times, self.links),
                 )

@@ -49,8 +49,7 @@ class Timeline:
     def even(cls, *, variables: int, first_s: float, compute_s: float) -> Timeline:
         """Spreads gradients evenly over the backward pass, that of the last variable first.
 
-        Predicted steps hardly depend on more than the two times: see the study of issue 18,
-        section 2.
+        Predicted steps hardly depend on more than the two times.
 
         Args:
           variables: Number of variables.

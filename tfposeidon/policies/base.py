@@ -133,6 +133,9 @@ class Uniform(Policy):
 
     scheme: Scheme
 
+    def __str__(self) -> str:
+        return str(self.scheme)
+
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
         return Choice(self.scheme, "asked for")

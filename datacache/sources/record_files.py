@@ -1,0 +1,150 @@
+"""Examples in TFRecord files that other programs have written, as the usual ImageNet scripts do."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from typing_extensions import override
+
+from datacache.pool.index import Index
+from datacache.sources.source import IndexedSource, RandomSource, SourceError, digest
+from datacache.sources.tfrecord_format import TfRecords, find_all_records
+
+SEARCHES = 32
+"""Files that are searched at a time: on a file system of the network each read waits."""
+
+
+class RecordFilesSource(RandomSource, IndexedSource):
+    """Records of TFRecord files, see `from_tfrecords`.
+
+    Args:
+      paths: Paths of the files, in the order of the samples.
+      features: Features of each example; `None` for the bytes of records as they are.
+
+    Attributes:
+      identity: All that the samples depend on; see `Source`.
+      signature: `tf.TypeSpec` of each component; see `Source`.
+
+    Raises:
+      SourceError: If there is no file or no record, or a file is no TFRecord file or is cut off.
+    """
+
+    def __init__(self, paths: Sequence[str], features: Mapping[str, Any] | None) -> None:
+        self._features = None if features is None else dict(features)
+        self._names = [os.path.basename(path) for path in paths]
+        _check_form(paths[0])
+        with ThreadPoolExecutor(SEARCHES) as threads:
+            found = list(threads.map(_searched, paths))
+        self._files = [
+            TfRecords.known(path, entries) for path, (entries, _) in zip(paths, found, strict=True)
+        ]
+        self._ends = np.cumsum([len(entries) for entries, _ in found])
+        if not len(self):
+            raise SourceError(
+                f"A source must have samples. Received: {len(paths)} TFRecord file(s) without any "
+                f"record, {self._names[0]} first. Name other files."
+            )
+        about = [(name, *size) for name, (_, size) in zip(self._names, found, strict=True)]
+        self.identity = {"kind": "tfrecords", "files": digest(about), "features": repr(features)}
+        self.signature: Sequence[Any] = [tf.TensorSpec([], tf.string)]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __str__(self) -> str:
+        return f"{len(self._files)} TFRecord file(s)"
+
+    @override
+    def name(self, sample: int) -> str:
+        file, record = self._locate(sample)
+        return f"record {record} of {self._names[file]}"
+
+    @override
+    def read(self, sample: int) -> list[np.ndarray]:
+        file, record = self._locate(sample)
+        return [np.array(self._files[file].read(record), object)]
+
+    @override
+    def keep_index(self, index: Index) -> None:
+        for number, (file, end) in enumerate(zip(self._files, self._ends.tolist(), strict=True)):
+            file.keep_index(index, number, end)
+
+    @override
+    def decode(self, *stored: Any) -> Any:
+        if self._features is None:
+            return stored[0]
+        return tf.io.parse_single_example(stored[0], self._features)
+
+    def _locate(self, sample: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self._ends, sample, side="right"))
+        return file, sample - (int(self._ends[file - 1]) if file else 0)
+
+
+def from_tfrecords(
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    features: Mapping[str, Any] | None = None,
+) -> RecordFilesSource:
+    """Makes a source of the examples in TFRecord files.
+
+    `preprocess` receives a dictionary of the features of an example, or without `features` the
+    bytes of a record. Records are read by index: opening the source reads the header of each, some
+    microseconds on a local disk. Checksums within the files are not verified.
+
+    Args:
+      files: Pattern such as "/data/train-*", or the paths themselves. Files of a pattern are taken
+        in the order of their names.
+      features: Features by name, as `tf.io.parse_single_example` takes them; `None` parses nothing.
+
+    Returns:
+      Source of all records, file by file.
+
+    Raises:
+      SourceError: If no file is found, none has a record, or one is no TFRecord file, compressed or
+        cut off.
+
+    Example::
+
+        features = {
+            "image/encoded": tf.io.FixedLenFeature([], tf.string),
+            "image/class/label": tf.io.FixedLenFeature([], tf.int64),
+        }
+        source = datacache.from_tfrecords("/data/imagenet/train-*", features)
+    """
+    if isinstance(files, str | os.PathLike):
+        paths = sorted(glob.glob(os.fspath(files)))
+    else:
+        paths = [os.fspath(path) for path in files]
+    if not paths:
+        raise SourceError(
+            f"There must be files. Received: files={files!r}, which matches none. Name others."
+        )
+    return RecordFilesSource(paths, features)
+
+
+def _searched(path: str) -> tuple[np.ndarray, tuple[int, int]]:
+    """Returns where the records of a file are, and its size and time of change."""
+    try:
+        about = os.stat(path)
+        return find_all_records(path), (about.st_size, about.st_mtime_ns)
+    except OSError as error:
+        raise SourceError(
+            f"TFRecord files must be whole. Received: {error}. Copy or write {path} anew."
+        ) from error
+
+
+def _check_form(path: str) -> None:
+    """Refuses what is no TFRecord file, by the checksums of its first record."""
+    try:
+        for _ in tf.data.TFRecordDataset(path).take(1):
+            pass
+    except (tf.errors.DataLossError, tf.errors.OpError) as error:
+        raise SourceError(
+            f"Files must be TFRecord files, without compression. Received: {path} ({error.message})"
+            ". Name other files, or write them without compression."
+        ) from error

@@ -1,0 +1,152 @@
+"""TFRecord files, read by index."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import struct
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from datacache.native import read_file
+from datacache.pool.index import Index
+
+LENGTH_BYTES, HEADER_BYTES, CHECKSUM_BYTES = 8, 12, 4
+"""Bytes of a TFRecord: of its length, of the length with its checksum, and of the checksum behind
+the content."""
+
+
+class TfRecords:
+    """Records of a TFRecord file by index.
+
+    Args:
+      path: Path of the file.
+      skip: Index of the first record that is read.
+      take: Number of records from there on.
+    """
+
+    def __init__(self, path: str, skip: int, take: int) -> None:
+        self._path, self._skip = path, skip
+        # Size 0, so that the first read looks at the file: a kept index may reach behind its end.
+        self._lock, self._size = threading.Lock(), 0
+        # Offset of the content and length of each record, zeros where unknown. Of this process
+        # alone, until there is a pool beside which they are kept.
+        self._entries = np.zeros((take, 2), np.int64)
+        self._lock_index: Callable[[], contextlib.AbstractContextManager[None]] = (
+            contextlib.nullcontext
+        )
+
+    @classmethod
+    def known(cls, path: str, entries: np.ndarray) -> TfRecords:
+        """Returns all records of a file whose places are known.
+
+        Args:
+          path: Path of the file.
+          entries: Result of `find_all_records`.
+        """
+        records = cls(path, 0, len(entries))
+        records._entries, records._size = entries, os.path.getsize(path)
+        return records
+
+    def keep_index(self, index: Index, number: int, end: int) -> None:
+        """Uses what an index knows of the records, and adds to it what is found out.
+
+        Args:
+          index: Index that the processes of a node share.
+          number: Number of this file among those of the source.
+          end: Number of records in this file and all before it.
+        """
+        known, self._entries = self._entries, index.entries[end - len(self._entries) : end]
+        self._lock_index = functools.partial(index.locked_part, number)
+        if known.any() and not self._entries.any():
+            self._note(known)
+
+    def read(self, record: int) -> bytes:
+        """Returns the content of a record.
+
+        Args:
+          record: Its index in the file.
+
+        Raises:
+          OSError: If it cannot be read, or the file ends before.
+        """
+        content = self._content(record)
+        if content is None:
+            with self._lock, self._lock_index():
+                # Somebody else may have searched by now, or the file may have grown since.
+                self._size = os.path.getsize(self._path)
+                content = self._content(record)
+                if content is None:
+                    self._note(find_records(self._path, self._skip, len(self._entries)))
+                    content = self._content(record)
+        if content is None:
+            raise OSError(f"{self._path} ends before record {record}")
+        if len(content) < self._entries[record - self._skip, 1]:
+            raise OSError(f"{self._path} ends within record {record}")
+        return content
+
+    def _content(self, record: int) -> bytes | None:
+        """Returns a record; `None` if its begin is unknown, or something else is there."""
+        offset, length = self._entries[record - self._skip].tolist()
+        if not HEADER_BYTES <= offset <= offset + length <= self._size:
+            return None
+        content = read_file(self._path, offset - HEADER_BYTES, HEADER_BYTES + length)
+        return (
+            content[HEADER_BYTES:] if content[:LENGTH_BYTES] == struct.pack("<Q", length) else None
+        )
+
+    def _note(self, entries: np.ndarray) -> None:
+        # An entry counts once it has an offset, and other processes read while this one writes.
+        self._entries[:, 1] = entries[:, 1]
+        self._entries[:, 0] = entries[:, 0]
+
+
+def find_all_records(path: str) -> np.ndarray:
+    """Returns offset and length of the content of all records, `[records, 2]` int64, in bytes.
+
+    Only the headers of records are read.
+
+    Args:
+      path: Path of the file.
+
+    Raises:
+      OSError: If it cannot be read, or ends within a record.
+    """
+    size, offset = os.path.getsize(path), 0
+    entries: list[tuple[int, int]] = []
+    with open(path, "rb", buffering=0) as stream:
+        while offset < size:
+            header = os.pread(stream.fileno(), LENGTH_BYTES, offset)
+            (length,) = struct.unpack("<Q", header.ljust(LENGTH_BYTES, b"\0"))
+            entries.append((offset + HEADER_BYTES, length))
+            offset += HEADER_BYTES + length + CHECKSUM_BYTES
+    if offset != size:
+        raise OSError(f"{path} ends within record {len(entries) - 1}")
+    return np.array(entries, np.int64).reshape(-1, 2)
+
+
+def find_records(path: str, skip: int, take: int) -> np.ndarray:
+    """Returns offset and length of the content of records, `[take, 2]` int64, in bytes.
+
+    Rows are zeros where the file ends before. Only the headers of records are read.
+
+    Args:
+      path: Path of the file.
+      skip: Index of the first record.
+      take: Number of records.
+    """
+    size, offset = os.path.getsize(path), 0
+    entries = np.zeros((take, 2), np.int64)
+    with open(path, "rb") as stream:
+        for record in range(skip + take):
+            if offset + HEADER_BYTES > size:
+                break
+            stream.seek(offset)
+            (length,) = struct.unpack("<Q", stream.read(LENGTH_BYTES))
+            if record >= skip:
+                entries[record - skip] = offset + HEADER_BYTES, length
+            offset += HEADER_BYTES + length + CHECKSUM_BYTES
+    return entries

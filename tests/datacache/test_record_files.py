@@ -1,0 +1,107 @@
+"""Examples in TFRecord files: samples by number, and what is refused."""
+
+import os
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import datacache
+from datacache import SourceError
+from tests import drawn
+
+COUNTS = (5, 0, 8)
+SIZE = 12
+FEATURES = {
+    "image/encoded": tf.io.FixedLenFeature([], tf.string),
+    "image/class/label": tf.io.FixedLenFeature([], tf.int64),
+}
+
+
+def _example(number):
+    """Returns an example as the usual ImageNet scripts write them, whose classes begin at 1."""
+    encoded = tf.io.encode_png(drawn.image(number, SIZE)).numpy()
+    features = {
+        "image/encoded": tf.train.Feature(bytes_list=tf.train.BytesList(value=[encoded])),
+        "image/class/label": tf.train.Feature(
+            int64_list=tf.train.Int64List(value=[1 + number % drawn.CLASSES])
+        ),
+        "image/filename": tf.train.Feature(bytes_list=tf.train.BytesList(value=[b"unused"])),
+    }
+    return tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A pattern of files with several records each, one of them without any."""
+    first = 0
+    for shard, count in enumerate(COUNTS):
+        path = tmp_path / f"train-{shard:05}-of-{len(COUNTS):05}"
+        with tf.io.TFRecordWriter(str(path)) as writer:
+            for number in range(first, first + count):
+                writer.write(_example(number))
+        first += count
+    return tmp_path / "train-*"
+
+
+def _decoded(features):
+    image = tf.io.decode_png(features["image/encoded"], 3)
+    return tf.ensure_shape(image, [SIZE, SIZE, 3]), features["image/class/label"] - 1
+
+
+def test_samples_are_those_of_the_files(files, tmp_path):
+    source = datacache.from_tfrecords(files, FEATURES)
+    assert len(source) == sum(COUNTS)
+    assert source.name(6) == "record 1 of train-00002-of-00003"
+    cache = datacache.Cache(source, _decoded, memory=tmp_path / "memory")
+    for _ in range(2):
+        (images, labels) = next(iter(cache.dataset(sum(COUNTS), shuffle=False)))
+        for number in range(sum(COUNTS)):
+            np.testing.assert_array_equal(images[number], drawn.image(number, SIZE))
+            assert labels[number] == number % drawn.CLASSES
+    assert cache.stats().source_reads == sum(COUNTS)
+    cache.close()
+
+
+def test_records_come_as_they_are_without_features(files):
+    source = datacache.from_tfrecords(files)
+    for number in range(sum(COUNTS)):
+        (content,) = source.read(number)
+        assert content.item() == _example(number)
+
+
+def test_other_files_or_features_are_another_cache(files):
+    before = datacache.from_tfrecords(files, FEATURES).identity
+    assert datacache.from_tfrecords(files, FEATURES).identity == before
+    assert datacache.from_tfrecords(files).identity != before
+    path = files.parent / "train-00000-of-00003"
+    os.utime(path, ns=(0, 0))
+    assert datacache.from_tfrecords(files, FEATURES).identity != before
+
+
+def test_no_files(tmp_path):
+    with pytest.raises(SourceError, match=r"must be files. Received: files=.*which matches none"):
+        datacache.from_tfrecords(tmp_path / "train-*")
+
+
+def test_files_without_records(files):
+    with pytest.raises(SourceError, match=r"must have samples. Received: 1 TFRecord file"):
+        datacache.from_tfrecords([files.parent / "train-00001-of-00003"])
+
+
+@pytest.mark.parametrize("cut", [1, 9, 30])
+def test_a_file_that_is_cut_off(files, cut):
+    path = files.parent / "train-00002-of-00003"
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(SourceError, match=r"must be whole. Received: .*ends within record 7"):
+        datacache.from_tfrecords(files)
+
+
+def test_files_of_another_form(files, tmp_path):
+    path = str(tmp_path / "compressed")
+    with tf.io.TFRecordWriter(path, "GZIP") as writer:
+        writer.write(_example(0))
+    (tmp_path / "text").write_text("no records, but some words\n" * 10)
+    for other in (path, tmp_path / "text"):
+        with pytest.raises(SourceError, match="must be TFRecord files, without compression"):
+            datacache.from_tfrecords([other])
