@@ -80,7 +80,7 @@ def choose_plan(
     sizes = [bucket_bytes]
     if policy.leaves_open and timeline is not None and bucket_bytes == DEFAULT_BUCKET_BYTES:
         sizes = [round(factor * bucket_bytes) for factor in BUCKET_FACTORS]
-    attempts = search.with_default(search.attempts(options, sizes))
+    attempts = search.attempts(options, sizes)
     best = min(attempts, key=lambda attempt: attempt.step_s)
     attempts.append(search.mixed(best, options))
     # Plans of one scheme are easier to follow, so others have to be worth it.
@@ -88,6 +88,8 @@ def choose_plan(
         attempts.pop()
     if race is not None and policy.races:
         attempts = search.raced(attempts, race)
+    # Only now, as a race may make another bucket size the best of the default scheme.
+    attempts = search.with_default(attempts)
     chosen = attempts.pop(decide([attempt.prediction for attempt in attempts], policy.margin))
     ordered = [chosen, *sorted(attempts, key=lambda attempt: attempt.step_s)]
     return search.with_forecast(ordered, list(options.values()))
