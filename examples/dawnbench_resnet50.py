@@ -10,7 +10,7 @@ on when it is started again.
 """
 
 import argparse
-import contextlib
+import json
 import sys
 import threading
 from pathlib import Path
@@ -82,7 +82,31 @@ def parse_arguments():
     options = parser.parse_args()
     if options.out is None and not options.dry_run:
         parser.error("--out is needed: the folder of snapshots, records and plot")
+    if options.dry_run and options.preset != "paper":
+        parser.error("--dry-run is of the paper's preset, whose times on V100s are known")
     return options
+
+
+def keep_recipe(options):
+    """Writes what is trained beside the snapshots, and refuses to go on with something else."""
+    names = ("preset", "schedule", "shortest", "data", "precision", "seed")
+    own = {name: getattr(options, name) for name in names}
+    path = options.out / "recipe.json"
+    if tp.rank() == 0 and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(own))
+        part.replace(path)
+    tp.barrier()
+    kept = json.loads(path.read_text())
+    if kept != own:
+        different = [
+            f"{name}={own[name]} instead of {kept[name]}" for name in own if own[name] != kept[name]
+        ]
+        raise SystemExit(
+            f"--out must be of the same run. Received: {options.out}, with {', '.join(different)}. "
+            "Use another folder, or remove it"
+        )
 
 
 def images_of(options):
@@ -107,12 +131,12 @@ class Caches:
 
     def begin(self, size, next_size):
         """Returns the caches of one resolution, and begins to fill those of the next."""
-        for wanted in filter(None, (size, next_size)):
-            self._open_all(wanted)
         self._end_warming()
         # Nobody needs a resolution again, and its memory is for those that come.
         for old in [one for one in self._open if one not in (size, next_size)]:
             self._close(old)
+        for wanted in filter(None, (size, next_size)):
+            self._open_all(wanted)
         if next_size not in (None, size):
             self._warming = threading.Thread(target=self._warm, args=(next_size,), daemon=True)
             self._warming.start()
@@ -219,10 +243,13 @@ def main():
         forecast.show(recipe, model, *cluster, images.kept_side)
         return 0
     tp.init()
+    keep_recipe(options)
     found = images_of(options)
     model = compiled(recipe, found.classes, options)
-    with contextlib.closing(Caches(found, options)) as caches:
-        kept = train(model, recipe, caches, found.classes, options)
+    caches = Caches(found, options)
+    kept = train(model, recipe, caches, found.classes, options)
+    # Not where training fails: it waits for the other ranks, which wait for this one.
+    caches.close()
     if tp.rank() == 0:
         report(model, kept, options)
     return 0 if kept.reached else 1
@@ -237,7 +264,7 @@ def report(model, kept, options):
     if reached:
         print(
             f"time to {100 * kept.target:g} %: {reached['seconds']:.1f} s of training, "
-            f"{reached['epoch'] + 1} epochs; evaluation is left out"
+            f"{reached['epoch'] + 1} epochs; evaluation is left out" + kept.interruptions(reached)
         )
     else:
         print(f"{100 * kept.target:g} % was not reached in {last['seconds']:.1f} s of training")

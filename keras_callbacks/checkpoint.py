@@ -113,7 +113,8 @@ class Checkpoint(keras.callbacks.Callback):
         All ranks call it together. The snapshot is kept until then, so that nobody reads another.
 
         Raises:
-          SnapshotError: On all ranks, if there are snapshots and none is readable.
+          SnapshotError: On all ranks, if there are snapshots and none is readable, or the newest is
+            of another release.
         """
         self._read = self._newest()
         return 0 if self._read is None else int(self._read.meta["epoch"])
@@ -121,7 +122,10 @@ class Checkpoint(keras.callbacks.Callback):
     def _newest(self) -> Snapshot | None:
         """Returns the newest snapshot, if training is to go on from it."""
         self._files = Snapshots(self.folder, runtime.wire(), self.keep)
-        return self._files.read_latest() if self.resume else None
+        snapshot = self._files.read_latest() if self.resume else None
+        if snapshot is not None:
+            self._check_format(snapshot)
+        return snapshot
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -236,7 +240,6 @@ class Checkpoint(keras.callbacks.Callback):
     # --------------------------------------------------------------- restoring
 
     def _restore(self, snapshot: Snapshot) -> None:
-        self._check_format(snapshot)
         # Before the comparison, which would miss the variables of an optimizer that is not built.
         self._build_optimizers(snapshot)
         self._check(snapshot)

@@ -96,8 +96,9 @@ class ProgressiveResize(keras.callbacks.Callback):
     before each batch, with momentum correction: see `LearningRateSchedule`.
 
     Every rank needs this callback with the same phases. Put it before `Checkpoint`: a run that is
-    resumed in any phase equals one that was not interrupted. Callbacks of Keras that begin anew
-    with each `fit`, such as `EarlyStopping`, do so in each phase.
+    resumed in any phase equals one that was not interrupted. What Keras does in each `fit` is done
+    in each phase: callbacks such as `EarlyStopping` begin anew, and with `use_ema` weights become
+    their averages at its end. `scheme="auto"` plans again in each phase, as it computes longer.
 
     Args:
       phases: Phases in their order, one or more.
@@ -112,8 +113,9 @@ class ProgressiveResize(keras.callbacks.Callback):
 
     Raises:
       ValueError: If there is no phase, if some phases have a scheme or a momentum and the first has
-        none, or if a phase has no rate. In `fit`, if an epoch comes after the last phase, if the
-        optimizer has no such setting, or if `Checkpoint` comes before this callback.
+        none, or if a phase has no rate. In `fit`, if it goes beyond the phase of its epoch, if the
+        optimizer has no such setting, if the model has several optimizers, or if `Checkpoint` comes
+        before this callback.
 
     Source: Shi et al. 2021 (CommLib), section 5.6 and table 4.
 
@@ -215,14 +217,35 @@ class ProgressiveResize(keras.callbacks.Callback):
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
+        self._session = session.of(self.model)
+        if self._session.is_resumed:
+            raise ValueError(
+                "ProgressiveResize must come before Checkpoint in the list of callbacks. Received: "
+                "after it."
+            )
+        if len(optimizers(self.model)) > 1:
+            raise ValueError(
+                "ProgressiveResize sets the rate of one optimizer. Received: a model with "
+                f"{len(optimizers(self.model))}. Set rates by a LearningRateSchedule for each, and "
+                "schemes by a SchemeSchedule."
+            )
         for callback in self._callbacks:
             callback.on_train_begin(logs)
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         phase = self.phase_at(epoch)
+        if self.params["epochs"] > phase.end_epoch:
+            raise ValueError(
+                f"A `fit` must end with the phase of its epochs. Received: epoch {epoch}, of the "
+                f"phase of {phase.size} pixels up to epoch {phase.end_epoch - 1}, in a fit up to "
+                f"epoch {self.params['epochs'] - 1}. Train phase by phase what remaining() "
+                "returns; after a phase that has stopped early, ask for it again."
+            )
         if phase is not self._phase:
             self._begin(phase)
+            if epoch == phase.first_epoch and not self._session.is_skipping:
+                self._session.forget_times()
         for callback in self._callbacks:
             callback.on_epoch_begin(epoch, logs)
 
@@ -249,7 +272,7 @@ class ProgressiveResize(keras.callbacks.Callback):
             if value is not None:
                 for optimizer in optimizers(self.model):
                     _set(innermost(optimizer), name, value)
-        session.of(self.model).retrace()
+        self._session.retrace()
         # Graphs refer to themselves, so that memory is not free before they are collected.
         gc.collect()
         runtime.say("tfposeidon: %s", self._line(phase))

@@ -20,9 +20,9 @@ class SchemeSchedule(keras.callbacks.Callback):
     an epoch begins with a change, its first steps still go by the old scheme, which then sends
     densely all that it has kept; after the first such step that counts (means are finite, and the
     rate is not 0) the step is traced anew with the new scheme. Where ranks end an epoch with the
-    first one that is out of data, it is the last step of the epoch before that sends what was kept,
-    if that epoch has as many steps as the one before it; otherwise the change waits for the next
-    epoch. Velocities of momentum correction start anew.
+    first one that is out of data, it is the last exchange of the epoch before that sends what was
+    kept. For that the length of the epoch must be known, from the data or from the epoch before it;
+    otherwise the change waits for the next epoch. Velocities of momentum correction start anew.
 
     Every rank needs this callback with the same schedule. Put it before `Checkpoint`: a resumed run
     then goes on with the scheme that it was saved with.
@@ -64,6 +64,8 @@ class SchemeSchedule(keras.callbacks.Callback):
         self._optimizers: list[Any] = []
         self._is_skipping = False
         self._epoch = self._batches = self._batches_before = 0
+        # Whether schemes were told to send everything before an epoch that changes them.
+        self._flushes_ahead = False
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
@@ -82,15 +84,22 @@ class SchemeSchedule(keras.callbacks.Callback):
             )
         self._session.announce_scheme_changes()
         # Epochs of this `fit` may have another length than those of the last one.
-        self._batches = 0
+        self._batches = self.params.get("steps") or 0
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batches_before, self._batches = epoch, self._batches, 0
+        # Ranks that end an epoch together keep their exchange to its end, resumed ones too.
+        if self._session.watches_absence and self._session.is_skipping:
+            return
         # A change that the last epoch could not make.
         self._change_if_flushed()
-        wanted = self._wanted_at(epoch)
+        wanted, was_flushed = self._wanted_at(epoch), self._flushes_ahead
+        self._flushes_ahead = False
         if self._goes_by(wanted):
+            if was_flushed:
+                # Another `fit` than the one that was to follow: schemes would stay dense.
+                self._session.change_scheme(wanted)
             return
         if self.verbose:
             runtime.say("tfposeidon: epoch %d goes by %s.", epoch, wanted)
@@ -112,14 +121,18 @@ class SchemeSchedule(keras.callbacks.Callback):
         # Ranks that end an epoch together need the exchange that they know until its end.
         if not self._session.watches_absence:
             self._change_if_flushed()
-        elif self._changes_after_next_batch:
+        elif self._is_time_to_flush and not self._goes_by(self._wanted_at(self._epoch + 1)):
+            self._flushes_ahead = True
             self._session.flush()
 
     @property
-    def _changes_after_next_batch(self) -> bool:
-        """True before the last batch of an epoch, if the next one goes by another scheme."""
-        is_before_last = self._batches == self._batches_before - 1 and self._next is None
-        return is_before_last and not self._goes_by(self._wanted_at(self._epoch + 1))
+    def _is_time_to_flush(self) -> bool:
+        """True once a single exchange of the epoch is left, by the length that it should have."""
+        if self._flushes_ahead or self._next is not None:
+            return False
+        calls = max(one.gradient_accumulation_steps or 1 for one in self._optimizers)
+        left = self._batches_before - self._batches
+        return 0 < left <= max(calls, self.model.steps_per_execution)
 
     def _wanted_at(self, epoch: int) -> policies.Policy:
         return self.schedule[max(start for start in self.schedule if start <= epoch)]

@@ -119,8 +119,11 @@ def find_all_records(path: str) -> np.ndarray:
     entries: list[tuple[int, int]] = []
     with open(path, "rb", buffering=0) as stream:
         while offset < size:
-            header = os.pread(stream.fileno(), LENGTH_BYTES, offset)
-            (length,) = struct.unpack("<Q", header.ljust(LENGTH_BYTES, b"\0"))
+            header = os.pread(stream.fileno(), HEADER_BYTES, offset)
+            if not any(header):
+                # Of a file that was made larger than what was written; no checksum is 0.
+                raise OSError(f"{path} has zeros where record {len(entries)} should begin")
+            (length,) = struct.unpack("<Q", header[:LENGTH_BYTES].ljust(LENGTH_BYTES, b"\0"))
             entries.append((offset + HEADER_BYTES, length))
             offset += HEADER_BYTES + length + CHECKSUM_BYTES
     if offset != size:

@@ -53,7 +53,8 @@ def open_images(data):
       SystemExit: If there are no such images.
     """
     if data.startswith("tfds:"):
-        return _of_tfds(*data.removeprefix("tfds:").split("@"))
+        name, _, folder = data.removeprefix("tfds:").partition("@")
+        return _of_tfds(name, folder or None)
     folder = Path(data)
     records = {name: sorted(folder.glob(f"{name}-*")) for name in ("train", *TEST_NAMES)}
     test = next((name for name in TEST_NAMES if records[name] or (folder / name).is_dir()), None)
@@ -62,6 +63,12 @@ def open_images(data):
         return Images(*sources, RECORD_CLASSES, _pair_of_record)
     if test and (folder / "train").is_dir():
         sources = [datacache.from_folder(folder / name) for name in ("train", test)]
+        if sources[0].class_names != sources[1].class_names:
+            different = set(sources[0].class_names) ^ set(sources[1].class_names)
+            raise SystemExit(
+                f"train and {test} must have the same classes. Received: {data}, where one has no "
+                f"{', '.join(sorted(different)[:3])}. Add the folders that are missing"
+            )
         return Images(
             *sources, len(sources[0].class_names), lambda contents, label: (contents, label)
         )
@@ -72,24 +79,33 @@ def open_images(data):
     )
 
 
-def _of_tfds(name, folder=None):
+def _of_tfds(name, folder):
     import tensorflow_datasets as tfds
 
     builder = tfds.builder(name, data_dir=folder)
     undecoded = {"image": tfds.decode.SkipDecoding()}
-    test = next(one for one in ("validation", "test") if one in builder.info.splits)
+    test = next((one for one in ("validation", "test") if one in builder.info.splits), None)
+    if test is None:
+        raise SystemExit(
+            f"--data must have images to test on. Received: tfds:{name} with the splits "
+            f"{', '.join(builder.info.splits)}. Take a builder with a validation or test split"
+        )
     sources = [datacache.from_tfds(builder, one, decoders=undecoded) for one in ("train", test)]
     classes = builder.info.features["label"].num_classes
     return Images(*sources, classes, lambda features: (features["image"], features["label"]))
 
 
 def _pair_of_record(features):
-    return features["image/encoded"], features["image/class/label"] - 1
+    label = features["image/class/label"]
+    with tf.control_dependencies(
+        [tf.debugging.assert_positive(label, "classes of TFRecords must begin at 1, as ImageNet's")]
+    ):
+        return features["image/encoded"], label - 1
 
 
 def kept_side(size):
     """Returns the side of the images that the cache keeps for crops of a size."""
-    return math.ceil(MARGIN * size)
+    return round(MARGIN * size)
 
 
 def decoded(size, pair, *sample):
@@ -129,15 +145,15 @@ def cache_of(source, pair, size, **options):
 def training_batches(cache, size, global_batch, classes, seed):
     """Returns this rank's batches of random crops, another half of which is mirrored each time.
 
-    Crops and mirrors are drawn anew in each epoch, by the number of the batch, so that a run that
-    is resumed sees the same ones.
+    Crops and mirrors are drawn anew in each epoch, by what is in the batch, so that a run that is
+    resumed sees the same ones.
 
     Args:
       cache: Cache for the resolution.
       size: Side of the crops, in pixels.
       global_batch: Samples of a step on all ranks together.
       classes: Number of classes.
-      seed: Seed of the order, and of this rank's crops.
+      seed: Seed of the order.
 
     Returns:
       The cache's dataset, for `CachePosition`, and that of batches for `fit`.

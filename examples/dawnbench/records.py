@@ -15,7 +15,9 @@ class Records(keras.callbacks.Callback):
 
     Time is counted as DAWNBench does: from the begin of the first epoch to the end of one, with
     what lies between phases, and without evaluation. A resumed run goes on with the time of the
-    last line that its snapshot has seen. Rank 0 writes; give the callback to all ranks.
+    last line that its snapshot has seen; what was trained of an epoch before an interruption counts
+    once, or not at all, and lines tell how often that was. Rank 0 writes; give the callback to all
+    ranks.
 
     Args:
       path: File of the lines.
@@ -28,7 +30,7 @@ class Records(keras.callbacks.Callback):
         super().__init__()
         self.path, self.resize, self.metric, self.target = path, resize, metric, target
         self.lines, self._evaluated_s, self._begin_s = [], 0.0, None
-        self._before_s = 0.0
+        self._before_s, self._interrupted = 0.0, 0
 
     @property
     def reached(self):
@@ -44,7 +46,14 @@ class Records(keras.callbacks.Callback):
         kept = self.path.read_text().splitlines() if self.path.exists() else []
         self.lines = [line for line in map(json.loads, kept) if line["epoch"] < epoch]
         self._before_s = self.lines[-1]["seconds"] if self.lines else 0.0
+        if self.lines or epoch:
+            self._interrupted = 1 + (self.lines[-1]["interrupted"] if self.lines else 0)
         self._write()
+
+    def interruptions(self, line):
+        """Returns a text on the interruptions before a line; nothing without any."""
+        count = line["interrupted"]
+        return f"; {count} interruption(s), and what was trained again is left out" if count else ""
 
     @override
     def on_epoch_begin(self, epoch, logs=None):
@@ -67,7 +76,7 @@ class Records(keras.callbacks.Callback):
         phase = self.resize.phase_at(epoch)
         line = {"epoch": epoch, "seconds": self._before_s + trained_s}
         line |= {"pixels": phase.size, "batch": phase.batch * tp.size()}
-        line |= {"scheme": str(self.model.optimizer.policy)}
+        line |= {"scheme": str(self.model.optimizer.policy), "interrupted": self._interrupted}
         self.lines.append(line | {name: float(value) for name, value in (logs or {}).items()})
         if tp.rank() == 0:
             self._write()

@@ -97,6 +97,13 @@ def test_a_file_that_is_cut_off(files, cut):
         datacache.from_tfrecords(files)
 
 
+def test_a_file_that_ends_in_zeros(files):
+    path = files.parent / "train-00000-of-00003"
+    path.write_bytes(path.read_bytes() + bytes(64))
+    with pytest.raises(SourceError, match=r"must be whole. Received: .*zeros where record 5"):
+        datacache.from_tfrecords(files)
+
+
 def test_files_of_another_form(files, tmp_path):
     path = str(tmp_path / "compressed")
     with tf.io.TFRecordWriter(path, "GZIP") as writer:

@@ -136,8 +136,28 @@ def test_what_the_optimizer_lacks_is_refused():
         train(compiled(momentum=0.0), ProgressiveResize([phase], 0.1))
 
 
+def test_a_fit_over_several_phases_is_refused(tmp_path):
+    """Also where one before has stopped early: its snapshot is of another phase's images."""
+    phases = [Phase(epochs=2, size=6, batch=4), Phase(epochs=1, size=8, batch=4)]
+    message = r"must end with the phase of its epochs. Received: epoch 1, of the phase of 6 pixels"
+    resize, checkpoint = ProgressiveResize(phases, 0.1), keras_callbacks.Checkpoint(tmp_path)
+    model, fit = compiled(), {"shuffle": False, "verbose": 0, "callbacks": [resize, checkpoint]}
+    model.fit(data_of(phases[0]), epochs=1, **fit)
+    with pytest.raises(ValueError, match=message):
+        model.fit(data_of(resize.phases[1]), initial_epoch=2, epochs=3, **fit)
+
+
+def test_it_comes_before_checkpoint(tmp_path):
+    resize, checkpoint = ProgressiveResize([PHASE], 0.1), keras_callbacks.Checkpoint(tmp_path)
+    train(compiled(), resize, checkpoint)
+    with pytest.raises(ValueError, match="must come before Checkpoint"):
+        compiled().fit(data_of(PHASE), shuffle=False, callbacks=[checkpoint, resize])
+
+
 def test_epochs_beyond_the_last_phase_are_refused():
     with pytest.raises(ValueError, match=r"0 to 0. Received: epoch 1"):
+        ProgressiveResize([PHASE], 0.1).phase_at(1)
+    with pytest.raises(ValueError, match=r"must end with the phase"):
         compiled().fit(
             data_of(PHASE), epochs=2, callbacks=[ProgressiveResize([PHASE], 0.1)], shuffle=False
         )

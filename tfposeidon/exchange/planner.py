@@ -164,6 +164,10 @@ class Planner:
         """
         self._measured |= measured
 
+    def forget_times(self) -> None:
+        """Forgets what steps have measured, so that they are timed and planned by once more."""
+        self._measured.clear()
+
     def leave(self, plan: Plan) -> None:
         """Notes that steps no longer follow a plan: none comes back.
 

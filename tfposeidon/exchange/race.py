@@ -15,6 +15,7 @@ from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.gradients.description import Description
 from tfposeidon.gradients.embedding_rows import Rows
 from tfposeidon.gradients.factors import Factors
+from tfposeidon.planning.measurement import without_collections
 from tfposeidon.planning.plan import Plan
 
 ROUNDS, BUDGET_S = 7, 2.0
@@ -63,6 +64,7 @@ class Race:
         return [self.known[plan.digest] for plan in plans]
 
 
+@without_collections()
 def _timed(plans: Sequence[Plan], wire: Wire, prefix: str) -> list[float]:
     zeros = Zeros()
     runs = [_Run(plan, wire, zeros, f"{prefix}.{index}") for index, plan in enumerate(plans)]

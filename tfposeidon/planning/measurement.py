@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -38,6 +40,28 @@ SIDE, ROWS = 2048, 128
 """Sides of the matrix, and rows of the factors, of the product that is timed."""
 
 
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Keeps Python's garbage collector from running, which may take a second beside large graphs.
+
+    On one rank it would hold all others up, and the time would count as that of the link.
+
+    >>> with without_collections():
+    ...     gc.isenabled()
+    False
+    >>> gc.isenabled()
+    True
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@without_collections()
 def measure(wire: Wire, budget_s: float = BUDGET_S) -> Links:
     """Measures the links of a job; all ranks call it together.
 

@@ -163,6 +163,11 @@ class Session:
         """True if a step that counted has sent everything since `flush`; on all ranks alike."""
         return all(optimizer.exchange.has_flushed for optimizer in self.optimizers)
 
+    def forget_times(self) -> None:
+        """Forgets how long steps compute, where plans are made by it: they are about to differ."""
+        for optimizer in self.optimizers:
+            optimizer.exchange.plans.planner.forget_times()
+
     def change_scheme(self, policy: Policy) -> None:
         """Exchanges by other schemes from the next step on, which is traced anew.
 
