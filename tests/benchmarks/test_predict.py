@@ -87,7 +87,7 @@ def test_exchanges_that_follow_the_model_are_predicted(rows):
 
 def test_steps_are_no_shorter_than_their_computation(rows, capsys):
     found = list(predict_steps.compared(rows))
-    assert {row["file"] for row in found} == {"scaling", "overview"}
+    assert {row["file"] for row in found} == {"scaling", "overview", "auto"}
     assert {row["layout"] for row in found} == {LAYOUT}
     assert len(found) > 30
     for row in found:
