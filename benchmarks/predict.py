@@ -134,7 +134,9 @@ def show(rows, some, holds):
         if key not in rows[0]:
             continue
         for value in dict.fromkeys(row[key] for row in rows):
-            groups[value] = lambda row, key=key, value=value: row[key] == value
+            # A file may have the name of a system.
+            name = f"{value}.json" if key == "file" else value
+            groups[name] = lambda row, key=key, value=value: row[key] == value
     for value in figures.in_order({row["system"] for row in rows}):
         groups[value] = lambda row, value=value: row["system"] == value
     found = {name: [row for row in rows if holds(row)] for name, holds in groups.items()}
