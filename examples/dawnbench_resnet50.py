@@ -72,6 +72,15 @@ def parse_arguments():
         "--snapshot-steps", type=int, help="steps between snapshots within epochs (none)"
     )
     parser.add_argument(
+        "--without",
+        nargs="*",
+        default=[],
+        choices=["cache", "resizing", "lars"],
+        help="parts to leave out, to see what each brings: cache reads and decodes each image in "
+        "each epoch, resizing trains at the largest resolution throughout, lars by SGD; without "
+        "the sparse phase is --schedule 2dtar (none)",
+    )
+    parser.add_argument(
         "--shortest",
         action="store_true",
         help="train one epoch a phase, on few images where they are drawn, to see that all of it "
@@ -89,7 +98,7 @@ def parse_arguments():
 
 def keep_recipe(options):
     """Writes what is trained beside the snapshots, and refuses to go on with something else."""
-    names = ("preset", "schedule", "shortest", "data", "precision", "seed")
+    names = ("preset", "schedule", "shortest", "without", "data", "precision", "seed")
     own = {name: getattr(options, name) for name in names}
     path = options.out / "recipe.json"
     if tp.rank() == 0 and not path.exists():
@@ -145,6 +154,8 @@ class Caches:
     def _open_all(self, size):
         if size not in self._open:
             where = {"memory": self._options.memory, "disk": self._options.disk, "budget": "40%"}
+            if "cache" in self._options.without:
+                where = {"memory": None}
             self._open[size] = [
                 images.cache_of(source, self._found.pair, size, **where)
                 for source in (self._found.train, self._found.test)
@@ -174,11 +185,15 @@ def compiled(recipe, classes, options):
     keras.config.set_dtype_policy(options.precision)
     keras.utils.set_random_seed(options.seed)
     model = resnet.resnet(classes=classes, **recipe.model)
-    lars = tp.optimizers.LARS(
-        recipe.rate_at(0.0, tp.size()), recipe.momentum, weight_decay=recipe.weight_decay
-    )
+    rate, momentum = recipe.rate_at(0.0, tp.size()), recipe.momentum
+    if "lars" in options.without:
+        optimizer = keras.optimizers.SGD(rate, momentum, weight_decay=recipe.weight_decay)
+        # As LARS does.
+        optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
+    else:
+        optimizer = tp.optimizers.LARS(rate, momentum, weight_decay=recipe.weight_decay)
     model.compile(
-        optimizer=tp.DistributedOptimizer(lars, scheme=recipe.phases[0].scheme),
+        optimizer=tp.DistributedOptimizer(optimizer, scheme=recipe.phases[0].scheme),
         loss=keras.losses.CategoricalCrossentropy(
             from_logits=True, label_smoothing=recipe.smoothing
         ),
@@ -236,7 +251,7 @@ def tensorboard(options):
 
 def main():
     options = parse_arguments()
-    recipe = recipes.recipe(options.preset, options.schedule, options.shortest)
+    recipe = recipes.recipe(options.preset, options.schedule, options.shortest, options.without)
     if options.dry_run:
         model = resnet.resnet(classes=1000, **recipe.model)
         cluster = (options.nodes, options.per_node, options.network)

@@ -14,6 +14,7 @@ class Recipe:
       phases: Resolutions, batches and epochs.
       model: Arguments of `resnet`, but for the classes.
       peak_rate: Learning rate of LARS after the warm-up, for a global batch of `rate_batch`.
+      sgd_rate: The same of SGD, where it takes the place of LARS.
       rate_batch: Global batch for which `peak_rate` is meant; it grows with the batch.
       warmup_epochs: Epochs in which the rate rises to its peak.
       power: Exponent of the decay after that.
@@ -27,6 +28,7 @@ class Recipe:
     phases: tuple[Phase, ...]
     model: dict
     peak_rate: float
+    sgd_rate: float
     rate_batch: int
     warmup_epochs: float
     power: float = 2.0
@@ -79,6 +81,7 @@ RECIPES = {
         ),
         model={"blocks": (3, 4, 6, 3), "width": 64},
         peak_rate=29.0,
+        sgd_rate=12.8,  # 0.1 for a batch of 256
         rate_batch=32768,
         warmup_epochs=5.0,
     ),
@@ -91,6 +94,7 @@ RECIPES = {
         ),
         model={"blocks": (1, 1, 1), "width": 16, "bottleneck": False, "large_stem": False},
         peak_rate=8.0,
+        sgd_rate=0.1,
         rate_batch=64,
         warmup_epochs=1.0,
         top=1,
@@ -98,17 +102,23 @@ RECIPES = {
 }
 
 
-def recipe(preset, schedule, shortest=False):
+def recipe(preset, schedule, shortest=False, without=()):
     """Returns a recipe, with the schemes of a schedule in its phases.
 
     Args:
       preset: Name in `RECIPES`.
       schedule: Name in `SCHEDULES`.
       shortest: True for one epoch in each phase, and for a target that any model reaches.
+      without: Parts to leave out: "resizing" trains all phases at the last one's resolution, "lars"
+        by SGD.
     """
     found, (first, later) = RECIPES[preset], SCHEDULES[schedule]
     phases = [replace(phase, scheme=later) for phase in found.phases]
     if shortest:
         phases = [replace(phase, epochs=1) for phase in phases]
         found = replace(found, warmup_epochs=1.0, target=0.0)
+    if "resizing" in without:
+        phases = [replace(phase, size=phases[-1].size) for phase in phases]
+    if "lars" in without:
+        found = replace(found, peak_rate=found.sgd_rate)
     return replace(found, phases=(replace(phases[0], scheme=first), *phases[1:]))
