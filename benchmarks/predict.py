@@ -19,6 +19,7 @@ long as they are told to, and exchanges take what the same links and speeds pred
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import statistics
 from pathlib import Path
@@ -90,8 +91,22 @@ def predicted(system, size, topology, links, burst_s=0.0):
     else:
         scheme, length = scheme_named(system), int(size)
     times = seconds.stage_times(scheme, length, 4, factors, topology, links)
+    if not scheme.loads_evenly:
+        times = [alone_in_the_lab(time, topology.size) for time in times]
     free_s = sum(min(burst_s, time.load_s) for time in times if time.crosses_nodes)
     return seconds.alone_seconds(times, links) - free_s
+
+
+def alone_in_the_lab(time, ranks):
+    """Returns the time of a stage whose work one rank does for all, on cores that all share.
+
+    Speeds of ranks are measured with all at work, as each has cores of its own on a real cluster.
+
+    Args:
+      time: Time of the stage, as if all ranks were at it.
+      ranks: Number of ranks.
+    """
+    return dataclasses.replace(time, load_s=time.load_s / ranks) if not time.operation else time
 
 
 def error(row):
