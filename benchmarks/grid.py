@@ -4,6 +4,7 @@ import dataclasses
 import statistics
 
 from benchmarks import exchange
+from benchmarks.exchange import LOCAL_WORK
 from benchmarks.exchanges import DENSITIES, PRODUCT_ROWS
 from tfposeidon.communication.topology import Topology
 from tfposeidon.planning import estimate
@@ -45,6 +46,9 @@ def links_of(rows, layout, rate):
       layout: "MxN", nodes x ranks on each.
       rate: Rate of the links between nodes, such as "200mbit", or "unshaped".
     """
+    if (layout, "unshaped", LOCAL_WORK[-1], str(WORK)) not in rows:
+        # A layout that is still being measured.
+        return None
     topology, near = topology_of(layout), MEASURED_NEAR.get(rate, rate)
     probes, samples = [], {}
     for one in (*small_probes(topology), *large_probes(topology)):
