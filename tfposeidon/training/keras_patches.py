@@ -164,6 +164,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     if not session.optimizers_of(model):
         return original(*call.args, **call.kwargs)
     call.apply_defaults()
+    session.of(model).begin_fit()
     _prepare(model, call.arguments)
     if call.arguments["verbose"] == "auto" and runtime.rank() != 0:
         call.arguments["verbose"] = 0

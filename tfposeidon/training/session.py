@@ -122,6 +122,13 @@ class Session:
         """True if a callback changes the schemes."""
         return self._has_scheme_changes
 
+    def begin_fit(self) -> None:
+        """Forgets what a `fit` that was interrupted has left: its begin, and batches to drop."""
+        self.begin_where_asked()
+        left = self._model.train_function
+        if isinstance(left, SkipBatches):
+            self._model.train_function = left.train
+
     def resume_at(self, epoch: int, batches: int) -> None:
         """Makes the `fit` that begins go on in the middle of an earlier one.
 

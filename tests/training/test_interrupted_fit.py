@@ -1,0 +1,64 @@
+"""A `fit` that is interrupted, as in a notebook, leaves nothing that the next one stumbles over."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.on_ranks import models
+
+STEPS = 4
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Interrupts a run as a user's Ctrl-C does, before or after a batch."""
+
+    def __init__(self, before=None, after=None):
+        super().__init__()
+        self.before, self.after = before, after
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == self.before:
+            raise KeyboardInterrupt
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.after:
+            raise KeyboardInterrupt
+
+
+def _compiled():
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(3)
+    model = models.mlp()
+    model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss=models.LOSS)
+    return model
+
+
+def _fit(model, folder, *callbacks):
+    x, y = models.mlp.data(4 * STEPS)
+    schedule = keras_callbacks.SchemeSchedule({0: "asa"})
+    checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps=1)
+    model.fit(
+        x,
+        y,
+        batch_size=4,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=[schedule, checkpoint, *callbacks],
+    )
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+def test_a_fit_after_an_interrupted_resume(tmp_path, before):
+    """Interrupted while it drops the batches that were trained on before, and behind them."""
+    with pytest.raises(KeyboardInterrupt):
+        _fit(_compiled(), tmp_path / "a", Interrupt(after=2))
+    model = _compiled()
+    with pytest.raises(KeyboardInterrupt):
+        _fit(model, tmp_path / "a", Interrupt(before=before))
+    expected = _fit(_compiled(), tmp_path / "b")
+    for one, other in zip(_fit(model, tmp_path / "a"), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
