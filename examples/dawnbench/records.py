@@ -16,7 +16,7 @@ class Records(keras.callbacks.Callback):
     Time is counted as DAWNBench does: from the begin of the first epoch to the end of one, with
     what lies between phases, and without evaluation. A resumed run goes on with the time of the
     last line that its snapshot has seen; what was trained of an epoch before an interruption counts
-    once, or not at all, and lines tell how often that was. Rank 0 writes; give the callback to all
+    once, or not at all, and lines tell of how many epochs that holds. Rank 0 writes; give the callback to all
     ranks.
 
     Args:
@@ -43,17 +43,18 @@ class Records(keras.callbacks.Callback):
         Args:
           epoch: Index of the epoch to go on with; 0 for a new run.
         """
-        kept = self.path.read_text().splitlines() if self.path.exists() else []
+        was_begun = self.path.exists()
+        kept = self.path.read_text().splitlines() if was_begun else []
         self.lines = [line for line in map(json.loads, kept) if line["epoch"] < epoch]
         self._before_s = self.lines[-1]["seconds"] if self.lines else 0.0
-        if self.lines or epoch:
+        if was_begun:
             self._interrupted = 1 + (self.lines[-1]["interrupted"] if self.lines else 0)
         self._write()
 
     def interruptions(self, line):
         """Returns a text on the interruptions before a line; nothing without any."""
         count = line["interrupted"]
-        return f"; {count} interruption(s), and what was trained again is left out" if count else ""
+        return f"; interrupted in {count} epoch(s), whose lost time is left out" if count else ""
 
     @override
     def on_epoch_begin(self, epoch, logs=None):

@@ -1,14 +1,16 @@
 """Examples, as a user would start them."""
 
 import json
+import random
 import re
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, ahead, horovodrun, lab
+from tests.launch import ROOT, ahead, finish, horovodrun, kill, lab
 
 EXAMPLES = ROOT / "examples"
 SCRIPT = EXAMPLES / "image_folder.py"
@@ -118,6 +120,52 @@ def test_dawnbench(outcome):
 
 SIZES = [(24, 64), (32, 64), (48, 64), (64, 32)]
 """Pixels and global batch of the small run's phases."""
+
+
+KILLED_AFTER = (3, 15, 27, 41)
+"""Snapshots after which the small run is killed: in each of its phases."""
+
+
+def newest_snapshot(out):
+    names = sorted(path.name for path in out.glob("snapshots/snapshot-*"))
+    return int(names[-1].rpartition("-")[2]) if names else 0
+
+
+def killed_dawnbench():
+    """Runs the small run whole, and once more with kills; returns both outputs and the kills."""
+    pauses = random.Random(0)
+    script, ranks = EXAMPLES / "dawnbench_resnet50.py", 2
+    options = ("--preset", "tiny", "--shortest", "--snapshot-steps", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        where = [
+            ("--out", Path(folder) / name, "--memory", f"{folder}/memory")
+            for name in ("whole", "killed")
+        ]
+        whole, kills = horovodrun(ranks, script, *options, *where[0]), 0
+        for number in KILLED_AFTER:
+            process = horovodrun(ranks, script, *options, *where[1], background=True)
+            while newest_snapshot(where[1][1]) < number and process.poll() is None:
+                time.sleep(0.02)
+            # While it trains, or while it writes.
+            time.sleep(pauses.uniform(0, 0.1))
+            kills += process.poll() is None
+            kill(process)
+            finish(process)
+        return whole, horovodrun(ranks, script, *options, *where[1]), kills
+
+
+@ahead(killed_dawnbench)
+def test_dawnbench_killed_in_each_phase(outcome):
+    """Started again each time, it ends with the weights of a run that nobody has killed."""
+    whole, resumed, kills = outcome
+    assert kills == len(KILLED_AFTER)
+    weights = []
+    for done in (whole, resumed):
+        assert done.returncode == 0, done.stdout[-4000:]
+        weights.append(re.search(r"weights ([0-9a-f]{8})", done.stdout)[1])
+    assert weights[0] == weights[1]
+    assert "interrupted in 1 epoch(s)" in resumed.stdout
+    assert "interrupted" not in whole.stdout
 
 
 def test_no_example_is_forgotten():
