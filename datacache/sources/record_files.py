@@ -97,8 +97,8 @@ def from_tfrecords(
     microseconds on a local disk. Checksums within the files are not verified.
 
     Args:
-      files: Pattern such as "/data/train-*", or the paths themselves. Files of a pattern are taken
-        in the order of their names.
+      files: Pattern such as `"/data/train-*"`, or the paths themselves. Files of a pattern are
+        taken in the order of their names.
       features: Features by name, as `tf.io.parse_single_example` takes them; `None` parses nothing.
 
     Returns:
