@@ -89,16 +89,17 @@ def small_time(rows, layout, rate, name):
 
 
 def large_time(rows, layout, rate, name):
-    """Returns length and seconds of the shortest collective that takes as long as probes do.
+    """Returns length and seconds of the shortest collective whose bytes take as long as probes do.
 
     It is the longest, if none takes that long; `None` if there is none at all.
     """
+    _, latency_s = small_time(rows, layout, rate, name) or (SMALL, 0.0)
     found = [
         (length, row["time_s"])
         for length in LARGE
         if (row := rows.get((layout, rate, name, str(length))))
     ]
-    long = [one for one in found if one[1] >= LONG_ENOUGH_S]
+    long = [one for one in found if one[1] >= latency_s + LONG_ENOUGH_S]
     return (long or found[-1:] or [None])[0]
 
 
