@@ -17,7 +17,14 @@ import tensorflow as tf
 from tfposeidon import ops
 from tfposeidon.communication.links import Links, Rates
 from tfposeidon.communication.wire import Wire, exchange_objects
-from tfposeidon.planning.estimate import FEWEST_ROUNDS, estimate_links, quantile, rates_of, rounded
+from tfposeidon.planning.estimate import (
+    FEWEST_ROUNDS,
+    LEAST_S,
+    estimate_links,
+    quantile,
+    rates_of,
+    rounded,
+)
 from tfposeidon.planning.probes import (
     FEW_ELEMENTS,
     LONG_ENOUGH_S,
@@ -101,7 +108,9 @@ def measure(wire: Wire, budget_s: float = BUDGET_S) -> Links:
         if number and is_late:
             break
         if number < GROWING_ROUNDS:
-            lengths = _grown(long.probes, lengths, slowest.tolist(), samples)
+            shortest = np.max([np.min(often, axis=0) for _, often, _ in everybody], axis=0)
+            bytes_s = _without_latency(long.probes, slowest, short.probes, shortest)
+            lengths = _grown(long.probes, lengths, bytes_s, samples)
     probes = [
         *short.probes,
         *(replace(one, length=length) for one, length in zip(long.probes, lengths, strict=True)),
@@ -133,6 +142,21 @@ def _surroundings(wire: Wire) -> tuple[tuple[str, ...], float]:
     return hosts_of(wire), max(exchange_objects(mine, wire, "tp.links.ranks_per_core"))
 
 
+def _without_latency(
+    probes: Sequence[Probe],
+    times: Sequence[float],
+    short_probes: Sequence[Probe],
+    short_times: Sequence[float],
+) -> list[float]:
+    """Returns about how long the bytes of probes take, beyond short messages of the same kind."""
+    latencies: dict[str, float] = {}
+    for probe, time_s in zip(short_probes, short_times, strict=True):
+        latencies.setdefault(probe.operation, time_s)
+    # Times of local work follow those of the probes.
+    pairs = zip(probes, times, strict=False)
+    return [max(LEAST_S, time_s - latencies.get(p.operation, 0.0)) for p, time_s in pairs]
+
+
 def _grown(
     probes: Sequence[Probe],
     lengths: Sequence[int],
@@ -140,7 +164,7 @@ def _grown(
     samples: dict[str, list[float]],
 ) -> list[int]:
     """Returns lengths with which probes take long enough; drops samples of other lengths."""
-    larger = [_enlarged(length, time_s) for length, time_s in zip(lengths, times, strict=False)]
+    larger = [_enlarged(length, time_s) for length, time_s in zip(lengths, times, strict=True)]
     for probe, before, after in zip(probes, lengths, larger, strict=True):
         if after != before:
             samples.pop(probe.name, None)
