@@ -78,7 +78,7 @@ class ProgressiveResize(keras.callbacks.Callback):
     """Trains in phases at growing resolutions, with the scheme, the rates and the batch of each.
 
     Small images train fast in the first epochs, large ones accurately in the last. Each phase is a
-    `fit` of its own, on its own data, as the number of steps in an epoch changes with the batch:
+    `fit` of its own, on its own data, as the number of steps in an epoch changes with the batch::
 
         resize = keras_callbacks.ProgressiveResize(phases, learning_rate=rate)
         for phase in resize.remaining(checkpoint.epoch_to_resume()):
