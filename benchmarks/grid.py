@@ -4,7 +4,6 @@ import dataclasses
 import statistics
 
 from benchmarks import exchange
-from benchmarks.exchange import LOCAL_WORK
 from benchmarks.exchanges import DENSITIES, PRODUCT_ROWS
 from tfposeidon.communication.topology import Topology
 from tfposeidon.planning import estimate
@@ -46,7 +45,7 @@ def links_of(rows, layout, rate):
       layout: "MxN", nodes x ranks on each.
       rate: Rate of the links between nodes, such as "200mbit", or "unshaped".
     """
-    if (layout, "unshaped", LOCAL_WORK[-1], str(WORK)) not in rows:
+    if (layout, "unshaped", exchange.LOCAL_WORK[-1], str(WORK)) not in rows:
         # A layout that is still being measured.
         return None
     topology, near = topology_of(layout), MEASURED_NEAR.get(rate, rate)

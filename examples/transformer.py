@@ -49,9 +49,9 @@ def words():
     return np.array([numbers.get(word, 0) for word in found], "int32")
 
 
-def batches(options):
+def batches(text, options):
     """Returns this rank's share of each global batch: words, and those that follow them."""
-    text, rng = words(), np.random.default_rng(options.seed)
+    rng = np.random.default_rng(options.seed)
     begins = rng.integers(0, len(text) - LENGTH - 1, (options.steps, options.global_batch))
     # Every rank draws the same batches, and takes its rows of each.
     samples = text[begins[:, tp.rank() :: tp.size(), None] + np.arange(LENGTH + 1)]
@@ -99,10 +99,11 @@ def main():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss)
     callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.MetricAverage()]
-    model.fit(batches(options), callbacks=callbacks, verbose=0, shuffle=False)
+    text = words()
+    model.fit(batches(text, options), callbacks=callbacks, verbose=0, shuffle=False)
     # The same samples on all ranks and for any number of them.
-    text = words()[: 128 * (LENGTH + 1)].reshape(128, LENGTH + 1)
-    final = model.evaluate(text[:, :-1], text[:, 1:], verbose=0)
+    samples = text[: 128 * (LENGTH + 1)].reshape(128, LENGTH + 1)
+    final = model.evaluate(samples[:, :-1], samples[:, 1:], verbose=0)
     if tp.rank() == 0:
         print(f"\n{optimizer.plan}\n\nloss per word: {final:.4f}")
     return 0 if final <= options.goal else 1
