@@ -113,3 +113,31 @@ def test_a_connection_as_fast_as_its_link_is_no_limit():
     (flow,) = (p for p in probes if p.name == "rate.flow")
     times["rate.flow"] = [_seconds(flow, topology, flow=ACROSS)] * 3
     assert estimate.estimate_links(probes, times, topology, CPU).across.flow_bytes_per_s is None
+
+
+@pytest.mark.parametrize("name", ["rate.across", "rate.flow"])
+def test_a_packet_that_was_sent_again_makes_no_link_uncertain(name):
+    """TCP waits 200 ms before it sends again what was lost, which happens in one round of many."""
+    topology = LAYOUTS["2x2"]
+    probes = _probes(topology)
+    (flow,) = (p for p in probes if p.name == "rate.flow")
+    times = {one.name: [_seconds(one, topology)] * 4 for one in probes}
+    times["rate.flow"] = [_seconds(flow, topology, flow=ACROSS)] * 4
+    times[name] = [times[name][0] + 0.2, *times[name][1:]]
+    links = estimate.estimate_links(probes, times, topology, CPU)
+    assert links.across.bytes_per_s == pytest.approx(ACROSS, rel=0.01)
+    assert not links.is_uncertain
+
+
+def test_uncertainty_is_that_of_the_rate_which_counts():
+    """Where a connection has no limit, one of two probes tells the rate, and the other nothing."""
+    topology = LAYOUTS["2x2"]
+    probes = _probes(topology)
+    (flow,) = (p for p in probes if p.name == "rate.flow")
+    times = {one.name: [_seconds(one, topology)] * 2 for one in probes}
+    times["rate.flow"] = [_seconds(flow, topology, flow=ACROSS)] * 2
+    times["rate.across"] = [times["rate.across"][0], 5 * times["rate.across"][0]]
+    assert not estimate.estimate_links(probes, times, topology, CPU).is_uncertain
+    # A connection with a limit counts, and so do both.
+    times["rate.flow"] = [_seconds(flow, topology) * 8] * 2
+    assert estimate.estimate_links(probes, times, topology, CPU).is_uncertain

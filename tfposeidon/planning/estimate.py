@@ -56,14 +56,15 @@ def estimate_links(
         if probe.tells_rate
     }
     has_nodes, has_levels = len(topology.nodes) > 1, "rate.node" in found
-    # Within nodes times scatter more, and hardly count where there are others.
-    slowest = [name for name in found if name in ("rate.across", "rate.flow")] or ["rate.node"]
     across = flow = None
+    # Within nodes times scatter more, and hardly count where there are others.
+    counts = {"rate.across", "rate.flow"} & set(found) if has_nodes else {"rate.node"}
     if has_nodes:
         # A link is no slower than one connection, also where many short messages get in each
         # other's way.
         rate, flow = found["rate.across"], found.get("rate.flow")
         if flow is not None and flow > FLOW_MARGIN * rate:
+            counts = {"rate.flow" if flow > rate else "rate.across"}
             rate, flow = max(rate, flow), None
         across = Link(latency_s=latency_s[False], bytes_per_s=rate, flow_bytes_per_s=flow)
     half = next((probe for probe in probes if probe.name == "rate.half"), None)
@@ -82,7 +83,7 @@ def estimate_links(
         across=across,
         measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         # Of rates: latencies scatter more, but few choices hang on them.
-        uncertainty=rounded(max(_uncertainty(samples[name]) for name in slowest)),
+        uncertainty=rounded(max(_uncertainty(samples[name]) for name in counts)),
     )
 
 
@@ -177,11 +178,15 @@ def quantile(values: Sequence[float]) -> float:
 
 
 def _uncertainty(values: Sequence[float]) -> float:
-    """Returns about the standard error of a quartile, as a share of the median; 1 for too few."""
+    """Returns about the standard error of a quartile, as a share of the median; 1 for too few.
+
+    By the faster half of the times: the others may hold a packet that was lost and sent again after
+    a fifth of a second, which says nothing about the quartile.
+    """
     if len(values) < FEWEST_ROUNDS:
         return 1.0
-    low, middle, high = np.percentile(values, [25, 50, 75])
-    return float((high - low) / middle / len(values) ** 0.5)
+    low, middle = np.percentile(values, [QUANTILE, 50])
+    return float(2.0 * (middle - low) / middle / len(values) ** 0.5)
 
 
 def rounded(value: float) -> float:
