@@ -56,16 +56,17 @@ def estimate_links(
         if probe.tells_rate
     }
     has_nodes, has_levels = len(topology.nodes) > 1, "rate.node" in found
-    across = flow = None
-    # Within nodes times scatter more, and hardly count where there are others.
-    counts = {"rate.across", "rate.flow"} & set(found) if has_nodes else {"rate.node"}
+    across = None
+    # Probes whose rates count. Within nodes times scatter more, and hardly count beside others.
+    counts = ["rate.node"]
     if has_nodes:
-        # A link is no slower than one connection, also where many short messages get in each
-        # other's way.
+        counts = [name for name in ("rate.across", "rate.flow") if name in found]
         rate, flow = found["rate.across"], found.get("rate.flow")
         if flow is not None and flow > FLOW_MARGIN * rate:
-            counts = {"rate.flow" if flow > rate else "rate.across"}
-            rate, flow = max(rate, flow), None
+            # A link is no slower than one connection, also where many short messages get in each
+            # other's way.
+            counts = [max(counts, key=found.__getitem__)]
+            rate, flow = found[counts[0]], None
         across = Link(latency_s=latency_s[False], bytes_per_s=rate, flow_bytes_per_s=flow)
     half = next((probe for probe in probes if probe.name == "rate.half"), None)
     if half is not None:
