@@ -92,7 +92,8 @@ SMALLEST = {
 FULL = {"layouts": ["2x1", "4x1", "2x2", "8x1", "4x2", "16x1", "4x4"], "rates": RATES}
 # Share of what an exchange sends; where the shaper's burst is more, the limit says nothing.
 LARGEST_BURST = 0.01
-# With longer vectors sixteen ranks do not fit into memory.
+# With longer vectors sixteen ranks do not fit into memory. At this length neither do factors and
+# single collectives beside one another, where no link leaves most of them out.
 LONGEST_ABOVE_8_RANKS = 2**24
 LONGEST_LIMIT_S = 5.0
 # Of a core, in products of factors; only to leave out what would take too long.
@@ -221,9 +222,12 @@ def is_within_limits(cell, layout, rate):
     """Returns whether an exchange fits into memory, and its limit into the time for one."""
     system, size = cell.rsplit(" ", 1)
     nodes, per_node = map(int, layout.split("x"))
-    if "x" not in size and nodes * per_node > 8 and int(size) > LONGEST_ABOVE_8_RANKS:
-        return False
     topology = Topology.regular(0, nodes * per_node, per_node)
+    if topology.size > 8:
+        of_vector = "x" not in size and "@" not in system
+        longest = LONGEST_ABOVE_8_RANKS - (rate == "unshaped" and not of_vector)
+        if math.prod(map(int, size.split("x"))) > longest:
+            return False
     # All ranks of the lab multiply on the same cores.
     products = sum(
         stage.operations
