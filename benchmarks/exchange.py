@@ -30,7 +30,7 @@ from benchmarks import figures, harness
 from benchmarks.exchanges import busiest_node_bytes, stages_named
 from tfposeidon.communication.topology import Topology
 from tfposeidon.lab.cluster import burst_bytes
-from tfposeidon.schemes.cost import Work
+from tfposeidon.schemes.cost import Transfer, Work
 from tfposeidon.units import parse_rate, readable_size
 
 SYSTEMS = ("allreduce", "allreduce:float16", "asa", "asa16", "2dtar", "2dtar:float16")
@@ -92,9 +92,10 @@ SMALLEST = {
 FULL = {"layouts": ["2x1", "4x1", "2x2", "8x1", "4x2", "16x1", "4x4"], "rates": RATES}
 # Share of what an exchange sends; where the shaper's burst is more, the limit says nothing.
 LARGEST_BURST = 0.01
-# With longer vectors sixteen ranks do not fit into memory. At this length neither do factors and
-# single collectives beside one another, where no link leaves most of them out.
+# With longer vectors sixteen ranks do not fit into memory.
 LONGEST_ABOVE_8_RANKS = 2**24
+# Of all ranks together: on sixteen, a gather of 2^24 values from each does not fit into memory.
+MOST_GATHERED_BYTES = 4 * 2**30
 LONGEST_LIMIT_S = 5.0
 # Of a core, in products of factors; only to leave out what would take too long.
 OPERATIONS_PER_S = 25e9
@@ -222,18 +223,24 @@ def is_within_limits(cell, layout, rate):
     """Returns whether an exchange fits into memory, and its limit into the time for one."""
     system, size = cell.rsplit(" ", 1)
     nodes, per_node = map(int, layout.split("x"))
+    if "x" not in size and nodes * per_node > 8 and int(size) > LONGEST_ABOVE_8_RANKS:
+        return False
     topology = Topology.regular(0, nodes * per_node, per_node)
-    if topology.size > 8:
-        of_vector = "x" not in size and "@" not in system
-        longest = LONGEST_ABOVE_8_RANKS - (rate == "unshaped" and not of_vector)
-        if math.prod(map(int, size.split("x"))) > longest:
-            return False
-    # All ranks of the lab multiply on the same cores.
-    products = sum(
-        stage.operations
+    stages = [
+        stage
         for rank in range(topology.size)
         for stage in stages_named(system, size, topology.seen_from(rank))
-        if isinstance(stage, Work) and stage.kind == "multiply"
+    ]
+    gathered_bytes = sum(
+        sum(stage.parts_bytes)
+        for stage in stages
+        if isinstance(stage, Transfer) and stage.operation == "all_gather"
+    )
+    if gathered_bytes > MOST_GATHERED_BYTES:
+        return False
+    # All ranks of the lab multiply on the same cores.
+    products = sum(
+        stage.operations for stage in stages if isinstance(stage, Work) and stage.kind == "multiply"
     )
     limit_s = products / (os.cpu_count() * OPERATIONS_PER_S)
     if rate != "unshaped":
