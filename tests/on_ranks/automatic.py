@@ -263,10 +263,11 @@ def _fit(model, data, wire, **arguments):
     model.fit(*own, batch_size=local, shuffle=False, verbose=0, **arguments)
 
 
-def _compiled(model):
+def _compiled(model, **options):
     model.compile(
         tp.DistributedOptimizer(sgd(), scheme=Turning()),
         lambda _, outputs: keras.ops.mean(outputs, axis=-1),
+        **options,
     )
     return model
 
@@ -357,19 +358,21 @@ class WatchingFlushes(Watching):
         self.seen.append(self.model.optimizer.exchange.has_flushed)
 
 
-def case_where_absence_is_watched_one_step_sends_what_was_kept(wire):
+def case_where_absence_is_watched_one_execution_sends_what_was_kept(wire):
     """The last one of an epoch: no other is dense because plans are about to change."""
-    steps = plan_again.UNTIMED_STEPS + plan_again.TIMED_STEPS
-    begin, end = _turning_data(2), _turning_data(steps)
-    model, watching = _compiled(_parallel_layers()), WatchingFlushes()
-    expected = _trained_alone(model, begin, end, end, end)
-    with _turning(wire):
-        _fit(model, begin, wire)
-        TURNING[:] = [tp.schemes.AllReduce()]
-        _fit(model, end, wire, callbacks=[watching], epochs=3)
-    sparse = [False] * (2 * steps - 1)
-    assert watching.seen == [*sparse, *[True] * (1 + steps)], watching.seen
-    _check_turned(model, expected, wire)
+    executions = plan_again.UNTIMED_STEPS + plan_again.TIMED_STEPS
+    for steps in (1, 2):
+        keras.utils.clear_session(free_memory=False)
+        begin, end = _turning_data(2), _turning_data(steps * executions)
+        model = _compiled(_parallel_layers(), steps_per_execution=steps)
+        expected, watching = _trained_alone(model, begin, end, end, end), WatchingFlushes()
+        with _turning(wire):
+            _fit(model, begin, wire)
+            TURNING[:] = [tp.schemes.AllReduce()]
+            _fit(model, end, wire, callbacks=[watching], epochs=3)
+        sparse = [False] * (2 * executions - 1)
+        assert watching.seen == [*sparse, *[True] * (1 + executions)], (steps, watching.seen)
+        _check_turned(model, expected, wire)
 
 
 def case_a_resumed_run_follows_the_plan_that_was_kept(wire):

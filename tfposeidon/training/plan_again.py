@@ -134,7 +134,7 @@ class PlanAgain(keras.callbacks.Callback):
         # Ranks that end an epoch together need the exchange that they know until its end.
         if not self._session.watches_absence:
             self._continue()
-        elif self._is_changing and self._batches == self._batches_before - 1:
+        elif self._is_changing and not self._has_flushed and self._is_time_to_flush:
             self._flush()
 
     def _time_step(self) -> None:
@@ -157,6 +157,16 @@ class PlanAgain(keras.callbacks.Callback):
     def _calls(self) -> int:
         """Steps between two exchanges, at most."""
         return max((self._calls_of(number) for number in self._open), default=1)
+
+    @property
+    def _is_time_to_flush(self) -> bool:
+        """True once a single exchange of the epoch is left, by the length of the one before."""
+        return 0 < self._batches_before - self._batches <= self._until_exchange
+
+    @property
+    def _until_exchange(self) -> int:
+        """Steps after which one has exchanged for certain, from the end of an execution on."""
+        return max(self._calls, self.model.steps_per_execution)
 
     def _calls_of(self, number: str) -> int:
         return self._session.optimizers[int(number)].gradient_accumulation_steps or 1
@@ -251,7 +261,7 @@ class PlanAgain(keras.callbacks.Callback):
     def _change_or_flush(self) -> None:
         if self._has_flushed:
             self._change()
-        elif not self._session.watches_absence or self._batches_before == 1:
+        elif not self._session.watches_absence or 0 < self._batches_before <= self._until_exchange:
             self._flush()
 
     def _flush(self) -> None:
