@@ -10,7 +10,7 @@
 The grid has 2x1 to 16x1 and 4x4 ranks, 100 Mb/s to unshaped, 2^10 to 2^26 values (2^24 above 8
 ranks), all schemes, factors of 4 to 512 rows a rank, and what exchanges consist of: single
 collectives ("all_gather@across") and local work ("select@work") with all ranks at it. Exchanges
-whose limit, or whose products, take more than 5 s are left out.
+whose limit, or whose products, take more than 5 s are left out, and those beyond this memory.
 
 The limit is payload / rate for the node that sends most. Over the lengths of each scheme and link a
 latency and a bandwidth are fitted (t = latency + payload / bandwidth, least squares of relative
