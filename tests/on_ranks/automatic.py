@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import time
 
 import keras
 import numpy as np
@@ -51,9 +52,40 @@ def ideal(wire, bytes_per_s):
     )
 
 
-def wide(steps=30):
+@keras.saving.register_keras_serializable()
+class SlowBackward(keras.layers.Layer):
+    """Returns its input, and takes a time in the backward pass that no load of the machine hides.
+
+    Args:
+      seconds: That time.
+    """
+
+    def __init__(self, seconds, **options):
+        super().__init__(**options)
+        self.seconds = seconds
+
+    def call(self, inputs):
+        def sleep(gradient):
+            time.sleep(self.seconds)
+            return gradient
+
+        @tf.custom_gradient
+        def identity(x):
+            return tf.identity(x), lambda g: tf.ensure_shape(
+                tf.numpy_function(sleep, [g], g.dtype), g.shape
+            )
+
+        return identity(inputs)
+
+    def get_config(self):
+        return {**super().get_config(), "seconds": self.seconds}
+
+
+def wide(steps=30, backward_s=0.0):
     """A model whose exchange and computation take about as long as each other."""
     layers = [keras.layers.Dense(WIDTH, activation="tanh") for _ in range(LAYERS)]
+    if backward_s:
+        layers = [one for layer in layers for one in (layer, SlowBackward(backward_s))]
     model = keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(10)])
     rng = np.random.default_rng(3)
     x = rng.normal(size=(BATCH * steps, WIDTH)).astype("float32")
@@ -92,11 +124,11 @@ def case_links_are_measured_at_the_first_step(wire):
 
 def case_it_plans_again_by_measured_times(wire):
     """Smaller buckets hide a part of the exchange behind the backward pass."""
-    model, data = wide()
+    per_layer_s = 0.01
+    model, data = wide(steps=12, backward_s=per_layer_s)
     reference = train_alone(_copy(model), data, sgd())
     optimizer = tp.DistributedOptimizer(sgd())
     least, plan_again.LEAST_GAIN = plan_again.LEAST_GAIN, 0.0
-    per_layer_s = 0.004
     try:
         with links(ideal(wire, 4 * WIDTH**2 / per_layer_s)), LogLines() as lines:
             check_equal(train_together(model, data, optimizer, wire), reference)
