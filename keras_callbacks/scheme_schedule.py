@@ -130,9 +130,8 @@ class SchemeSchedule(keras.callbacks.Callback):
         """True once a single exchange of the epoch is left, by the length that it should have."""
         if self._flushes_ahead or self._next is not None:
             return False
-        calls = max(one.gradient_accumulation_steps or 1 for one in self._optimizers)
         left = self._batches_before - self._batches
-        return 0 < left <= max(calls, self.model.steps_per_execution)
+        return 0 < left <= self._session.steps_until_exchange
 
     def _wanted_at(self, epoch: int) -> policies.Policy:
         return self.schedule[max(start for start in self.schedule if start <= epoch)]

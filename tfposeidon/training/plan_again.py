@@ -161,12 +161,8 @@ class PlanAgain(keras.callbacks.Callback):
     @property
     def _is_time_to_flush(self) -> bool:
         """True once a single exchange of the epoch is left, by the length of the one before."""
-        return 0 < self._batches_before - self._batches <= self._until_exchange
-
-    @property
-    def _until_exchange(self) -> int:
-        """Steps after which one has exchanged for certain, from the end of an execution on."""
-        return max(self._calls, self.model.steps_per_execution)
+        left = self._batches_before - self._batches
+        return 0 < left <= self._session.steps_until_exchange
 
     def _calls_of(self, number: str) -> int:
         return self._session.optimizers[int(number)].gradient_accumulation_steps or 1
@@ -261,7 +257,10 @@ class PlanAgain(keras.callbacks.Callback):
     def _change_or_flush(self) -> None:
         if self._has_flushed:
             self._change()
-        elif not self._session.watches_absence or 0 < self._batches_before <= self._until_exchange:
+            return
+        # An epoch of a single exchange has no step before its last one.
+        is_last = 0 < self._batches_before <= self._session.steps_until_exchange
+        if is_last or not self._session.watches_absence:
             self._flush()
 
     def _flush(self) -> None:

@@ -101,6 +101,16 @@ class Session:
         """The model's `DistributedOptimizer`s: see `optimizers_of`."""
         return optimizers_of(self._model)
 
+    @property
+    def steps_until_exchange(self) -> int:
+        """Steps after which each optimizer has exchanged for certain, from the end of a call on.
+
+        Optimizers that accumulate exchanges once in several steps, and callbacks are called once
+        in `steps_per_execution`.
+        """
+        accumulated = [one.gradient_accumulation_steps or 1 for one in self.optimizers]
+        return max([*accumulated, self._model.steps_per_execution])
+
     def log_xla_is_off(self) -> None:
         """Logs, once, that XLA is off for the model's steps."""
         # Keras asks more than once.
