@@ -24,7 +24,7 @@ import tfposeidon as tp
 from tfposeidon.exchange import replicas
 
 
-def parse_arguments():
+def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -88,7 +88,7 @@ def parse_arguments():
     )
     parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard (none)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and crops (0)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.out is None and not options.dry_run:
         parser.error("--out is needed: the folder of snapshots, records and plot")
     if options.dry_run and options.preset != "paper":
@@ -249,15 +249,15 @@ def tensorboard(options):
     return [keras.callbacks.TensorBoard(options.tensorboard, write_graph=False)]
 
 
-def main():
-    options = parse_arguments()
-    recipe = recipes.recipe(options.preset, options.schedule, options.shortest, options.without)
-    if options.dry_run:
-        model = resnet.resnet(classes=1000, **recipe.model)
-        cluster = (options.nodes, options.per_node, options.network)
-        forecast.show(recipe, model, *cluster, images.kept_side)
-        return 0
+def recipe_of(options):
+    """Returns the recipe that the options name."""
+    return recipes.recipe(options.preset, options.schedule, options.shortest, options.without)
+
+
+def run(options):
+    """Trains what is left of a run, and returns the model and the records of all of it."""
     tp.init()
+    recipe = recipe_of(options)
     keep_recipe(options)
     found = images_of(options)
     model = compiled(recipe, found.classes, options)
@@ -265,6 +265,18 @@ def main():
     kept = train(model, recipe, caches, found.classes, options)
     # Not where training fails: it waits for the other ranks, which wait for this one.
     caches.close()
+    return model, kept
+
+
+def main():
+    options = parse_arguments()
+    if options.dry_run:
+        recipe = recipe_of(options)
+        model = resnet.resnet(classes=1000, **recipe.model)
+        cluster = (options.nodes, options.per_node, options.network)
+        forecast.show(recipe, model, *cluster, images.kept_side)
+        return 0
+    model, kept = run(options)
     if tp.rank() == 0:
         report(model, kept, options)
     return 0 if kept.reached else 1

@@ -122,13 +122,18 @@ SIZES = [(24, 64), (32, 64), (48, 64), (64, 32)]
 """Pixels and global batch of the small run's phases."""
 
 
-KILLED_AFTER = (3, 15, 27, 41)
-"""Snapshots after which the small run is killed: in each of its phases."""
+KILLED_AFTER = (1, 5, 11, 16, 22, 26, 32, 38, 44, 51)
+"""Snapshots after which the small run is killed: several times in each of its phases, every second
+time while it writes the next one."""
 
 
 def newest_snapshot(out):
     names = sorted(path.name for path in out.glob("snapshots/snapshot-*"))
     return int(names[-1].rpartition("-")[2]) if names else 0
+
+
+def is_writing(out):
+    return any(out.glob("snapshots/.snapshot-*.part"))
 
 
 def killed_dawnbench():
@@ -142,12 +147,14 @@ def killed_dawnbench():
             for name in ("whole", "killed")
         ]
         whole, kills = horovodrun(ranks, script, *options, *where[0]), 0
-        for number in KILLED_AFTER:
+        out = where[1][1]
+        for index, number in enumerate(KILLED_AFTER):
             process = horovodrun(ranks, script, *options, *where[1], background=True)
-            while newest_snapshot(where[1][1]) < number and process.poll() is None:
+            while newest_snapshot(out) < number and process.poll() is None:
                 time.sleep(0.02)
-            # While it trains, or while it writes.
             time.sleep(pauses.uniform(0, 0.1))
+            while index % 2 and not is_writing(out) and process.poll() is None:
+                time.sleep(0.001)
             kills += process.poll() is None
             kill(process)
             finish(process)

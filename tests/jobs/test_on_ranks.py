@@ -42,6 +42,8 @@ WORLDS = {
             "factor_accumulation",
             "automatic",
             "automatic_models",
+            "plan_changes",
+            "phases",
         ],
     ),
     "3": (3, 0, ["contract_table", "uneven"]),

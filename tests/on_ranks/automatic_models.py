@@ -4,10 +4,11 @@ import contextlib
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfposeidon as tp
 from tests.on_ranks import hub, models, several_optimizers, uneven
-from tests.on_ranks.automatic import given, ideal, links
+from tests.on_ranks.automatic import given, ideal, large, links
 from tests.on_ranks.models import same_on_all_ranks
 from tests.on_ranks.training import BATCH, check_equal, sgd, train_alone
 from tfposeidon.training import plan_again
@@ -66,6 +67,20 @@ def case_ranks_with_other_numbers_of_batches(wire):
     with links("measure"), plans_are_changed():
         model.fit(data, epochs=3, verbose=0)
     uneven._check_together(model, optimizer, wire, 30)
+    _check_planned(optimizer)
+
+
+def case_several_steps_in_an_execution_on_ranks_with_other_numbers_of_batches(wire):
+    """What sparse schemes keep is sent before plans change, in the last execution of an epoch."""
+    model = large()
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(density=0.05))
+    model.compile(optimizer=optimizer, loss=models.LOSS, steps_per_execution=3)
+    x, y = models.mlp.data(4 * (12 + 3 * wire.topology.rank))
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).filter(lambda *_: True)
+    with links(given(wire, "1mbit")), plans_are_changed():
+        model.fit(data, epochs=3, verbose=0)
+    same_on_all_ranks(model.get_weights(), wire)
+    assert int(optimizer.iterations) == 36
     _check_planned(optimizer)
 
 

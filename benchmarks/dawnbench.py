@@ -1,0 +1,214 @@
+"""Measures the time to an accuracy of the DAWNBench example's small preset.
+
+    python -m benchmarks.dawnbench          # short: one seed, all-reduce and the paper's schedule
+    python -m benchmarks.dawnbench --full   # three seeds, all schedules, parts left out; 90 minutes
+
+Systems are Horovod called directly (one all-reduce per gradient), all-reduce in buckets beside the
+backward pass (what PyTorch DDP does), the 2D torus, hierarchical top 1 % throughout, the paper's
+schedule and `auto`; the same model, data, rates and evaluation for all. The link is what 25 GbE is
+to the paper's run: see `RATE`. Time is counted as DAWNBench does, with the tracing of steps and
+without evaluation. An interrupted run goes on.
+"""
+
+import functools
+import statistics
+import sys
+import tempfile
+
+import numpy as np
+
+from benchmarks import figures, harness
+
+RATE = "60mbit"
+SYSTEMS = ("horovod", "allreduce", "2dtar", "hitopk", "paper", "auto")
+LOOKS = {
+    # What a system is called, and whose line it has.
+    "horovod": ("Horovod called directly", "horovod"),
+    "allreduce": ("all-reduce in buckets, as DDP", "allreduce"),
+    "2dtar": ("2D torus", "2dtar"),
+    "hitopk": ("hierarchical top 1 %", "hitopk:0.01"),
+    "paper": ("the paper's schedule", "hitopk:0.01:float16"),
+    "auto": ("auto", "auto"),
+}
+PARTS = {"cache": "without the cache", "resizing": "without resizing", "lars": "without LARS"}
+"""Parts of the paper's schedule to leave out; "without the sparse phase" is the 2D torus."""
+COMMON = {"layout": "2x2", "rate": RATE, "shortest": False}
+SHORT = COMMON | {"systems": ["allreduce", "paper"], "seeds": [0], "parts": []}
+FULL = COMMON | {"systems": list(SYSTEMS), "seeds": [0, 1, 2], "parts": list(PARTS)}
+SMALLEST = {
+    "layout": "2x1",
+    "rate": "200mbit",
+    "shortest": True,
+    "systems": ["horovod"],
+    "seeds": [0],
+    "parts": ["resizing"],
+}
+
+
+def parse_arguments():
+    parser = harness.argument_parser("dawnbench", __doc__)
+    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, help="who exchanges, and how")
+    parser.add_argument("--seeds", nargs="*", type=int, help="seeds of weights, order and crops")
+    parser.add_argument(
+        "--parts", nargs="*", choices=PARTS, help="parts to leave out of the paper's schedule"
+    )
+    parser.add_argument("--layout", metavar="MxN", help="cluster, as nodes x ranks on each (2x2)")
+    parser.add_argument("--rate", help=f"rate between nodes ({RATE})")
+    parser.set_defaults(shortest=None)
+    return harness.parse(parser, SHORT, FULL, SMALLEST)
+
+
+def planned(options):
+    """Returns one job for each system or part that is left out, and seed."""
+    runs = [(system, None) for system in options.systems]
+    runs += [("paper", part) for part in options.parts]
+    more = {"shortest": True} if options.shortest else {}
+    return harness.keyed(
+        {"system": system, "part": part, "seed": seed}
+        | {"layout": options.layout, "rate": options.rate}
+        | more
+        for seed in options.seeds
+        for system, part in runs
+    )
+
+
+@functools.cache
+def drawn(shortest):
+    """Draws the images of all jobs, and returns their folder, which ends with this process."""
+    sys.path.insert(0, str(harness.ROOT / "examples"))
+    from data import draw_shapes
+
+    folder = tempfile.TemporaryDirectory()
+    draw_shapes.draw(f"{folder.name}/shapes", **({"train": 320, "test": 80} if shortest else {}))
+    return folder
+
+
+def run(system, part, seed, layout, rate, shortest=False):
+    """Trains by one system; the answer has a record for each epoch."""
+    data = f"{drawn(shortest).name}/shapes"
+    task = {"systems": [system], "seed": seed, "data": data, "shortest": shortest}
+    task["without"] = [part] if part else []
+    options = harness.cluster(layout, rate)
+    about = {"system": system, "part": part, "seed": seed, "layout": layout, "rate": rate}
+    return harness.in_lab(options, "dawnbench", task) | about
+
+
+def runs_of(cells):
+    """Returns records and targets of all seeds, by system and the part that was left out."""
+    found = {}
+    for cell in cells.values():
+        (answer,) = cell["systems"].values()
+        found.setdefault((cell["system"], cell["part"]), []).append(answer)
+    wanted = [(system, None) for system in SYSTEMS] + [("paper", part) for part in PARTS]
+    return {key: found[key] for key in wanted if key in found}
+
+
+def name(system, part):
+    """Returns what a system is called, without a part."""
+    return PARTS[part] if part else LOOKS[system][0]
+
+
+def reached(answer):
+    """Returns the first record whose accuracy is the target or more; `None` if there is none."""
+    lines = answer["lines"]
+    return next((line for line in lines if line["val_accuracy"] >= answer["target"]), None)
+
+
+def show(cells):
+    """Prints the time to the target, and the accuracy at the end, by system."""
+    runs = runs_of(cells)
+    (target, *_), *_ = [[run["target"] for run in seeds] for seeds in runs.values()]
+    cell = next(iter(cells.values()))
+    print(
+        f"\nsmall preset, {figures.ranks(cell['layout'])}, {figures.rate(cell['rate'])} between "
+        "nodes; mean over seeds (lowest, highest)"
+    )
+    header = (
+        "schedule",
+        "seeds",
+        f"seconds to {100 * target:g} %",
+        "epochs",
+        "accuracy at the end",
+    )
+    rows = [(*header, "seconds in all", "seconds of an epoch by pixels")]
+    for key, seeds in runs.items():
+        first = [reached(run) for run in seeds]
+        missed = first.count(None)
+        first = [line for line in first if line]
+        rows.append(
+            (
+                name(*key),
+                str(len(seeds)),
+                spread([line["seconds"] for line in first], "{:.0f}")
+                + (f"; {missed} did not reach it" if missed else ""),
+                spread([line["epoch"] + 1 for line in first], "{:.1f}"),
+                spread([100 * run["lines"][-1]["val_accuracy"] for run in seeds], "{:.1f}") + " %",
+                spread([run["lines"][-1]["seconds"] for run in seeds], "{:.0f}"),
+                ", ".join(f"{size}: {s:.1f}" for size, s in epoch_seconds(seeds).items()),
+            )
+        )
+    harness.show(rows)
+
+
+def spread(values, form):
+    """Returns mean, lowest and highest of some values."""
+    if not values:
+        return "none"
+    lowest, highest = form.format(min(values)), form.format(max(values))
+    return f"{form.format(statistics.mean(values))} ({lowest}, {highest})"
+
+
+def epoch_seconds(seeds):
+    """Returns seconds of an epoch by its resolution, without those in which steps were traced."""
+    found = {}
+    for run in seeds:
+        for before, line in zip(run["lines"], run["lines"][1:], strict=False):
+            taken = line["seconds"] - before["seconds"]
+            found.setdefault(line["pixels"], []).append(taken)
+    # Of one epoch the first is the only one.
+    return {size: min(taken) for size, taken in found.items()}
+
+
+def plot(cells, path):
+    """Saves accuracy over the time of training, and the time to the target of each seed."""
+    runs = runs_of(cells)
+    target = 100 * next(iter(runs.values()))[0]["target"]
+
+    def draw(figure, axes):
+        curves, times = axes
+        for (system, part), seeds in runs.items():
+            if part is None:
+                seconds = np.mean([[one["seconds"] for one in run["lines"]] for run in seeds], 0)
+                accuracies = [[one["val_accuracy"] for one in run["lines"]] for run in seeds]
+                curves.plot(seconds, 100 * np.mean(accuracies, 0), **look(system))
+        curves.set(xlabel="seconds of training", ylabel="accuracy on test images, %", ylim=(0, 101))
+        for height, ((system, _part), seeds) in enumerate(runs.items()):
+            found = [line["seconds"] for run in seeds if (line := reached(run))]
+            style = look(system) | {"linestyle": "", "label": None}
+            times.plot(found, [height] * len(found), **style)
+            if not found:
+                times.annotate("not reached", (0, height), va="center", fontsize=9)
+        times.set_yticks(range(len(runs)), [name(*key) for key in runs])
+        times.set(xlabel=f"seconds to {target:g} %, a point for each seed", xlim=(0, None))
+        times.set_ylim(len(runs) - 0.5, -0.5)
+        curves.axhline(target, **figures.REFERENCE)
+        for axis in axes:
+            axis.grid()
+        figures.legend(figure, columns=3)
+
+    figures.save(path, 2, draw, height_in=3.6)
+
+
+def look(system):
+    """Returns the line of a system, by its name here."""
+    label, like = LOOKS[system]
+    return figures.line(like) | {"label": label}
+
+
+def main():
+    options = parse_arguments()
+    harness.carry_out(options, planned(options), run, show, plot)
+
+
+if __name__ == "__main__":
+    main()
