@@ -150,9 +150,11 @@ class ProgressiveResize(keras.callbacks.Callback):
             _check_first_phase_has(name, self.phases)
         self._learning_rate = learning_rate
         self._phase: Phase | None = None
+        # Within an epoch only functions change, for which its length has to be known.
+        is_constant = not any(map(callable, (learning_rate, *(p.learning_rate for p in phases))))
         self._callbacks: list[keras.callbacks.Callback] = [
             LearningRateSchedule(
-                1.0, self.rate_at, staircase=False, momentum_correction=momentum_correction
+                1.0, self.rate_at, staircase=is_constant, momentum_correction=momentum_correction
             )
         ]
         if self.phases[0].scheme is not None:

@@ -34,9 +34,9 @@ def _model():
 
 def _hub_model():
     backbone = keras_hub.models.ResNetBackbone(
-        input_conv_filters=[8],
+        input_conv_filters=[64],
         input_conv_kernel_sizes=[3],
-        stackwise_num_filters=[8, 16],
+        stackwise_num_filters=[64, 128],
         stackwise_num_blocks=[1, 1],
         stackwise_num_strides=[1, 2],
         block_type="basic_block",
@@ -114,6 +114,7 @@ def case_phases_in_mixed_precision(wire):
     keras.config.set_dtype_policy("mixed_float16")
     model, scales, shares = _model(), [], _shares(wire)
     scaled = keras.optimizers.LossScaleOptimizer(_sgd(), initial_scale=1024.0)
+    scaled.build(model.trainable_variables)
 
     def overflowing(phase):
         scales.append(float(scaled.dynamic_scale))
