@@ -33,8 +33,8 @@ def parse_arguments(arguments=None):
         choices=recipes.RECIPES,
         default="paper",
         help="paper: ResNet-50, 28 epochs as 13 at 96 pixels, 11 at 128, 3 at 224 and 1 at 288, "
-        "with batches of 256, 256, 256 and 128 on each rank; tiny: a small ResNet, 14 epochs at 24 "
-        "to 64 pixels (paper)",
+        "with batches of 256, 256, 256 and 128 on each rank; tiny: a small ResNet, 18 epochs at 24 "
+        "to 46 pixels (paper)",
     )
     parser.add_argument(
         "--schedule",
