@@ -34,8 +34,12 @@ LOOKS = {
     "paper": ("the paper's schedule", "hitopk:0.01:float16"),
     "auto": ("auto", "auto"),
 }
-PARTS = {"cache": "without the cache", "resizing": "without resizing", "lars": "without LARS"}
-"""Parts of the paper's schedule to leave out; "without the sparse phase" is the 2D torus."""
+PARTS = {
+    "cache": "the paper's, without cache",
+    "resizing": "the paper's, without resizing",
+    "lars": "the paper's, without LARS",
+}
+"""Parts of the paper's schedule to leave out; without the sparse phase it is the 2D torus."""
 COMMON = {"layout": "2x2", "rate": RATE, "shortest": False}
 SHORT = COMMON | {"systems": ["allreduce", "paper"], "seeds": [0], "parts": []}
 FULL = COMMON | {"systems": list(SYSTEMS), "seeds": [0, 1, 2], "parts": list(PARTS)}
@@ -194,12 +198,15 @@ def plot(cells, path):
             if not found:
                 times.annotate("not reached", (0, height), va="center", fontsize=9)
         times.set_yticks(range(len(runs)), [name(*key) for key in runs])
-        times.set(xlabel=f"seconds to {target:g} %, a point for each seed", xlim=(0, None))
+        times.margins(x=0.06)
+        times.set(xlabel=f"seconds to {target:g} %, a point for each seed")
+        times.set_xlim(left=0)
         times.set_ylim(len(runs) - 0.5, -0.5)
         curves.axhline(target, **figures.REFERENCE)
         for axis in axes:
             axis.grid()
-        figures.legend(figure, columns=3)
+        ours = [label for label, like in LOOKS.values() if figures.style(like).ours]
+        figures.legend(figure, columns=3, more=ours)
 
     figures.save(path, 2, draw, height_in=3.6)
 
@@ -207,7 +214,7 @@ def plot(cells, path):
 def look(system):
     """Returns the line of a system, by its name here."""
     label, like = LOOKS[system]
-    return figures.line(like) | {"label": label}
+    return figures.line(like) | {"label": label, "markersize": 4}
 
 
 def main():

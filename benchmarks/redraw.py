@@ -13,6 +13,7 @@ import json
 from benchmarks import (
     accuracy,
     auto,
+    dawnbench,
     exchange,
     harness,
     hitopk_steps,
@@ -32,6 +33,7 @@ from benchmarks import (
 PLOTS = {
     "accuracy": (accuracy.plot, ["accuracy"]),
     "auto": (auto.plot, ["auto"]),
+    "dawnbench": (dawnbench.plot, ["dawnbench"]),
     "exchange": (exchange.plot, ["exchange"]),
     "hitopk_steps": (hitopk_steps.plot, ["hitopk_steps"]),
     "large_batch": (large_batch.plot, ["large_batch"]),

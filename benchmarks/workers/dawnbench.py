@@ -62,10 +62,11 @@ def main():
             options = example.parse_arguments(arguments(task, system, out))
             wrapper = Horovod if system == HOROVOD else tp.DistributedOptimizer
             with mock.patch.object(tp, "DistributedOptimizer", wrapper):
-                _, kept = example.run(options)
+                model, kept = example.run(options)
             # Rank 0 removes the folder, which the others may still read.
             tp.barrier()
-        task.note(system, {"lines": kept.lines, "target": kept.target})
+        plan = None if system == HOROVOD else str(model.optimizer.plan)
+        task.note(system, {"lines": kept.lines, "target": kept.target, "plan": plan})
 
 
 if __name__ == "__main__":

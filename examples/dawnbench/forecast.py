@@ -34,8 +34,9 @@ def show(recipe, model, nodes, per_node, network, kept_side):
     """
     topology = Topology.regular(0, nodes * per_node, per_node)
     links = tp.Links.of(network, ranks_per_node=per_node, device="v100")
-    header = ("pixels", "epochs", "steps", "computing", "step", "images/s", "efficiency")
-    rows, total_s = [(*header, "of the paper", "cache per node", "seconds")], 0.0
+    header = ("pixels", "epochs", "steps", "computing", "step", "efficiency", "images/s")
+    rows = [(*header, "of the paper", "seconds", "of the paper", "cache per node")]
+    total_s = 0.0
     for phase in recipe.phases:
         step_s, compute_s = _step(phase, model, topology, links)
         batch = phase.batch * topology.size
@@ -43,6 +44,7 @@ def show(recipe, model, nodes, per_node, network, kept_side):
         total_s += steps * step_s
         cached = sum(IMAGES.values()) * (3 * kept_side(phase.size) ** 2 + 4)
         paper = TOGETHER.get(phase.size) if (nodes, per_node) == (16, 8) else None
+        paper_s = phase.epochs * IMAGES["train"] / paper if paper else None
         rows.append(
             (
                 str(phase.size),
@@ -50,11 +52,12 @@ def show(recipe, model, nodes, per_node, network, kept_side):
                 str(steps),
                 f"{1e3 * compute_s:.1f} ms",
                 f"{1e3 * step_s:.1f} ms",
-                f"{batch / step_s:,.0f}",
                 f"{compute_s / step_s:.0%}",
+                f"{batch / step_s:,.0f}",
                 f"{paper:,}" if paper else "",
-                readable_size(cached),
                 f"{steps * step_s:.0f}",
+                f"{paper_s:.0f}" if paper_s else "",
+                readable_size(cached),
             )
         )
     print("\n".join(table(rows)))

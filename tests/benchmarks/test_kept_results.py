@@ -10,6 +10,7 @@ import pytest
 from benchmarks import (
     accuracy,
     auto,
+    dawnbench,
     exchange,
     figures,
     harness,
@@ -34,6 +35,7 @@ OF_RESULTS = {
     for module in (
         accuracy,
         auto,
+        dawnbench,
         exchange,
         hitopk_steps,
         large_batch,
