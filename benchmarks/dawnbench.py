@@ -117,6 +117,11 @@ def name(system, part):
     return PARTS[part] if part else LOOKS[system][0]
 
 
+def target_of(runs):
+    """Returns the accuracy that all runs are to reach, from 0 to 1."""
+    return next(iter(runs.values()))[0]["target"]
+
+
 def reached(answer):
     """Returns the first record whose accuracy is the target or more; `None` if there is none."""
     lines = answer["lines"]
@@ -126,7 +131,7 @@ def reached(answer):
 def show(cells):
     """Prints the time to the target, and the accuracy at the end, by system."""
     runs = runs_of(cells)
-    (target, *_), *_ = [[run["target"] for run in seeds] for seeds in runs.values()]
+    target = target_of(runs)
     cell = next(iter(cells.values()))
     print(
         f"\nsmall preset, {figures.ranks(cell['layout'])}, {figures.rate(cell['rate'])} between "
@@ -181,7 +186,7 @@ def epoch_seconds(seeds):
 def plot(cells, path):
     """Saves accuracy over the time of training, and the time to the target of each seed."""
     runs = runs_of(cells)
-    target = 100 * next(iter(runs.values()))[0]["target"]
+    target = 100 * target_of(runs)
 
     def draw(figure, axes):
         curves, times = axes

@@ -93,7 +93,9 @@ class ProgressiveResize(keras.callbacks.Callback):
     scheme (as `SchemeSchedule` does, without losing a residual), prints one line, and lets go of
     the step that was traced for the phase before, so that memory does not grow with the phases. A
     phase traces the step once, and twice where the scheme changes, too. The learning rate is set
-    before each batch, with momentum correction: see `LearningRateSchedule`.
+    before each batch, or before each epoch where no rate is a function, with momentum correction:
+    see `LearningRateSchedule`. Functions need data that tell their length, or `steps_per_epoch` in
+    `fit`.
 
     Every rank needs this callback with the same phases. Put it before `Checkpoint`: a run that is
     resumed in any phase equals one that was not interrupted. What Keras does in each `fit` is done

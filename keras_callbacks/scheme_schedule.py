@@ -131,7 +131,7 @@ class SchemeSchedule(keras.callbacks.Callback):
         if self._flushes_ahead or self._next is not None:
             return False
         left = self._batches_before - self._batches
-        return 0 < left <= self._session.steps_until_exchange
+        return 0 < left <= self._session.steps_until_exchange(self._optimizers)
 
     def _wanted_at(self, epoch: int) -> policies.Policy:
         return self.schedule[max(start for start in self.schedule if start <= epoch)]

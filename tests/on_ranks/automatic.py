@@ -56,7 +56,7 @@ class SlowBackward(keras.layers.Layer):
     """Returns its input, and takes a time in the backward pass that no load of the machine hides.
 
     Args:
-      seconds: That time.
+      seconds: Seconds that its part of the backward pass takes.
     """
 
     def __init__(self, seconds, **options):

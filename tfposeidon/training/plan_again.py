@@ -161,8 +161,12 @@ class PlanAgain(keras.callbacks.Callback):
     @property
     def _is_time_to_flush(self) -> bool:
         """True once a single exchange of the epoch is left, by the length of the one before."""
-        left = self._batches_before - self._batches
-        return 0 < left <= self._session.steps_until_exchange
+        return 0 < self._batches_before - self._batches <= self._until_exchange
+
+    @property
+    def _until_exchange(self) -> int:
+        every = self._session.optimizers
+        return self._session.steps_until_exchange(every[int(number)] for number in self._open)
 
     def _calls_of(self, number: str) -> int:
         return self._session.optimizers[int(number)].gradient_accumulation_steps or 1
@@ -259,7 +263,7 @@ class PlanAgain(keras.callbacks.Callback):
             self._change()
             return
         # An epoch of a single exchange has no step before its last one.
-        is_last = 0 < self._batches_before <= self._session.steps_until_exchange
+        is_last = 0 < self._batches_before <= self._until_exchange
         if is_last or not self._session.watches_absence:
             self._flush()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -101,14 +101,17 @@ class Session:
         """The model's `DistributedOptimizer`s: see `optimizers_of`."""
         return optimizers_of(self._model)
 
-    @property
-    def steps_until_exchange(self) -> int:
-        """Steps after which each optimizer has exchanged for certain, from the end of a call on.
+    def steps_until_exchange(self, optimizers: Iterable[Any]) -> int:
+        """Returns after how many steps optimizers have exchanged for certain, from a call's end on.
 
-        Optimizers that accumulate exchanges once in several steps, and callbacks are called once
-        in `steps_per_execution`.
+        Those that accumulate exchange once in several steps, and callbacks are called once in
+        `steps_per_execution`.
+
+        Args:
+          optimizers: Some of the model's; to find all of them takes a walk over its layers, which
+            is not for every batch.
         """
-        accumulated = [one.gradient_accumulation_steps or 1 for one in self.optimizers]
+        accumulated = [one.gradient_accumulation_steps or 1 for one in optimizers]
         return max([*accumulated, self._model.steps_per_execution])
 
     def log_xla_is_off(self) -> None:
