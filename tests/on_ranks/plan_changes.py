@@ -69,6 +69,25 @@ def case_slow_steps_are_planned_again(wire):
         assert any("times as long as predicted" in line for line in lines), lines
 
 
+def case_uncertain_links_are_measured_again(wire):
+    """As where the first step ran beside the filling of a cache; later ones are sure."""
+    model, data = wide(steps=120)
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(race=False))
+    before = plan_again.WATCHED_STEPS, plan_again.MEASURING_S
+    plan_again.WATCHED_STEPS, plan_again.MEASURING_S = 5, 0.0
+    unsure = dataclasses.replace(given(wire, "1gbit"), uncertainty=1.0)
+    try:
+        with links("measure"), LogLines() as lines:
+            runtime.keep_links(unsure)
+            train_together(model, data, optimizer, wire)
+            assert runtime.links() != unsure
+    finally:
+        plan_again.WATCHED_STEPS, plan_again.MEASURING_S = before
+    same_on_all_ranks(model.get_weights(), wire)
+    said = any("tfposeidon: links: " in line for line in lines)
+    assert said == (wire.topology.rank == 0), lines
+
+
 TURNING = []
 """The scheme that `Turning` leaves open."""
 

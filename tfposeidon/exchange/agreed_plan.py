@@ -275,6 +275,15 @@ class AgreedPlans:
                 ]
         return max(ratios)
 
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that a step waits for communication, as the plans predict it."""
+        return sum(
+            forecast.chosen.simulated.exposed_s
+            for exchanger in self.agreed_exchangers
+            for forecast in exchanger.plan.forecasts
+        )
+
     def keep(self) -> None:
         """Keeps the plans so far, though others were predicted to be faster."""
         for exchanger, forecast in self._kept:

@@ -29,8 +29,12 @@ SLOWER, SLOW_TIMES = 1.3, 2
 times in turn."""
 MOST_CHANGES = 3
 """Times that plans are made again in one `fit`, the first included."""
+MOST_MEASUREMENTS = 3
+"""Times that links are measured again in one `fit` because they are known too little."""
 LEAST_GAIN = 3.0
 """Time to be saved in the steps that are left, as a multiple of that of tracing a step."""
+MEASURING_S = 2.0
+"""Seconds that measuring links takes, about."""
 LEAST_TRACE_S = 0.5
 """Seconds that tracing a step takes at least; unknown where it was traced in an earlier `fit`."""
 
@@ -44,7 +48,8 @@ class PlanAgain(keras.callbacks.Callback):
     """Plans again, by measured times of forward and backward pass, where `auto` decides.
 
     All ranks do it at the same batch: after the first steps, and when steps stay slower than
-    predicted, where links are measured anew unless they were given. The step is traced anew only if
+    predicted, where links are measured anew unless they were given. Links that a busy machine let
+    nobody know are measured anew after more steps, too. The step is traced anew only if
     the new plan is predicted to save more time than that takes.
 
     What schemes have kept is sent by the step before. Where an epoch ends with the first rank that
@@ -61,6 +66,7 @@ class PlanAgain(keras.callbacks.Callback):
         # The step after which the times of a window begin, and its last one.
         self._begin = self._end = 0
         self._window, self._slow, self._changes = WATCHED_STEPS, 0, 0
+        self._measurements = 0
         self._trace_s = LEAST_TRACE_S
         self._on_gpu: bool | None = None
         self._open: dict[str, AgreedPlans] = {}
@@ -203,7 +209,7 @@ class PlanAgain(keras.callbacks.Callback):
         for key, one in _joined(ranks).items():
             number, *paths = key.split("\n")
             found[number][tuple(paths)] = one
-        if self._has_planned and not self._stay_slow(found):
+        if self._has_planned and not (self._stay_slow(found) or self._know_links_better()):
             self._window = min(MOST_WATCHED_STEPS, 2 * self._window)
             self._time(0, self._window)
             return
@@ -227,6 +233,26 @@ class PlanAgain(keras.callbacks.Callback):
         # Links belong to the job, not to an optimizer.
         next(iter(self._open.values())).planner.measure_links_again()
         return True
+
+    def _know_links_better(self) -> bool:
+        """Measures links again that were known too little; returns whether they are known now.
+
+        A job begins with work that its later steps do not have, such as filling a cache.
+        """
+        links = runtime.links()
+        if links is None or not links.is_uncertain or not runtime.measures_links():
+            return False
+        if self._measurements == MOST_MEASUREMENTS or not self._could_save(MEASURING_S):
+            return False
+        self._measurements += 1
+        next(iter(self._open.values())).planner.measure_links_again()
+        found = runtime.links()
+        return found is not None and not found.is_uncertain
+
+    def _could_save(self, seconds: float) -> bool:
+        """Returns whether another plan could save so much time, times `LEAST_GAIN`."""
+        exposed_s = sum(plans.exposed_s for plans in self._open.values())
+        return exposed_s * self._steps_left / self._calls > LEAST_GAIN * seconds
 
     def _plan(self, found: Mapping[str, Mapping[Paths, Measured]], trace_s: float) -> None:
         saved_s = sum(
