@@ -144,7 +144,8 @@ class Cache:
             counts=self._counts,
             choose_shard=lambda fits: partitioning.choose_shard(self.fingerprint, fits, partition),
         )
-        self._reader = partitioning.open_reader(self._levels, len(source))
+        self._keeps_any = memory is not None or decoded is not None
+        self._reader = partitioning.open_reader(self._levels, len(source), self._keeps_any)
         log.info("%s", self)
 
     def dataset(
@@ -267,6 +268,8 @@ class Cache:
     def warm(self, progress: bool = True) -> Statistics:
         """Fills memory with all samples that have room; ranks of a node share the work.
 
+        Without a folder to keep samples in, it does nothing.
+
         Args:
           progress: True to show a progress bar.
 
@@ -277,7 +280,7 @@ class Cache:
           SourceError: If a sample cannot be read; the error names it.
         """
         memory = self._levels.memory
-        samples = np.arange(len(self._source))
+        samples = np.arange(len(self._source) if self._keeps_any else 0)
         if memory is not None:
             samples = samples[memory.has_room(samples)]
         bar = ProgressBar(len(samples), "samples") if progress else None

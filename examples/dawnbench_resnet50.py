@@ -75,10 +75,11 @@ def parse_arguments(arguments=None):
         "--without",
         nargs="*",
         default=[],
-        choices=["cache", "resizing", "lars"],
-        help="parts to leave out, to see what each brings: cache reads and decodes each image in "
-        "each epoch, resizing trains at the largest resolution throughout, lars by SGD; without "
-        "the sparse phase is --schedule 2dtar (none)",
+        choices=["cache", "resizing", "sparse", "lars"],
+        help="parts to leave out, to see what each brings: without cache each image is read and "
+        "decoded in each epoch, without resizing all phases train at the largest resolution, "
+        "without sparse the first phase exchanges as the others do, and without lars SGD trains "
+        "(none)",
     )
     parser.add_argument(
         "--shortest",
@@ -146,7 +147,7 @@ class Caches:
             self._close(old)
         for wanted in filter(None, (size, next_size)):
             self._open_all(wanted)
-        if next_size not in (None, size):
+        if next_size not in (None, size) and "cache" not in self._options.without:
             self._warming = threading.Thread(target=self._warm, args=(next_size,), daemon=True)
             self._warming.start()
         return self._open[size]

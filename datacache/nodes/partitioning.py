@@ -61,18 +61,20 @@ def choose_shard(
     return (0, 1) if replicated or nodes == 1 else (node, nodes)
 
 
-def open_reader(levels: Levels, samples: int) -> Reader:
+def open_reader(levels: Levels, samples: int, keeps_any: bool) -> Reader:
     """Opens the reader of this rank; all ranks must call it for the same caches in the same order.
 
     Args:
       levels: Levels of this node.
       samples: Number of samples of the source.
+      keeps_any: True if nodes may keep preprocessed samples; the same on all ranks.
 
     Returns:
       A reader that asks other nodes if there are several, and else reads the levels alone.
     """
     wire = job_wire()
-    if wire is None or len(wire.topology.nodes) == 1:
+    # Without anything kept, a sample that another node sends would be made there, each time.
+    if wire is None or len(wire.topology.nodes) == 1 or not keeps_any:
         return LocalReader(levels)
     keep = levels.memory is not None and levels.memory.spec.shard.nodes == 1
     # The seed of the pools' shards: the owner of a sample is the node that has room for it.

@@ -65,6 +65,10 @@ SCHEDULES = {
     ),
     "2dtar": ("2dtar", "2dtar"),
     "allreduce": ("allreduce", "allreduce"),
+    "allreduce16": (
+        tp.schemes.AllReduce(wire_dtype="float16"),
+        tp.schemes.AllReduce(wire_dtype="float16"),
+    ),
     "hitopk": ("hitopk", "hitopk"),
     "auto": ("auto", "auto"),
 }
@@ -111,7 +115,7 @@ def recipe(preset, schedule, shortest=False, without=()):
       schedule: Name in `SCHEDULES`.
       shortest: True for one epoch in each phase, and for a target that any model reaches.
       without: Parts to leave out: "resizing" trains all phases at the last one's resolution, "lars"
-        by SGD.
+        by SGD, and "sparse" exchanges in the first phase as in the others.
     """
     found, (first, later) = RECIPES[preset], SCHEDULES[schedule]
     phases = [replace(phase, scheme=later) for phase in found.phases]
@@ -120,6 +124,8 @@ def recipe(preset, schedule, shortest=False, without=()):
         found = replace(found, warmup_epochs=1.0, target=0.0)
     if "resizing" in without:
         phases = [replace(phase, size=phases[-1].size) for phase in phases]
+    if "sparse" in without:
+        first = later
     if "lars" in without:
         found = replace(found, peak_rate=found.sgd_rate)
     return replace(found, phases=(replace(phases[0], scheme=first), *phases[1:]))
