@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import replicas
+from tfposeidon.training.statistics import moving_statistics
 
 
 class AverageBatchNorm(keras.callbacks.Callback):
@@ -36,11 +37,4 @@ class AverageBatchNorm(keras.callbacks.Callback):
         self._average()
 
     def _average(self) -> None:
-        # Keras's public `layers` does not look into layers and models inside the model.
-        layers = [
-            layer
-            for layer in self.model._flatten_layers()
-            if isinstance(layer, keras.layers.BatchNormalization)
-        ]
-        statistics = [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
-        replicas.average(statistics, runtime.wire())
+        replicas.average(moving_statistics(self.model), runtime.wire())

@@ -162,6 +162,8 @@ class Checkpoint(keras.callbacks.Callback):
     # ---------------------------------------------------------------- writing
 
     def _write(self, epoch: int, batches: int) -> None:
+        # Where ranks train weights of their own, what is equal on all ranks is written once.
+        self._session.show_centre()
         meta = {
             "format": FORMAT,
             "epoch": epoch,
@@ -240,6 +242,8 @@ class Checkpoint(keras.callbacks.Callback):
     # --------------------------------------------------------------- restoring
 
     def _restore(self, snapshot: Snapshot) -> None:
+        # As it was written.
+        self._session.show_centre()
         # Before the comparison, which would miss the variables of an optimizer that is not built.
         self._build_optimizers(snapshot)
         self._check(snapshot)

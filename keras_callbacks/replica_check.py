@@ -11,7 +11,7 @@ from keras_callbacks._model_state import replicated_variables
 from tfposeidon import ranges
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import replicas
-from tfposeidon.training import layer_state
+from tfposeidon.training import layer_state, session
 
 ACTIONS = ("stop", "repair", "report")
 
@@ -58,6 +58,7 @@ class ReplicaCheck(keras.callbacks.Callback):
             self._check()
 
     def _check(self) -> None:
+        session.of(self.model).show_centre()
         variables = replicated_variables(self.model)
         wire = runtime.wire()
         layers = layer_state.read(self.model)

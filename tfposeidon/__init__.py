@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 # For type checkers and editors, which do not see what `__getattr__` finds.
 if TYPE_CHECKING:
-    from tfposeidon import ops, optimizers, policies, sample_counts, schemes
+    from tfposeidon import local, ops, optimizers, policies, sample_counts, schemes
     from tfposeidon.collectives import all_gather, all_reduce, barrier, broadcast_variables
     from tfposeidon.communication.links import Link, Links, Rates
     from tfposeidon.communication.runtime import init, rank, size
     from tfposeidon.exchange.parallel_operator import parallel_tensor_operator
+    from tfposeidon.local_updates import LocalUpdates
     from tfposeidon.optimizer import DistributedOptimizer
 
 __version__ = "0.1.0"
@@ -23,12 +24,14 @@ __all__ = [
     "DistributedOptimizer",
     "Link",
     "Links",
+    "LocalUpdates",
     "Rates",
     "all_gather",
     "all_reduce",
     "barrier",
     "broadcast_variables",
     "init",
+    "local",
     "ops",
     "optimizers",
     "parallel_tensor_operator",
@@ -41,6 +44,7 @@ __all__ = [
 
 _HOME = {
     "DistributedOptimizer": "optimizer",
+    "LocalUpdates": "local_updates",
     "all_gather": "collectives",
     "all_reduce": "collectives",
     "barrier": "collectives",
@@ -56,7 +60,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ops", "optimizers", "policies", "sample_counts", "schemes"):
+    if name in ("local", "ops", "optimizers", "policies", "sample_counts", "schemes"):
         return importlib.import_module(f"tfposeidon.{name}")
     if name in _HOME:
         return getattr(importlib.import_module(f"tfposeidon.{_HOME[name]}"), name)

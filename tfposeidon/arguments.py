@@ -1,4 +1,4 @@
-"""Checks of the arguments of `DistributedOptimizer`; numbers are checked by `ranges`."""
+"""Checks of the arguments of optimizers that communicate; numbers are checked by `ranges`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_inner(inner: Any, wrapper: type) -> None:
 
     Args:
       inner: Value given as the inner optimizer.
-      wrapper: `DistributedOptimizer`, which this module does not import.
+      wrapper: `OptimizerWrapper`, which this module does not import.
 
     Raises:
       ValueError: If it is refused.
@@ -44,15 +44,16 @@ def check_inner(inner: Any, wrapper: type) -> None:
         )
     if isinstance(inner, wrapper) or isinstance(innermost(inner), wrapper):
         raise ValueError(
-            "An optimizer must be wrapped in DistributedOptimizer once. Received: one that is "
-            "already. Use it as it is, or wrap its inner_optimizer."
+            "An optimizer must be wrapped in DistributedOptimizer, or in LocalUpdates, once. "
+            "Received: one that is already. Use it as it is, or wrap its inner_optimizer."
         )
 
 
-def check_no_more_arguments(others: dict[str, Any]) -> None:
+def check_no_more_arguments(optimizer: str, others: dict[str, Any]) -> None:
     """Refuses unknown arguments, those of Horovod's optimizer with what does the same here.
 
     Args:
+      optimizer: Name of the class.
       others: Name -> value of arguments that the constructor does not name.
 
     Raises:
@@ -65,7 +66,7 @@ def check_no_more_arguments(others: dict[str, Any]) -> None:
                 f"Received: {name}={others[name]!r}. Here {HOROVODS[name]}."
             )
         raise TypeError(
-            f"DistributedOptimizer has no argument `{name}`. "
+            f"{optimizer} has no argument `{name}`. "
             f"Received: {name}={others[name]!r}. Leave it out."
         )
 

@@ -19,11 +19,13 @@ class Presence(NamedTuple):
         for equal weights.
       absent: Number of ranks that had no batch left and contributed nothing, a float32 scalar.
       gradients: Number of ranks with a gradient, `[variables]` float32.
+      samples: Number of samples on all ranks, or of ranks for equal weights, a float32 scalar.
     """
 
     weight: tf.Tensor | None
     absent: tf.Tensor
     gradients: tf.Tensor
+    samples: tf.Tensor
 
     @property
     def any_gradient(self) -> tf.Tensor:
@@ -66,7 +68,7 @@ def count_presence(
         weight = None
         if sample_count is not None:
             weight = tf.math.divide_no_nan(count * ranks, samples)
-        return Presence(weight, ranks - present, with_gradient)
+        return Presence(weight, ranks - present, with_gradient, samples)
 
 
 def check_regularised(plan: Plan, presence: Presence, ranks: int) -> None:

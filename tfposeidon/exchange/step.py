@@ -152,7 +152,6 @@ class Step:
             return Means(
                 rows if server is None else server.clip_by_whole_norms(server.own_parts(rows))
             )
-        assert self._exposed_s is not None
         exchanger = self.exchanger(variables)
         presence = exchanger.presence(gradients, count)
         sent = factor_agreement.convert_to_factors(gradients, exchanger.plan)
@@ -166,7 +165,7 @@ class Step:
         if server is not None:
             values = server.clip_by_whole_norms(values)
         end = time_after(values)
-        self._exposed_s.assign_add(end - ready)
+        self.add_exposed(end - ready)
         exchanger.times.record(first, ready, end)
         everybody = self.absence.record(presence.absent)
         kept = itertools.chain(*exchanger.states.variables)
@@ -204,6 +203,15 @@ class Step:
         """
         return self.plans.exchanger(list(variables), self._optimizer.inner_optimizer)
 
+    def add_exposed(self, seconds: tf.Tensor) -> None:
+        """Adds up communication that computation did not hide, as a part of a step.
+
+        Args:
+          seconds: Seconds for which the step has waited, a float64 scalar.
+        """
+        assert self._exposed_s is not None
+        self._exposed_s.assign_add(seconds)
+
     def _exchanges(self, variables: list[Any]) -> bool:
         """Returns whether there is anything to do.
 
@@ -224,11 +232,12 @@ class Step:
         return {
             "counted": count is not None,
             "sample_count": counts and sample_counts.name(counts),
-            "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
             "optimizer": [
                 type(optimizer.inner_optimizer).__name__,
                 type(innermost(optimizer)).__name__,
             ],
+            "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
+            **optimizer.agreed_settings,
             **layer_norms.norm_settings(optimizer.inner_optimizer),
         }
 

@@ -38,6 +38,8 @@ class StateDescription:
         `offset` is the index of this one.
       scalar: True if it is one number for all members, equal on all ranks, such as a count of
         steps.
+      averaged: True if the mean over ranks counts, and not the sum.
+      private: True if it says nothing to other ranks, which begin with zeros.
 
     >>> residual = StateDescription(name="residual", members=(("kernel", 6),), offset=2, owners=1)
     >>> StateDescription.from_dict(residual.to_dict()) == residual
@@ -50,6 +52,8 @@ class StateDescription:
     owners: int = 0
     concatenated: bool = False
     scalar: bool = False
+    averaged: bool = False
+    private: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what `from_dict` reads, for JSON."""
@@ -205,6 +209,10 @@ def _whole(
     description: StateDescription, like: np.ndarray, whole: dict[WholeKey, list[np.ndarray]]
 ) -> np.ndarray:
     arrays = whole.get(description.whole_key, [np.zeros_like(like)])
+    if description.private:
+        return np.zeros_like(like)
+    if description.averaged:
+        return np.asarray(np.mean(arrays, axis=0), like.dtype)
     if description.concatenated:
         # In turn, so that no rank gets two arrays more than another.
         return _below_one_another(arrays[description.offset :: description.owners], like)

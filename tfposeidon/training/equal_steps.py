@@ -12,20 +12,21 @@ from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.training import session
 from tfposeidon.training.plan_again import PlanAgain
+from tfposeidon.training.show_centre import ShowCentre
 
 
 def with_equal_epochs(callbacks: list[Any]) -> list[Any]:
     """Returns the callbacks of `fit` together with those that several ranks need.
 
     They make epochs equal, and plan again where the choice is left open. `EqualSteps` comes before
-    the others, because they may communicate at the end of an epoch; `AgreedStop` comes after them,
-    because they may ask to stop.
+    the others, because they may communicate at the end of an epoch, and `ShowCentre`, because they
+    may read weights there; `AgreedStop` comes after them, because they may ask to stop.
 
     Args:
       callbacks: Callbacks of the user, the same ones on every rank.
     """
     first = EqualSteps(may_stop=any(map(_may_stop, callbacks)))
-    return [first, *callbacks, PlanAgain(), AgreedStop()]
+    return [first, ShowCentre(), *callbacks, PlanAgain(), AgreedStop()]
 
 
 def _may_stop(callback: Any) -> bool:
@@ -197,7 +198,10 @@ def _settings(model: keras.Model, epoch: int) -> dict[str, Any]:
     for number, optimizer in enumerate(session.optimizers_of(model)):
         inner = innermost(optimizer)
         which = f" of optimizer {number}" if number else ""
-        settings[f"learning rate{which}"] = float(optimizer.learning_rate)
+        # Under a loss scale ranks that train by themselves skip steps by themselves, and so does a
+        # rate that follows the steps.
+        if not optimizer.has_centre:
+            settings[f"learning rate{which}"] = float(optimizer.learning_rate)
         settings[f"momentum{which}"] = _as_float(getattr(inner, "momentum", None))
         settings[f"weight decay{which}"] = _as_float(inner.weight_decay)
     return settings

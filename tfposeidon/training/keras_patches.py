@@ -1,9 +1,10 @@
-"""Methods of `keras.Model` that know of the model's `DistributedOptimizer`.
+"""Methods of `keras.Model` that know of the model's optimizers that communicate.
 
-Keras gives an optimizer no way to see the model it trains. So the first `DistributedOptimizer` of a
-process wraps five methods of `keras.Model`; models with other optimizers pass through untouched.
-They are methods that Keras looks up after the optimizer was made, even in one line such as
-`model.compile(optimizer=tp.DistributedOptimizer(...))`, for which `compile` itself is too early.
+Keras gives an optimizer no way to see the model it trains. So the first `DistributedOptimizer` or
+`LocalUpdates` of a process wraps eight methods of `keras.Model`; models with other optimizers pass
+through untouched. They are methods that Keras looks up after the optimizer was made, even in one
+line such as `model.compile(optimizer=tp.DistributedOptimizer(...))`, for which `compile` itself is
+too early.
 
 - `_resolve_auto_jit_compile`: `jit_compile="auto"` means no XLA, which cannot compile what schemes
   do.
@@ -12,6 +13,8 @@ They are methods that Keras looks up after the optimizer was made, even in one l
 - `fit`: output of one rank, and epochs that end on all ranks after the same step (`equal_steps`).
 - `fit`, `evaluate`, `predict`: `verbose="auto"` shows no progress bar where there is no terminal
   (`verbosity`).
+- `evaluate`, `predict`, `save`, `save_weights`, `export`: where each rank trains weights of its
+  own, they see what is equal on all ranks, and train functions go on from each rank's own.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import tensorflow as tf
 from tfposeidon.communication import runtime
 from tfposeidon.planning import rules
 from tfposeidon.training import equal_steps, session, verbosity
+from tfposeidon.training.skip_batches import SkipBatches
 
 _WITH_AUTOMATIC_XLA: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models for which `jit_compile="auto"` chose XLA."""
@@ -58,16 +62,19 @@ def patch_keras(optimizer_class: type) -> None:
     """Wraps the methods of `keras.Model`; the second call does nothing.
 
     Args:
-      optimizer_class: `DistributedOptimizer`; methods of models with other optimizers do what they
-        did before.
+      optimizer_class: `OptimizerWrapper`; methods of models with other optimizers do what they did
+        before.
     """
     session.register_optimizer_class(optimizer_class)
     replacements = {
         "_resolve_auto_jit_compile": _resolve_auto_jit_compile,
         "make_train_function": _make_train_function,
         "fit": _fit,
-        "evaluate": _without_progress_bar,
-        "predict": _without_progress_bar,
+        "evaluate": _evaluate,
+        "predict": _evaluate,
+        "save": _save,
+        "save_weights": _save,
+        "export": _save,
     }
     for name, replacement in replacements.items():
         owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
@@ -110,7 +117,27 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
         # A compile of the model's own mostly assigns optimizers after Keras's has chosen.
         if model in _WITH_AUTOMATIC_XLA and model.jit_compile and not _suits_xla(model):
             model.jit_compile = False
-    return original(*call.args, **call.kwargs)
+        session.of(model).carry_statistics()
+    made = original(*call.args, **call.kwargs)
+    _hide_centre(model)
+    return made
+
+
+def _hide_centre(model: keras.Model) -> None:
+    """Makes the train function begin with what each rank goes on from, if it trains its own."""
+    optimizers = [one for one in session.optimizers_of(model) if one.has_centre]
+    train = model.train_function
+    if not optimizers or getattr(train, "_tfposeidon", False) or isinstance(train, SkipBatches):
+        return
+
+    @functools.wraps(train)
+    def train_function(iterator: Any) -> Any:
+        for optimizer in optimizers:
+            optimizer.hide_centre()
+        return train(iterator)
+
+    train_function._tfposeidon = True  # type: ignore[attr-defined]
+    model.train_function = train_function
 
 
 def _scale_losses(model: Any) -> None:
@@ -183,12 +210,22 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         return original(*call.args, **call.kwargs)
 
 
-def _without_progress_bar(original: Any, call: inspect.BoundArguments) -> Any:
+def _evaluate(original: Any, call: inspect.BoundArguments) -> Any:
+    model = call.arguments["self"]
+    if not session.optimizers_of(model):
+        return original(*call.args, **call.kwargs)
     # Unlike in `fit`, every rank prints: each evaluates its own share of the data.
-    if session.optimizers_of(call.arguments["self"]):
-        call.apply_defaults()
-        call.arguments["verbose"] = verbosity.resolve(call.arguments["verbose"])
-    return original(*call.args, **call.kwargs)
+    call.apply_defaults()
+    call.arguments["verbose"] = verbosity.resolve(call.arguments["verbose"])
+    return _save(original, call)
+
+
+def _save(original: Any, call: inspect.BoundArguments) -> Any:
+    model = call.arguments["self"]
+    if not session.optimizers_of(model):
+        return original(*call.args, **call.kwargs)
+    with session.of(model).centre():
+        return original(*call.args, **call.kwargs)
 
 
 def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:

@@ -1,10 +1,10 @@
-"""Session of a model: its `DistributedOptimizer`s, and the state that its training loop shares."""
+"""Session of a model: its optimizers that communicate, and the state that its loop shares."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,25 +12,28 @@ import keras
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.exchange import replicas
 from tfposeidon.policies import Policy
 from tfposeidon.training.skip_batches import SkipBatches
+from tfposeidon.training.statistics import moving_statistics
 
 _distributed: tuple[type, ...] = ()
-"""`DistributedOptimizer`, once there is one: it imports this module, which cannot import it."""
+"""`OptimizerWrapper`, once there is one: its module imports this one, which cannot import it."""
 
 
 def register_optimizer_class(optimizer_class: type) -> None:
-    """Makes instances of a class count as distributed optimizers.
+    """Makes instances of a class count as optimizers that communicate.
 
     Args:
-      optimizer_class: `DistributedOptimizer`.
+      optimizer_class: `OptimizerWrapper`.
     """
     global _distributed
     _distributed = (optimizer_class,)
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Returns whether an optimizer is a `DistributedOptimizer`.
+    """Returns whether an optimizer communicates, as `DistributedOptimizer` does.
 
     Args:
       optimizer: Any object.
@@ -39,7 +42,7 @@ def is_distributed(optimizer: Any) -> bool:
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Finds every `DistributedOptimizer` of a model.
+    """Finds every optimizer of a model that communicates, such as a `DistributedOptimizer`.
 
     Models with a `compile` of their own, such as GANs, call their optimizers what they like. So all
     attributes of the model and of the layers and models inside it are looked at, with the lists and
@@ -91,6 +94,8 @@ class Session:
         self._watched: list[Any] = []
         self._has_logged_xla = False
         self._has_scheme_changes = False
+        # Checksum of the weights that the last `fit` has shown at its end.
+        self._shown: str | None = None
 
     @property
     def _model(self) -> Any:
@@ -98,7 +103,7 @@ class Session:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The model's `DistributedOptimizer`s: see `optimizers_of`."""
+        """The model's optimizers that communicate: see `optimizers_of`."""
         return optimizers_of(self._model)
 
     def steps_until_exchange(self, optimizers: Iterable[Any]) -> int:
@@ -206,6 +211,50 @@ class Session:
         if skipping is not None:
             skipping.train, model.train_function = model.train_function, skipping
 
+    # ------------------------------------------------------------------ weights of each rank
+
+    def show_centre(self) -> None:
+        """Puts into the variables what is equal on all ranks, until the next train step.
+
+        Only `LocalUpdates` lets ranks train weights of their own.
+        """
+        for optimizer in self.optimizers:
+            optimizer.show_centre()
+
+    def note_centre(self) -> None:
+        """Notes which weights are shown, to tell later whether others were assigned."""
+        if any(optimizer.has_centre for optimizer in self.optimizers):
+            self._shown = replicas.checksum(self._model.trainable_variables)
+
+    def go_on_from_assigned(self) -> None:
+        """Makes ranks go on from weights that were assigned since `note_centre`, if they were.
+
+        All ranks call it together.
+        """
+        shown, self._shown = self._shown, None
+        if shown is None:
+            return
+        is_other = shown != replicas.checksum(self._model.trainable_variables)
+        if any(exchange_objects(is_other, runtime.wire(), "tp.assigned")):
+            for optimizer in self.optimizers:
+                optimizer.forget_own()
+
+    def carry_statistics(self) -> None:
+        """Makes moving statistics of layers travel with the weights, where these are exchanged."""
+        # With one of the optimizers: each would have all of them.
+        for optimizer in self.optimizers[:1]:
+            optimizer.carry(lambda: moving_statistics(self._model))
+
+    @contextlib.contextmanager
+    def centre(self) -> Iterator[None]:
+        """Puts what is equal on all ranks into the variables, within this context."""
+        shown = [optimizer for optimizer in self.optimizers if optimizer.show_centre()]
+        try:
+            yield
+        finally:
+            for optimizer in shown:
+                optimizer.hide_centre()
+
     # ------------------------------------------------------------------ steps and the end of epochs
 
     @contextlib.contextmanager
@@ -270,39 +319,36 @@ class Session:
           RuntimeError: If this rank has done no step, so that it does not know what to contribute
             to.
         """
-        exchangers = [
-            exchanger for optimizer in self._watched for exchanger in optimizer.exchange.exchangers
-        ]
-        # A step may exchange several times by each.
-        calls = [(exchanger, call) for exchanger in exchangers for call in range(exchanger.calls)]
-        if not calls:
+        eagerly = self._model.run_eagerly
+        # A step may exchange several times.
+        contributions = [one for o in self._watched for one in o.contributions(eagerly)]
+        if not contributions:
             raise RuntimeError(
                 "A rank without a single batch cannot end an epoch. Give every rank data."
             )
-        if self._model.run_eagerly:
-            _contribute_in_turn(calls)
+        if eagerly:
+            _contribute_in_turn(contributions)
         else:
             # All at once: how often, and in which order, the others' step exchanges by each is not
             # known here.
-            with ThreadPoolExecutor(len(calls)) as threads:
+            with ThreadPoolExecutor(len(contributions)) as threads:
                 # A list, for `map` raises a thread's error only where its result is asked for.
-                list(threads.map(_contribute_nothing, *zip(*calls, strict=True)))
+                list(threads.map(_contribute, contributions))
         for optimizer in self._watched:
             optimizer.exchange.absence.forget()
             optimizer.drop_accumulated()
 
 
-def _contribute_in_turn(calls: list[tuple[Any, int]]) -> None:
+def _contribute_in_turn(contributions: list[Callable[[], int]]) -> None:
     """Contributes to one exchange after the other, in the order of the other ranks' eager steps."""
     finished = 0
     while finished < runtime.size():
-        counts = [int(exchanger.contribute_nothing_eagerly(call)[0]) for exchanger, call in calls]
-        finished = min(counts)
+        finished = min([contribute() for contribute in contributions])
 
 
-def _contribute_nothing(exchanger: Any, call: int) -> None:
+def _contribute(contribute: Callable[[], int]) -> None:
     # The first number that comes back says how many ranks are out of data.
-    while int(exchanger.contribute_nothing(call)[0]) < runtime.size():
+    while contribute() < runtime.size():
         pass
 
 

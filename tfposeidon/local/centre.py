@@ -1,0 +1,130 @@
+"""The centre: weights that are equal on all ranks, beside those that each rank trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+class Centre:
+    """Copies of variables: of the centre, while the variables hold what this rank trains.
+
+    Where the centre is shown, it is the other way round: the variables hold the centre, and the
+    copies what this rank goes on from. Before the first step there is nothing but the centre, in
+    the variables.
+
+    Args:
+      variables: Keras or TensorFlow variables that the optimizer trains.
+
+    Attributes:
+      variables: Variables that the optimizer trains, then statistics that travel along.
+      copies: A Keras variable for each of `variables`.
+      trained: Number of variables that the optimizer trains.
+      has_begun: Bool variable: True once a step has told the two apart.
+      is_shown: Bool variable: True while the variables hold the centre.
+    """
+
+    def __init__(self, variables: Sequence[Any]) -> None:
+        self.variables: list[Any] = []
+        self.copies: list[keras.Variable] = []
+        with tf.init_scope():
+            self.has_begun = tf.Variable(False, trainable=False, name="has_begun")
+            self.is_shown = tf.Variable(False, trainable=False, name="is_shown")
+        self._add(variables)
+        self.trained = len(self.variables)
+
+    def _add(self, variables: Sequence[Any]) -> None:
+        with tf.init_scope():
+            for variable in variables:
+                path = getattr(variable, "path", None) or variable.name
+                copy = keras.Variable(
+                    tf.convert_to_tensor(variable),
+                    dtype=keras.backend.standardize_dtype(variable.dtype),
+                    name="centre_of_" + path.replace("/", "_").replace(":", "_"),
+                )
+                self.variables.append(variable)
+                self.copies.append(copy)
+
+    def carry(self, statistics: Sequence[Any]) -> None:
+        """Adds statistics, which no gradient moves, such as moving averages of layers.
+
+        Args:
+          statistics: Floating-point variables; those that it has already are left out.
+        """
+        known = {id(variable) for variable in self.variables}
+        self._add([variable for variable in statistics if id(variable) not in known])
+
+    def begin(self) -> None:
+        """Begins a step: from here on the variables hold what this rank trains."""
+        tf.cond(
+            self.has_begun,
+            lambda: tf.cond(self.is_shown, self._swap, lambda: None),
+            self._begin,
+        )
+
+    def _begin(self) -> None:
+        for variable, copy in zip(self.variables, self.copies, strict=True):
+            copy.assign(variable)
+        self.has_begun.assign(True)
+        self.is_shown.assign(False)
+
+    def _swap(self) -> None:
+        for variable, copy in zip(self.variables, self.copies, strict=True):
+            own, other = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
+            variable.assign(other)
+            copy.assign(own)
+        self.is_shown.assign(tf.logical_not(self.is_shown))
+
+    def show(self) -> bool:
+        """Puts the centre into the variables.
+
+        Returns:
+          True if it was not there yet.
+        """
+        was_shown = bool(self.is_shown.numpy())
+        if not was_shown:
+            if self.has_begun.numpy():
+                self._swap()
+            else:
+                self.is_shown.assign(True)
+        return not was_shown
+
+    def hide(self) -> None:
+        """Puts what this rank trains into the variables again."""
+        if not self.is_shown.numpy():
+            return
+        if self.has_begun.numpy():
+            self._swap()
+        else:
+            self.is_shown.assign(False)
+
+    def forget(self) -> None:
+        """Makes this rank go on from what the variables hold, which becomes the centre."""
+        self.has_begun.assign(False)
+
+    @property
+    def equal_variables(self) -> list[Any]:
+        """Variables of `copies` or `variables` that hold the centre of trained variables."""
+        is_apart = self.has_begun.numpy() and not self.is_shown.numpy()
+        return list(self.copies if is_apart else self.variables)[: self.trained]
+
+    @property
+    def differences(self) -> list[tf.Tensor]:
+        """How far trained variables are from the centre, one tensor for each."""
+        pairs = zip(self.variables[: self.trained], self.copies, strict=False)
+        return [
+            tf.convert_to_tensor(variable) - tf.convert_to_tensor(copy) for variable, copy in pairs
+        ]
+
+    @property
+    def own_statistics(self) -> list[tf.Tensor]:
+        """This rank's values of the statistics."""
+        return [tf.convert_to_tensor(variable) for variable in self.variables[self.trained :]]
+
+    def join(self) -> None:
+        """Makes this rank go on from the centre."""
+        for variable, copy in zip(self.variables, self.copies, strict=True):
+            variable.assign(copy)

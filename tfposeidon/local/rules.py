@@ -1,0 +1,285 @@
+"""Rules of a round: how the centre follows the ranks' weights, and these follow the centre."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from typing_extensions import override
+
+from tfposeidon import ranges
+from tfposeidon.optimizers.wrapping import innermost
+
+
+class Rule(ABC):
+    """Base of the rules: what a round makes of the mean difference from the centre.
+
+    Between rounds each rank trains weights of its own. A round exchanges how far these are from
+    the centre, weights that are equal on all ranks; a rule moves the centre, and says where the
+    rank goes on. Like Keras's optimizers, a rule belongs to one optimizer once it is built.
+    """
+
+    weighs_samples: bool = True
+    """True if a rank counts by the samples of its round, False if all ranks count alike."""
+
+    momentum: float = 0.0
+    """Momentum of the centre's own movement."""
+
+    @property
+    def variables(self) -> list[Any]:
+        """Variables that it keeps from round to round, equal on all ranks."""
+        return []
+
+    def build(self, centre: Sequence[Any]) -> None:  # noqa: B027
+        """Makes its variables.
+
+        Args:
+          centre: Keras variables that hold the centre.
+        """
+
+    @abstractmethod
+    def move(self, centre: Sequence[Any], means: Sequence[tf.Tensor]) -> None:
+        """Moves the centre.
+
+        Args:
+          centre: Keras variables that hold the centre, which are assigned.
+          means: Mean over ranks of the differences from the centre, one for each variable.
+        """
+
+    def pull(self, ranks: int) -> float:
+        """Returns the share of its difference that a rank gives up in a round; 1 joins the centre.
+
+        Args:
+          ranks: Number of ranks.
+        """
+        return 1.0
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the constructor's arguments, for saving with the model."""
+        return {}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Rule:
+        """Makes a rule of what `get_config` returned.
+
+        Args:
+          config: Arguments of the constructor, by name.
+        """
+        return cls(**config)
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.get_config().items())
+        return f"{type(self).__name__}({options})"
+
+
+@keras.saving.register_keras_serializable("tfposeidon")
+class Average(Rule):
+    """Averages the weights of all ranks, and all go on from the mean (local SGD).
+
+    With `every=1` and SGD without momentum it is synchronous training. With
+    `LocalUpdates(start_after=...)` it is post-local SGD.
+
+    Source: Stich 2019 (local SGD); Lin et al. 2018, arXiv 1808.07217 (post-local SGD).
+
+    >>> import keras, tfposeidon as tp
+    >>> optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1), rule=tp.local.Average())
+    """
+
+    @override
+    def move(self, centre: Sequence[Any], means: Sequence[tf.Tensor]) -> None:
+        for variable, mean in zip(centre, means, strict=True):
+            variable.assign_add(mean)
+
+
+@keras.saving.register_keras_serializable("tfposeidon")
+class Elastic(Rule):
+    """Pulls ranks and centre towards one another (EASGD); with Nesterov momentum inside, EAMSGD.
+
+    In a round each rank gives up `alpha = beta / ranks` of its difference from the centre, and the
+    centre gains what all have given up. Ranks stay apart.
+
+    Args:
+      beta: Share of the mean difference by which the centre moves, above 0 and at most 1: with
+        more, `ranks x alpha > 1`, and synchronous elastic averaging diverges.
+
+    Raises:
+      ValueError: If `beta` is out of its range.
+
+    Source: Zhang, Choromanska and LeCun 2015, arXiv 1412.6651, algorithm 1 with all workers in
+    step. Differs: there is no server; every rank keeps the centre.
+
+    >>> import keras, tfposeidon as tp
+    >>> inner = keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True)
+    >>> optimizer = tp.LocalUpdates(inner, every=16, rule=tp.local.Elastic(beta=0.9))
+    """
+
+    weighs_samples = False
+
+    def __init__(self, beta: float = 0.9) -> None:
+        remedy = (
+            "That is alpha = beta / ranks, at most 1 / ranks: with more, synchronous elastic "
+            "averaging diverges."
+        )
+        ranges.check_number("beta", beta, ranges.FRACTION, remedy)
+        self.beta = beta
+
+    @override
+    def move(self, centre: Sequence[Any], means: Sequence[tf.Tensor]) -> None:
+        for variable, mean in zip(centre, means, strict=True):
+            variable.assign_add(tf.cast(self.beta, mean.dtype) * mean)
+
+    @override
+    def pull(self, ranks: int) -> float:
+        return self.beta / ranks
+
+    @override
+    def get_config(self) -> dict[str, Any]:
+        return {"beta": self.beta}
+
+
+@keras.saving.register_keras_serializable("tfposeidon")
+class Outer(Rule):
+    """Moves the centre by an optimizer, for which the mean difference is the gradient (DiLoCo).
+
+    All ranks go on from the centre. It needs many rounds, or an inner optimizer with little
+    momentum: with few steps in a round, momentum inside and outside add up.
+
+    Args:
+      optimizer: A Keras optimizer for the centre; it is given centre minus mean weights as the
+        gradient. Default `SGD(0.7, momentum=0.9, nesterov=True)`, as in the source.
+
+    Raises:
+      ValueError: If `optimizer` is not a Keras optimizer.
+
+    Memory: what the optimizer keeps; one copy of the weights for momentum.
+
+    Source: Douillard et al. 2023, arXiv 2311.08105, algorithm 1. Differs: ranks weigh by samples.
+
+    >>> import keras, tfposeidon as tp
+    >>> optimizer = tp.LocalUpdates(keras.optimizers.AdamW(4e-4), every=500, rule=tp.local.Outer())
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer | None = None) -> None:
+        if optimizer is None:
+            optimizer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise ValueError(
+                f"`optimizer` must be a Keras optimizer. Received: {optimizer!r} of type "
+                f"{type(optimizer).__name__}. Leave it out for SGD(0.7, momentum=0.9, "
+                "nesterov=True)."
+            )
+        self.optimizer = optimizer
+
+    @property
+    @override
+    def momentum(self) -> float:  # type: ignore[override]
+        return momentum_of(self.optimizer)
+
+    @property
+    @override
+    def variables(self) -> list[Any]:
+        return list(self.optimizer.variables)
+
+    @override
+    def build(self, centre: Sequence[Any]) -> None:
+        # It serves replicas of tf.distribute, and would hold the graph of each traced step.
+        innermost(self.optimizer)._all_reduce_sum_gradients = list
+        self.optimizer.build(centre)
+
+    @override
+    def move(self, centre: Sequence[Any], means: Sequence[tf.Tensor]) -> None:
+        self.optimizer.apply([-mean for mean in means], centre)
+
+    @override
+    def get_config(self) -> dict[str, Any]:
+        return {"optimizer": keras.saving.serialize_keras_object(self.optimizer)}
+
+    @override
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Rule:
+        return cls(keras.saving.deserialize_keras_object(config["optimizer"]))
+
+    @override
+    def __repr__(self) -> str:
+        return f"Outer({type(self.optimizer).__name__}, {self.optimizer.get_config()})"
+
+
+@keras.saving.register_keras_serializable("tfposeidon")
+class SlowMomentum(Outer):
+    """Moves the centre with momentum (SlowMo).
+
+    Args:
+      momentum: Momentum of the centre, in [0, 1).
+      rate: Factor on its velocity, above 0; 1 in the source.
+
+    Raises:
+      ValueError: If an argument is out of its range.
+
+    Memory: a copy of the weights for velocity.
+
+    Source: Wang et al. 2020, ICLR (SlowMo), algorithm 1. Differs: velocity is kept in units of
+    weights, not of gradients, so that it is the same on all ranks whatever their learning rates;
+    with a constant rate that makes no difference. The inner optimizer's slots stay as they are.
+
+    >>> import keras, tfposeidon as tp
+    >>> optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1), every=12,
+    ...                             rule=tp.local.SlowMomentum(0.7))
+    """
+
+    def __init__(self, momentum: float = 0.7, rate: float = 1.0) -> None:
+        ranges.check_number("momentum", momentum, ranges.BELOW_1)
+        ranges.check_number("rate", rate, ranges.POSITIVE)
+        self.rate = rate
+        super().__init__(keras.optimizers.SGD(rate, momentum=momentum))
+
+    @override
+    def get_config(self) -> dict[str, Any]:
+        return {"momentum": self.optimizer.momentum, "rate": self.rate}
+
+    @override
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Rule:
+        return cls(**config)
+
+    __repr__ = Rule.__repr__
+
+
+NAMES = {
+    "average": Average,
+    "elastic": Elastic,
+    "outer": Outer,
+    "slow_momentum": SlowMomentum,
+}
+"""Rules that users may name."""
+
+
+def parse(rule: Any) -> Rule:
+    """Returns the rule that a user means.
+
+    Args:
+      rule: A rule, or the name of one.
+
+    Raises:
+      ValueError: If it is neither.
+    """
+    if isinstance(rule, Rule):
+        return rule
+    if isinstance(rule, str) and rule in NAMES:
+        return NAMES[rule]()
+    raise ValueError(
+        f"`rule` must be one of {', '.join(NAMES)}, or an object of tfposeidon.local. "
+        f"Received: rule={rule!r}"
+    )
+
+
+def momentum_of(optimizer: Any) -> float:
+    """Returns the momentum of a Keras optimizer, or what takes its place; 0 for none.
+
+    Args:
+      optimizer: A Keras optimizer, wrapped any number of times.
+    """
+    inside = innermost(optimizer)
+    return float(getattr(inside, "momentum", 0.0) or getattr(inside, "beta_1", 0.0) or 0.0)

@@ -1,0 +1,386 @@
+"""`LocalUpdates`: ranks train by themselves, and exchange weights once in several steps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import keras
+import tensorflow as tf
+from typing_extensions import override
+
+from tfposeidon import arguments, policies, ranges, sample_counts
+from tfposeidon.communication import agreement, runtime
+from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.exchange import replicas
+from tfposeidon.gradients.description import describe
+from tfposeidon.local import rules
+from tfposeidon.local.rounds import Rounds, Schedule
+from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
+from tfposeidon.state.rank_state import StateDescription
+from tfposeidon.units import readable_size
+from tfposeidon.wrapper import OptimizerWrapper
+
+FEWEST_WITH_MOMENTUM = 8
+"""Steps between rounds below which momentum inside and outside is known to do harm."""
+
+
+@keras.saving.register_keras_serializable("tfposeidon")
+class LocalUpdates(OptimizerWrapper):
+    """Lets each rank train by itself, and brings their weights together once in several steps.
+
+    What is exchanged are differences from the *centre*, weights that are equal on all ranks; a rule
+    says how the centre follows the ranks. Communication falls by `every`, at some cost in accuracy:
+    replicas are equal in their centre only. `evaluate`, `predict`, `save` and callbacks at the end
+    of an epoch see the centre; training goes on from each rank's own weights. On one rank it is the
+    inner optimizer.
+
+    Args:
+      inner_optimizer: A Keras optimizer that is not wrapped yet. It updates this rank's weights at
+        every step, and its state is this rank's own.
+      every: Steps from one round to the next, at least 1 (default 32).
+      rule: What a round does: `"average"` (default), `"elastic"`, `"outer"`, `"slow_momentum"`, or
+        an object of `tfposeidon.local`.
+      scheme: Scheme by which differences are exchanged (default `"2dtar"`), as for
+        `DistributedOptimizer`, but for those that need factors, servers that update, or momentum
+        correction, and for `"auto"`.
+      delay: Steps from an exchange to its result, below `every`; the exchange runs beside them, and
+        all ranks take its result after the same step (default 0: the step waits for it).
+      start_after: Steps at the beginning with a round each, for post-local training (default 0).
+      bucket_bytes: Bytes up to which small differences are fused (default 4 MiB).
+      sample_count: Function by which `fit` weighs this rank; see `DistributedOptimizer`.
+      name: Name of the optimizer (default `"local_updates"`).
+      **others: Any other arguments, which are all refused.
+
+    Raises:
+      TypeError: For unknown arguments, or if `sample_count` is no function.
+      ValueError: If an argument is out of its range, if the scheme cannot carry differences, if the
+        inner optimizer averages weights (`use_ema`), under `tf.distribute`, or with another Keras
+        backend than TensorFlow.
+
+    Memory: a copy of the weights for the centre, what the rule keeps, and with `delay` two copies
+    more while an exchange is under way.
+
+    Source: the rules name theirs. Zhang et al. 2015, Theano-MPI section 4 (elastic averaging).
+
+    Example:
+      >>> import keras, tfposeidon as tp
+      >>> optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1, momentum=0.9), every=16)
+      >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+      >>> model.compile(optimizer=optimizer, loss="mse")
+    """
+
+    _serialized: ClassVar[tuple[str, ...]] = (*OptimizerWrapper._serialized, "rule")
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer,
+        every: int = 32,
+        rule: Any = "average",
+        scheme: Any = "2dtar",
+        *,
+        delay: int = 0,
+        start_after: int = 0,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        sample_count: sample_counts.SampleCount | None = None,
+        name: str | None = None,
+        **others: Any,
+    ) -> None:
+        arguments.check_no_more_arguments("LocalUpdates", others)
+        ranges.check_integer("every", every, 1)
+        ranges.check_integer("delay", delay, 0)
+        ranges.check_integer("start_after", start_after, 0)
+        if delay >= every:
+            raise ValueError(
+                "`delay` must be below `every`, so that a result is there before the next round. "
+                f"Received: delay={delay}, every={every}. Give at most {every - 1}."
+            )
+        policy = policies.parse(scheme)
+        _check_policy(policy)
+        super().__init__(
+            inner_optimizer,
+            policy,
+            bucket_bytes,
+            sample_count,
+            gradient_accumulation_steps=None,
+            name=name or "local_updates",
+        )
+        _check_no_averages(inner_optimizer)
+        self._rule = rules.parse(rule)
+        self._schedule = Schedule(every, delay, start_after)
+        self._rounds: Rounds | None = None
+        self._statistics: Callable[[], Sequence[Any]] = list
+        self._has_checked_start = False
+
+    # ------------------------------------------------------------------ state
+
+    @override
+    def build(self, variables: Sequence[Any]) -> None:
+        """Makes the inner optimizer's state, and the centre.
+
+        Args:
+          variables: The trainable variables.
+
+        Raises:
+          ValueError: If a variable is not floating point.
+        """
+        if self.built:
+            return
+        for variable in variables:
+            describe(variable)
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(variables)
+        if runtime.size() > 1:
+            _warn_of_momentum(self._rule, self.inner_optimizer, self._schedule.every)
+            self._rounds = Rounds(
+                self._exchange, lambda: self.inner_optimizer, self._rule, self._schedule, variables
+            )
+        self._adopt(variables)
+
+    @property
+    @override
+    def variables(self) -> list[Any]:
+        """Variables that are equal on all ranks, beside the centre: those of the rule.
+
+        On one rank they are those of the inner optimizer.
+        """
+        return self.inner_optimizer.variables if self._rounds is None else self._rounds.variables
+
+    @override
+    def _rank_state(self) -> list[tuple[Any, StateDescription]]:
+        if self._rounds is None:
+            return []
+        self._exchange.exchanger(self._trainable_variables)
+        self._rounds.prepare(self._statistics())
+        slots = [
+            (variable, StateDescription(name=f"inner {index}", averaged=_is_floating(variable)))
+            for index, variable in enumerate(self.inner_optimizer.variables)
+        ]
+        return [*slots, *self._rounds.rank_state, *self._exchange.plans.rank_state()]
+
+    @property
+    @override
+    def plan(self) -> Plan:
+        """Plan of a round: which variable goes by which scheme, with bytes and reason.
+
+        Raises:
+          RuntimeError: If the optimizer is not built, and so does not know its variables.
+        """
+        plan = super().plan
+        if self._rounds is None:
+            return plan
+        every, length = self._schedule.every, sum(d.bytes for d in plan.descriptions)
+        copies = 1 + (2 if self._schedule.delay else 0)
+        notes = [
+            f"differences from the centre, once in {every} steps: "
+            f"{readable_size(plan.cost.bytes / every)} a step; rule {self._rule}",
+            f"{copies} x {readable_size(length)} of memory for the centre"
+            + (" and an exchange under way" if self._schedule.delay else "")
+            + ", and what the rule keeps",
+            "replicas are equal in their centre only"
+            + (
+                ""
+                if all(b.scheme.exact for b in plan.buckets)
+                else "; the scheme rounds or selects"
+            ),
+        ]
+        return dataclasses.replace(plan, notes=(*notes, *plan.notes))
+
+    @override
+    def get_config(self) -> dict[str, Any]:
+        """Returns the constructor's arguments, for saving with the model."""
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            **dataclasses.asdict(self._schedule),
+            "rule": keras.saving.serialize_keras_object(self._rule),
+            "scheme": keras.saving.serialize_keras_object(self.policy),
+            "bucket_bytes": self._exchange.plans.planner.bucket_bytes,
+            "sample_count": keras.saving.serialize_keras_object(self._exchange.batch.function),
+        }
+
+    @override
+    def save_own_variables(self, store: Any) -> None:
+        """Saves what the rule keeps; Keras saves the inner optimizer as a part of this one.
+
+        Args:
+          store: Keras's store for this optimizer.
+        """
+        for index, variable in enumerate(self._rule.variables):
+            store[str(index)] = variable.numpy()
+
+    @override
+    def load_own_variables(self, store: Any) -> None:
+        """Loads what the rule kept, if it was saved on several ranks.
+
+        Args:
+          store: Keras's store for this optimizer.
+        """
+        for index, variable in enumerate(self._rule.variables):
+            if str(index) in store:
+                variable.assign(store[str(index)])
+
+    # ------------------------------------------------------------------ steps
+
+    @override
+    def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
+        self._check_all(variables)
+        if self._rounds is None:
+            self.inner_optimizer.apply(grads, variables)
+            return
+        self._rounds.prepare(self._statistics())
+        values = [tf.convert_to_tensor(variable) for variable in variables]
+        with self._exchange.call(values, variables, count):
+            self._check_start()
+            self._rounds.begin()
+            self.inner_optimizer.apply(grads, variables)
+            self._rounds.step(count)
+
+    def _check_all(self, variables: list[Any]) -> None:
+        if [id(v) for v in variables] != [id(v) for v in self._trainable_variables]:
+            raise ValueError(
+                "LocalUpdates updates all its variables in each call. Received: gradients for "
+                f"{len(variables)} of {len(self._trainable_variables)} variables, or in another "
+                "order. Use an optimizer for each list."
+            )
+
+    def _check_start(self) -> None:
+        """Checks, while the first step is traced, that all ranks begin at the same centre."""
+        if self._has_checked_start:
+            return
+        assert self._rounds is not None
+        with tf.init_scope():
+            own = replicas.checksum(self._rounds.centre.equal_variables)
+            found = exchange_objects(own, runtime.wire(), "tp.centre")
+        agreement.require_equal(
+            found,
+            "All ranks must begin with the same weights",
+            "Give fit keras_callbacks.BroadcastVariables(), or call "
+            "tfposeidon.broadcast_variables(model.variables) before the first step.",
+        )
+        self._has_checked_start = True
+
+    @property
+    @override
+    def agreed_settings(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self._schedule), "rule": repr(self._rule)}
+
+    @override
+    def change_scheme(self, scheme: Any) -> None:
+        """Exchanges by another scheme from the next traced step on.
+
+        Args:
+          scheme: Any value that the constructor takes; the same on all ranks, at the same step.
+
+        Raises:
+          ValueError: If the scheme cannot carry differences, or with `delay`, where an exchange by
+            the old one may be under way.
+        """
+        policy = policies.parse(scheme)
+        _check_policy(policy)
+        if self._schedule.delay and policy != self.policy:
+            raise ValueError(
+                "With `delay` the scheme stays. Received: a change from "
+                f"{self.policy} to {policy} with delay={self._schedule.delay}. Use delay=0."
+            )
+        super().change_scheme(scheme)
+
+    # ------------------------------------------------------------------ the centre
+
+    @contextlib.contextmanager
+    def centre(self) -> Iterator[None]:
+        """Puts the centre into the variables, within this context.
+
+        It is for scripts that evaluate or save by themselves; `fit`, `evaluate`, `predict` and
+        `save` do it where it is needed.
+
+        Example:
+          >>> import keras, tfposeidon as tp
+          >>> weight = keras.Variable([1.0])
+          >>> optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.5))
+          >>> optimizer.build([weight])
+          >>> with optimizer.centre():
+          ...     print(weight.numpy())
+          [1.]
+        """
+        was_shown = self.show_centre()
+        try:
+            yield
+        finally:
+            if was_shown:
+                self.hide_centre()
+
+    @override
+    def show_centre(self) -> bool:
+        return self._rounds is not None and self._rounds.centre.show()
+
+    @override
+    def hide_centre(self) -> None:
+        if self._rounds is not None:
+            self._rounds.centre.hide()
+
+    @property
+    @override
+    def has_centre(self) -> bool:
+        return self._rounds is not None
+
+    @override
+    def carry(self, statistics: Callable[[], Sequence[Any]]) -> None:
+        self._statistics = statistics
+
+    @override
+    def forget_own(self) -> None:
+        if self._rounds is not None:
+            self._rounds.centre.forget()
+
+    @override
+    def contributions(self, eagerly: bool) -> list[Callable[[], int]]:
+        if self._rounds is None or not self._exchange.exchangers:
+            return []
+        end = self._rounds.end_eagerly if eagerly else self._rounds.end
+        return [lambda: int(end())]
+
+
+def _is_floating(variable: Any) -> bool:
+    return tf.as_dtype(variable.dtype).is_floating
+
+
+def _check_policy(policy: policies.Policy) -> None:
+    """Refuses schemes that cannot carry differences of weights."""
+    reasons = {
+        "it is chosen by steps that exchange gradients": policy.leaves_open,
+        "differences of weights have no factors": policy.reads_factors,
+        "servers would update the weights": policy.updates_at_servers,
+        "differences of weights have no velocity": policy.corrects_momentum,
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise ValueError(
+                "`scheme` must be one that can carry differences of weights. Received: "
+                f'scheme={policy}: {reason}. Use "2dtar" (the default), "allreduce", "asa16", '
+                '"onebit" or "hitopk".'
+            )
+
+
+def _check_no_averages(inner: Any) -> None:
+    if innermost(inner).use_ema:
+        raise ValueError(
+            "LocalUpdates cannot average weights over steps, as these differ from rank to rank. "
+            "Received: an inner optimizer with use_ema=True. Leave it out."
+        )
+
+
+def _warn_of_momentum(rule: rules.Rule, inner: Any, every: int) -> None:
+    if rule.momentum and rules.momentum_of(inner) and every < FEWEST_WITH_MOMENTUM:
+        runtime.say(
+            "tfposeidon: LocalUpdates(every=%d): with momentum inside (%g) and outside (%g), fewer "
+            "than %d steps in a round are known to do harm. Give a larger `every`, or an inner "
+            "optimizer without momentum.",
+            every,
+            rules.momentum_of(inner),
+            rule.momentum,
+            FEWEST_WITH_MOMENTUM,
+        )

@@ -1,0 +1,33 @@
+"""Where each rank trains weights of its own, callbacks see what is equal on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from typing_extensions import override
+
+from tfposeidon.training import session
+
+
+class ShowCentre(keras.callbacks.Callback):
+    """Shows the centre at the end of epochs and of training; the next train step hides it.
+
+    Weights that were assigned between two calls of `fit`, as by `EarlyStopping` or `load_weights`,
+    are where all ranks go on from.
+    """
+
+    @override
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._session = session.of(self.model)
+        self._session.go_on_from_assigned()
+        self._session.show_centre()
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._session.show_centre()
+
+    @override
+    def on_train_end(self, logs: Any = None) -> None:
+        self._session.show_centre()
+        self._session.note_centre()
