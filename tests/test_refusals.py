@@ -22,7 +22,7 @@ from tfposeidon import schemes
         ),
         (
             lambda: tp.DistributedOptimizer(tp.DistributedOptimizer(SGD())),
-            "must be wrapped in DistributedOptimizer once",
+            "must be wrapped in DistributedOptimizer, or in LocalUpdates, once",
         ),
         (
             lambda: tp.DistributedOptimizer(SGD(), scheme="ring"),
@@ -47,6 +47,35 @@ from tfposeidon import schemes
             "There is a plan once the optimizer knows its variables",
         ),
         (lambda: tp.init(ranks_per_node=0), "`ranks_per_node` must be a whole number from 1"),
+        (lambda: tp.LocalUpdates(SGD(), every=0), "`every` must be a whole number from 1"),
+        (lambda: tp.LocalUpdates(SGD(), every=1.5), "Received: every=1.5"),
+        (
+            lambda: tp.LocalUpdates(SGD(), every=4, delay=4),
+            r"`delay` must be below `every`.*Received: delay=4, every=4\. Give at most 3",
+        ),
+        (lambda: tp.LocalUpdates(SGD(), start_after=-1), "`start_after` must be a whole number"),
+        (
+            lambda: tp.LocalUpdates(SGD(), rule="gossip"),
+            "one of average, elastic, outer, slow_momentum.*Received: rule='gossip'",
+        ),
+        (lambda: tp.LocalUpdates(SGD(), scheme="auto"), "can carry differences.*scheme=Auto"),
+        (lambda: tp.LocalUpdates(SGD(), scheme="sfb"), "differences of weights have no factors"),
+        (
+            lambda: tp.LocalUpdates(SGD(), scheme=schemes.ShardedServer(update="server")),
+            "servers would update the weights",
+        ),
+        (
+            lambda: tp.LocalUpdates(SGD(), scheme=schemes.HierarchicalTopK(momentum=0.9)),
+            "differences of weights have no velocity",
+        ),
+        (lambda: tp.LocalUpdates(SGD(use_ema=True)), "use_ema=True. Leave it out"),
+        (lambda: tp.LocalUpdates(tp.DistributedOptimizer(SGD())), "in LocalUpdates, once"),
+        (
+            lambda: tp.local.Elastic(beta=1.2),
+            r"`beta` must be a number in \(0, 1\].*at most 1 / ranks.*diverges",
+        ),
+        (lambda: tp.local.SlowMomentum(1.0), "`momentum` must be a number in"),
+        (lambda: tp.local.Outer("sgd"), "`optimizer` must be a Keras optimizer"),
     ],
 )
 def test_bad_input_is_refused(make, message):
@@ -68,6 +97,14 @@ def test_a_loss_scale_around_ours_is_refused():
         ValueError, match=r"Write DistributedOptimizer\(LossScaleOptimizer\(optimizer\)\)"
     ):
         keras.optimizers.LossScaleOptimizer(tp.DistributedOptimizer(SGD()))
+
+
+def test_local_updates_take_all_variables_in_each_call():
+    weights = [keras.Variable([1.0]), keras.Variable([2.0])]
+    optimizer = tp.LocalUpdates(SGD())
+    optimizer.build(weights)
+    with pytest.raises(ValueError, match="Received: gradients for 1 of 2 variables"):
+        optimizer.apply([tf.constant([1.0])], weights[:1])
 
 
 def test_tf_distribute_is_refused():

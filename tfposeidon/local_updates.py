@@ -110,6 +110,8 @@ class LocalUpdates(OptimizerWrapper):
         )
         _check_no_averages(inner_optimizer)
         self._rule = rules.parse(rule)
+        # Now, as a rule's own optimizer cannot tell its rate while a step is traced.
+        self._rule_text = repr(self._rule)
         self._schedule = Schedule(every, delay, start_after)
         self._rounds: Rounds | None = None
         self._statistics: Callable[[], Sequence[Any]] = list
@@ -176,7 +178,7 @@ class LocalUpdates(OptimizerWrapper):
         copies = 1 + (2 if self._schedule.delay else 0)
         notes = [
             f"differences from the centre, once in {every} steps: "
-            f"{readable_size(plan.cost.bytes / every)} a step; rule {self._rule}",
+            f"{readable_size(plan.cost.bytes / every)} a step; rule {self._rule_text}",
             f"{copies} x {readable_size(length)} of memory for the centre"
             + (" and an exchange under way" if self._schedule.delay else "")
             + ", and what the rule keeps",
@@ -266,7 +268,7 @@ class LocalUpdates(OptimizerWrapper):
     @property
     @override
     def agreed_settings(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self._schedule), "rule": repr(self._rule)}
+        return {**dataclasses.asdict(self._schedule), "rule": self._rule_text}
 
     @override
     def change_scheme(self, scheme: Any) -> None:
@@ -341,7 +343,17 @@ class LocalUpdates(OptimizerWrapper):
         if self._rounds is None or not self._exchange.exchangers:
             return []
         end = self._rounds.end_eagerly if eagerly else self._rounds.end
-        return [lambda: int(end())]
+        centre = self._rounds.centre
+
+        def contribute() -> int:
+            # Evaluation shows the centre before the epoch has ended.
+            was_shown = centre.hide()
+            absent = int(end())
+            if was_shown:
+                centre.show()
+            return absent
+
+        return [contribute]
 
 
 def _is_floating(variable: Any) -> bool:

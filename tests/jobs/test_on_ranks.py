@@ -30,7 +30,15 @@ WORLDS = {
     "2 for callbacks": (
         2,
         0,
-        ["callbacks", "checkpoints", "several_optimizers", "layer_state", "presence", "stateful"],
+        [
+            "callbacks",
+            "checkpoints",
+            "several_optimizers",
+            "layer_state",
+            "presence",
+            "stateful",
+            "local_updates",
+        ],
     ),
     "2x1 for models": (
         2,

@@ -180,3 +180,19 @@ def test_rates_are_described_by_their_variables_whatever_list_came_first():
 def test_descriptions_survive_json():
     piece = StateDescription(name="residual", members=(("a", 4), ("b", 2)), offset=3, owners=2)
     assert StateDescription.from_dict(json.loads(json.dumps(piece.to_dict()))) == piece
+
+
+def test_means_and_what_is_private():
+    """Slots of ranks that train by themselves become their mean; weights of their own are left."""
+    slot = StateDescription(name="inner 0", averaged=True)
+    own = StateDescription(name="local 1", private=True)
+    saved = [
+        [(slot, np.array([2.0, 4.0], "float32")), (own, np.array([rank, 1], "int64"))]
+        for rank in range(2)
+    ]
+    saved[1][0] = slot, np.array([4.0, 8.0], "float32")
+    wanted = [(slot, np.zeros(2, "float32")), (own, np.ones(2, "int64"))]
+    mean, forgotten = redistribute(saved, wanted)
+    np.testing.assert_array_equal(mean, np.array([3.0, 6.0], "float32"))
+    np.testing.assert_array_equal(forgotten, np.zeros(2, "int64"))
+    assert StateDescription.from_dict(json.loads(json.dumps(own.to_dict()))) == own

@@ -92,14 +92,19 @@ class Centre:
                 self.is_shown.assign(True)
         return not was_shown
 
-    def hide(self) -> None:
-        """Puts what this rank trains into the variables again."""
-        if not self.is_shown.numpy():
-            return
-        if self.has_begun.numpy():
-            self._swap()
-        else:
-            self.is_shown.assign(False)
+    def hide(self) -> bool:
+        """Puts what this rank trains into the variables again.
+
+        Returns:
+          True if the centre was shown.
+        """
+        was_shown = bool(self.is_shown.numpy())
+        if was_shown:
+            if self.has_begun.numpy():
+                self._swap()
+            else:
+                self.is_shown.assign(False)
+        return was_shown
 
     def forget(self) -> None:
         """Makes this rank go on from what the variables hold, which becomes the centre."""

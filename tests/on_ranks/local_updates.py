@@ -1,0 +1,428 @@
+"""Ranks that train by themselves and meet in rounds, against replicas in one process."""
+
+import os
+import shutil
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.on_ranks import models
+from tests.on_ranks.callbacks import shared_folder
+from tests.on_ranks.checks import LogLines, Raises
+from tests.on_ranks.models import same_on_all_ranks
+from tests.on_ranks.several_optimizers import Gan
+from tests.on_ranks.training import BATCH, check_equal, dense_rows
+from tfposeidon.communication.wire import exchange_objects
+
+STEPS, EVERY = 11, 3
+RULES = {
+    "average": tp.local.Average,
+    "elastic": lambda: tp.local.Elastic(beta=0.8),
+    "outer": lambda: tp.local.Outer(keras.optimizers.SGD(0.7, momentum=0.5, nesterov=True)),
+    "slow_momentum": lambda: tp.local.SlowMomentum(0.6, rate=0.9),
+}
+
+
+def sgd():
+    return keras.optimizers.SGD(0.05, momentum=0.5)
+
+
+class Reference:
+    """The rules once more, in NumPy, on replicas of one process.
+
+    Args:
+      rule: Name of a rule.
+      replicas: Models that train by themselves.
+      weights: Share of each replica in a mean, `[replicas]`.
+    """
+
+    def __init__(self, rule, replicas, weights=None):
+        self.rule, self.replicas = rule, replicas
+        self.centre = [np.array(w) for w in replicas[0].get_weights()]
+        self.velocity = [np.zeros_like(w) for w in self.centre]
+        self.weights = weights
+
+    def sent(self):
+        return [
+            [w - c for w, c in zip(replica.get_weights(), self.centre, strict=True)]
+            for replica in self.replicas
+        ]
+
+    def settle(self, sent):
+        """Applies differences, which may be some steps old."""
+        means = [np.average(d, axis=0, weights=self.weights) for d in zip(*sent, strict=True)]
+        before, self.centre = self.centre, self._moved(means)
+        for replica, differences in zip(self.replicas, sent, strict=True):
+            replica.set_weights(
+                [
+                    w - 0.8 / len(self.replicas) * d
+                    if self.rule == "elastic"
+                    else w - d + new - old
+                    for w, d, old, new in zip(
+                        replica.get_weights(), differences, before, self.centre, strict=True
+                    )
+                ]
+            )
+
+    def _moved(self, means):
+        if self.rule == "average":
+            return [c + m for c, m in zip(self.centre, means, strict=True)]
+        if self.rule == "elastic":
+            return [c + 0.8 * m for c, m in zip(self.centre, means, strict=True)]
+        rate, momentum = (0.7, 0.5) if self.rule == "outer" else (0.9, 0.6)
+        self.velocity = [momentum * v + rate * m for v, m in zip(self.velocity, means, strict=True)]
+        if self.rule == "outer":
+            moves = [momentum * v + rate * m for v, m in zip(self.velocity, means, strict=True)]
+        else:
+            moves = self.velocity
+        return [c + move for c, move in zip(self.centre, moves, strict=True)]
+
+
+def in_one_process(build, start, data, wire, rule="average", delay=0, make=sgd):
+    """Trains as many replicas as there are ranks; returns the reference at the end."""
+    replicas = []
+    for _ in range(wire.topology.size):
+        replica = models.copy(build, start)
+        replica.compile(dense_rows(make()), models.LOSS)
+        replicas.append(replica)
+    reference, local = Reference(rule, replicas), BATCH // wire.topology.size
+    sent, since = None, 0
+    for step in range(len(data[0]) // BATCH):
+        for rank, replica in enumerate(replicas):
+            begin = step * BATCH + rank * local
+            replica.train_on_batch(*(part[begin : begin + local] for part in data))
+        since += 1
+        if sent is not None and since == delay:
+            reference.settle(sent)
+            sent = None
+        if since == EVERY:
+            sent, since = reference.sent(), 0
+            if not delay:
+                reference.settle(sent)
+                sent = None
+    return reference
+
+
+def fitted(build, start, data, wire, optimizer, **fit):
+    """Trains on this rank's share of each batch."""
+    model = models.copy(build, start)
+    model.compile(optimizer, models.LOSS)
+    local = BATCH // wire.topology.size
+    options = {"batch_size": local, "shuffle": False, "verbose": 0, **fit}
+    model.fit(*models.share(data, BATCH, wire.topology), **options)
+    return model
+
+
+def own_weights(model):
+    """What this rank goes on from."""
+    model.optimizer.hide_centre()
+    own = model.get_weights()
+    model.optimizer.show_centre()
+    return own
+
+
+def case_rules_equal_replicas_in_one_process(wire):
+    data, start = models.mlp.data(STEPS * BATCH), models.mlp()
+    for rule, make_rule in RULES.items():
+        for delay in (0, 2):
+            reference = in_one_process(models.mlp, start, data, wire, rule, delay)
+            optimizer = tp.LocalUpdates(sgd(), EVERY, make_rule(), delay=delay, bucket_bytes=512)
+            model = fitted(models.mlp, start, data, wire, optimizer)
+            # The centre is what the end of `fit` shows.
+            check_equal(model.get_weights(), reference.centre)
+            same_on_all_ranks(model.get_weights(), wire)
+            own = own_weights(model)
+            check_equal(own, reference.replicas[wire.topology.rank].get_weights())
+            apart = len(
+                {models.digest(own)} | set(exchange_objects(models.digest(own), wire, "own"))
+            )
+            assert apart > 1, "each rank has trained since the last round"
+
+
+def case_a_round_each_step_equals_all_reduce(wire):
+    data, start = models.mlp.data(STEPS * BATCH), models.mlp()
+    plain = keras.optimizers.SGD(0.05)
+    dense = fitted(models.mlp, start, data, wire, tp.DistributedOptimizer(plain, "allreduce"))
+    for options in ({"every": 1}, {"every": 50, "start_after": STEPS}):
+        optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.05), scheme="allreduce", **options)
+        check_equal(
+            fitted(models.mlp, start, data, wire, optimizer).get_weights(), dense.get_weights()
+        )
+
+
+def case_two_fits_are_one(wire):
+    """The centre is shown at the end of `fit`, and each rank goes on from its own weights."""
+    data, start = models.mlp.data(STEPS * BATCH), models.mlp()
+    for delay in (0, 1):
+
+        def optimizer(delay=delay):
+            return tp.LocalUpdates(sgd(), EVERY, tp.local.Elastic(0.8), delay=delay)
+
+        one = fitted(models.mlp, start, data, wire, optimizer(), epochs=2)
+        two = fitted(models.mlp, start, data, wire, optimizer())
+        local = BATCH // wire.topology.size
+        again = {"batch_size": local, "shuffle": False, "verbose": 0}
+        two.fit(*models.share(data, BATCH, wire.topology), **again)
+        assert models.digest(one.get_weights()) == models.digest(two.get_weights())
+        assert models.digest(own_weights(one)) == models.digest(own_weights(two))
+
+
+class Idle(keras.callbacks.Callback):
+    """Has a hook for batches, so that epochs may end early, and each ends with a round."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        pass
+
+
+class Looking(keras.callbacks.Callback):
+    """Saves in the middle of epochs, and notes the weights that are seen there and at their end."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.saved, self.own, self.ends = path, [], [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.own.append(models.digest(self.model.get_weights()))
+        self.model.save(self.path)
+        self.saved.append(keras.saving.load_model(self.path).get_weights())
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.ends.append(self.model.get_weights())
+
+
+def case_what_is_saved_and_evaluated_is_the_centre(wire):
+    data, start = models.mlp.data(7 * BATCH), models.mlp()
+    undisturbed = fitted(
+        models.mlp,
+        start,
+        data,
+        wire,
+        tp.LocalUpdates(sgd(), EVERY, "elastic"),
+        epochs=2,
+        callbacks=[Idle()],
+    )
+    looking = Looking(os.path.join(shared_folder(wire), f"{wire.topology.rank}.keras"))
+    best = keras.callbacks.EarlyStopping(
+        "val_loss", patience=5, restore_best_weights=True, start_from_epoch=5
+    )
+    local = {"validation_data": data, "callbacks": [looking, best]}
+    optimizer = tp.LocalUpdates(sgd(), EVERY, "elastic")
+    model = fitted(models.mlp, start, data, wire, optimizer, epochs=2, **local)
+    for weights in (*looking.saved, *looking.ends, model.get_weights()):
+        same_on_all_ranks(weights, wire)
+    assert len(set(exchange_objects(looking.own[-1], wire, "own"))) == wire.topology.size
+    # Nobody trains otherwise because of it.
+    assert models.digest(model.get_weights()) == models.digest(undisturbed.get_weights())
+    moved = [np.abs(a - b).max() for a, b in zip(looking.saved[0], looking.saved[-1], strict=True)]
+    assert max(moved) > 0
+
+
+def case_assigned_weights_are_where_ranks_go_on(wire):
+    data, start = models.mlp.data(6 * BATCH), models.mlp()
+    model = fitted(models.mlp, start, data, wire, tp.LocalUpdates(sgd(), EVERY))
+    model.set_weights([np.zeros_like(w) for w in model.get_weights()])
+    local = BATCH // wire.topology.size
+    again = [part[:local] for part in models.share(data, BATCH, wire.topology)]
+    model.fit(*again, batch_size=local, shuffle=False, verbose=0)
+    # One step, no round: the centre is what was assigned.
+    assert not any(np.any(w) for w in model.get_weights())
+
+
+def case_unequal_ranks_weigh_by_samples_and_lose_nothing(wire):
+    """Of unknown length: a rank that is out of data brings in what it has, and takes the result."""
+    rank, size = wire.topology.rank, wire.topology.size
+    x, y = models.mlp.data(40)
+    start = models.mlp()
+    batches = [5, 3] + [4] * (size - 2)
+    pieces = [slice(4 * sum(batches[:r]), 4 * sum(batches[: r + 1])) for r in range(size)]
+    for delay in (0, 1):
+        keras.utils.clear_session(free_memory=False)
+        model = models.copy(models.mlp, start)
+        optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.05), every=4, delay=delay)
+        model.compile(optimizer, models.LOSS)
+        data = tf.data.Dataset.from_tensor_slices((x[pieces[rank]], y[pieces[rank]])).batch(4)
+        model.fit(data.filter(lambda *_: True), epochs=2, verbose=0)
+        same_on_all_ranks(model.get_weights(), wire)
+        replicas = []
+        for part in pieces:
+            replica = models.copy(models.mlp, start)
+            replica.compile(keras.optimizers.SGD(0.05), models.LOSS)
+            replicas.append((replica, part))
+        if delay:
+            # How late ranks notice depends on the delay: centres agree, and nothing hangs.
+            continue
+        for _ in range(2):
+            # Those with more than three batches have done a fourth when the round begins.
+            done = [min(n, 4) for n in batches]
+            for (replica, part), n in zip(replicas, done, strict=True):
+                for i in range(n):
+                    at = part.start + 4 * i
+                    replica.train_on_batch(x[at : at + 4], y[at : at + 4])
+            weights = [r.get_weights() for r, _ in replicas]
+            mean = [np.average(w, axis=0, weights=done) for w in zip(*weights, strict=True)]
+            for replica, _ in replicas:
+                replica.set_weights(mean)
+        check_equal(model.get_weights(), mean)
+
+
+def case_an_overflow_on_one_rank_parts_nobody(wire):
+    keras.config.set_dtype_policy("mixed_float16")
+    start = models.mlp()
+    x, y = models.mlp.data(8 * BATCH)
+    local = BATCH // wire.topology.size
+    share = models.share((x, y), BATCH, wire.topology)
+    if wire.topology.rank == 0:
+        share[0][2 * local : 3 * local] = 6e4
+    model = models.copy(models.mlp, start)
+    model.compile(tp.LocalUpdates(sgd(), EVERY), models.LOSS)
+    model.fit(*share, batch_size=local, shuffle=False, verbose=0)
+    same_on_all_ranks(model.get_weights(), wire)
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+    updates = exchange_objects(int(model.optimizer.iterations.numpy()), wire, "updates")
+    assert updates[0] < updates[1] == 8, updates
+
+
+def case_what_is_not_finite_never_reaches_the_centre(wire):
+    data, start = models.mlp.data(7 * BATCH), models.mlp()
+    x, y = data[0].copy(), data[1]
+    local = BATCH // wire.topology.size
+    # In the share of rank 1, in the second batch.
+    x[BATCH + local : BATCH + 2 * local] = np.nan
+    for rule in ("average", "elastic"):
+        with LogLines() as lines:
+            model = fitted(models.mlp, start, (x, y), wire, tp.LocalUpdates(sgd(), EVERY, rule))
+        same_on_all_ranks(model.get_weights(), wire)
+        assert all(np.isfinite(w).all() for w in [*model.get_weights(), *own_weights(model)])
+        said = [line for line in lines if "weights of rank 1 are not finite" in line]
+        assert len(said) == (1 if wire.topology.rank == 1 else 0), lines
+
+
+def batch_norm():
+    layer = keras.layers.Dense
+    return keras.Sequential(
+        [
+            keras.Input((20,)),
+            layer(16),
+            keras.layers.BatchNormalization(),
+            layer(models.CLASSES),
+        ]
+    )
+
+
+def case_moving_statistics_travel_along(wire):
+    data, start = models.mlp.data(9 * BATCH), batch_norm()
+    model = fitted(batch_norm, start, data, wire, tp.LocalUpdates(sgd(), EVERY))
+    same_on_all_ranks([v.numpy() for v in model.variables], wire)
+    reference = in_one_process(batch_norm, start, data, wire)
+    check_equal(model.get_weights(), reference.centre)
+
+
+def _job(folder, make, every_n_steps=None, build=batch_norm):
+    """A run that always sees the same data in the same order, in two epochs of four batches."""
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(5)
+    model = build()
+    model.compile(make(), models.LOSS)
+    data = models.share(models.mlp.data(4 * BATCH), BATCH, tp.init())
+    checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps=every_n_steps, keep=100)
+    callbacks = [keras_callbacks.BroadcastVariables(), checkpoint]
+    options = {"batch_size": BATCH // tp.size(), "shuffle": False, "verbose": 0}
+    model.fit(*data, epochs=2, callbacks=callbacks, **options)
+    return model
+
+
+def _state(model):
+    variables = [*model.variables, *model.optimizer.variables, *model.optimizer.rank_variables]
+    return [v.numpy() for v in variables]
+
+
+SPARSE = tp.schemes.TopKAllGather(density=0.1, min_elements=0)
+RESUMED = {
+    "average": lambda: tp.LocalUpdates(keras.optimizers.Adam(0.01), EVERY),
+    "elastic and one bit": lambda: tp.LocalUpdates(sgd(), EVERY, "elastic", "onebit"),
+    "outer, sparse, late": lambda: tp.LocalUpdates(sgd(), EVERY, "outer", SPARSE, delay=2),
+}
+
+
+def case_resumed_in_the_middle_of_a_round(wire):
+    """At every step, with the same bits as a run that was not interrupted."""
+    for name, make in RESUMED.items():
+        folder = shared_folder(wire)
+        whole = _job(os.path.join(folder, "whole"), make, every_n_steps=1)
+        names = sorted(os.listdir(os.path.join(folder, "whole")))
+        assert len(names) == 10
+        # Every step of what keeps most, and of the others one of each kind.
+        for snapshot in names[:-1] if "late" in name else names[1:4]:
+            target = os.path.join(folder, f"from-{snapshot}")
+            if wire.topology.rank == 0:
+                source = os.path.join(folder, "whole", snapshot)
+                shutil.copytree(source, os.path.join(target, snapshot))
+            exchange_objects(None, wire, "copied")
+            resumed = _job(target, make)
+            for a, b in zip(_state(resumed), _state(whole), strict=True):
+                np.testing.assert_array_equal(a, b, f"{name}, resumed from {snapshot}")
+
+
+def case_two_optimizers_in_one_model(wire):
+    """A GAN, whose optimizers have rounds of their own."""
+    keras.utils.set_random_seed(11)
+    model = Gan()
+    adam = keras.optimizers.Adam
+    model.compile(tp.LocalUpdates(adam(0.01), 2), tp.LocalUpdates(adam(0.02), 3, delay=1))
+    random = np.random.default_rng(wire.topology.rank)
+    noise, real = random.normal(size=(28, 3)), random.normal(2, 1, (28, 4))
+    data = noise.astype("float32"), real.astype("float32")
+    model.fit(*data, batch_size=4, epochs=2, verbose=0)
+    same_on_all_ranks([v.numpy() for v in model.variables], wire)
+    rounds = [
+        int(o.variables[0].numpy()) for o in (model.d_optimizer, *model.optimizers["generator"])
+    ]
+    assert rounds == [7, 4]
+
+
+def case_hand_written_loops_and_several_steps_per_execution(wire):
+    data, start = models.mlp.data(STEPS * BATCH), models.mlp()
+    expected = fitted(models.mlp, start, data, wire, tp.LocalUpdates(sgd(), EVERY))
+    model = models.copy(models.mlp, start)
+    optimizer = tp.LocalUpdates(sgd(), EVERY)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = models.LOSS(y, model(x, training=True)) + tf.add_n(model.losses)
+        weights = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, weights), weights)
+
+    share, local = models.share(data, BATCH, wire.topology), BATCH // wire.topology.size
+    for begin in range(0, len(share[0]), local):
+        step(*(part[begin : begin + local] for part in share))
+    with optimizer.centre():
+        check_equal(model.get_weights(), expected.get_weights())
+        same_on_all_ranks(model.get_weights(), wire)
+    assert len(set(exchange_objects(models.digest(model.get_weights()), wire, "own"))) > 1
+
+    # Eleven steps in executions of four.
+    unrolled = models.copy(models.mlp, start)
+    unrolled.compile(tp.LocalUpdates(sgd(), EVERY), models.LOSS, steps_per_execution=4)
+    unrolled.fit(*share, batch_size=local, shuffle=False, verbose=0)
+    check_equal(unrolled.get_weights(), expected.get_weights())
+    eager = models.copy(models.mlp, start)
+    eager.compile(tp.LocalUpdates(sgd(), EVERY, delay=1), models.LOSS, run_eagerly=True)
+    eager.fit(*share, batch_size=local, shuffle=False, verbose=0)
+    same_on_all_ranks(eager.get_weights(), wire)
+
+
+def case_ranks_that_begin_apart_are_refused(wire):
+    model = models.mlp()
+    model.set_weights([w + wire.topology.rank for w in model.get_weights()])
+    model.compile(tp.LocalUpdates(sgd()), models.LOSS)
+    with Raises(RuntimeError, "All ranks must begin with the same weights.*BroadcastVariables"):
+        model.fit(*models.mlp.data(8), verbose=0)
+    model.set_weights([w - wire.topology.rank for w in model.get_weights()])
+    other = models.mlp()
+    other.compile(tp.LocalUpdates(sgd(), every=2 + wire.topology.rank), models.LOSS)
+    with Raises(RuntimeError, "All ranks must exchange alike. Received: every 2"):
+        other.fit(*models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])

@@ -1,0 +1,53 @@
+"""`LocalUpdates` on one rank, and what is saved with a model."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfposeidon as tp
+from tests.on_ranks import models
+
+
+def _trained(optimizer):
+    keras.utils.set_random_seed(3)
+    model = models.mlp()
+    model.compile(optimizer, models.LOSS)
+    model.fit(*models.mlp.data(24), batch_size=6, shuffle=False, verbose=0)
+    return model
+
+
+def test_on_one_rank_it_is_the_inner_optimizer():
+    expected = _trained(keras.optimizers.Adam(0.01)).get_weights()
+    model = _trained(tp.LocalUpdates(keras.optimizers.Adam(0.01), every=2, rule="outer"))
+    for one, other in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert "one rank: nothing is sent" in str(model.optimizer.plan)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        tp.local.Average(),
+        tp.local.Elastic(0.5),
+        tp.local.SlowMomentum(0.6, rate=0.9),
+        tp.local.Outer(keras.optimizers.SGD(0.3, momentum=0.2)),
+    ],
+)
+def test_it_is_saved_with_the_model(rule, tmp_path):
+    optimizer = tp.LocalUpdates(
+        keras.optimizers.SGD(0.1), 7, rule, "asa16", delay=3, start_after=2, name="mine"
+    )
+    model = _trained(optimizer)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.optimizer.get_config() == optimizer.get_config()
+    assert loaded.optimizer.agreed_settings == optimizer.agreed_settings
+    assert type(loaded.optimizer) is tp.LocalUpdates
+
+
+def test_scripts_may_ask_for_the_centre_on_one_rank():
+    model = _trained(tp.LocalUpdates(keras.optimizers.SGD(0.1)))
+    before = model.get_weights()
+    with model.optimizer.centre():
+        for one, other in zip(model.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(one, other)
