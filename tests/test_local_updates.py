@@ -35,7 +35,14 @@ def test_on_one_rank_it_is_the_inner_optimizer():
 )
 def test_it_is_saved_with_the_model(rule, tmp_path):
     optimizer = tp.LocalUpdates(
-        keras.optimizers.SGD(0.1), 7, rule, "asa16", delay=3, start_after=2, name="mine"
+        keras.optimizers.SGD(0.1),
+        7,
+        rule,
+        "asa16",
+        within="node",
+        delay=3,
+        start_after=2,
+        name="mine",
     )
     model = _trained(optimizer)
     model.save(tmp_path / "model.keras")

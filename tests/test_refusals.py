@@ -53,6 +53,10 @@ from tfposeidon import schemes
             lambda: tp.LocalUpdates(SGD(), every=4, delay=4),
             r"`delay` must be below `every`.*Received: delay=4, every=4\. Give at most 3",
         ),
+        (
+            lambda: tp.LocalUpdates(SGD(), within="rack"),
+            "`within` must be \"node\" or None. Received: within='rack'",
+        ),
         (lambda: tp.LocalUpdates(SGD(), start_after=-1), "`start_after` must be a whole number"),
         (
             lambda: tp.LocalUpdates(SGD(), rule="gossip"),
@@ -72,7 +76,7 @@ from tfposeidon import schemes
         (lambda: tp.LocalUpdates(tp.DistributedOptimizer(SGD())), "in LocalUpdates, once"),
         (
             lambda: tp.local.Elastic(beta=1.2),
-            r"`beta` must be a number in \(0, 1\].*at most 1 / ranks.*diverges",
+            r"`beta` must be a number in \(0, 1\].*at most 1 / replicas.*diverges",
         ),
         (lambda: tp.local.SlowMomentum(1.0), "`momentum` must be a number in"),
         (lambda: tp.local.Outer("sgd"), "`optimizer` must be a Keras optimizer"),

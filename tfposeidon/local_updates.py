@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import keras
 import tensorflow as tf
@@ -15,6 +15,7 @@ from tfposeidon import arguments, policies, ranges, sample_counts
 from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
+from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import describe
 from tfposeidon.local import rules
 from tfposeidon.local.rounds import Rounds, Schedule
@@ -22,7 +23,7 @@ from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.units import readable_size
-from tfposeidon.wrapper import OptimizerWrapper
+from tfposeidon.wrapper import OptimizerWrapper, contributions
 
 FEWEST_WITH_MOMENTUM = 8
 """Steps between rounds below which momentum inside and outside is known to do harm."""
@@ -47,6 +48,8 @@ class LocalUpdates(OptimizerWrapper):
       scheme: Scheme by which differences are exchanged (default `"2dtar"`), as for
         `DistributedOptimizer`, but for those that need factors, servers that update, or momentum
         correction, and for `"auto"`.
+      within: `"node"` to average gradients over the ranks of each node at every step, so that only
+        nodes train by themselves; `None` (default) for all ranks.
       delay: Steps from an exchange to its result, below `every`; the exchange runs beside them, and
         all ranks take its result after the same step (default 0: the step waits for it).
       start_after: Steps at the beginning with a round each, for post-local training (default 0).
@@ -82,6 +85,7 @@ class LocalUpdates(OptimizerWrapper):
         rule: Any = "average",
         scheme: Any = "2dtar",
         *,
+        within: Literal["node"] | None = None,
         delay: int = 0,
         start_after: int = 0,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -98,6 +102,11 @@ class LocalUpdates(OptimizerWrapper):
                 "`delay` must be below `every`, so that a result is there before the next round. "
                 f"Received: delay={delay}, every={every}. Give at most {every - 1}."
             )
+        if within not in ("node", None):
+            raise ValueError(
+                f'`within` must be "node" or None. Received: within={within!r}. Leave it out, and '
+                "every rank trains by itself."
+            )
         policy = policies.parse(scheme)
         _check_policy(policy)
         super().__init__(
@@ -113,6 +122,13 @@ class LocalUpdates(OptimizerWrapper):
         # Now, as a rule's own optimizer cannot tell its rate while a step is traced.
         self._rule_text = repr(self._rule)
         self._schedule = Schedule(every, delay, start_after)
+        self._within = within
+        self._node: Step | None = None
+        if within is not None:
+            all_reduce = policies.parse("allreduce")
+            self._node = Step(self, all_reduce, bucket_bytes, sample_count, runtime.node_wire)
+            # A rank that is out of data is missed in the node first.
+            self._node.absence = self._exchange.absence
         self._rounds: Rounds | None = None
         self._statistics: Callable[[], Sequence[Any]] = list
         self._has_checked_start = False
@@ -137,9 +153,17 @@ class LocalUpdates(OptimizerWrapper):
             self.inner_optimizer.build(variables)
         if runtime.size() > 1:
             _warn_of_momentum(self._rule, self.inner_optimizer, self._schedule.every)
+            topology = runtime.wire().topology
             self._rounds = Rounds(
-                self._exchange, lambda: self.inner_optimizer, self._rule, self._schedule, variables
+                self._exchange,
+                lambda: self.inner_optimizer,
+                self._rule,
+                self._schedule,
+                variables,
+                replicas=topology.size if self._node is None else len(topology.nodes),
             )
+        if self._node is not None:
+            self._node.build()
         self._adopt(variables)
 
     @property
@@ -182,6 +206,7 @@ class LocalUpdates(OptimizerWrapper):
             f"{copies} x {readable_size(length)} of memory for the centre"
             + (" and an exchange under way" if self._schedule.delay else "")
             + ", and what the rule keeps",
+            *self._notes_of_node(),
             "replicas are equal in their centre only"
             + (
                 ""
@@ -191,6 +216,15 @@ class LocalUpdates(OptimizerWrapper):
         ]
         return dataclasses.replace(plan, notes=(*notes, *plan.notes))
 
+    def _notes_of_node(self) -> list[str]:
+        if self._node is None:
+            return []
+        plan = self._node.plans.plan(self._trainable_variables, self.inner_optimizer)
+        note = f"gradients: all-reduce in the node at every step, {readable_size(plan.cost.bytes)}"
+        if self._schedule.delay:
+            note += "; where both are under way, it waits for buckets that cross nodes"
+        return [note]
+
     @override
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments, for saving with the model."""
@@ -198,6 +232,7 @@ class LocalUpdates(OptimizerWrapper):
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             **dataclasses.asdict(self._schedule),
+            "within": self._within,
             "rule": keras.saving.serialize_keras_object(self._rule),
             "scheme": keras.saving.serialize_keras_object(self.policy),
             "bucket_bytes": self._exchange.plans.planner.bucket_bytes,
@@ -238,8 +273,20 @@ class LocalUpdates(OptimizerWrapper):
         with self._exchange.call(values, variables, count):
             self._check_start()
             self._rounds.begin()
+            self._rounds.step(self._update(grads, variables, count))
+
+    def _update(self, grads: list[Any], variables: list[Any], count: Any) -> Any:
+        """Updates this rank's weights, and returns the samples that count."""
+        if self._node is None:
             self.inner_optimizer.apply(grads, variables)
-            self._rounds.step(count)
+            return count
+        with self._node.call(grads, variables, count) as sent:
+            means = self._node.means(sent, variables, count)
+            means.update(lambda found: self.inner_optimizer.apply(found, variables))
+        if means.everybody is None or count is None:
+            return count
+        # Where a rank of the node is out of data, all of them have dropped the update.
+        return tf.where(means.everybody, tf.cast(count, tf.float32), 0.0)
 
     def _check_all(self, variables: list[Any]) -> None:
         if [id(v) for v in variables] != [id(v) for v in self._trainable_variables]:
@@ -268,7 +315,14 @@ class LocalUpdates(OptimizerWrapper):
     @property
     @override
     def agreed_settings(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self._schedule), "rule": self._rule_text}
+        schedule = dataclasses.asdict(self._schedule)
+        return {**schedule, "within": self._within, "rule": self._rule_text}
+
+    @property
+    @override
+    def exposed_s(self) -> float:
+        """Communication that computation did not hide, in seconds over all steps so far."""
+        return super().exposed_s + (0.0 if self._node is None else self._node.exposed_s)
 
     @override
     def change_scheme(self, scheme: Any) -> None:
@@ -338,22 +392,28 @@ class LocalUpdates(OptimizerWrapper):
         if self._rounds is not None:
             self._rounds.centre.forget()
 
+    @property
     @override
-    def contributions(self, eagerly: bool) -> list[Callable[[], int]]:
+    def kinds_of_exchange(self) -> int:
+        return 1 if self._node is None else 2
+
+    @override
+    def contributions(self, eagerly: bool) -> list[Callable[[], bool]]:
         if self._rounds is None or not self._exchange.exchangers:
             return []
         end = self._rounds.end_eagerly if eagerly else self._rounds.end
         centre = self._rounds.centre
 
-        def contribute() -> int:
+        def end_round() -> bool:
             # Evaluation shows the centre before the epoch has ended.
             was_shown = centre.hide()
             absent = int(end())
             if was_shown:
                 centre.show()
-            return absent
+            return absent == runtime.size()
 
-        return [contribute]
+        in_node = [] if self._node is None else contributions(self._node, eagerly)
+        return [*in_node, end_round]
 
 
 def _is_floating(variable: Any) -> bool:

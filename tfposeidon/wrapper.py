@@ -344,21 +344,22 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
     def drop_accumulated(self) -> None:
         """Drops gradients that were accumulated for an update that no longer comes."""
 
-    def contributions(self, eagerly: bool) -> list[Callable[[], int]]:
+    def contributions(self, eagerly: bool) -> list[Callable[[], bool]]:
         """Returns what a rank that is out of data takes part in, until all ranks are.
 
         Args:
           eagerly: True for steps that run eagerly.
 
         Returns:
-          Functions that take part in the next exchange of one kind, and return the number of ranks
-          that are out of data; empty before the first step.
+          Functions that take part in the next exchange of one kind, and return whether all ranks
+          are out of data; empty before the first step.
         """
-        return [
-            functools.partial(_contribute, exchanger, call, eagerly)
-            for exchanger in self._exchange.exchangers
-            for call in range(exchanger.calls)
-        ]
+        return contributions(self._exchange, eagerly)
+
+    @property
+    def kinds_of_exchange(self) -> int:
+        """Number of exchanges that do not come one for one in each step."""
+        return 1
 
     # ------------------------------------------------------------------ weights of each rank
 
@@ -405,7 +406,21 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
         """
 
 
-def _contribute(exchanger: Exchanger, call: int, eagerly: bool) -> int:
+def contributions(exchange: Step, eagerly: bool) -> list[Callable[[], bool]]:
+    """Returns what a rank that is out of data takes part in; see `OptimizerWrapper.contributions`.
+
+    Args:
+      exchange: Exchange of gradients in each step.
+      eagerly: True for steps that run eagerly.
+    """
+    return [
+        functools.partial(_contribute, exchanger, call, eagerly)
+        for exchanger in exchange.exchangers
+        for call in range(exchanger.calls)
+    ]
+
+
+def _contribute(exchanger: Exchanger, call: int, eagerly: bool) -> bool:
     contribute = exchanger.contribute_nothing
     absent, _ = exchanger.contribute_nothing_eagerly(call) if eagerly else contribute(call)
-    return int(absent)
+    return int(absent) == exchanger.wire.topology.size

@@ -57,7 +57,11 @@ WORLDS = {
     "3": (3, 0, ["contract_table", "uneven"]),
     "2+1": (3, 2, ["contract_table", "caching"]),
     "2x2": (4, 2, ["contract_table", "training", "layout", "sparse", "caching"]),
-    "2x2 for servers": (4, 2, ["factors", "server_update", "parallel_operator", "layer_rates"]),
+    "2x2 for servers": (
+        4,
+        2,
+        ["factors", "server_update", "parallel_operator", "layer_rates", "local_nodes"],
+    ),
     "3x2": (6, 2, ["contract_table"]),
     "2x2 in the lab": ("--nodes 2 --per-node 2 --inter 200mbit", 0, ["links", "feeding"]),
 }

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from tfposeidon import ranges
 from tfposeidon.communication import agreement, failure, launcher
 from tfposeidon.communication.links import Links, parse_links
+from tfposeidon.communication.node_wire import NodeWire
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import HorovodWire, Wire, exchange_objects
 
@@ -98,6 +99,11 @@ def wire() -> Wire:
         init()
     assert _wire is not None
     return _wire
+
+
+def node_wire() -> Wire:
+    """Returns a wire between the ranks of this rank's node; starts Horovod if nobody did."""
+    return NodeWire(wire())
 
 
 def links() -> Links | None:

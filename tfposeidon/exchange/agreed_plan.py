@@ -7,7 +7,7 @@ that is trained in parts calls it with several.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.links import Links
-from tfposeidon.communication.wire import Zeros, exchange_objects
+from tfposeidon.communication.wire import Wire, Zeros, exchange_objects
 from tfposeidon.exchange import factor_agreement, layer_norms
 from tfposeidon.exchange.effective_rate import EffectiveRate
 from tfposeidon.exchange.exchanger import Exchanger
@@ -42,13 +42,16 @@ class AgreedPlans:
     Args:
       policy: Choice of the scheme by which a variable is exchanged.
       bucket_bytes: Bytes up to which small gradients are fused; see `DistributedOptimizer`.
+      wire: Function that returns the wire between the ranks that exchange.
 
     Attributes:
       planner: Makes the plans.
     """
 
-    def __init__(self, policy: Policy, bucket_bytes: int) -> None:
-        self.planner = Planner(policy, bucket_bytes)
+    def __init__(
+        self, policy: Policy, bucket_bytes: int, wire: Callable[[], Wire] = runtime.wire
+    ) -> None:
+        self.planner, self._wire = Planner(policy, bucket_bytes, wire), wire
         self._exchangers: dict[Any, Exchanger] = {}
         self._effective_rates: dict[Any, EffectiveRate] = {}
         self._norms: dict[Any, layer_norms.NormMethod] = {}
@@ -75,7 +78,7 @@ class AgreedPlans:
         if key not in self._exchangers:
             plan = self.planner.plan_before_first_step([describe(v) for v in variables])
             rules.check_momentum(plan, inner_optimizer)
-            self._exchangers[key] = Exchanger(plan, runtime.wire(), self._zeros)
+            self._exchangers[key] = Exchanger(plan, self._wire(), self._zeros)
             self._effective_rates[key] = EffectiveRate()
         return self._exchangers[key]
 
@@ -366,7 +369,7 @@ class AgreedPlans:
     def _check_same_plan(self, plan: Plan, name: str) -> None:
         """Compares what predicted steps have decided, which rests on floating-point numbers."""
         with tf.init_scope():
-            everybody = exchange_objects(plan.digest, runtime.wire(), name)
+            everybody = exchange_objects(plan.digest, self._wire(), name)
         agreement.require_equal(
             everybody,
             "All ranks must make the same plan",

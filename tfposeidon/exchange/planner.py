@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -32,6 +32,7 @@ class Planner:
     Args:
       policy: Choice of the scheme by which a variable is exchanged.
       bucket_bytes: Bytes up to which small gradients are fused.
+      wire: Function that returns the wire between the ranks that exchange.
 
     Attributes:
       policy: Choice of the scheme by which a variable is exchanged; `change_policy` replaces it.
@@ -39,7 +40,10 @@ class Planner:
       spent_s: Seconds in which links were measured and exchanges raced so far.
     """
 
-    def __init__(self, policy: Policy, bucket_bytes: int) -> None:
+    def __init__(
+        self, policy: Policy, bucket_bytes: int, wire: Callable[[], Wire] = runtime.wire
+    ) -> None:
+        self._wire = wire
         self.policy = policy
         self.bucket_bytes = bucket_bytes
         self._measured: dict[Paths, Measured] = {}
@@ -88,7 +92,7 @@ class Planner:
         Returns:
           The plan, the same on every rank.
         """
-        topology, links = runtime.wire().topology, runtime.links()
+        topology, links = self._wire().topology, runtime.links()
         measured = measured or self._measured.get(paths_of(descriptions))
         if links != self._raced_over:
             # What a race took over other links tells nothing about these.
@@ -101,7 +105,7 @@ class Planner:
             bucket_bytes=self.bucket_bytes,
             timeline=None if measured is None else measured.timeline,
             notes=[] if topology.size > 1 else ["one rank: nothing is sent"],
-            race=lambda plans: self._raced(plans, runtime.wire() if together else None),
+            race=lambda plans: self._raced(plans, self._wire() if together else None),
         )
 
     def _raced(self, plans: Sequence[Plan], wire: Wire | None) -> Sequence[float]:
@@ -196,7 +200,7 @@ class Planner:
         return {
             "policy": repr(self.policy),
             "bucket_bytes": self.bucket_bytes,
-            "nodes": runtime.wire().topology.nodes,
+            "nodes": self._wire().topology.nodes,
             "links": links and links.to_json(),
             "measured": [{"paths": paths, **asdict(one)} for paths, one in measured.items()],
             "raced": self._race.known,
@@ -216,7 +220,7 @@ class Planner:
         Returns:
           True if later plans may be others than those so far.
         """
-        wire = runtime.wire()
+        wire = self._wire()
         nodes = [list(node) for node in wire.topology.nodes]
         if not self.leaves_open or saved["links"] is None or saved["nodes"] != nodes:
             return False

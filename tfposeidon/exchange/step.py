@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfposeidon import sample_counts
 from tfposeidon.communication import runtime, surroundings
+from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange import factor_agreement, layer_norms
 from tfposeidon.exchange.absence import Absence
 from tfposeidon.exchange.agreed_plan import AgreedPlans
@@ -57,6 +58,7 @@ class Step:
       bucket_bytes: Bytes up to which small gradients are fused; see `DistributedOptimizer`.
       sample_count: Function from a batch to the number that ranks weigh by; see
         `DistributedOptimizer`.
+      wire: Function that returns the wire between the ranks that exchange; by default all ranks.
 
     Attributes:
       plans: Plans that its steps follow.
@@ -80,9 +82,10 @@ class Step:
         policy: Policy,
         bucket_bytes: int,
         sample_count: sample_counts.SampleCount | None,
+        wire: Callable[[], Wire] = runtime.wire,
     ) -> None:
-        self._optimizer = optimizer
-        self.plans = AgreedPlans(policy, bucket_bytes)
+        self._optimizer, self._wire = optimizer, wire
+        self.plans = AgreedPlans(policy, bucket_bytes, wire)
         self.absence = Absence()
         self.batch = BatchCount(sample_count)
         self._exposed_s: tf.Variable | None = None
@@ -217,7 +220,7 @@ class Step:
 
         On one rank nothing is sent, but schemes may keep something, such as velocity.
         """
-        return runtime.size() > 1 or self.exchanger(variables).states.exist
+        return self._wire().topology.size > 1 or self.exchanger(variables).states.exist
 
     def _rate(self, variables: list[Any]) -> _Rate | None:
         if not self.exchanger(variables).states.exist:

@@ -78,6 +78,7 @@ class Rounds:
       rule: What a round makes of the mean difference.
       schedule: When rounds are.
       variables: Variables that the optimizer trains.
+      replicas: Number of replicas that train by themselves: ranks, or nodes.
 
     Attributes:
       centre: The centre, beside what this rank trains.
@@ -90,7 +91,9 @@ class Rounds:
         rule: Rule,
         schedule: Schedule,
         variables: Sequence[Any],
+        replicas: int,
     ) -> None:
+        self._replicas = replicas
         self._exchange, self._inner, self._rule, self._schedule = exchange, inner, rule, schedule
         self.centre = Centre(variables)
         rule.build(self.centre.copies)
@@ -231,7 +234,7 @@ class Rounds:
         self._rule.move(copies, found.means)
         for copy, mean in zip(centre.copies[centre.trained :], found.statistics, strict=True):
             copy.assign(mean)
-        pull = self._rule.pull(runtime.size())
+        pull = self._rule.pull(self._replicas)
         if pull < 1.0:
             # Who contributed nothing gives up nothing.
             share = pull * tf.minimum(sent.count, 1.0)

@@ -49,11 +49,11 @@ class Rule(ABC):
           means: Mean over ranks of the differences from the centre, one for each variable.
         """
 
-    def pull(self, ranks: int) -> float:
+    def pull(self, replicas: int) -> float:
         """Returns the share of its difference that a rank gives up in a round; 1 joins the centre.
 
         Args:
-          ranks: Number of ranks.
+          replicas: Number of replicas that train by themselves: ranks, or nodes.
         """
         return 1.0
 
@@ -98,12 +98,13 @@ class Average(Rule):
 class Elastic(Rule):
     """Pulls ranks and centre towards one another (EASGD); with Nesterov momentum inside, EAMSGD.
 
-    In a round each rank gives up `alpha = beta / ranks` of its difference from the centre, and the
-    centre gains what all have given up. Ranks stay apart.
+    In a round each replica (a rank, or with `within="node"` a node) gives up
+    `alpha = beta / replicas` of its difference from the centre, and the centre gains what all have
+    given up. Replicas stay apart.
 
     Args:
       beta: Share of the mean difference by which the centre moves, above 0 and at most 1: with
-        more, `ranks x alpha > 1`, and synchronous elastic averaging diverges.
+        more, `replicas x alpha > 1`, and synchronous elastic averaging diverges.
 
     Raises:
       ValueError: If `beta` is out of its range.
@@ -120,7 +121,7 @@ class Elastic(Rule):
 
     def __init__(self, beta: float = 0.9) -> None:
         remedy = (
-            "That is alpha = beta / ranks, at most 1 / ranks: with more, synchronous elastic "
+            "That is alpha = beta / replicas, at most 1 / replicas: with more, synchronous elastic "
             "averaging diverges."
         )
         ranges.check_number("beta", beta, ranges.FRACTION, remedy)
@@ -132,8 +133,8 @@ class Elastic(Rule):
             variable.assign_add(tf.cast(self.beta, mean.dtype) * mean)
 
     @override
-    def pull(self, ranks: int) -> float:
-        return self.beta / ranks
+    def pull(self, replicas: int) -> float:
+        return self.beta / replicas
 
     @override
     def get_config(self) -> dict[str, Any]:

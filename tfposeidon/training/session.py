@@ -339,16 +339,15 @@ class Session:
             optimizer.drop_accumulated()
 
 
-def _contribute_in_turn(contributions: list[Callable[[], int]]) -> None:
+def _contribute_in_turn(contributions: list[Callable[[], bool]]) -> None:
     """Contributes to one exchange after the other, in the order of the other ranks' eager steps."""
-    finished = 0
-    while finished < runtime.size():
-        finished = min([contribute() for contribute in contributions])
+    # A list, as all are to take part in each turn.
+    while not all([contribute() for contribute in contributions]):  # noqa: C419
+        pass
 
 
-def _contribute(contribute: Callable[[], int]) -> None:
-    # The first number that comes back says how many ranks are out of data.
-    while contribute() < runtime.size():
+def _contribute(contribute: Callable[[], bool]) -> None:
+    while not contribute():
         pass
 
 
