@@ -1,13 +1,13 @@
 """Measures the time to an accuracy of the DAWNBench example's small preset.
 
     python -m benchmarks.dawnbench          # short: one seed, all-reduce and the paper's schedule
-    python -m benchmarks.dawnbench --full   # three seeds, all schedules, parts left out; 110 minutes
+    python -m benchmarks.dawnbench --full   # three seeds, all schedules, parts left out; two hours
 
 Systems are Horovod called directly (one all-reduce per gradient), all-reduce in buckets beside the
 backward pass (what PyTorch DDP does) in 32 and 16 bits, the 2D torus, hierarchical top 1 %
-throughout, the paper's schedule (16 bits on the wire) and `auto`; the same model, data, rates and evaluation for all. The link is what 25 GbE is
-to the paper's run: see `RATE`. Time is counted as DAWNBench does, with the tracing of steps and
-without evaluation. An interrupted run goes on.
+throughout, the paper's schedule (16 bits on the wire) and `auto`; the same model, data, rates and
+evaluation for all. The link is what 25 GbE is to the paper's run: see `RATE`. Time is counted as
+DAWNBench does, with the tracing of steps and without evaluation. An interrupted run goes on.
 """
 
 import functools
