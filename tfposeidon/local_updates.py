@@ -122,6 +122,8 @@ class LocalUpdates(OptimizerWrapper):
         # Now, as a rule's own optimizer cannot tell its rate while a step is traced.
         self._rule_text = repr(self._rule)
         self._schedule = Schedule(every, delay, start_after)
+        # Rounds exchange differences, which the rule adds up, whatever the optimizer inside is.
+        self._exchange = Step(_Adding(self), policy, bucket_bytes, sample_count)
         self._within = within
         self._node: Step | None = None
         if within is not None:
@@ -179,8 +181,7 @@ class LocalUpdates(OptimizerWrapper):
     def _rank_state(self) -> list[tuple[Any, StateDescription]]:
         if self._rounds is None:
             return []
-        self._exchange.exchanger(self._trainable_variables)
-        self._rounds.prepare(self._statistics())
+        self.prepare(self._trainable_variables)
         slots = [
             (variable, StateDescription(name=f"inner {index}", averaged=_is_floating(variable)))
             for index, variable in enumerate(self.inner_optimizer.variables)
@@ -202,7 +203,7 @@ class LocalUpdates(OptimizerWrapper):
         copies = 1 + (2 if self._schedule.delay else 0)
         notes = [
             f"differences from the centre, once in {every} steps: "
-            f"{readable_size(plan.cost.bytes / every)} a step; rule {self._rule_text}",
+            f"{readable_size(plan.cost.bytes / every)} a step; rule {self._rule}",
             f"{copies} x {readable_size(length)} of memory for the centre"
             + (" and an exchange under way" if self._schedule.delay else "")
             + ", and what the rule keeps",
@@ -263,12 +264,20 @@ class LocalUpdates(OptimizerWrapper):
     # ------------------------------------------------------------------ steps
 
     @override
+    def prepare(self, variables: Sequence[Any]) -> None:
+        super().prepare(variables)
+        if self._node is not None:
+            self._node.exchanger(variables)
+        if self._rounds is not None:
+            self._rounds.prepare(self._statistics())
+
+    @override
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         self._check_all(variables)
         if self._rounds is None:
             self.inner_optimizer.apply(grads, variables)
             return
-        self._rounds.prepare(self._statistics())
+        self.prepare(variables)
         values = [tf.convert_to_tensor(variable) for variable in variables]
         with self._exchange.call(values, variables, count):
             self._check_start()
@@ -414,6 +423,26 @@ class LocalUpdates(OptimizerWrapper):
 
         in_node = [] if self._node is None else contributions(self._node, eagerly)
         return [*in_node, end_round]
+
+
+class _Adding:
+    """Optimizer of rounds, as plans see it: what is linear in what it is given, as a rule is.
+
+    Args:
+      optimizer: The `LocalUpdates` whose rounds they are.
+    """
+
+    gradient_accumulation_steps = None
+
+    def __init__(self, optimizer: LocalUpdates) -> None:
+        self._optimizer = optimizer
+        self.inner_optimizer = keras.optimizers.SGD(1.0)
+
+    @property
+    def agreed_settings(self) -> dict[str, Any]:
+        inner = self._optimizer.inner_optimizer
+        kinds = [type(inner).__name__, type(innermost(inner)).__name__]
+        return {"inner optimizer": kinds, **self._optimizer.agreed_settings}
 
 
 def _is_floating(variable: Any) -> bool:

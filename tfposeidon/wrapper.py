@@ -197,6 +197,14 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
 
     # ------------------------------------------------------------------ steps
 
+    def prepare(self, variables: Sequence[Any]) -> None:
+        """Makes the variables that an exchange needs, before a step is traced.
+
+        Args:
+          variables: Trainable variables that the step gives to `apply`, all of them in this order.
+        """
+        self._exchange.exchanger(variables)
+
     # AutoGraph would convert all that a hand-written step calls; nothing in here needs it.
     @override
     @tf.autograph.experimental.do_not_convert

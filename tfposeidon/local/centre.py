@@ -59,15 +59,16 @@ class Centre:
 
     def begin(self) -> None:
         """Begins a step: from here on the variables hold what this rank trains."""
-        tf.cond(
-            self.has_begun,
-            lambda: tf.cond(self.is_shown, self._swap, lambda: None),
-            self._begin,
-        )
+        is_apart = tf.logical_and(self.has_begun, tf.logical_not(self.is_shown))
+        tf.cond(is_apart, lambda: None, self._part)
 
-    def _begin(self) -> None:
+    def _part(self) -> None:
+        # One branch for both: each branch takes as long to trace as it has variables.
+        has_begun = self.has_begun.read_value()
         for variable, copy in zip(self.variables, self.copies, strict=True):
-            copy.assign(variable)
+            centre, own = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
+            copy.assign(centre)
+            variable.assign(tf.where(has_begun, own, centre))
         self.has_begun.assign(True)
         self.is_shown.assign(False)
 
@@ -128,8 +129,3 @@ class Centre:
     def own_statistics(self) -> list[tf.Tensor]:
         """This rank's values of the statistics."""
         return [tf.convert_to_tensor(variable) for variable in self.variables[self.trained :]]
-
-    def join(self) -> None:
-        """Makes this rank go on from the centre."""
-        for variable, copy in zip(self.variables, self.copies, strict=True):
-            variable.assign(copy)

@@ -219,39 +219,53 @@ class Rounds:
         # Here, so that all ranks know of it after the same step.
         self._exchange.absence.record(found.absent)
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(d)) for d in sent.differences])
-        tf.cond(found.counts, lambda: self._move(sent, found, is_late), lambda: None)
+        before = [tf.identity(copy) for copy in self.centre.copies] if is_late else []
+        tf.cond(found.counts, lambda: self._move_centre(found), lambda: None)
+        self._follow(sent, tf.logical_not(finite), found.counts, before)
         tf.cond(finite, lambda: None, self._recover)
 
-    def _move(self, sent: _Sent, found: _Found, is_late: bool) -> None:
-        centre = self.centre
-        trained, copies = self._variables, centre.copies[: centre.trained]
-        exchanger = self._exchange.exchanger(self._variables)
-        for variable, value in zip(
-            itertools.chain(*exchanger.states.variables), found.states, strict=True
-        ):
+    def _move_centre(self, found: _Found) -> None:
+        centre, exchanger = self.centre, self._exchange.exchanger(self._variables)
+        states = itertools.chain(*exchanger.states.variables)
+        for variable, value in zip(states, found.states, strict=True):
             variable.assign(value)
-        before = [tf.identity(copy) for copy in copies] if is_late else []
-        self._rule.move(copies, found.means)
+        self._rule.move(centre.copies[: centre.trained], found.means)
         for copy, mean in zip(centre.copies[centre.trained :], found.statistics, strict=True):
             copy.assign(mean)
-        pull = self._rule.pull(self._replicas)
-        if pull < 1.0:
-            # Who contributed nothing gives up nothing.
-            share = pull * tf.minimum(sent.count, 1.0)
-            for variable, difference in zip(trained, sent.differences, strict=True):
-                variable.assign_sub(tf.cast(share, difference.dtype) * difference)
-        elif is_late:
-            # Steps since then stay.
-            for variable, copy, old, difference in zip(
-                trained, copies, before, sent.differences, strict=True
-            ):
-                variable.assign_add(tf.convert_to_tensor(copy) - old - difference)
-        else:
-            centre.join()
+
+    def _follow(
+        self, sent: _Sent, takes_centre: tf.Tensor, counts: tf.Tensor, before: list[tf.Tensor]
+    ) -> None:
+        """Moves this rank's weights after the centre.
+
+        Args:
+          sent: What this rank has contributed.
+          takes_centre: True if it goes on from the centre whatever the rule, a bool scalar.
+          counts: True if the centre has moved, a bool scalar.
+          before: The centre before that, for a result that comes late; else empty.
+        """
+        # By `where` and not in branches, which would take long to trace; rounds are rare.
+        centre, pull = self.centre, self._rule.pull(self._replicas)
+        # Who contributed nothing gives up nothing.
+        share = tf.where(counts, pull * tf.minimum(sent.count, 1.0), 0.0)
+        for index, (variable, copy) in enumerate(zip(centre.variables, centre.copies, strict=True)):
+            own, now = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
+            is_statistic = index >= centre.trained
+            if pull < 1.0 or (is_statistic and before):
+                # Statistics of ranks that stay apart do so, too.
+                moved = own
+                if not is_statistic:
+                    moved = own - tf.cast(share, own.dtype) * sent.differences[index]
+            elif before:
+                # What this rank has trained meanwhile stays.
+                late = own + (now - before[index]) - sent.differences[index]
+                moved = tf.where(counts, late, own)
+            else:
+                moved = tf.where(counts, now, own)
+            variable.assign(tf.where(takes_centre, now, moved))
 
     def _recover(self) -> None:
-        """Makes this rank go on from the centre, as its own weights are not finite."""
-        self.centre.join()
+        """Makes slots finite again on a rank whose weights were not."""
         for variable in self._inner().variables:
             value = tf.convert_to_tensor(variable)
             if value.dtype.is_floating:

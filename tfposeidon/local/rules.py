@@ -207,6 +207,10 @@ class Outer(Rule):
     def __repr__(self) -> str:
         return f"Outer({type(self.optimizer).__name__}, {self.optimizer.get_config()})"
 
+    @override
+    def __str__(self) -> str:
+        return f"Outer({type(self.optimizer).__name__})"
+
 
 @keras.saving.register_keras_serializable("tfposeidon")
 class SlowMomentum(Outer):
@@ -245,7 +249,7 @@ class SlowMomentum(Outer):
     def from_config(cls, config: dict[str, Any]) -> Rule:
         return cls(**config)
 
-    __repr__ = Rule.__repr__
+    __repr__ = __str__ = Rule.__repr__
 
 
 NAMES = {

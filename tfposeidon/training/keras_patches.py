@@ -237,7 +237,8 @@ def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
         if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
             # Otherwise the first trace makes the exchange's variables, and TensorFlow traces the
             # step once more.
-            model.optimizer.exchange.exchanger(model.trainable_weights)
+            session.of(model).carry_statistics()
+            model.optimizer.prepare(model.trainable_weights)
 
 
 def _trains_all_together(model: keras.Model) -> bool:
