@@ -55,7 +55,10 @@ def parse_arguments(arguments=None):
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print steps, memory and predicted time on V100s, and train nothing",
+        help="print steps, plans, memory and predicted time on V100s, and train nothing",
+    )
+    parser.add_argument(
+        "--variables", action="store_true", help="print a line for each variable of these plans"
     )
     parser.add_argument("--nodes", type=int, default=16, help="nodes of a dry run (16)")
     parser.add_argument("--per-node", type=int, default=8, help="ranks of each node (8)")
@@ -92,6 +95,8 @@ def parse_arguments(arguments=None):
     options = parser.parse_args(arguments)
     if options.out is None and not options.dry_run:
         parser.error("--out is needed: the folder of snapshots, records and plot")
+    if options.variables and not options.dry_run:
+        parser.error("--variables is of a dry run: give --dry-run, too")
     if options.dry_run and options.preset != "paper":
         parser.error("--dry-run is of the paper's preset, whose times on V100s are known")
     return options
@@ -275,7 +280,7 @@ def main():
         recipe = recipe_of(options)
         model = resnet.resnet(classes=1000, **recipe.model)
         cluster = (options.nodes, options.per_node, options.network)
-        forecast.show(recipe, model, *cluster, images.kept_side)
+        forecast.show(recipe, model, *cluster, images.kept_side, options.variables)
         return 0
     model, kept = run(options)
     if tp.rank() == 0:

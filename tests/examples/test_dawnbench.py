@@ -1,5 +1,7 @@
 """Parts of the DAWNBench example: images in all formats, crops, rates, and what is refused."""
 
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -21,6 +23,16 @@ def example():
         from dawnbench import images, recipes
 
         yield draw_shapes, images, recipes
+
+
+@pytest.fixture(scope="module")
+def script(example):
+    """The script itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        import dawnbench_resnet50
+
+        yield dawnbench_resnet50
 
 
 @pytest.fixture(scope="module")
@@ -169,3 +181,31 @@ def test_images_that_are_drawn_are_left_alone(example, drawn):
     example[0].draw(drawn, train=5, test=5, size=SIZE)
     assert sorted((drawn / "train").glob("*/*")) == before
     assert len(datacache.from_folder(drawn / "train")) == TRAIN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [[], ["--variables"]])
+def test_dry_run(script, monkeypatch, capsys, variables):
+    """It tells time, plan and memory, and leaves nothing behind."""
+    monkeypatch.setattr("sys.argv", ["dawnbench_resnet50.py", "--dry-run", *variables])
+    assert script.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    phases = [line.split() for line in lines if re.match(r"(96|128|224|288) ", line)]
+    assert [(one[0], one[1], one[2]) for one in phases[:4]] == [
+        ("96", "13", "520"),
+        ("128", "11", "440"),
+        ("224", "3", "120"),
+        ("288", "1", "79"),
+    ]
+    schemes = [one[-1] for one in phases[4:]]
+    assert "hitopk(wire_dtype=float16)" in " ".join(phases[4])
+    assert schemes[1:] == ["2dtar(wire_dtype=float16)"] * 3
+    # 25,610,152 values, of which 25,557,032 have a gradient and a velocity.
+    assert any("306.90 MB per rank" in line for line in lines)
+    # A plan for each of both schedules of schemes, and none where it is not asked for.
+    assert sum(line.startswith("Plan for 128 rank(s)") for line in lines) == 2 * len(variables)
+
+
+def test_variables_are_of_a_dry_run(script):
+    with pytest.raises(SystemExit):
+        script.parse_arguments(["--variables", "--out", "x"])
