@@ -104,8 +104,10 @@ def parse_arguments(arguments=None):
 
 def keep_recipe(options):
     """Writes what is trained beside the snapshots, and refuses to go on with something else."""
-    names = ("preset", "schedule", "shortest", "without", "data", "precision", "seed")
-    own = {name: getattr(options, name) for name in names}
+    names = ("preset", "schedule", "shortest", "data", "precision", "seed")
+    # On other ranks it would go on with another global batch.
+    own = {name: getattr(options, name) for name in names} | {"ranks": tp.size()}
+    own["without"] = sorted(set(options.without))
     path = options.out / "recipe.json"
     if tp.rank() == 0 and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +118,9 @@ def keep_recipe(options):
     kept = json.loads(path.read_text())
     if kept != own:
         different = [
-            f"{name}={own[name]} instead of {kept[name]}" for name in own if own[name] != kept[name]
+            f"{name}={own[name]} instead of {kept.get(name)}"
+            for name in own
+            if own[name] != kept.get(name)
         ]
         raise SystemExit(
             f"--out must be of the same run. Received: {options.out}, with {', '.join(different)}. "

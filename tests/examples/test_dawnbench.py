@@ -8,6 +8,7 @@ import tensorflow as tf
 from sklearn.linear_model import RidgeClassifier
 
 import datacache
+import tfposeidon as tp
 from tests.launch import ROOT
 
 tfds = pytest.importorskip("tensorflow_datasets")
@@ -209,3 +210,20 @@ def test_dry_run(script, monkeypatch, capsys, variables):
 def test_variables_are_of_a_dry_run(script):
     with pytest.raises(SystemExit):
         script.parse_arguments(["--variables", "--out", "x"])
+
+
+def _options(script, out, *arguments):
+    return script.parse_arguments(["--preset", "tiny", "--out", str(out), *arguments])
+
+
+def test_what_a_folder_was_made_with_is_kept(script, tmp_path, monkeypatch):
+    """The same run goes on, whatever the order of its options; another is refused by name."""
+    tp.init()
+    out = tmp_path / "run"
+    script.keep_recipe(_options(script, out, "--without", "lars", "cache"))
+    script.keep_recipe(_options(script, out, "--without", "cache", "lars"))
+    with pytest.raises(SystemExit, match=r"same run.*seed=1 instead of 0, without=\['cache'\]"):
+        script.keep_recipe(_options(script, out, "--without", "cache", "--seed", "1"))
+    monkeypatch.setattr(tp, "size", lambda: 4)
+    with pytest.raises(SystemExit, match=r"with ranks=4 instead of 1\. Use another folder"):
+        script.keep_recipe(_options(script, out, "--without", "cache", "lars"))
