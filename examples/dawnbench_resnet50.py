@@ -45,9 +45,10 @@ def parse_arguments(arguments=None):
     )
     parser.add_argument(
         "--data",
-        help="folder with train/<class>/*.jpeg and test/<class>/*.jpeg (or val/), or with TFRecord "
-        "files train-* and validation-*, or tfds:NAME[@FOLDER] for tensorflow-datasets, such as "
-        "tfds:imagenet2012@/data/tfds; the tiny preset draws its own into OUT/shapes",
+        help="folder with train/<class>/*.jpeg and validation/<class>/*.jpeg (or val/, or test/), "
+        "or with TFRecord files train-* and validation-*, or tfds:NAME[@FOLDER] for "
+        "tensorflow-datasets, such as tfds:imagenet2012@/data/tfds; the tiny preset draws its own "
+        "into OUT/shapes",
     )
     parser.add_argument(
         "--out", type=Path, help="folder of snapshots, records and plot; all ranks see it"

@@ -134,6 +134,35 @@ def test_folders_with_other_classes_are_refused(example, drawn, tmp_path):
         images.open_images(str(tmp_path / "none"))
 
 
+def test_images_that_are_labelled_are_tested_on(example, drawn, tmp_path):
+    """ImageNet's `test` has no labels, so that it is the last choice."""
+    _, images, _ = example
+    for name in ("train", "validation", "val", "test"):
+        (tmp_path / name).symlink_to(drawn / "test")
+    for name in ("validation", "val", "test"):
+        assert f"{tmp_path.name}/{name}/" in images.open_images(str(tmp_path)).test.name(0)
+        (tmp_path / name).unlink()
+
+
+def test_records_beside_a_folder_are_refused(example, drawn, tmp_path):
+    _, images, _ = example
+    _as_records(drawn, tmp_path)
+    (tmp_path / "validation-00000-of-00001").unlink()
+    (tmp_path / "val").symlink_to(drawn / "test")
+    with pytest.raises(SystemExit, match="--data must be a folder with train/<class>"):
+        images.open_images(str(tmp_path))
+
+
+@pytest.mark.parametrize("label", [0, 1001])
+def test_classes_that_imagenet_has_not_are_refused(example, label):
+    _, images, _ = example
+    features = {"image/encoded": tf.constant(b""), "image/class/label": tf.constant(label, "int64")}
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must be from 1 to 1000"):
+        images._pair_of_record(features)
+    features["image/class/label"] = tf.constant(1000, "int64")
+    assert int(images._pair_of_record(features)[1]) == 999
+
+
 def test_crops_are_drawn_by_what_is_in_the_batch(example, drawn, tmp_path):
     """Another order of samples has other crops, the same one the same."""
     _, images, _ = example
