@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import threading
+from concurrent import futures
 from pathlib import Path
 
 import keras
@@ -155,11 +156,15 @@ class Caches:
         # Nobody needs a resolution again, and its memory is for those that come.
         for old in [one for one in self._open if one not in (size, next_size)]:
             self._close(old)
+        # Nobody opens a pool while another rank has an old one in use, whose memory it may need.
+        tp.barrier()
         for wanted in filter(None, (size, next_size)):
             self._open_all(wanted)
         if next_size not in (None, size) and "cache" not in self._options.without:
-            self._warming = threading.Thread(target=self._warm, args=(next_size,), daemon=True)
-            self._warming.start()
+            self._warming = futures.Future()
+            # Not of a pool of threads, for whose end Python would wait where training fails.
+            what = (self._open[next_size], self._warming)
+            threading.Thread(target=_warm, args=what, daemon=True).start()
         return self._open[size]
 
     def _open_all(self, size):
@@ -172,13 +177,11 @@ class Caches:
                 for source in (self._found.train, self._found.test)
             ]
 
-    def _warm(self, size):
-        for cache in self._open[size]:
-            cache.warm(progress=False)
-
     def _end_warming(self):
-        if self._warming is not None:
-            self._warming.join()
+        """Waits until the next caches are filled, and raises what went wrong meanwhile."""
+        warming, self._warming = self._warming, None
+        if warming is not None:
+            warming.result()
 
     def _close(self, size):
         for cache in self._open.pop(size):
@@ -189,6 +192,17 @@ class Caches:
         self._end_warming()
         for size in list(self._open):
             self._close(size)
+
+
+def _warm(caches, warmed):
+    """Fills caches one after the other, and tells a future when it is done, or what went wrong."""
+    try:
+        for cache in caches:
+            cache.warm(progress=False)
+    except Exception as error:  # noqa: BLE001 - who asks for these caches raises it
+        warmed.set_exception(error)
+    else:
+        warmed.set_result(None)
 
 
 def compiled(recipe, classes, options):

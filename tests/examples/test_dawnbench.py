@@ -256,3 +256,60 @@ def test_what_a_folder_was_made_with_is_kept(script, tmp_path, monkeypatch):
     monkeypatch.setattr(tp, "size", lambda: 4)
     with pytest.raises(SystemExit, match=r"with ranks=4 instead of 1\. Use another folder"):
         script.keep_recipe(_options(script, out, "--without", "cache", "lars"))
+
+
+@pytest.fixture
+def caches(script, example, drawn, tmp_path):
+    """Function from options to the caches of the drawn images; they are closed after the test."""
+    tp.init()
+    opened = []
+
+    def opened_with(*arguments):
+        where = ("--memory", str(tmp_path / "memory"), *arguments)
+        found = example[1].open_images(str(drawn))
+        opened.append(script.Caches(found, _options(script, tmp_path, *where)))
+        return opened[-1]
+
+    yield opened_with
+    for one in opened:
+        one.close()
+
+
+def test_the_next_resolution_is_filled_meanwhile(caches):
+    """Each image is decoded once for each resolution, before its phase begins."""
+    every = caches()
+    first, _ = every.begin(12, 14)
+    for _ in first.dataset(10):
+        pass
+    second, test = every.begin(14, None)
+    assert [cache.stats().source_reads for cache in (second, test)] == [TRAIN, TEST]
+    for _ in second.dataset(10):
+        pass
+    stats = second.stats()
+    assert (stats.source_reads, stats.memory_hits, stats.memory_misses) == (TRAIN, TRAIN, 0)
+    assert first.stats().source_reads == TRAIN
+
+
+def test_without_cache_nothing_is_filled(caches):
+    every = caches("--without", "cache")
+    every.begin(12, 14)
+    second, _ = every.begin(14, None)
+    # The first image, for shapes and types.
+    assert second.stats().source_reads == 1
+    for _ in range(2):
+        for _ in second.dataset(10):
+            pass
+    assert second.stats().source_reads == 1 + 2 * TRAIN
+
+
+def test_what_fails_while_the_next_resolution_is_filled_is_told(caches, monkeypatch):
+    every = caches()
+
+    def fail(self, progress):
+        raise datacache.SourceError(f"no more images of {len(self)}, {progress}")
+
+    monkeypatch.setattr(datacache.Cache, "warm", fail)
+    every.begin(12, 14)
+    with pytest.raises(datacache.SourceError, match=f"no more images of {TRAIN}, False"):
+        every.begin(14, None)
+    every.begin(14, None)
