@@ -1,18 +1,24 @@
 """Parts of the DAWNBench example: images in all formats, crops, rates, and what is refused."""
 
+import json
 import re
+from collections import Counter
+from types import SimpleNamespace
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from sklearn.linear_model import RidgeClassifier
 
 import datacache
+import keras_callbacks
 import tfposeidon as tp
 from tests.launch import ROOT
 
 tfds = pytest.importorskip("tensorflow_datasets")
 TRAIN, TEST, SIZE = 30, 20, 16
+CONV, NORM = keras.layers.Conv2D, keras.layers.BatchNormalization
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +27,11 @@ def example():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "examples"))
         from data import draw_shapes
-        from dawnbench import images, recipes
+        from dawnbench import images, recipes, records, resnet
 
-        yield draw_shapes, images, recipes
+        yield SimpleNamespace(
+            draw_shapes=draw_shapes, images=images, recipes=recipes, records=records, resnet=resnet
+        )
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +47,7 @@ def script(example):
 @pytest.fixture(scope="module")
 def drawn(example, tmp_path_factory):
     folder = tmp_path_factory.mktemp("images") / "shapes"
-    example[0].draw(folder, train=TRAIN, test=TEST, size=SIZE)
+    example.draw_shapes.draw(folder, train=TRAIN, test=TEST, size=SIZE)
     return folder
 
 
@@ -111,7 +119,7 @@ def _samples(images, found, source):
 
 @pytest.mark.parametrize("form", [lambda folder, target: str(folder), _as_records, _as_tfds])
 def test_images_in_all_formats_are_the_same(example, drawn, tmp_path, form):
-    _, images, _ = example
+    images = example.images
     found = images.open_images(form(drawn, tmp_path))
     for part, source in (("train", found.train), ("test", found.test)):
         expected = []
@@ -123,7 +131,7 @@ def test_images_in_all_formats_are_the_same(example, drawn, tmp_path, form):
 
 
 def test_folders_with_other_classes_are_refused(example, drawn, tmp_path):
-    _, images, _ = example
+    images = example.images
     (tmp_path / "train").symlink_to(drawn / "train")
     file = tmp_path / "val" / "circle-stripes" / "1.jpg"
     file.parent.mkdir(parents=True)
@@ -136,7 +144,7 @@ def test_folders_with_other_classes_are_refused(example, drawn, tmp_path):
 
 def test_images_that_are_labelled_are_tested_on(example, drawn, tmp_path):
     """ImageNet's `test` has no labels, so that it is the last choice."""
-    _, images, _ = example
+    images = example.images
     for name in ("train", "validation", "val", "test"):
         (tmp_path / name).symlink_to(drawn / "test")
     for name in ("validation", "val", "test"):
@@ -145,7 +153,7 @@ def test_images_that_are_labelled_are_tested_on(example, drawn, tmp_path):
 
 
 def test_records_beside_a_folder_are_refused(example, drawn, tmp_path):
-    _, images, _ = example
+    images = example.images
     _as_records(drawn, tmp_path)
     (tmp_path / "validation-00000-of-00001").unlink()
     (tmp_path / "val").symlink_to(drawn / "test")
@@ -155,7 +163,7 @@ def test_records_beside_a_folder_are_refused(example, drawn, tmp_path):
 
 @pytest.mark.parametrize("label", [0, 1001])
 def test_classes_that_imagenet_has_not_are_refused(example, label):
-    _, images, _ = example
+    images = example.images
     features = {"image/encoded": tf.constant(b""), "image/class/label": tf.constant(label, "int64")}
     with pytest.raises(tf.errors.InvalidArgumentError, match="must be from 1 to 1000"):
         images._pair_of_record(features)
@@ -165,7 +173,7 @@ def test_classes_that_imagenet_has_not_are_refused(example, label):
 
 def test_crops_are_drawn_by_what_is_in_the_batch(example, drawn, tmp_path):
     """Another order of samples has other crops, the same one the same."""
-    _, images, _ = example
+    images = example.images
     found = images.open_images(str(drawn))
     cache = images.cache_of(found.train, found.pair, 12, memory=tmp_path / "memory")
 
@@ -184,7 +192,7 @@ def test_crops_are_drawn_by_what_is_in_the_batch(example, drawn, tmp_path):
 @pytest.mark.slow
 def test_shape_and_texture_are_not_linear(example):
     """A linear model of the pixels stays below 60 % of what must be told apart."""
-    draw_shapes, _, _ = example
+    draw_shapes = example.draw_shapes
     rng = np.random.default_rng(0)
     labels = np.arange(1600) % len(draw_shapes.CLASSES)
     pixels = np.stack([draw_shapes.image(label, SIZE, rng).reshape(-1) for label in labels]) / 255
@@ -193,7 +201,7 @@ def test_shape_and_texture_are_not_linear(example):
 
 
 def test_rates_follow_batches_and_epochs(example):
-    _, _, recipes = example
+    recipes = example.recipes
     recipe = recipes.recipe("paper", "paper")
     assert recipe.epochs == 28
     assert recipe.rate_at(0.0, 128) == 0.0
@@ -202,13 +210,161 @@ def test_rates_follow_batches_and_epochs(example):
     assert recipe.rate_at(28.0, 128) == 0.0
     assert recipe.phases[0].scheme.name == "hitopk"
     assert {phase.scheme.name for phase in recipe.phases[1:]} == {"2dtar"}
-    tiny = recipes.recipe("tiny", "auto", without=["resizing"])
-    assert {phase.size for phase in tiny.phases} == {recipes.recipe("tiny", "auto").phases[-1].size}
+
+
+def test_phases_are_those_of_the_paper(example):
+    """Section 5.6 and table 4 of CommLib."""
+    recipe = example.recipes.recipe("paper", "paper")
+    assert [(phase.epochs, phase.size, phase.batch) for phase in recipe.phases] == [
+        (13, 96, 256),
+        (11, 128, 256),
+        (3, 224, 256),
+        (1, 288, 128),
+    ]
+    first, *others = [phase.scheme for phase in recipe.phases]
+    assert first == tp.schemes.HierarchicalTopK(density=0.01, wire_dtype="float16")
+    assert others == [tp.schemes.Torus2D(wire_dtype="float16")] * 3
+    assert (recipe.top, recipe.target) == (5, 0.93)
+
+
+@pytest.mark.slow
+def test_the_model_of_the_paper_is_resnet_50_v1_5(example):
+    """Its number of values; strides in the 3 x 3 convolutions; blocks that begin as identities."""
+    recipe = example.recipes.recipe("paper", "paper")
+    model = example.resnet.resnet(classes=1000, **recipe.model)
+    values = [
+        sum(np.prod(variable.shape) for variable in variables)
+        for variables in (model.trainable_variables, model.variables)
+    ]
+    assert values == [25_557_032, 25_610_152]
+    kinds = {kind: [one for one in model.layers if isinstance(one, kind)] for kind in (CONV, NORM)}
+    strided = Counter(one.kernel_size for one in kinds[CONV] if one.strides == (2, 2))
+    # The stem, the first block of three stages, and the projections beside these blocks.
+    assert strided == {(7, 7): 1, (3, 3): 3, (1, 1): 3}
+    gammas = [one.gamma.numpy() for one in kinds[NORM]]
+    assert Counter(len(gamma) for gamma in gammas if not gamma.any()) == {
+        256: 3,
+        512: 4,
+        1024: 6,
+        2048: 3,
+    }
+    assert all((gamma == 1).all() for gamma in gammas if gamma.any())
+
+
+@pytest.mark.parametrize(
+    ("without", "differs"),
+    [
+        ("sparse", {"schemes": ["2dtar"] * 4}),
+        ("lars", {"peak": 12.8}),
+        ("resizing", {"sizes": [288] * 4}),
+        ("cache", {}),
+    ],
+)
+def test_parts_that_are_left_out(script, tmp_path, without, differs):
+    """Each changes one thing."""
+
+    def seen(*arguments):
+        options = script.parse_arguments(["--out", str(tmp_path), *arguments])
+        recipe = script.recipe_of(options)
+        return {
+            "schemes": [phase.scheme.name for phase in recipe.phases],
+            "peak": recipe.rate_at(5.0, 128),
+            "sizes": [phase.size for phase in recipe.phases],
+            "rest": [(phase.epochs, phase.batch) for phase in recipe.phases],
+        }
+
+    assert seen("--without", without) == seen() | differs
+
+
+@pytest.mark.parametrize("without", [[], ["lars"]])
+def test_without_lars_sgd_trains(script, tmp_path, without):
+    tp.init()
+    options = _options(script, tmp_path, *(["--without", *without] if without else []))
+    optimizer = script.compiled(script.recipe_of(options), 10, options).optimizer.inner_optimizer
+    assert type(optimizer) is (keras.optimizers.SGD if without else tp.optimizers.LARS)
+
+
+@pytest.fixture
+def records_of(example, tmp_path, monkeypatch):
+    """Function from an epoch to the records of a run that goes on there; it has a false clock."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(example.records.time, "perf_counter", lambda: clock.now_s)
+    tp.init()
+    phases = [
+        keras_callbacks.Phase(epochs=2, size=12, batch=4),
+        keras_callbacks.Phase(epochs=1, size=14, batch=2),
+    ]
+    resize = keras_callbacks.ProgressiveResize(phases, learning_rate=0.1)
+
+    def begin(epoch):
+        path = tmp_path / "records.jsonl"
+        kept = example.records.Records(path, resize, "val_accuracy", target=0.9)
+        kept.set_model(SimpleNamespace(optimizer=SimpleNamespace(policy="2dtar")))
+        kept.resume(epoch)
+        return kept
+
+    def train(kept, epoch, accuracy, trained_s, evaluated_s):
+        kept.on_epoch_begin(epoch)
+        clock.now_s += trained_s
+        kept.on_test_begin()
+        clock.now_s += evaluated_s
+        kept.on_test_end()
+        kept.on_epoch_end(epoch, {"val_accuracy": accuracy, "loss": 1.0})
+
+    def wait(seconds):
+        clock.now_s += seconds
+
+    return SimpleNamespace(begin=begin, train=train, wait=wait)
+
+
+def test_time_is_that_of_training(records_of, capsys):
+    """What lies between epochs counts, evaluation does not, nor what was before the first epoch."""
+    kept = records_of.begin(0)
+    records_of.wait(50)
+    records_of.train(kept, 0, accuracy=0.5, trained_s=10, evaluated_s=100)
+    records_of.wait(3)
+    records_of.train(kept, 1, accuracy=0.92, trained_s=10, evaluated_s=100)
+    records_of.train(kept, 2, accuracy=0.95, trained_s=20, evaluated_s=100)
+    assert [line["seconds"] for line in kept.lines] == [10, 23, 43]
+    assert [(line["pixels"], line["batch"]) for line in kept.lines] == [(12, 4), (12, 4), (14, 2)]
+    assert kept.reached["epoch"] == 1
+    assert kept.interruptions(kept.reached) == ""
+    told = capsys.readouterr().out.splitlines()
+    assert ["is reached" in line for line in told] == [False, True, False]
+    assert [json.loads(line) for line in kept.path.read_text().splitlines()] == kept.lines
+
+
+def test_time_goes_on_after_an_interruption(records_of):
+    kept = records_of.begin(0)
+    assert kept.reached is None
+    for epoch in range(2):
+        records_of.train(kept, epoch, accuracy=0.95, trained_s=10, evaluated_s=1)
+    # The snapshot is of the second epoch, which is trained again.
+    records_of.wait(1000)
+    again = records_of.begin(1)
+    records_of.train(again, 1, accuracy=0.5, trained_s=7, evaluated_s=1)
+    assert [line["seconds"] for line in again.lines] == [10, 17]
+    assert [line["interrupted"] for line in again.lines] == [0, 1]
+    assert "interrupted in 1 epoch(s)" in again.interruptions(again.lines[-1])
+    third = records_of.begin(2)
+    assert third.lines == again.lines
+    records_of.train(third, 2, accuracy=0.5, trained_s=1, evaluated_s=1)
+    assert [line["interrupted"] for line in third.lines] == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_the_plot_is_drawn(records_of, example, tmp_path):
+    pytest.importorskip("matplotlib")
+    kept = records_of.begin(0)
+    for epoch, accuracy in enumerate((0.5, 0.95)):
+        records_of.train(kept, epoch, accuracy, trained_s=10, evaluated_s=1)
+    example.records.plot(kept, tmp_path / "accuracy.png")
+    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_images_that_are_drawn_are_left_alone(example, drawn):
     before = sorted((drawn / "train").glob("*/*"))
-    example[0].draw(drawn, train=5, test=5, size=SIZE)
+    example.draw_shapes.draw(drawn, train=5, test=5, size=SIZE)
     assert sorted((drawn / "train").glob("*/*")) == before
     assert len(datacache.from_folder(drawn / "train")) == TRAIN
 
@@ -266,7 +422,7 @@ def caches(script, example, drawn, tmp_path):
 
     def opened_with(*arguments):
         where = ("--memory", str(tmp_path / "memory"), *arguments)
-        found = example[1].open_images(str(drawn))
+        found = example.images.open_images(str(drawn))
         opened.append(script.Caches(found, _options(script, tmp_path, *where)))
         return opened[-1]
 
