@@ -1,7 +1,7 @@
 r"""Trains ResNet-50 in phases of growing images, as the record run of CommLib (section 5.6) did.
 
 horovodrun -np 128 -H node1:8,...,node16:8 python examples/dawnbench_resnet50.py \
-  --data /local/imagenet --out /nfs/runs/1
+  --data /local/imagenet --out /nfs/runs/1 --precision mixed_float16
 python -m tfposeidon lab --nodes 2 --per-node 2 --inter 200mbit -- \
   python examples/dawnbench_resnet50.py --preset tiny --out /tmp/tiny
 
@@ -12,6 +12,7 @@ on when it is started again.
 import argparse
 import json
 import sys
+import textwrap
 import threading
 from concurrent import futures
 from pathlib import Path
@@ -27,7 +28,11 @@ from tfposeidon.exchange import replicas
 
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(
+            textwrap.fill(f"{name}: {recipe}.") for name, recipe in recipes.RECIPES.items()
+        ),
     )
     parser.add_argument(
         "--preset",
