@@ -1,7 +1,7 @@
 r"""Trains ResNet-50 in phases of growing images, as the record run of CommLib (section 5.6) did.
 
 horovodrun -np 128 -H node1:8,...,node16:8 python examples/dawnbench_resnet50.py \
-  --data /local/imagenet --out /nfs/runs/1
+  --data /local/imagenet --out /nfs/runs/1 --precision mixed_float16
 python -m tfposeidon lab --nodes 2 --per-node 2 --inter 200mbit -- \
   python examples/dawnbench_resnet50.py --preset tiny --out /tmp/tiny
 
@@ -12,7 +12,9 @@ on when it is started again.
 import argparse
 import json
 import sys
+import textwrap
 import threading
+from concurrent import futures
 from pathlib import Path
 
 import keras
@@ -26,7 +28,11 @@ from tfposeidon.exchange import replicas
 
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(
+            textwrap.fill(f"{name}: {recipe}.") for name, recipe in recipes.RECIPES.items()
+        ),
     )
     parser.add_argument(
         "--preset",
@@ -45,9 +51,10 @@ def parse_arguments(arguments=None):
     )
     parser.add_argument(
         "--data",
-        help="folder with train/<class>/*.jpeg and test/<class>/*.jpeg (or val/), or with TFRecord "
-        "files train-* and validation-*, or tfds:NAME[@FOLDER] for tensorflow-datasets, such as "
-        "tfds:imagenet2012@/data/tfds; the tiny preset draws its own into OUT/shapes",
+        help="folder with train/<class>/*.jpeg and validation/<class>/*.jpeg (or val/, or test/), "
+        "or with TFRecord files train-* and validation-*, or tfds:NAME[@FOLDER] for "
+        "tensorflow-datasets, such as tfds:imagenet2012@/data/tfds; the tiny preset draws its own "
+        "into OUT/shapes",
     )
     parser.add_argument(
         "--out", type=Path, help="folder of snapshots, records and plot; all ranks see it"
@@ -55,7 +62,10 @@ def parse_arguments(arguments=None):
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print steps, memory and predicted time on V100s, and train nothing",
+        help="print steps, plans, memory and predicted time on V100s, and train nothing",
+    )
+    parser.add_argument(
+        "--variables", action="store_true", help="print a line for each variable of these plans"
     )
     parser.add_argument("--nodes", type=int, default=16, help="nodes of a dry run (16)")
     parser.add_argument("--per-node", type=int, default=8, help="ranks of each node (8)")
@@ -92,6 +102,8 @@ def parse_arguments(arguments=None):
     options = parser.parse_args(arguments)
     if options.out is None and not options.dry_run:
         parser.error("--out is needed: the folder of snapshots, records and plot")
+    if options.variables and not options.dry_run:
+        parser.error("--variables is of a dry run: give --dry-run, too")
     if options.dry_run and options.preset != "paper":
         parser.error("--dry-run is of the paper's preset, whose times on V100s are known")
     return options
@@ -99,8 +111,10 @@ def parse_arguments(arguments=None):
 
 def keep_recipe(options):
     """Writes what is trained beside the snapshots, and refuses to go on with something else."""
-    names = ("preset", "schedule", "shortest", "without", "data", "precision", "seed")
-    own = {name: getattr(options, name) for name in names}
+    names = ("preset", "schedule", "shortest", "data", "precision", "seed")
+    # On other ranks it would go on with another global batch.
+    own = {name: getattr(options, name) for name in names} | {"ranks": tp.size()}
+    own["without"] = sorted(set(options.without))
     path = options.out / "recipe.json"
     if tp.rank() == 0 and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +125,9 @@ def keep_recipe(options):
     kept = json.loads(path.read_text())
     if kept != own:
         different = [
-            f"{name}={own[name]} instead of {kept[name]}" for name in own if own[name] != kept[name]
+            f"{name}={own[name]} instead of {kept.get(name)}"
+            for name in own
+            if own[name] != kept.get(name)
         ]
         raise SystemExit(
             f"--out must be of the same run. Received: {options.out}, with {', '.join(different)}. "
@@ -145,11 +161,15 @@ class Caches:
         # Nobody needs a resolution again, and its memory is for those that come.
         for old in [one for one in self._open if one not in (size, next_size)]:
             self._close(old)
+        # Nobody opens a pool while another rank has an old one in use, whose memory it may need.
+        tp.barrier()
         for wanted in filter(None, (size, next_size)):
             self._open_all(wanted)
         if next_size not in (None, size) and "cache" not in self._options.without:
-            self._warming = threading.Thread(target=self._warm, args=(next_size,), daemon=True)
-            self._warming.start()
+            self._warming = futures.Future()
+            # Not of a pool of threads, for whose end Python would wait where training fails.
+            what = (self._open[next_size], self._warming)
+            threading.Thread(target=_warm, args=what, daemon=True).start()
         return self._open[size]
 
     def _open_all(self, size):
@@ -162,13 +182,11 @@ class Caches:
                 for source in (self._found.train, self._found.test)
             ]
 
-    def _warm(self, size):
-        for cache in self._open[size]:
-            cache.warm(progress=False)
-
     def _end_warming(self):
-        if self._warming is not None:
-            self._warming.join()
+        """Waits until the next caches are filled, and raises what went wrong meanwhile."""
+        warming, self._warming = self._warming, None
+        if warming is not None:
+            warming.result()
 
     def _close(self, size):
         for cache in self._open.pop(size):
@@ -179,6 +197,17 @@ class Caches:
         self._end_warming()
         for size in list(self._open):
             self._close(size)
+
+
+def _warm(caches, warmed):
+    """Fills caches one after the other, and tells a future when it is done, or what went wrong."""
+    try:
+        for cache in caches:
+            cache.warm(progress=False)
+    except Exception as error:  # noqa: BLE001 - who asks for these caches raises it
+        warmed.set_exception(error)
+    else:
+        warmed.set_result(None)
 
 
 def compiled(recipe, classes, options):
@@ -275,7 +304,7 @@ def main():
         recipe = recipe_of(options)
         model = resnet.resnet(classes=1000, **recipe.model)
         cluster = (options.nodes, options.per_node, options.network)
-        forecast.show(recipe, model, *cluster, images.kept_side)
+        forecast.show(recipe, model, *cluster, images.kept_side, options.variables)
         return 0
     model, kept = run(options)
     if tp.rank() == 0:

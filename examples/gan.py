@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 import keras_callbacks
 import tfposeidon as tp
 
-NOISE = 32
+NOISE, BATCH = 32, 64
 
 
 class Gan(keras.Model):
@@ -70,11 +70,11 @@ def main():
     )
     parser.add_argument("--epochs", type=int, default=60, help="times that all samples are seen")
     parser.add_argument("--images", type=Path, help="PNG file for 64 drawn digits (none)")
-    parser.add_argument(
-        "--goal", type=float, default=0.1, help="largest distance of the mean images (0 to 1)"
-    )
+    parser.add_argument("--goal", type=float, default=0.1, help="largest distance of mean images")
     options = parser.parse_args()
     tp.init()
+    if tp.size() > BATCH:
+        sys.exit(f"Each rank needs one of {BATCH} samples. Received: {tp.size()} ranks. Use fewer")
     keras.utils.set_random_seed(tp.rank())
     images = (load_digits().data / 8 - 1).astype("float32")
     gan = Gan()
@@ -82,7 +82,7 @@ def main():
     gan.compile(*optimizers)
     callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.MetricAverage()]
     mine = images[tp.rank() :: tp.size()]
-    gan.fit(mine, batch_size=64 // tp.size(), epochs=options.epochs, callbacks=callbacks)
+    gan.fit(mine, batch_size=BATCH // tp.size(), epochs=options.epochs, callbacks=callbacks)
     # All ranks draw the same digits, as their weights are the same.
     drawn = gan.generator(tf.random.stateless_normal([1024, NOISE], [1, 2])).numpy()
     distance = float(np.abs(drawn.mean(axis=0) - images.mean(axis=0)).mean())

@@ -87,6 +87,11 @@ def build_model(width, blocks):
 def main():
     options = parse_arguments()
     tp.init()
+    if tp.size() > options.global_batch:
+        sys.exit(
+            "Each rank needs a sample of each step. Received: --global-batch "
+            f"{options.global_batch} on {tp.size()} ranks. Use a larger one, or fewer ranks"
+        )
     keras.utils.set_random_seed(options.seed)
     model = build_model(options.width, options.blocks)
     rate = tp.optimizers.schedules.PolynomialDecayWithWarmup(

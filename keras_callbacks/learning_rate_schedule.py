@@ -75,6 +75,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self.given_optimizer = optimizer
         self._epoch = 0
         self._steps = 0
+        self._scaling = _Scaling()
 
     @property
     def optimizer(self) -> Any:
@@ -142,7 +143,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         optimizer.learning_rate = new
         # A velocity made at rate 0 is 0, and stays right without correction.
         if self.momentum_correction and old > 0:
-            _scale(_velocities(optimizer), new / old)
+            self._scaling.apply(_velocities(optimizer), new / old)
 
 
 def _velocities(optimizer: Any) -> list[Any]:
@@ -158,6 +159,32 @@ def _velocities(optimizer: Any) -> list[Any]:
     return velocities
 
 
-def _scale(variables: list[Any], factor: float) -> None:
+class _Scaling:
+    """Multiplies variables by factors in one traced function.
+
+    Eagerly it would be two ops for each variable before each batch whose rate is another one.
+    """
+
+    def __init__(self) -> None:
+        self._variables: list[Any] = []
+
+    def apply(self, variables: list[Any], factor: float) -> None:
+        """Multiplies variables by a factor.
+
+        Args:
+          variables: Variables; the function is traced when they are not those of the last call.
+          factor: Factor.
+        """
+        if not variables:
+            return
+        # Other ones where an optimizer was built, or has changed its scheme.
+        if list(map(id, variables)) != list(map(id, self._variables)):
+            self._variables = variables
+            traced = tf.function(lambda factor: _scale(variables, factor), autograph=False)
+            self._scale = traced.get_concrete_function(tf.TensorSpec([], tf.float64))
+        self._scale(tf.constant(factor, tf.float64))
+
+
+def _scale(variables: list[Any], factor: tf.Tensor) -> None:
     for variable in variables:
         variable.assign(variable * tf.cast(factor, variable.dtype))

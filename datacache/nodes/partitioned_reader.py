@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import bisect
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -41,7 +43,6 @@ class PartitionedReader(Reader):
 
     Attributes:
       levels: Levels of this node.
-      closed: True once `close` was called.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class PartitionedReader(Reader):
     ) -> None:
         super().__init__(levels)
         self._topology, self._owner_nodes, self._keep = wire.topology, owner_nodes, keep
-        self._lock, self.closed = threading.Lock(), False
+        self._lock = threading.Lock()
         self._coming: dict[int, Future[Arrays]] = {}
         self._exchange = SampleExchange(wire, name, levels.layout, self._answer, self._is_complete)
 
@@ -99,12 +100,20 @@ class PartitionedReader(Reader):
 
     @override
     def close(self) -> None:
+        # Else every cache of a job would live as long as its process.
+        atexit.unregister(self.close_at_exit)
         # Waits until all ranks have closed: until then they may ask for samples.
-        self.closed = True
         try:
             self._exchange.close()
         finally:
             self.levels.close()
+
+    def close_at_exit(self) -> None:
+        """Closes the reader when Python ends, unless the script has failed."""
+        # Closing waits for the other ranks, which a script that failed must not do: Python notes in
+        # `sys.last_value` what nobody caught.
+        if not hasattr(sys, "last_value"):
+            self.close()
 
     def _forget_unread(self) -> None:
         """Drops samples that came for an epoch that was left early."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import sys
 from collections.abc import Callable
 from typing import Literal
 
@@ -82,12 +81,5 @@ def open_reader(levels: Levels, samples: int, keeps_any: bool) -> Reader:
     name = f"tp.datacache{next(_cache_numbers)}"
     partitioned = PartitionedReader(levels, wire, name, owners, keep)
     # Closed before Horovod ends, which would take the thread of the exchange along.
-    atexit.register(_close_at_exit, partitioned)
+    atexit.register(partitioned.close_at_exit)
     return partitioned
-
-
-def _close_at_exit(reader: PartitionedReader) -> None:
-    # Closing waits for the other ranks, which a script that failed must not do: Python notes in
-    # `sys.last_value` what nobody caught.
-    if not hasattr(sys, "last_value") and not reader.closed:
-        reader.close()

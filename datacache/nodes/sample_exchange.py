@@ -63,6 +63,8 @@ class SampleExchange:
         self._wake = threading.Condition()
         self._closing = self._has_ended = False
         self._error: BaseException | None = None
+        # Not of the class, which would keep this exchange, and the levels that answer, for ever.
+        self._collective = functools.cache(self._make_collective)
         self._thread = threading.Thread(target=self._run, name=f"datacache {name}", daemon=True)
         self._thread.start()
 
@@ -180,8 +182,7 @@ class SampleExchange:
             values, np.array(splits, np.int32)
         ).numpy()
 
-    @functools.cache  # noqa: B019 - as long as the thread runs
-    def _collective(self, kind: str, name: str, dtype: str) -> Any:
+    def _make_collective(self, kind: str, name: str, dtype: str) -> Any:
         """Returns one collective as a graph.
 
         Eager collectives have no names, and those of training run beside these in another order.

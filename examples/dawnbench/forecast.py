@@ -1,11 +1,13 @@
 """What a run would take on a cluster that one has or has not: steps, memory and predicted time."""
 
 import math
+from typing import NamedTuple
 
 import tfposeidon as tp
 from tfposeidon import policies
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import describe
+from tfposeidon.planning.plan import Plan
 from tfposeidon.planning.search import choose_plan, predict
 from tfposeidon.planning.simulation import Timeline
 from tfposeidon.text import table
@@ -19,10 +21,13 @@ FORWARD = 1 / 3
 """Share of a step's computation that comes before its first gradient."""
 IMAGES = {"train": 1_281_167, "test": 50_000}
 """Images of ImageNet."""
+TIMES = ("pixels", "epochs", "steps", "computing", "step", "efficiency", "images/s")
+TIMES += ("of the paper", "seconds", "of the paper", "cache per node")
+PLANS = ("pixels", "buckets", "within the node", "between nodes", "schemes")
 
 
-def show(recipe, model, nodes, per_node, network, kept_side):
-    """Prints a line for each phase, and the plans.
+def show(recipe, model, nodes, per_node, network, kept_side, with_variables=False):
+    """Prints a line on the time of each phase, one on its plan, and the memory of a rank.
 
     Args:
       recipe: The `Recipe`.
@@ -31,48 +36,41 @@ def show(recipe, model, nodes, per_node, network, kept_side):
       per_node: Ranks of each.
       network: Rate between nodes, such as "25gbit".
       kept_side: Function from the side of a crop to that of the images in the cache.
+      with_variables: True to print the whole plans, too, with a line for each variable.
     """
     topology = Topology.regular(0, nodes * per_node, per_node)
     links = tp.Links.of(network, ranks_per_node=per_node, device="v100")
-    header = ("pixels", "epochs", "steps", "computing", "step", "efficiency", "images/s")
-    rows = [(*header, "of the paper", "seconds", "of the paper", "cache per node")]
-    total_s = 0.0
-    for phase in recipe.phases:
-        step_s, compute_s = _step(phase, model, topology, links)
-        batch = phase.batch * topology.size
-        steps = phase.epochs * -(-IMAGES["train"] // batch)
-        total_s += steps * step_s
-        cached = sum(IMAGES.values()) * (3 * kept_side(phase.size) ** 2 + 4)
-        paper = TOGETHER.get(phase.size) if (nodes, per_node) == (16, 8) else None
-        paper_s = phase.epochs * IMAGES["train"] / paper if paper else None
-        rows.append(
-            (
-                str(phase.size),
-                str(phase.epochs),
-                str(steps),
-                f"{1e3 * compute_s:.1f} ms",
-                f"{1e3 * step_s:.1f} ms",
-                f"{compute_s / step_s:.0%}",
-                f"{batch / step_s:,.0f}",
-                f"{paper:,}" if paper else "",
-                f"{steps * step_s:.0f}",
-                f"{paper_s:.0f}" if paper_s else "",
-                readable_size(cached),
-            )
-        )
-    print("\n".join(table(rows)))
-    weights = sum(4 * math.prod(variable.shape) for variable in model.variables)
+    steps = [_step(phase, model, topology, links) for phase in recipe.phases]
+    rows = [
+        _times(phase, step, topology, kept_side)
+        for phase, step in zip(recipe.phases, steps, strict=True)
+    ]
+    print("\n".join(table([TIMES, *rows])))
+    print("\nplans, and what rank 0 sends by them in each step:")
+    rows = [_plan(phase, step.plan) for phase, step in zip(recipe.phases, steps, strict=True)]
+    print("\n".join(table([PLANS, *rows])))
+    total_s = sum(
+        _count(phase, topology) * step.step_s
+        for phase, step in zip(recipe.phases, steps, strict=True)
+    )
     ranks = f"{topology.size} V100 with {network} between nodes"
     print(f"\ntraining: {total_s:.0f} s on {ranks}, without evaluation, tracing and reading")
-    print(
-        f"weights, gradients and velocity: {readable_size(3 * weights)} per rank, and "
-        f"{readable_size(weights)} for what top-k keeps; activations come on top"
-    )
+    print(_memory(model, [step.plan for step in steps]))
     print("images in the cache: two resolutions at a time, split over nodes where memory is short")
+    if with_variables:
+        for plan in {step.plan.digest: step.plan for step in steps}.values():
+            print(f"\n{plan}")
+
+
+class _Step(NamedTuple):
+    """A phase's plan, the predicted seconds of a step by it, and those of its computation."""
+
+    plan: Plan
+    step_s: float
+    compute_s: float
 
 
 def _step(phase, model, topology, links):
-    """Returns the predicted seconds of a step, and those of its computation."""
     compute_s = phase.batch / SINGLE[phase.size]
     descriptions = [describe(variable) for variable in model.trainable_variables]
     timeline = Timeline.even(
@@ -80,4 +78,62 @@ def _step(phase, model, topology, links):
     )
     policy = policies.parse(phase.scheme)
     plan = choose_plan(descriptions, policy, topology, links, timeline=timeline)
-    return predict(plan, links, timeline).step_s, compute_s
+    return _Step(plan, predict(plan, links, timeline).step_s, compute_s)
+
+
+def _count(phase, topology):
+    """Returns the number of steps of a phase."""
+    return phase.epochs * -(-IMAGES["train"] // (phase.batch * topology.size))
+
+
+def _times(phase, step, topology, kept_side):
+    """Returns the cells of a phase below `TIMES`."""
+    cached = sum(IMAGES.values()) * (3 * kept_side(phase.size) ** 2 + 4)
+    is_paper = (len(topology.nodes), topology.size) == (16, 128)
+    paper = TOGETHER.get(phase.size) if is_paper else None
+    count = _count(phase, topology)
+    return (
+        str(phase.size),
+        str(phase.epochs),
+        str(count),
+        f"{1e3 * step.compute_s:.1f} ms",
+        f"{1e3 * step.step_s:.1f} ms",
+        f"{step.compute_s / step.step_s:.0%}",
+        f"{phase.batch * topology.size / step.step_s:,.0f}",
+        f"{paper:,}" if paper else "",
+        f"{count * step.step_s:.0f}",
+        f"{phase.epochs * IMAGES['train'] / paper:.0f}" if paper else "",
+        readable_size(cached),
+    )
+
+
+def _plan(phase, plan):
+    """Returns the cells of a phase below `PLANS`."""
+    # In their order, each once.
+    schemes = dict.fromkeys(str(bucket.scheme) for bucket in plan.buckets)
+    return (
+        str(phase.size),
+        str(len(plan.buckets)),
+        readable_size(plan.cost.node_bytes),
+        readable_size(plan.cost.cross_bytes),
+        ", ".join(schemes),
+    )
+
+
+def _memory(model, plans):
+    """Returns a text on what a rank holds of the model, its optimizer and its schemes."""
+    weights, gradients = (
+        sum(4 * math.prod(variable.shape) for variable in variables)
+        for variables in (model.variables, model.trainable_variables)
+    )
+    return (
+        f"weights, gradients and velocity: {readable_size(weights + 2 * gradients)} per rank, and "
+        f"{readable_size(max(map(_kept_bytes, plans)))} for what top-k keeps; activations come on "
+        "top"
+    )
+
+
+def _kept_bytes(plan):
+    """Returns the bytes of what the schemes of a plan keep from step to step on a rank."""
+    slots = [slot for bucket in plan.buckets for slot in bucket.slots(plan.topology)]
+    return sum(4 * math.prod(slot.shape) for slot in slots)

@@ -32,7 +32,8 @@ class Images(NamedTuple):
     pair: Callable
 
 
-TEST_NAMES = ("test", "val", "validation")
+TEST_NAMES = ("validation", "val", "test")
+"""Names of the images to test on, the first that there is: ImageNet's `test` has no labels."""
 RECORD_FEATURES = {
     "image/encoded": tf.io.FixedLenFeature([], tf.string),
     "image/class/label": tf.io.FixedLenFeature([], tf.int64),
@@ -46,8 +47,11 @@ def open_images(data):
 
     Args:
       data: "tfds:NAME" or "tfds:NAME@FOLDER" for a builder of tensorflow-datasets; or a folder with
-        TFRecord files (train-*, validation-*), or with folders of images (train/<class>/*.jpeg and
-        test/<class>/*.jpeg or val/).
+        TFRecord files (train-* and validation-*, val-* or test-*), or with folders of images
+        (train/<class>/*.jpeg and validation/<class>/*.jpeg, val/ or test/).
+
+    Returns:
+      The `Images`.
 
     Raises:
       SystemExit: If there are no such images.
@@ -57,11 +61,11 @@ def open_images(data):
         return _of_tfds(name, folder or None)
     folder = Path(data)
     records = {name: sorted(folder.glob(f"{name}-*")) for name in ("train", *TEST_NAMES)}
-    test = next((name for name in TEST_NAMES if records[name] or (folder / name).is_dir()), None)
-    if test and records["train"]:
+    # Of the form of the training images: records beside a folder are not what one has meant.
+    if records["train"] and (test := _test_name(lambda name: records[name])):
         sources = [datacache.from_tfrecords(records[n], RECORD_FEATURES) for n in ("train", test)]
         return Images(*sources, RECORD_CLASSES, _pair_of_record)
-    if test and (folder / "train").is_dir():
+    if (folder / "train").is_dir() and (test := _test_name(lambda name: (folder / name).is_dir())):
         sources = [datacache.from_folder(folder / name) for name in ("train", test)]
         if sources[0].class_names != sources[1].class_names:
             different = set(sources[0].class_names) ^ set(sources[1].class_names)
@@ -73,10 +77,15 @@ def open_images(data):
             *sources, len(sources[0].class_names), lambda contents, label: (contents, label)
         )
     raise SystemExit(
-        "--data must be a folder with train/<class>/*.jpeg and test/<class>/*.jpeg, a folder with "
-        f"train-* and validation-* (TFRecord files), or tfds:NAME. Received: {data}. Draw images: "
-        "python examples/data/draw_shapes.py FOLDER"
+        "--data must be a folder with train/<class>/*.jpeg and validation/<class>/*.jpeg (or val/, "
+        "or test/), a folder with train-* and validation-* (TFRecord files), or tfds:NAME. "
+        f"Received: {data}. Draw images: python examples/data/draw_shapes.py FOLDER"
     )
+
+
+def _test_name(is_there):
+    """Returns the first of `TEST_NAMES` for which a function says so, or `None`."""
+    return next(filter(is_there, TEST_NAMES), None)
 
 
 def _of_tfds(name, folder):
@@ -84,7 +93,7 @@ def _of_tfds(name, folder):
 
     builder = tfds.builder(name, data_dir=folder)
     undecoded = {"image": tfds.decode.SkipDecoding()}
-    test = next((one for one in ("validation", "test") if one in builder.info.splits), None)
+    test = _test_name(lambda one: one in builder.info.splits)
     if test is None:
         raise SystemExit(
             f"--data must have images to test on. Received: tfds:{name} with the splits "
@@ -97,9 +106,13 @@ def _of_tfds(name, folder):
 
 def _pair_of_record(features):
     label = features["image/class/label"]
-    with tf.control_dependencies(
-        [tf.debugging.assert_positive(label, "classes of TFRecords must begin at 1, as ImageNet's")]
-    ):
+    rule = f"classes of TFRecords must be from 1 to {RECORD_CLASSES}, as ImageNet's"
+    # Another class would be a target of zeros.
+    checks = [
+        tf.debugging.assert_positive(label, rule),
+        tf.debugging.assert_less_equal(label, tf.cast(RECORD_CLASSES, label.dtype), rule),
+    ]
+    with tf.control_dependencies(checks):
         return features["image/encoded"], label - 1
 
 

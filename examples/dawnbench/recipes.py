@@ -43,6 +43,16 @@ class Recipe:
         """Epochs of all phases together."""
         return sum(phase.epochs for phase in self.phases)
 
+    def __str__(self):
+        """Returns the numbers that no option changes, as a sentence."""
+        return (
+            f"the rate of LARS rises in {self.warmup_epochs:g} epochs to {self.peak_rate:g} for "
+            f"{self.rate_batch} images a step (that of SGD to {self.sgd_rate:g}), in proportion "
+            f"for other batches, and falls to 0 with power {self.power:g}; momentum "
+            f"{self.momentum:g}, weight decay {self.weight_decay:g}, label smoothing "
+            f"{self.smoothing:g}; the target is {100 * self.target:g} % top-{self.top}"
+        )
+
     def rate_at(self, epoch, ranks):
         """Returns the learning rate for the batch of the first phase.
 

@@ -15,9 +15,9 @@ class Records(keras.callbacks.Callback):
 
     Time is counted as DAWNBench does: from the begin of the first epoch to the end of one, with
     what lies between phases, and without evaluation. A resumed run goes on with the time of the
-    last line that its snapshot has seen; what was trained of an epoch before an interruption
-    counts once, or not at all, and lines tell of how many epochs that holds. Rank 0 writes; give
-    the callback to all ranks.
+    last line that its snapshot has seen: what was trained of an epoch before the snapshot counts
+    nowhere, and lines tell of how many epochs that holds. Rank 0 writes; give the callback to all
+    ranks.
 
     Args:
       path: File of the lines.

@@ -1,6 +1,7 @@
 """Examples, as a user would start them."""
 
 import json
+import math
 import random
 import re
 import sys
@@ -111,6 +112,8 @@ def test_dawnbench(outcome):
     assert [(line["pixels"], line["batch"]) for line in lines] == SIZES
     seconds = [line["seconds"] for line in lines]
     assert seconds == sorted(seconds)
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert all(0 <= line["val_accuracy"] <= 1 for line in lines)
     schemes = [line["scheme"].partition("(")[0] for line in lines]
     assert schemes == ["hitopk", "2dtar", "2dtar", "2dtar"]
     assert len(re.findall(r"phase \d of 4", first.stdout)) == 4
@@ -133,46 +136,70 @@ def newest_snapshot(out):
     return int(names[-1].rpartition("-")[2]) if names else 0
 
 
-def is_writing(out):
-    return any(out.glob("snapshots/.snapshot-*.part"))
+def snapshots_in_parts(out):
+    return set(out.glob("snapshots/.snapshot-*.part"))
+
+
+def start_and_kill(command, out, number, pause_s, while_writing):
+    """Starts the run, and kills it once it has written a snapshot.
+
+    Returns:
+      The output; where the newest snapshot is, as the next start should say; and whether the run
+      had not ended by itself.
+    """
+    # What an earlier kill left says nothing about this start.
+    left = snapshots_in_parts(out)
+    process = horovodrun(*command, background=True)
+    while newest_snapshot(out) < number and process.poll() is None:
+        time.sleep(0.02)
+    time.sleep(pause_s)
+    while while_writing and not snapshots_in_parts(out) - left and process.poll() is None:
+        time.sleep(0.001)
+    is_killed = process.poll() is None
+    kill(process)
+    output = finish(process).stdout
+    folder = out / "snapshots" / f"snapshot-{newest_snapshot(out):06d}"
+    meta = json.loads((folder / "meta.json").read_text())
+    return output, f"at epoch {meta['epoch']}, batch {meta['batches']}.", is_killed
 
 
 def killed_dawnbench():
-    """Runs the small run whole, and once more with kills; returns both outputs and the kills."""
+    """Runs the small run whole, and once more with kills.
+
+    Returns:
+      Both finished processes, and what `start_and_kill` returned of each kill.
+    """
     pauses = random.Random(0)
-    script, ranks = EXAMPLES / "dawnbench_resnet50.py", 2
     options = ("--preset", "tiny", "--shortest", "--snapshot-steps", "1")
     with tempfile.TemporaryDirectory() as folder:
-        where = [
-            ("--out", Path(folder) / name, "--memory", f"{folder}/memory")
-            for name in ("whole", "killed")
+        outs = [Path(folder) / name for name in ("whole", "killed")]
+        script = (2, EXAMPLES / "dawnbench_resnet50.py", *options, "--memory", f"{folder}/memory")
+        commands = [(*script, "--out", out) for out in outs]
+        whole = horovodrun(*commands[0])
+        kills = [
+            start_and_kill(commands[1], outs[1], number, pauses.uniform(0, 0.1), bool(index % 2))
+            for index, number in enumerate(KILLED_AFTER)
         ]
-        whole, kills = horovodrun(ranks, script, *options, *where[0]), 0
-        out = where[1][1]
-        for index, number in enumerate(KILLED_AFTER):
-            process = horovodrun(ranks, script, *options, *where[1], background=True)
-            while newest_snapshot(out) < number and process.poll() is None:
-                time.sleep(0.02)
-            time.sleep(pauses.uniform(0, 0.1))
-            while index % 2 and not is_writing(out) and process.poll() is None:
-                time.sleep(0.001)
-            kills += process.poll() is None
-            kill(process)
-            finish(process)
-        return whole, horovodrun(ranks, script, *options, *where[1]), kills
+        return whole, horovodrun(*commands[1]), kills
 
 
 @ahead(killed_dawnbench)
 def test_dawnbench_killed_in_each_phase(outcome):
-    """Started again each time, it ends with the weights of a run that nobody has killed."""
-    whole, resumed, kills = outcome
-    assert kills == len(KILLED_AFTER)
-    weights = []
-    for done in (whole, resumed):
+    """Each start goes on from the newest snapshot, and the weights are those without a kill."""
+    whole, last, kills = outcome
+    for done in (whole, last):
         assert done.returncode == 0, done.stdout[-4000:]
-        weights.append(re.search(r"weights ([0-9a-f]{8})", done.stdout)[1])
+    assert all(is_killed for _, _, is_killed in kills)
+    outputs = [output for output, _, _ in kills] + [last.stdout]
+    assert "resumed from" not in outputs[0]
+    for (_, place, _), output in zip(kills, outputs[1:], strict=True):
+        # The first one: each later phase goes on from a snapshot, too.
+        found = re.search(r"resumed from .* (at epoch \d+, batch \d+\.)", output)
+        assert found, output[-4000:]
+        assert found[1] == place
+    weights = [re.search(r"weights ([0-9a-f]{8})", done.stdout)[1] for done in (whole, last)]
     assert weights[0] == weights[1]
-    assert "interrupted in 1 epoch(s)" in resumed.stdout
+    assert "interrupted in 1 epoch(s)" in last.stdout
     assert "interrupted" not in whole.stdout
 
 

@@ -1,9 +1,11 @@
 """A cache on ranks: one copy per node, each sample once per epoch, and the source read once."""
 
 import contextlib
+import gc
 import itertools
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 
 import keras
@@ -83,6 +85,17 @@ def case_epochs_are_exact_and_the_source_is_read_once(wire):
         _check_epochs(wire, again)
         assert sum(_over_ranks(wire, again.stats().source_reads)) == 0
         again.close()
+
+
+def case_closed_caches_are_let_go(wire):
+    with _folder(wire) as folder:
+        cache = _open(wire, folder, partition="split")
+        cache.warm(progress=False)
+        reader = weakref.ref(cache._reader)
+        cache.close()
+        del cache
+        gc.collect()
+        assert reader() is None
 
 
 def case_each_node_keeps_its_part(wire):

@@ -1,0 +1,40 @@
+"""The examples as modules, and images that one of them draws."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.launch import ROOT
+
+TRAIN, TEST, SIZE = 30, 20, 16
+"""Drawn images to train and to test on, and their side."""
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The example's modules, which lie beside its script."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        from data import draw_shapes
+        from dawnbench import images, recipes, records, resnet
+
+        yield SimpleNamespace(
+            draw_shapes=draw_shapes, images=images, recipes=recipes, records=records, resnet=resnet
+        )
+
+
+@pytest.fixture(scope="module")
+def script(example):
+    """The script itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        import dawnbench_resnet50
+
+        yield dawnbench_resnet50
+
+
+@pytest.fixture(scope="module")
+def drawn(example, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images") / "shapes"
+    example.draw_shapes.draw(folder, train=TRAIN, test=TEST, size=SIZE)
+    return folder

@@ -1,0 +1,167 @@
+"""Images of the DAWNBench example: all formats, what is refused, and crops."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from sklearn.linear_model import RidgeClassifier
+
+import datacache
+from tests.examples.conftest import SIZE, TRAIN
+
+tfds = pytest.importorskip("tensorflow_datasets")
+
+
+def _files(folder, part):
+    """Returns the files of a part with their classes, in the order of the folder."""
+    files = sorted((folder / part).glob("*/*.jpg"))
+    names = sorted({file.parent.name for file in files})
+    return [(file.read_bytes(), names.index(file.parent.name)) for file in files]
+
+
+def _as_records(folder, target):
+    """Writes images as the usual scripts for ImageNet do, with classes from 1."""
+    for part, name in (("train", "train"), ("test", "validation")):
+        with tf.io.TFRecordWriter(str(target / f"{name}-00000-of-00001")) as writer:
+            for encoded, label in _files(folder, part):
+                features = {
+                    "image/encoded": tf.train.Feature(
+                        bytes_list=tf.train.BytesList(value=[encoded])
+                    ),
+                    "image/class/label": tf.train.Feature(
+                        int64_list=tf.train.Int64List(value=[label + 1])
+                    ),
+                }
+                example = tf.train.Example(features=tf.train.Features(feature=features))
+                writer.write(example.SerializeToString())
+    return str(target)
+
+
+def _as_tfds(folder, target):
+    class DrawnShapes(tfds.core.GeneratorBasedBuilder):
+        """Images of a folder."""
+
+        VERSION = tfds.core.Version("1.0.0")
+        # Looking for it, 4.9.10 needs importlib_resources, which it does not ask for.
+        code_path = None
+
+        def _info(self):
+            features = {
+                "image": tfds.features.Image(shape=(None, None, 3), encoding_format="jpeg"),
+                "label": tfds.features.ClassLabel(num_classes=10),
+            }
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(features)
+            )
+
+        def _split_generators(self, manager):
+            del manager
+            return {part: self._generate_examples(part) for part in ("train", "test")}
+
+        def _generate_examples(self, part):
+            names = sorted(path.name for path in (folder / part).iterdir())
+            for number, file in enumerate(sorted((folder / part).glob("*/*.jpg"))):
+                yield number, {"image": str(file), "label": names.index(file.parent.name)}
+
+    tfds.disable_progress_bar()
+    DrawnShapes(data_dir=target).download_and_prepare()
+    return f"tfds:drawn_shapes@{target}"
+
+
+def _samples(images, found, source):
+    """Returns classes and pixels of a source, as the cache keeps them for crops of 14 pixels."""
+    cache = images.cache_of(source, found.pair, 14, memory=None)
+    (pixels, labels) = next(iter(cache.dataset(len(source), shuffle=False)))
+    cache.close()
+    return sorted(
+        (int(label), image.numpy().tobytes()) for image, label in zip(pixels, labels, strict=True)
+    )
+
+
+@pytest.mark.parametrize("form", [lambda folder, target: str(folder), _as_records, _as_tfds])
+def test_images_in_all_formats_are_the_same(example, drawn, tmp_path, form):
+    images = example.images
+    found = images.open_images(form(drawn, tmp_path))
+    for part, source in (("train", found.train), ("test", found.test)):
+        expected = []
+        for encoded, label in _files(drawn, part):
+            image, _ = images.decoded(14, lambda *pair: pair, tf.constant(encoded), label)
+            expected.append((label, image.numpy().tobytes()))
+        assert _samples(images, found, source) == sorted(expected)
+        assert isinstance(source.name(0), str)
+
+
+def test_folders_with_other_classes_are_refused(example, drawn, tmp_path):
+    images = example.images
+    (tmp_path / "train").symlink_to(drawn / "train")
+    file = tmp_path / "val" / "circle-stripes" / "1.jpg"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"")
+    with pytest.raises(SystemExit, match="must have the same classes"):
+        images.open_images(str(tmp_path))
+    with pytest.raises(SystemExit, match=r"--data must be a folder with train/<class>"):
+        images.open_images(str(tmp_path / "none"))
+
+
+def test_images_that_are_labelled_are_tested_on(example, drawn, tmp_path):
+    """ImageNet's `test` has no labels, so that it is the last choice."""
+    images = example.images
+    for name in ("train", "validation", "val", "test"):
+        (tmp_path / name).symlink_to(drawn / "test")
+    for name in ("validation", "val", "test"):
+        assert f"{tmp_path.name}/{name}/" in images.open_images(str(tmp_path)).test.name(0)
+        (tmp_path / name).unlink()
+
+
+def test_records_beside_a_folder_are_refused(example, drawn, tmp_path):
+    images = example.images
+    _as_records(drawn, tmp_path)
+    (tmp_path / "validation-00000-of-00001").unlink()
+    (tmp_path / "val").symlink_to(drawn / "test")
+    with pytest.raises(SystemExit, match="--data must be a folder with train/<class>"):
+        images.open_images(str(tmp_path))
+
+
+@pytest.mark.parametrize("label", [0, 1001])
+def test_classes_that_imagenet_has_not_are_refused(example, label):
+    images = example.images
+    features = {"image/encoded": tf.constant(b""), "image/class/label": tf.constant(label, "int64")}
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must be from 1 to 1000"):
+        images._pair_of_record(features)
+    features["image/class/label"] = tf.constant(1000, "int64")
+    assert int(images._pair_of_record(features)[1]) == 999
+
+
+def test_crops_are_drawn_by_what_is_in_the_batch(example, drawn, tmp_path):
+    """Another order of samples has other crops, the same one the same."""
+    images = example.images
+    found = images.open_images(str(drawn))
+    cache = images.cache_of(found.train, found.pair, 12, memory=tmp_path / "memory")
+
+    def epochs():
+        _, data = images.training_batches(cache, 12, 10, found.classes, seed=1)
+        return [np.concatenate([batch.numpy() for batch, _ in data]) for _ in range(2)]
+
+    first, second = epochs()
+    assert first.shape == (TRAIN, 12, 12, 3)
+    assert first.dtype == np.uint8
+    np.testing.assert_array_equal(epochs()[0], first)
+    assert (first != second).any()
+    cache.close()
+
+
+@pytest.mark.slow
+def test_shape_and_texture_are_not_linear(example):
+    """A linear model of the pixels stays below 60 % of what must be told apart."""
+    draw_shapes = example.draw_shapes
+    rng = np.random.default_rng(0)
+    labels = np.arange(1600) % len(draw_shapes.CLASSES)
+    pixels = np.stack([draw_shapes.image(label, SIZE, rng).reshape(-1) for label in labels]) / 255
+    linear = RidgeClassifier(alpha=100.0).fit(pixels[:1200], labels[:1200])
+    assert linear.score(pixels[1200:], labels[1200:]) < 0.6
+
+
+def test_images_that_are_drawn_are_left_alone(example, drawn):
+    before = sorted((drawn / "train").glob("*/*"))
+    example.draw_shapes.draw(drawn, train=5, test=5, size=SIZE)
+    assert sorted((drawn / "train").glob("*/*")) == before
+    assert len(datacache.from_folder(drawn / "train")) == TRAIN
