@@ -43,7 +43,7 @@ def records_of(example, tmp_path, monkeypatch):
 
 
 def test_time_is_that_of_training(records_of, capsys):
-    """What lies between epochs counts, evaluation does not, nor what was before the first epoch."""
+    """Time between epochs counts; evaluation, and what was before the first epoch, do not."""
     kept = records_of.begin(0)
     records_of.wait(50)
     records_of.train(kept, 0, accuracy=0.5, trained_s=10, evaluated_s=100)

@@ -56,7 +56,7 @@ def case_a_late_exchange_of_nodes(wire):
 
 
 def case_a_rank_of_a_node_out_of_data(wire):
-    """Of unknown length: all ranks end the epoch together, and nodes stay one."""
+    """All ranks end an epoch of unknown length together, and those of a node stay equal."""
     rank = wire.topology.rank
     x, y = models.mlp.data(48)
     for delay in (0, 1):

@@ -117,7 +117,7 @@ def fitted(build, start, data, wire, optimizer, **fit):
 
 
 def own_weights(model):
-    """What this rank goes on from."""
+    """Returns the weights that this rank goes on from."""
     model.optimizer.hide_centre()
     own = model.get_weights()
     model.optimizer.show_centre()
@@ -232,7 +232,7 @@ def case_assigned_weights_are_where_ranks_go_on(wire):
 
 
 def case_unequal_ranks_weigh_by_samples_and_lose_nothing(wire):
-    """Of unknown length: a rank that is out of data brings in what it has, and takes the result."""
+    """A rank that is out of data brings in what it has, and takes the result."""
     rank, size = wire.topology.rank, wire.topology.size
     x, y = models.mlp.data(40)
     start = models.mlp()

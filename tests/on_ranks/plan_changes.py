@@ -70,7 +70,7 @@ def case_slow_steps_are_planned_again(wire):
 
 
 def case_uncertain_links_are_measured_again(wire):
-    """As where the first step ran beside the filling of a cache; later ones are sure."""
+    """The first step may run beside the filling of a cache, which blurs what is measured."""
     model, data = wide(steps=120)
     optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(race=False))
     before = plan_again.WATCHED_STEPS, plan_again.MEASURING_S
