@@ -103,6 +103,8 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._session = session.of(self.model)
         self._session.begin_where_asked()
+        if self.every_n_steps:
+            self._session.check_in_step(f"Checkpoint(every_n_steps={self.every_n_steps})")
         snapshot, self._read = self._read or self._newest(), None
         if snapshot is not None:
             self._restore(snapshot)
@@ -186,6 +188,9 @@ class Checkpoint(keras.callbacks.Callback):
         # All ranks have to look at the same steps, and each look is an exchange: hence few, and
         # early ones.
         self._steps_since_start += 1
+        if not self._session.knows_lengths and any(o.has_centre for o in self._session.optimizers):
+            # Ranks are not in step: files are waited for at the end of the epoch.
+            return
         if self._steps_since_start == self._next_look:
             self._next_look = 0 if self._files.poll() else 2 * self._next_look
 
@@ -242,10 +247,10 @@ class Checkpoint(keras.callbacks.Callback):
     # --------------------------------------------------------------- restoring
 
     def _restore(self, snapshot: Snapshot) -> None:
-        # As it was written.
-        self._session.show_centre()
         # Before the comparison, which would miss the variables of an optimizer that is not built.
         self._build_optimizers(snapshot)
+        # As it was written.
+        self._session.show_centre()
         self._check(snapshot)
         _assign(self._shared(), to_array_list(snapshot.shared, "shared"))
         # A rank that the saved job did not have begins with the state of another.

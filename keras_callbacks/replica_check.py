@@ -51,6 +51,10 @@ class ReplicaCheck(keras.callbacks.Callback):
         self._steps = 0
 
     @override
+    def on_train_begin(self, logs: Any = None) -> None:
+        session.of(self.model).check_in_step(f"ReplicaCheck(every_n_steps={self.every_n_steps})")
+
+    @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # One call stands for `steps_per_execution` steps, so that multiples may be stepped over.
         before, self._steps = self._steps, self._steps + self.model.steps_per_execution

@@ -82,6 +82,8 @@ class SchemeSchedule(keras.callbacks.Callback):
                 "SchemeSchedule must come before Checkpoint in the list of callbacks. Received: "
                 "after it."
             )
+        if len(self.schedule) > 1:
+            self._session.check_in_step("a SchemeSchedule")
         self._session.announce_scheme_changes()
         # Epochs of this `fit` may have another length than those of the last one.
         self._batches = self.params.get("steps") or 0

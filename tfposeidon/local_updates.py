@@ -16,7 +16,7 @@ from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.step import Step
-from tfposeidon.gradients.description import describe
+from tfposeidon.gradients.description import describe, merge_rows
 from tfposeidon.local import rules
 from tfposeidon.local.rounds import Rounds, Schedule
 from tfposeidon.optimizers.wrapping import innermost
@@ -128,7 +128,15 @@ class LocalUpdates(OptimizerWrapper):
         self._node: Step | None = None
         if within is not None:
             all_reduce = policies.parse("allreduce")
-            self._node = Step(self, all_reduce, bucket_bytes, sample_count, runtime.node_wire)
+            self._node = Step(
+                self,
+                all_reduce,
+                bucket_bytes,
+                sample_count,
+                runtime.node_wire,
+                # Nodes of one rank have no exchange that would take a number.
+                prefix=lambda: f"{self._exchange.exchangers[-1].prefix}.node",
+            )
             # A rank that is out of data is missed in the node first.
             self._node.absence = self._exchange.absence
         self._rounds: Rounds | None = None
@@ -156,17 +164,30 @@ class LocalUpdates(OptimizerWrapper):
         if runtime.size() > 1:
             _warn_of_momentum(self._rule, self.inner_optimizer, self._schedule.every)
             topology = runtime.wire().topology
+            in_node = self._node is not None
             self._rounds = Rounds(
                 self._exchange,
                 lambda: self.inner_optimizer,
                 self._rule,
                 self._schedule,
                 variables,
-                replicas=topology.size if self._node is None else len(topology.nodes),
+                replicas=len(topology.nodes) if in_node else topology.size,
+                share=1.0 / topology.node.size if in_node else 1.0,
             )
+            self._check_residuals(variables)
         if self._node is not None:
             self._node.build()
         self._adopt(variables)
+
+    def _check_residuals(self, variables: Sequence[Any]) -> None:
+        """Refuses to keep differences that are still there in the next round."""
+        stays = self._rule.pull(2) < 1.0
+        if stays and self._exchange.exchanger(variables).states.exist:
+            raise ValueError(
+                "Where ranks stay apart, what a scheme keeps for later rounds would count twice. "
+                f"Received: rule={self._rule}, scheme={self.policy}. Use a scheme that keeps "
+                'nothing ("2dtar", "allreduce", "asa16"), or rule="average".'
+            )
 
     @property
     @override
@@ -275,7 +296,7 @@ class LocalUpdates(OptimizerWrapper):
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         self._check_all(variables)
         if self._rounds is None:
-            self.inner_optimizer.apply(grads, variables)
+            self._update(grads, variables, count)
             return
         self.prepare(variables)
         values = [tf.convert_to_tensor(variable) for variable in variables]
@@ -287,7 +308,9 @@ class LocalUpdates(OptimizerWrapper):
     def _update(self, grads: list[Any], variables: list[Any], count: Any) -> Any:
         """Updates this rank's weights, and returns the samples that count."""
         if self._node is None:
-            self.inner_optimizer.apply(grads, variables)
+            # Keras's optimizers update a row once for each time that it is there.
+            rows = [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
+            self.inner_optimizer.apply(rows, variables)
             return count
         with self._node.call(grads, variables, count) as sent:
             means = self._node.means(sent, variables, count)
@@ -346,7 +369,10 @@ class LocalUpdates(OptimizerWrapper):
         """
         policy = policies.parse(scheme)
         _check_policy(policy)
-        if self._schedule.delay and policy != self.policy:
+        if policy == self.policy:
+            # What schemes keep stays.
+            return
+        if self._schedule.delay:
             raise ValueError(
                 "With `delay` the scheme stays. Received: a change from "
                 f"{self.policy} to {policy} with delay={self._schedule.delay}. Use delay=0."
@@ -390,7 +416,7 @@ class LocalUpdates(OptimizerWrapper):
     @property
     @override
     def has_centre(self) -> bool:
-        return self._rounds is not None
+        return runtime.size() > 1
 
     @override
     def carry(self, statistics: Callable[[], Sequence[Any]]) -> None:
@@ -399,24 +425,24 @@ class LocalUpdates(OptimizerWrapper):
     @override
     def forget_own(self) -> None:
         if self._rounds is not None:
-            self._rounds.centre.forget()
+            self._rounds.forget()
 
     @property
     @override
     def kinds_of_exchange(self) -> int:
-        return 1 if self._node is None else 2
+        # What runs beside eager steps is a graph, whose collectives have other names.
+        return 1 + (self._node is not None) + bool(self._schedule.delay)
 
     @override
     def contributions(self, eagerly: bool) -> list[Callable[[], bool]]:
         if self._rounds is None or not self._exchange.exchangers:
             return []
-        end = self._rounds.end_eagerly if eagerly else self._rounds.end
-        centre = self._rounds.centre
+        rounds, centre = self._rounds, self._rounds.centre
 
         def end_round() -> bool:
             # Evaluation shows the centre before the epoch has ended.
             was_shown = centre.hide()
-            absent = int(end())
+            absent = int(rounds.end(eagerly))
             if was_shown:
                 centre.show()
             return absent == runtime.size()

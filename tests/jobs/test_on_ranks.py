@@ -55,7 +55,7 @@ WORLDS = {
         ],
     ),
     "3": (3, 0, ["contract_table", "uneven"]),
-    "2+1": (3, 2, ["contract_table", "caching"]),
+    "2+1": (3, 2, ["contract_table", "caching", "local_nodes"]),
     "2x2": (4, 2, ["contract_table", "training", "layout", "sparse", "caching"]),
     "2x2 for servers": (
         4,

@@ -20,7 +20,9 @@ def _nodes_in_one_process(start, data, wire, rule):
         replica = models.copy(models.mlp, start)
         replica.compile(sgd(), models.LOSS)
         replicas.append(replica)
-    reference = Reference(rule, replicas, [len(node) for node in nodes])
+    # Elastic averaging weighs nodes alike, averaging weighs their samples.
+    sizes = None if rule == "elastic" else [len(node) for node in nodes]
+    reference = Reference(rule, replicas, sizes)
     for step in range(STEPS):
         for node, replica in zip(nodes, replicas, strict=True):
             begin, end = step * BATCH + node[0] * local, step * BATCH + (node[-1] + 1) * local

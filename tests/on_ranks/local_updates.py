@@ -14,6 +14,8 @@ from tests.on_ranks.callbacks import shared_folder
 from tests.on_ranks.checks import LogLines, Raises
 from tests.on_ranks.models import same_on_all_ranks
 from tests.on_ranks.several_optimizers import Gan
+from tests.on_ranks.several_optimizers import _batches as gan_batches
+from tests.on_ranks.several_optimizers import _data as gan_data
 from tests.on_ranks.training import BATCH, check_equal, dense_rows
 from tfposeidon.communication.wire import exchange_objects
 
@@ -342,7 +344,8 @@ def _state(model):
 SPARSE = tp.schemes.TopKAllGather(density=0.1, min_elements=0)
 RESUMED = {
     "average": lambda: tp.LocalUpdates(keras.optimizers.Adam(0.01), EVERY),
-    "elastic and one bit": lambda: tp.LocalUpdates(sgd(), EVERY, "elastic", "onebit"),
+    "elastic": lambda: tp.LocalUpdates(sgd(), EVERY, "elastic"),
+    "average and one bit": lambda: tp.LocalUpdates(sgd(), EVERY, "average", "onebit"),
     "outer, sparse, late": lambda: tp.LocalUpdates(sgd(), EVERY, "outer", SPARSE, delay=2),
 }
 
@@ -413,6 +416,131 @@ def case_hand_written_loops_and_several_steps_per_execution(wire):
     eager.compile(tp.LocalUpdates(sgd(), EVERY, delay=1), models.LOSS, run_eagerly=True)
     eager.fit(*share, batch_size=local, shuffle=False, verbose=0)
     same_on_all_ranks(eager.get_weights(), wire)
+
+
+def _gan(make, d_steps=1):
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(11)
+    model = Gan(d_steps)
+    model.compile(make(), make())
+    return model
+
+
+def case_a_gan_is_resumed(wire):
+    """Its optimizers learn in the first step which variables they train."""
+
+    def make():
+        return tp.LocalUpdates(keras.optimizers.SGD(0.01), EVERY, "elastic", delay=1)
+
+    def run(folder, every_n_steps=None):
+        model = _gan(make)
+        checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps=every_n_steps, keep=100)
+        data = [part[wire.topology.rank :: wire.topology.size] for part in gan_data(32)]
+        model.fit(*data, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[checkpoint])
+        optimizers = (model.d_optimizer, *model.optimizers["generator"])
+        variables = [v for o in optimizers for v in (*o.variables, *o.rank_variables)]
+        return [v.numpy() for v in (*model.variables, *variables)]
+
+    folder = shared_folder(wire)
+    whole = run(os.path.join(folder, "whole"), every_n_steps=1)
+    for snapshot in sorted(os.listdir(os.path.join(folder, "whole")))[1:7:2]:
+        target = os.path.join(folder, f"from-{snapshot}")
+        if wire.topology.rank == 0:
+            source = os.path.join(folder, "whole", snapshot)
+            shutil.copytree(source, os.path.join(target, snapshot))
+        exchange_objects(None, wire, "copied")
+        for a, b in zip(run(target), whole, strict=True):
+            np.testing.assert_array_equal(a, b, f"resumed from {snapshot}")
+
+
+def case_several_calls_in_a_step_with_a_rank_out_of_data(wire):
+    """A round of the discriminator may be due in the first call of a step or in the second."""
+    for delay in (0, 1):
+
+        def make(delay=delay):
+            return tp.LocalUpdates(keras.optimizers.SGD(0.01), 3, delay=delay)
+
+        model = _gan(make, d_steps=2)
+        pieces = [4, 4, 4, 4, 3] if wire.topology.rank else [4, 4]
+        model.fit(gan_batches(pieces), epochs=2, verbose=0)
+        same_on_all_ranks([v.numpy() for v in model.variables], wire)
+
+
+def case_statistics_that_are_not_finite_stay_where_they_are(wire):
+    data, start = models.mlp.data(7 * BATCH), batch_norm()
+    model = models.copy(batch_norm, start)
+    model.compile(tp.LocalUpdates(sgd(), EVERY), models.LOSS)
+    local = BATCH // wire.topology.size
+    share = models.share(data, BATCH, wire.topology)
+
+    class Spoil(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 1 and wire.topology.rank == 1:
+                statistic = self.model.layers[1].moving_mean
+                statistic.assign(np.full(statistic.shape, np.inf))
+
+    model.fit(*share, batch_size=local, shuffle=False, verbose=0, callbacks=[Spoil()])
+    same_on_all_ranks([v.numpy() for v in model.variables], wire)
+    assert all(np.isfinite(v.numpy()).all() for v in model.variables)
+
+
+def case_steps_between_two_fits(wire):
+    """They go on from each rank's own weights, and the next `fit` goes on from them."""
+    data, start = models.mlp.data(2 * STEPS * BATCH), models.mlp()
+    local = BATCH // wire.topology.size
+    share = models.share(data, BATCH, wire.topology)
+    fit = {"batch_size": local, "shuffle": False, "verbose": 0}
+
+    def parts(begin, end):
+        return [part[begin * local : end * local] for part in share]
+
+    whole = models.copy(models.mlp, start)
+    whole.compile(tp.LocalUpdates(sgd(), EVERY, "elastic"), models.LOSS)
+    whole.fit(*share, **fit)
+    model = models.copy(models.mlp, start)
+    model.compile(tp.LocalUpdates(sgd(), EVERY, "elastic"), models.LOSS)
+    model.fit(*parts(0, 7), **fit)
+    for step in range(7, 12):
+        model.train_on_batch(*parts(step, step + 1))
+    model.fit(*parts(12, 22), **fit)
+    assert models.digest(model.get_weights()) == models.digest(whole.get_weights())
+    assert models.digest(own_weights(model)) == models.digest(own_weights(whole))
+    # Weights that are loaded are where the next step goes on from, outside of `fit`, too.
+    model.set_weights(start.get_weights())
+    model.train_on_batch(*parts(0, 1))
+    with model.optimizer.centre():
+        check_equal(model.get_weights(), start.get_weights())
+
+
+def case_what_ranks_out_of_step_cannot_do_is_refused(wire):
+    x, y = models.mlp.data(4 * (2 + wire.topology.rank))
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).filter(lambda *_: True)
+    model = models.mlp()
+    model.compile(tp.LocalUpdates(sgd(), EVERY), models.LOSS)
+    folder = shared_folder(wire)
+    refused = {
+        "Checkpoint.every_n_steps=2.": keras_callbacks.Checkpoint(folder, every_n_steps=2),
+        "ReplicaCheck": keras_callbacks.ReplicaCheck(2),
+        "a SchemeSchedule": keras_callbacks.SchemeSchedule({0: "asa", 1: "2dtar"}),
+    }
+    for pattern, callback in refused.items():
+        with Raises(ValueError, f"at the end of epochs only. Received: {pattern}"):
+            model.fit(data, verbose=0, callbacks=[callback])
+    model.fit(data, epochs=2, verbose=0, callbacks=[keras_callbacks.Checkpoint(folder)])
+    same_on_all_ranks(model.get_weights(), wire)
+    sparse = models.mlp()
+    sparse.compile(tp.LocalUpdates(sgd(), EVERY, "elastic", SPARSE), models.LOSS)
+    with Raises(ValueError, "would count twice. Received: rule=Elastic"):
+        sparse.optimizer.build(sparse.trainable_variables)
+
+
+def case_schemes_change_between_epochs(wire):
+    data, start = models.mlp.data(6 * BATCH), models.mlp()
+    schedule = keras_callbacks.SchemeSchedule({0: SPARSE, 2: "2dtar"}, verbose=0)
+    optimizer = tp.LocalUpdates(sgd(), EVERY, scheme=SPARSE)
+    model = fitted(models.mlp, start, data, wire, optimizer, epochs=4, callbacks=[schedule])
+    same_on_all_ranks(model.get_weights(), wire)
+    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"2dtar"}
 
 
 def case_ranks_that_begin_apart_are_refused(wire):

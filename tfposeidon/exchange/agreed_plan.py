@@ -36,6 +36,11 @@ from tfposeidon.state.rank_state import StateDescription
 _numbers = itertools.count()
 
 
+def next_prefix() -> str:
+    """Returns a prefix of the names of collectives, another one each time."""
+    return f"tp{next(_numbers)}"
+
+
 class AgreedPlans:
     """A plan and an `Exchanger` for each list of variables that an optimizer is called with.
 
@@ -43,15 +48,21 @@ class AgreedPlans:
       policy: Choice of the scheme by which a variable is exchanged.
       bucket_bytes: Bytes up to which small gradients are fused; see `DistributedOptimizer`.
       wire: Function that returns the wire between the ranks that exchange.
+      prefix: Function that returns the prefix of the names of the collectives of a plan.
 
     Attributes:
       planner: Makes the plans.
     """
 
     def __init__(
-        self, policy: Policy, bucket_bytes: int, wire: Callable[[], Wire] = runtime.wire
+        self,
+        policy: Policy,
+        bucket_bytes: int,
+        wire: Callable[[], Wire] = runtime.wire,
+        prefix: Callable[[], str] = next_prefix,
     ) -> None:
         self.planner, self._wire = Planner(policy, bucket_bytes, wire), wire
+        self._prefix = prefix
         self._exchangers: dict[Any, Exchanger] = {}
         self._effective_rates: dict[Any, EffectiveRate] = {}
         self._norms: dict[Any, layer_norms.NormMethod] = {}
@@ -158,7 +169,7 @@ class AgreedPlans:
                 "bucket_bytes": self.planner.bucket_bytes,
                 "links": links.to_json() if links else runtime.measures_links(),
             }
-            exchanger.agree(f"tp{next(_numbers)}", grads, own | settings)
+            exchanger.agree(self._prefix(), grads, own | settings)
             self._plan_step(grads, variables, inner_optimizer, settings)
 
     def _plan_step(

@@ -15,7 +15,7 @@ from tfposeidon.communication import runtime, surroundings
 from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange import factor_agreement, layer_norms
 from tfposeidon.exchange.absence import Absence
-from tfposeidon.exchange.agreed_plan import AgreedPlans
+from tfposeidon.exchange.agreed_plan import AgreedPlans, next_prefix
 from tfposeidon.exchange.batch_count import BatchCount
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.means import Means
@@ -59,6 +59,8 @@ class Step:
       sample_count: Function from a batch to the number that ranks weigh by; see
         `DistributedOptimizer`.
       wire: Function that returns the wire between the ranks that exchange; by default all ranks.
+      prefix: Function that returns the prefix of the names of its collectives, asked for when ranks
+        agree; by default it is numbered.
 
     Attributes:
       plans: Plans that its steps follow.
@@ -83,9 +85,10 @@ class Step:
         bucket_bytes: int,
         sample_count: sample_counts.SampleCount | None,
         wire: Callable[[], Wire] = runtime.wire,
+        prefix: Callable[[], str] | None = None,
     ) -> None:
         self._optimizer, self._wire = optimizer, wire
-        self.plans = AgreedPlans(policy, bucket_bytes, wire)
+        self.plans = AgreedPlans(policy, bucket_bytes, wire, prefix or next_prefix)
         self.absence = Absence()
         self.batch = BatchCount(sample_count)
         self._exposed_s: tf.Variable | None = None

@@ -30,7 +30,8 @@ class Centre:
     def __init__(self, variables: Sequence[Any]) -> None:
         self.variables: list[Any] = []
         self.copies: list[keras.Variable] = []
-        with tf.init_scope():
+        # On the CPU: Python and branches read them in each step.
+        with tf.init_scope(), tf.device("/CPU:0"):
             self.has_begun = tf.Variable(False, trainable=False, name="has_begun")
             self.is_shown = tf.Variable(False, trainable=False, name="is_shown")
         self._add(variables)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import numbered_names
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.step import Step
 from tfposeidon.exchange.step_times import time_after
@@ -44,11 +45,13 @@ class _Sent(NamedTuple):
       differences: How far it is from the centre, one tensor for each trained variable.
       statistics: Its values of statistics.
       count: What it counts, a float32 scalar: 0 if it has done nothing, or is not finite.
+      finite: True if all of it is finite, a bool scalar.
     """
 
     differences: list[tf.Tensor]
     statistics: list[tf.Tensor]
     count: tf.Tensor
+    finite: tf.Tensor
 
 
 class _Found(NamedTuple):
@@ -57,6 +60,7 @@ class _Found(NamedTuple):
     Attributes:
       means: Mean difference of each trained variable.
       statistics: Mean of each statistic.
+      total: What all ranks count, a float32 scalar.
       counts: True if anybody has contributed and the means are finite, a bool scalar.
       absent: Ranks that were out of data, a float32 scalar.
       states: New values of what schemes keep.
@@ -64,6 +68,7 @@ class _Found(NamedTuple):
 
     means: list[tf.Tensor]
     statistics: list[tf.Tensor]
+    total: tf.Tensor
     counts: tf.Tensor
     absent: tf.Tensor
     states: list[tf.Tensor]
@@ -79,6 +84,7 @@ class Rounds:
       schedule: When rounds are.
       variables: Variables that the optimizer trains.
       replicas: Number of replicas that train by themselves: ranks, or nodes.
+      share: Share of this rank in its replica: 1, or one over the ranks of its node.
 
     Attributes:
       centre: The centre, beside what this rank trains.
@@ -92,21 +98,25 @@ class Rounds:
         schedule: Schedule,
         variables: Sequence[Any],
         replicas: int,
+        share: float,
     ) -> None:
-        self._replicas = replicas
+        self._replicas, self._share = replicas, share
         self._exchange, self._inner, self._rule, self._schedule = exchange, inner, rule, schedule
         self.centre = Centre(variables)
         rule.build(self.centre.copies)
         self._variables = list(variables)
-        with tf.init_scope():
+        # On the CPU, as branches follow from them.
+        with tf.init_scope(), tf.device("/CPU:0"):
             # Not of steps, of which ranks with fewer batches have done fewer.
             self._rounds = _counter("rounds", tf.int64)
             self._since = _counter("steps_of_the_round", tf.int64)
             self._samples = _counter("samples_of_the_round", tf.float32)
             self._in_flight = tf.Variable(False, trainable=False, name="in_flight")
             self._sent_count = _counter("sent_count", tf.float32)
+            self._sent_finite = tf.Variable(True, trainable=False, name="sent_finite")
         self._sent: list[tf.Variable] = []
-        self._background = Background(self._exchange_sent)
+        self._background = Background(lambda: self._traced[1]())
+        self._traced_for: tuple[Any, int] | None = None
 
     # ------------------------------------------------------------------ steps
 
@@ -139,26 +149,42 @@ class Rounds:
 
         tf.cond(starts, exchange_now, self._send)
 
-    @tf.function(autograph=False)
-    def end(self) -> tf.Tensor:
+    def end(self, eagerly: bool) -> tf.Tensor:
         """Takes part in one round with what this rank has, as it is out of data.
 
-        Returns:
-          Number of ranks that are out of data, a float32 scalar.
-        """
-        return self.end_eagerly()
-
-    def end_eagerly(self) -> tf.Tensor:
-        """Does as `end` for steps that run eagerly.
-
-        Their collectives have other names than those of graphs, and match only eager ones.
+        Args:
+          eagerly: True for steps that run eagerly: their collectives have other names than those of
+            graphs, and match only eager ones.
 
         Returns:
           Number of ranks that are out of data, a float32 scalar.
         """
+        return self._end() if eagerly else self._traced[0]()
+
+    def _end(self) -> tf.Tensor:
         if self._schedule.delay:
             tf.cond(self._in_flight, self._arrive, lambda: None)
         return self._exchange_now(has_batch=False)
+
+    @property
+    def _traced(self) -> tuple[Any, Any]:
+        """`_end` and `_exchange_sent` in graphs, made anew for other schemes and statistics."""
+        now = self._exchange.exchanger(self._variables), len(self.centre.variables)
+        if self._traced_for is None or self._traced_for[0] is not now[0] or self._traced_for != now:
+            self._traced_for = now
+            self._functions = tuple(
+                tf.function(function, autograph=False)
+                for function in (self._end, self._exchange_sent)
+            )
+        return self._functions
+
+    def forget(self) -> None:
+        """Makes this rank go on from what the variables hold, and drops what it has done since."""
+        self._background.discard()
+        self._in_flight.assign(False)
+        self._since.assign(0)
+        self._samples.assign(0.0)
+        self.centre.forget()
 
     # ------------------------------------------------------------------ one round
 
@@ -172,12 +198,11 @@ class Rounds:
         return found.absent
 
     def _contribution(self) -> _Sent:
-        differences = self.centre.differences
-        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(d)) for d in differences])
-        worked = tf.cast(self._since > 0, tf.float32)
+        differences, statistics = self.centre.differences, self.centre.own_statistics
+        finite = _all_finite([*differences, *statistics])
+        worked = self._share * tf.cast(self._since > 0, tf.float32)
         counted = self._samples.read_value() if self._rule.weighs_samples else worked
-        count = tf.where(finite, counted, 0.0)
-        return _Sent(differences, self.centre.own_statistics, count)
+        return _Sent(differences, statistics, tf.where(finite, counted, 0.0), finite)
 
     def _restart(self) -> None:
         self._rounds.assign_add(1)
@@ -186,14 +211,18 @@ class Rounds:
 
     def _exchanged(self, sent: _Sent, has_batch: bool = True) -> _Found:
         exchanger = self._exchange.exchanger(self._variables)
-        presence = exchanger.presence(sent.differences, sent.count, has_batch)
-        means, states = exchanger.exchange(sent.differences, presence.weight)
-        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(mean)) for mean in means])
-        assert presence.weight is not None
+        # Each round is in a branch of its own, and has the same names in all of them, as those have
+        # in which a rank takes part that is out of data.
+        with numbered_names(0):
+            presence = exchanger.presence(sent.differences, sent.count, has_batch)
+            means, states = exchanger.exchange(sent.differences, presence.weight)
+            assert presence.weight is not None
+            statistics = self._mean_statistics(exchanger, sent.statistics, presence.weight)
         return _Found(
             means=means,
-            statistics=self._mean_statistics(exchanger, sent.statistics, presence.weight),
-            counts=tf.logical_and(finite, presence.samples > 0.0),
+            statistics=statistics,
+            total=presence.samples,
+            counts=tf.logical_and(_all_finite(means), presence.samples > 0.0),
             absent=presence.absent,
             states=list(itertools.chain(*states)),
         )
@@ -218,58 +247,63 @@ class Rounds:
         """Moves the centre and this rank by what a round has found."""
         # Here, so that all ranks know of it after the same step.
         self._exchange.absence.record(found.absent)
-        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(d)) for d in sent.differences])
         before = [tf.identity(copy) for copy in self.centre.copies] if is_late else []
         tf.cond(found.counts, lambda: self._move_centre(found), lambda: None)
-        self._follow(sent, tf.logical_not(finite), found.counts, before)
-        tf.cond(finite, lambda: None, self._recover)
+        self._follow(sent, found.counts, before)
+        tf.cond(sent.finite, lambda: None, self._recover)
 
     def _move_centre(self, found: _Found) -> None:
         centre, exchanger = self.centre, self._exchange.exchanger(self._variables)
         states = itertools.chain(*exchanger.states.variables)
         for variable, value in zip(states, found.states, strict=True):
             variable.assign(value)
-        self._rule.move(centre.copies[: centre.trained], found.means)
+        means = found.means
+        if not self._rule.weighs_samples:
+            # Of all replicas: those that contribute nothing do not move the centre either.
+            share = found.total / self._replicas
+            means = [mean * tf.cast(share, mean.dtype) for mean in means]
+        self._rule.move(centre.copies[: centre.trained], means)
+        for variable, copy in zip(self._variables, centre.copies, strict=False):
+            constraint = getattr(variable, "constraint", None)
+            if constraint is not None:
+                copy.assign(constraint(tf.convert_to_tensor(copy)))
         for copy, mean in zip(centre.copies[centre.trained :], found.statistics, strict=True):
             copy.assign(mean)
 
-    def _follow(
-        self, sent: _Sent, takes_centre: tf.Tensor, counts: tf.Tensor, before: list[tf.Tensor]
-    ) -> None:
+    def _follow(self, sent: _Sent, counts: tf.Tensor, before: list[tf.Tensor]) -> None:
         """Moves this rank's weights after the centre.
 
         Args:
           sent: What this rank has contributed.
-          takes_centre: True if it goes on from the centre whatever the rule, a bool scalar.
           counts: True if the centre has moved, a bool scalar.
           before: The centre before that, for a result that comes late; else empty.
         """
         # By `where` and not in branches, which would take long to trace; rounds are rare.
         centre, pull = self.centre, self._rule.pull(self._replicas)
         # Who contributed nothing gives up nothing.
-        share = tf.where(counts, pull * tf.minimum(sent.count, 1.0), 0.0)
+        share = tf.where(tf.logical_and(counts, sent.count > 0.0), pull, 0.0)
         for index, (variable, copy) in enumerate(zip(centre.variables, centre.copies, strict=True)):
             own, now = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
-            is_statistic = index >= centre.trained
-            if pull < 1.0 or (is_statistic and before):
-                # Statistics of ranks that stay apart do so, too.
-                moved = own
-                if not is_statistic:
-                    moved = own - tf.cast(share, own.dtype) * sent.differences[index]
-            elif before:
+            is_trained = index < centre.trained
+            if is_trained and pull < 1.0:
+                moved = own - tf.cast(share, own.dtype) * sent.differences[index]
+            elif is_trained and before:
                 # What this rank has trained meanwhile stays.
                 late = own + (now - before[index]) - sent.differences[index]
                 moved = tf.where(counts, late, own)
+            elif pull < 1.0 or before:
+                # Statistics of ranks that stay apart.
+                moved = own
             else:
                 moved = tf.where(counts, now, own)
-            variable.assign(tf.where(takes_centre, now, moved))
+            variable.assign(tf.where(sent.finite, moved, now))
 
     def _recover(self) -> None:
-        """Makes slots finite again on a rank whose weights were not."""
+        """Begins with new slots on a rank whose weights were not finite."""
         for variable in self._inner().variables:
-            value = tf.convert_to_tensor(variable)
-            if value.dtype.is_floating:
-                variable.assign(tf.where(tf.math.is_finite(value), value, tf.zeros_like(value)))
+            # Scalars are rates, scales and counters.
+            if tf.as_dtype(variable.dtype).is_floating and len(variable.shape):
+                variable.assign(tf.zeros_like(tf.convert_to_tensor(variable)))
         tf.py_function(_say_recovered, [], [])
 
     # ------------------------------------------------------------------ rounds beside steps
@@ -293,37 +327,54 @@ class Rounds:
         sent = self._contribution()
         values = [*sent.differences, *sent.statistics]
         kept = [variable.assign(v) for variable, v in zip(self._sent, values, strict=True)]
-        kept.append(self._sent_count.assign(sent.count))
+        kept += [self._sent_count.assign(sent.count), self._sent_finite.assign(sent.finite)]
         self._in_flight.assign(True)
         self._restart()
         with tf.control_dependencies(kept):
-            tf.py_function(self._background.start, [], [])
+            tf.py_function(self._background.start, [self._rounds.read_value()], [])
 
     def _sent_before(self) -> _Sent:
         values, trained = [v.read_value() for v in self._sent], self.centre.trained
-        return _Sent(values[:trained], values[trained:], self._sent_count.read_value())
+        count, finite = self._sent_count.read_value(), self._sent_finite.read_value()
+        return _Sent(values[:trained], values[trained:], count, finite)
 
-    @tf.function(autograph=False)
     def _exchange_sent(self) -> list[tf.Tensor]:
         found = self._exchanged(self._sent_before())
-        return [*found.means, *found.statistics, *found.states, found.counts, found.absent]
+        flags = [found.total, found.counts, found.absent]
+        return [*found.means, *found.statistics, *found.states, *flags]
+
+    def _wait(self) -> tf.Tensor:
+        """Waits for the exchange that is under way, and returns True."""
+        number = self._rounds.read_value()
+
+        def look(_: tf.Tensor) -> tuple[tf.Tensor]:
+            is_done = tf.py_function(self._background.is_done, [number], tf.bool)
+            return (tf.ensure_shape(is_done, []),)
+
+        (done,) = tf.while_loop(
+            lambda done: tf.logical_not(done), look, [tf.constant(False)], parallel_iterations=1
+        )
+        return done
 
     def _arrive(self) -> None:
         sent, exchanger = self._sent_before(), self._exchange.exchanger(self._variables)
         states = [tf.convert_to_tensor(v) for v in itertools.chain(*exchanger.states.variables)]
         like = [*sent.differences, *sent.statistics, *states]
-        dtypes = [*(value.dtype for value in like), tf.bool, tf.float32]
+        dtypes = [*(value.dtype for value in like), tf.float32, tf.bool, tf.float32]
         begin = time_after([sent.count])
         with tf.control_dependencies([begin]):
-            *values, counts, absent = tf.py_function(self._background.result, [], dtypes)
-        for value, known in zip(values, like, strict=True):
-            value.set_shape(known.shape)
+            done = self._wait()
+        with tf.control_dependencies([done]):
+            found_values = tf.py_function(self._background.result, [], dtypes)
+        shapes = [*(known.shape for known in like), *[tf.TensorShape([])] * 3]
+        *values, total, counts, absent = [
+            tf.ensure_shape(value, shape) for value, shape in zip(found_values, shapes, strict=True)
+        ]
         trained, all_sent = len(sent.differences), len(sent.differences) + len(sent.statistics)
-        counts.set_shape([])
-        absent.set_shape([])
         found = _Found(
             means=values[:trained],
             statistics=values[trained:all_sent],
+            total=total,
             counts=counts,
             absent=absent,
             states=values[all_sent:],
@@ -345,7 +396,7 @@ class Rounds:
         centre = self.centre
         private = [centre.has_begun, *centre.copies, self._since, self._samples]
         if self._schedule.delay:
-            private += [self._in_flight, self._sent_count, *self._sent]
+            private += [self._in_flight, self._sent_count, self._sent_finite, *self._sent]
         descriptions = [
             StateDescription(name=f"local {index}", private=True) for index, _ in enumerate(private)
         ]
@@ -354,6 +405,10 @@ class Rounds:
 
 def _counter(name: str, dtype: tf.DType) -> tf.Variable:
     return tf.Variable(tf.zeros([], dtype), trainable=False, name=name)
+
+
+def _all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors])
 
 
 def _say_recovered() -> None:

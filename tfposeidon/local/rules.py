@@ -166,11 +166,12 @@ class Outer(Rule):
     def __init__(self, optimizer: keras.optimizers.Optimizer | None = None) -> None:
         if optimizer is None:
             optimizer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
-        if not isinstance(optimizer, keras.optimizers.Optimizer):
+        is_plain = isinstance(optimizer, keras.optimizers.Optimizer)
+        if not is_plain or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise ValueError(
-                f"`optimizer` must be a Keras optimizer. Received: {optimizer!r} of type "
-                f"{type(optimizer).__name__}. Leave it out for SGD(0.7, momentum=0.9, "
-                "nesterov=True)."
+                "`optimizer` must be a Keras optimizer that is not wrapped in another. Received: "
+                f"{optimizer!r} of type {type(optimizer).__name__}. Leave it out for SGD(0.7, "
+                "momentum=0.9, nesterov=True)."
             )
         self.optimizer = optimizer
 

@@ -72,6 +72,7 @@ class EqualSteps(keras.callbacks.Callback):
         )
         self._agree_on_limit([steps for steps, _ in ranks])
         self._session = session.of(self.model)
+        self._session.knows_lengths = self._limit is not None
         self._watches = self._limit is None or any(may_stop for _, may_stop in ranks)
         kinds = sum(optimizer.kinds_of_exchange for optimizer in self._session.optimizers)
         if self.model.run_eagerly and kinds > 1:

@@ -130,10 +130,11 @@ def _hide_centre(model: keras.Model) -> None:
     if not optimizers or getattr(train, "_tfposeidon", False) or isinstance(train, SkipBatches):
         return
 
+    own = session.of(model)
+
     @functools.wraps(train)
     def train_function(iterator: Any) -> Any:
-        for optimizer in optimizers:
-            optimizer.hide_centre()
+        own.begin_step(optimizers)
         return train(iterator)
 
     train_function._tfposeidon = True  # type: ignore[attr-defined]

@@ -83,6 +83,9 @@ class Session:
 
     Args:
       model: The model; it is not kept alive.
+
+    Attributes:
+      knows_lengths: False in a `fit` in which ranks may end an epoch after different steps.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -94,6 +97,7 @@ class Session:
         self._watched: list[Any] = []
         self._has_logged_xla = False
         self._has_scheme_changes = False
+        self.knows_lengths = True
         # Checksum of the weights that the last `fit` has shown at its end.
         self._shown: str | None = None
 
@@ -232,18 +236,50 @@ class Session:
         All ranks call it together.
         """
         shown, self._shown = self._shown, None
-        if shown is None:
+        # One that was hidden has taken steps since then.
+        stepped = [optimizer for optimizer in self.optimizers if optimizer.show_centre()]
+        if shown is None or stepped:
             return
         is_other = shown != replicas.checksum(self._model.trainable_variables)
         if any(exchange_objects(is_other, runtime.wire(), "tp.assigned")):
             for optimizer in self.optimizers:
                 optimizer.forget_own()
 
+    def begin_step(self, optimizers: Iterable[Any]) -> None:
+        """Puts into the variables what this rank goes on from, before the next train step.
+
+        Args:
+          optimizers: The model's optimizers that let ranks train weights of their own.
+        """
+        if self._shown is not None:
+            # A step outside of `fit`.
+            self.go_on_from_assigned()
+        for optimizer in optimizers:
+            optimizer.hide_centre()
+
     def carry_statistics(self) -> None:
         """Makes moving statistics of layers travel with the weights, where these are exchanged."""
         # With one of the optimizers: each would have all of them.
         for optimizer in self.optimizers[:1]:
             optimizer.carry(lambda: moving_statistics(self._model))
+
+    def check_in_step(self, received: str) -> None:
+        """Refuses callbacks in whose batches ranks communicate, where they may not be in step.
+
+        Where ranks train by themselves, those that have more batches than another learn of it in
+        the next round only.
+
+        Args:
+          received: The callback, as the error shows it.
+
+        Raises:
+          ValueError: If ranks train by themselves, and do not know how long their epochs are.
+        """
+        if not self.knows_lengths and any(one.has_centre for one in self.optimizers):
+            raise ValueError(
+                "With LocalUpdates and epochs of unknown length ranks communicate at the end of "
+                f"epochs only. Received: {received}. Leave it out, or give fit steps_per_epoch."
+            )
 
     @contextlib.contextmanager
     def centre(self) -> Iterator[None]:
