@@ -13,7 +13,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import numbered_names
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.step import Step
-from tfposeidon.local.centre import Centre
+from tfposeidon.local.centre import Centre, either
 from tfposeidon.local.rules import Rule
 
 log = logging.getLogger("tfposeidon")
@@ -205,7 +205,6 @@ class Meeting:
           counts: True if the centre has moved, a bool scalar.
           before: The centre before that, for a result that comes late; else empty.
         """
-        # By `where` and not in branches, which would take long to trace; rounds are rare.
         centre, pull = self.centre, self._rule.pull(self._replicas)
         # Who contributed nothing gives up nothing.
         share = tf.where(tf.logical_and(counts, sent.count > 0.0), pull, 0.0)
@@ -217,13 +216,13 @@ class Meeting:
             elif is_trained and before:
                 # What this rank has trained meanwhile stays.
                 late = own + (now - before[index]) - sent.differences[index]
-                moved = tf.where(counts, late, own)
+                moved = either(counts, late, own)
             elif pull < 1.0 or before:
                 # Statistics of ranks that stay apart.
                 moved = own
             else:
-                moved = tf.where(counts, now, own)
-            variable.assign(tf.where(sent.finite, moved, now))
+                moved = either(counts, now, own)
+            variable.assign(either(sent.finite, moved, now))
 
     def _recover(self) -> None:
         """Begins with new slots on a rank whose weights were not finite."""
