@@ -159,7 +159,7 @@ class LocalUpdates(OptimizerWrapper):
         )
         keeps = meeting.exchanger.states.exist
         checks.check_nothing_counts_twice(self._rule, self.policy, keeps)
-        self._rounds = Rounds(meeting, self._schedule)
+        self._rounds = Rounds(meeting, self._schedule, spreads=in_node)
 
     @property
     @override

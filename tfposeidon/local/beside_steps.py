@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfposeidon.exchange.step_times import time_after
 from tfposeidon.local.background import Background
-from tfposeidon.local.meeting import Found, Meeting, Sent
+from tfposeidon.local.meeting import Found, Meeting, Opened, Part, Sent, found_of
 
 
 class BesideSteps:
@@ -21,20 +21,21 @@ class BesideSteps:
 
     Args:
       meeting: What ranks do in a round.
+      steps: Steps over which its buckets are spread, on all ranks alike; 1 exchanges all at once.
 
     Attributes:
       in_flight: Bool variable: True while a round is under way.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, meeting: Meeting, steps: int) -> None:
+        self._meeting, self._steps = meeting, steps
         # On the CPU, as branches follow from them.
         with tf.init_scope(), tf.device("/CPU:0"):
             self.in_flight = tf.Variable(False, trainable=False, name="in_flight")
             self._count = tf.Variable(tf.zeros([]), trainable=False, name="sent_count")
             self._finite = tf.Variable(True, trainable=False, name="sent_finite")
         self._sent: list[tf.Variable] = []
-        self._background = Background(lambda: meeting.traced(self._exchange)())
+        self._background = Background(self._exchange)
 
     def prepare(self) -> None:
         """Makes the variables that steps need, if there are none yet."""
@@ -49,6 +50,11 @@ class BesideSteps:
         """What a resumed run needs of it, the same number on each rank."""
         return [self.in_flight, self._count, self._finite, *self._sent]
 
+    @property
+    def spreads(self) -> bool:
+        """True if its buckets are exchanged after several steps."""
+        return self._steps > 1
+
     def send(self, sent: Sent, number: tf.Tensor) -> None:
         """Begins a round.
 
@@ -61,7 +67,16 @@ class BesideSteps:
         kept += [self._count.assign(sent.count), self._finite.assign(sent.finite)]
         self.in_flight.assign(True)
         with tf.control_dependencies(kept):
-            tf.py_function(self._background.start, [number], [])
+            tf.py_function(self._background.go_on, [number, 0], [])
+
+    def go_on(self, number: tf.Tensor, since: tf.Tensor) -> None:
+        """Lets the round exchange the buckets of a step, where it `spreads`.
+
+        Args:
+          number: Number of the round.
+          since: Steps since its begin, an int64 scalar.
+        """
+        tf.py_function(self._background.go_on, [number, since], [])
 
     def arrive(self, number: tf.Tensor) -> None:
         """Ends the round: waits for what it has found, and follows.
@@ -89,10 +104,48 @@ class BesideSteps:
         count, finite = self._count.read_value(), self._finite.read_value()
         return Sent(values[:trained], values[trained:], count, finite)
 
-    def _exchange(self) -> list[tf.Tensor]:
-        found = self._meeting.exchanged(self._sent_before())
+    # ------------------------------------------------------------------ in the background
+
+    def _exchange(self, wait_for: Callable[[int], None]) -> list[tf.Tensor]:
+        """Exchanges a few buckets after each step, and those of a step after those before.
+
+        So what else a step exchanges, as ranks of a node do, waits for few buckets.
+
+        Args:
+          wait_for: Function that returns once so many steps have passed since the round began.
+
+        Returns:
+          What the round has found, as `_found` takes it.
+        """
+        meeting, count = self._meeting, len(self._meeting.exchanger.plan.buckets)
+        opened: Opened = meeting.traced(self._open)()
+        parts: list[Part] = []
+        for step, due in enumerate(spread(count, self._steps)):
+            wait_for(step)
+            if due:
+                parts.append(meeting.traced(self._exchange_buckets, due)(opened.weight))
+        everything = Part(
+            finite=tf.reduce_all([part.finite for part in parts]),
+            means={member: mean for part in parts for member, mean in part.means.items()},
+            states=[state for part in parts for state in part.states],
+        )
+        found = found_of(opened, everything)
         flags = [found.total, found.counts, found.absent]
         return [*found.means, *found.statistics, *found.states, *flags]
+
+    def _open(self) -> Opened:
+        return self._meeting.opened(self._sent_before())
+
+    def _exchange_buckets(self, due: tuple[int, ...], weight: tf.Tensor) -> Part:
+        buckets = self._meeting.exchanger.plan.buckets
+        members = {member for index in due for member in buckets[index].members}
+        differences = [
+            variable.read_value() if index in members else None
+            for index, variable in enumerate(self._sent[: self._meeting.centre.trained])
+        ]
+        return self._meeting.exchanged_buckets(differences, weight, due)
+
+    # ------------------------------------------------------------------ in a step
 
     def _wait(self, number: tf.Tensor) -> tf.Tensor:
         """Waits for the exchange that is under way, and returns True."""
@@ -125,3 +178,17 @@ class BesideSteps:
             absent=absent,
             states=values[all_sent:],
         )
+
+
+def spread(count: int, steps: int) -> list[tuple[int, ...]]:
+    """Returns which buckets are exchanged after each step of a round, in their order.
+
+    Args:
+      count: Number of buckets.
+      steps: Steps over which they are spread.
+
+    >>> spread(5, 3), spread(2, 4)
+    ([(0, 1), (2, 3), (4,)], [(0,), (), (1,), ()])
+    """
+    due = [index * steps // count for index in range(count)]
+    return [tuple(i for i in range(count) if due[i] == step) for step in range(steps)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -55,6 +56,36 @@ class Found(NamedTuple):
     states: list[tf.Tensor]
 
 
+class Opened(NamedTuple):
+    """The begin of a round, the same on all ranks but for the weight.
+
+    Attributes:
+      weight: Factor for what this rank contributes, a float32 scalar.
+      total: What all ranks count, a float32 scalar.
+      absent: Ranks that are out of data, a float32 scalar.
+      statistics: Mean of each statistic.
+    """
+
+    weight: tf.Tensor
+    total: tf.Tensor
+    absent: tf.Tensor
+    statistics: list[tf.Tensor]
+
+
+class Part(NamedTuple):
+    """What a round has found of some buckets.
+
+    Attributes:
+      finite: True if all means are finite, a bool scalar.
+      means: Mean differences, by the index of their variable.
+      states: New values of what schemes keep, in the order of the buckets.
+    """
+
+    finite: tf.Tensor
+    means: dict[int, tf.Tensor]
+    states: list[tf.Tensor]
+
+
 class Meeting:
     """What ranks do in a round, whether the step waits for it or not.
 
@@ -85,7 +116,7 @@ class Meeting:
         self._variables = list(variables)
         self.centre = Centre(variables)
         rule.build(self.centre.copies)
-        self._traced: dict[str, Any] = {}
+        self._traced: dict[tuple[Any, ...], Any] = {}
         self._traced_for: tuple[Any, int] | None = None
 
     @property
@@ -93,19 +124,21 @@ class Meeting:
         """Exchanger of the differences, by the scheme of now."""
         return self.exchange.exchanger(self._variables)
 
-    def traced(self, function: Callable[[], Any]) -> Any:
+    def traced(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Returns a function as a graph, made anew for other schemes and statistics.
 
         Args:
-          function: Function without arguments that takes part in a round; others have other names.
+          function: Function that takes part in a round; others have other names.
+          *arguments: Its first arguments, which graphs hold.
         """
         now = self.exchanger, len(self.centre.variables)
         if self._traced_for != now:
             self._traced_for, self._traced = now, {}
-        name = function.__name__
-        if name not in self._traced:
-            self._traced[name] = tf.function(function, autograph=False)
-        return self._traced[name]
+        key = function.__name__, *arguments
+        if key not in self._traced:
+            bound = functools.partial(function, *arguments)
+            self._traced[key] = tf.function(bound, autograph=False)
+        return self._traced[key]
 
     # ------------------------------------------------------------------ what is exchanged
 
@@ -129,22 +162,43 @@ class Meeting:
           sent: What this rank contributes.
           has_batch: False if it is out of data.
         """
+        opened = self.opened(sent, has_batch)
+        return found_of(opened, self.exchanged_buckets(sent.differences, opened.weight))
+
+    def opened(self, sent: Sent, has_batch: bool = True) -> Opened:
+        """Begins a round: counts, and exchanges statistics, which are small.
+
+        Args:
+          sent: What this rank contributes.
+          has_batch: False if it is out of data.
+        """
         exchanger = self.exchanger
         # Each round is in a branch of its own, and has the same names in all of them, as those have
         # in which a rank takes part that is out of data.
         with numbered_names(0):
             presence = exchanger.presence(sent.differences, sent.count, has_batch)
-            means, states = exchanger.exchange(sent.differences, presence.weight)
             assert presence.weight is not None
             statistics = self._mean_statistics(exchanger, sent.statistics, presence.weight)
-        return Found(
-            means=means,
-            statistics=statistics,
-            total=presence.samples,
-            counts=tf.logical_and(_all_finite(means), presence.samples > 0.0),
-            absent=presence.absent,
-            states=list(itertools.chain(*states)),
-        )
+        return Opened(presence.weight, presence.samples, presence.absent, statistics)
+
+    def exchanged_buckets(
+        self,
+        differences: Sequence[tf.Tensor | None],
+        weight: tf.Tensor,
+        buckets: Collection[int] | None = None,
+    ) -> Part:
+        """Exchanges differences, once the round is open.
+
+        Args:
+          differences: How far this rank is from the centre, one tensor for each trained variable;
+            `None` for those in other buckets.
+          weight: Factor for what this rank contributes.
+          buckets: Indices of the plan's buckets; all if left out.
+        """
+        with numbered_names(0):
+            found, states = self.exchanger.exchange(differences, weight, buckets=buckets)
+        means = {index: mean for index, mean in enumerate(found) if mean is not None}
+        return Part(_all_finite(list(means.values())), means, list(itertools.chain(*states)))
 
     def _mean_statistics(
         self, exchanger: Exchanger, statistics: list[tf.Tensor], weight: tf.Tensor
@@ -231,6 +285,23 @@ class Meeting:
             if tf.as_dtype(variable.dtype).is_floating and len(variable.shape):
                 variable.assign(tf.zeros_like(tf.convert_to_tensor(variable)))
         tf.py_function(_say_recovered, [], [])
+
+
+def found_of(opened: Opened, everything: Part) -> Found:
+    """Returns what a round has found.
+
+    Args:
+      opened: Its begin.
+      everything: What it has found of all buckets.
+    """
+    return Found(
+        means=[mean for _, mean in sorted(everything.means.items())],
+        statistics=opened.statistics,
+        total=opened.total,
+        counts=tf.logical_and(everything.finite, opened.total > 0.0),
+        absent=opened.absent,
+        states=everything.states,
+    )
 
 
 def _all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

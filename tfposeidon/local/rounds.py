@@ -20,12 +20,13 @@ class Rounds:
     Args:
       meeting: What ranks do in a round.
       schedule: When rounds are.
+      spreads: True if a round beside steps exchanges some of its buckets after each of them.
 
     Attributes:
       centre: The centre, beside what this rank trains.
     """
 
-    def __init__(self, meeting: Meeting, schedule: Schedule) -> None:
+    def __init__(self, meeting: Meeting, schedule: Schedule, spreads: bool) -> None:
         self._meeting, self._schedule = meeting, schedule
         self.centre = meeting.centre
         # On the CPU, as branches follow from them.
@@ -34,7 +35,9 @@ class Rounds:
             self.number = _counter("rounds", tf.int64)
             self._since = _counter("steps_of_the_round", tf.int64)
             self._samples = _counter("samples_of_the_round", tf.float32)
-        self._beside = BesideSteps(meeting) if schedule.delay else None
+        self._beside: BesideSteps | None = None
+        if schedule.delay:
+            self._beside = BesideSteps(meeting, schedule.delay if spreads else 1)
 
     def prepare(self, statistics: Sequence[Any]) -> None:
         """Makes the variables that steps need beside the centre, if there are none yet.
@@ -60,6 +63,8 @@ class Rounds:
         self._samples.assign_add(tf.cast(1.0 if count is None else count, tf.float32))
         starts = self.number < self._schedule.start_after
         if self._beside is not None:
+            if self._beside.spreads:
+                self._go_on()
             self._arrive(self._since >= self._schedule.delay)
         every = tf.where(starts, tf.constant(1, tf.int64), self._schedule.every)
         tf.cond(self._since >= every, lambda: self._begin_round(starts), lambda: None)
@@ -116,6 +121,13 @@ class Rounds:
         sent = self._meeting.contribution(self._since.read_value(), self._samples.read_value())
         self._restart()
         self._beside.send(sent, self.number.read_value())
+
+    def _go_on(self) -> None:
+        """Lets the round that is under way, if any, exchange its buckets of this step."""
+        beside = self._beside
+        assert beside is not None
+        number, since = self.number.read_value(), self._since.read_value()
+        tf.cond(beside.in_flight, lambda: beside.go_on(number, since), lambda: None)
 
     def _arrive(self, is_due: Any) -> None:
         """Ends the round that is under way, if there is one and it is due."""
