@@ -1,4 +1,4 @@
-"""Rounds whose exchange runs runs beside steps, and is taken after a step that all ranks know."""
+"""Rounds whose exchange runs beside steps, and is taken after a step that all ranks know."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class BesideSteps:
             tf.py_function(self._background.go_on, [number, 0], [])
 
     def go_on(self, number: tf.Tensor, since: tf.Tensor) -> None:
-        """Lets the round exchange the buckets of a step, where it `spreads`.
+        """Lets the round exchange the buckets that are due, where it `spreads`.
 
         Args:
           number: Number of the round.
