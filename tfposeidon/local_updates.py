@@ -11,22 +11,22 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import arguments, policies, ranges, sample_counts
+from tfposeidon import arguments, policies, sample_counts
 from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import describe, merge_rows
-from tfposeidon.local import rules
-from tfposeidon.local.rounds import Rounds, Schedule
-from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.local import checks, rules
+from tfposeidon.local.adding import Adding
+from tfposeidon.local.meeting import Meeting
+from tfposeidon.local.node import Node
+from tfposeidon.local.notes import notes
+from tfposeidon.local.rounds import Rounds
+from tfposeidon.local.schedule import Schedule
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.state.rank_state import StateDescription
-from tfposeidon.units import readable_size
 from tfposeidon.wrapper import OptimizerWrapper, contributions
-
-FEWEST_WITH_MOMENTUM = 8
-"""Steps between rounds below which momentum inside and outside is known to do harm."""
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
@@ -94,21 +94,10 @@ class LocalUpdates(OptimizerWrapper):
         **others: Any,
     ) -> None:
         arguments.check_no_more_arguments("LocalUpdates", others)
-        ranges.check_integer("every", every, 1)
-        ranges.check_integer("delay", delay, 0)
-        ranges.check_integer("start_after", start_after, 0)
-        if delay >= every:
-            raise ValueError(
-                "`delay` must be below `every`, so that a result is there before the next round. "
-                f"Received: delay={delay}, every={every}. Give at most {every - 1}."
-            )
-        if within not in ("node", None):
-            raise ValueError(
-                f'`within` must be "node" or None. Received: within={within!r}. Leave it out, and '
-                "every rank trains by itself."
-            )
+        schedule = Schedule(every, delay, start_after)
+        checks.check_within(within)
         policy = policies.parse(scheme)
-        _check_policy(policy)
+        checks.check_policy(policy)
         super().__init__(
             inner_optimizer,
             policy,
@@ -117,28 +106,17 @@ class LocalUpdates(OptimizerWrapper):
             gradient_accumulation_steps=None,
             name=name or "local_updates",
         )
-        _check_no_averages(inner_optimizer)
+        checks.check_no_averages(inner_optimizer)
+        self._schedule = schedule
         self._rule = rules.parse(rule)
         # Now, as a rule's own optimizer cannot tell its rate while a step is traced.
         self._rule_text = repr(self._rule)
-        self._schedule = Schedule(every, delay, start_after)
         # Rounds exchange differences, which the rule adds up, whatever the optimizer inside is.
-        self._exchange = Step(_Adding(self), policy, bucket_bytes, sample_count)
+        self._exchange = Step(Adding(self), policy, bucket_bytes, sample_count)
         self._within = within
-        self._node: Step | None = None
-        if within is not None:
-            all_reduce = policies.parse("allreduce")
-            self._node = Step(
-                self,
-                all_reduce,
-                bucket_bytes,
-                sample_count,
-                runtime.node_wire,
-                # Nodes of one rank have no exchange that would take a number.
-                prefix=lambda: f"{self._exchange.exchangers[-1].prefix}.node",
-            )
-            # A rank that is out of data is missed in the node first.
-            self._node.absence = self._exchange.absence
+        self._node = (
+            None if within is None else Node(self, self._exchange, bucket_bytes, sample_count)
+        )
         self._rounds: Rounds | None = None
         self._statistics: Callable[[], Sequence[Any]] = list
         self._has_checked_start = False
@@ -162,32 +140,26 @@ class LocalUpdates(OptimizerWrapper):
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
         if runtime.size() > 1:
-            _warn_of_momentum(self._rule, self.inner_optimizer, self._schedule.every)
-            topology = runtime.wire().topology
-            in_node = self._node is not None
-            self._rounds = Rounds(
-                self._exchange,
-                lambda: self.inner_optimizer,
-                self._rule,
-                self._schedule,
-                variables,
-                replicas=len(topology.nodes) if in_node else topology.size,
-                share=1.0 / topology.node.size if in_node else 1.0,
-            )
-            self._check_residuals(variables)
+            self._build_rounds(variables)
         if self._node is not None:
-            self._node.build()
+            self._node.exchange.build()
         self._adopt(variables)
 
-    def _check_residuals(self, variables: Sequence[Any]) -> None:
-        """Refuses to keep differences that are still there in the next round."""
-        stays = self._rule.pull(2) < 1.0
-        if stays and self._exchange.exchanger(variables).states.exist:
-            raise ValueError(
-                "Where ranks stay apart, what a scheme keeps for later rounds would count twice. "
-                f"Received: rule={self._rule}, scheme={self.policy}. Use a scheme that keeps "
-                'nothing ("2dtar", "allreduce", "asa16"), or rule="average".'
-            )
+    def _build_rounds(self, variables: Sequence[Any]) -> None:
+        checks.warn_of_momentum(self._rule, self.inner_optimizer, self._schedule.every)
+        topology = runtime.wire().topology
+        in_node = self._node is not None
+        meeting = Meeting(
+            self._exchange,
+            lambda: self.inner_optimizer,
+            self._rule,
+            variables,
+            replicas=len(topology.nodes) if in_node else topology.size,
+            share=1.0 / topology.node.size if in_node else 1.0,
+        )
+        keeps = meeting.exchanger.states.exist
+        checks.check_nothing_counts_twice(self._rule, self.policy, keeps)
+        self._rounds = Rounds(meeting, self._schedule, spreads=in_node)
 
     @property
     @override
@@ -196,7 +168,9 @@ class LocalUpdates(OptimizerWrapper):
 
         On one rank they are those of the inner optimizer.
         """
-        return self.inner_optimizer.variables if self._rounds is None else self._rounds.variables
+        if self._rounds is None:
+            return self.inner_optimizer.variables
+        return [self._rounds.number, *self._rule.variables]
 
     @override
     def _rank_state(self) -> list[tuple[Any, StateDescription]]:
@@ -220,32 +194,12 @@ class LocalUpdates(OptimizerWrapper):
         plan = super().plan
         if self._rounds is None:
             return plan
-        every, length = self._schedule.every, sum(d.bytes for d in plan.descriptions)
-        copies = 1 + (2 if self._schedule.delay else 0)
-        notes = [
-            f"differences from the centre, once in {every} steps: "
-            f"{readable_size(plan.cost.bytes / every)} a step; rule {self._rule}",
-            f"{copies} x {readable_size(length)} of memory for the centre"
-            + (" and an exchange under way" if self._schedule.delay else "")
-            + ", and what the rule keeps",
-            *self._notes_of_node(),
-            "replicas are equal in their centre only"
-            + (
-                ""
-                if all(b.scheme.exact for b in plan.buckets)
-                else "; the scheme rounds or selects"
-            ),
-        ]
-        return dataclasses.replace(plan, notes=(*notes, *plan.notes))
-
-    def _notes_of_node(self) -> list[str]:
-        if self._node is None:
-            return []
-        plan = self._node.plans.plan(self._trainable_variables, self.inner_optimizer)
-        note = f"gradients: all-reduce in the node at every step, {readable_size(plan.cost.bytes)}"
-        if self._schedule.delay:
-            note += "; where both are under way, it waits for buckets that cross nodes"
-        return [note]
+        in_node = None
+        if self._node is not None:
+            plans = self._node.exchange.plans
+            in_node = plans.plan(self._trainable_variables, self.inner_optimizer)
+        own = notes(plan, self._schedule, self._rule, in_node)
+        return dataclasses.replace(plan, notes=(*own, *plan.notes))
 
     @override
     def get_config(self) -> dict[str, Any]:
@@ -288,7 +242,7 @@ class LocalUpdates(OptimizerWrapper):
     def prepare(self, variables: Sequence[Any]) -> None:
         super().prepare(variables)
         if self._node is not None:
-            self._node.exchanger(variables)
+            self._node.exchange.exchanger(variables)
         if self._rounds is not None:
             self._rounds.prepare(self._statistics())
 
@@ -307,18 +261,12 @@ class LocalUpdates(OptimizerWrapper):
 
     def _update(self, grads: list[Any], variables: list[Any], count: Any) -> Any:
         """Updates this rank's weights, and returns the samples that count."""
-        if self._node is None:
-            # Keras's optimizers update a row once for each time that it is there.
-            rows = [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
-            self.inner_optimizer.apply(rows, variables)
-            return count
-        with self._node.call(grads, variables, count) as sent:
-            means = self._node.means(sent, variables, count)
-            means.update(lambda found: self.inner_optimizer.apply(found, variables))
-        if means.everybody is None or count is None:
-            return count
-        # Where a rank of the node is out of data, all of them have dropped the update.
-        return tf.where(means.everybody, tf.cast(count, tf.float32), 0.0)
+        if self._node is not None:
+            return self._node.update(grads, variables, count)
+        # Keras's optimizers update a row once for each time that it is there.
+        rows = [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
+        self.inner_optimizer.apply(rows, variables)
+        return count
 
     def _check_all(self, variables: list[Any]) -> None:
         if [id(v) for v in variables] != [id(v) for v in self._trainable_variables]:
@@ -354,7 +302,7 @@ class LocalUpdates(OptimizerWrapper):
     @override
     def exposed_s(self) -> float:
         """Communication that computation did not hide, in seconds over all steps so far."""
-        return super().exposed_s + (0.0 if self._node is None else self._node.exposed_s)
+        return super().exposed_s + (0.0 if self._node is None else self._node.exchange.exposed_s)
 
     @override
     def change_scheme(self, scheme: Any) -> None:
@@ -368,7 +316,7 @@ class LocalUpdates(OptimizerWrapper):
             the old one may be under way.
         """
         policy = policies.parse(scheme)
-        _check_policy(policy)
+        checks.check_policy(policy)
         if policy == self.policy:
             # What schemes keep stays.
             return
@@ -447,67 +395,9 @@ class LocalUpdates(OptimizerWrapper):
                 centre.show()
             return absent == runtime.size()
 
-        in_node = [] if self._node is None else contributions(self._node, eagerly)
+        in_node = [] if self._node is None else contributions(self._node.exchange, eagerly)
         return [*in_node, end_round]
-
-
-class _Adding:
-    """Optimizer of rounds, as plans see it: what is linear in what it is given, as a rule is.
-
-    Args:
-      optimizer: The `LocalUpdates` whose rounds they are.
-    """
-
-    gradient_accumulation_steps = None
-
-    def __init__(self, optimizer: LocalUpdates) -> None:
-        self._optimizer = optimizer
-        self.inner_optimizer = keras.optimizers.SGD(1.0)
-
-    @property
-    def agreed_settings(self) -> dict[str, Any]:
-        inner = self._optimizer.inner_optimizer
-        kinds = [type(inner).__name__, type(innermost(inner)).__name__]
-        return {"inner optimizer": kinds, **self._optimizer.agreed_settings}
 
 
 def _is_floating(variable: Any) -> bool:
     return tf.as_dtype(variable.dtype).is_floating
-
-
-def _check_policy(policy: policies.Policy) -> None:
-    """Refuses schemes that cannot carry differences of weights."""
-    reasons = {
-        "it is chosen by steps that exchange gradients": policy.leaves_open,
-        "differences of weights have no factors": policy.reads_factors,
-        "servers would update the weights": policy.updates_at_servers,
-        "differences of weights have no velocity": policy.corrects_momentum,
-    }
-    for reason, is_so in reasons.items():
-        if is_so:
-            raise ValueError(
-                "`scheme` must be one that can carry differences of weights. Received: "
-                f'scheme={policy}: {reason}. Use "2dtar" (the default), "allreduce", "asa16", '
-                '"onebit" or "hitopk".'
-            )
-
-
-def _check_no_averages(inner: Any) -> None:
-    if innermost(inner).use_ema:
-        raise ValueError(
-            "LocalUpdates cannot average weights over steps, as these differ from rank to rank. "
-            "Received: an inner optimizer with use_ema=True. Leave it out."
-        )
-
-
-def _warn_of_momentum(rule: rules.Rule, inner: Any, every: int) -> None:
-    if rule.momentum and rules.momentum_of(inner) and every < FEWEST_WITH_MOMENTUM:
-        runtime.say(
-            "tfposeidon: LocalUpdates(every=%d): with momentum inside (%g) and outside (%g), fewer "
-            "than %d steps in a round are known to do harm. Give a larger `every`, or an inner "
-            "optimizer without momentum.",
-            every,
-            rules.momentum_of(inner),
-            rule.momentum,
-            FEWEST_WITH_MOMENTUM,
-        )

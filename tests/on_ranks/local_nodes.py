@@ -1,18 +1,32 @@
 """Nodes that train by themselves: gradients are averaged in the node, and nodes meet in rounds."""
 
+import os
+import shutil
+
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tfposeidon as tp
 from tests.on_ranks import models
-from tests.on_ranks.local_updates import EVERY, RULES, STEPS, Reference, fitted, own_weights, sgd
+from tests.on_ranks.callbacks import shared_folder
+from tests.on_ranks.local_updates import (
+    EVERY,
+    RULES,
+    STEPS,
+    Reference,
+    _job,
+    _state,
+    fitted,
+    own_weights,
+    sgd,
+)
 from tests.on_ranks.models import same_on_all_ranks
 from tests.on_ranks.training import BATCH, check_equal
 from tfposeidon.communication.wire import exchange_objects
 
 
-def _nodes_in_one_process(start, data, wire, rule):
+def _nodes_in_one_process(start, data, wire, rule, delay=0):
     """A replica for each node, which trains on the shares of all its ranks."""
     nodes, local = wire.topology.nodes, BATCH // wire.topology.size
     replicas = []
@@ -23,20 +37,25 @@ def _nodes_in_one_process(start, data, wire, rule):
     # Elastic averaging weighs nodes alike, averaging weighs their samples.
     sizes = None if rule == "elastic" else [len(node) for node in nodes]
     reference = Reference(rule, replicas, sizes)
+    sent = None
     for step in range(STEPS):
         for node, replica in zip(nodes, replicas, strict=True):
             begin, end = step * BATCH + node[0] * local, step * BATCH + (node[-1] + 1) * local
             replica.train_on_batch(*(part[begin:end] for part in data))
         if step % EVERY == EVERY - 1:
-            reference.settle(reference.sent())
+            sent = reference.sent()
+        if sent is not None and (step - (EVERY - 1)) % EVERY == delay:
+            reference.settle(sent)
+            sent = None
     return reference
 
 
 def case_nodes_equal_replicas_in_one_process(wire):
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
-    for rule in ("average", "elastic"):
-        reference = _nodes_in_one_process(start, data, wire, rule)
-        optimizer = tp.LocalUpdates(sgd(), EVERY, RULES[rule](), within="node")
+    for rule, delay in (("average", 0), ("elastic", 0), ("average", 2)):
+        reference = _nodes_in_one_process(start, data, wire, rule, delay)
+        options = {"within": "node", "delay": delay, "bucket_bytes": 512}
+        optimizer = tp.LocalUpdates(sgd(), EVERY, RULES[rule](), **options)
         model = fitted(models.mlp, start, data, wire, optimizer)
         check_equal(model.get_weights(), reference.centre)
         same_on_all_ranks(model.get_weights(), wire)
@@ -55,6 +74,81 @@ def case_a_late_exchange_of_nodes(wire):
     model = fitted(models.mlp, start, data, wire, optimizer, epochs=2)
     same_on_all_ranks(model.get_weights(), wire)
     assert optimizer.exposed_s >= 0.0
+
+
+DELAY = 2
+
+
+class Posted(keras.callbacks.Callback):
+    """Checks after each step that a late round has exchanged buckets of its steps, and no others.
+
+    Args:
+      optimizer: The `LocalUpdates`, built and without a step.
+      steps: Steps over which buckets are spread.
+    """
+
+    def __init__(self, optimizer, steps):
+        super().__init__()
+        self.optimizer, self.steps, self.done, self.begun = optimizer, steps, 0, []
+        meeting = optimizer._rounds._meeting
+        self.count, self.traced = len(optimizer.plan.buckets), meeting.traced
+        meeting.traced = self._noted
+
+    def _noted(self, function, *arguments):
+        if function.__name__ == "_open":
+            self.begun = []
+        elif arguments:
+            self.begun += arguments[0]
+        return self.traced(function, *arguments)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.done += 1
+        since = self.done % EVERY
+        if self.done >= EVERY and since < DELAY:
+            due = [i for i in range(self.count) if i * self.steps // self.count <= since]
+            # The background may be behind, and never before the steps.
+            assert self.begun == due[: len(self.begun)], (self.begun, due)
+
+
+def case_a_late_round_exchanges_some_buckets_after_each_step(wire):
+    """The node's own exchange waits for these at most; all bits are as if all went at once."""
+    data, start = models.mlp.data(STEPS * BATCH), models.mlp()
+    digests = []
+    for steps in (DELAY, 1):
+        # By a scheme whose sums do not depend on what Horovod fuses.
+        options = {"within": "node", "delay": DELAY, "scheme": "2dtar", "bucket_bytes": 0}
+        optimizer = tp.LocalUpdates(sgd(), EVERY, **options)
+        model = models.copy(models.mlp, start)
+        optimizer.build(model.trainable_variables)
+        count = len(optimizer.plan.buckets)
+        assert f"at most {-(-count // DELAY)} of its {count} buckets" in str(optimizer.plan)
+        assert optimizer._rounds._beside._steps == DELAY
+        optimizer._rounds._beside._steps = steps
+        posted = Posted(optimizer, steps)
+        model.compile(optimizer, models.LOSS)
+        local = BATCH // wire.topology.size
+        sizes = {"batch_size": local, "shuffle": False, "verbose": 0}
+        model.fit(*models.share(data, BATCH, wire.topology), callbacks=[posted], **sizes)
+        same_on_all_ranks(model.get_weights(), wire)
+        assert posted.begun == list(range(count)), "the last round is complete"
+        digests.append([models.digest(model.get_weights()), models.digest(own_weights(model))])
+    assert digests[0] == digests[1]
+
+
+def case_nodes_resume_while_buckets_are_under_way(wire):
+    def make():
+        return tp.LocalUpdates(sgd(), EVERY, within="node", delay=DELAY, bucket_bytes=0)
+
+    folder = shared_folder(wire)
+    whole = _job(os.path.join(folder, "whole"), make, every_n_steps=1)
+    # After the step that begins a round, and the one after it.
+    for snapshot in sorted(os.listdir(os.path.join(folder, "whole")))[EVERY - 1 : EVERY + 1]:
+        target = os.path.join(folder, f"from-{snapshot}")
+        if wire.topology.rank == 0:
+            shutil.copytree(os.path.join(folder, "whole", snapshot), os.path.join(target, snapshot))
+        exchange_objects(None, wire, "copied")
+        for a, b in zip(_state(_job(target, make)), _state(whole), strict=True):
+            np.testing.assert_array_equal(a, b, f"resumed from {snapshot}")
 
 
 def case_a_rank_of_a_node_out_of_data(wire):

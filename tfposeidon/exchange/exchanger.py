@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -188,24 +188,28 @@ class Exchanger:
         gradients: Sequence[Any],
         weight: tf.Tensor | None,
         rescale: tf.Tensor | None = None,
+        buckets: Collection[int] | None = None,
     ) -> tuple[list[Any], list[State]]:
-        """Exchanges all buckets.
+        """Exchanges all buckets, or some.
 
         Args:
           gradients: Gradients, one per variable: a tensor, `IndexedSlices`, `Factors` or `None`.
           weight: Factor for this rank's gradients, a float32 scalar; `None` for equal weights.
           rescale: Factor for what schemes have kept of earlier gradients, a float32 scalar; `None`
             for 1.
+          buckets: Indices of the buckets to exchange, the same on every rank; all if left out.
 
         Returns:
           The mean gradient of each variable (zeros where no rank has any; of what servers update,
-          this rank's part as a vector, a zero where it has none), and the new state of each
-          bucket's scheme.
+          this rank's part as a vector, a zero where it has none; `None` in other buckets), and the
+          new state of each bucket's scheme.
         """
         means: list[Any] = [None] * len(gradients)
         states: list[State] = []
         rows: dict[int, tf.Tensor] = {}
         for index, bucket in enumerate(self.plan.buckets):
+            if buckets is not None and index not in buckets:
+                continue
             if bucket.takes_factors:
                 mean, rows[index] = self._exchange_factors(index, bucket, gradients, weight)
                 state: State = ()

@@ -69,7 +69,7 @@ class Centre:
         for variable, copy in zip(self.variables, self.copies, strict=True):
             centre, own = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
             copy.assign(centre)
-            variable.assign(tf.where(has_begun, own, centre))
+            variable.assign(either(has_begun, own, centre))
         self.has_begun.assign(True)
         self.is_shown.assign(False)
 
@@ -130,3 +130,16 @@ class Centre:
     def own_statistics(self) -> list[tf.Tensor]:
         """This rank's values of the statistics."""
         return [tf.convert_to_tensor(variable) for variable in self.variables[self.trained :]]
+
+
+def either(condition: tf.Tensor, yes: tf.Tensor, no: tf.Tensor) -> tf.Tensor:
+    """Returns one of two tensors, without a pass over memory.
+
+    `tf.where` would write a third one, and branches take long to trace.
+
+    Args:
+      condition: What decides, a bool scalar.
+      yes: Tensor of any shape, returned if it is true.
+      no: Tensor of the same shape and dtype.
+    """
+    return tf.raw_ops.Select(condition=condition, x=yes, y=no)

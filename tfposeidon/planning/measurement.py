@@ -291,7 +291,7 @@ def _selected(vector: tf.Tensor, pairs: int) -> tf.Tensor:
 
 WORK: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
     # Four vectors, as an owner adds them up.
-    "sum": lambda vector: tf.reduce_sum(tf.reshape(vector, [4, -1]), 0),
+    "sum": lambda vector: tf.add_n(tf.split(vector, 4)),
     "encode": lambda vector: ops.encode(vector, "float16"),
     "select": lambda vector: _selected(vector, PAIRS[0]),
     "select_many": lambda vector: _selected(vector, PAIRS[1]),

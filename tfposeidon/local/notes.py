@@ -1,0 +1,46 @@
+"""What the plan of `LocalUpdates` says beside the bytes of a round."""
+
+from __future__ import annotations
+
+import math
+
+from tfposeidon.local.rules import Rule
+from tfposeidon.local.schedule import Schedule
+from tfposeidon.planning.plan import Plan
+from tfposeidon.units import readable_size
+
+
+def notes(plan: Plan, schedule: Schedule, rule: Rule, in_node: Plan | None) -> list[str]:
+    """Returns lines for the plan.
+
+    Args:
+      plan: Plan of a round.
+      schedule: When rounds are.
+      rule: What a round makes of the mean difference.
+      in_node: Plan of the gradients' exchange in the node, if there is one.
+    """
+    every, is_late = schedule.every, bool(schedule.delay)
+    length = readable_size(sum(description.bytes for description in plan.descriptions))
+    is_exact = all(bucket.scheme.exact for bucket in plan.buckets)
+    return [
+        f"differences from the centre, once in {every} steps: "
+        f"{readable_size(plan.cost.bytes / every)} a step; rule {rule}",
+        f"{3 if is_late else 1} x {length} of memory for the centre"
+        + (" and an exchange under way" if is_late else "")
+        + ", and what the rule keeps",
+        *_of_node(in_node, schedule.delay, len(plan.buckets)),
+        "replicas are equal in their centre only"
+        + ("" if is_exact else "; the scheme rounds or selects"),
+    ]
+
+
+def _of_node(plan: Plan | None, delay: int, buckets: int) -> list[str]:
+    if plan is None:
+        return []
+    note = f"gradients: all-reduce in the node at every step, {readable_size(plan.cost.bytes)}"
+    if delay:
+        most = math.ceil(buckets / delay)
+        note += (
+            f"; while a round is under way, it waits for at most {most} of its {buckets} buckets"
+        )
+    return [note]
