@@ -238,10 +238,20 @@ class LocalUpdates(OptimizerWrapper):
         ]
         return dataclasses.replace(plan, notes=(*notes, *plan.notes))
 
+    @property
+    @override
+    def bytes_per_step(self) -> float:
+        in_rounds = super().bytes_per_step / self._schedule.every
+        return in_rounds + (0.0 if self._node is None else self._plan_of_node().cost.bytes)
+
+    def _plan_of_node(self) -> Plan:
+        assert self._node is not None
+        return self._node.plans.plan(self._trainable_variables, self.inner_optimizer)
+
     def _notes_of_node(self) -> list[str]:
         if self._node is None:
             return []
-        plan = self._node.plans.plan(self._trainable_variables, self.inner_optimizer)
+        plan = self._plan_of_node()
         note = f"gradients: all-reduce in the node at every step, {readable_size(plan.cost.bytes)}"
         if self._schedule.delay:
             note += "; where both are under way, it waits for buckets that cross nodes"

@@ -144,6 +144,15 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
             )
         return self._exchange.plans.plan(self._trainable_variables, self.inner_optimizer)
 
+    @property
+    def bytes_per_step(self) -> float:
+        """Payload that this rank sends in a step, as the plan predicts: the mean over steps.
+
+        Raises:
+          RuntimeError: If the optimizer is not built.
+        """
+        return self.plan.cost.bytes / (self.gradient_accumulation_steps or 1)
+
     @override
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
