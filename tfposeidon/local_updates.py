@@ -18,7 +18,7 @@ from tfposeidon.exchange import replicas
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import describe, merge_rows
 from tfposeidon.local import rules
-from tfposeidon.local.rounds import Rounds, Schedule
+from tfposeidon.local.rounds import Rounds, Schedule, kept_alone
 from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.state.rank_state import StateDescription
@@ -140,6 +140,7 @@ class LocalUpdates(OptimizerWrapper):
             # A rank that is out of data is missed in the node first.
             self._node.absence = self._exchange.absence
         self._rounds: Rounds | None = None
+        self._kept_alone: list[Any] = []
         self._statistics: Callable[[], Sequence[Any]] = list
         self._has_checked_start = False
 
@@ -175,6 +176,8 @@ class LocalUpdates(OptimizerWrapper):
                 share=1.0 / topology.node.size if in_node else 1.0,
             )
             self._check_residuals(variables)
+        else:
+            self._kept_alone = kept_alone(self._rule, variables)
         if self._node is not None:
             self._node.build()
         self._adopt(variables)
@@ -194,20 +197,21 @@ class LocalUpdates(OptimizerWrapper):
     def variables(self) -> list[Any]:
         """Variables that are equal on all ranks, beside the centre: those of the rule.
 
-        On one rank they are those of the inner optimizer.
+        One rank has them, too, so that several go on from what it saves.
         """
-        return self.inner_optimizer.variables if self._rounds is None else self._rounds.variables
+        return self._kept_alone if self._rounds is None else self._rounds.variables
 
     @override
     def _rank_state(self) -> list[tuple[Any, StateDescription]]:
-        if self._rounds is None:
+        if not self.built:
             return []
         self.prepare(self._trainable_variables)
         slots = [
             (variable, StateDescription(name=f"inner {index}", averaged=_is_floating(variable)))
             for index, variable in enumerate(self.inner_optimizer.variables)
         ]
-        return [*slots, *self._rounds.rank_state, *self._exchange.plans.rank_state()]
+        in_rounds = [] if self._rounds is None else self._rounds.rank_state
+        return [*slots, *in_rounds, *self._exchange.plans.rank_state()]
 
     @property
     @override

@@ -403,6 +403,19 @@ class Rounds:
         return list(zip(private, descriptions, strict=True))
 
 
+def kept_alone(rule: Rule, variables: Sequence[Any]) -> list[Any]:
+    """Returns variables like those of `Rounds`, for one rank, which has no rounds.
+
+    Args:
+      rule: The rule, which is built.
+      variables: Variables that the optimizer trains.
+    """
+    # Of copies, as in rounds: Keras names what an optimizer keeps after them.
+    rule.build(Centre(variables).copies)
+    with tf.init_scope(), tf.device("/CPU:0"):
+        return [_counter("rounds", tf.int64), *rule.variables]
+
+
 def _counter(name: str, dtype: tf.DType) -> tf.Variable:
     return tf.Variable(tf.zeros([], dtype), trainable=False, name=name)
 

@@ -1,0 +1,154 @@
+"""`LocalUpdates` and what looks at its state: files, checkpoints, callbacks, warnings."""
+
+import os
+import shutil
+import time
+
+import keras
+import numpy as np
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.on_ranks import models
+from tests.on_ranks.callbacks import shared_folder
+from tests.on_ranks.checks import LogLines, Raises
+from tests.on_ranks.local_updates import EVERY, SPARSE, fitted, own_weights, sgd
+from tests.on_ranks.models import same_on_all_ranks
+from tests.on_ranks.training import BATCH
+
+
+def case_momentum_inside_and_outside_of_short_rounds_is_warned_of(wire):
+    plain, adam = keras.optimizers.SGD, keras.optimizers.Adam
+    expected = {
+        "short": (lambda: tp.LocalUpdates(sgd(), 7, "outer"), True),
+        "Adam has it, too": (lambda: tp.LocalUpdates(adam(), 2, "slow_momentum"), True),
+        "long enough": (lambda: tp.LocalUpdates(sgd(), 8, "outer"), False),
+        "none inside": (lambda: tp.LocalUpdates(plain(0.1), 2, "outer"), False),
+        "none outside": (lambda: tp.LocalUpdates(sgd(), 2, "average"), False),
+        "none in the rule": (
+            lambda: tp.LocalUpdates(sgd(), 2, tp.local.Outer(plain(0.7))),
+            False,
+        ),
+    }
+    for name, (make, is_warned) in expected.items():
+        model = models.mlp()
+        with LogLines() as lines:
+            make().build(model.trainable_variables)
+        said = [line for line in lines if "fewer than 8 steps in a round" in line]
+        assert len(said) == (is_warned and wire.topology.rank == 0), (name, lines)
+
+
+def case_throughput_shows_bytes_of_a_step(wire):
+    data, start = models.mlp.data(4 * BATCH), models.mlp()
+    for options in ({"every": 4}, {"every": 4, "within": "node"}):
+        model = fitted(
+            models.mlp,
+            start,
+            data,
+            wire,
+            optimizer := tp.LocalUpdates(sgd(), **options),
+            callbacks=[keras_callbacks.Throughput()],
+        )
+        weights = 4 * sum(w.size for w in model.get_weights())
+        # Two ranks send half of the values twice; nodes beside one another, gradients at every
+        # step.
+        per_step = weights / 4 + (weights if "within" in options else 0)
+        shown = model.history.history["megabytes_sent"][-1]
+        np.testing.assert_allclose(shown * 1e6, per_step, rtol=0.05)
+        assert optimizer.bytes_per_step == shown * 1e6
+
+
+def case_files_hold_the_centre_and_what_the_rule_keeps(wire):
+    """Saved by each rank after rounds, and loaded on all of them."""
+    data, start = models.mlp.data(7 * BATCH), models.mlp()
+    for rule in (tp.local.Outer(), tp.local.SlowMomentum(0.6)):
+        model = fitted(models.mlp, start, data, wire, tp.LocalUpdates(sgd(), EVERY, rule))
+        folder = shared_folder(wire)
+        path = os.path.join(folder, f"{wire.topology.rank}.keras")
+        model.save(path)
+        loaded = keras.saving.load_model(path)
+        own, found = model.optimizer, loaded.optimizer
+        assert models.digest(loaded.get_weights()) == models.digest(model.get_weights())
+        velocity = [v.numpy() for v in rule.variables]
+        assert any(np.abs(v).max() > 0 for v in velocity[2:])
+        assert models.digest(velocity) == models.digest([v.numpy() for v in found._rule.variables])
+        same_on_all_ranks([v.numpy() for v in found._rule.variables], wire)
+        # Slots are of the rank that has saved them.
+        slots = [v.numpy() for v in own.inner_optimizer.variables]
+        assert models.digest(slots) == models.digest(
+            [v.numpy() for v in found.inner_optimizer.variables]
+        )
+        local = BATCH // wire.topology.size
+        loaded.fit(*models.share(data, BATCH, wire.topology), batch_size=local, verbose=0)
+        same_on_all_ranks(loaded.get_weights(), wire)
+        if wire.topology.rank == 0:
+            shutil.rmtree(folder)
+
+
+class Late(keras.callbacks.Callback):
+    """Makes one rank late in some steps, as a slow link does to its exchange.
+
+    Args:
+      rank: The rank; `None` for none.
+    """
+
+    def __init__(self, rank=None):
+        super().__init__()
+        self.rank = rank
+
+    def on_train_batch_end(self, batch, logs=None):
+        if tp.rank() == self.rank and batch % 2:
+            time.sleep(0.1)
+
+
+def case_how_fast_ranks_are_changes_no_bit(wire):
+    data, start = models.mlp.data(11 * BATCH), models.mlp()
+    found = []
+    for late in (None, 0, 1):
+        optimizer = tp.LocalUpdates(sgd(), EVERY, "outer", SPARSE, delay=2)
+        # In all of them, as its hook for batches lets epochs end with a round.
+        model = fitted(models.mlp, start, data, wire, optimizer, callbacks=[Late(late)])
+        found.append((models.digest(model.get_weights()), models.digest(own_weights(model))))
+    assert len(set(found)) == 1, found
+
+
+class Spoil(keras.callbacks.Callback):
+    """Changes the centre on one rank alone, as a broken machine might."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 4 and tp.rank() == 1:
+            copy = self.model.optimizer._rounds.centre.copies[0]
+            copy.assign(copy + 1.0)
+
+
+def case_replica_check_looks_at_the_centre(wire):
+    data, start = models.mlp.data(9 * BATCH), models.mlp()
+
+    def run(*callbacks):
+        optimizer = tp.LocalUpdates(sgd(), EVERY, "outer", delay=1)
+        return fitted(models.mlp, start, data, wire, optimizer, callbacks=list(callbacks))
+
+    expected = run(Late())
+    checked = run(Late(), keras_callbacks.ReplicaCheck(1))
+    assert models.digest(checked.get_weights()) == models.digest(expected.get_weights())
+    assert models.digest(own_weights(checked)) == models.digest(own_weights(expected))
+    with Raises(RuntimeError, "After 5 steps 1 of .* differ; the first is '.*dense.*/kernel'"):
+        run(Spoil(), keras_callbacks.ReplicaCheck(1))
+    keras.utils.clear_session(free_memory=False)
+    repaired = run(Spoil(), keras_callbacks.ReplicaCheck(5, action="repair"))
+    same_on_all_ranks(repaired.get_weights(), wire)
+
+
+def case_rates_follow_callbacks(wire):
+    """Each rank's own optimizer has the rate, and averaged metrics keep ranks together."""
+    data, start = models.mlp.data(5 * BATCH), models.mlp()
+    schedule = keras_callbacks.LearningRateSchedule(0.1, lambda epoch: 1 / (1 + epoch))
+    averaged = keras_callbacks.MetricAverage()
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=0, min_delta=100.0)
+    for callbacks, rate in (([schedule], 0.1 / 3), ([averaged, plateau], 0.05 / 4)):
+        optimizer = tp.LocalUpdates(sgd(), EVERY)
+        model = fitted(
+            models.mlp, start, data, wire, optimizer, epochs=3, callbacks=list(callbacks)
+        )
+        np.testing.assert_allclose(float(optimizer.learning_rate), rate, rtol=1e-6)
+        same_on_all_ranks(model.get_weights(), wire)
