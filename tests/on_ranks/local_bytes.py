@@ -7,14 +7,14 @@ import tfposeidon as tp
 from tests.on_ranks.counting import check_carried
 from tests.on_ranks.models import same_on_all_ranks
 
-EVERY, ROUNDS, BETWEEN = 40, 2, 3
-WIDTH = 700
-"""Side of the kernel: its 2 MB are many beside Horovod's own messages, of 0.3 MB in a second."""
-TALK = 100_000
-"""Bytes of the messages in which ranks agree on the first rounds, and in so many steps."""
+EVERY, ROUNDS, BETWEEN, LATE = 40, 2, 3, 5
+WIDTH = 1400
+"""Side of the kernel: its 8 MB are many beside Horovod's own messages, of 0.3 MB in a second."""
+TALK = 200_000
+"""Bytes of the messages in which ranks agree on what to exchange, in nodes at every step."""
 OPTIONS = {
     "dense": {},
-    "16 bits, late": {"scheme": "asa16", "delay": 5},
+    "16 bits, late": {"scheme": "asa16", "delay": LATE},
     "one bit": {"scheme": "onebit"},
     "a tenth, of nodes": {
         "scheme": tp.schemes.HierarchicalTopK(density=0.1, min_elements=0),
@@ -36,8 +36,8 @@ def case_bytes_of_steps_are_those_of_their_rounds(wire):
             for _ in range(count):
                 model.train_on_batch(x, x)
 
-        # Two rounds, as the first ones are traced, and what comes late has arrived.
-        steps(2 * EVERY)
+        # So that all is traced, and nothing is under way when counting begins and ends.
+        steps(2 * EVERY + LATE)
         node = [wire.topology.seen_from(rank) for rank in wire.topology.node.ranks]
         of_round = sum(
             bucket.cost(rank).cross_bytes for bucket in optimizer.plan.buckets for rank in node

@@ -6,7 +6,16 @@ import tensorflow as tf
 
 import tfposeidon as tp
 from tests.on_ranks import models
-from tests.on_ranks.local_updates import EVERY, RULES, STEPS, Reference, fitted, own_weights, sgd
+from tests.on_ranks.local_updates import (
+    EVERY,
+    RULES,
+    STEPS,
+    Reference,
+    check_resumes,
+    fitted,
+    own_weights,
+    sgd,
+)
 from tests.on_ranks.models import same_on_all_ranks
 from tests.on_ranks.training import BATCH, check_equal
 from tfposeidon.communication.wire import exchange_objects
@@ -47,6 +56,15 @@ def case_nodes_equal_replicas_in_one_process(wire):
             assert len({digests[rank] for rank in node}) == 1
         assert len(set(digests)) == len(wire.topology.nodes)
         assert "all-reduce in the node at every step" in str(optimizer.plan)
+
+
+def case_nodes_are_resumed(wire):
+    """In the middle of a round, and with an exchange under way."""
+
+    def make():
+        return tp.LocalUpdates(sgd(), EVERY, "outer", "onebit", within="node", delay=1)
+
+    check_resumes(wire, make, slice(1, 6, 2))
 
 
 def case_a_late_exchange_of_nodes(wire):

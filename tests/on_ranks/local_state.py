@@ -14,7 +14,7 @@ from tests.on_ranks.callbacks import shared_folder
 from tests.on_ranks.checks import LogLines, Raises
 from tests.on_ranks.local_updates import EVERY, SPARSE, fitted, own_weights, sgd
 from tests.on_ranks.models import same_on_all_ranks
-from tests.on_ranks.training import BATCH
+from tests.on_ranks.training import BATCH, check_equal
 
 
 def case_momentum_inside_and_outside_of_short_rounds_is_warned_of(wire):
@@ -152,3 +152,14 @@ def case_rates_follow_callbacks(wire):
         )
         np.testing.assert_allclose(float(optimizer.learning_rate), rate, rtol=1e-6)
         same_on_all_ranks(model.get_weights(), wire)
+
+
+def case_ranks_of_an_only_node_train_together(wire):
+    """As with all-reduce, and rounds have nothing to add."""
+    data, start = models.mlp.data(3 * EVERY * BATCH), models.mlp()
+    together = fitted(models.mlp, start, data, wire, tp.DistributedOptimizer(sgd(), "allreduce"))
+    for rule in ("average", tp.local.Elastic(1.0)):
+        optimizer = tp.LocalUpdates(sgd(), EVERY, rule, within="node")
+        apart = fitted(models.mlp, start, data, wire, optimizer)
+        check_equal(apart.get_weights(), together.get_weights())
+        assert models.digest(own_weights(apart)) == models.digest(apart.get_weights())
