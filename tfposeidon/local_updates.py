@@ -381,17 +381,18 @@ class LocalUpdates(OptimizerWrapper):
           ValueError: If the scheme cannot carry differences, or with `delay`, where an exchange by
             the old one may be under way.
         """
-        policy = policies.parse(scheme)
+        # What schemes keep stays with the same one.
+        if policies.parse(scheme) != self.policy:
+            super().change_scheme(scheme)
+
+    @override
+    def check_change(self, policy: policies.Policy) -> None:
         _check_policy(policy)
-        if policy == self.policy:
-            # What schemes keep stays.
-            return
-        if self._schedule.delay:
+        if self._schedule.delay and policy != self.policy:
             raise ValueError(
                 "With `delay` the scheme stays. Received: a change from "
                 f"{self.policy} to {policy} with delay={self._schedule.delay}. Use delay=0."
             )
-        super().change_scheme(scheme)
 
     # ------------------------------------------------------------------ the centre
 
@@ -426,6 +427,16 @@ class LocalUpdates(OptimizerWrapper):
     def hide_centre(self) -> None:
         if self._rounds is not None:
             self._rounds.centre.hide()
+
+    @override
+    def end_fit(self) -> None:
+        if self._rounds is not None and self._rounds.has_yet_to_settle:
+            runtime.say(
+                "tfposeidon: LocalUpdates(every=%d): training ended before its first round, so "
+                "that the model shows the weights it began with. Give a smaller `every`, or train "
+                "for longer.",
+                self._schedule.every,
+            )
 
     @property
     @override

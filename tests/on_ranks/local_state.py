@@ -12,8 +12,9 @@ import tfposeidon as tp
 from tests.on_ranks import models
 from tests.on_ranks.callbacks import shared_folder
 from tests.on_ranks.checks import LogLines, Raises
-from tests.on_ranks.local_updates import EVERY, SPARSE, fitted, own_weights, sgd
+from tests.on_ranks.local_updates import EVERY, SPARSE, batch_norm, fitted, own_weights, sgd
 from tests.on_ranks.models import same_on_all_ranks
+from tests.on_ranks.plan_changes import WIDTH, _parallel_layers
 from tests.on_ranks.training import BATCH, check_equal
 
 
@@ -163,3 +164,68 @@ def case_ranks_of_an_only_node_train_together(wire):
         apart = fitted(models.mlp, start, data, wire, optimizer)
         check_equal(apart.get_weights(), together.get_weights())
         assert models.digest(own_weights(apart)) == models.digest(apart.get_weights())
+
+
+def case_training_that_ends_before_its_first_round_is_told_of(wire):
+    data, start = models.mlp.data(3 * BATCH), models.mlp()
+    for options, is_told in (
+        ({"every": 4}, True),
+        ({"every": 3, "delay": 1}, True),
+        ({"every": 2, "delay": 1}, False),
+        ({"every": 3}, False),
+    ):
+        with LogLines() as lines:
+            model = fitted(models.mlp, start, data, wire, tp.LocalUpdates(sgd(), **options))
+        is_as_before = models.digest(model.get_weights()) == models.digest(start.get_weights())
+        said = [line for line in lines if "training ended before its first round" in line]
+        assert (is_as_before, len(said)) == (is_told, is_told and wire.topology.rank == 0), lines
+
+
+def case_weights_of_other_types(wire):
+    data = models.share(models.mlp.data(7 * BATCH), BATCH, wire.topology)
+    for policy, options in (
+        ("bfloat16", {"rule": "outer", "delay": 1}),
+        ("float16", {"scheme": "asa16", "delay": 1}),
+        ("float64", {"scheme": SPARSE}),
+    ):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(5)
+        keras.config.set_dtype_policy(policy)
+        model = batch_norm()
+        start = model.get_weights()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(tp.LocalUpdates(sgd(), EVERY, **options), loss)
+        model.fit(*data, batch_size=BATCH // wire.topology.size, verbose=0)
+        weights = [np.asarray(w, "float64") for w in model.get_weights()]
+        same_on_all_ranks(weights, wire)
+        assert all(np.isfinite(w).all() for w in weights)
+        assert any(np.any(w != before) for w, before in zip(weights, start, strict=True))
+
+
+def case_what_was_kept_is_sent_before_schemes_change(wire):
+    """Where gradients do not depend on weights, a sparse scheme then comes to the dense result."""
+    x = np.random.default_rng(wire.topology.rank).normal(size=(36, WIDTH)).astype("float32")
+    schedule = keras_callbacks.SchemeSchedule({0: SPARSE, 1: "2dtar"}, verbose=0)
+    found = []
+    for scheme, callbacks in (
+        (SPARSE, []),
+        ("2dtar", []),
+        (SPARSE, [schedule]),
+        # Whose hook lets epochs end early, so that each ends with a round.
+        (SPARSE, [Late(), schedule]),
+    ):
+        keras.utils.set_random_seed(5)
+        model = _parallel_layers()
+        optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.05), EVERY, scheme=scheme)
+        model.compile(optimizer, lambda _, outputs: keras.ops.mean(outputs, axis=-1))
+        options = {"batch_size": 6, "epochs": 2, "shuffle": False, "verbose": 0}
+        model.fit(x, np.zeros(len(x)), callbacks=callbacks, **options)
+        found.append(model.get_weights())
+    sparse, dense, *flushed = found
+    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(sparse, dense, strict=True))
+    for weights in flushed:
+        check_equal(weights, dense)
+    late = models.mlp()
+    late.compile(tp.LocalUpdates(sgd(), EVERY, scheme=SPARSE, delay=1), models.LOSS)
+    with Raises(ValueError, "With `delay` the scheme stays. Received: a change from topk"):
+        late.fit(*models.mlp.data(24), epochs=2, verbose=0, callbacks=[schedule])

@@ -339,9 +339,13 @@ class Rounds:
         return _Sent(values[:trained], values[trained:], count, finite)
 
     def _exchange_sent(self) -> list[tf.Tensor]:
-        found = self._exchanged(self._sent_before())
+        sent = self._sent_before()
+        found = self._exchanged(sent)
+        # Means of bfloat16 come in float32.
+        pairs = zip(found.means, sent.differences, strict=True)
+        means = [tf.cast(mean, difference.dtype) for mean, difference in pairs]
         flags = [found.total, found.counts, found.absent]
-        return [*found.means, *found.statistics, *found.states, *flags]
+        return [*means, *found.statistics, *found.states, *flags]
 
     def _wait(self) -> tf.Tensor:
         """Waits for the exchange that is under way, and returns True."""
@@ -389,6 +393,13 @@ class Rounds:
     def variables(self) -> list[Any]:
         """Variables beside the centre that are equal on all ranks."""
         return [self._rounds, *self._rule.variables]
+
+    @property
+    def has_yet_to_settle(self) -> bool:
+        """True if steps were taken and no round has been settled so far."""
+        is_late = bool(self._in_flight.numpy())
+        has_none = int(self._rounds.numpy()) <= is_late
+        return has_none and (is_late or int(self._since.numpy()) > 0)
 
     @property
     def rank_state(self) -> list[tuple[Any, StateDescription]]:
