@@ -6,15 +6,18 @@ import numpy as np
 import keras_callbacks
 import tfposeidon as tp
 from tests.on_ranks import models
+
+# Files name the class, which has to be there when they are loaded.
+from tfposeidon import LocalUpdates
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 
 EVERY, SAMPLES = 4, 72
 SPARSE = tp.schemes.TopKAllGather(density=0.1, min_elements=0)
 OPTIMIZERS = {
-    "average": lambda: tp.LocalUpdates(keras.optimizers.Adam(0.01), EVERY),
-    "outer, late": lambda: tp.LocalUpdates(keras.optimizers.SGD(0.1), EVERY, "outer", delay=1),
-    "sparse": lambda: tp.LocalUpdates(keras.optimizers.SGD(0.1, 0.5), EVERY, scheme=SPARSE),
+    "average": lambda: LocalUpdates(keras.optimizers.Adam(0.01), EVERY),
+    "outer, late": lambda: LocalUpdates(keras.optimizers.SGD(0.1), EVERY, "outer", delay=1),
+    "sparse": lambda: LocalUpdates(keras.optimizers.SGD(0.1, 0.5), EVERY, scheme=SPARSE),
 }
 
 
@@ -55,7 +58,7 @@ def fit(name, folder, epochs):
       epochs: Number of the last epoch.
 
     Returns:
-      The state of each rank when training began, and when it had ended.
+      The state of each rank when training began, and when it had ended. Each has saved the model.
     """
     keras.utils.clear_session()
     keras.utils.set_random_seed(3)
@@ -66,7 +69,31 @@ def fit(name, folder, epochs):
     callbacks = [keras_callbacks.Checkpoint(folder / name), noting]
     options = {"batch_size": 6, "epochs": epochs, "shuffle": False, "verbose": 0}
     model.fit(x, y, callbacks=callbacks, **options)
+    model.save(folder / f"{name}-{tp.rank()}.keras")
     return exchange_objects((noting.begin, noting.end), runtime.wire(), f"fit {name}")
+
+
+def loaded(name, folder, rank=0):
+    """Returns the state of a model that a rank has saved.
+
+    Args:
+      name: One of `OPTIMIZERS`.
+      folder: Folder of the `fit` that has saved it.
+      rank: The rank.
+    """
+    return state(keras.saving.load_model(folder / f"{name}-{rank}.keras"))
+
+
+def check_loaded(found, saved):
+    """Checks that a model is what was saved, but for rounds and residuals, which files do not hold.
+
+    Args:
+      found: State of the model.
+      saved: State of the rank that has saved it.
+    """
+    for what in ("centre", "slots"):
+        assert found[what] == saved[what], what
+    assert found["kept"][1:] == saved["kept"][1:]
 
 
 def check_goes_on(begin, end):
