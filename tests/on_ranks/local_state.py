@@ -40,23 +40,20 @@ def case_momentum_inside_and_outside_of_short_rounds_is_warned_of(wire):
 
 
 def case_throughput_shows_bytes_of_a_step(wire):
+    """Where ranks exchange once in four steps, and where they average within the node as well."""
     data, start = models.mlp.data(4 * BATCH), models.mlp()
-    for options in ({"every": 4}, {"every": 4, "within": "node"}):
-        model = fitted(
-            models.mlp,
-            start,
-            data,
-            wire,
-            optimizer := tp.LocalUpdates(sgd(), **options),
-            callbacks=[keras_callbacks.Throughput()],
-        )
-        weights = 4 * sum(w.size for w in model.get_weights())
-        # Two ranks send half of the values twice; nodes beside one another, gradients at every
-        # step.
-        per_step = weights / 4 + (weights if "within" in options else 0)
-        shown = model.history.history["megabytes_sent"][-1]
-        np.testing.assert_allclose(shown * 1e6, per_step, rtol=0.05)
-        assert optimizer.bytes_per_step == shown * 1e6
+    length = 4 * sum(w.size for w in start.get_weights())
+    accumulating = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
+    for optimizer, copies in (
+        (tp.DistributedOptimizer(accumulating, "allreduce"), 1 / 4),
+        (tp.LocalUpdates(sgd(), every=4), 1 / 4),
+        (tp.LocalUpdates(sgd(), every=4, within="node"), 1 + 1 / 4),
+    ):
+        throughput = keras_callbacks.Throughput()
+        model = fitted(models.mlp, start, data, wire, optimizer, callbacks=[throughput])
+        shown = 1e6 * model.history.history["megabytes_sent"][-1]
+        # Of two ranks each sends half of the values twice.
+        np.testing.assert_allclose(shown, copies * length, rtol=0.05)
 
 
 def case_files_hold_the_centre_and_what_the_rule_keeps(wire):

@@ -398,6 +398,7 @@ class Rounds:
     def has_yet_to_settle(self) -> bool:
         """True if steps were taken and no round has been settled so far."""
         is_late = bool(self._in_flight.numpy())
+        # Counted when they are sent.
         has_none = int(self._rounds.numpy()) <= is_late
         return has_none and (is_late or int(self._since.numpy()) > 0)
 
