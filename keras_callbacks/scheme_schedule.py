@@ -84,6 +84,10 @@ class SchemeSchedule(keras.callbacks.Callback):
             )
         if len(self.schedule) > 1:
             self._session.check_in_step("a SchemeSchedule")
+        # Now, and not in an epoch that comes hours later.
+        for optimizer in self._optimizers:
+            for policy in self.schedule.values():
+                optimizer.check_change(policy)
         self._session.announce_scheme_changes()
         # Epochs of this `fit` may have another length than those of the last one.
         self._batches = self.params.get("steps") or 0

@@ -24,7 +24,8 @@ class Throughput(keras.callbacks.Callback):
     - `exposed_communication`: share of the time, in [0, 1], in which a step waited for its exchange
       after its last gradient; mean over ranks. 0 without a `DistributedOptimizer`; on GPUs, where
       ops are queued, only a hint.
-    - `megabytes_sent`: payload that rank 0 sends per step, as the plan predicts.
+    - `megabytes_sent`: payload that rank 0 sends per step, as the plan predicts; where ranks
+      exchange once in several steps, the mean over these.
 
     The first step of an epoch is left out, because the very first one traces and compiles; so is
     validation. An epoch of one step shows 0 samples per second.
@@ -99,8 +100,7 @@ class Throughput(keras.callbacks.Callback):
         return time.perf_counter(), samples_seen(self.model) or 0.0, exposed_s
 
     def _bytes_sent(self) -> float:
-        own = sum(
-            optimizer.plan.cost.bytes for optimizer in optimizers_of(self.model) if optimizer.built
-        )
+        built = [optimizer for optimizer in optimizers_of(self.model) if optimizer.built]
+        own = sum(optimizer.bytes_per_step for optimizer in built)
         # Ranks of unequal nodes send unequal amounts; all show what rank 0 sends.
         return exchange_objects(own, runtime.wire(), "tp.bytes")[0]

@@ -22,7 +22,7 @@ from tfposeidon.local.adding import Adding
 from tfposeidon.local.meeting import Meeting
 from tfposeidon.local.node import Node
 from tfposeidon.local.notes import notes
-from tfposeidon.local.rounds import Rounds
+from tfposeidon.local.rounds import Rounds, kept_alone
 from tfposeidon.local.schedule import Schedule
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.state.rank_state import StateDescription
@@ -118,6 +118,7 @@ class LocalUpdates(OptimizerWrapper):
             None if within is None else Node(self, self._exchange, bucket_bytes, sample_count)
         )
         self._rounds: Rounds | None = None
+        self._kept_alone: list[Any] = []
         self._statistics: Callable[[], Sequence[Any]] = list
         self._has_checked_start = False
 
@@ -141,6 +142,8 @@ class LocalUpdates(OptimizerWrapper):
             self.inner_optimizer.build(variables)
         if runtime.size() > 1:
             self._build_rounds(variables)
+        else:
+            self._kept_alone = kept_alone(self._rule, variables)
         if self._node is not None:
             self._node.exchange.build()
         self._adopt(variables)
@@ -166,22 +169,23 @@ class LocalUpdates(OptimizerWrapper):
     def variables(self) -> list[Any]:
         """Variables that are equal on all ranks, beside the centre: those of the rule.
 
-        On one rank they are those of the inner optimizer.
+        One rank has them, too, so that several go on from what it saves.
         """
         if self._rounds is None:
-            return self.inner_optimizer.variables
+            return self._kept_alone
         return [self._rounds.number, *self._rule.variables]
 
     @override
     def _rank_state(self) -> list[tuple[Any, StateDescription]]:
-        if self._rounds is None:
+        if not self.built:
             return []
         self.prepare(self._trainable_variables)
         slots = [
             (variable, StateDescription(name=f"inner {index}", averaged=_is_floating(variable)))
             for index, variable in enumerate(self.inner_optimizer.variables)
         ]
-        return [*slots, *self._rounds.rank_state, *self._exchange.plans.rank_state()]
+        in_rounds = [] if self._rounds is None else self._rounds.rank_state
+        return [*slots, *in_rounds, *self._exchange.plans.rank_state()]
 
     @property
     @override
@@ -194,12 +198,20 @@ class LocalUpdates(OptimizerWrapper):
         plan = super().plan
         if self._rounds is None:
             return plan
-        in_node = None
-        if self._node is not None:
-            plans = self._node.exchange.plans
-            in_node = plans.plan(self._trainable_variables, self.inner_optimizer)
+        in_node = None if self._node is None else self._plan_of_node()
         own = notes(plan, self._schedule, self._rule, in_node)
         return dataclasses.replace(plan, notes=(*own, *plan.notes))
+
+    @property
+    @override
+    def bytes_per_step(self) -> float:
+        in_rounds = super().bytes_per_step / self._schedule.every
+        return in_rounds + (0.0 if self._node is None else self._plan_of_node().cost.bytes)
+
+    def _plan_of_node(self) -> Plan:
+        assert self._node is not None
+        plans = self._node.exchange.plans
+        return plans.plan(self._trainable_variables, self.inner_optimizer)
 
     @override
     def get_config(self) -> dict[str, Any]:
@@ -315,17 +327,18 @@ class LocalUpdates(OptimizerWrapper):
           ValueError: If the scheme cannot carry differences, or with `delay`, where an exchange by
             the old one may be under way.
         """
-        policy = policies.parse(scheme)
+        # What schemes keep stays with the same one.
+        if policies.parse(scheme) != self.policy:
+            super().change_scheme(scheme)
+
+    @override
+    def check_change(self, policy: policies.Policy) -> None:
         checks.check_policy(policy)
-        if policy == self.policy:
-            # What schemes keep stays.
-            return
-        if self._schedule.delay:
+        if self._schedule.delay and policy != self.policy:
             raise ValueError(
                 "With `delay` the scheme stays. Received: a change from "
                 f"{self.policy} to {policy} with delay={self._schedule.delay}. Use delay=0."
             )
-        super().change_scheme(scheme)
 
     # ------------------------------------------------------------------ the centre
 
@@ -360,6 +373,16 @@ class LocalUpdates(OptimizerWrapper):
     def hide_centre(self) -> None:
         if self._rounds is not None:
             self._rounds.centre.hide()
+
+    @override
+    def end_fit(self) -> None:
+        if self._rounds is not None and self._rounds.has_yet_to_settle:
+            runtime.say(
+                "tfposeidon: LocalUpdates(every=%d): training ended before its first round, so "
+                "that the model shows the weights it began with. Give a smaller `every`, or train "
+                "for longer.",
+                self._schedule.every,
+            )
 
     @property
     @override

@@ -144,6 +144,15 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
             )
         return self._exchange.plans.plan(self._trainable_variables, self.inner_optimizer)
 
+    @property
+    def bytes_per_step(self) -> float:
+        """Payload that this rank sends in a step, as the plan predicts: the mean over steps.
+
+        Raises:
+          RuntimeError: If the optimizer is not built.
+        """
+        return self.plan.cost.bytes / (self.gradient_accumulation_steps or 1)
+
     @override
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
@@ -327,8 +336,19 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
           ValueError: If `scheme` is unknown, or servers update with the old or the new scheme.
         """
         policy = policies.parse(scheme)
-        rules.check_change(self.policy, policy)
+        self.check_change(policy)
         self._exchange.plans.change_policy(policy)
+
+    def check_change(self, policy: policies.Policy) -> None:
+        """Refuses a change to a scheme that cannot follow the one in use.
+
+        Args:
+          policy: What `change_scheme` would exchange by.
+
+        Raises:
+          ValueError: As `change_scheme` does.
+        """
+        rules.check_change(self.policy, policy)
 
     @property
     def exposed_s(self) -> float:
@@ -386,6 +406,9 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
 
     def hide_centre(self) -> None:
         """Puts into the variables what this rank goes on from, if `show_centre` was called."""
+
+    def end_fit(self) -> None:
+        """Says so if what ranks have trained by themselves is nowhere to be seen."""
 
     def forget_own(self) -> None:
         """Makes this rank go on from what the variables hold, which becomes the centre."""

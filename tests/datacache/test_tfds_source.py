@@ -14,9 +14,7 @@ from datacache import SourceError
 from datacache.sources import tfrecord_format
 from datacache.sources.source import RandomSource, StreamSource
 from tests import drawn
-
-tfds = pytest.importorskip("tensorflow_datasets")
-
+from tests.tfds_builder import OwnBuilder, prepare, tfds
 
 TRAIN, TEST, SHARDS, LARGE = 50, 9, 3, 64
 FORMATS = ["tfrecord", "array_record"]
@@ -30,38 +28,26 @@ SPLITS = {
 }
 
 
-class Drawn(tfds.core.GeneratorBasedBuilder):
+class Drawn(OwnBuilder):
     """Images with labels and texts."""
 
-    VERSION = tfds.core.Version("1.0.0")
-    # Looking for it, 4.9.10 needs importlib_resources, which it does not ask for.
-    code_path = None
-
-    def _info(self):
-        features = {
+    def features(self):
+        return {
             "image": tfds.features.Image(shape=(LARGE, LARGE, 3), encoding_format="png"),
             "label": tfds.features.ClassLabel(num_classes=drawn.CLASSES),
             "text": tfds.features.Text(),
         }
-        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
 
-    def _split_generators(self, manager):
-        del manager
-        return {
-            "train": self._generate_examples(range(TRAIN)),
-            "test": self._generate_examples(range(TRAIN, TRAIN + TEST)),
-        }
-
-    def _generate_examples(self, numbers):
-        for number in numbers:
-            yield (
-                number,
-                {
-                    "image": drawn.image(number, LARGE),
-                    "label": number % drawn.CLASSES,
-                    "text": f"image {number}, größer" * (number % 5),
-                },
-            )
+    def splits(self):
+        samples = [
+            {
+                "image": drawn.image(number, LARGE),
+                "label": number % drawn.CLASSES,
+                "text": f"image {number}, größer" * (number % 5),
+            }
+            for number in range(TRAIN + TEST)
+        ]
+        return {"train": samples[:TRAIN], "test": samples[TRAIN:]}
 
 
 def _builder(folder, form):
@@ -69,10 +55,7 @@ def _builder(folder, form):
 
 
 def _prepared(folder, form):
-    builder = _builder(folder, form)
-    tfds.disable_progress_bar()
-    builder.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=SHARDS))
-    return builder
+    return prepare(_builder(folder, form), num_shards=SHARDS)
 
 
 @pytest.fixture(scope="module", params=FORMATS)

@@ -7,8 +7,7 @@ from sklearn.linear_model import RidgeClassifier
 
 import datacache
 from tests.examples.conftest import SIZE, TRAIN
-
-tfds = pytest.importorskip("tensorflow_datasets")
+from tests.tfds_builder import OwnBuilder, prepare, tfds
 
 
 def _files(folder, part):
@@ -37,33 +36,24 @@ def _as_records(folder, target):
 
 
 def _as_tfds(folder, target):
-    class DrawnShapes(tfds.core.GeneratorBasedBuilder):
+    class DrawnShapes(OwnBuilder):
         """Images of a folder."""
 
-        VERSION = tfds.core.Version("1.0.0")
-        # Looking for it, 4.9.10 needs importlib_resources, which it does not ask for.
-        code_path = None
-
-        def _info(self):
-            features = {
+        def features(self):
+            return {
                 "image": tfds.features.Image(shape=(None, None, 3), encoding_format="jpeg"),
                 "label": tfds.features.ClassLabel(num_classes=10),
             }
-            return tfds.core.DatasetInfo(
-                builder=self, features=tfds.features.FeaturesDict(features)
-            )
 
-        def _split_generators(self, manager):
-            del manager
-            return {part: self._generate_examples(part) for part in ("train", "test")}
+        def splits(self):
+            return {
+                part: [
+                    {"image": encoded, "label": label} for encoded, label in _files(folder, part)
+                ]
+                for part in ("train", "test")
+            }
 
-        def _generate_examples(self, part):
-            names = sorted(path.name for path in (folder / part).iterdir())
-            for number, file in enumerate(sorted((folder / part).glob("*/*.jpg"))):
-                yield number, {"image": str(file), "label": names.index(file.parent.name)}
-
-    tfds.disable_progress_bar()
-    DrawnShapes(data_dir=target).download_and_prepare()
+    prepare(DrawnShapes(data_dir=target))
     return f"tfds:drawn_shapes@{target}"
 
 

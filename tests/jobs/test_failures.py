@@ -22,6 +22,12 @@ EXPECTED = {
     "late": ["while it waited for tensor 'tp0.", "No word from rank(s) [1]: late, stopped, killed"],
     "stop": ["No word from rank(s) [1]: late, stopped, killed (out of memory?) or cut off"],
     "measuring": ["No word from rank(s) [1]: late, stopped, killed (out of memory?) or cut off"],
+    "local kill": ["Process name: 1", "Exit code: 137"],
+    "late kill": ["Process name: 1", "Exit code: 137"],
+    "late stop": [
+        "while it waited for tensor 'tp0.",
+        "No word from rank(s) [1]: late, stopped, killed (out of memory?) or cut off",
+    ],
     "leave": ["The script of rank(s) [1] had already ended"],
 }
 

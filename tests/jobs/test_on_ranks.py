@@ -38,6 +38,7 @@ WORLDS = {
             "presence",
             "stateful",
             "local_updates",
+            "local_state",
         ],
     ),
     "2x1 for models": (
@@ -46,6 +47,7 @@ WORLDS = {
         [
             "hub",
             "applications",
+            "local_models",
             "layers",
             "factor_accumulation",
             "automatic",
@@ -63,7 +65,11 @@ WORLDS = {
         ["factors", "server_update", "parallel_operator", "layer_rates", "local_nodes"],
     ),
     "3x2": (6, 2, ["contract_table"]),
-    "2x2 in the lab": ("--nodes 2 --per-node 2 --inter 200mbit", 0, ["links", "feeding"]),
+    "2x2 in the lab": (
+        "--nodes 2 --per-node 2 --inter 200mbit",
+        0,
+        ["links", "feeding", "local_bytes"],
+    ),
 }
 """Schemes run on every layout; every other case runs on the smallest layout that shows it."""
 

@@ -20,6 +20,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange.planner import Planner
 from tfposeidon.gradients.description import Description
+from tfposeidon.training import plan_again
 
 WIDTH, LAYERS = 400, 6
 """Kernels of 640 kB: several share a bucket of the default size, and none a smaller one."""
@@ -34,6 +35,21 @@ def links(found):
         yield
     finally:
         runtime.set_links(before)
+
+
+@contextlib.contextmanager
+def planning(**constants):
+    """Sets constants by which running jobs plan again, within this context.
+
+    Args:
+      **constants: Values, by the names in `tfposeidon.training.plan_again`.
+    """
+    before = {name: getattr(plan_again, name) for name in constants}
+    vars(plan_again).update(constants)
+    try:
+        yield
+    finally:
+        vars(plan_again).update(before)
 
 
 def given(wire, rate, **options):

@@ -1,29 +1,20 @@
 """`auto` with what users have: data of unknown length, several optimizers, mixed precision."""
 
-import contextlib
-
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tfposeidon as tp
 from tests.on_ranks import hub, models, several_optimizers, uneven
-from tests.on_ranks.automatic import given, ideal, large, links
+from tests.on_ranks.automatic import given, ideal, large, links, planning
 from tests.on_ranks.models import same_on_all_ranks
 from tests.on_ranks.training import BATCH, check_equal, sgd, train_alone
-from tfposeidon.training import plan_again
 from tfposeidon.training.session import optimizers_of
 
 
-@contextlib.contextmanager
 def plans_are_changed():
     """Lets plans change for the smallest gain, and steps be watched from early on."""
-    before = plan_again.LEAST_GAIN, plan_again.WATCHED_STEPS
-    plan_again.LEAST_GAIN, plan_again.WATCHED_STEPS = 0.0, 3
-    try:
-        yield
-    finally:
-        plan_again.LEAST_GAIN, plan_again.WATCHED_STEPS = before
+    return planning(LEAST_GAIN=0.0, WATCHED_STEPS=3)
 
 
 def _check_planned(optimizer):

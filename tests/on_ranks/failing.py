@@ -1,6 +1,8 @@
 """Trains until rank 1 fails at step 3 as the argument says; with "none", until it is ended.
 
-With "measuring" rank 1 stops before the first step, while links are measured.
+With "measuring" rank 1 stops before the first step, while links are measured. With "local" or
+"late" before the trouble, ranks train by themselves: it comes in the middle of a round, and with
+"late" the others' exchange is then under way beside their steps.
 """
 
 import os
@@ -23,6 +25,11 @@ TROUBLES = {
     "leave": lambda: sys.exit(0),
     "none": lambda: None,
     "measuring": lambda: None,
+}
+OPTIMIZERS = {
+    "": lambda inner: tp.DistributedOptimizer(inner),
+    "local": lambda inner: tp.LocalUpdates(inner, every=3),
+    "late": lambda inner: tp.LocalUpdates(inner, every=3, delay=2),
 }
 PAUSE_S = 0.1
 """Between steps, so that a job that waits for its fault leaves the processor to others."""
@@ -57,7 +64,8 @@ def stop_while_links_are_measured():
     measurement._Round.note = stopping
 
 
-def main(kind):
+def main(trouble):
+    how, _, kind = trouble.rpartition(" ")
     is_measuring = kind == "measuring"
     tp.init(
         stall_timeout_s=20,
@@ -66,8 +74,9 @@ def main(kind):
     )
     if is_measuring:
         stop_while_links_are_measured()
+    keras.utils.set_random_seed(0)
     model = models.mlp()
-    model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss=models.LOSS)
+    model.compile(OPTIMIZERS[how](keras.optimizers.SGD(0.1)), models.LOSS)
     epochs = 10_000 if kind == "none" else 1
     model.fit(
         *models.mlp.data(40), batch_size=4, epochs=epochs, verbose=0, callbacks=[Trouble(kind)]

@@ -17,6 +17,7 @@ from tests.on_ranks.local_updates import (
     Reference,
     _job,
     _state,
+    check_resumes,
     fitted,
     own_weights,
     sgd,
@@ -66,6 +67,15 @@ def case_nodes_equal_replicas_in_one_process(wire):
             assert len({digests[rank] for rank in node}) == 1
         assert len(set(digests)) == len(wire.topology.nodes)
         assert "all-reduce in the node at every step" in str(optimizer.plan)
+
+
+def case_nodes_are_resumed(wire):
+    """In the middle of a round, and with an exchange under way."""
+
+    def make():
+        return tp.LocalUpdates(sgd(), EVERY, "outer", "onebit", within="node", delay=1)
+
+    check_resumes(wire, make, slice(1, 6, 2))
 
 
 def case_a_late_exchange_of_nodes(wire):

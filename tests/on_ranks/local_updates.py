@@ -350,23 +350,38 @@ RESUMED = {
 }
 
 
+def check_resumes(wire, make, snapshots, label=""):
+    """Resumes a run from some of its steps, and compares bits with those of the whole run.
+
+    Args:
+      wire: Collectives that join the ranks.
+      make: Function that makes the optimizer.
+      snapshots: Slice of the ten snapshots from which runs are resumed.
+      label: Words for an error.
+    """
+    folder = shared_folder(wire)
+    whole = _job(os.path.join(folder, "whole"), make, every_n_steps=1)
+    names = sorted(os.listdir(os.path.join(folder, "whole")))
+    assert len(names) == 10
+    for snapshot in names[snapshots]:
+        target = os.path.join(folder, f"from-{snapshot}")
+        if wire.topology.rank == 0:
+            source = os.path.join(folder, "whole", snapshot)
+            shutil.copytree(source, os.path.join(target, snapshot))
+        exchange_objects(None, wire, "copied")
+        resumed = _job(target, make)
+        for a, b in zip(_state(resumed), _state(whole), strict=True):
+            np.testing.assert_array_equal(a, b, f"{label}, resumed from {snapshot}")
+    exchange_objects(None, wire, "compared")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
 def case_resumed_in_the_middle_of_a_round(wire):
     """At every step, with the same bits as a run that was not interrupted."""
     for name, make in RESUMED.items():
-        folder = shared_folder(wire)
-        whole = _job(os.path.join(folder, "whole"), make, every_n_steps=1)
-        names = sorted(os.listdir(os.path.join(folder, "whole")))
-        assert len(names) == 10
         # Every step of what keeps most, and of the others one of each kind.
-        for snapshot in names[:-1] if "late" in name else names[1:4]:
-            target = os.path.join(folder, f"from-{snapshot}")
-            if wire.topology.rank == 0:
-                source = os.path.join(folder, "whole", snapshot)
-                shutil.copytree(source, os.path.join(target, snapshot))
-            exchange_objects(None, wire, "copied")
-            resumed = _job(target, make)
-            for a, b in zip(_state(resumed), _state(whole), strict=True):
-                np.testing.assert_array_equal(a, b, f"{name}, resumed from {snapshot}")
+        check_resumes(wire, make, slice(0, -1) if "late" in name else slice(1, 4), name)
 
 
 def case_two_optimizers_in_one_model(wire):

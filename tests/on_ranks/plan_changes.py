@@ -9,7 +9,17 @@ import numpy as np
 import keras_callbacks
 import tfposeidon as tp
 from tests.on_ranks import models
-from tests.on_ranks.automatic import WIDTH, Watching, copied, given, ideal, links, small, wide
+from tests.on_ranks.automatic import (
+    WIDTH,
+    Watching,
+    copied,
+    given,
+    ideal,
+    links,
+    planning,
+    small,
+    wide,
+)
 from tests.on_ranks.callbacks import shared_folder
 from tests.on_ranks.checks import LogLines
 from tests.on_ranks.models import same_on_all_ranks
@@ -24,12 +34,9 @@ def case_it_plans_again_by_measured_times(wire):
     model, data = wide(steps=12, backward_s=per_layer_s)
     reference = train_alone(copied(model), data, sgd())
     optimizer = tp.DistributedOptimizer(sgd())
-    least, plan_again.LEAST_GAIN = plan_again.LEAST_GAIN, 0.0
-    try:
-        with links(ideal(wire, 4 * WIDTH**2 / per_layer_s)), LogLines() as lines:
-            check_equal(train_together(model, data, optimizer, wire), reference)
-    finally:
-        plan_again.LEAST_GAIN = least
+    known = ideal(wire, 4 * WIDTH**2 / per_layer_s)
+    with planning(LEAST_GAIN=0.0), links(known), LogLines() as lines:
+        check_equal(train_together(model, data, optimizer, wire), reference)
     same_on_all_ranks(model.get_weights(), wire)
     forecast = optimizer.plan.forecasts[0]
     assert forecast.knows_computation
@@ -54,16 +61,11 @@ def case_slow_steps_are_planned_again(wire):
     """Links that were measured on a better day: they are measured again, and the plan follows."""
     model, data = wide(steps=120)
     optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(race=False))
-    least, plan_again.LEAST_GAIN = plan_again.LEAST_GAIN, 0.0
     rosy = ideal(wire, bytes_per_s=1e12)
-    watched, plan_again.WATCHED_STEPS = plan_again.WATCHED_STEPS, 5
-    try:
-        with links("measure"), LogLines() as lines:
-            runtime.keep_links(rosy)
-            train_together(model, data, optimizer, wire)
-            assert runtime.links() != rosy
-    finally:
-        plan_again.LEAST_GAIN, plan_again.WATCHED_STEPS = least, watched
+    with planning(LEAST_GAIN=0.0, WATCHED_STEPS=5), links("measure"), LogLines() as lines:
+        runtime.keep_links(rosy)
+        train_together(model, data, optimizer, wire)
+        assert runtime.links() != rosy
     same_on_all_ranks(model.get_weights(), wire)
     if wire.topology.rank == 0:
         assert any("times as long as predicted" in line for line in lines), lines
@@ -73,16 +75,11 @@ def case_uncertain_links_are_measured_again(wire):
     """The first step may run beside the filling of a cache, which blurs what is measured."""
     model, data = wide(steps=120)
     optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(race=False))
-    before = plan_again.WATCHED_STEPS, plan_again.MEASURING_S
-    plan_again.WATCHED_STEPS, plan_again.MEASURING_S = 5, 0.0
     unsure = dataclasses.replace(given(wire, "1gbit"), uncertainty=1.0)
-    try:
-        with links("measure"), LogLines() as lines:
-            runtime.keep_links(unsure)
-            train_together(model, data, optimizer, wire)
-            assert runtime.links() != unsure
-    finally:
-        plan_again.WATCHED_STEPS, plan_again.MEASURING_S = before
+    with planning(WATCHED_STEPS=5, MEASURING_S=0.0), links("measure"), LogLines() as lines:
+        runtime.keep_links(unsure)
+        train_together(model, data, optimizer, wire)
+        assert runtime.links() != unsure
     same_on_all_ranks(model.get_weights(), wire)
     said = any("tfposeidon: links: " in line for line in lines)
     assert said == (wire.topology.rank == 0), lines
@@ -133,12 +130,9 @@ def _compiled(model, **options):
 def _turning(wire):
     """From a sparse scheme, which takes longer than a dense one would, to that one."""
     TURNING[:] = [tp.schemes.TopKAllGather(density=0.9, min_elements=0)]
-    least, plan_again.LEAST_GAIN = plan_again.LEAST_GAIN, 0.0
-    try:
-        with links(ideal(wire, bytes_per_s=1e8)), LogLines() as lines:
-            yield lines
-    finally:
-        plan_again.LEAST_GAIN = least
+    known = ideal(wire, bytes_per_s=1e8)
+    with planning(LEAST_GAIN=0.0), links(known), LogLines() as lines:
+        yield lines
 
 
 def _turning_data(steps):

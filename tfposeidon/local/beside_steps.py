@@ -130,8 +130,11 @@ class BesideSteps:
             states=[state for part in parts for state in part.states],
         )
         found = found_of(opened, everything)
+        # Means of bfloat16 come in float32.
+        pairs = zip(found.means, self._sent, strict=False)
+        means = [tf.cast(mean, sent.dtype) for mean, sent in pairs]
         flags = [found.total, found.counts, found.absent]
-        return [*found.means, *found.statistics, *found.states, *flags]
+        return [*means, *found.statistics, *found.states, *flags]
 
     def _open(self) -> Opened:
         return self._meeting.opened(self._sent_before())

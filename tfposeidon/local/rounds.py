@@ -9,7 +9,9 @@ import tensorflow as tf
 
 from tfposeidon.exchange.step_times import time_after
 from tfposeidon.local.beside_steps import BesideSteps
+from tfposeidon.local.centre import Centre
 from tfposeidon.local.meeting import Meeting
+from tfposeidon.local.rules import Rule
 from tfposeidon.local.schedule import Schedule
 from tfposeidon.state.rank_state import StateDescription
 
@@ -145,6 +147,14 @@ class Rounds:
     # ------------------------------------------------------------------ state
 
     @property
+    def has_yet_to_settle(self) -> bool:
+        """True if steps were taken and no round has been settled so far."""
+        is_late = self._beside is not None and bool(self._beside.in_flight.numpy())
+        # Counted when they are sent.
+        has_none = int(self.number.numpy()) <= is_late
+        return has_none and (is_late or int(self._since.numpy()) > 0)
+
+    @property
     def rank_state(self) -> list[tuple[Any, StateDescription]]:
         """Variables that belong to this rank, each with its description."""
         centre = self.centre
@@ -155,6 +165,19 @@ class Rounds:
             StateDescription(name=f"local {index}", private=True) for index, _ in enumerate(private)
         ]
         return list(zip(private, descriptions, strict=True))
+
+
+def kept_alone(rule: Rule, variables: Sequence[Any]) -> list[Any]:
+    """Returns variables like those of `Rounds`, for one rank, which has no rounds.
+
+    Args:
+      rule: The rule, which is built.
+      variables: Variables that the optimizer trains.
+    """
+    # Of copies, as in rounds: Keras names what an optimizer keeps after them.
+    rule.build(Centre(variables).copies)
+    with tf.init_scope(), tf.device("/CPU:0"):
+        return [_counter("rounds", tf.int64), *rule.variables]
 
 
 def _counter(name: str, dtype: tf.DType) -> tf.Variable:

@@ -79,14 +79,18 @@ def patch_keras(optimizer_class: type) -> None:
     for name, replacement in replacements.items():
         owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
         if not hasattr(getattr(owner, name), "_tfposeidon"):
-            setattr(owner, name, _wrapped(getattr(owner, name), replacement))
+            # Keras chooses XLA while it compiles, and a model may get its optimizers later.
+            of_all = replacement is _resolve_auto_jit_compile
+            setattr(owner, name, _wrapped(getattr(owner, name), replacement, of_all))
 
 
-def _wrapped(original: Any, replacement: Any) -> Any:
+def _wrapped(original: Any, replacement: Any, of_all_models: bool) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not of_all_models and not session.optimizers_of(self):
+            return original(self, *args, **kwargs)
         return replacement(original, signature.bind(self, *args, **kwargs))
 
     method._tfposeidon = True  # type: ignore[attr-defined]
@@ -111,13 +115,12 @@ def _suits_xla(model: Any) -> bool:
 
 def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     model = call.arguments["self"]
-    if session.optimizers_of(model):
-        _scale_losses(model)
-        _count_samples(model)
-        # A compile of the model's own mostly assigns optimizers after Keras's has chosen.
-        if model in _WITH_AUTOMATIC_XLA and model.jit_compile and not _suits_xla(model):
-            model.jit_compile = False
-        session.of(model).carry_statistics()
+    _scale_losses(model)
+    _count_samples(model)
+    # A compile of the model's own mostly assigns optimizers after Keras's has chosen.
+    if model in _WITH_AUTOMATIC_XLA and model.jit_compile and not _suits_xla(model):
+        model.jit_compile = False
+    session.of(model).carry_statistics()
     made = original(*call.args, **call.kwargs)
     _hide_centre(model)
     return made
@@ -189,8 +192,6 @@ def _count_samples(model: Any) -> None:
 
 def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     model = call.arguments["self"]
-    if not session.optimizers_of(model):
-        return original(*call.args, **call.kwargs)
     call.apply_defaults()
     session.of(model).begin_fit()
     _prepare(model, call.arguments)
@@ -212,9 +213,6 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
 
 
 def _evaluate(original: Any, call: inspect.BoundArguments) -> Any:
-    model = call.arguments["self"]
-    if not session.optimizers_of(model):
-        return original(*call.args, **call.kwargs)
     # Unlike in `fit`, every rank prints: each evaluates its own share of the data.
     call.apply_defaults()
     call.arguments["verbose"] = verbosity.resolve(call.arguments["verbose"])
@@ -222,10 +220,7 @@ def _evaluate(original: Any, call: inspect.BoundArguments) -> Any:
 
 
 def _save(original: Any, call: inspect.BoundArguments) -> Any:
-    model = call.arguments["self"]
-    if not session.optimizers_of(model):
-        return original(*call.args, **call.kwargs)
-    with session.of(model).centre():
+    with session.of(call.arguments["self"]).centre():
         return original(*call.args, **call.kwargs)
 
 

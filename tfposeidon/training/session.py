@@ -227,7 +227,10 @@ class Session:
 
     def note_centre(self) -> None:
         """Notes which weights are shown, to tell later whether others were assigned."""
-        if any(optimizer.has_centre for optimizer in self.optimizers):
+        optimizers = self.optimizers
+        for optimizer in optimizers:
+            optimizer.end_fit()
+        if any(optimizer.has_centre for optimizer in optimizers):
             self._shown = replicas.checksum(self._model.trainable_variables)
 
     def go_on_from_assigned(self) -> None:
