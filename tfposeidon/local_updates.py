@@ -117,7 +117,7 @@ class LocalUpdates(OptimizerWrapper):
             gradient_accumulation_steps=None,
             name=name or "local_updates",
         )
-        _check_no_averages(inner_optimizer)
+        arguments.check_no_averages("LocalUpdates", inner_optimizer)
         self._rule = rules.parse(rule)
         # Now, as a rule's own optimizer cannot tell its rate while a step is traced.
         self._rule_text = repr(self._rule)
@@ -294,7 +294,7 @@ class LocalUpdates(OptimizerWrapper):
 
     @override
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
-        self._check_all(variables)
+        arguments.check_all_variables("LocalUpdates", variables, self._trainable_variables)
         if self._rounds is None:
             self._update(grads, variables, count)
             return
@@ -319,14 +319,6 @@ class LocalUpdates(OptimizerWrapper):
             return count
         # Where a rank of the node is out of data, all of them have dropped the update.
         return tf.where(means.everybody, tf.cast(count, tf.float32), 0.0)
-
-    def _check_all(self, variables: list[Any]) -> None:
-        if [id(v) for v in variables] != [id(v) for v in self._trainable_variables]:
-            raise ValueError(
-                "LocalUpdates updates all its variables in each call. Received: gradients for "
-                f"{len(variables)} of {len(self._trainable_variables)} variables, or in another "
-                "order. Use an optimizer for each list."
-            )
 
     def _check_start(self) -> None:
         """Checks, while the first step is traced, that all ranks begin at the same centre."""
@@ -490,14 +482,6 @@ def _check_policy(policy: policies.Policy) -> None:
                 f'scheme={policy}: {reason}. Use "2dtar" (the default), "allreduce", "asa16", '
                 '"onebit" or "hitopk".'
             )
-
-
-def _check_no_averages(inner: Any) -> None:
-    if innermost(inner).use_ema:
-        raise ValueError(
-            "LocalUpdates cannot average weights over steps, as these differ from rank to rank. "
-            "Received: an inner optimizer with use_ema=True. Leave it out."
-        )
 
 
 def _warn_of_momentum(rule: rules.Rule, inner: Any, every: int) -> None:
