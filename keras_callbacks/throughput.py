@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from keras_callbacks._model_state import optimizers, samples_seen
 from keras_callbacks._tensorboard import ScalarWriter
-from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.training import session
 from tfposeidon.training.session import optimizers_of

@@ -129,6 +129,7 @@ def end_worker(worker: Worker, optimizers: Sequence[Asynchronous]) -> None:
     worker.leave()
     for optimizer in optimizers:
         optimizer.detach()
+    _end_together()
 
 
 def start_server(optimizers: Sequence[Asynchronous]) -> Server:
@@ -177,6 +178,12 @@ def let_workers_go(server: Server, optimizers: Sequence[Asynchronous]) -> None:
       optimizers: Optimizers whose centres are served.
     """
     server.let_go([flat(optimizer.exchanged_variables) for optimizer in optimizers])
+    _end_together()
+
+
+def _end_together() -> None:
+    # A script that ends takes Horovod along, and with it the last calls of the others.
+    exchange_objects(None, runtime.wire(), "tp.asynchronous.end")
 
 
 def show_centres(server: Server, optimizers: Sequence[Asynchronous]) -> None:
