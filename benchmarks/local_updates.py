@@ -117,7 +117,7 @@ def plot(cells, path):
                 cost_ms = 1e3 * max(cost_s(systems[system]), 1e-4)
                 axis.barh(height, cost_ms, height=0.7, **figures.bar(LOOKS[system]))
                 axis.annotate(
-                    f"{cost_ms:,.1f}",
+                    f"{1e3 * cost_s(systems[system]):,.1f}",
                     (cost_ms, height),
                     (4, 0),
                     textcoords="offset points",
