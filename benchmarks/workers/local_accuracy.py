@@ -121,7 +121,7 @@ def data_set(name, scale):
     """
     if name == "digits":
         return DataSet(digits, perceptron, sgd_rate=0.1, adamw_rate=0.003)
-    return DataSet(Images(scale), convolutions, sgd_rate=0.3, adamw_rate=0.01)
+    return DataSet(Images(scale), convolutions, sgd_rate=0.1, adamw_rate=0.003)
 
 
 def part_of(samples, shares, rank, size):
