@@ -49,8 +49,8 @@ def test_a_lost_worker_ends_the_job_once_the_server_has_saved(kind, cause, outco
     assert done.returncode != 0
     assert cause in done.stdout, done.stdout
     assert "tfposeidon: the job ends." in done.stdout, done.stdout
-    # The workers' mean is in the third epoch, or about to be: what they did since its begin counts.
-    assert meta["epoch"] in (1, 2), meta
+    # As a mean, workers are in the second epoch; the server may still evaluate the first.
+    assert meta["epoch"] in (0, 1), meta
     assert again.returncode == 0, again.stdout
     assert "resumed from" in again.stdout
     assert len(set(_digests(again.stdout))) == 1
