@@ -48,7 +48,7 @@ def test_a_lost_worker_ends_the_job_once_the_server_has_saved(kind, cause, outco
     done, meta, again = outcome
     assert done.returncode != 0
     assert cause in done.stdout, done.stdout
-    assert "tfposeidon: the job ends." in done.stdout, done.stdout
+    assert "the job ends; the server has saved the centre" in done.stdout, done.stdout
     # As a mean, workers are in the second epoch; the server may still evaluate the first.
     assert meta["epoch"] in (0, 1), meta
     assert again.returncode == 0, again.stdout

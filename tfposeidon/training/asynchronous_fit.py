@@ -246,10 +246,15 @@ def _saving_at_failure(callbacks: Any, show: Any) -> Iterator[None]:
         if previous is not None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         show()
-        for callback in callbacks.callbacks:
-            save = getattr(callback, "on_job_failure", None)
-            if save is not None:
-                save()
+        saving = [c for c in callbacks.callbacks if hasattr(c, "on_job_failure")]
+        for callback in saving:
+            callback.on_job_failure()
+        log.warning(
+            "tfposeidon: the job ends; %s.",
+            "the server has saved the centre"
+            if saving
+            else "the centre is lost, as fit was given no keras_callbacks.Checkpoint",
+        )
         raise
     finally:
         if previous is not None:
