@@ -95,6 +95,9 @@ STYLES = {
     "SGD, scaled rate and warm-up": Style("SGD, scaled rate and warm-up", "#bfb5a2", ours=False),
     "LARS": Style("LARS", "#c44900"),
     "LAMB": Style("LAMB", "#6a5acd"),
+    "local SGD": Style("local SGD", "#1b4f9c"),
+    "EASGD": Style("EASGD", "#b5651d", marker="s"),
+    "DiLoCo": Style("DiLoCo", "#c2185b", marker="D"),
 }
 DEFAULTS = (":mstopk",)
 """Options that a scheme has anyway: a system that names one is the system that does not."""

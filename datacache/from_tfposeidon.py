@@ -42,11 +42,20 @@ def job_wire() -> Wire | None:
 
     One process needs no Horovod. Else the first call starts Horovod with default arguments, unless
     the script has called `tfposeidon.init`.
+
+    Raises:
+      ValueError: If a rank of the job serves and trains nothing.
     """
     if process_rank().size == 1:
         return None
     from tfposeidon.communication import runtime
 
+    if runtime.server_rank() is not None:
+        raise ValueError(
+            "The data cache shares samples among all ranks of a job. Received: a job in which rank "
+            f"{runtime.server_rank()} serves and trains nothing. Give workers their data by "
+            "tf.data or arrays: tfposeidon.workers() tells whose share is which."
+        )
     return runtime.wire()
 
 

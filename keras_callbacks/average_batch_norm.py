@@ -7,8 +7,8 @@ from typing import Any
 import keras
 from typing_extensions import override
 
-from tfposeidon.communication import runtime
 from tfposeidon.exchange import replicas
+from tfposeidon.training import session
 from tfposeidon.training.statistics import moving_statistics
 
 
@@ -37,4 +37,4 @@ class AverageBatchNorm(keras.callbacks.Callback):
         self._average()
 
     def _average(self) -> None:
-        replicas.average(moving_statistics(self.model), runtime.wire())
+        replicas.average(moving_statistics(self.model), session.of(self.model).wire)

@@ -8,8 +8,8 @@ import keras
 from typing_extensions import override
 
 from keras_callbacks._tensorboard import ScalarWriter
-from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.training import session
 
 
 class CacheStatistics(keras.callbacks.Callback):
@@ -64,7 +64,7 @@ class CacheStatistics(keras.callbacks.Callback):
         own = {
             name: value - self._before[name] for name, value in self.cache.stats().to_dict().items()
         }
-        values = _summary(exchange_objects(own, runtime.wire(), "tp.cache"))
+        values = _summary(exchange_objects(own, session.of(self.model).wire, "tp.cache"))
         if logs is not None:
             logs.update(values)
         tags = {name.replace("cache_", "cache/"): value for name, value in values.items()}

@@ -17,7 +17,7 @@ from typing_extensions import override
 from keras_callbacks._model_state import optimizers, replicated_variables, trained_variables
 from tfposeidon import ranges
 from tfposeidon.communication import runtime
-from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.communication.wire import Wire, exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.variable_agreement import as_json, first_difference
 from tfposeidon.state.rank_state import StateDescription, redistribute
@@ -75,6 +75,9 @@ class Checkpoint(keras.callbacks.Callback):
     >>> callbacks = [keras_callbacks.Checkpoint("/data/checkpoints", every_n_steps=1000)]
     """
 
+    acts_at_server = True
+    """Where a server keeps the weights (`ElasticAveraging`), it alone saves."""
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -123,7 +126,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _newest(self) -> Snapshot | None:
         """Returns the newest snapshot, if training is to go on from it."""
-        self._files = Snapshots(self.folder, runtime.wire(), self.keep)
+        self._files = Snapshots(self.folder, self._wire, self.keep)
         snapshot = self._files.read_latest() if self.resume else None
         if snapshot is not None:
             self._check_format(snapshot)
@@ -155,11 +158,22 @@ class Checkpoint(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._write(epoch + 1, 0)
 
+    def on_job_failure(self) -> None:
+        """Saves what there is, where a server loses a worker in the middle of an epoch."""
+        self._write(self._epoch, 0)
+        self._files.finish()
+
     @override
     def on_train_end(self, logs: Any = None) -> None:
         self._files.finish()
         # Keras would begin the next `fit` there, too.
         self._session.begin_where_asked()
+
+    @property
+    def _wire(self) -> Wire:
+        """Wire between the ranks whose state is saved: all, or the server alone."""
+        # There is none yet where `epoch_to_resume` is called before `fit`.
+        return runtime.wire() if self.model is None else session.of(self.model).wire
 
     # ---------------------------------------------------------------- writing
 
@@ -180,7 +194,7 @@ class Checkpoint(keras.callbacks.Callback):
         own |= to_named_arrays(_values(metrics), "metric")
         own |= to_named_arrays(_values(self._rank_variables()), "sum")
         own |= {"pieces": _json_array([p.to_dict() for p in self._rank_descriptions()])}
-        self._files.start(meta, self._written_once() if runtime.rank() == 0 else {}, own)
+        self._files.start(meta, self._written_once() if self._wire.topology.rank == 0 else {}, own)
         self._steps_since_start, self._next_look = 0, 1
 
     def _look_at_files(self) -> None:
@@ -254,7 +268,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._check(snapshot)
         _assign(self._shared(), to_array_list(snapshot.shared, "shared"))
         # A rank that the saved job did not have begins with the state of another.
-        own = snapshot.own.get(runtime.rank(), next(iter(snapshot.own.values())))
+        own = snapshot.own.get(self._wire.topology.rank, next(iter(snapshot.own.values())))
         _assign(self._own(), to_array_list(own, "own"))
         layers = {name: value for name, value in snapshot.shared.items() if name.startswith(_LAYER)}
         layer_state.assign(
@@ -313,10 +327,13 @@ class Checkpoint(keras.callbacks.Callback):
         buckets, a rank gets its part of the sum.
         """
         pieces = self._rank_descriptions()
-        same = snapshot.same_layout and _saved_descriptions(snapshot.own[runtime.rank()]) == pieces
+        same = (
+            snapshot.same_layout
+            and _saved_descriptions(snapshot.own[self._wire.topology.rank]) == pieces
+        )
         # Agreed on, as all ranks or none must come to the exchange in `read_all_ranks`.
-        if all(exchange_objects(same, runtime.wire(), "tp.same_pieces")):
-            return to_array_list(snapshot.own[runtime.rank()], "sum")
+        if all(exchange_objects(same, self._wire, "tp.same_pieces")):
+            return to_array_list(snapshot.own[self._wire.topology.rank], "sum")
         everybody = self._files.read_all_ranks(snapshot)
         saved = [
             list(zip(_saved_descriptions(own), to_array_list(own, "sum"), strict=True))

@@ -8,8 +8,8 @@ import keras
 from typing_extensions import override
 
 from keras_callbacks._model_state import samples_seen
-from tfposeidon.communication import runtime
-from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.communication.wire import Wire, exchange_objects
+from tfposeidon.training import session
 
 
 class MetricAverage(keras.callbacks.Callback):
@@ -52,9 +52,10 @@ class MetricAverage(keras.callbacks.Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        wire = session.of(self.model).wire
         trained = self._samples_seen() if self._trained is None else self._trained
-        if logs and runtime.size() > 1:
-            logs.update(_averages(logs, trained, self._validated))
+        if logs and wire.topology.size > 1:
+            logs.update(_averages(logs, trained, self._validated, wire))
 
     def _samples_seen(self) -> float:
         # Without a loss tracker nothing counts samples, and ranks weigh the same.
@@ -62,12 +63,14 @@ class MetricAverage(keras.callbacks.Callback):
         return 1.0 if seen is None else seen
 
 
-def _averages(logs: dict[str, Any], trained: float, validated: float) -> dict[str, float]:
+def _averages(
+    logs: dict[str, Any], trained: float, validated: float, wire: Wire
+) -> dict[str, float]:
     own = {
         name: [validated if name.startswith("val_") else trained, float(value)]
         for name, value in logs.items()
     }
-    ranks = exchange_objects(own, runtime.wire(), "tp.metrics")
+    ranks = exchange_objects(own, wire, "tp.metrics")
     # A rank may lack a metric, such as `val_loss` where only some ranks validate.
     pairs = {name: [metrics[name] for metrics in ranks if name in metrics] for name in own}
     return {name: _weighted_mean(values) for name, values in pairs.items()}

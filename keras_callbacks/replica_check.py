@@ -64,7 +64,7 @@ class ReplicaCheck(keras.callbacks.Callback):
     def _check(self) -> None:
         session.of(self.model).show_centre()
         variables = replicated_variables(self.model)
-        wire = runtime.wire()
+        wire = session.of(self.model).wire
         layers = layer_state.read(self.model)
         found = replicas.differences(variables, wire) | replicas.different_arrays(layers, wire)
         if not found:

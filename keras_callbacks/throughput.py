@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from keras_callbacks._model_state import optimizers, samples_seen
 from keras_callbacks._tensorboard import ScalarWriter
-from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.training import session
 from tfposeidon.training.session import optimizers_of
 
 
@@ -70,7 +70,7 @@ class Throughput(keras.callbacks.Callback):
     @override
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._end_training()
-        ranks = exchange_objects(self._spent, runtime.wire(), "tp.throughput")
+        ranks = exchange_objects(self._spent, session.of(self.model).wire, "tp.throughput")
         slowest_s = max(seconds for seconds, _, _ in ranks)
         if logs is None or slowest_s <= 0:
             return
@@ -103,4 +103,4 @@ class Throughput(keras.callbacks.Callback):
         built = [optimizer for optimizer in optimizers_of(self.model) if optimizer.built]
         own = sum(optimizer.bytes_per_step for optimizer in built)
         # Ranks of unequal nodes send unequal amounts; all show what rank 0 sends.
-        return exchange_objects(own, runtime.wire(), "tp.bytes")[0]
+        return exchange_objects(own, session.of(self.model).wire, "tp.bytes")[0]

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from tfposeidon import local, ops, optimizers, policies, sample_counts, schemes
     from tfposeidon.collectives import all_gather, all_reduce, barrier, broadcast_variables
     from tfposeidon.communication.links import Link, Links, Rates
-    from tfposeidon.communication.runtime import init, rank, size
+    from tfposeidon.communication.runtime import init, rank, size, workers
+    from tfposeidon.elastic_averaging import ElasticAveraging
     from tfposeidon.exchange.parallel_operator import parallel_tensor_operator
     from tfposeidon.local_updates import LocalUpdates
     from tfposeidon.optimizer import DistributedOptimizer
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "DistributedOptimizer",
+    "ElasticAveraging",
     "Link",
     "Links",
     "LocalUpdates",
@@ -40,10 +42,12 @@ __all__ = [
     "sample_counts",
     "schemes",
     "size",
+    "workers",
 ]
 
 _HOME = {
     "DistributedOptimizer": "optimizer",
+    "ElasticAveraging": "elastic_averaging",
     "LocalUpdates": "local_updates",
     "all_gather": "collectives",
     "all_reduce": "collectives",
@@ -56,6 +60,7 @@ _HOME = {
     "init": "communication.runtime",
     "rank": "communication.runtime",
     "size": "communication.runtime",
+    "workers": "communication.runtime",
 }
 
 

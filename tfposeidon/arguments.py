@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -84,4 +85,40 @@ def check_sample_count(sample_count: Any) -> None:
         raise TypeError(
             "`sample_count` must be a function from a batch to a number. Received: "
             f"sample_count={sample_count!r}. In a hand-written loop give the number to apply."
+        )
+
+
+def check_no_averages(optimizer: str, inner: Any) -> None:
+    """Refuses averages over steps of weights that differ from rank to rank.
+
+    Args:
+      optimizer: Name of the class.
+      inner: Its inner optimizer.
+
+    Raises:
+      ValueError: If it averages.
+    """
+    if innermost(inner).use_ema:
+        raise ValueError(
+            f"{optimizer} cannot average weights over steps, as these differ from rank to rank. "
+            "Received: an inner optimizer with use_ema=True. Leave it out."
+        )
+
+
+def check_all_variables(optimizer: str, given: Sequence[Any], known: Sequence[Any]) -> None:
+    """Refuses a call that does not update all variables of an optimizer.
+
+    Args:
+      optimizer: Name of the class.
+      given: Variables of the call.
+      known: Variables that the optimizer was built for.
+
+    Raises:
+      ValueError: If they are others, or in another order.
+    """
+    if [id(variable) for variable in given] != [id(variable) for variable in known]:
+        raise ValueError(
+            f"{optimizer} updates all its variables in each call. Received: gradients for "
+            f"{len(given)} of {len(known)} variables, or in another order. Use an optimizer for "
+            "each list."
         )

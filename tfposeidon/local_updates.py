@@ -106,7 +106,7 @@ class LocalUpdates(OptimizerWrapper):
             gradient_accumulation_steps=None,
             name=name or "local_updates",
         )
-        checks.check_no_averages(inner_optimizer)
+        arguments.check_no_averages("LocalUpdates", inner_optimizer)
         self._schedule = schedule
         self._rule = rules.parse(rule)
         # Now, as a rule's own optimizer cannot tell its rate while a step is traced.
@@ -260,7 +260,7 @@ class LocalUpdates(OptimizerWrapper):
 
     @override
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
-        self._check_all(variables)
+        arguments.check_all_variables("LocalUpdates", variables, self._trainable_variables)
         if self._rounds is None:
             self._update(grads, variables, count)
             return
@@ -279,14 +279,6 @@ class LocalUpdates(OptimizerWrapper):
         rows = [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
         self.inner_optimizer.apply(rows, variables)
         return count
-
-    def _check_all(self, variables: list[Any]) -> None:
-        if [id(v) for v in variables] != [id(v) for v in self._trainable_variables]:
-            raise ValueError(
-                "LocalUpdates updates all its variables in each call. Received: gradients for "
-                f"{len(variables)} of {len(self._trainable_variables)} variables, or in another "
-                "order. Use an optimizer for each list."
-            )
 
     def _check_start(self) -> None:
         """Checks, while the first step is traced, that all ranks begin at the same centre."""

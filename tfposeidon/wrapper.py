@@ -392,6 +392,11 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
     # ------------------------------------------------------------------ weights of each rank
 
     @property
+    def is_asynchronous(self) -> bool:
+        """True if ranks exchange with a server, each at its own pace."""
+        return False
+
+    @property
     def has_centre(self) -> bool:
         """True if ranks train weights of their own, beside a centre that is equal on all."""
         return False

@@ -43,7 +43,12 @@ def run(case, wire):
 def main(results_path, ranks_per_node, *modules):
     layout = int(ranks_per_node) or None
     # Cases that are not about `auto` exchange by what they name, or by all-reduce.
-    tp.init(ranks_per_node=layout, stall_timeout_s=STALL_LIMIT_S, links="unknown")
+    tp.init(
+        ranks_per_node=layout,
+        stall_timeout_s=STALL_LIMIT_S,
+        links="unknown",
+        server_rank=0 if "elastic_averaging" in modules else None,
+    )
     wire = runtime.wire()
     results = {}
     # Objects made by imports live as long as the rank: no collection needs to look at them.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HOROVOD_VERSION = "0.28.1"
-CORRECTED_MARK = "+tfposeidon.2"
+CORRECTED_MARK = "+tfposeidon.3"
 
 
 class CorrectionError(RuntimeError):
@@ -74,6 +74,27 @@ CORRECTIONS = (
         wrong="global_ranks_.reserve(size_);",
         right="global_ranks_.resize(size_);",
         why="Under Gloo the stall inspector never sees a missing rank.",
+    ),
+    Correction(
+        file="horovod/common/process_set.cc",
+        wrong="""      InitializeRegisteredAndRemoveMarkedIfReady_(context, status);
+      if (ProcessSetHasJustBeenRemoved()) {
+        break;
+""",
+        right="""      try {
+        InitializeRegisteredAndRemoveMarkedIfReady_(context, status);
+      } catch (const std::exception& ex) {
+        // A peer is gone: there is nobody left to agree with.
+        id_to_process_set_[id].Finalize(status);
+        DeregisterProcessSet(id);
+        id_to_be_removed_ = NO_PENDING_REMOVAL;
+        break;
+      }
+      if (ProcessSetHasJustBeenRemoved()) {
+        break;
+""",
+        why="Where there are process sets, the end of one rank aborts all others: they cannot save "
+        "what they have, nor say what happened.",
     ),
     Correction(
         file="third_party/gloo/gloo/alltoallv.cc",

@@ -24,7 +24,9 @@ PATIENCE_S = 3.0
 _FIRST = "first-failure"
 _BROKEN_COLLECTIVE = re.compile(
     r"Horovod has been shut down|HorovodInternalError|Connection (closed|reset)|gloo/transport|"
-    r"Read timeout|Timed out waiting|Broken pipe|Socket closed"
+    r"Read timeout|Timed out waiting|Broken pipe|Socket closed|"
+    # What sets are gone when Horovod has been shut down.
+    r"Process set provided does not exist"
 )
 # TensorFlow's messages name the op; the dots in the name tell our collectives (see `wire`).
 _WAITING = re.compile(r"(?:node \S*?|name: )([\w-]+\.[\w.-]+)")

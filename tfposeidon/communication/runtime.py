@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from tfposeidon import ranges
 from tfposeidon.communication import agreement, failure, launcher
+from tfposeidon.communication.group_wire import GroupWire
 from tfposeidon.communication.links import Links, parse_links
-from tfposeidon.communication.node_wire import NodeWire
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import HorovodWire, Wire, exchange_objects
 
@@ -31,6 +31,7 @@ UNKNOWN = "unknown"
 
 log = logging.getLogger("tfposeidon")
 _wire: HorovodWire | None = None
+_server_rank: int | None = None
 _links: Links | None = None
 _measures_links = False
 
@@ -42,6 +43,7 @@ def init(
     transport_timeout_s: float | None = None,
     pin_gpu: bool = True,
     links: Any = None,
+    server_rank: int | None = None,
 ) -> Topology:
     """Starts Horovod, finds the nodes and sets up the groups of ranks. Safe to call twice.
 
@@ -61,6 +63,8 @@ def init(
         `"25gbit"`, a `tfposeidon.Links`, the path of a file that holds one, or `"unknown"`, with
         which `"auto"` is all-reduce. By default they are measured, but on GPUs, where measuring
         is untried, they are unknown.
+      server_rank: Rank that keeps the centre of `ElasticAveraging` and trains nothing itself, the
+        same on all ranks; `None` (default) for none.
 
     Returns:
       The topology as this rank sees it: `rank`, `size`, `nodes`.
@@ -68,24 +72,26 @@ def init(
     Raises:
       ImportError: If Horovod is missing or was built without TensorFlow.
       ValueError: If an argument is out of its range, or `links` are of another kind of cluster.
-      RuntimeError: If it was called before with another layout, if ranks ask for different layouts,
-        or if `hvd.init()` was called before and groups of ranks are needed.
+      RuntimeError: If it was called before with another layout or server, if ranks ask for
+        different ones, or if `hvd.init()` was called before and groups of ranks are needed.
 
     Example:
       >>> import tfposeidon as tp
       >>> tp.init().size
       1
     """
-    global _wire
+    global _wire, _server_rank
     if _wire is not None:
         _check_same_layout(_wire.topology, ranks_per_node)
+        _check_same_server(server_rank)
         if links is not None:
             _take_links(links, _wire.topology)
         return _wire.topology
     _check_horovod()
     # Before the start, at which Horovod reads its environment.
     _set_limits(stall_timeout_s, transport_timeout_s)
-    _wire = _start(ranks_per_node)
+    _wire = _start(ranks_per_node, server_rank)
+    _server_rank = server_rank
     failure.watch(_wire.topology.rank, _wire.topology.size)
     if pin_gpu:
         _pin_gpu(launcher.process_rank().local_rank)
@@ -103,7 +109,46 @@ def wire() -> Wire:
 
 def node_wire() -> Wire:
     """Returns a wire between the ranks of this rank's node; starts Horovod if nobody did."""
-    return NodeWire(wire())
+    return GroupWire(wire(), wire().topology.node.ranks)
+
+
+def own_wire() -> Wire:
+    """Returns a wire of this rank alone; starts Horovod if nobody did."""
+    return GroupWire(wire(), [rank()])
+
+
+def server_rank() -> int | None:
+    """Returns the rank that serves the others, as `init` was told; `None` for none."""
+    return _server_rank
+
+
+def workers() -> Group:
+    """Returns the ranks that train: all, but for the one that `init` has made the server.
+
+    Data are shared among them: `workers().index(rank())` is the share of this rank, of
+    `workers().size`. Starts Horovod with default arguments if nobody did.
+
+    Example:
+      >>> import tfposeidon as tp
+      >>> tp.workers().index(tp.rank()), tp.workers().size
+      (0, 1)
+    """
+    return Group(tuple(r for r in wire().topology.world.ranks if r != _server_rank))
+
+
+def pair_wire(worker: int) -> Wire:
+    """Returns a wire between the server and a worker, for either of them.
+
+    Args:
+      worker: Rank of the worker.
+    """
+    assert _server_rank is not None
+    return GroupWire(wire(), (_server_rank, worker))
+
+
+def stall_limit_s() -> float:
+    """Returns the seconds after which Horovod ends a job in which a rank is late; 0 for never."""
+    return float(os.environ.get(launcher.STALL_LIMIT, DEFAULT_STALL_TIMEOUT_S))
 
 
 def links() -> Links | None:
@@ -199,25 +244,38 @@ def say(text: str, *values: object) -> None:
         log.warning(text, *values)
 
 
-def _start(ranks_per_node: int | None) -> HorovodWire:
+def _start(ranks_per_node: int | None, server_rank: int | None) -> HorovodWire:
     import horovod.tensorflow as hvd
 
     if hvd.is_initialized():
-        return _adopt(hvd, ranks_per_node)
+        return _adopt(hvd, ranks_per_node, server_rank)
     own = launcher.process_rank()
+    _check_server_rank(server_rank, own.size)
     if ranks_per_node is None and own.size > 1 and launcher.Store.of_launcher() is None:
-        return _start_over_mpi(hvd)
+        return _start_over_mpi(hvd, server_rank)
     topology = _find_topology(own, ranks_per_node)
-    _check_layout_in_store(topology)
+    _check_layout_in_store(topology, server_rank)
     # Named at the start: sets that are added later make each cycle of Horovod's thread wait for all
     # ranks.
-    process_sets = {group: hvd.ProcessSet(list(group.ranks)) for group in topology.groups()}
+    groups = _groups(topology, server_rank)
+    process_sets = {group: hvd.ProcessSet(list(group.ranks)) for group in groups}
     hvd.init(process_sets=list(process_sets.values()))
     _check_layout(hvd, topology)
     return HorovodWire(topology, process_sets)
 
 
-def _start_over_mpi(hvd: Any) -> HorovodWire:
+def _groups(topology: Topology, server_rank: int | None) -> tuple[Group, ...]:
+    """Returns the groups that Horovod has to set up: those of nodes, and pairs with the server."""
+    pairs: list[Group] = []
+    # Two ranks are the world, for which Horovod has a set.
+    if server_rank is not None and topology.size > 2:
+        others = (r for r in topology.world.ranks if r != server_rank)
+        pairs = [Group(tuple(sorted((server_rank, r)))) for r in others]
+    # A node of two ranks may be a pair as well.
+    return tuple(dict.fromkeys([*topology.groups(), *pairs]))
+
+
+def _start_over_mpi(hvd: Any, server_rank: int | None) -> HorovodWire:
     """Starts Horovod where no rank knows the others' hosts beforehand.
 
     Ranks ask over the world and add the groups afterwards, which makes each cycle of Horovod's
@@ -226,13 +284,14 @@ def _start_over_mpi(hvd: Any) -> HorovodWire:
     hvd.init(process_sets="dynamic")
     # This layout has all ranks on one node, so that it needs no other group than the world.
     world = HorovodWire(Topology.regular(hvd.rank(), hvd.size(), hvd.size()), {})
+    everybody = exchange_objects([socket.gethostname(), server_rank], world, "tp.hosts")
+    _require_same_servers([server for _, server in everybody])
     nodes: dict[str, list[int]] = {}
-    for rank, host in enumerate(exchange_objects(socket.gethostname(), world, "tp.hosts")):
+    for rank, (host, _) in enumerate(everybody):
         nodes.setdefault(host, []).append(rank)
     topology = Topology(hvd.rank(), tuple(map(tuple, nodes.values())))
-    return HorovodWire(
-        topology, {group: hvd.add_process_set(list(group.ranks)) for group in topology.groups()}
-    )
+    groups = _groups(topology, server_rank)
+    return HorovodWire(topology, {g: hvd.add_process_set(list(g.ranks)) for g in groups})
 
 
 def _find_topology(own: launcher.ProcessRank, ranks_per_node: int | None) -> Topology:
@@ -248,7 +307,7 @@ def _find_topology(own: launcher.ProcessRank, ranks_per_node: int | None) -> Top
     )
 
 
-def _check_layout_in_store(topology: Topology) -> None:
+def _check_layout_in_store(topology: Topology, server_rank: int | None) -> None:
     """Compares the layout with that of rank 0, before Horovod starts.
 
     Groups that differ between ranks would abort it without a reason.
@@ -258,19 +317,55 @@ def _check_layout_in_store(topology: Topology) -> None:
         return
     mine = [list(node) for node in topology.nodes]
     if topology.rank == 0:
-        store.put("layout", mine)
+        store.put("layout", [mine, server_rank])
     else:
+        nodes, server = store.wait_for("layout", LAYOUT_PATIENCE_S)
         agreement.require_equal(
-            {0: store.wait_for("layout", LAYOUT_PATIENCE_S), topology.rank: mine},
+            {0: nodes, topology.rank: mine},
             "All ranks must see the same nodes",
             "Pass the same `ranks_per_node` to tfposeidon.init() everywhere.",
         )
+        _require_same_servers({0: server, topology.rank: server_rank})
 
 
-def _adopt(hvd: Any, ranks_per_node: int | None) -> HorovodWire:
+def _require_same_servers(servers: Any) -> None:
+    agreement.require_equal(
+        servers,
+        "All ranks must name the same server",
+        "Pass the same `server_rank` to tfposeidon.init() everywhere.",
+    )
+
+
+def _check_server_rank(server_rank: int | None, size: int) -> None:
+    if server_rank is None:
+        return
+    ranges.check_integer("server_rank", server_rank, 0)
+    if size == 1:
+        raise ValueError(
+            "A server needs workers. Received: server_rank=0 in a job of one rank. Start the job "
+            "with horovodrun -np 2 or more, or leave `server_rank` out."
+        )
+    if server_rank >= size:
+        raise ValueError(
+            f"`server_rank` must be one of the {size} ranks. Received: server_rank={server_rank}. "
+            "Use 0."
+        )
+
+
+def _check_same_server(server_rank: int | None) -> None:
+    if server_rank not in (None, _server_rank):
+        raise RuntimeError(
+            "Groups of ranks are set up once per process. Received: "
+            f"server_rank={server_rank}, but the job has begun with server_rank={_server_rank}. "
+            "Pass `server_rank` to the first tfposeidon.init()."
+        )
+
+
+def _adopt(hvd: Any, ranks_per_node: int | None, server_rank: int | None) -> HorovodWire:
     """Uses a Horovod that the script started itself, if no groups of ranks are needed."""
+    _check_server_rank(server_rank, hvd.size())
     topology = Topology.regular(hvd.rank(), hvd.size(), ranks_per_node or hvd.local_size())
-    missing: tuple[Group, ...] = topology.groups()
+    missing = _groups(topology, server_rank)
     if missing:
         raise RuntimeError(
             "tfposeidon sets up groups of ranks when Horovod starts. Received: hvd.init() was "

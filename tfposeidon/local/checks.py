@@ -7,7 +7,6 @@ from typing import Any
 from tfposeidon import policies
 from tfposeidon.communication import runtime
 from tfposeidon.local import rules
-from tfposeidon.optimizers.wrapping import innermost
 
 FEWEST_WITH_MOMENTUM = 8
 """Steps between rounds below which momentum inside and outside is known to do harm."""
@@ -51,22 +50,6 @@ def check_policy(policy: policies.Policy) -> None:
                 f'scheme={policy}: {reason}. Use "2dtar" (the default), "allreduce", "asa16", '
                 '"onebit" or "hitopk".'
             )
-
-
-def check_no_averages(inner: Any) -> None:
-    """Refuses inner optimizers that average weights over steps.
-
-    Args:
-      inner: The inner optimizer.
-
-    Raises:
-      ValueError: If it has `use_ema`.
-    """
-    if innermost(inner).use_ema:
-        raise ValueError(
-            "LocalUpdates cannot average weights over steps, as these differ from rank to rank. "
-            "Received: an inner optimizer with use_ema=True. Leave it out."
-        )
 
 
 def check_nothing_counts_twice(rule: rules.Rule, policy: policies.Policy, keeps: bool) -> None:

@@ -16,6 +16,7 @@ from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.step import Step
 from tfposeidon.local.centre import Centre, either
 from tfposeidon.local.rules import Rule
+from tfposeidon.optimizers.wrapping import reset_slots
 
 log = logging.getLogger("tfposeidon")
 
@@ -280,10 +281,7 @@ class Meeting:
 
     def _recover(self) -> None:
         """Begins with new slots on a rank whose weights were not finite."""
-        for variable in self._inner().variables:
-            # Scalars are rates, scales and counters.
-            if tf.as_dtype(variable.dtype).is_floating and len(variable.shape):
-                variable.assign(tf.zeros_like(tf.convert_to_tensor(variable)))
+        reset_slots(self._inner())
         tf.py_function(_say_recovered, [], [])
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+
 
 def innermost(optimizer: Any) -> Any:
     """Returns the optimizer inside wrappers that have an `inner_optimizer`.
@@ -20,3 +22,15 @@ def innermost(optimizer: Any) -> Any:
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
+
+
+def reset_slots(optimizer: Any) -> None:
+    """Makes an optimizer begin with new slots, such as velocities; rates and counters stay.
+
+    Args:
+      optimizer: A built Keras optimizer, wrapped or not.
+    """
+    for variable in optimizer.variables:
+        # Scalars are rates, scales and counters.
+        if keras.backend.is_float_dtype(variable.dtype) and len(variable.shape):
+            variable.assign(keras.ops.zeros_like(variable))

@@ -32,7 +32,7 @@ import tensorflow as tf
 
 from tfposeidon.communication import runtime
 from tfposeidon.planning import rules
-from tfposeidon.training import equal_steps, session, verbosity
+from tfposeidon.training import asynchronous_fit, equal_steps, session, verbosity
 from tfposeidon.training.skip_batches import SkipBatches
 
 _WITH_AUTOMATIC_XLA: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -195,9 +195,15 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     call.apply_defaults()
     session.of(model).begin_fit()
     _prepare(model, call.arguments)
-    if call.arguments["verbose"] == "auto" and runtime.rank() != 0:
+    is_asynchronous = session.of(model).is_asynchronous
+    if is_asynchronous:
+        call.arguments["callbacks"] = _as_list(call.arguments["callbacks"])
+        asynchronous_fit.check(call.arguments)
+    if call.arguments["verbose"] == "auto" and runtime.rank() != (runtime.server_rank() or 0):
         call.arguments["verbose"] = 0
     call.arguments["verbose"] = verbosity.resolve(call.arguments["verbose"])
+    if is_asynchronous:
+        return asynchronous_fit.fit(original, call)
     if runtime.size() == 1:
         return original(*call.args, **call.kwargs)
     callbacks = call.arguments["callbacks"]

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
-from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.communication.wire import Wire, exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.policies import Policy
 from tfposeidon.training.skip_batches import SkipBatches
@@ -109,6 +109,16 @@ class Session:
     def optimizers(self) -> list[Any]:
         """The model's optimizers that communicate: see `optimizers_of`."""
         return optimizers_of(self._model)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """True if ranks train at their own pace, around what a server keeps."""
+        return any(optimizer.is_asynchronous for optimizer in self.optimizers)
+
+    @property
+    def wire(self) -> Wire:
+        """Wire between the ranks that train in step with this one: all, or this one alone."""
+        return runtime.own_wire() if self.is_asynchronous else runtime.wire()
 
     def steps_until_exchange(self, optimizers: Iterable[Any]) -> int:
         """Returns after how many steps optimizers have exchanged for certain, from a call's end on.

@@ -1,8 +1,8 @@
-"""The ranks of one node as a job of their own."""
+"""Some ranks of a job as a job of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 from typing_extensions import override
@@ -11,20 +11,23 @@ from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
 
 
-class NodeWire(Wire):
-    """Wire between the ranks of this rank's node, which it numbers from 0.
+class GroupWire(Wire):
+    """Wire between some ranks of a job, this one among them, which it numbers from 0.
 
     Args:
       wire: Wire between all ranks of the job.
+      ranks: Ranks of the job that take part, a group for which Horovod has a process set.
 
     Attributes:
-      topology: The node's ranks, as a job of a single node.
+      topology: These ranks and their nodes, as a job.
     """
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire, self._node = wire, wire.topology.node
-        own = tuple(range(self._node.size))
-        self.topology = Topology(wire.topology.position, (own,))
+    def __init__(self, wire: Wire, ranks: Iterable[int]) -> None:
+        self._wire, self._ranks = wire, tuple(sorted(ranks))
+        job = wire.topology
+        nodes = [[r for r in node if r in self._ranks] for node in job.nodes]
+        numbered = [tuple(self._ranks.index(r) for r in node) for node in nodes if node]
+        self.topology = Topology(self._ranks.index(job.rank), tuple(numbered))
 
     @override
     def all_reduce(
@@ -48,4 +51,4 @@ class NodeWire(Wire):
         return self.all_gather(tensor[tf.newaxis], self.topology.world, name)[root_rank]
 
     def _in_job(self, group: Group) -> Group:
-        return Group(tuple(self._node.ranks[rank] for rank in group.ranks))
+        return Group(tuple(self._ranks[rank] for rank in group.ranks))

@@ -1,0 +1,145 @@
+"""Measures workers around a server: their pace beside one that is slow, or what they learn."""
+
+import time
+
+import keras
+import tensorflow as tf
+
+import tfposeidon as tp
+from benchmarks.workers import local_accuracy
+from benchmarks.workers.local_accuracy import EPOCH_STEPS, MOMENTUM
+from benchmarks.workers.task import Task
+from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import exchange_objects
+
+WARM_UP = 8
+"""Steps that are not timed: the first one is traced."""
+
+
+class Steps:
+    """Steps that compute for a given time, and update weights by one optimizer.
+
+    Args:
+      optimizer: Optimizer that takes the steps.
+      length: Number of weights.
+      compute_s: Seconds that a step computes.
+    """
+
+    def __init__(self, optimizer, length, compute_s):
+        self._weight = keras.Variable(tf.zeros([length]), name="weight")
+        self._compute_s = compute_s
+        optimizer.build([self._weight])
+
+        @tf.function
+        def update(value):
+            optimizer.apply([tf.fill([length], value)], [self._weight])
+
+        self._update = update
+
+    def run(self, count):
+        """Takes some steps, and returns the seconds of each, as a mean."""
+        begin = time.perf_counter()
+        for _ in range(count):
+            time.sleep(self._compute_s)
+            self._update(tf.constant(1e-3))
+        return (time.perf_counter() - begin) / count
+
+
+def paces(task, system):
+    """Returns seconds of a step for each worker, alone and with exchanges.
+
+    The last rank's steps take `slowness` times as long, so that it takes as many fewer.
+    """
+    is_slow = tp.rank() == tp.size() - 1
+    compute_s = task.compute_s * (task.slowness if is_slow else 1)
+    together = system["every"] is None
+    if together:
+        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.01), "allreduce")
+        counts = task.steps // task.slowness
+    else:
+        optimizer = tp.ElasticAveraging(keras.optimizers.SGD(0.01), system["every"])
+        counts = task.steps // task.slowness if is_slow else task.steps
+    found = {}
+
+    def train():
+        alone = Steps(keras.optimizers.SGD(0.01), task.length, compute_s)
+        alone.run(1)
+        found["alone_s"] = alone.run(counts)
+        steps.run(WARM_UP)
+        found["step_s"] = steps.run(counts)
+
+    steps = Steps(optimizer, task.length, compute_s)
+    exchange_objects(None, runtime.wire(), "bench.begin")
+    if together:
+        train()
+    else:
+        optimizer.run(train)
+    everybody = exchange_objects(found, runtime.wire(), "bench.paces")
+    return {"ranks": everybody}
+
+
+def accuracies(task, system):
+    """Returns the centre's accuracy on test samples at the end, for each seed."""
+    trainer = _Trainer(task.epochs, system)
+    return {"accuracies": [trainer.train(seed) for seed in task.seeds]}
+
+
+class _Trainer:
+    """Trains an MLP on digits from one seed after another, with steps that are traced once."""
+
+    def __init__(self, epochs, system):
+        keras.utils.clear_session()
+        self._epochs, self._steps = epochs, epochs * EPOCH_STEPS
+        data = local_accuracy.data_set("digits", 1.0)
+        rate = keras.optimizers.schedules.CosineDecay(data.sgd_rate, self._steps)
+        inner = keras.optimizers.SGD(rate, momentum=MOMENTUM)
+        every, alpha = system["every"], system["alpha"]
+        if every is None:
+            self._optimizer = tp.DistributedOptimizer(inner, "allreduce")
+        else:
+            self._optimizer = tp.ElasticAveraging(inner, every, alpha)
+        self._data, self._model = data, keras.Sequential(data.layers())
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self._model.compile(
+            self._optimizer, loss, metrics=["accuracy"], steps_per_execution=EPOCH_STEPS
+        )
+        self._optimizer.build(self._model.trainable_variables)
+        self._at_first = [tf.convert_to_tensor(v) for v in inner.variables]
+
+    def train(self, seed):
+        """Trains from a seed, and returns the accuracy of the weights that all ranks have then."""
+        for variable, value in zip(
+            self._optimizer.inner_optimizer.variables, self._at_first, strict=True
+        ):
+            variable.assign(value)
+        keras.utils.set_random_seed(seed)
+        self._model.set_weights(keras.Sequential(self._data.layers()).get_weights())
+        samples, workers = self._data.samples(seed), tp.workers()
+        index = workers.index(tp.rank()) if tp.rank() in workers.ranks else 0
+        own = local_accuracy.part_of(samples, "alike", index, workers.size)
+        self._model.fit(
+            local_accuracy.batches(own, self._steps, seed, index),
+            epochs=self._epochs,
+            steps_per_epoch=EPOCH_STEPS,
+            verbose=0,
+        )
+        size = len(samples.test_y)
+        return self._model.evaluate(
+            samples.test_x, samples.test_y, batch_size=size, verbose=0, return_dict=True
+        )["accuracy"]
+
+
+def main():
+    task = Task.from_argument()
+    # All ranks share few cores, and these models gain nothing by more.
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    serves = any(system["every"] is not None for system in task.systems.values())
+    tp.init(links="unknown", server_rank=0 if serves else None)
+    measure = {"accuracy": accuracies, "pace": paces}[task.part]
+    for name, system in task.systems.items():
+        task.note(name, measure(task, system))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""Trains small models by local updates, or by an exchange in each step, from several seeds.
+
+Weights, order of samples and schedule of rates are the same for all systems under a seed.
+"""
+
+import dataclasses
+import sys
+import time
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from sklearn.datasets import load_digits
+from typing_extensions import override
+
+import keras_callbacks
+import tfposeidon as tp
+from benchmarks.exchanges import scheme_named
+from benchmarks.harness import ROOT
+from benchmarks.workers.task import Task
+from tfposeidon.schemes.sparse import SparseScheme
+
+BATCH_PER_RANK = 16
+EPOCH_STEPS = 64
+"""Steps from one look at the accuracy to the next: a multiple of those between rounds. TensorFlow
+executes them in one call, as ranks on few cores would wait for Python."""
+MOMENTUM = 0.9
+DIGITS_FOR_TEST = 360
+IMAGES, IMAGES_FOR_TEST, SIDE = 12_000, 2_000, 24
+
+
+class Samples(NamedTuple):
+    """Samples, their classes, and those to test on."""
+
+    x: np.ndarray
+    y: np.ndarray
+    test_x: np.ndarray
+    test_y: np.ndarray
+
+
+class DataSet(NamedTuple):
+    """What is trained, and on what.
+
+    Attributes:
+      samples: Function of the seed that returns `Samples` of all ranks.
+      layers: Function that returns the model's layers.
+      sgd_rate: First rate of SGD.
+      adamw_rate: First rate of AdamW.
+    """
+
+    samples: object
+    layers: object
+    sgd_rate: float
+    adamw_rate: float
+
+
+class Images:
+    """Images drawn by examples/data/draw_shapes.py, the same for all seeds.
+
+    Args:
+      scale: Part of the images to draw.
+    """
+
+    def __init__(self, scale=1.0):
+        sys.path.insert(0, str(ROOT / "examples"))
+        from data import draw_shapes
+
+        self._drawn = Samples(
+            *self._part(draw_shapes, int(scale * IMAGES), 0),
+            *self._part(draw_shapes, int(scale * IMAGES_FOR_TEST), 1),
+        )
+
+    def _part(self, draw_shapes, count, seed):
+        rng = np.random.default_rng(seed)
+        labels = rng.permutation(np.arange(count) % len(draw_shapes.CLASSES))
+        return np.stack([draw_shapes.image(label, SIDE, rng) for label in labels]), labels
+
+    def __call__(self, seed):
+        """Returns `Samples`."""
+        return self._drawn
+
+
+def digits(seed):
+    """Returns scikit-learn's digits; each seed tests on others of them."""
+    found = load_digits()
+    order = np.random.default_rng(seed).permutation(len(found.target))
+    x, y = (found.data[order] / 16).astype("float32"), found.target[order]
+    test, train = slice(DIGITS_FOR_TEST), slice(DIGITS_FOR_TEST, None)
+    return Samples(x[train], y[train], x[test], y[test])
+
+
+def perceptron():
+    """Returns layers of 9,610 parameters."""
+    layers = keras.layers
+    return [keras.Input((64,)), layers.Dense(128, activation="relu"), layers.Dense(10)]
+
+
+def convolutions():
+    """Returns layers of a CNN with batch normalization, of 40,318 parameters."""
+    layers = keras.layers
+    found = [keras.Input((SIDE, SIDE, 3)), layers.Rescaling(1 / 64, offset=-2.0)]
+    for channels in (12, "half", 24, 24, "half", 48, 48):
+        if channels == "half":
+            found.append(layers.MaxPooling2D(2))
+            continue
+        found += [
+            layers.Conv2D(channels, 3, padding="same", use_bias=False),
+            layers.BatchNormalization(momentum=0.9),
+            layers.ReLU(),
+        ]
+    return [*found, layers.GlobalAveragePooling2D(), layers.Dense(10)]
+
+
+def data_set(name, scale):
+    """Returns a data set by its name.
+
+    Args:
+      name: "digits" or "drawn images".
+      scale: Part of the images to draw.
+    """
+    if name == "digits":
+        return DataSet(digits, perceptron, sgd_rate=0.1, adamw_rate=0.003)
+    return DataSet(Images(scale), convolutions, sgd_rate=0.1, adamw_rate=0.003)
+
+
+def part_of(samples, shares, rank, size):
+    """Returns the samples of a rank, as many as any other has.
+
+    Args:
+      samples: `Samples` of all ranks.
+      shares: "alike", or "own classes": sorted by class, and cut into as many parts as ranks.
+      rank: Rank that asks.
+      size: Number of ranks.
+    """
+    count, test = len(samples.y) // size, slice(rank, None, size)
+    if shares == "alike":
+        order = np.arange(rank, count * size, size)
+    else:
+        order = np.argsort(samples.y, kind="stable")[rank * count : (rank + 1) * count]
+    return Samples(samples.x[order], samples.y[order], samples.test_x[test], samples.test_y[test])
+
+
+def batches(own, steps, seed, rank):
+    """Returns a dataset of a rank's batches: all its samples in turn, shuffled each time."""
+    rng, wanted = np.random.default_rng([seed, rank]), steps * BATCH_PER_RANK
+    passes = -(-wanted // len(own.y))
+    order = np.concatenate([rng.permutation(len(own.y)) for _ in range(passes)])[:wanted]
+    order = order.reshape(steps, BATCH_PER_RANK)
+    return tf.data.Dataset.from_tensor_slices((own.x[order], own.y[order]))
+
+
+def inner_optimizer(data, rule, scheme, steps):
+    """Returns the optimizer inside, as users of a rule have it; its rate falls to 0."""
+    if rule in ("outer", "adamw"):
+        rate = keras.optimizers.schedules.CosineDecay(data.adamw_rate, steps)
+        return keras.optimizers.AdamW(rate)
+    rate = keras.optimizers.schedules.CosineDecay(data.sgd_rate, steps)
+    # With a sparse scheme in each step momentum is the scheme's, before the selection.
+    momentum = 0.0 if rule == "sgd" and isinstance(scheme, SparseScheme) else MOMENTUM
+    return keras.optimizers.SGD(rate, momentum=momentum, nesterov=rule == "elastic")
+
+
+def optimizer_of(data, rule, every, scheme, steps):
+    """Returns the optimizer of a system.
+
+    Args:
+      data: The `DataSet`.
+      rule: Rule of `LocalUpdates`; or "sgd" or "adamw", which exchange gradients in each step.
+      every: Steps between rounds.
+      scheme: Name of a scheme.
+      steps: Steps in which the rate falls to 0.
+    """
+    scheme = scheme_named(scheme)
+    inner = inner_optimizer(data, rule, scheme, steps)
+    if rule not in ("sgd", "adamw"):
+        return tp.LocalUpdates(inner, every, rule, scheme)
+    if isinstance(scheme, SparseScheme):
+        scheme = dataclasses.replace(scheme, momentum=MOMENTUM)
+    return tp.DistributedOptimizer(inner, scheme)
+
+
+class Seconds(keras.callbacks.Callback):
+    """Notes how long the steps of each epoch take."""
+
+    def __init__(self):
+        super().__init__()
+        self.seconds = []
+
+    @override
+    def on_epoch_begin(self, epoch, logs=None):
+        tp.barrier()
+        self._begin = time.perf_counter()
+
+    @override
+    def on_epoch_end(self, epoch, logs=None):
+        self.seconds.append(time.perf_counter() - self._begin)
+
+
+class Trainer:
+    """Trains by one system from one seed after another, with steps that are traced once.
+
+    Args:
+      data: The `DataSet`.
+      system: Arguments of `optimizer_of`, by name.
+      epochs: Times `EPOCH_STEPS` that are trained.
+    """
+
+    def __init__(self, data, system, epochs):
+        keras.utils.clear_session()
+        self._data, self._epochs, self._steps = data, epochs, epochs * EPOCH_STEPS
+        self.optimizer = optimizer_of(data, **system, steps=self._steps)
+        self._model = keras.Sequential(data.layers())
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self._model.compile(
+            self.optimizer, loss, metrics=["accuracy"], steps_per_execution=EPOCH_STEPS
+        )
+        self.optimizer.build(self._model.trainable_variables)
+        self._at_first = {id(v): tf.convert_to_tensor(v) for v in self._state()}
+
+    def _state(self):
+        optimizer = self.optimizer
+        return [*optimizer.variables, *optimizer.rank_variables]
+
+    def _begin(self, seed):
+        """Takes the weights of a seed, and an optimizer that has done nothing."""
+        for variable in self._state():
+            # What was made by the first step was 0 before.
+            value = self._at_first.get(id(variable))
+            variable.assign(
+                tf.zeros_like(tf.convert_to_tensor(variable)) if value is None else value
+            )
+        keras.utils.set_random_seed(seed)
+        self._model.set_weights(keras.Sequential(self._data.layers()).get_weights())
+
+    def train(self, seed, shares, callbacks, validates=True):
+        """Trains from a seed, and returns Keras's history.
+
+        Args:
+          seed: Seed of weights and order.
+          shares: Which samples a rank has; see `part_of`.
+          callbacks: Callbacks of `fit`.
+          validates: False to leave accuracies out.
+        """
+        self._begin(seed)
+        own = part_of(self._data.samples(seed), shares, tp.rank(), tp.size())
+        return self._model.fit(
+            batches(own, self._steps, seed, tp.rank()),
+            epochs=self._epochs,
+            steps_per_epoch=EPOCH_STEPS,
+            validation_data=(own.test_x, own.test_y) if validates else None,
+            validation_batch_size=len(own.test_y),
+            callbacks=callbacks,
+            verbose=0,
+        ).history
+
+
+def accuracies(task, data, system):
+    """Returns test accuracies and losses after each epoch, for each seed."""
+    trainer = Trainer(data, system, task.epochs)
+    callbacks = [keras_callbacks.MetricAverage()]
+    if not isinstance(trainer.optimizer, tp.LocalUpdates):
+        callbacks.insert(0, keras_callbacks.AverageBatchNorm())
+    runs = [trainer.train(seed, task.shares, callbacks) for seed in task.seeds]
+    steps = [EPOCH_STEPS * (epoch + 1) for epoch in range(task.epochs)]
+    return {
+        "accuracies": [run["val_accuracy"] for run in runs],
+        "losses": [run["val_loss"] for run in runs],
+        "steps": steps,
+        "rounds": [count // system["every"] for count in steps],
+        "round_bytes": trainer.optimizer.plan.cost.bytes,
+    }
+
+
+def times(task, data, system):
+    """Returns the seconds of a step, as the slowest rank has it, in all epochs but the first."""
+    seconds = Seconds()
+    trainer = Trainer(data, system, task.epochs)
+    trainer.train(task.seeds[0], task.shares, [seconds], validates=False)
+    return {"step_s": [s / EPOCH_STEPS for s in seconds.seconds[1:]]}
+
+
+def main():
+    task = Task.from_argument()
+    # All ranks share few cores, and these models gain nothing by more.
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    tp.init(links="unknown")
+    data = data_set(task.data, task.scale)
+    measure = {"accuracy": accuracies, "time": times}[task.part]
+    for name, system in task.systems.items():
+        begin = time.perf_counter()
+        found = measure(task, data, system)
+        task.note(name, found | {"wall_s": time.perf_counter() - begin})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Workers that exchange with a server, each at its own pace."""

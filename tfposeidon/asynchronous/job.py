@@ -1,0 +1,236 @@
+"""Begin and end of asynchronous training, for all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from tfposeidon.asynchronous.server import ServedCentre, Server
+from tfposeidon.asynchronous.worker import Worker
+from tfposeidon.communication import agreement, runtime
+from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.exchange import replicas
+
+
+class Asynchronous(Protocol):
+    """Optimizer that exchanges with a server."""
+
+    inner_optimizer: Any
+
+    @property
+    def exchanged_variables(self) -> list[Any]:
+        """Variables whose values are exchanged."""
+
+    @property
+    def server_alpha(self) -> float:
+        """Share of a worker's difference by which the centre moves."""
+
+    @property
+    def agreed_settings(self) -> dict[str, Any]:
+        """Settings that have to be the same on all ranks."""
+
+    def attach(self, worker: Worker, number: int) -> None:
+        """Makes steps exchange with a centre of the server."""
+
+    def give_last(self) -> None:
+        """Exchanges what was trained since the last exchange."""
+
+    def take_centre(self) -> None:
+        """Takes the centre for the weights."""
+
+    def detach(self) -> None:
+        """Makes steps exchange no more."""
+
+
+def check_roles() -> None:
+    """Refuses jobs without a server, or without a worker.
+
+    Raises:
+      ValueError: If it is one.
+    """
+    if runtime.size() == 1:
+        raise ValueError(
+            "ElasticAveraging needs a server and a worker at least. Received: a job of one rank. "
+            "Start it with horovodrun -np 2 or more; on one rank, use the inner optimizer."
+        )
+    if runtime.server_rank() is None:
+        raise ValueError(
+            "ElasticAveraging needs a rank that serves. Received: a job without. Call "
+            "tfposeidon.init(server_rank=0) at the beginning of the script."
+        )
+
+
+def is_server() -> bool:
+    """Returns whether this rank serves the others."""
+    return runtime.server_rank() == runtime.rank()
+
+
+def begin(
+    optimizers: Sequence[Asynchronous], settings: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Makes all ranks begin with the server's weights; all of them call it together.
+
+    Args:
+      optimizers: Optimizers that exchange; built, the same on all ranks.
+      settings: What each rank wants the others to know, for JSON.
+
+    Returns:
+      What each rank has given, by rank.
+
+    Raises:
+      RuntimeError: On all ranks, if optimizers or their variables differ.
+    """
+    own = [
+        {"variables": [list(v.shape) for v in o.exchanged_variables], **o.agreed_settings}
+        for o in optimizers
+    ]
+    everybody = exchange_objects([own, settings or {}], runtime.wire(), "tp.asynchronous")
+    agreement.require_equal(
+        [optimizers_there for optimizers_there, _ in everybody],
+        "Optimizers must be the same on all ranks",
+        "Build the same model with the same arguments on the server and on all workers.",
+    )
+    server = runtime.server_rank()
+    assert server is not None
+    for optimizer in optimizers:
+        variables = [*optimizer.exchanged_variables, optimizer.inner_optimizer.iterations]
+        replicas.broadcast(variables, runtime.wire(), server)
+    return [given for _, given in everybody]
+
+
+def start_worker(optimizers: Sequence[Asynchronous]) -> Worker:
+    """Begins to exchange with the server, after `begin`.
+
+    Args:
+      optimizers: Optimizers that exchange.
+    """
+    worker = Worker(runtime.pair_wire(runtime.rank()), runtime.stall_limit_s())
+    worker.start()
+    for number, optimizer in enumerate(optimizers):
+        optimizer.attach(worker, number)
+    return worker
+
+
+def end_worker(worker: Worker, optimizers: Sequence[Asynchronous]) -> None:
+    """Gives the server what is left, waits for the other workers, and takes the last centre.
+
+    Args:
+      worker: This worker's side of its pair.
+      optimizers: Optimizers that exchange.
+    """
+    for optimizer in optimizers:
+        optimizer.give_last()
+    worker.wait_for_others()
+    for optimizer in optimizers:
+        optimizer.take_centre()
+    worker.leave()
+    for optimizer in optimizers:
+        optimizer.detach()
+    _end_together()
+
+
+def start_server(optimizers: Sequence[Asynchronous]) -> Server:
+    """Begins to serve the workers, after `begin`.
+
+    Args:
+      optimizers: Optimizers whose centres are served, which begin with their variables' values.
+    """
+    wires = {rank: runtime.pair_wire(rank) for rank in runtime.workers().ranks}
+    centres = [ServedCentre(flat(o.exchanged_variables), o.server_alpha) for o in optimizers]
+    server = Server(wires, centres, runtime.stall_limit_s())
+    server.start()
+    return server
+
+
+def run(optimizers: Sequence[Asynchronous], train: Callable[[], Any]) -> None:
+    """Calls a function on workers, while the server serves; all ranks call it together.
+
+    Args:
+      optimizers: Optimizers that exchange; built, the same on all ranks.
+      train: Function without arguments that takes a worker's steps.
+    """
+    check_roles()
+    begin(optimizers)
+    if is_server():
+        server = start_server(optimizers)
+        for _ in server.epochs():
+            pass
+        show_centres(server, optimizers)
+        let_workers_go(server, optimizers)
+        return
+    worker = start_worker(optimizers)
+    try:
+        train()
+    except BaseException:
+        worker.fall_silent()
+        raise
+    end_worker(worker, optimizers)
+
+
+def let_workers_go(server: Server, optimizers: Sequence[Asynchronous]) -> None:
+    """Gives all workers what the server's variables hold, once none trains any more.
+
+    Args:
+      server: The server.
+      optimizers: Optimizers whose centres are served.
+    """
+    server.let_go([flat(optimizer.exchanged_variables) for optimizer in optimizers])
+    _end_together()
+
+
+def _end_together() -> None:
+    # A script that ends takes Horovod along, and with it the last calls of the others.
+    exchange_objects(None, runtime.wire(), "tp.asynchronous.end")
+
+
+def show_centres(server: Server, optimizers: Sequence[Asynchronous]) -> None:
+    """Puts the centres into the server's variables, with the workers' mean number of steps.
+
+    Args:
+      server: The server.
+      optimizers: Optimizers whose centres are served.
+    """
+    for number, optimizer in enumerate(optimizers):
+        assign_flat(optimizer.exchanged_variables, server.centre(number))
+        optimizer.inner_optimizer.iterations.assign(server.mean_steps)
+
+
+def flat(variables: Sequence[Any]) -> tf.Tensor:
+    """Returns the values of variables as one float32 vector.
+
+    Args:
+      variables: Floating-point variables.
+    """
+    return tf.concat(
+        [tf.reshape(tf.cast(tf.convert_to_tensor(v), tf.float32), [-1]) for v in variables], 0
+    )
+
+
+def split(vector: tf.Tensor, variables: Sequence[Any]) -> list[tf.Tensor]:
+    """Returns the parts of a vector in the shapes and dtypes of variables.
+
+    Args:
+      vector: Vector from `flat`.
+      variables: The variables that it was made of.
+    """
+    shapes = [tf.TensorShape(v.shape) for v in variables]
+    parts = tf.split(vector, [shape.num_elements() for shape in shapes])
+    dtypes = [keras.backend.standardize_dtype(v.dtype) for v in variables]
+    return [
+        tf.cast(tf.reshape(part, shape), dtype)
+        for part, shape, dtype in zip(parts, shapes, dtypes, strict=True)
+    ]
+
+
+def assign_flat(variables: Sequence[Any], vector: tf.Tensor) -> None:
+    """Assigns the parts of a vector to variables.
+
+    Args:
+      variables: The variables that the vector was made of.
+      vector: Vector from `flat`.
+    """
+    for variable, part in zip(variables, split(vector, variables), strict=True):
+        variable.assign(part)

@@ -1,0 +1,237 @@
+"""The server's side: centres, and a thread for each worker."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import tensorflow as tf
+
+from tfposeidon.asynchronous.calls import Call, sum_of_both, wait_for_call
+from tfposeidon.asynchronous.swap import Swapped, swap_as_server
+from tfposeidon.communication.wire import Wire
+
+log = logging.getLogger("tfposeidon")
+
+LOOKS_EVERY_S = 1.0
+"""Seconds between two looks for workers that are late."""
+
+
+class ServedCentre:
+    """A centre on the server, which moves towards each worker that exchanges with it.
+
+    Args:
+      start: Its first values, a float32 vector.
+      alpha: Share of a worker's difference by which it moves.
+    """
+
+    def __init__(self, start: tf.Tensor, alpha: float) -> None:
+        self._values, self._alpha = tf.identity(start), alpha
+        self._lock = threading.Lock()
+
+    @property
+    def values(self) -> tf.Tensor:
+        """Its values now, a float32 vector; they may be assigned while no worker trains."""
+        return self._values
+
+    @values.setter
+    def values(self, values: tf.Tensor) -> None:
+        with self._lock:
+            self._values = values
+
+    def swap(self, wire: Wire, stops: bool) -> Swapped:
+        """Exchanges with a worker that has called.
+
+        Args:
+          wire: Wire of the pair.
+          stops: True to ask the worker to stop.
+        """
+        # One worker at a time: each sees what the one before has left.
+        with self._lock:
+            swapped = swap_as_server(wire, self._values, stops)
+            if swapped.counts:
+                self._values = self._values + self._alpha * swapped.difference
+        return swapped
+
+
+@dataclass
+class Progress:
+    """How far a worker has come.
+
+    Attributes:
+      exchanges: Exchanges that counted.
+      refused: Exchanges in which its values were not finite.
+      steps: Steps at its last exchange.
+      epochs: Epochs that it has ended.
+      has_ended: True if it trains no more.
+      has_left: True if it calls no more.
+      last_exchange_s: Time of its last exchange, as `time.monotonic` tells it.
+    """
+
+    exchanges: int = 0
+    refused: int = 0
+    steps: int = 0
+    epochs: int = 0
+    has_ended: bool = False
+    has_left: bool = False
+    last_exchange_s: float = field(default_factory=time.monotonic)
+
+
+class Server:
+    """Serves workers, each on a thread of its own, until they have left.
+
+    Args:
+      wires: Wire of the pair with each worker, by the worker's rank.
+      centres: Centres that workers exchange with, by number.
+      stall_limit_s: Seconds without an exchange after which a worker is said to be late; 0 for
+        never.
+
+    Attributes:
+      progress: How far each worker has come, by its rank.
+    """
+
+    def __init__(
+        self, wires: Mapping[int, Wire], centres: Sequence[ServedCentre], stall_limit_s: float
+    ) -> None:
+        self._wires, self._centres = wires, centres
+        self._stall_limit_s = stall_limit_s
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._stops = self._lets_go = False
+        self._late: set[int] = set()
+        self.progress = {rank: Progress() for rank in wires}
+
+    def start(self) -> None:
+        """Begins to serve."""
+        for rank in self._wires:
+            # Daemons: a server that fails does not wait for workers.
+            threading.Thread(
+                target=self._serve, args=(rank,), daemon=True, name=f"tfposeidon-serves-{rank}"
+            ).start()
+
+    def stop_workers(self) -> None:
+        """Asks workers to stop; each learns of it in its next exchange."""
+        self._stops = True
+
+    def centre(self, number: int) -> tf.Tensor:
+        """Returns the values of a centre, a float32 vector.
+
+        Args:
+          number: Number of the centre.
+        """
+        return self._centres[number].values
+
+    @property
+    def mean_steps(self) -> int:
+        """Steps that workers have taken, as a mean over them."""
+        return sum(worker.steps for worker in self.progress.values()) // len(self.progress)
+
+    @property
+    def exchanges(self) -> int:
+        """Exchanges of all workers that counted."""
+        return sum(worker.exchanges for worker in self.progress.values())
+
+    def let_go(self, centres: Sequence[tf.Tensor]) -> None:
+        """Gives all workers the last centres, once none trains any more, and waits until they left.
+
+        Args:
+          centres: Values of each centre, float32 vectors.
+
+        Raises:
+          Exception: What a thread has raised, as when a worker was lost.
+        """
+        for served, values in zip(self._centres, centres, strict=True):
+            served.values = values
+        self._lets_go = True
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._all("has_left"))
+        if self._error is not None:
+            raise self._error
+
+    def _all(self, state: str) -> bool:
+        return all(getattr(worker, state) for worker in self.progress.values())
+
+    def epochs(self) -> Iterator[int]:
+        """Yields the number of each epoch, from 0, that workers have ended as a mean over them.
+
+        It ends when no worker trains any more.
+
+        Raises:
+          Exception: What a thread has raised, as when a worker was lost.
+        """
+        number = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(functools.partial(self._is_due, number), LOOKS_EVERY_S)
+                is_due, error = self._is_due(number), self._error
+                has_ended_epoch = self._mean_epochs() > number
+            if error is not None:
+                raise error
+            self._report_late()
+            if has_ended_epoch:
+                yield number
+                number += 1
+            elif is_due:
+                return
+
+    def _is_due(self, number: int) -> bool:
+        return self._error is not None or self._mean_epochs() > number or self._all("has_ended")
+
+    def _mean_epochs(self) -> int:
+        return sum(worker.epochs for worker in self.progress.values()) // len(self.progress)
+
+    def _report_late(self) -> None:
+        if not self._stall_limit_s:
+            return
+        for rank, worker in self.progress.items():
+            silent_s = time.monotonic() - worker.last_exchange_s
+            if worker.has_ended or silent_s < self._stall_limit_s:
+                self._late.discard(rank)
+            elif rank not in self._late:
+                self._late.add(rank)
+                log.warning(
+                    "tfposeidon: worker %d is alive, and has not exchanged for %.0f s.",
+                    rank,
+                    silent_s,
+                )
+
+    # ------------------------------------------------------------------ threads
+
+    def _serve(self, rank: int) -> None:
+        try:
+            while not self.progress[rank].has_left:
+                self._answer(rank, *wait_for_call(self._wires[rank]))
+        except BaseException as error:  # noqa: BLE001 (`epochs` raises it)
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _answer(self, rank: int, call: Call, centre: int) -> None:
+        wire, worker = self._wires[rank], self.progress[rank]
+        if call == Call.SWAP:
+            self._note_swap(rank, self._centres[centre].swap(wire, self._stops))
+        elif call == Call.ASK:
+            sum_of_both(wire, tf.constant([int(self._lets_go)], tf.int64), "tp.answer")
+        elif call != Call.ALIVE:
+            with self._changed:
+                worker.epochs += call == Call.EPOCH
+                worker.has_ended = worker.has_ended or call == Call.ENDED
+                worker.has_left = call == Call.LEAVE
+                self._changed.notify_all()
+
+    def _note_swap(self, rank: int, swapped: Swapped) -> None:
+        worker = self.progress[rank]
+        worker.last_exchange_s = time.monotonic()
+        worker.steps = swapped.steps
+        if swapped.counts:
+            worker.exchanges += 1
+        elif not worker.has_ended:
+            worker.refused += 1
+            log.warning(
+                "tfposeidon: the weights of worker %d are not finite; it goes on from the centre.",
+                rank,
+            )

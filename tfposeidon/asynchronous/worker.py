@@ -1,0 +1,107 @@
+"""A worker's side of its pair with the server."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import tensorflow as tf
+
+from tfposeidon.asynchronous.calls import Call, make_call, sum_of_both
+from tfposeidon.asynchronous.swap import Swapped, swap_as_worker
+from tfposeidon.communication.wire import Wire
+
+LONGEST_SILENCE_S = 15.0
+"""Seconds after which a worker tells that it is alive, where limits are no shorter."""
+ASKS_EVERY_S = 0.2
+"""Seconds between two questions whether the server lets go."""
+
+
+class Worker:
+    """Calls the server: at exchanges, and in between so that Horovod does not take it for stalled.
+
+    Args:
+      wire: Wire of the pair of this worker and the server.
+      stall_limit_s: Seconds after which Horovod ends a job in which a rank is late; 0 for never.
+
+    Attributes:
+      stops: True once the server has asked workers to stop.
+      waited_s: Seconds that exchanges have taken so far.
+    """
+
+    def __init__(self, wire: Wire, stall_limit_s: float) -> None:
+        self._wire = wire
+        # Horovod looks at intervals of a quarter of the limit.
+        self._silence_s = min(LONGEST_SILENCE_S, stall_limit_s / 8 or LONGEST_SILENCE_S)
+        self._lock = threading.Lock()
+        self._last_call_s = time.monotonic()
+        self._quits = threading.Event()
+        self.stops = False
+        self.waited_s = 0.0
+
+    def start(self) -> None:
+        """Begins to tell the server that this worker is alive."""
+        # A daemon: a script that fails does not wait for it.
+        threading.Thread(target=self._keep_alive, daemon=True, name="tfposeidon-alive").start()
+
+    def _keep_alive(self) -> None:
+        while not self._quits.wait(self._silence_s / 2):
+            with self._lock:
+                if self._quits.is_set():
+                    return
+                if time.monotonic() - self._last_call_s < self._silence_s / 2:
+                    continue
+                try:
+                    self._call(Call.ALIVE)
+                except tf.errors.OpError:
+                    # The job ends: the next exchange says why.
+                    return
+
+    def _call(self, call: Call, centre: int = 0) -> None:
+        make_call(self._wire, call, centre)
+        self._last_call_s = time.monotonic()
+
+    def swap(self, centre: int, values: tf.Tensor, counts: bool, steps: int) -> Swapped:
+        """Exchanges with one of the server's centres.
+
+        Args:
+          centre: Number of the centre.
+          values: This worker's values, a float32 vector.
+          counts: False to get the centre alone.
+          steps: Steps that this worker has taken so far.
+        """
+        begin_s = time.perf_counter()
+        with self._lock:
+            self._call(Call.SWAP, centre)
+            swapped = swap_as_worker(self._wire, values, counts, steps)
+        self.stops = self.stops or swapped.stops
+        self.waited_s += time.perf_counter() - begin_s
+        return swapped
+
+    def end_epoch(self) -> None:
+        """Tells the server that this worker has ended an epoch."""
+        with self._lock:
+            self._call(Call.EPOCH)
+
+    def wait_for_others(self) -> None:
+        """Tells the server that this worker trains no more, and waits until it is let go."""
+        with self._lock:
+            self._call(Call.ENDED)
+        while not self._ask():
+            time.sleep(ASKS_EVERY_S)
+
+    def _ask(self) -> bool:
+        with self._lock:
+            self._call(Call.ASK)
+            answer = sum_of_both(self._wire, tf.constant([0], tf.int64), "tp.answer")
+        return bool(answer.numpy()[0])
+
+    def leave(self) -> None:
+        """Calls the server for the last time."""
+        with self._lock:
+            self._quits.set()
+            self._call(Call.LEAVE)
+
+    def fall_silent(self) -> None:
+        """Calls no more, as after an error: Horovod ends the job if nobody else does."""
+        self._quits.set()

@@ -1,0 +1,356 @@
+"""`ElasticAveraging`: workers exchange weights with a server, each at its own pace."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from typing_extensions import override
+
+from tfposeidon import arguments, policies, ranges
+from tfposeidon.asynchronous import job
+from tfposeidon.asynchronous.worker import Worker
+from tfposeidon.communication import runtime, surroundings
+from tfposeidon.communication.wire import Wire
+from tfposeidon.exchange.step import Step
+from tfposeidon.gradients.description import describe, merge_rows
+from tfposeidon.optimizers.wrapping import innermost, reset_slots
+from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
+from tfposeidon.state.rank_state import StateDescription
+from tfposeidon.units import readable_size
+from tfposeidon.wrapper import OptimizerWrapper
+
+BETA = 0.9
+"""Default of workers x alpha, by Zhang et al. 2015."""
+
+
+@keras.saving.register_keras_serializable("tfposeidon")
+class ElasticAveraging(OptimizerWrapper):
+    """Lets workers train by themselves, each at its own pace, around a centre that a server keeps.
+
+    Once in `every` steps a worker exchanges its weights `x` with the server's centre `c`: the
+    worker moves by `-alpha (x - c)`, the centre by `server_alpha (x - c)`. Nobody waits for another
+    worker. One rank serves and trains nothing: call `tfposeidon.init(server_rank=0)` first. All
+    ranks run the same script; on the server, `fit` evaluates the centre on `validation_data`
+    whenever workers have ended an epoch, as a mean over them, and callbacks that save or stop act
+    there. After `fit` all ranks hold the centre. The synchronous form needs no server:
+    `LocalUpdates(rule=tfposeidon.local.Elastic())`.
+
+    Args:
+      inner_optimizer: A Keras optimizer that is not wrapped yet. It updates a worker's weights at
+        every step, and its state is the worker's own.
+      every: Steps of a worker from one exchange to the next, at least 1 (default 4).
+      alpha: Share of its distance from the centre that a worker gives up in an exchange, above 0
+        and at most 1; `None` (default) for 0.9 / workers.
+      server_alpha: Share of that distance by which the centre moves, above 0 and at most 1; `None`
+        (default) for `alpha`.
+      name: Name of the optimizer (default `"elastic_averaging"`).
+      **others: Any other arguments, which are all refused.
+
+    Raises:
+      TypeError: For unknown arguments.
+      ValueError: If an argument is out of its range, if the inner optimizer averages weights
+        (`use_ema`), under `tf.distribute`, or with another Keras backend than TensorFlow. In `fit`,
+        in a job of one rank, or without a server.
+
+    Cost: in an exchange the weights travel once in each direction, as float32. The server has a
+    copy of the weights more; while an exchange runs, both sides have two.
+
+    Source: Zhang, Choromanska and LeCun 2015 (asynchronous EASGD, EAMSGD with momentum inside);
+    Theano-MPI section 4, with separate alphas of server and workers.
+
+    Example:
+      >>> import keras, tfposeidon as tp
+      >>> optimizer = tp.ElasticAveraging(keras.optimizers.SGD(0.1, momentum=0.9), alpha=0.5)
+      >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+      >>> model.compile(optimizer=optimizer, loss="mse")
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer,
+        every: int = 4,
+        alpha: float | None = None,
+        server_alpha: float | None = None,
+        *,
+        name: str | None = None,
+        **others: Any,
+    ) -> None:
+        arguments.check_no_more_arguments("ElasticAveraging", others)
+        ranges.check_integer("every", every, 1)
+        for argument, value in (("alpha", alpha), ("server_alpha", server_alpha)):
+            if value is not None:
+                ranges.check_number(argument, value, ranges.FRACTION)
+        policy = policies.parse("allreduce")
+        super().__init__(
+            inner_optimizer,
+            policy,
+            DEFAULT_BUCKET_BYTES,
+            sample_count=None,
+            gradient_accumulation_steps=None,
+            name=name or "elastic_averaging",
+        )
+        arguments.check_no_averages("ElasticAveraging", inner_optimizer)
+        self._every, self._alpha, self._server_alpha = every, alpha, server_alpha
+        # It only plans: exchanges go by a pair's wire, when a worker calls.
+        self._exchange = Step(self, policy, DEFAULT_BUCKET_BYTES, None, _pair_of_plan)
+        self._statistics: Callable[[], Sequence[Any]] = list
+        self._worker: Worker | None = None
+        self._number = 0
+
+    # ------------------------------------------------------------------ state
+
+    @override
+    def build(self, variables: Sequence[Any]) -> None:
+        """Makes the inner optimizer's state.
+
+        Args:
+          variables: The trainable variables.
+
+        Raises:
+          ValueError: If a variable is not floating point.
+        """
+        if self.built:
+            return
+        for variable in variables:
+            describe(variable)
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(variables)
+        # On the CPU, as branches and Python read them.
+        with tf.init_scope(), tf.device("/CPU:0"):
+            zero = tf.zeros([], tf.int64)
+            self._since = tf.Variable(zero, trainable=False, name="steps_since_exchange")
+            self._steps = tf.Variable(zero, trainable=False, name="steps_of_worker")
+        self._adopt(variables)
+
+    @property
+    @override
+    def variables(self) -> list[Any]:
+        """Variables that the server passes on with the centre: the number of steps.
+
+        On one rank, as where a model is only evaluated, they are those of the inner optimizer.
+        """
+        inner = self.inner_optimizer
+        return inner.variables if runtime.size() == 1 else [inner.iterations]
+
+    @override
+    def _rank_state(self) -> list[tuple[Any, StateDescription]]:
+        return []
+
+    @override
+    def get_config(self) -> dict[str, Any]:
+        """Returns the constructor's arguments, for saving with the model."""
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "every": self._every,
+            "alpha": self._alpha,
+            "server_alpha": self._server_alpha,
+        }
+
+    @property
+    def alpha(self) -> float:
+        """Share of its distance from the centre that a worker gives up in an exchange."""
+        return BETA / max(runtime.workers().size, 1) if self._alpha is None else self._alpha
+
+    @property
+    def server_alpha(self) -> float:
+        """Share of a worker's distance from the centre by which the centre moves."""
+        return self.alpha if self._server_alpha is None else self._server_alpha
+
+    @property
+    @override
+    def agreed_settings(self) -> dict[str, Any]:
+        inner = self.inner_optimizer
+        return {
+            "every": self._every,
+            "alpha": self.alpha,
+            "server_alpha": self.server_alpha,
+            "inner optimizer": [type(inner).__name__, type(innermost(inner)).__name__],
+        }
+
+    @property
+    @override
+    def plan(self) -> Plan:
+        """Plan of an exchange of one worker with the server, with bytes and memory.
+
+        Raises:
+          RuntimeError: If the optimizer is not built, and so does not know its variables.
+        """
+        plan = super().plan
+        if runtime.server_rank() is None:
+            return plan
+        length = sum(d.bytes for d in plan.descriptions)
+        notes = [
+            f"weights of a worker and the centre, once in {self._every} of its steps: "
+            f"{readable_size(plan.cost.bytes / self._every)} a step in each direction; "
+            f"alpha {self.alpha:g}, of the server {self.server_alpha:g}",
+            *_notes_of_layout(length / self._every),
+            f"{readable_size(length)} of memory on the server for the centre; on both sides twice "
+            "that while they exchange",
+            "workers and centre differ; results depend on who comes first",
+        ]
+        return dataclasses.replace(plan, notes=(*notes, *plan.notes))
+
+    # ------------------------------------------------------------------ steps
+
+    @override
+    def prepare(self, variables: Sequence[Any]) -> None:
+        """Does nothing: `build` has made what a step needs."""
+
+    @override
+    def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
+        arguments.check_all_variables("ElasticAveraging", variables, self._trainable_variables)
+        job.check_roles()
+        surroundings.check_graph()
+        if job.is_server():
+            raise RuntimeError(
+                f"The server trains nothing. Received: a step on rank {runtime.rank()}, which "
+                "serves. Train with fit, or within ElasticAveraging.run on all ranks."
+            )
+        # Keras's optimizers update a row once for each time that it is there.
+        rows = [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
+        self.inner_optimizer.apply(rows, variables)
+        # Of calls, as a loss scale skips updates.
+        self._steps.assign_add(1)
+        self._since.assign_add(1)
+        tf.cond(self._since >= self._every, self._exchange_now, lambda: None)
+
+    def _exchange_now(self) -> None:
+        variables = self.exchanged_variables
+        values = job.flat(variables)
+        difference, counts = tf.py_function(
+            self._swap, [values, self._steps.read_value()], [tf.float32, tf.bool]
+        )
+        parts = job.split(tf.ensure_shape(difference, values.shape), variables)
+        counts = tf.ensure_shape(counts, [])
+        for index, (variable, part) in enumerate(zip(variables, parts, strict=True)):
+            own = tf.convert_to_tensor(variable)
+            trained = index < len(self._trainable_variables)
+            # Statistics of workers stay apart.
+            moved = own - tf.cast(self.alpha, own.dtype) * part if trained else own
+            variable.assign(tf.where(counts, moved, -part))
+        tf.cond(counts, lambda: None, lambda: reset_slots(self.inner_optimizer))
+        self._since.assign(0)
+
+    def _swap(self, values: tf.Tensor, steps: tf.Tensor) -> tuple[tf.Tensor, bool]:
+        if self._worker is None:
+            raise RuntimeError(
+                "A worker exchanges with a server that serves. Received: a step outside of fit and "
+                "of ElasticAveraging.run. Call run(train) on all ranks."
+            )
+        counts = bool(tf.reduce_all(tf.math.is_finite(values)))
+        swapped = self._worker.swap(self._number, values, counts, int(steps))
+        return swapped.difference, swapped.counts
+
+    def run(self, train: Callable[[], Any]) -> None:
+        """Trains by a loop of one's own: on workers it calls `train`, and the server serves.
+
+        All ranks call it together, and begin with the server's weights. When it returns, all of
+        them hold the last centre. The optimizer must be built.
+
+        Args:
+          train: Function without arguments that takes a worker's steps.
+
+        Raises:
+          ValueError: In a job of one rank, or without a server.
+          RuntimeError: If ranks differ in their variables or settings.
+
+        Example:
+          Within a script that `horovodrun` has started on several ranks:
+
+              tp.init(server_rank=0)
+              optimizer = tp.ElasticAveraging(keras.optimizers.SGD(0.1))
+              optimizer.build(model.trainable_variables)
+              optimizer.run(lambda: train_epochs(model, optimizer, my_data))
+        """
+        job.run([self], train)
+
+    @property
+    @override
+    def exposed_s(self) -> float:
+        """Seconds that this worker's exchanges have taken so far."""
+        return 0.0 if self._worker is None else self._worker.waited_s
+
+    @property
+    @override
+    def bytes_per_step(self) -> float:
+        return super().bytes_per_step / self._every
+
+    @override
+    def check_change(self, policy: policies.Policy) -> None:
+        raise ValueError(
+            f"ElasticAveraging has no scheme to change. Received: scheme={policy}. Use "
+            "LocalUpdates(rule=tfposeidon.local.Elastic()), whose differences go by any scheme."
+        )
+
+    # ------------------------------------------------------------------ roles
+
+    @property
+    @override
+    def is_asynchronous(self) -> bool:
+        return True
+
+    @override
+    def carry(self, statistics: Callable[[], Sequence[Any]]) -> None:
+        self._statistics = statistics
+
+    @property
+    def exchanged_variables(self) -> list[Any]:
+        """Variables whose values are exchanged: trained ones, then statistics."""
+        return [*self._trainable_variables, *self._statistics()]
+
+    def attach(self, worker: Worker, number: int) -> None:
+        """Makes steps exchange with a centre of the server.
+
+        Args:
+          worker: This worker's side of its pair with the server.
+          number: Number of the centre.
+        """
+        self._worker, self._number = worker, number
+        self._since.assign(0)
+        self._steps.assign(tf.cast(tf.convert_to_tensor(self.iterations), tf.int64))
+
+    def give_last(self) -> None:
+        """Exchanges what was trained since the last exchange."""
+        if int(self._since.numpy()):
+            self._exchange_now()
+
+    def take_centre(self) -> None:
+        """Takes the centre for the weights."""
+        assert self._worker is not None
+        variables = self.exchanged_variables
+        nothing = job.flat(variables)
+        swapped = self._worker.swap(self._number, nothing, False, int(self._steps.numpy()))
+        job.assign_flat(variables, -swapped.difference)
+
+    def detach(self) -> None:
+        """Makes steps exchange no more."""
+        self._worker = None
+
+
+def _pair_of_plan() -> Wire:
+    """Returns the wire that a plan is made for: a worker's with the server."""
+    if runtime.server_rank() is None:
+        return runtime.own_wire()
+    workers = runtime.workers().ranks
+    return runtime.pair_wire(workers[0] if job.is_server() else runtime.rank())
+
+
+def _notes_of_layout(bytes_per_step: float) -> list[str]:
+    """Returns where the server is, and what passes through its links at the pace of one step."""
+    topology, server = runtime.wire().topology, runtime.server_rank()
+    assert server is not None
+    workers = runtime.workers()
+    beside = [r for r in workers.ranks if topology.same_node(server, r)]
+    where = f"shares its node with worker(s) {beside}" if beside else "has a node of its own"
+    away = workers.size - len(beside)
+    return [
+        f"server: rank {server}, which {where}; {workers.size} worker(s) on "
+        f"{sum(any(r != server for r in node) for node in topology.nodes)} node(s)",
+        f"at the server up to {readable_size(away * bytes_per_step)} across nodes for a step of "
+        "all workers, in each direction, one worker at a time",
+    ]
