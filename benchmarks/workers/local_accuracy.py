@@ -97,19 +97,18 @@ def perceptron():
 
 
 def convolutions():
-    """Returns layers of a CNN with batch normalization, of 40,318 parameters."""
+    """Returns layers of a CNN with batch normalization, of 42,174 parameters."""
     layers = keras.layers
     found = [keras.Input((SIDE, SIDE, 3)), layers.Rescaling(1 / 64, offset=-2.0)]
-    for channels in (12, "half", 24, 24, "half", 48, 48):
-        if channels == "half":
-            found.append(layers.MaxPooling2D(2))
-            continue
+    for channels in (12, 24, 48, 64):
         found += [
             layers.Conv2D(channels, 3, padding="same", use_bias=False),
             layers.BatchNormalization(momentum=0.9),
             layers.ReLU(),
+            layers.MaxPooling2D(2),
         ]
-    return [*found, layers.GlobalAveragePooling2D(), layers.Dense(10)]
+    # The last ones are averaged as a whole.
+    return [*found[:-1], layers.GlobalAveragePooling2D(), layers.Dense(10)]
 
 
 def data_set(name, scale):
