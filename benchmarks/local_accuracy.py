@@ -275,8 +275,12 @@ def row(name, own, base, like):
     )
 
 
-PLACES = {"local SGD": 0.93, "EASGD": 1.0, "DiLoCo": 1.075}
+HAVE = {"alike": "alike", "own classes": "have classes of their own"}
+PLACES = {"local SGD": 0.9, "EASGD": 1.0, "DiLoCo": 1.11}
 """Factors on the bytes of methods that send as many, so that all of their intervals are seen."""
+POINTS = (-80, -40, -20, -10, -5, -2, -1, -NEAR, 0, NEAR, 1, 2, 5)
+MEGABYTES = (0.02, 0.1, 0.5, 2, 10, 50)
+"""Ticks of the axes."""
 
 
 def plot(cells, path):
@@ -288,8 +292,8 @@ def plot(cells, path):
             draw_panel(axis, kind, systems)
         methods = {system.method for system in SYSTEMS.values()}
         title = (
-            "lines: every 64, 16 and 4 steps from left to right; bars: 95 % of the difference of "
-            "pairs; green band: within 0.5 points"
+            "lines: every 64, 16 and 4 steps from left to right; bars: 95 % of the mean difference "
+            f"under a seed;\nband: within {NEAR:g} points of all-reduce; dotted: 1/16 of its bytes"
         )
         figures.legend(figure, columns=4, more=methods, title=title)
 
@@ -298,28 +302,32 @@ def plot(cells, path):
 
 def draw_panel(axis, kind, systems):
     """Draws the systems of a data set and kind of shares."""
-    base = systems[BASE]
-    axis.axhspan(-NEAR, NEAR, color="#6abf8b", alpha=0.18, linewidth=0)
+    base, lowest = systems[BASE], -1.0
+    axis.axhspan(-NEAR, NEAR, color=figures.style("allreduce").color, alpha=0.2, linewidth=0)
     axis.axhline(0, color=figures.style("allreduce").color, linewidth=1.4)
-    axis.axvline(base.sent_bytes / 16e3, **figures.REFERENCE)
+    axis.axvline(base.sent_bytes / 16e6, **figures.REFERENCE)
     for method in dict.fromkeys(SYSTEMS[name].method for name in systems):
         own = [systems[name] for name in systems if SYSTEMS[name].method == method]
-        found = [interval(one.beside(base)) for one in own]
         look = next(system.look for system in SYSTEMS.values() if system.method == method)
-        axis.errorbar(
-            [PLACES.get(method, 1.0) * one.sent_bytes / 1e3 for one in own],
-            [mean for mean, _ in found],
-            [half for _, half in found],
-            **figures.line(look) | {"label": method, "linewidth": 1.4},
-            elinewidth=1.4,
-            capsize=2.5,
-        )
+        sent = [PLACES.get(method, 1.0) * one.sent_bytes / 1e6 for one in own]
+        found = [interval(one.beside(base)) for one in own]
+        means, halves = zip(*found, strict=True)
+        lowest = min(lowest, *(mean - half for mean, half in found))
+        style = figures.line(look) | {"label": method, "linewidth": 1.3}
+        axis.errorbar(sent, means, None if method == BASE else halves, **style, capsize=2.5)
     axis.set_xscale("log")
-    axis.set_yscale("symlog", linthresh=2)
+    axis.set_xticks(MEGABYTES, [f"{size:g}" for size in MEGABYTES])
+    axis.set_xticks([], minor=True)
+    axis.set_yscale("symlog", linthresh=1, linscale=0.8)
+    axis.set_yticks(POINTS, [f"{points:g}" for points in POINTS])
+    axis.set_yticks([], minor=True)
+    data, shares = kind
     axis.set(
-        title=f"{', '.join(kind)}: all-reduce has {base.mean():.1f} %",
-        xlabel="kB that a rank sends in training",
+        title=f"{data}, ranks {HAVE[shares]}: all-reduce {base.mean():.1f} %",
+        xlabel="MB that a rank sends in training",
         ylabel="points from all-reduce",
+        xlim=(base.sent_bytes / 400e6, base.sent_bytes / 0.7e6),
+        ylim=(1.3 * lowest, 2),
     )
     axis.grid(axis="y")
 
