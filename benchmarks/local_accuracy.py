@@ -216,13 +216,13 @@ def between(differences):
 
 
 def judged(differences):
-    """Returns whether a system is near all-reduce: where the interval says so, or its mean does."""
+    """Returns whether a system is near all-reduce: as its interval says, or else its mean."""
     mean, half = interval(differences)
     if mean - half >= -NEAR:
         return "yes"
     if mean + half < -NEAR:
         return "no"
-    return "yes by its mean" if mean >= -NEAR else "no by its mean"
+    return "by its mean" if mean >= -NEAR else "not by its mean"
 
 
 HEADER = (
@@ -275,7 +275,6 @@ def row(name, own, base, like):
     )
 
 
-HAVE = {"alike": "alike", "own classes": "have classes of their own"}
 PLACES = {"local SGD": 0.9, "EASGD": 1.0, "DiLoCo": 1.11}
 """Factors on the bytes of methods that send as many, so that all of their intervals are seen."""
 POINTS = (-80, -40, -20, -10, -5, -2, -1, -NEAR, 0, NEAR, 1, 2, 5)
@@ -323,7 +322,7 @@ def draw_panel(axis, kind, systems):
     axis.set_yticks([], minor=True)
     data, shares = kind
     axis.set(
-        title=f"{data}, ranks {HAVE[shares]}: all-reduce {base.mean():.1f} %",
+        title=f"{data}, {shares}: all-reduce {base.mean():.1f} %",
         xlabel="MB that a rank sends in training",
         ylabel="points from all-reduce",
         xlim=(base.sent_bytes / 400e6, base.sent_bytes / 0.7e6),
