@@ -19,6 +19,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks import figures, harness
+from benchmarks.workers.local_accuracy import LOCAL_BY_ADAMW
 
 RATE, LAYOUT = "200mbit", "4x1"
 
@@ -49,7 +50,7 @@ class System(NamedTuple):
 
 
 BASE, LIKE_BASE = "all-reduce", "all-reduce by AdamW"
-EACH_STEP, COMPRESSED = "in each step", "compressed"
+EACH_STEP, VARIANTS = "in each step", "variants"
 SYSTEMS = {
     system.name: system
     for system in (
@@ -65,8 +66,12 @@ SYSTEMS = {
             )
             for every in (4, 16, 64)
         ),
-        System(COMPRESSED, "local SGD in 16 bits", "average", 16, "asa16", "asa16"),
-        System(COMPRESSED, "local SGD by top 1 %", "average", 16, "hitopk:0.01", "hitopk:0.001"),
+        # With neither an outer optimizer nor SGD: tells which of the two DiLoCo owes its result to.
+        System(VARIANTS, "local AdamW", "average by adamw", 16, "2dtar", "local AdamW"),
+        System(VARIANTS, "local SGD in 16 bits", "average", 16, "asa16", "auto:halves"),
+        System(
+            VARIANTS, "local SGD by top 1 %", "average", 16, "hitopk:0.01", "hitopk:0.01:float16"
+        ),
     )
 }
 KINDS = list(dict.fromkeys(system.kind for system in SYSTEMS.values()))
@@ -260,7 +265,7 @@ def row(name, own, base, like):
       base: That of all-reduce.
       like: That of all-reduce by AdamW, or `None`.
     """
-    differences, by_adamw = own.beside(base), SYSTEMS[name].rule == "outer" and like is not None
+    differences, with_adamw = own.beside(base), SYSTEMS[name].rule in LOCAL_BY_ADAMW
     return (
         name,
         f"{own.rounds}",
@@ -269,7 +274,7 @@ def row(name, own, base, like):
         " ".join(f"{own.mean(part):.2f}" for part in (0.5, 1.0)),
         "" if own is base else between(differences),
         "" if own is base else judged(differences),
-        between(own.beside(like)) if by_adamw else "",
+        between(own.beside(like)) if with_adamw and like else "",
         "" if own.step_s is None else f"{1e3 * own.step_s:.1f} ms",
         "" if own.step_s is None else f"{own.step_s * own.steps:.1f} s",
     )

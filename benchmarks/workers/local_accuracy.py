@@ -27,6 +27,8 @@ EPOCH_STEPS = 64
 """Steps from one look at the accuracy to the next: a multiple of those between rounds. TensorFlow
 executes them in one call, as ranks on few cores would wait for Python."""
 MOMENTUM = 0.9
+LOCAL_BY_ADAMW = {"outer": "outer", "average by adamw": "average"}
+"""Rules of `LocalUpdates` for systems with AdamW inside."""
 DIGITS_FOR_TEST = 360
 IMAGES, IMAGES_FOR_TEST, SIDE = 12_000, 2_000, 24
 
@@ -152,7 +154,7 @@ def batches(own, steps, seed, rank):
 
 def inner_optimizer(data, rule, scheme, steps):
     """Returns the optimizer inside, as users of a rule have it; its rate falls to 0."""
-    if rule in ("outer", "adamw"):
+    if rule == "adamw" or rule in LOCAL_BY_ADAMW:
         rate = keras.optimizers.schedules.CosineDecay(data.adamw_rate, steps)
         return keras.optimizers.AdamW(rate)
     rate = keras.optimizers.schedules.CosineDecay(data.sgd_rate, steps)
@@ -166,7 +168,8 @@ def optimizer_of(data, rule, every, scheme, steps):
 
     Args:
       data: The `DataSet`.
-      rule: Rule of `LocalUpdates`; or "sgd" or "adamw", which exchange gradients in each step.
+      rule: Rule of `LocalUpdates`, or name in `LOCAL_BY_ADAMW`; or "sgd" or "adamw", which exchange
+        gradients in each step.
       every: Steps between rounds.
       scheme: Name of a scheme.
       steps: Steps in which the rate falls to 0.
@@ -174,7 +177,7 @@ def optimizer_of(data, rule, every, scheme, steps):
     scheme = scheme_named(scheme)
     inner = inner_optimizer(data, rule, scheme, steps)
     if rule not in ("sgd", "adamw"):
-        return tp.LocalUpdates(inner, every, rule, scheme)
+        return tp.LocalUpdates(inner, every, LOCAL_BY_ADAMW.get(rule, rule), scheme)
     if isinstance(scheme, SparseScheme):
         scheme = dataclasses.replace(scheme, momentum=MOMENTUM)
     return tp.DistributedOptimizer(inner, scheme)
