@@ -196,9 +196,10 @@ def outcomes(cells):
             systems = found.setdefault((data, shares), {})
             systems.setdefault(name, Outcome(step_s.get((data, name)))).add(seeds, figure)
     return {
-        kind: {name: own[name] for name in SYSTEMS if name in own}
-        for kind, own in found.items()
-        if BASE in own
+        (data, shares): {name: own[name] for name in SYSTEMS if name in own}
+        for data in EPOCHS
+        for shares in COMMON["shares"]
+        if BASE in (own := found.get((data, shares), {}))
     }
 
 
