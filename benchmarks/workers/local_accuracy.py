@@ -118,7 +118,7 @@ def data_set(name, scale):
     """Returns a data set by its name.
 
     Args:
-      name: "digits" or "drawn images".
+      name: "digits", or another name for drawn images.
       scale: Part of the images to draw.
     """
     if name == "digits":
