@@ -5,12 +5,12 @@
     python -m benchmarks.local_accuracy --full --parts time   # of it the time of steps at 200 Mb/s
 
 Four ranks, each a node of its own, train an MLP on scikit-learn's digits, and a CNN with batch
-normalization on drawn images (examples/data/draw_shapes.py), for 384 steps and for four times as
-many; samples of the ranks are alike, or
-each rank has classes of its own. Under a seed all systems begin with the same weights and see the
-same samples in the same order, so that differences are those of pairs. Bytes are those of the plan.
-Accuracies, which do not depend on links, are measured without a limit on them, and times of steps
-at 200 Mb/s by themselves. An interrupted run goes on.
+normalization on drawn images (examples/data/draw_shapes.py), these for 384 steps, and for four
+times as many. Samples of the ranks are alike, or each rank has classes of its own. Under a seed all
+systems begin with the same weights and see the same samples in the same order, so that differences
+are those of pairs. Bytes are those of the plan. Accuracies, which do not depend on links, are
+measured without a limit on them, and times of steps at 200 Mb/s by themselves. An interrupted run
+goes on.
 """
 
 import statistics
