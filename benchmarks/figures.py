@@ -97,6 +97,7 @@ STYLES = {
     "LAMB": Style("LAMB", "#6a5acd"),
     "local SGD": Style("local SGD", "#1b4f9c"),
     "EASGD": Style("EASGD", "#b5651d", marker="s"),
+    "local AdamW": Style("local AdamW", "#00838f", marker="v"),
     "DiLoCo": Style("DiLoCo", "#c2185b", marker="D"),
 }
 DEFAULTS = (":mstopk",)

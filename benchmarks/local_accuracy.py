@@ -1,15 +1,16 @@
 """Measures what local updates cost in accuracy, by the bytes that they send, beside all-reduce.
 
     python -m benchmarks.local_accuracy                       # short: digits, three seeds
-    python -m benchmarks.local_accuracy --full                # all of it; an hour
+    python -m benchmarks.local_accuracy --full                # all of it; hours
     python -m benchmarks.local_accuracy --full --parts time   # of it the time of steps at 200 Mb/s
 
 Four ranks, each a node of its own, train an MLP on scikit-learn's digits, and a CNN with batch
-normalization on drawn images (examples/data/draw_shapes.py); samples of the ranks are alike, or
-each rank has classes of its own. Under a seed all systems begin with the same weights and see the
-same samples in the same order, so that differences are those of pairs. Bytes are those of the plan.
-Accuracies, which do not depend on links, are measured without a limit on them, and times of steps
-at 200 Mb/s by themselves. An interrupted run goes on.
+normalization on drawn images (examples/data/draw_shapes.py), these for 384 steps, and for four
+times as many. Samples of the ranks are alike, or each rank has classes of its own. Under a seed all
+systems begin with the same weights and see the same samples in the same order, so that differences
+are those of pairs. Bytes are those of the plan. Accuracies, which do not depend on links, are
+measured without a limit on them, and times of steps at 200 Mb/s by themselves. An interrupted run
+goes on.
 """
 
 import statistics
@@ -19,6 +20,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks import figures, harness
+from benchmarks.workers.local_accuracy import LOCAL_BY_ADAMW
 
 RATE, LAYOUT = "200mbit", "4x1"
 
@@ -49,7 +51,7 @@ class System(NamedTuple):
 
 
 BASE, LIKE_BASE = "all-reduce", "all-reduce by AdamW"
-EACH_STEP, COMPRESSED = "in each step", "compressed"
+EACH_STEP, VARIANTS = "in each step", "variants"
 SYSTEMS = {
     system.name: system
     for system in (
@@ -65,16 +67,22 @@ SYSTEMS = {
             )
             for every in (4, 16, 64)
         ),
-        System(COMPRESSED, "local SGD in 16 bits", "average", 16, "asa16", "asa16"),
-        System(COMPRESSED, "local SGD by top 1 %", "average", 16, "hitopk:0.01", "hitopk:0.001"),
+        # With neither an outer optimizer nor SGD: tells which of the two DiLoCo owes its result to.
+        System(VARIANTS, "local AdamW", "average by adamw", 16, "2dtar", "local AdamW"),
+        System(VARIANTS, "local SGD in 16 bits", "average", 16, "asa16", "auto:halves"),
+        System(
+            VARIANTS, "local SGD by top 1 %", "average", 16, "hitopk:0.01", "hitopk:0.01:float16"
+        ),
     )
 }
 KINDS = list(dict.fromkeys(system.kind for system in SYSTEMS.values()))
 NEAR = 0.5
 """Points below all-reduce that are near it."""
-EPOCHS = {"digits": 8, "drawn images": 6}
-"""Times that 64 steps are trained."""
+EPOCHS = {"digits": 8, "drawn images": 6, "drawn images, longer": 24}
+"""Data sets, and the times that 64 steps are trained on them."""
 TIMED_EPOCHS = 4
+SEEDS_OF_A_JOB = {"digits": 10, "drawn images": 5, "drawn images, longer": 5}
+"""Seeds that one job has at most."""
 COMMON = {
     "parts": ["accuracy", "time"],
     "data": list(EPOCHS),
@@ -108,20 +116,24 @@ def parse_arguments():
 
 
 def planned(options):
-    """Returns one job for each part, kind of systems, data set and shares, with all seeds in it."""
+    """Returns one job for each part, data set, kind of shares and of systems, and some seeds."""
     more = {"layout": options.layout, "scale": options.scale}
     accuracy = [
         {"part": "accuracy", "kind": kind, "data": data, "shares": shares}
-        | {"seeds": options.seeds, "epochs": options.epochs or EPOCHS[data]}
-        for kind in options.kinds
+        | {"seeds": options.seeds[first : first + count], "epochs": options.epochs or EPOCHS[data]}
         for data in options.data
+        for count in [SEEDS_OF_A_JOB[data]]
+        for first in range(0, len(options.seeds), count)
         for shares in options.shares
+        for kind in options.kinds
     ]
     time = [
         {"part": "time", "kind": kind, "data": data, "shares": "alike"}
         | {"seeds": [0], "epochs": options.epochs or TIMED_EPOCHS}
-        for kind in options.kinds
+        # A step takes as long in a longer training.
         for data in options.data
+        if "longer" not in data
+        for kind in options.kinds
     ]
     jobs = [job | more for job in (*accuracy, *time) if job["part"] in options.parts]
     return harness.keyed(jobs)
@@ -137,48 +149,61 @@ def run(part, kind, data, shares, seeds, epochs, layout, scale):
     task = {"part": part, "data": data, "shares": shares, "seeds": seeds, "epochs": epochs}
     task |= {"scale": scale, "systems": systems}
     rate = RATE if part == "time" else "unshaped"
-    about = {"part": part, "kind": kind, "data": data, "shares": shares, "layout": layout}
+    about = {"part": part, "kind": kind, "data": data, "shares": shares}
     return harness.in_lab(harness.cluster(layout, rate), "local_accuracy", task) | about
 
 
-class Outcome(NamedTuple):
-    """What a system has come to.
+class Outcome:
+    """What a system has come to, from all seeds.
 
     Attributes:
-      accuracies: Test accuracy at the end in percent, one for each seed.
+      curves: Test accuracy in percent after each epoch, by seed.
+      steps: Steps until the end.
       rounds: Exchanges until then.
       sent_bytes: Bytes that a rank has sent in them.
-      steps: Steps until then.
       step_s: Seconds of a step over slow links; `None` if that was not measured.
     """
 
-    accuracies: np.ndarray
-    rounds: int
-    sent_bytes: float
-    steps: int
-    step_s: float | None
+    def __init__(self, step_s):
+        self.curves, self.step_s = {}, step_s
+
+    def add(self, seeds, figures):
+        """Adds what a job has found from some seeds."""
+        curves = 100 * np.array(figures["accuracies"])
+        self.curves |= dict(zip(seeds, curves, strict=True))
+        self.steps, self.rounds = figures["steps"][-1], figures["rounds"][-1]
+        self.sent_bytes = self.rounds * figures["round_bytes"]
+
+    def mean(self, part=1.0):
+        """Returns the mean accuracy after a part of the training."""
+        return np.mean([curve[round(part * len(curve)) - 1] for curve in self.curves.values()])
+
+    def beside(self, other):
+        """Returns how many points it ends above another, for each seed that both have."""
+        seeds = self.curves.keys() & other.curves.keys()
+        return np.array([self.curves[seed][-1] - other.curves[seed][-1] for seed in seeds])
 
 
 def outcomes(cells):
     """Returns outcomes by data set and kind of shares, and those by system."""
     step_s, found = {}, {}
-    for cell in cells.values():
+    # Times come first, and accuracies in the order of their seeds.
+    for cell in sorted(
+        cells.values(), key=lambda cell: (cell["part"] != "time", cell["task"]["seeds"])
+    ):
+        data, shares, seeds = cell["data"], cell["shares"], cell["task"]["seeds"]
         for name, figure in cell["systems"].items():
             if cell["part"] == "time":
-                step_s[cell["data"], name] = statistics.median(figure["step_s"])
-    for cell in cells.values():
-        if cell["part"] != "accuracy":
-            continue
-        for name, figure in cell["systems"].items():
-            found.setdefault((cell["data"], cell["shares"]), {})[name] = Outcome(
-                accuracies=100 * np.array(figure["accuracies"])[:, -1],
-                rounds=figure["rounds"][-1],
-                sent_bytes=figure["rounds"][-1] * figure["round_bytes"],
-                steps=figure["steps"][-1],
-                step_s=step_s.get((cell["data"], name)),
-            )
+                for like in (data, f"{data}, longer"):
+                    step_s[like, name] = statistics.median(figure["step_s"])
+                continue
+            systems = found.setdefault((data, shares), {})
+            systems.setdefault(name, Outcome(step_s.get((data, name)))).add(seeds, figure)
     return {
-        kind: {name: own[name] for name in SYSTEMS if name in own} for kind, own in found.items()
+        (data, shares): {name: own[name] for name in SYSTEMS if name in own}
+        for data in EPOCHS
+        for shares in COMMON["shares"]
+        if BASE in (own := found.get((data, shares), {}))
     }
 
 
@@ -201,30 +226,39 @@ def between(differences):
 
 
 def judged(differences):
-    """Returns whether a system is near all-reduce: where the interval says so, or its mean does."""
+    """Returns whether a system is near all-reduce: as its interval says, or else its mean."""
     mean, half = interval(differences)
-    if abs(mean) == half == 0 or mean - half >= -NEAR:
+    if mean - half >= -NEAR:
         return "yes"
     if mean + half < -NEAR:
         return "no"
-    return "yes by its mean" if mean >= -NEAR else "no by its mean"
+    return "by its mean" if mean >= -NEAR else "not by its mean"
+
+
+HEADER = (
+    "system",
+    "exchanges",
+    "kB a rank sends",
+    "of all-reduce",
+    "after half and all, %",
+    "points from all-reduce",
+    f"within {NEAR:g} points",
+    "from all-reduce by AdamW",
+    f"a step at {figures.rate(RATE)}",
+    "all steps",
+)
 
 
 def show(cells):
     """Prints a table for each data set and kind of shares."""
     for (data, shares), systems in outcomes(cells).items():
-        base = systems.get(BASE)
-        if base is None:
-            continue
+        base = systems[BASE]
         print(
-            f"\n{data}, shares of the ranks: {shares}; {len(base.accuracies)} seeds, "
-            f"{base.steps} steps; accuracy of the centre on test samples; in brackets 95 %"
+            f"\n{data}, shares of the ranks: {shares}; {len(base.curves)} seeds, {base.steps} "
+            "steps; accuracy of the centre on test samples, in brackets 95 % of a difference"
         )
-        header = ("system", "exchanges", "kB a rank sends", "of all-reduce", "accuracy, %")
-        header += ("points from all-reduce", f"within {NEAR:g} points")
-        rows = [(*header, "from the like by AdamW", "a step at 200 Mb/s", "all steps")]
-        rows += [row(name, own, base, systems.get(LIKE_BASE)) for name, own in systems.items()]
-        harness.show(rows)
+        rows = [row(name, own, base, systems.get(LIKE_BASE)) for name, own in systems.items()]
+        harness.show([HEADER, *rows])
 
 
 def row(name, own, base, like):
@@ -236,37 +270,39 @@ def row(name, own, base, like):
       base: That of all-reduce.
       like: That of all-reduce by AdamW, or `None`.
     """
-    differences = own.accuracies - base.accuracies
-    is_base, by_adamw = own is base, SYSTEMS[name].rule == "outer" and like is not None
+    differences, with_adamw = own.beside(base), SYSTEMS[name].rule in LOCAL_BY_ADAMW
     return (
         name,
         f"{own.rounds}",
         f"{own.sent_bytes / 1e3:,.0f}",
         f"1/{base.sent_bytes / own.sent_bytes:.0f}",
-        f"{own.accuracies.mean():.2f}",
-        "" if is_base else between(differences),
-        "" if is_base else judged(differences),
-        between(own.accuracies - like.accuracies) if by_adamw else "",
+        " ".join(f"{own.mean(part):.2f}" for part in (0.5, 1.0)),
+        "" if own is base else between(differences),
+        "" if own is base else judged(differences),
+        between(own.beside(like)) if with_adamw and like else "",
         "" if own.step_s is None else f"{1e3 * own.step_s:.1f} ms",
         "" if own.step_s is None else f"{own.step_s * own.steps:.1f} s",
     )
 
 
-PLACES = {"local SGD": 0.93, "EASGD": 1.0, "DiLoCo": 1.075}
+PLACES = {"local SGD": 0.9, "EASGD": 1.0, "DiLoCo": 1.11}
 """Factors on the bytes of methods that send as many, so that all of their intervals are seen."""
+POINTS = (-80, -40, -20, -10, -5, -2, -1, -NEAR, 0, NEAR, 1, 2, 5)
+MEGABYTES = (0.02, 0.1, 0.5, 2, 10, 50)
+"""Ticks of the axes."""
 
 
 def plot(cells, path):
     """Saves points from all-reduce over the bytes that a rank sends, a panel for each table."""
-    panels = {kind: systems for kind, systems in outcomes(cells).items() if BASE in systems}
+    panels = outcomes(cells)
 
     def draw(figure, axes):
         for axis, (kind, systems) in zip(axes, panels.items(), strict=True):
             draw_panel(axis, kind, systems)
         methods = {system.method for system in SYSTEMS.values()}
         title = (
-            "lines: every 64, 16 and 4 steps from left to right; bars: 95 % of the difference of "
-            "pairs; green band: within 0.5 points"
+            "lines: every 64, 16 and 4 steps from left to right; bars: 95 % of the mean difference "
+            f"under a seed;\nband: within {NEAR:g} points of all-reduce; dotted: 1/16 of its bytes"
         )
         figures.legend(figure, columns=4, more=methods, title=title)
 
@@ -275,28 +311,32 @@ def plot(cells, path):
 
 def draw_panel(axis, kind, systems):
     """Draws the systems of a data set and kind of shares."""
-    base = systems[BASE]
-    axis.axhspan(-NEAR, NEAR, color="#6abf8b", alpha=0.18, linewidth=0)
+    base, lowest = systems[BASE], -1.0
+    axis.axhspan(-NEAR, NEAR, color=figures.style("allreduce").color, alpha=0.2, linewidth=0)
     axis.axhline(0, color=figures.style("allreduce").color, linewidth=1.4)
-    axis.axvline(base.sent_bytes / 16e3, **figures.REFERENCE)
+    axis.axvline(base.sent_bytes / 16e6, **figures.REFERENCE)
     for method in dict.fromkeys(SYSTEMS[name].method for name in systems):
         own = [systems[name] for name in systems if SYSTEMS[name].method == method]
-        found = [interval(one.accuracies - base.accuracies) for one in own]
         look = next(system.look for system in SYSTEMS.values() if system.method == method)
-        axis.errorbar(
-            [PLACES.get(method, 1.0) * one.sent_bytes / 1e3 for one in own],
-            [mean for mean, _ in found],
-            [half for _, half in found],
-            **figures.line(look) | {"label": method, "linewidth": 1.4},
-            elinewidth=1.4,
-            capsize=2.5,
-        )
+        sent = [PLACES.get(method, 1.0) * one.sent_bytes / 1e6 for one in own]
+        found = [interval(one.beside(base)) for one in own]
+        means, halves = zip(*found, strict=True)
+        lowest = min(lowest, *(mean - half for mean, half in found))
+        style = figures.line(look) | {"label": method, "linewidth": 1.3}
+        axis.errorbar(sent, means, None if method == BASE else halves, **style, capsize=2.5)
     axis.set_xscale("log")
-    axis.set_yscale("symlog", linthresh=2)
+    axis.set_xticks(MEGABYTES, [f"{size:g}" for size in MEGABYTES])
+    axis.set_xticks([], minor=True)
+    axis.set_yscale("symlog", linthresh=1, linscale=0.8)
+    axis.set_yticks(POINTS, [f"{points:g}" for points in POINTS])
+    axis.set_yticks([], minor=True)
+    data, shares = kind
     axis.set(
-        title=f"{', '.join(kind)}: all-reduce has {base.accuracies.mean():.1f} %",
-        xlabel="kB that a rank sends in training",
+        title=f"{data}, {shares}: all-reduce {base.mean():.1f} %",
+        xlabel="MB that a rank sends in training",
         ylabel="points from all-reduce",
+        xlim=(base.sent_bytes / 400e6, base.sent_bytes / 0.7e6),
+        ylim=(1.3 * lowest, 2),
     )
     axis.grid(axis="y")
 

@@ -2,17 +2,20 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from benchmarks import (
     accuracy,
     hitopk_steps,
     large_batch,
+    local_accuracy,
     memory,
     norms,
     selection,
     wrapper,
 )
+from benchmarks.workers import local_accuracy as local_worker
 
 
 @pytest.mark.parametrize("count", [6, 9, 10, 17, 99, 100, 101])
@@ -130,3 +133,64 @@ def test_ratios_of_the_wrapper_are_those_of_pairs(tmp_path, capsys):
     wrapper.show({"one": {"systems": systems}})
     assert "1.050  1.039 to 1.060      1.025 to 1.074" in capsys.readouterr().out
     wrapper.plot({"one": {"systems": systems}}, tmp_path / "wrapper.png")
+
+
+def local_cell(seeds, systems):
+    """A cell of `local_accuracy`; systems are bytes of a round, and the accuracy of each seed."""
+    figures = {
+        name: {
+            "accuracies": [[0.5, accuracy] for accuracy in accuracies],
+            "steps": [64, 128],
+            "rounds": [64 // every, 128 // every],
+            "round_bytes": 1000,
+        }
+        for name, (every, accuracies) in systems.items()
+    }
+    about = {"part": "accuracy", "data": "digits", "shares": "alike", "task": {"seeds": seeds}}
+    return about | {"systems": figures}
+
+
+def test_local_updates_are_compared_seed_by_seed(tmp_path, capsys):
+    """Whichever jobs they come from, and with the seeds that both have."""
+    cells = {
+        "later": local_cell([2], {"all-reduce": (1, [0.8])}),
+        "others": local_cell([1, 0], {"local SGD, every 16": (16, [0.89, 0.98])}),
+        "first": local_cell([0, 1], {"all-reduce": (1, [0.98, 0.9])}),
+        "time": {"part": "time", "data": "digits", "shares": "alike", "task": {"seeds": [0]}}
+        | {"systems": {"local SGD, every 16": {"step_s": [0.01, 0.02, 0.03]}}},
+    }
+    ((_, systems),) = local_accuracy.outcomes(cells).items()
+    own, base = systems["local SGD, every 16"], systems["all-reduce"]
+    assert sorted(own.beside(base)) == pytest.approx([-1.0, 0.0])
+    assert own.sent_bytes == base.sent_bytes / 16
+    local_accuracy.show(cells)
+    line = capsys.readouterr().out.splitlines()[-1].split()
+    assert line[4:7] == ["8", "8", "1/16"]
+    assert line[-4:] == ["20.0", "ms", "2.6", "s"]
+    local_accuracy.plot(cells, tmp_path / "local_accuracy.png")
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([-0.1, 0.1, 0.0], "yes"),
+        ([-2.0, -2.1, -1.9], "no"),
+        ([-1.0, 1.0, 0.0], "by its mean"),
+        ([-2.0, 0.5, -1.0], "not by its mean"),
+    ],
+)
+def test_near_is_what_lies_within_half_a_point_with_95_percent(differences, verdict):
+    assert local_accuracy.judged(np.array(differences)) == verdict
+
+
+def test_ranks_have_samples_alike_or_classes_of_their_own():
+    samples = local_worker.digits(0)
+    alike, own = (
+        [local_worker.part_of(samples, shares, rank, 4) for rank in range(4)]
+        for shares in ("alike", "own classes")
+    )
+    assert {len(part.y) for part in (*alike, *own)} == {len(samples.y) // 4}
+    assert all(len(set(part.y)) == 10 for part in alike)
+    assert all(len(set(part.y)) <= 4 for part in own)
+    assert not set(own[0].y) & set(own[3].y)
+    assert sorted(np.concatenate([p.test_y for p in own])) == sorted(samples.test_y)
