@@ -82,14 +82,16 @@ def _running(size, local_size):
 
 
 def test_a_horovod_that_runs_is_adopted_without_groups():
-    assert runtime._adopt(_running(4, 4), None).topology.nodes == ((0, 1, 2, 3),)
+    assert runtime._adopt(_running(4, 4), None, None).topology.nodes == ((0, 1, 2, 3),)
 
 
 def test_a_horovod_that_runs_has_no_groups_to_offer():
     with pytest.raises(
         RuntimeError, match=r"needs? 4 groups\. Replace hvd.init\(\) by tfposeidon.init\(\)"
     ):
-        runtime._adopt(_running(4, 2), None)
+        runtime._adopt(_running(4, 2), None, None)
+    with pytest.raises(RuntimeError, match="need 3 groups"):
+        runtime._adopt(_running(4, 4), None, server_rank=0)
 
 
 def test_another_layout_is_refused():
