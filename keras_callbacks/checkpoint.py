@@ -109,6 +109,8 @@ class Checkpoint(keras.callbacks.Callback):
         if self.every_n_steps:
             self._session.check_in_step(f"Checkpoint(every_n_steps={self.every_n_steps})")
         snapshot, self._read = self._read or self._newest(), None
+        # `epoch_to_resume` has read for all ranks, before it was known who saves.
+        self._files = Snapshots(self.folder, self._wire, self.keep)
         if snapshot is not None:
             self._restore(snapshot)
 

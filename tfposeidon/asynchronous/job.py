@@ -141,6 +141,9 @@ def start_server(optimizers: Sequence[Asynchronous]) -> Server:
     wires = {rank: runtime.pair_wire(rank) for rank in runtime.workers().ranks}
     centres = [ServedCentre(flat(o.exchanged_variables), o.server_alpha) for o in optimizers]
     server = Server(wires, centres, runtime.stall_limit_s())
+    for worker in server.progress.values():
+        # Those of a run that is resumed count, also where a worker never exchanges.
+        worker.steps = int(optimizers[0].inner_optimizer.iterations.numpy())
     server.start()
     return server
 

@@ -173,8 +173,8 @@ def _serve(arguments: dict[str, Any]) -> Any:
         add_history=True,
         add_progbar=arguments["verbose"] != 0,
         model=model,
-        # Not 1, which shows batches.
-        verbose=min(arguments["verbose"], 1) * 2,
+        # Never batches, of which the server has none; "auto" is left where there is a terminal.
+        verbose=2 if arguments["verbose"] else 0,
         epochs=epochs,
         steps=1,
     )
