@@ -26,7 +26,7 @@ RATE, LAYOUT = "200mbit", "4x1"
 
 
 class System(NamedTuple):
-    """What is trained by.
+    """A way to train.
 
     Attributes:
       kind: Name of all systems that one job measures.
@@ -154,7 +154,7 @@ def run(part, kind, data, shares, seeds, epochs, layout, scale):
 
 
 class Outcome:
-    """What a system has come to, from all seeds.
+    """Outcome of a system, over all seeds.
 
     Attributes:
       curves: Test accuracy in percent after each epoch, by seed.
@@ -267,8 +267,8 @@ def row(name, own, base, like):
     Args:
       name: Name of the system.
       own: Its outcome.
-      base: That of all-reduce.
-      like: That of all-reduce by AdamW, or `None`.
+      base: Outcome of all-reduce.
+      like: Outcome of all-reduce by AdamW, or `None`.
     """
     differences, with_adamw = own.beside(base), SYSTEMS[name].rule in LOCAL_BY_ADAMW
     return (

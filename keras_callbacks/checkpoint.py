@@ -17,7 +17,7 @@ from typing_extensions import override
 from keras_callbacks._model_state import optimizers, replicated_variables, trained_variables
 from tfposeidon import ranges
 from tfposeidon.communication import runtime
-from tfposeidon.communication.wire import Wire, exchange_objects
+from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.variable_agreement import as_json, first_difference
 from tfposeidon.state.rank_state import StateDescription, redistribute
@@ -108,9 +108,10 @@ class Checkpoint(keras.callbacks.Callback):
         self._session.begin_where_asked()
         if self.every_n_steps:
             self._session.check_in_step(f"Checkpoint(every_n_steps={self.every_n_steps})")
-        snapshot, self._read = self._read or self._newest(), None
-        # `epoch_to_resume` has read for all ranks, before it was known who saves.
+        # Between the ranks whose state is saved: all, or a server alone.
+        self._wire = self._session.wire
         self._files = Snapshots(self.folder, self._wire, self.keep)
+        snapshot, self._read = self._read or self._newest(self._files), None
         if snapshot is not None:
             self._restore(snapshot)
 
@@ -123,13 +124,13 @@ class Checkpoint(keras.callbacks.Callback):
           SnapshotError: On all ranks, if there are snapshots and none is readable, or the newest is
             of another release.
         """
-        self._read = self._newest()
+        # All ranks read, as it is not known before `fit` who saves.
+        self._read = self._newest(Snapshots(self.folder, runtime.wire(), self.keep))
         return 0 if self._read is None else int(self._read.meta["epoch"])
 
-    def _newest(self) -> Snapshot | None:
+    def _newest(self, files: Snapshots) -> Snapshot | None:
         """Returns the newest snapshot, if training is to go on from it."""
-        self._files = Snapshots(self.folder, self._wire, self.keep)
-        snapshot = self._files.read_latest() if self.resume else None
+        snapshot = files.read_latest() if self.resume else None
         if snapshot is not None:
             self._check_format(snapshot)
         return snapshot
@@ -170,12 +171,6 @@ class Checkpoint(keras.callbacks.Callback):
         self._files.finish()
         # Keras would begin the next `fit` there, too.
         self._session.begin_where_asked()
-
-    @property
-    def _wire(self) -> Wire:
-        """Wire between the ranks whose state is saved: all, or the server alone."""
-        # There is none yet where `epoch_to_resume` is called before `fit`.
-        return runtime.wire() if self.model is None else session.of(self.model).wire
 
     # ---------------------------------------------------------------- writing
 

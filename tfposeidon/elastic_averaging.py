@@ -15,9 +15,10 @@ from tfposeidon.asynchronous import job
 from tfposeidon.asynchronous.worker import Worker
 from tfposeidon.communication import runtime, surroundings
 from tfposeidon.communication.wire import Wire
+from tfposeidon.exchange.one_vector import joined, parted
 from tfposeidon.exchange.step import Step
-from tfposeidon.gradients.description import describe, merge_rows
-from tfposeidon.optimizers.wrapping import innermost, reset_slots
+from tfposeidon.gradients.description import with_merged_rows
+from tfposeidon.optimizers.wrapping import class_names, reset_slots
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.units import readable_size
@@ -115,10 +116,7 @@ class ElasticAveraging(OptimizerWrapper):
         """
         if self.built:
             return
-        for variable in variables:
-            describe(variable)
-        if not self.inner_optimizer.built:
-            self.inner_optimizer.build(variables)
+        self._build_inner(variables)
         # On the CPU, as branches and Python read them.
         with tf.init_scope(), tf.device("/CPU:0"):
             zero = tf.zeros([], tf.int64)
@@ -164,12 +162,11 @@ class ElasticAveraging(OptimizerWrapper):
     @property
     @override
     def agreed_settings(self) -> dict[str, Any]:
-        inner = self.inner_optimizer
         return {
             "every": self._every,
             "alpha": self.alpha,
             "server_alpha": self.server_alpha,
-            "inner optimizer": [type(inner).__name__, type(innermost(inner)).__name__],
+            "inner optimizer": class_names(self.inner_optimizer),
         }
 
     @property
@@ -211,9 +208,7 @@ class ElasticAveraging(OptimizerWrapper):
                 f"The server trains nothing. Received: a step on rank {runtime.rank()}, which "
                 "serves. Train with fit, or within ElasticAveraging.run on all ranks."
             )
-        # Keras's optimizers update a row once for each time that it is there.
-        rows = [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
-        self.inner_optimizer.apply(rows, variables)
+        self.inner_optimizer.apply(with_merged_rows(grads), variables)
         # Of calls, as a loss scale skips updates.
         self._steps.assign_add(1)
         self._since.assign_add(1)
@@ -221,11 +216,11 @@ class ElasticAveraging(OptimizerWrapper):
 
     def _exchange_now(self) -> None:
         variables = self.exchanged_variables
-        values = job.flat(variables)
+        values = joined(variables)
         difference, counts = tf.py_function(
             self._swap, [values, self._steps.read_value()], [tf.float32, tf.bool]
         )
-        parts = job.split(tf.ensure_shape(difference, values.shape), variables)
+        parts = parted(tf.ensure_shape(difference, values.shape), variables)
         counts = tf.ensure_shape(counts, [])
         for index, (variable, part) in enumerate(zip(variables, parts, strict=True)):
             own = tf.convert_to_tensor(variable)
@@ -323,9 +318,9 @@ class ElasticAveraging(OptimizerWrapper):
         """Takes the centre for the weights."""
         assert self._worker is not None
         variables = self.exchanged_variables
-        nothing = job.flat(variables)
+        nothing = joined(variables)
         swapped = self._worker.swap(self._number, nothing, False, int(self._steps.numpy()))
-        job.assign_flat(variables, -swapped.difference)
+        job.assign_parts(variables, -swapped.difference)
 
     def detach(self) -> None:
         """Makes steps exchange no more."""

@@ -16,7 +16,7 @@ from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.step import Step
-from tfposeidon.gradients.description import describe, merge_rows
+from tfposeidon.gradients.description import with_merged_rows
 from tfposeidon.local import checks, rules
 from tfposeidon.local.adding import Adding
 from tfposeidon.local.meeting import Meeting
@@ -136,10 +136,7 @@ class LocalUpdates(OptimizerWrapper):
         """
         if self.built:
             return
-        for variable in variables:
-            describe(variable)
-        if not self.inner_optimizer.built:
-            self.inner_optimizer.build(variables)
+        self._build_inner(variables)
         if runtime.size() > 1:
             self._build_rounds(variables)
         else:
@@ -275,9 +272,7 @@ class LocalUpdates(OptimizerWrapper):
         """Updates this rank's weights, and returns the samples that count."""
         if self._node is not None:
             return self._node.update(grads, variables, count)
-        # Keras's optimizers update a row once for each time that it is there.
-        rows = [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
-        self.inner_optimizer.apply(rows, variables)
+        self.inner_optimizer.apply(with_merged_rows(grads), variables)
         return count
 
     def _check_start(self) -> None:

@@ -14,6 +14,7 @@ from tfposeidon import arguments, policies, ranges, sample_counts
 from tfposeidon.communication import surroundings
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.step import Step
+from tfposeidon.gradients.description import describe
 from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.planning import rules
 from tfposeidon.planning.plan import Plan
@@ -81,6 +82,17 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
         return True
 
     # ------------------------------------------------------------------ state
+
+    def _build_inner(self, variables: Sequence[Any]) -> None:
+        """Builds the inner optimizer, where weights themselves are exchanged.
+
+        Raises:
+          ValueError: If a variable is not floating point.
+        """
+        for variable in variables:
+            describe(variable)
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(variables)
 
     def _adopt(self, variables: Sequence[Any]) -> None:
         """Finishes `build`, once the inner optimizer is built: Keras's bookkeeping.

@@ -7,7 +7,6 @@ import tensorflow as tf
 
 import tfposeidon as tp
 from benchmarks.workers import local_accuracy
-from benchmarks.workers.local_accuracy import EPOCH_STEPS, MOMENTUM
 from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
@@ -79,54 +78,21 @@ def paces(task, system):
 
 
 def accuracies(task, system):
-    """Returns the centre's accuracy on test samples at the end, for each seed."""
-    trainer = _Trainer(task.epochs, system)
-    return {"accuracies": [trainer.train(seed) for seed in task.seeds]}
+    """Returns the accuracy of the weights that all ranks have at the end, for each seed."""
+    data = local_accuracy.data_set("digits", 1.0)
 
+    def optimizer(steps):
+        inner = local_accuracy.inner_optimizer(data, "sgd", None, steps)
+        if system["every"] is None:
+            return tp.DistributedOptimizer(inner, "allreduce")
+        return tp.ElasticAveraging(inner, system["every"], system["alpha"])
 
-class _Trainer:
-    """Trains an MLP on digits from one seed after another, with steps that are traced once."""
-
-    def __init__(self, epochs, system):
-        keras.utils.clear_session()
-        self._epochs, self._steps = epochs, epochs * EPOCH_STEPS
-        data = local_accuracy.data_set("digits", 1.0)
-        rate = keras.optimizers.schedules.CosineDecay(data.sgd_rate, self._steps)
-        inner = keras.optimizers.SGD(rate, momentum=MOMENTUM)
-        every, alpha = system["every"], system["alpha"]
-        if every is None:
-            self._optimizer = tp.DistributedOptimizer(inner, "allreduce")
-        else:
-            self._optimizer = tp.ElasticAveraging(inner, every, alpha)
-        self._data, self._model = data, keras.Sequential(data.layers())
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        self._model.compile(
-            self._optimizer, loss, metrics=["accuracy"], steps_per_execution=EPOCH_STEPS
-        )
-        self._optimizer.build(self._model.trainable_variables)
-        self._at_first = [tf.convert_to_tensor(v) for v in inner.variables]
-
-    def train(self, seed):
-        """Trains from a seed, and returns the accuracy of the weights that all ranks have then."""
-        for variable, value in zip(
-            self._optimizer.inner_optimizer.variables, self._at_first, strict=True
-        ):
-            variable.assign(value)
-        keras.utils.set_random_seed(seed)
-        self._model.set_weights(keras.Sequential(self._data.layers()).get_weights())
-        samples, workers = self._data.samples(seed), tp.workers()
-        index = workers.index(tp.rank()) if tp.rank() in workers.ranks else 0
-        own = local_accuracy.part_of(samples, "alike", index, workers.size)
-        self._model.fit(
-            local_accuracy.batches(own, self._steps, seed, index),
-            epochs=self._epochs,
-            steps_per_epoch=EPOCH_STEPS,
-            verbose=0,
-        )
-        size = len(samples.test_y)
-        return self._model.evaluate(
-            samples.test_x, samples.test_y, batch_size=size, verbose=0, return_dict=True
-        )["accuracy"]
+    trainer = local_accuracy.Trainer(data, optimizer, task.epochs)
+    found = []
+    for seed in task.seeds:
+        trainer.train(seed, "alike", callbacks=[], validates=False)
+        found.append(trainer.accuracy(seed))
+    return {"accuracies": found}
 
 
 def main():

@@ -43,7 +43,7 @@ class Samples(NamedTuple):
 
 
 class DataSet(NamedTuple):
-    """What is trained, and on what.
+    """Samples, a model for them, and rates.
 
     Attributes:
       samples: Function of the seed that returns `Samples` of all ranks.
@@ -205,14 +205,14 @@ class Trainer:
 
     Args:
       data: The `DataSet`.
-      system: Arguments of `optimizer_of`, by name.
+      optimizer: Function from the number of steps, in which rates fall to 0, to the optimizer.
       epochs: Times `EPOCH_STEPS` that are trained.
     """
 
-    def __init__(self, data, system, epochs):
+    def __init__(self, data, optimizer, epochs):
         keras.utils.clear_session()
         self._data, self._epochs, self._steps = data, epochs, epochs * EPOCH_STEPS
-        self.optimizer = optimizer_of(data, **system, steps=self._steps)
+        self.optimizer = optimizer(self._steps)
         self._model = keras.Sequential(data.layers())
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self._model.compile(
@@ -223,7 +223,8 @@ class Trainer:
 
     def _state(self):
         optimizer = self.optimizer
-        return [*optimizer.variables, *optimizer.rank_variables]
+        inner = optimizer.inner_optimizer.variables
+        return [*optimizer.variables, *optimizer.rank_variables, *inner]
 
     def _begin(self, seed):
         """Takes the weights of a seed, and an optimizer that has done nothing."""
@@ -246,9 +247,12 @@ class Trainer:
           validates: False to leave accuracies out.
         """
         self._begin(seed)
-        own = part_of(self._data.samples(seed), shares, tp.rank(), tp.size())
+        # A server takes none of its own, and learns their shapes.
+        workers = tp.workers()
+        index = workers.index(tp.rank()) if tp.rank() in workers.ranks else 0
+        own = part_of(self._data.samples(seed), shares, index, workers.size)
         return self._model.fit(
-            batches(own, self._steps, seed, tp.rank()),
+            batches(own, self._steps, seed, index),
             epochs=self._epochs,
             steps_per_epoch=EPOCH_STEPS,
             validation_data=(own.test_x, own.test_y) if validates else None,
@@ -257,10 +261,29 @@ class Trainer:
             verbose=0,
         ).history
 
+    def accuracy(self, seed):
+        """Returns the accuracy on all test samples of a seed."""
+        samples = self._data.samples(seed)
+        size = len(samples.test_y)
+        return self._model.evaluate(
+            samples.test_x, samples.test_y, batch_size=size, verbose=0, return_dict=True
+        )["accuracy"]
+
+
+def trainer_of(data, system, epochs):
+    """Returns the `Trainer` of a system.
+
+    Args:
+      data: The `DataSet`.
+      system: Arguments of `optimizer_of`, by name.
+      epochs: Times `EPOCH_STEPS` that are trained.
+    """
+    return Trainer(data, lambda steps: optimizer_of(data, **system, steps=steps), epochs)
+
 
 def accuracies(task, data, system):
     """Returns test accuracies and losses after each epoch, for each seed."""
-    trainer = Trainer(data, system, task.epochs)
+    trainer = trainer_of(data, system, task.epochs)
     callbacks = [keras_callbacks.MetricAverage()]
     if not isinstance(trainer.optimizer, tp.LocalUpdates):
         callbacks.insert(0, keras_callbacks.AverageBatchNorm())
@@ -278,7 +301,7 @@ def accuracies(task, data, system):
 def times(task, data, system):
     """Returns the seconds of a step, as the slowest rank has it, in all epochs but the first."""
     seconds = Seconds()
-    trainer = Trainer(data, system, task.epochs)
+    trainer = trainer_of(data, system, task.epochs)
     trainer.train(task.seeds[0], task.shares, [seconds], validates=False)
     return {"step_s": [s / EPOCH_STEPS for s in seconds.seconds[1:]]}
 

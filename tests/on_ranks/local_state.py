@@ -153,7 +153,7 @@ def case_rates_follow_callbacks(wire):
 
 
 def case_ranks_of_an_only_node_train_together(wire):
-    """As with all-reduce, and rounds have nothing to add."""
+    """The result is that of all-reduce, to which rounds have nothing to add."""
     data, start = models.mlp.data(3 * EVERY * BATCH), models.mlp()
     together = fitted(models.mlp, start, data, wire, tp.DistributedOptimizer(sgd(), "allreduce"))
     for rule in ("average", tp.local.Elastic(1.0)):

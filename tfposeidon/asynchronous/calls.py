@@ -43,7 +43,7 @@ def make_call(wire: Wire, call: Call, centre: int = 0) -> None:
 
     Args:
       wire: Wire of the pair.
-      call: What comes next.
+      call: Kind of the call, which tells what comes next.
       centre: Number of the centre that it is about.
     """
     wire.all_reduce(tf.constant([call + _KINDS * centre], tf.int64), wire.topology.world, "tp.call")

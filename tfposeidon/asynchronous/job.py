@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import keras
 import tensorflow as tf
 
 from tfposeidon.asynchronous.server import ServedCentre, Server
@@ -13,6 +12,7 @@ from tfposeidon.asynchronous.worker import Worker
 from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
+from tfposeidon.exchange.one_vector import joined, parted
 
 
 class Asynchronous(Protocol):
@@ -75,7 +75,7 @@ def begin(
 
     Args:
       optimizers: Optimizers that exchange; built, the same on all ranks.
-      settings: What each rank wants the others to know, for JSON.
+      settings: Small values of this rank that all others get, for JSON.
 
     Returns:
       What each rank has given, by rank.
@@ -139,7 +139,7 @@ def start_server(optimizers: Sequence[Asynchronous]) -> Server:
       optimizers: Optimizers whose centres are served, which begin with their variables' values.
     """
     wires = {rank: runtime.pair_wire(rank) for rank in runtime.workers().ranks}
-    centres = [ServedCentre(flat(o.exchanged_variables), o.server_alpha) for o in optimizers]
+    centres = [ServedCentre(joined(o.exchanged_variables), o.server_alpha) for o in optimizers]
     server = Server(wires, centres, runtime.stall_limit_s())
     for worker in server.progress.values():
         # Those of a run that is resumed count, also where a worker never exchanges.
@@ -180,7 +180,7 @@ def let_workers_go(server: Server, optimizers: Sequence[Asynchronous]) -> None:
       server: The server.
       optimizers: Optimizers whose centres are served.
     """
-    server.let_go([flat(optimizer.exchanged_variables) for optimizer in optimizers])
+    server.let_go([joined(optimizer.exchanged_variables) for optimizer in optimizers])
     _end_together()
 
 
@@ -197,43 +197,16 @@ def show_centres(server: Server, optimizers: Sequence[Asynchronous]) -> None:
       optimizers: Optimizers whose centres are served.
     """
     for number, optimizer in enumerate(optimizers):
-        assign_flat(optimizer.exchanged_variables, server.centre(number))
+        assign_parts(optimizer.exchanged_variables, server.centre(number))
         optimizer.inner_optimizer.iterations.assign(server.mean_steps)
 
 
-def flat(variables: Sequence[Any]) -> tf.Tensor:
-    """Returns the values of variables as one float32 vector.
-
-    Args:
-      variables: Floating-point variables.
-    """
-    return tf.concat(
-        [tf.reshape(tf.cast(tf.convert_to_tensor(v), tf.float32), [-1]) for v in variables], 0
-    )
-
-
-def split(vector: tf.Tensor, variables: Sequence[Any]) -> list[tf.Tensor]:
-    """Returns the parts of a vector in the shapes and dtypes of variables.
-
-    Args:
-      vector: Vector from `flat`.
-      variables: The variables that it was made of.
-    """
-    shapes = [tf.TensorShape(v.shape) for v in variables]
-    parts = tf.split(vector, [shape.num_elements() for shape in shapes])
-    dtypes = [keras.backend.standardize_dtype(v.dtype) for v in variables]
-    return [
-        tf.cast(tf.reshape(part, shape), dtype)
-        for part, shape, dtype in zip(parts, shapes, dtypes, strict=True)
-    ]
-
-
-def assign_flat(variables: Sequence[Any], vector: tf.Tensor) -> None:
+def assign_parts(variables: Sequence[Any], vector: tf.Tensor) -> None:
     """Assigns the parts of a vector to variables.
 
     Args:
       variables: The variables that the vector was made of.
-      vector: Vector from `flat`.
+      vector: Vector as `joined` returns it.
     """
-    for variable, part in zip(variables, split(vector, variables), strict=True):
+    for variable, part in zip(variables, parted(vector, variables), strict=True):
         variable.assign(part)

@@ -64,7 +64,6 @@ class Progress:
 
     Attributes:
       exchanges: Exchanges that counted.
-      refused: Exchanges in which its values were not finite.
       steps: Steps at its last exchange.
       epochs: Epochs that it has ended.
       has_ended: True if it trains no more.
@@ -73,7 +72,6 @@ class Progress:
     """
 
     exchanges: int = 0
-    refused: int = 0
     steps: int = 0
     epochs: int = 0
     has_ended: bool = False
@@ -230,7 +228,6 @@ class Server:
         if swapped.counts:
             worker.exchanges += 1
         elif not worker.has_ended:
-            worker.refused += 1
             log.warning(
                 "tfposeidon: the weights of worker %d are not finite; it goes on from the centre.",
                 rank,

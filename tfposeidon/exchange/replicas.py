@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfposeidon.communication import agreement
 from tfposeidon.communication.wire import Wire, exchange_objects
+from tfposeidon.exchange.one_vector import joined, parted
 from tfposeidon.exchange.variable_agreement import as_json, check_same_variables
 from tfposeidon.gradients.description import Description
 
@@ -63,13 +64,10 @@ def average(variables: Sequence[Any], wire: Wire) -> None:
     """
     if wire.topology.size == 1 or not variables:
         return
-    flat = tf.concat(
-        [tf.reshape(tf.cast(tf.convert_to_tensor(v), tf.float32), [-1]) for v in variables], 0
-    )
-    mean = wire.all_reduce(flat, wire.topology.world, "tp.average", scale=1.0 / wire.topology.size)
-    sizes = [d.length for d in describe_any(variables)]
-    for variable, part in zip(variables, tf.split(mean, sizes), strict=True):
-        variable.assign(tf.cast(tf.reshape(part, variable.shape), variable.dtype))
+    world = wire.topology.world
+    mean = wire.all_reduce(joined(variables), world, "tp.average", scale=1.0 / world.size)
+    for variable, part in zip(variables, parted(mean, variables), strict=True):
+        variable.assign(part)
 
 
 def checksums(variables: Sequence[Any]) -> list[int]:

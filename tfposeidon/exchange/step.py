@@ -20,8 +20,8 @@ from tfposeidon.exchange.batch_count import BatchCount
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.means import Means
 from tfposeidon.exchange.step_times import time_after
-from tfposeidon.gradients.description import merge_rows
-from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.gradients.description import with_merged_rows
+from tfposeidon.optimizers.wrapping import class_names
 from tfposeidon.policies import Policy
 
 
@@ -154,7 +154,7 @@ class Step:
           Means over all samples of all ranks.
         """
         if not self._exchanges(variables):
-            rows = [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+            rows = with_merged_rows(gradients)
             return Means(
                 rows if server is None else server.clip_by_whole_norms(server.own_parts(rows))
             )
@@ -238,10 +238,7 @@ class Step:
         return {
             "counted": count is not None,
             "sample_count": counts and sample_counts.name(counts),
-            "optimizer": [
-                type(optimizer.inner_optimizer).__name__,
-                type(innermost(optimizer)).__name__,
-            ],
+            "optimizer": class_names(optimizer.inner_optimizer),
             "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
             **optimizer.agreed_settings,
             **layer_norms.norm_settings(optimizer.inner_optimizer),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +117,15 @@ def merge_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
     indices, segments = tf.unique(rows.indices)
     values = tf.math.unsorted_segment_sum(rows.values, segments, tf.size(indices))
     return tf.IndexedSlices(values, indices, rows.dense_shape)
+
+
+def with_merged_rows(gradients: Sequence[Any]) -> list[Any]:
+    """Returns gradients for one of Keras's optimizers: those that are rows by `merge_rows`.
+
+    Args:
+      gradients: Tensors, `IndexedSlices` or `None`.
+    """
+    return [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
 
 
 def dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.Tensor:

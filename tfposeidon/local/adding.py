@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.optimizers.wrapping import class_names
 
 
 class Adding:
@@ -27,6 +27,5 @@ class Adding:
     @property
     def agreed_settings(self) -> dict[str, Any]:
         """Settings that have to be the same on all ranks, for JSON."""
-        inner = self._optimizer.inner_optimizer
-        kinds = [type(inner).__name__, type(innermost(inner)).__name__]
-        return {"inner optimizer": kinds, **self._optimizer.agreed_settings}
+        inner = class_names(self._optimizer.inner_optimizer)
+        return {"inner optimizer": inner, **self._optimizer.agreed_settings}

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import numbered_names
 from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.one_vector import joined, parted
 from tfposeidon.exchange.step import Step
 from tfposeidon.local.centre import Centre, either
 from tfposeidon.local.rules import Rule
@@ -207,15 +208,13 @@ class Meeting:
         if not statistics:
             return []
         wire = exchanger.wire
-        flat = tf.concat([tf.reshape(tf.cast(s, tf.float32), [-1]) for s in statistics], 0)
+        flat = joined(statistics)
         # What does not count need not be finite.
         flat = tf.where(weight > 0.0, flat * weight, tf.zeros_like(flat))
         mean = wire.all_reduce(
             flat, wire.topology.world, f"{exchanger.prefix}.statistics", 1.0 / wire.topology.size
         )
-        parts = tf.split(mean, [s.shape.num_elements() for s in statistics])
-        pairs = zip(parts, statistics, strict=True)
-        return [tf.cast(tf.reshape(part, s.shape), s.dtype) for part, s in pairs]
+        return parted(mean, statistics)
 
     # ------------------------------------------------------------------ what follows
 

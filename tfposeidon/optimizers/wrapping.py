@@ -24,6 +24,15 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
+def class_names(optimizer: Any) -> list[str]:
+    """Returns the names of an optimizer's class, and of the class of the one inside wrappers.
+
+    Args:
+      optimizer: A Keras optimizer, wrapped or not.
+    """
+    return [type(optimizer).__name__, type(innermost(optimizer)).__name__]
+
+
 def reset_slots(optimizer: Any) -> None:
     """Makes an optimizer begin with new slots, such as velocities; rates and counters stay.
 

@@ -103,7 +103,7 @@ class _Worker:
     def begin(self, model: keras.Model) -> None:
         """Begins with the server's weights, at its epoch."""
         self._optimizers = _optimizers(model)
-        epoch = _agreed_epoch(model, job.begin(self._optimizers, {"epochs": self._epochs}))
+        epoch = _agreed_epoch(job.begin(self._optimizers, {"epochs": self._epochs}))
         if epoch is not None:
             session.of(model).resume_at(epoch, 0)
         self._link = job.start_worker(self._optimizers)
@@ -181,7 +181,9 @@ def _serve(arguments: dict[str, Any]) -> Any:
     model.stop_training = False
     callbacks.on_train_begin()
     optimizers = _optimizers(model)
-    epoch = _agreed_epoch(model, job.begin(optimizers, {"epochs": epochs, "epoch": _epoch(model)}))
+    # Callbacks such as Checkpoint may have restored an earlier run.
+    resumed = session.of(model).resumed_epoch
+    epoch = _agreed_epoch(job.begin(optimizers, {"epochs": epochs, "epoch": resumed}))
     epoch = arguments["initial_epoch"] if epoch is None else epoch
     server = job.start_server(optimizers)
     with _saving_at_failure(callbacks, lambda: job.show_centres(server, optimizers)):
@@ -293,12 +295,7 @@ def _optimizers(model: Any) -> list[Any]:
     return found
 
 
-def _epoch(model: Any) -> int | None:
-    # Where callbacks such as Checkpoint have restored an earlier run.
-    return getattr(model, "_initial_epoch", None)
-
-
-def _agreed_epoch(model: Any, everybody: list[dict[str, Any]]) -> int | None:
+def _agreed_epoch(everybody: list[dict[str, Any]]) -> int | None:
     agreement.require_equal(
         [given["epochs"] for given in everybody],
         "All ranks must train for the same epochs",

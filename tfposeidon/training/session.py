@@ -178,9 +178,14 @@ class Session:
         self._model._initial_epoch = None
 
     @property
+    def resumed_epoch(self) -> int | None:
+        """Index of the epoch with which this `fit` goes on; `None` if it is not resumed."""
+        return getattr(self._model, "_initial_epoch", None)
+
+    @property
     def is_resumed(self) -> bool:
         """True if this `fit` goes on in the middle of an earlier one."""
-        return getattr(self._model, "_initial_epoch", None) is not None
+        return self.resumed_epoch is not None
 
     @property
     def is_skipping(self) -> bool:

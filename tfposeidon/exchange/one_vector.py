@@ -1,0 +1,35 @@
+"""Small values that travel together, as one float32 vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def joined(values: Sequence[Any]) -> tf.Tensor:
+    """Returns values one after the other, as a float32 vector.
+
+    Args:
+      values: Floating-point variables or tensors.
+    """
+    return tf.concat(
+        [tf.reshape(tf.cast(tf.convert_to_tensor(v), tf.float32), [-1]) for v in values], 0
+    )
+
+
+def parted(vector: tf.Tensor, like: Sequence[Any]) -> list[tf.Tensor]:
+    """Returns the parts of a vector, in the shapes and dtypes of what it was joined from.
+
+    Args:
+      vector: Vector as `joined` returns it.
+      like: The variables or tensors that were joined.
+    """
+    shapes = [tf.TensorShape(value.shape) for value in like]
+    parts = tf.split(vector, [shape.num_elements() for shape in shapes])
+    return [
+        tf.cast(tf.reshape(part, shape), keras.backend.standardize_dtype(value.dtype))
+        for part, shape, value in zip(parts, shapes, like, strict=True)
+    ]
