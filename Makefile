@@ -73,9 +73,12 @@ docs: setup
 SANITIZERS := address,undefined thread
 NATIVE_TEST := tests/native/lib_test.cc $(wildcard tfposeidon/native/lib/*.cc)
 NATIVE_FLAGS := -std=c++17 -O2 -g -Wall -Wextra -Werror -Wno-psabi -ffp-contract=off -fno-strict-aliasing -I. -pthread
-# The passes for GPUs run on the CPU in their test; Thrust comes with the CUDA toolkit, and itself binds null.
-CCCL := $(firstword $(wildcard $(or $(HOROVOD_CUDA_HOME),/usr/local/cuda)/include/cccl))
+# The passes for GPUs run on the CPU in their test, and on a GPU where there is one. Thrust comes with the CUDA toolkit,
+# and itself binds null.
+CUDA := $(or $(HOROVOD_CUDA_HOME),/usr/local/cuda)
+CCCL := $(firstword $(wildcard $(CUDA)/include/cccl))
 THRUST_FLAGS := -DTHRUST_DEVICE_SYSTEM=THRUST_DEVICE_SYSTEM_CPP -isystem $(CCCL)
+GPU_TEST := tests/native/gpu_test.cc tfposeidon/native/lib/norms.cc tfposeidon/native/lib/thresholds.cc
 check-native:
 	@mkdir -p build/native
 	@set -e; for kind in $(SANITIZERS); do \
@@ -84,9 +87,14 @@ check-native:
 	  echo "$$kind:"; $$program 40; \
 	done
 ifneq ($(CCCL),)
-	$(CXX) $(NATIVE_FLAGS) -fsanitize=address,undefined -fno-sanitize=null -fno-sanitize-recover=all $(THRUST_FLAGS) tests/native/gpu_test.cc \
-	  tfposeidon/native/lib/norms.cc tfposeidon/native/lib/thresholds.cc -o build/native/gpu_test
+	$(CXX) $(NATIVE_FLAGS) -fsanitize=address,undefined -fno-sanitize=null -fno-sanitize-recover=all $(THRUST_FLAGS) $(GPU_TEST) \
+	  -o build/native/gpu_test
 	build/native/gpu_test 60
+ifneq ($(shell command -v nvidia-smi),)
+	$(CUDA)/bin/nvcc -std=c++17 -O3 --fmad=false -arch=native -I. -DTFPOSEIDON_ON_GPU $(GPU_TEST) tfposeidon/native/lib/gpu/gpu.cu \
+	  -o build/native/gpu_test-cuda
+	build/native/gpu_test-cuda 300
+endif
 endif
 
 format: setup

@@ -1,6 +1,7 @@
 """Parts that all benchmarks share: options, jobs in the lab, kept results and tables."""
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import os
@@ -30,6 +31,7 @@ NATIVE_FLAGS = (
     "-pthread",
     "-I.",
 )
+NVCC = ("nvcc", "-std=c++17", "-O3", "--fmad=false", "-arch=native", "-I.")
 TIME_LIMIT_S = 3600
 # Name of a peer up to the first dash -> its worker.
 PEER_WORKERS = {"ddp": "ddp", "mirrored": "mirrored", "jax": "jax_fit"}
@@ -320,24 +322,20 @@ def _answer(answer, report, options, task, worker):
     }
 
 
-def native(name, *arguments, more=()):
+def native(name, *arguments, more=(), cuda=False):
     """Compiles `benchmarks/native/<name>.cc` with the native library, and runs it.
 
     Args:
       name: Name of the source, without its suffix.
       *arguments: Arguments of the program.
       more: NumPy arrays, whose files follow the arguments.
+      cuda: True to link the library for the GPU of this machine as well.
 
     Returns:
       The figures that the program printed.
     """
-    sources = [
-        f"benchmarks/native/{name}.cc",
-        *sorted((ROOT / "tfposeidon/native/lib").glob("*.cc")),
-    ]
+    program = _compiled(name, cuda)
     with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / name
-        subprocess.run(["g++", *NATIVE_FLAGS, *sources, "-o", program], cwd=ROOT, check=True)
         files = [Path(folder) / f"values{index}" for index in range(len(more))]
         for file, values in zip(files, more, strict=True):
             values.tofile(file)
@@ -345,6 +343,23 @@ def native(name, *arguments, more=()):
         return json.loads(
             subprocess.run(command, check=True, capture_output=True, text=True).stdout
         )
+
+
+@functools.cache
+def _compiled(name, cuda):
+    """Compiles a program once for all jobs, and returns its path."""
+    program = ROOT / "build" / "benchmarks" / name
+    program.parent.mkdir(parents=True, exist_ok=True)
+    sources = [
+        f"benchmarks/native/{name}.cc",
+        *sorted((ROOT / "tfposeidon/native/lib").glob("*.cc")),
+    ]
+    compiler = ["g++", *NATIVE_FLAGS]
+    if cuda:
+        compiler = [*NVCC, "-Xcompiler=" + ",".join(NATIVE_FLAGS[2:-1])]
+        sources.append("tfposeidon/native/lib/gpu/gpu.cu")
+    subprocess.run([*compiler, *sources, "-o", program], cwd=ROOT, check=True)
+    return program
 
 
 def machine():

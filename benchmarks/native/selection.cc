@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "benchmarks/native/timing.h"
+#include "benchmarks/native/values.h"
 #include "tfposeidon/native/lib/error_feedback.h"
 #include "tfposeidon/native/lib/keys.h"
 #include "tfposeidon/native/lib/scatter_add.h"
@@ -24,26 +25,6 @@
 
 namespace tfposeidon {
 namespace {
-
-uint64_t state = 0x9e3779b97f4a7c15u;
-
-// Above 0, as its logarithm is taken.
-double uniform() {
-  state ^= state << 13;
-  state ^= state >> 7;
-  state ^= state << 17;
-  return static_cast<double>((state >> 11) + 1) * 0x1p-53;
-}
-
-float draw(const std::string& distribution) {
-  const double u = uniform();
-  if (distribution == "laplace")
-    return static_cast<float>((state & 4 ? -1e-3 : 1e-3) * std::log(u));
-  if (distribution == "cauchy") return static_cast<float>(1e-3 * std::tan(3.14159265 * (u - 0.5)));
-  const double gauss = std::sqrt(-2 * std::log(u)) * std::cos(6.28318531 * uniform());
-  // One in a hundred a thousand times larger.
-  return static_cast<float>(gauss * (uniform() < 0.01 ? 1e-1 : 1e-4));
-}
 
 void fill(const std::string& distribution, const char* file, std::vector<float>* x) {
   if (distribution != "file") {

@@ -1,6 +1,7 @@
 """Every benchmark runs its smallest case to the end, installed peers included, and plots it."""
 
 import json
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -20,7 +21,7 @@ NOT_MEASURED = {
     "harness",
     "redraw",
     "structure",
-}
+} | ({"gpu"} if shutil.which("nvidia-smi") is None else set())
 NAMES = sorted({file.stem for file in (ROOT / "benchmarks").glob("*.py")} - NOT_MEASURED)
 """All modules, so that none can be missed."""
 

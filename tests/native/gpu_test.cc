@@ -1,159 +1,185 @@
-// The GPU's library against plain references, its passes run by Thrust on the CPU. That they
-// are compiled for CUDA and register is for tests/jobs/test_cuda.py; that they run there is for a
-// machine with a GPU.
+// The GPU's library against plain references. As it stands its passes are run by Thrust on the CPU;
+// with TFPOSEIDON_ON_GPU, and gpu.cu linked, on a GPU. That it registers with TensorFlow is for
+// tests/jobs/test_cuda.py.
 //
 //   gpu_test [cases]
 
-#include <thrust/system/cpp/execution_policy.h>
-
-#include <memory>
-
 #include "tests/native/cases.h"
-#include "tfposeidon/native/lib/gpu/accumulation.h"
-#include "tfposeidon/native/lib/gpu/norms.h"
-#include "tfposeidon/native/lib/gpu/selection.h"
+#ifdef TFPOSEIDON_ON_GPU
+#include "tests/native/on_gpu.h"
+#else
+#include "tests/native/on_cpu.h"
+#endif
 
 namespace tfposeidon::gpu {
 namespace {
 
-class Processor {
- public:
-  auto policy() { return thrust::cpp::par; }
-
-  template <class T>
-  T* array(int64_t n) {
-    held_.push_back(std::make_unique<char[]>(sizeof(T) * n));
-    return reinterpret_cast<T*>(held_.back().get());
-  }
-
-  template <class T>
-  T* copied(const std::vector<T>& list) {
-    T* place = array<T>(list.size());
-    std::copy(list.begin(), list.end(), place);
-    return place;
-  }
-
-  template <class T>
-  T read(const T* place) {
-    return *place;
-  }
-
- private:
-  std::vector<std::unique_ptr<char[]>> held_;
-};
-
-// Adds in the order in which the passes add.
+// The mean of |x| in 64 bits. On a GPU blocks add side by side, so the last bit of a sum may be
+// another; that of the mean, in 32 bits, is so in one of 2^29 cases.
 float mean_in_64_bits(const Floats& x) {
   double sum = 0;
   for (float v : x) sum += std::fabs(static_cast<double>(v));
   return static_cast<float>(sum / static_cast<double>(x.size()));
 }
 
-template <class Source>
-Selected select_from(const Source& source, const Selection& selection) {
-  return selected(selection.k, [&](int32_t* indices, float* values) {
-    Processor machine;
-    select(machine, source, selection, indices, values);
+float rounded_to(float x, WireType wire) {
+  if (wire == WireType::kFloat16) return from_float16(to_float16(x));
+  return wire == WireType::kBfloat16 ? from_bfloat16(to_bfloat16(x)) : x;
+}
+
+// What a selection writes through `call(indices, values)`; canaries go along.
+template <class Index, class Call>
+Selected selected_by(UnderTest* place, int64_t k, const Call& call) {
+  return selected(k, [&](int32_t* indices, float* values) {
+    Index* own_indices = place->copied(std::vector<Index>(indices, indices + k + 1));
+    float* own_values = place->copied(Floats(values, values + k + 1));
+    call(own_indices, own_values);
+    const std::vector<Index> read = place->read(own_indices, k + 1);
+    std::transform(read.begin(), read.end(), indices,
+                   [](Index i) { return static_cast<int32_t>(i); });
+    const Floats read_values = place->read(own_values, k + 1);
+    std::copy(read_values.begin(), read_values.end(), values);
   });
 }
 
+template <class Index>
 void check_selection(const Case& c, const std::string& about) {
+  UnderTest place;
+  const float* x = place.copied(c.x);
+  const auto select = [&](const Selection& selection) {
+    return selected_by<Index>(&place, c.k, [&](Index* indices, float* values) {
+      top_k(place.device(), selection, x, indices, values);
+    });
+  };
   const int64_t n = static_cast<int64_t>(c.x.size());
-  const Vector source{c.x.data()};
   const Indices expected = exact(c.x, c.k);
   for (const Method method : {Method::kExact, Method::kDgc}) {
-    const Selected s = select_from(source, {method, n, c.k, 0, 0});
+    const Selected s = select({method, n, c.k, 0, 0});
     expect(s.indices == expected, "takes the k largest", about);
     check_values(s, c.x, about);
   }
   const uint64_t seed = generator();
   for (int steps : {0, 1, 5, 30}) {
-    const Selected s = select_from(source, {Method::kMsTopK, n, c.k, steps, seed});
+    const Selected s = select({Method::kMsTopK, n, c.k, steps, seed});
     expect(s.indices == literal_ms_top_k(c.x, c.k, steps, seed, mean_in_64_bits(c.x)),
            "is Algorithm 1", about);
     check_values(s, c.x, about);
   }
 }
 
-void check_error_feedback(const Case& c, const std::string& about) {
-  const int64_t n = static_cast<int64_t>(c.x.size());
-  const Floats residual = draw(n, "normal"), velocity = draw(n, "normal");
-  Floats sum(n), out(n, -7), speed(n, -7);
-  for (int64_t i = 0; i < n; ++i) sum[i] = residual[i] + c.x[i];
-  Processor machine;
-  Selected s = select_from(ErrorFeedback{residual.data(), c.x.data(), out.data()},
-                           {Method::kExact, n, c.k, 0, 0});
-  expect(s.indices == exact(sum, c.k), "selects from residual + gradient", about);
-  check_values(s, sum, about);
-  clear_sent(machine, s.indices.data(), s.values.data(), c.k, WireType::kFloat32, out.data());
-  for (int32_t i : s.indices) sum[i] = 0;
-  for (int64_t i = 0; i < n; ++i)
-    expect(bits_of(sum[i]) == bits_of(out[i]), "the rest stays", about);
-
-  for (int64_t i = 0; i < n; ++i) sum[i] = residual[i] + (velocity[i] * 0.9f + c.x[i]);
-  const MomentumCorrection correction{residual.data(), velocity.data(), c.x.data(), 0.9f,
-                                      speed.data(),    out.data()};
-  s = select_from(correction, {Method::kExact, n, c.k, 0, 0});
-  expect(s.indices == exact(sum, c.k), "selects from residual + velocity", about);
-  clear_sent(machine, s.indices.data(), s.values.data(), c.k, WireType::kBfloat16, out.data());
-  mask_sent(machine, s.indices.data(), c.k, speed.data());
-  for (int64_t i = 0; i < c.k; ++i) {
-    check_sent(s.values[i], out[s.indices[i]], sum[s.indices[i]], about);
-    expect(speed[s.indices[i]] == 0, "velocity of what was sent is masked", about);
+// `was` is the sum that was selected from, and `kept` what stays of it.
+void check_feedback(const Selected& s, const Floats& was, const Floats& kept, int64_t k,
+                    WireType wire, const std::string& about) {
+  expect(s.indices == exact(was, k), "selects from the sum", about);
+  Floats stays = was;
+  for (int64_t i = 0; i < k; ++i) {
+    const int32_t place = s.indices[i];
+    const float sent = rounded_to(was[place], wire);
+    expect(bits_of(s.values[i]) == bits_of(sent) || std::isnan(sent), "values fit the wire's type",
+           about);
+    const bool finite = std::isfinite(was[place]) && std::isfinite(sent);
+    expect(!finite || sent + kept[place] == was[place], "sent + residual = sum", about);
+    stays[place] = kept[place];
   }
-
-  std::fill(out.begin(), out.end(), -7.0f);
-  select_from(correction, {Method::kMsTopK, n, 0, 30, 0});
-  check_sum(out, sum, about + ", k = 0");
+  check_sum(kept, stays, about);
 }
 
+template <class Index>
+void check_error_feedback(const Case& c, WireType wire, const std::string& about) {
+  const int64_t n = static_cast<int64_t>(c.x.size());
+  const Floats residual = draw(n, "normal"), velocity = draw(n, "normal");
+  Floats sum(n), speed(n);
+  UnderTest place;
+  const float *x = place.copied(c.x), *old = place.copied(residual), *v = place.copied(velocity);
+  float *kept = place.copied(Floats(n, -7)), *faster = place.copied(Floats(n, -7));
+
+  for (int64_t i = 0; i < n; ++i) sum[i] = residual[i] + c.x[i];
+  Selected s = selected_by<Index>(&place, c.k, [&](Index* indices, float* values) {
+    error_feedback_top_k(place.device(), {Method::kExact, n, c.k, 0, 0}, old, x, wire, indices,
+                         values, kept);
+  });
+  check_feedback(s, sum, place.read(kept, n), c.k, wire, about);
+
+  for (int64_t i = 0; i < n; ++i) {
+    speed[i] = velocity[i] * 0.9f + c.x[i];
+    sum[i] = residual[i] + speed[i];
+  }
+  const auto correct = [&](Method method, int64_t k) {
+    return selected_by<Index>(&place, k, [&](Index* indices, float* values) {
+      momentum_correction_top_k(place.device(), {method, n, k, 30, 0}, old, v, x, 0.9f, wire,
+                                indices, values, kept, faster);
+    });
+  };
+  correct(Method::kMsTopK, 0);
+  check_sum(place.read(kept, n), sum, about + ", k = 0");
+  check_sum(place.read(faster, n), speed, about + ", k = 0");
+  s = correct(Method::kExact, c.k);
+  check_feedback(s, sum, place.read(kept, n), c.k, wire, about);
+  for (int32_t i : s.indices) speed[i] = 0;
+  check_sum(place.read(faster, n), speed, about + ", velocity of what was sent is 0");
+}
+
+template <class Index>
 void check_scatter_add(const Case& c, const std::string& about) {
   tfposeidon::check_scatter_add(c, about, [&](const Sparse& s, float* out) {
-    Processor machine;
-    return scatter_add(machine, s.indices.data(), s.values.data(),
-                       static_cast<int64_t>(s.indices.size()), static_cast<int64_t>(c.x.size()),
-                       out);
+    UnderTest place;
+    const int64_t n = static_cast<int64_t>(c.x.size());
+    const Index* indices = place.copied(std::vector<Index>(s.indices.begin(), s.indices.end()));
+    float* sum = place.copied(Floats(out, out + n));
+    const Outside outside = scatter_add(place.device(), indices, place.copied(s.values),
+                                        static_cast<int64_t>(s.indices.size()), n, sum);
+    const Floats read = place.read(sum, n);
+    std::copy(read.begin(), read.end(), out);
+    return outside;
   });
 }
 
 // Conversions themselves are those of half.h, which lib_test compares with their definition.
 void check_sums(const Case& c, const std::string& about) {
   const int64_t rows = 1 + below(4), n = static_cast<int64_t>(c.x.size()) / rows;
-  Processor machine;
   for (const WireType wire : {WireType::kFloat16, WireType::kBfloat16}) {
-    std::vector<uint16_t> halves(rows * n);
-    Floats sum(n, -7), expected(n);
-    for_each(machine, rows * n, Encode{c.x.data(), wire, halves.data()});
-    for_each(machine, n, SumRows{halves.data(), rows, n, wire, sum.data()});
+    UnderTest place;
+    uint16_t* halves = place.copied(std::vector<uint16_t>(rows * n, 7));
+    float* sum = place.copied(Floats(n, -7));
+    encode(place.device(), place.copied(c.x), rows * n, wire, halves);
+    sum_rows(place.device(), halves, rows, n, wire, sum);
+    Floats expected(n);
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t i = 0; i < n; ++i) {
-        const float value = rounded(c.x[row * n + i], wire);
+        const float value = rounded_to(c.x[row * n + i], wire);
         expected[i] = row == 0 ? value : expected[i] + value;
       }
     }
-    check_sum(sum, expected, about);
+    check_sum(place.read(sum, n), expected, about);
   }
 }
 
 void check_norms(const Case& c, const std::string& about) {
+  UnderTest place;
+  const float* x = place.copied(c.x);
   const std::vector<Span> vectors = cut_anywhere(c.x);
-  Floats norms(vectors.size(), -7);
-  Processor machine;
-  l2_norms(machine, vectors, norms.data());
-  check_norms_of(vectors, norms, about);
+  std::vector<Span> there = vectors;
+  for (Span& vector : there) vector.begin = x + (vector.begin - c.x.data());
+  float* norms = place.copied(Floats(vectors.size(), -7));
+  l2_norms(place.device(), there, norms);
+  check_norms_of(vectors, place.read(norms, static_cast<int64_t>(vectors.size())), about);
 }
 
 void run(int cases) {
   for (int number = 0; number < cases; ++number) {
     const Case c = draw_case(number);
     const std::string about = c.about + ", case " + std::to_string(number);
-    check_selection(c, about);
-    check_error_feedback(c, about);
-    check_scatter_add(c, about);
+    check_selection<int32_t>(c, about);
+    check_selection<int64_t>(c, about + ", 64 bits");
+    for (const WireType wire : {WireType::kFloat32, WireType::kFloat16, WireType::kBfloat16})
+      check_error_feedback<int32_t>(c, wire, about);
+    check_error_feedback<int64_t>(c, WireType::kBfloat16, about + ", 64 bits");
+    check_scatter_add<int32_t>(c, about);
+    check_scatter_add<int64_t>(c, about + ", 64 bits");
     check_sums(c, about);
     check_norms(c, about);
   }
-  std::printf("%d cases: all right\n", cases);
+  std::printf("%d cases %s: all right\n", cases, kWhere);
 }
 
 }  // namespace

@@ -64,69 +64,8 @@ class Cuda {
 
 }  // namespace
 
-template <class Index>
-void top_k(const Device& device, const Selection& selection, const float* x, Index* indices,
-           float* values) {
-  Cuda machine(device);
-  select(machine, Vector{x}, selection, indices, values);
-}
+using Machine = Cuda;
 
-template <class Index>
-void error_feedback_top_k(const Device& device, const Selection& selection, const float* residual,
-                          const float* gradient, WireType wire, Index* indices, float* values,
-                          float* kept) {
-  Cuda machine(device);
-  select(machine, ErrorFeedback{residual, gradient, kept}, selection, indices, values);
-  clear_sent(machine, indices, values, selection.k, wire, kept);
-}
-
-template <class Index>
-void momentum_correction_top_k(const Device& device, const Selection& selection,
-                               const float* residual, const float* velocity, const float* gradient,
-                               float momentum, WireType wire, Index* indices, float* values,
-                               float* kept, float* speed) {
-  Cuda machine(device);
-  select(machine, MomentumCorrection{residual, velocity, gradient, momentum, speed, kept},
-         selection, indices, values);
-  clear_sent(machine, indices, values, selection.k, wire, kept);
-  mask_sent(machine, indices, selection.k, speed);
-}
-
-template <class Index>
-Outside scatter_add(const Device& device, const Index* indices, const float* values, int64_t total,
-                    int64_t n, float* out) {
-  Cuda machine(device);
-  return scatter_add(machine, indices, values, total, n, out);
-}
-
-void encode(const Device& device, const float* x, int64_t n, WireType wire, uint16_t* out) {
-  Cuda machine(device);
-  for_each(machine, n, Encode{x, wire, out});
-}
-
-void sum_rows(const Device& device, const uint16_t* rows, int64_t count, int64_t n, WireType wire,
-              float* out) {
-  Cuda machine(device);
-  for_each(machine, n, SumRows{rows, count, n, wire, out});
-}
-
-void l2_norms(const Device& device, const std::vector<Span>& vectors, float* norms) {
-  Cuda machine(device);
-  l2_norms(machine, vectors, norms);
-}
-
-#define INSTANTIATE(Index)                                                                        \
-  template void top_k(const Device&, const Selection&, const float*, Index*, float*);             \
-  template void error_feedback_top_k(const Device&, const Selection&, const float*, const float*, \
-                                     WireType, Index*, float*, float*);                           \
-  template void momentum_correction_top_k(const Device&, const Selection&, const float*,          \
-                                          const float*, const float*, float, WireType, Index*,    \
-                                          float*, float*, float*);                                \
-  template Outside scatter_add(const Device&, const Index*, const float*, int64_t, int64_t, float*)
-
-INSTANTIATE(int32_t);
-INSTANTIATE(int64_t);
-
-#undef INSTANTIATE
+#include "tfposeidon/native/lib/gpu/functions.inc"
 
 }  // namespace tfposeidon::gpu
