@@ -151,10 +151,13 @@ LINES = {
     "mstopk": {"label": "MSTopK", "color": figures.PARTS[1], "linewidth": 2.2},
     "feedback": {"label": "exact with error feedback", "color": figures.PARTS[3], "linewidth": 2.2},
     "pytorch": {"label": "PyTorch's topk", "color": figures.BASELINE, "linestyle": "--"},
-    "pytorch_feedback": {"label": "the same with error feedback", "color": "black"}
+    "pytorch_feedback": {"label": "PyTorch's topk with error feedback", "color": "black"}
     | {"linestyle": "--", "linewidth": 1},
     "copy": {"label": "a copy", "color": "black", "linewidth": 1, "linestyle": ":"},
 }
+
+MILLIONS, MILLISECONDS = (0.25, 1, 4, 16, 64), (0.01, 0.03, 0.1, 0.3, 1, 3)
+"""Ticks of the axes."""
 
 
 def plot(cells, path):
@@ -181,6 +184,9 @@ def plot(cells, path):
                     axis.plot(*zip(*points, strict=True), marker="o", markersize=3, **style)
             axis.set_xscale("log")
             axis.set_yscale("log")
+            axis.set_xticks(MILLIONS, [f"{size:g}" for size in MILLIONS])
+            axis.set_yticks(MILLISECONDS, [f"{size:g}" for size in MILLISECONDS])
+            axis.minorticks_off()
             axis.set(
                 title=f"top {100 * density:g} %", xlabel="million elements", ylabel="milliseconds"
             )
