@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +69,15 @@ def test_gpu_kernels_compile_and_register_on_a_tensorflow_without_gpus(outcome):
         assert sorted(found[op]) == sorted(
             [["CPU", []], ["GPU", on_host]] * (1 if op in ONE_TYPE else 2)
         ), op
+
+
+@pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
+@pytest.mark.parametrize("source", ["tests/native/gpu_test.cc", "benchmarks/native/gpu.cc"])
+def test_programs_that_need_a_gpu_compile(source):
+    include = Path(NVCC).resolve().parents[1] / "include"
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-fsyntax-only"]
+    command = ["g++", *flags, "-DTFPOSEIDON_ON_GPU", "-I.", "-isystem", include, source]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
 
 
 def test_asking_for_gpu_kernels_first_loses_no_op():
