@@ -5,6 +5,7 @@ machine with a GPU can run them there.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from tests.launch import ROOT, ahead, finish, start
 
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+CUDA = Path(os.environ.get("HOROVOD_CUDA_HOME", "/usr/local/cuda")) / "include"
 
 # Prints which kernels exist for which devices, and which inputs they read on the host. It runs in a
 # process of its own, as an op is registered only once.
@@ -71,12 +73,11 @@ def test_gpu_kernels_compile_and_register_on_a_tensorflow_without_gpus(outcome):
         ), op
 
 
-@pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
+@pytest.mark.skipif(not CUDA.exists(), reason="CUDA's headers are not there")
 @pytest.mark.parametrize("source", ["tests/native/gpu_test.cc", "benchmarks/native/gpu.cc"])
 def test_programs_that_need_a_gpu_compile(source):
-    include = Path(NVCC).resolve().parents[1] / "include"
     flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-fsyntax-only"]
-    command = ["g++", *flags, "-DTFPOSEIDON_ON_GPU", "-I.", "-isystem", include, source]
+    command = ["g++", *flags, "-DTFPOSEIDON_ON_GPU", "-I.", "-isystem", CUDA, source]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
 
 
