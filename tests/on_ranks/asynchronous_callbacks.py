@@ -152,7 +152,12 @@ def case_a_worker_without_a_batch_ends_no_epoch(wire):
         )
 
 
-def case_ranks_agree_about_epochs(wire):
+def case_ranks_agree(wire):
+    made = [tp.ElasticAveraging(sgd()) for _ in range(2)]
+    for optimizer in made:
+        optimizer.build([keras.Variable([1.0])])
+    with Raises(RuntimeError, "Optimizers must be the same on all ranks"):
+        made[0].run(lambda: None, others=made[1:] if _is_server() else [])
     for differing in ({"epochs": 2 + tp.rank()}, {"epochs": 9, "initial_epoch": tp.rank()}):
         with Raises(RuntimeError, f"same epochs. Received: {list(differing)[-1]} .* on rank 0"):
             _fitted(models.mlp.data(FEW), **differing)

@@ -182,7 +182,8 @@ def _serve(arguments: dict[str, Any]) -> Any:
     savers = [c.on_job_failure for c in callbacks.callbacks if hasattr(c, "on_job_failure")]
     without = asynchronous_callbacks.fate_without_snapshot(callbacks.callbacks)
     with saved_at_failure(show, savers, without):
-        callbacks.on_epoch_begin(first)
+        if first < arguments["epochs"]:
+            callbacks.on_epoch_begin(first)
         logs = _evaluate_epochs(model, arguments, callbacks, server, first, show)
         show()
         # Before workers take the centre: callbacks may give the model other weights.
@@ -200,6 +201,7 @@ def _evaluate_epochs(
     begun, epochs = first, arguments["epochs"]
     for number in server.epochs():
         if model.stop_training:
+            server.stop_workers()
             continue
         epoch = first + number
         if epoch > begun:
