@@ -276,11 +276,7 @@ class ElasticAveraging(OptimizerWrapper):
               tp.init(server_rank=0)
               optimizer = tp.ElasticAveraging(keras.optimizers.SGD(0.1))
               optimizer.build(model.trainable_variables)
-              optimizer.run(
-                  lambda: train_epochs(model, optimizer, my_data),
-                  models=[model],
-                  on_failure=lambda: model.save("centre.keras"),
-              )
+              optimizer.run(lambda: train_epochs(model, optimizer, my_data), models=[model])
         """
         optimizers = [self, *others]
         for optimizer in optimizers:

@@ -117,8 +117,7 @@ def case_epochs_that_end_during_an_evaluation_end_as_one(wire):
         ended, logs = model.history.epoch, model.history.history
         assert ended[-1] == epochs - 1
         if _is_server():
-            # Workers may be on their way to the next one already.
-            assert ended[1] >= 3
+            assert len(ended) < epochs
             assert set(ended) <= set(begun)
             # No centre is evaluated twice.
             assert (np.diff(logs["exchanges"]) > 0).all()
