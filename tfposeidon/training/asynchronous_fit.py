@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import logging
-from collections.abc import Iterable
 from typing import Any
 
 import keras
 from typing_extensions import override
 
 from tfposeidon.asynchronous import job
-from tfposeidon.asynchronous.last_centre import saved_at_failure
-from tfposeidon.asynchronous.server import Server
-from tfposeidon.communication import agreement, runtime
-from tfposeidon.training import asynchronous_callbacks, session
-
-log = logging.getLogger("tfposeidon")
+from tfposeidon.training import asynchronous_begin, asynchronous_callbacks, serving, session
 
 
 def check(arguments: dict[str, Any]) -> None:
@@ -50,16 +43,13 @@ def fit(original: Any, call: inspect.BoundArguments) -> Any:
       The history: a worker's of training, the server's of the centre.
     """
     if job.is_server():
-        return _serve(call.arguments)
+        return serving.serve(call.arguments)
     return _work(original, call)
-
-
-# ------------------------------------------------------------------ workers
 
 
 def _work(original: Any, call: inspect.BoundArguments) -> Any:
     arguments = call.arguments
-    own = _Worker(_settings(arguments))
+    own = _Worker(arguments)
     # First at the end, as the others are to see the centre; last at the begin, after what the
     # server's have restored there.
     callbacks = [c for c in arguments["callbacks"] if not asynchronous_callbacks.acts_at_server(c)]
@@ -76,17 +66,16 @@ class _Worker:
     """A worker's part in one `fit`.
 
     Args:
-      settings: Arguments of `fit` that all ranks are told.
+      arguments: Arguments of `fit`, by name.
     """
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self._settings = settings
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._arguments = arguments
         self._link: Any = None
 
     def begin(self, model: keras.Model) -> None:
         """Begins with the server's weights, at its epoch."""
-        self._optimizers = _optimizers(model)
-        epoch = _agreed_epoch(job.begin(self._optimizers, self._settings))
+        self._optimizers, epoch = asynchronous_begin.begin(self._arguments)
         if epoch is not None:
             session.of(model).resume_at(epoch, 0)
         self._link = job.start_worker(self._optimizers)
@@ -149,147 +138,3 @@ class _Last(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         self._worker.end()
         session.of(self.model).begin_where_asked()
-
-
-# ------------------------------------------------------------------ the server
-
-
-def _serve(arguments: dict[str, Any]) -> Any:
-    model, epochs = arguments["self"], arguments["epochs"]
-    log.warning("tfposeidon: rank %d serves %d worker(s).", runtime.rank(), runtime.workers().size)
-    callbacks = keras.callbacks.CallbackList(
-        arguments["callbacks"],
-        add_history=True,
-        add_progbar=arguments["verbose"] != 0,
-        model=model,
-        # Never batches, of which the server has none; "auto" is left where there is a terminal.
-        verbose=2 if arguments["verbose"] else 0,
-        epochs=epochs,
-        steps=1,
-    )
-    model.stop_training = False
-    callbacks.on_train_begin()
-    optimizers = _optimizers(model)
-    # Callbacks such as Checkpoint may have restored an earlier run.
-    settings = {**_settings(arguments), "epoch": session.of(model).resumed_epoch}
-    # As Keras takes it on workers.
-    first = _agreed_epoch(job.begin(optimizers, settings)) or arguments["initial_epoch"]
-    server = job.start_server(optimizers)
-
-    def show() -> None:
-        job.show_centres(server, optimizers)
-
-    savers = [c.on_job_failure for c in callbacks.callbacks if hasattr(c, "on_job_failure")]
-    without = asynchronous_callbacks.fate_without_snapshot(callbacks.callbacks)
-    with saved_at_failure(show, savers, without):
-        if first < arguments["epochs"]:
-            callbacks.on_epoch_begin(first)
-        logs = _evaluate_epochs(model, arguments, callbacks, server, first, show)
-        show()
-        # Before workers take the centre: callbacks may give the model other weights.
-        callbacks.on_train_end(logs)
-        job.let_workers_go(server, optimizers)
-    session.of(model).begin_where_asked()
-    return model.history
-
-
-def _evaluate_epochs(
-    model: Any, arguments: dict[str, Any], callbacks: Any, server: Server, first: int, show: Any
-) -> dict[str, Any]:
-    """Ends the server's epochs as workers end theirs; returns the last logs."""
-    logs: dict[str, Any] = {}
-    begun, epochs = first, arguments["epochs"]
-    for number in server.epochs():
-        if model.stop_training:
-            server.stop_workers()
-            continue
-        epoch = first + number
-        if epoch > begun:
-            # While the server evaluated. Each of them would show the same centre.
-            log.warning(
-                "tfposeidon: epoch(s) %d to %d ended meanwhile; the server goes on with epoch %d.",
-                begun + 1,
-                epoch,
-                epoch + 1,
-            )
-            callbacks.on_epoch_begin(epoch)
-        show()
-        logs = _logs(model, arguments, callbacks, server, range(begun, epoch + 1))
-        callbacks.on_epoch_end(epoch, logs)
-        begun = epoch + 1
-        if model.stop_training:
-            server.stop_workers()
-        elif begun < epochs:
-            callbacks.on_epoch_begin(begun)
-    return logs
-
-
-def _logs(
-    model: Any, arguments: dict[str, Any], callbacks: Any, server: Server, epochs: Iterable[int]
-) -> dict[str, Any]:
-    """Returns metrics of the centre, and how often workers have exchanged so far."""
-    logs: dict[str, Any] = {"exchanges": float(server.exchanges)}
-    data, every = arguments["validation_data"], arguments["validation_freq"]
-    is_due = any((e + 1) % every == 0 if isinstance(every, int) else e + 1 in every for e in epochs)
-    if data is None or not is_due:
-        known = [] if data is None else [f"val_{name}" for name in model.get_metrics_result()]
-        asynchronous_callbacks.announce_metrics(callbacks.callbacks, [*logs, *known])
-    else:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        found = model.evaluate(
-            x,
-            y,
-            sample_weight=sample_weight,
-            batch_size=arguments["validation_batch_size"] or arguments["batch_size"],
-            steps=arguments["validation_steps"],
-            callbacks=callbacks,
-            verbose=0,
-            return_dict=True,
-        )
-        logs |= {f"val_{name}": value for name, value in found.items()}
-    return logs
-
-
-# ------------------------------------------------------------------ both
-
-
-def _optimizers(model: Any) -> list[Any]:
-    """Returns the model's optimizers, all of which exchange with the server.
-
-    Raises:
-      ValueError: If one does not, or is not built.
-    """
-    found = session.of(model).optimizers
-    if not all(optimizer.is_asynchronous for optimizer in found):
-        raise ValueError(
-            "All optimizers of a model exchange with the server, or none. Received: "
-            f"{[type(optimizer).__name__ for optimizer in found]}. Use ElasticAveraging for each."
-        )
-    if model.built and len(found) == 1 and not found[0].built:
-        found[0].build(model.trainable_variables)
-    if not all(optimizer.built for optimizer in found):
-        raise ValueError(
-            "The server takes no step, and has to know the variables before. Received: a model or "
-            "an optimizer that is not built. Call model.build(input_shape) and, where a model has "
-            "several, optimizer.build(variables) for each before fit."
-        )
-    session.of(model).carry_statistics()
-    return found
-
-
-def _settings(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns arguments of `fit` that have to be the same on all ranks."""
-    return {name: arguments[name] for name in ("epochs", "initial_epoch")}
-
-
-def _agreed_epoch(everybody: list[dict[str, Any]]) -> int | None:
-    server = runtime.server_rank()
-    assert server is not None
-    epoch = everybody[server].pop("epoch")
-    agreement.require_equal(
-        everybody,
-        "All ranks must train for the same epochs",
-        "Give fit the same `epochs` and `initial_epoch` on the server and on all workers.",
-        agreement.at_first_entry(),
-    )
-    return None if epoch is None else int(epoch)
