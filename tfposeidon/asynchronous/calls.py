@@ -36,7 +36,7 @@ class Call(enum.IntEnum):
     """An answer follows: 1 if the server lets the worker go, else 0."""
     LEAVE = 6
     """The worker calls no more."""
-    EMPTY_EPOCH = 9
+    EMPTY_EPOCH = 7
     """The worker has ended an epoch without a batch. Nothing follows."""
 
 
