@@ -12,7 +12,7 @@ from tfposeidon.communication import runtime
 
 
 class ScalarWriter:
-    """Writer of TensorBoard scalars; only rank 0 writes.
+    """Writer of TensorBoard scalars; only the first rank that trains writes.
 
     Args:
       log_dir: Folder of the event files; `None` writes nothing.
@@ -23,8 +23,8 @@ class ScalarWriter:
         self._writer: Any = None
 
     def open(self) -> None:
-        """Opens an event file on rank 0."""
-        if self._log_dir and runtime.rank() == 0:
+        """Opens an event file on the first rank that trains."""
+        if self._log_dir and runtime.rank() == runtime.workers().ranks[0]:
             self._writer = tf.summary.create_file_writer(os.fspath(self._log_dir))
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:

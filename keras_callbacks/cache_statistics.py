@@ -24,7 +24,8 @@ class CacheStatistics(keras.callbacks.Callback):
 
     Args:
       cache: The `datacache.Cache` whose dataset is given to `fit`.
-      log_dir: Folder in which rank 0 writes the scalars `cache/hits` and so on; `None` writes none.
+      log_dir: Folder in which the first rank that trains writes the scalars `cache/hits` and so on;
+        `None` writes none.
 
     Cost: one exchange of a few hundred bytes for each rank and epoch.
 

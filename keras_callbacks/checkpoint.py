@@ -112,6 +112,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._wire = self._session.wire
         self._files = Snapshots(self.folder, self._wire, self.keep)
         snapshot, self._read = self._read or self._newest(self._files), None
+        self._epoch = 0
         if snapshot is not None:
             self._restore(snapshot)
 
@@ -159,7 +160,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._write(epoch + 1, 0)
+        # What a failure finds that comes before the next epoch.
+        self._epoch = epoch + 1
+        self._write(self._epoch, 0)
 
     def on_job_failure(self) -> None:
         """Saves what there is, where a server loses a worker in the middle of an epoch."""
@@ -275,7 +278,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._restore_schemes(snapshot)
         _assign(self._rank_variables(), self._redistributed(snapshot))
         self._pending_metrics = to_array_list(own, "metric")
-        self._steps = snapshot.meta["steps"]
+        self._steps, self._epoch = snapshot.meta["steps"], snapshot.meta["epoch"]
         self._session.resume_at(snapshot.meta["epoch"], snapshot.meta["batches"])
         runtime.say(
             "tfposeidon: resumed from %s at epoch %d, batch %d.",

@@ -13,7 +13,7 @@ from tfposeidon.communication import runtime
 class LearningRateWarmup(LearningRateSchedule):
     """Raises the learning rate from that of one rank to that of all ranks together.
 
-    It goes from `initial_learning_rate / size`, where `size` is the number of ranks, to
+    It goes from `initial_learning_rate / size`, where `size` is the number of ranks that train, to
     `initial_learning_rate`, and changes before each batch. The rate rises in a straight line over
     the first `warmup_epochs`, because the full rate is unstable while weights still change rapidly.
     After that this callback leaves the rate alone, so that a `LearningRateSchedule` may follow with
@@ -66,7 +66,7 @@ class LearningRateWarmup(LearningRateSchedule):
         )
 
     def _fraction(self, epoch: float) -> float:
-        start = 1.0 / runtime.size()
+        start = 1.0 / runtime.workers().size
         return start + (1.0 - start) * min(epoch / self.warmup_epochs, 1.0)
 
     @override

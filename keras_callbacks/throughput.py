@@ -31,8 +31,8 @@ class Throughput(keras.callbacks.Callback):
     validation. An epoch of one step shows 0 samples per second.
 
     Args:
-      log_dir: Folder in which rank 0 writes the scalars `throughput/samples_per_second` and so on;
-        `None` writes none.
+      log_dir: Folder in which the first rank that trains writes the scalars
+        `throughput/samples_per_second` and so on; `None` writes none.
 
     Cost: two exchanges of a few bytes for each rank and epoch.
 

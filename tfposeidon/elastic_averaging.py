@@ -21,6 +21,7 @@ from tfposeidon.gradients.description import with_merged_rows
 from tfposeidon.optimizers.wrapping import class_names, reset_slots
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.state.rank_state import StateDescription
+from tfposeidon.training.statistics import moving_statistics
 from tfposeidon.units import readable_size
 from tfposeidon.wrapper import OptimizerWrapper
 
@@ -241,17 +242,32 @@ class ElasticAveraging(OptimizerWrapper):
         swapped = self._worker.swap(self._number, values, counts, int(steps))
         return swapped.difference, swapped.counts
 
-    def run(self, train: Callable[[], Any]) -> None:
+    def run(
+        self,
+        train: Callable[[], Any],
+        *,
+        others: Sequence[ElasticAveraging] = (),
+        models: Sequence[keras.Model] = (),
+        on_failure: Callable[[], Any] | None = None,
+    ) -> None:
         """Trains by a loop of one's own: on workers it calls `train`, and the server serves.
 
         All ranks call it together, and begin with the server's weights. When it returns, all of
-        them hold the last centre. The optimizer must be built.
+        them hold the last centre. To evaluate or save the centre in between, call it once per
+        epoch: workers then wait for one another at its end.
 
         Args:
           train: Function without arguments that takes a worker's steps.
+          others: Further optimizers whose steps `train` takes, such as that of a GAN's generator.
+          models: Models whose moving statistics of batch normalization the server follows, as those
+            that are trained; without them statistics are each rank's own.
+          on_failure: Function without arguments, such as one that saves the models. The server
+            calls it with the centre in the variables if a worker is lost, if it fails itself, or if
+            it is ended by SIGTERM.
 
         Raises:
-          ValueError: In a job of one rank, or without a server.
+          ValueError: In a job of one rank, without a server, or if an optimizer is not built or is
+            no `ElasticAveraging`.
           RuntimeError: If ranks differ in their variables or settings.
 
         Example:
@@ -260,9 +276,20 @@ class ElasticAveraging(OptimizerWrapper):
               tp.init(server_rank=0)
               optimizer = tp.ElasticAveraging(keras.optimizers.SGD(0.1))
               optimizer.build(model.trainable_variables)
-              optimizer.run(lambda: train_epochs(model, optimizer, my_data))
+              optimizer.run(lambda: train_epochs(model, optimizer, my_data), models=[model])
         """
-        job.run([self], train)
+        optimizers = [self, *others]
+        for optimizer in optimizers:
+            if not isinstance(optimizer, ElasticAveraging) or not optimizer.built:
+                raise ValueError(
+                    "The server has to know the variables of each optimizer, and to keep a centre "
+                    f"for it. Received: {optimizer.name!r}, a {type(optimizer).__name__} that "
+                    f"is {'built' if optimizer.built else 'not built'}. Use ElasticAveraging, and "
+                    "call optimizer.build(variables) before."
+                )
+        # With one of them, as `fit` does.
+        self.carry(lambda: [v for model in models for v in moving_statistics(model)])
+        job.run(optimizers, train, on_failure)
 
     @property
     @override

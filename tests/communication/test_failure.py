@@ -53,6 +53,25 @@ def test_silent_and_ended_ranks_are_named(store, capsys):
     assert "The script of rank(s) [1] had already ended" in said
 
 
+def test_a_signal_is_a_cause_and_no_end_in_good_order(store, monkeypatch, capsys):
+    monkeypatch.setattr("tfposeidon.communication.failure.PATIENCE_S", 1.0)
+    ended = Reporter(1, 3, store)
+    ended.report_signal("SIGTERM")
+    ended.leave()
+    Reporter(0, 3, store).report(BROKEN)
+    Reporter(2, 3, store).report(BROKEN)
+    said = capsys.readouterr().err
+    assert said.count("rank 1 was ended by SIGTERM") == 3
+    assert "already ended" not in said
+
+
+def test_what_failed_before_a_signal_is_the_cause(store, capsys):
+    Reporter(2, 3, store).report(ValueError("first"))
+    capsys.readouterr()
+    Reporter(1, 3, store).report_signal("SIGTERM")
+    assert "rank 2 failed first: ValueError: first" in capsys.readouterr().err
+
+
 def test_without_a_store_each_rank_says_what_it_saw(capsys):
     Reporter(0, 4, None).report(BROKEN)
     assert "rank 0 lost its peers while it waited for tensor" in capsys.readouterr().err

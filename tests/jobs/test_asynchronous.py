@@ -13,13 +13,17 @@ from tests.launch import ROOT, ahead, horovodrun
 SCRIPT = ROOT / "tests" / "on_ranks" / "asynchronous_job.py"
 
 
-def _run(kind, cause=None):
-    """A job of a server and two workers; where a worker is lost, a second one that goes on."""
+STEPS, EPOCHS = 8, 4
+"""Of a worker: steps in an epoch, and epochs."""
+
+
+def _run(kind, cause=None, server=0, goes_on=True):
+    """A job of a server and two workers; where it fails, a second one that goes on."""
     with tempfile.TemporaryDirectory() as folder:
-        done = horovodrun(3, SCRIPT, kind, folder)
+        done = horovodrun(3, SCRIPT, kind, folder, server)
         snapshots = sorted(Path(folder).glob("snapshot-*"))
         meta = json.loads((snapshots[-1] / "meta.json").read_text()) if snapshots else {}
-        again = None if kind == "slow" else horovodrun(3, SCRIPT, "none", folder)
+        again = horovodrun(3, SCRIPT, "none", folder, server) if goes_on else None
     return done, meta, again
 
 
@@ -27,7 +31,7 @@ def _digests(output):
     return re.findall(r"rank \d has (\w+)", output)
 
 
-@ahead(functools.partial(_run, "slow"))
+@ahead(functools.partial(_run, "slow", goes_on=False))
 def test_a_worker_slower_than_the_stall_limit_ends_no_job(outcome):
     done, _, _ = outcome
     assert done.returncode == 0, done.stdout
@@ -38,19 +42,43 @@ def test_a_worker_slower_than_the_stall_limit_ends_no_job(outcome):
 
 @ahead(_run)
 @pytest.mark.parametrize(
-    ("kind", "cause"),
+    ("kind", "cause", "server"),
     [
-        ("kill", "Process name: 2"),
-        ("raise", "rank 2 failed first: ValueError: broken on purpose"),
+        ("kill", "Process name: 2", 0),
+        # Where rank 0 trains, lines about the job are the server's all the same.
+        ("raise", "rank 2 failed first: ValueError: broken on purpose", 1),
+        ("raise at the server", "rank 0 failed first: ValueError: broken on purpose", 0),
+        ("terminate", "the job ends. rank 0 was ended by SIGTERM", 0),
     ],
 )
-def test_a_lost_worker_ends_the_job_once_the_server_has_saved(kind, cause, outcome):
+def test_a_lost_rank_ends_the_job_once_the_server_has_saved(kind, cause, server, outcome):
     done, meta, again = outcome
     assert done.returncode != 0
     assert cause in done.stdout, done.stdout
     assert "the job ends; the server has saved the centre" in done.stdout, done.stdout
+    assert "already ended" not in done.stdout, done.stdout
     # As a mean, workers are in the second epoch; the server may still evaluate the first.
-    assert meta["epoch"] in (0, 1), meta
+    assert meta["epoch"] in ((0, 1) if kind in ("kill", "raise") else range(2, EPOCHS)), meta
     assert again.returncode == 0, again.stdout
     assert "resumed from" in again.stdout
     assert len(set(_digests(again.stdout))) == 1
+    _check_steps(meta["epoch"], again.stdout)
+
+
+def _check_steps(epoch, resumed):
+    """Checks that the server counts the steps of both runs."""
+    ((begun, before),) = re.findall(r"the server begins epoch (\d) after (\d+) steps", resumed)
+    (after,) = re.findall(r"the server ends after (\d+) steps", resumed)
+    assert int(begun) == epoch
+    # The epoch that was not complete is done again.
+    assert int(before) >= epoch * STEPS
+    assert int(after) == int(before) + (EPOCHS - epoch) * STEPS
+
+
+@ahead(functools.partial(_run, "raise in a loop", goes_on=False))
+def test_a_loop_of_ones_own_saves_the_centre(outcome):
+    done, _, _ = outcome
+    assert done.returncode != 0
+    assert "rank 2 failed first: ValueError: broken on purpose" in done.stdout, done.stdout
+    assert "the job ends; the server has saved the centre" in done.stdout, done.stdout
+    assert "centre moved: True" in done.stdout, done.stdout

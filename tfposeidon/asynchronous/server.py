@@ -66,6 +66,7 @@ class Progress:
       exchanges: Exchanges that counted.
       steps: Steps at its last exchange.
       epochs: Epochs that it has ended.
+      is_idle: True if it had no batch in the last one.
       has_ended: True if it trains no more.
       has_left: True if it calls no more.
       last_exchange_s: Time of its last exchange, as `time.monotonic` tells it.
@@ -74,6 +75,7 @@ class Progress:
     exchanges: int = 0
     steps: int = 0
     epochs: int = 0
+    is_idle: bool = False
     has_ended: bool = False
     has_left: bool = False
     last_exchange_s: float = field(default_factory=time.monotonic)
@@ -154,33 +156,39 @@ class Server:
         return all(getattr(worker, state) for worker in self.progress.values())
 
     def epochs(self) -> Iterator[int]:
-        """Yields the number of each epoch, from 0, that workers have ended as a mean over them.
+        """Yields the number of the newest epoch, from 0, that workers have ended.
 
-        It ends when no worker trains any more.
+        That is as a mean over those that have batches. Numbers in between are left out where
+        several epochs have ended since the last one was asked for. It ends when no worker trains
+        any more, with the last epoch of the worker that came farthest.
 
         Raises:
           Exception: What a thread has raised, as when a worker was lost.
         """
-        number = 0
+        seen = 0
         while True:
             with self._changed:
-                self._changed.wait_for(functools.partial(self._is_due, number), LOOKS_EVERY_S)
-                is_due, error = self._is_due(number), self._error
-                has_ended_epoch = self._mean_epochs() > number
+                self._changed.wait_for(functools.partial(self._is_due, seen), LOOKS_EVERY_S)
+                ended, is_last, error = self._ended_epochs(), self._all("has_ended"), self._error
             if error is not None:
                 raise error
             self._report_late()
-            if has_ended_epoch:
-                yield number
-                number += 1
-            elif is_due:
+            if ended > seen:
+                seen = ended
+                yield ended - 1
+            elif is_last:
                 return
 
-    def _is_due(self, number: int) -> bool:
-        return self._error is not None or self._mean_epochs() > number or self._all("has_ended")
+    def _is_due(self, seen: int) -> bool:
+        return self._error is not None or self._ended_epochs() > seen or self._all("has_ended")
 
-    def _mean_epochs(self) -> int:
-        return sum(worker.epochs for worker in self.progress.values()) // len(self.progress)
+    def _ended_epochs(self) -> int:
+        everybody = self.progress.values()
+        # Epochs without a batch end at once, and would end those of the others early.
+        counts = [worker.epochs for worker in everybody if not worker.is_idle]
+        counts = counts or [worker.epochs for worker in everybody]
+        # A worker may have stopped by itself: the others' last epoch is to end all the same.
+        return max(counts) if self._all("has_ended") else sum(counts) // len(counts)
 
     def _report_late(self) -> None:
         if not self._stall_limit_s:
@@ -216,7 +224,9 @@ class Server:
             sum_of_both(wire, tf.constant([int(self._lets_go)], tf.int64), "tp.answer")
         elif call != Call.ALIVE:
             with self._changed:
-                worker.epochs += call == Call.EPOCH
+                if call in (Call.EPOCH, Call.EMPTY_EPOCH):
+                    worker.epochs += 1
+                    worker.is_idle = call == Call.EMPTY_EPOCH
                 worker.has_ended = worker.has_ended or call == Call.ENDED
                 worker.has_left = call == Call.LEAVE
                 self._changed.notify_all()

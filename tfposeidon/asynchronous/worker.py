@@ -78,10 +78,14 @@ class Worker:
         self.waited_s += time.perf_counter() - begin_s
         return swapped
 
-    def end_epoch(self) -> None:
-        """Tells the server that this worker has ended an epoch."""
+    def end_epoch(self, has_trained: bool = True) -> None:
+        """Tells the server that this worker has ended an epoch.
+
+        Args:
+          has_trained: False for an epoch without a batch.
+        """
         with self._lock:
-            self._call(Call.EPOCH)
+            self._call(Call.EPOCH if has_trained else Call.EMPTY_EPOCH)
 
     def wait_for_others(self) -> None:
         """Tells the server that this worker trains no more, and waits until it is let go."""

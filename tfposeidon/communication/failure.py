@@ -22,6 +22,8 @@ PATIENCE_S = 3.0
 """Seconds for which a rank whose collective broke waits for another to leave a cause."""
 
 _FIRST = "first-failure"
+_reporter: Reporter | None = None
+"""Reporter of this process, once it is watched."""
 _BROKEN_COLLECTIVE = re.compile(
     r"Horovod has been shut down|HorovodInternalError|Connection (closed|reset)|gloo/transport|"
     r"Read timeout|Timed out waiting|Broken pipe|Socket closed|"
@@ -39,7 +41,8 @@ def watch(rank: int, size: int) -> None:
       rank: Rank of this process.
       size: Number of ranks.
     """
-    reporter = Reporter(rank, size, Store.of_launcher())
+    global _reporter
+    reporter = _reporter = Reporter(rank, size, Store.of_launcher())
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -51,6 +54,16 @@ def watch(rank: int, size: int) -> None:
     # Horovod has registered its shutdown before, so this runs first: the note is in the store when
     # the collectives of the others break.
     atexit.register(reporter.leave)
+
+
+def report_signal(name: str) -> None:
+    """Reports that a signal ends this process, which Python shows as an exit in good order.
+
+    Args:
+      name: Name of the signal.
+    """
+    if _reporter is not None:
+        _reporter.report_signal(name)
 
 
 class Reporter:
@@ -89,11 +102,29 @@ class Reporter:
         else:
             text = "".join(traceback.format_exception_only(error)).strip()
             cause = f"rank {self.rank} failed first: {text}"
-            # The store has nothing atomic: of two ranks that fail at once either may be named.
-            if self._get(_FIRST) is None:
-                self._put(_FIRST, cause)
-            self._put(self._fate(self.rank), "failed")
+            self._leave_cause(cause)
             self._print(cause)
+
+    def report_signal(self, name: str) -> None:
+        """Prints that a signal ends this rank, or what failed before, and leaves it as the cause.
+
+        Args:
+          name: Name of the signal.
+        """
+        self.failed = True
+        if self.size == 1:
+            return
+        self._leave_cause(
+            f"rank {self.rank} was ended by {name}: launchers send it once another rank has ended, "
+            "batch systems when the job's time is up."
+        )
+        self._print(str(self._get(_FIRST) or f"rank {self.rank} was ended by {name}."))
+
+    def _leave_cause(self, cause: str) -> None:
+        # The store has nothing atomic: of two ranks that fail at once either may be named.
+        if self._get(_FIRST) is None:
+            self._put(_FIRST, cause)
+        self._put(self._fate(self.rank), "failed")
 
     def leave(self) -> None:
         """Notes that the script ended in good order, for ranks that still wait for it."""

@@ -232,14 +232,19 @@ def size() -> int:
     return wire().topology.size
 
 
+def spokesman() -> int:
+    """Returns the rank that speaks for the job: the server where there is one, else rank 0."""
+    return _server_rank or 0
+
+
 def say(text: str, *values: object) -> None:
-    """Logs one line, on rank 0 only.
+    """Logs one line about the job, on one rank only.
 
     Args:
       text: Format of the line, as for `logging`.
       values: Values for the format.
     """
-    if rank() == 0:
+    if rank() == spokesman():
         # Where a script sets up no logging, Python shows nothing below warnings.
         log.warning(text, *values)
 

@@ -199,7 +199,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     if is_asynchronous:
         call.arguments["callbacks"] = _as_list(call.arguments["callbacks"])
         asynchronous_fit.check(call.arguments)
-    if call.arguments["verbose"] == "auto" and runtime.rank() != (runtime.server_rank() or 0):
+    if call.arguments["verbose"] == "auto" and runtime.rank() != runtime.spokesman():
         call.arguments["verbose"] = 0
     call.arguments["verbose"] = verbosity.resolve(call.arguments["verbose"])
     if is_asynchronous:

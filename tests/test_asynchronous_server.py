@@ -1,0 +1,158 @@
+"""A server in one process: epochs that it ends, callbacks that it is refused, and its last acts."""
+
+import os
+import signal
+import time
+
+import keras
+import pytest
+
+import keras_callbacks
+from tests.on_ranks.checks import LogLines
+from tfposeidon.asynchronous.calls import Call
+from tfposeidon.asynchronous.last_centre import saved_at_failure
+from tfposeidon.asynchronous.server import Server
+from tfposeidon.training import asynchronous_callbacks
+
+
+class _Told:
+    """A server of three workers that is told of calls as its threads would tell it."""
+
+    def __init__(self):
+        self._server = Server(dict.fromkeys((1, 2, 3)), [], stall_limit_s=0)
+        self._epochs = self._server.epochs()
+
+    def calls(self, rank, *calls):
+        for call in calls:
+            self._server._answer(rank, call, 0)
+
+    def next_epoch(self):
+        return next(self._epochs, None)
+
+
+def test_an_epoch_ends_with_the_mean_of_the_workers():
+    told = _Told()
+    told.calls(1, *3 * [Call.EPOCH])
+    assert told.next_epoch() == 0
+    told.calls(2, *2 * [Call.EPOCH])
+    told.calls(3, Call.EPOCH)
+    assert told.next_epoch() == 1
+
+
+def test_of_several_epochs_the_newest_counts():
+    told = _Told()
+    for rank in (1, 2, 3):
+        told.calls(rank, *4 * [Call.EPOCH])
+    assert told.next_epoch() == 3
+    for rank in (1, 2, 3):
+        told.calls(rank, Call.EPOCH, Call.ENDED)
+    assert [told.next_epoch(), told.next_epoch()] == [4, None]
+
+
+def test_epochs_without_a_batch_count_for_nobody():
+    told = _Told()
+    told.calls(1, *9 * [Call.EMPTY_EPOCH], Call.ENDED)
+    told.calls(2, *2 * [Call.EPOCH])
+    told.calls(3, *2 * [Call.EPOCH])
+    assert told.next_epoch() == 1
+
+
+def test_the_last_epoch_ends_where_all_are_empty():
+    told = _Told()
+    for rank in (1, 2, 3):
+        told.calls(rank, Call.EMPTY_EPOCH, Call.EMPTY_EPOCH, Call.ENDED)
+    assert [told.next_epoch(), told.next_epoch()] == [1, None]
+
+
+def test_the_last_epoch_ends_where_a_worker_has_stopped_by_itself():
+    told = _Told()
+    told.calls(1, Call.EPOCH, Call.ENDED)
+    for rank in (2, 3):
+        told.calls(rank, *5 * [Call.EPOCH], Call.ENDED)
+    assert [told.next_epoch(), told.next_epoch()] == [4, None]
+
+
+@pytest.mark.parametrize(
+    ("callback", "remedy"),
+    [
+        (keras.callbacks.ModelCheckpoint("x.keras", save_freq=5), 'save_freq="epoch"'),
+        (keras.callbacks.BackupAndRestore("x", save_freq=5), 'save_freq="epoch"'),
+        (keras.callbacks.TensorBoard(update_freq="batch"), 'update_freq="epoch"'),
+        (keras_callbacks.Checkpoint("x", every_n_steps=5), "every_n_steps=None"),
+        (keras.callbacks.ReduceLROnPlateau(), "LearningRateSchedule"),
+        (keras.callbacks.TerminateOnNaN(), "raise_error=True"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_callbacks_that_could_do_nothing_are_refused(callback, remedy):
+    with pytest.raises(ValueError, match=f"Received: {type(callback).__name__}.*{remedy}"):
+        asynchronous_callbacks.check(callback)
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        keras.callbacks.ModelCheckpoint("x.keras"),
+        keras.callbacks.BackupAndRestore("x"),
+        keras.callbacks.TensorBoard(),
+        keras.callbacks.TerminateOnNaN(raise_error=True),
+        keras_callbacks.Checkpoint("x"),
+        # Its steps are a worker's.
+        keras_callbacks.ReplicaCheck(every_n_steps=5),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_callbacks_that_act_are_not_refused(callback):
+    asynchronous_callbacks.check(callback)
+
+
+def test_what_is_left_without_a_snapshot_is_said():
+    fate = asynchronous_callbacks.fate_without_snapshot
+    assert fate([]).startswith("the centre is lost")
+    kept = fate([keras.callbacks.ModelCheckpoint("x.keras")])
+    assert "what ModelCheckpoint saved at the end of an epoch" in kept
+
+
+def _fails():
+    raise OSError("no space left")
+
+
+@pytest.mark.parametrize(
+    ("show", "savers", "said", "saves"),
+    [
+        (lambda: None, 2, "the server has saved the centre", 2),
+        (lambda: None, 1, "the server has saved the centre", 1),
+        (_fails, 1, "the centre could not be saved", 0),
+        (lambda: None, 0, "it is lost", 0),
+    ],
+)
+def test_the_cause_goes_on_after_each_saver_had_its_turn(show, savers, said, saves):
+    done = []
+    # Others fail before and after.
+    functions = [_fails, *savers * [lambda: done.append(1)], _fails] if savers else []
+    with (
+        LogLines() as lines,
+        pytest.raises(ValueError, match="the cause"),
+        saved_at_failure(show, functions, "it is lost"),
+    ):
+        raise ValueError("the cause")
+    assert said in lines[-1]
+    assert len(done) == saves
+
+
+def _terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+def test_sigterm_ends_it_once_the_centre_is_saved():
+    done, before = [], signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as exit_, saved_at_failure(int, [lambda: done.append(1)], ""):
+        _terminate()
+    assert (exit_.value.code, done) == (128 + signal.SIGTERM, [1])
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_end_in_good_order_saves_nothing():
+    with saved_at_failure(_fails, [_fails], ""):
+        pass

@@ -1,0 +1,67 @@
+"""What the ranks of an asynchronous `fit` agree on when it begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfposeidon.asynchronous import job
+from tfposeidon.communication import agreement, runtime
+from tfposeidon.training import session
+
+_EQUAL = ("epochs", "initial_epoch")
+"""Arguments of `fit` that have to be the same on all ranks."""
+
+
+def begin(arguments: dict[str, Any]) -> tuple[list[Any], int | None]:
+    """Makes all ranks begin with the server's weights, at its epoch; all of them call it together.
+
+    Args:
+      arguments: Arguments of `fit`, by name.
+
+    Returns:
+      The model's optimizers, and the epoch at which the server resumes an earlier run; `None` if it
+      does not.
+
+    Raises:
+      ValueError: If an optimizer does not exchange with the server, or is not built.
+      RuntimeError: On all ranks, if optimizers or epochs differ.
+    """
+    model = arguments["self"]
+    optimizers = _optimizers(model)
+    equal = {name: arguments[name] for name in _EQUAL}
+    own = {"equal": equal, "resumed": session.of(model).resumed_epoch}
+    everybody = job.begin(optimizers, own)
+    agreement.require_equal(
+        [given["equal"] for given in everybody],
+        "All ranks must train for the same epochs",
+        "Give fit the same `epochs` and `initial_epoch` on the server and on all workers.",
+        agreement.at_first_entry(),
+    )
+    server = runtime.server_rank()
+    assert server is not None
+    resumed = everybody[server]["resumed"]
+    return optimizers, None if resumed is None else int(resumed)
+
+
+def _optimizers(model: Any) -> list[Any]:
+    """Returns the model's optimizers, all of which exchange with the server.
+
+    Raises:
+      ValueError: If one does not, or is not built.
+    """
+    found = session.of(model).optimizers
+    if not all(optimizer.is_asynchronous for optimizer in found):
+        raise ValueError(
+            "All optimizers of a model exchange with the server, or none. Received: "
+            f"{[type(optimizer).__name__ for optimizer in found]}. Use ElasticAveraging for each."
+        )
+    if model.built and len(found) == 1 and not found[0].built:
+        found[0].build(model.trainable_variables)
+    if not all(optimizer.built for optimizer in found):
+        raise ValueError(
+            "The server takes no step, and has to know the variables before. Received: a model or "
+            "an optimizer that is not built. Call model.build(input_shape) and, where a model has "
+            "several, optimizer.build(variables) for each before fit."
+        )
+    session.of(model).carry_statistics()
+    return found

@@ -1,0 +1,90 @@
+"""Callbacks where a server keeps the centre: which act there, and which cannot act at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+_AT_THE_SERVER = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.TensorBoard,
+)
+"""Callbacks of Keras that act on the server alone: they save, stop, or write about the centre."""
+_SAVING = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
+_BY_STEPS = {
+    "every_n_steps": "every_n_steps=None",
+    "save_freq": 'save_freq="epoch"',
+    "update_freq": 'update_freq="epoch"',
+}
+"""Arguments that may be numbers of steps, and the ones to give instead."""
+
+
+def acts_at_server(callback: Any) -> bool:
+    """Returns whether a callback acts on the server alone.
+
+    Args:
+      callback: A callback of Keras, of ours, or of the user's, which may say so by an attribute
+        `acts_at_server = True`.
+    """
+    return isinstance(callback, _AT_THE_SERVER) or getattr(callback, "acts_at_server", False)
+
+
+def check(callback: Any) -> None:
+    """Refuses a callback that could not do what it is for.
+
+    Args:
+      callback: A callback.
+
+    Raises:
+      ValueError: If it counts steps on the server, sets rates by the centre's metrics, or stops a
+        single worker.
+    """
+    name = type(callback).__name__
+    if isinstance(callback, keras.callbacks.ReduceLROnPlateau):
+        raise ValueError(
+            "With ElasticAveraging rates are the workers', and metrics of the centre the server's. "
+            "Received: ReduceLROnPlateau. Use a schedule, or keras_callbacks.LearningRateSchedule."
+        )
+    if isinstance(callback, keras.callbacks.TerminateOnNaN) and not callback.raise_error:
+        raise ValueError(
+            "With ElasticAveraging a worker whose weights are not finite goes on from the centre, "
+            "and one that stops leaves the others to train without it. Received: TerminateOnNaN. "
+            "Leave it out, or use TerminateOnNaN(raise_error=True), which ends the job."
+        )
+    for argument, instead in _BY_STEPS.items():
+        value = getattr(callback, argument, None)
+        if acts_at_server(callback) and (isinstance(value, int) or value == "batch"):
+            raise ValueError(
+                f"With ElasticAveraging {name} acts on the server at the end of epochs, as that "
+                f"takes no steps. Received: {name}({argument}={value!r}). Use {instead}."
+            )
+
+
+def announce_metrics(callbacks: list[Any], names: list[str]) -> None:
+    """Tells callbacks that keep the names of the first epoch's logs which others will come.
+
+    Args:
+      callbacks: All callbacks.
+      names: Names in the logs of epochs with validation.
+    """
+    for callback in callbacks:
+        # It has a column for each. Those of validation it would guess from those of training.
+        if isinstance(callback, keras.callbacks.CSVLogger) and callback.keys is None:
+            callback.keys = sorted(names)
+
+
+def fate_without_snapshot(callbacks: list[Any]) -> str:
+    """Returns what is left of the centre where no callback saves it when the job fails.
+
+    Args:
+      callbacks: All callbacks.
+    """
+    saving = [type(callback).__name__ for callback in callbacks if isinstance(callback, _SAVING)]
+    remedy = "fit was given no keras_callbacks.Checkpoint"
+    if saving:
+        return f"of the centre there is what {saving[0]} saved at the end of an epoch, as {remedy}"
+    return f"the centre is lost, as {remedy}"
