@@ -115,7 +115,7 @@ class _Worker:
 
     def end_epoch(self) -> None:
         """Tells the server that an epoch has ended."""
-        self._link.end_epoch()
+        job.end_epoch(self._link, self._optimizers)
 
     def end(self) -> None:
         """Ends together with the other workers, with the server's last weights."""
