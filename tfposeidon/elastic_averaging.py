@@ -200,8 +200,8 @@ class ElasticAveraging(OptimizerWrapper):
             f"alpha {self.alpha:g}, of the server {self.server_alpha:g}",
             *_notes_of_layout(length / self._every),
             f"at the end of an epoch a worker sends {readable_size(slot_bytes)} of slots",
-            f"memory on the server: {readable_size(length)} for the centre, {readable_size(length)} "
-            f"while a worker exchanges, and {readable_size(slot_bytes)} for slots; on a worker "
+            f"memory on the server: {readable_size(length)} for the centre, as much again while a "
+            f"worker exchanges, and {readable_size(slot_bytes)} for slots; on a worker "
             f"{readable_size(2 * length)} while it exchanges",
             "workers and centre differ; results depend on who comes first",
         ]

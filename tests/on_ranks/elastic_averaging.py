@@ -15,10 +15,10 @@ from benchmarks.workers.memory import resident_bytes
 from tests.on_ranks import models
 from tests.on_ranks.callbacks import shared_folder
 from tests.on_ranks.checks import LogLines, Raises
+from tests.on_ranks.memory import reset_peak
 from tests.on_ranks.models import same_on_all_ranks
 from tests.on_ranks.several_optimizers import Gan
 from tests.on_ranks.several_optimizers import _data as gan_data
-from tests.on_ranks.memory import reset_peak
 from tfposeidon.asynchronous import server
 from tfposeidon.asynchronous.worker import Worker
 from tfposeidon.communication.group_wire import GroupWire
@@ -380,7 +380,8 @@ class _Counted:
 def case_bytes_are_those_of_the_plan(wire):
     def in_16_bits():
         keras.config.set_dtype_policy("bfloat16")
-        return models.mlp()
+        layer = keras.layers.Dense
+        return keras.Sequential([keras.Input((20,)), layer(8), layer(models.CLASSES)])
 
     for build in (_with_state, in_16_bits):
         made = tp.ElasticAveraging(keras.optimizers.Adam(0.01), every=3, alpha=ALPHA)
@@ -421,7 +422,7 @@ class _UpdateSizes(keras.callbacks.Callback):
 
 
 def case_adam_goes_on_with_slots_and_steps(wire):
-    """Corrected for steps that its slots have not seen, its first ones would be four times as large."""
+    """Corrected for steps that its slots have not seen, the first would be four times as large."""
     folder, data = shared_folder(wire), models.mlp.data(96)
 
     def fitted(epochs, sizes):
@@ -486,13 +487,13 @@ def case_several_steps_in_one_execution(wire):
 def case_a_model_of_keras_applications_with_adam(wire):
     side = 32
     generator = np.random.default_rng(3)
-    x = generator.normal(size=(2 * tp.workers().size, side, side, 3)).astype("float32")
+    x = generator.normal(size=(4 * tp.workers().size, side, side, 3)).astype("float32")
     y = generator.integers(0, 5, len(x))
     model = keras.applications.MobileNetV2(weights=None, input_shape=(side, side, 3), classes=5)
     optimizer = tp.ElasticAveraging(keras.optimizers.Adam(1e-3), every=1)
     model.compile(optimizer, "sparse_categorical_crossentropy")
     start = model.get_weights()
-    model.fit(*_share((x, y)), batch_size=1, epochs=1, verbose=0)
+    model.fit(*_share((x, y)), batch_size=2, epochs=1, verbose=0)
     same_on_all_ranks(_state(model), wire)
     assert int(optimizer.iterations) == 2
     exchanged = {id(v) for v in optimizer.exchanged_variables}
