@@ -37,8 +37,8 @@ class ServedCentre:
     @property
     def values(self) -> tf.Tensor:
         """Its values now, a float32 vector; they may be assigned while no worker trains."""
-        with self._lock:
-            return -self._minus
+        # Without the lock, which is held while a worker exchanges that may have been lost.
+        return -self._minus.read_value()
 
     @values.setter
     def values(self, values: tf.Tensor) -> None:
@@ -54,9 +54,9 @@ class ServedCentre:
         # One worker at a time: each sees what the one before has left.
         with self._lock:
             difference = sum_of_both(wire, self._minus.read_value(), "tp.swap")
-            # In place: there are two vectors of the server's, and not three.
+            # In place: there are two vectors of the server's, and not three. Who reads waits.
             tf.raw_ops.ResourceApplyGradientDescent(
-                var=self._minus.handle, alpha=self._alpha, delta=difference
+                var=self._minus.handle, alpha=self._alpha, delta=difference, use_locking=True
             )
 
     def give(self, wire: Wire) -> None:
