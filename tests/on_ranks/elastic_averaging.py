@@ -491,7 +491,9 @@ def case_a_model_of_keras_applications_with_adam(wire):
     y = generator.integers(0, 5, len(x))
     model = keras.applications.MobileNetV2(weights=None, input_shape=(side, side, 3), classes=5)
     optimizer = tp.ElasticAveraging(keras.optimizers.Adam(1e-3), every=1)
-    model.compile(optimizer, "sparse_categorical_crossentropy")
+    # Eagerly: to trace it takes a minute.
+    model.compile(optimizer, "sparse_categorical_crossentropy", run_eagerly=True)
+    model.build((None, side, side, 3))
     start = model.get_weights()
     model.fit(*_share((x, y)), batch_size=2, epochs=1, verbose=0)
     same_on_all_ranks(_state(model), wire)
