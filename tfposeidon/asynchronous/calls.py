@@ -39,9 +39,9 @@ class Call(enum.IntEnum):
     """An answer follows: 1 if the server lets the worker go, else 0."""
     LEAVE = 6
     """The worker calls no more."""
-    GIVE = 7
+    GIVE = 8
     """The worker's slots follow."""
-    TAKE = 8
+    TAKE = 9
     """The centre follows, and then the server's slots."""
 
 
