@@ -1,14 +1,16 @@
 """`ElasticAveraging` in one process: its arguments, its configuration, and what it is refused."""
 
+import collections
+
 import keras
 import pytest
 import tensorflow as tf
 
 import tfposeidon as tp
 from tests.on_ranks import models
-from tfposeidon.asynchronous.calls import Call, give, make_call, sum_of_both, wait_for_call
+from tfposeidon.asynchronous.calls import Call, make_call, sum_of_both, wait_for_call
 from tfposeidon.asynchronous.server import ServedCentre
-from tfposeidon.asynchronous.slots import ServedSlots, Slots, from_vector, to_vector
+from tfposeidon.asynchronous.slots import ServedSlots, Slots, give_slots
 from tfposeidon.communication import runtime
 from tfposeidon.communication.group_wire import GroupWire
 from tfposeidon.communication.topology import Topology
@@ -80,20 +82,20 @@ class _PairOfOne:
 
     def __init__(self):
         self.topology = Topology(0, ((0,), (1,)))
-        self.given = []
+        self._given = collections.defaultdict(list)
 
     def all_reduce(self, tensor, group, name, scale=1.0):
-        self.given.append(tensor)
-        return sum(self.given[-2:])
+        self._given[name].append(tensor)
+        return sum(self._given[name][-2:])
 
     def all_gather(self, tensor, group, name):
-        self.given.append(tensor)
-        return tf.concat(self.given[-2:], 0)
+        self._given[name].append(tensor)
+        return tf.concat(self._given[name][-2:], 0)
 
 
 def test_the_centre_gains_its_share_of_the_difference():
     pair, centre = _PairOfOne(), ServedCentre(tf.constant([1.0, 1.0]), alpha=0.5)
-    sum_of_both(pair, tf.constant([3.0, 5.0]), "x")
+    sum_of_both(pair, tf.constant([3.0, 5.0]), "tp.swap")
     centre.swap(pair)
     assert centre.values.numpy().tolist() == [2, 3]
 
@@ -108,19 +110,13 @@ def test_a_call_says_what_comes_and_whether_to_stop(number, stops):
     assert make_call(pair, Call.SWAP) is stops
 
 
-@pytest.mark.parametrize("steps", [0, 5, 2**24 + 1, 2**30 + 7])
-def test_slots_travel_with_their_steps(steps):
-    found = from_vector(to_vector(Slots(tf.constant([1.0, -2.0]), steps)))
-    assert (found.values.numpy().tolist(), found.steps) == ([1.0, -2.0], steps)
-
-
 def test_the_server_has_a_mean_of_the_newest_slots():
     served = ServedSlots(Slots(tf.constant([9.0]), 4), workers=[1, 2])
     assert served.now.steps == 4
     given = [(1, 2.0, 10, 2.0, 7), (2, 4.0, 20, 3.0, 15), (1, 7.0, 30, 5.0, 25)]
     for worker, value, steps, mean, mean_steps in given:
         pair = _PairOfOne()
-        give(pair, to_vector(Slots(tf.constant([value]), steps)), "x")
+        give_slots(pair, Slots(tf.constant([value]), steps))
         served.take(pair, worker)
         assert (served.now.values.numpy().tolist(), served.now.steps) == ([mean], mean_steps)
 

@@ -93,17 +93,18 @@ def give(wire: Wire, vector: tf.Tensor, name: str) -> None:
 
     Args:
       wire: Wire of the pair.
-      vector: Vector, `[n]` float32.
+      vector: Vector, `[n]`.
       name: Name of the collective.
     """
     wire.all_gather(vector, wire.topology.world, name)
 
 
-def receive(wire: Wire, name: str) -> tf.Tensor:
-    """Returns the vector that the other side of a pair gives, float32.
+def receive(wire: Wire, name: str, dtype: tf.DType) -> tf.Tensor:
+    """Returns the vector that the other side of a pair gives.
 
     Args:
       wire: Wire of the pair.
       name: Name of the collective.
+      dtype: Dtype of the vector.
     """
-    return wire.all_gather(tf.zeros([0]), wire.topology.world, name)
+    return wire.all_gather(tf.zeros([0], dtype), wire.topology.world, name)

@@ -11,9 +11,6 @@ import tensorflow as tf
 from tfposeidon.asynchronous.calls import give, receive
 from tfposeidon.communication.wire import Wire
 
-_STEPS = 2**20
-"""Steps that one word counts: float32 holds whole numbers exactly up to 2**24."""
-
 
 class Slots(NamedTuple):
     """What an optimizer has gathered, and in how many steps: the two belong together.
@@ -27,24 +24,25 @@ class Slots(NamedTuple):
     steps: int
 
 
-def to_vector(slots: Slots) -> tf.Tensor:
-    """Returns slots as they travel: a float32 vector that ends with two words for the steps.
+def give_slots(wire: Wire, slots: Slots) -> None:
+    """Gives the other side of a pair slots; it calls `receive_slots`.
 
     Args:
+      wire: Wire of the pair.
       slots: The slots.
     """
-    words = [slots.steps // _STEPS, slots.steps % _STEPS]
-    return tf.concat([slots.values, tf.constant(words, tf.float32)], 0)
+    give(wire, slots.values, "tp.slots")
+    give(wire, tf.constant([slots.steps], tf.int64), "tp.steps")
 
 
-def from_vector(vector: tf.Tensor) -> Slots:
-    """Returns slots from what `to_vector` has returned.
+def receive_slots(wire: Wire) -> Slots:
+    """Returns the slots that the other side of a pair gives.
 
     Args:
-      vector: Float32 vector.
+      wire: Wire of the pair.
     """
-    high, low = vector[-2:].numpy()
-    return Slots(vector[:-2], int(high) * _STEPS + int(low))
+    values = receive(wire, "tp.slots", tf.float32)
+    return Slots(values, int(receive(wire, "tp.steps", tf.int64).numpy()[0]))
 
 
 class ServedSlots:
@@ -75,7 +73,7 @@ class ServedSlots:
           wire: Wire of the pair.
           worker: The worker's rank.
         """
-        slots = from_vector(receive(wire, "tp.slots"))
+        slots = receive_slots(wire)
         with self._lock:
             self._given += 1
             # The first ones replace those of the start. Later the newest of all workers count.
@@ -89,4 +87,4 @@ class ServedSlots:
         Args:
           wire: Wire of the pair.
         """
-        give(wire, to_vector(self.now), "tp.slots")
+        give_slots(wire, self.now)

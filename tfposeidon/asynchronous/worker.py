@@ -7,8 +7,8 @@ import time
 
 import tensorflow as tf
 
-from tfposeidon.asynchronous.calls import Call, give, make_call, receive, sum_of_both
-from tfposeidon.asynchronous.slots import Slots, from_vector, to_vector
+from tfposeidon.asynchronous.calls import Call, make_call, receive, sum_of_both
+from tfposeidon.asynchronous.slots import Slots, give_slots, receive_slots
 from tfposeidon.communication.wire import Wire
 
 LONGEST_SILENCE_S = 15.0
@@ -87,7 +87,7 @@ class Worker:
         """
         with self._lock:
             self._call(Call.GIVE, centre)
-            give(self._wire, to_vector(slots), "tp.slots")
+            give_slots(self._wire, slots)
 
     def take(self, centre: int) -> tuple[tf.Tensor, Slots]:
         """Returns a centre, a float32 vector, and the server's slots.
@@ -97,8 +97,8 @@ class Worker:
         """
         with self._lock:
             self._call(Call.TAKE, centre)
-            values = receive(self._wire, "tp.centre")
-            return values, from_vector(receive(self._wire, "tp.slots"))
+            centre_now = receive(self._wire, "tp.centre", tf.float32)
+            return centre_now, receive_slots(self._wire)
 
     def end_epoch(self) -> None:
         """Tells the server that this worker has ended an epoch."""
