@@ -19,7 +19,7 @@ class _Told:
     """A server of three workers that is told of calls as its threads would tell it."""
 
     def __init__(self):
-        self._server = Server(dict.fromkeys((1, 2, 3)), [], stall_limit_s=0)
+        self._server = Server(dict.fromkeys((1, 2, 3)), [], [], stall_limit_s=0)
         self._epochs = self._server.epochs()
 
     def calls(self, rank, *calls):

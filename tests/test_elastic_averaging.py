@@ -1,13 +1,16 @@
 """`ElasticAveraging` in one process: its arguments, its configuration, and what it is refused."""
 
+import collections
+
 import keras
-import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfposeidon as tp
 from tests.on_ranks import models
+from tfposeidon.asynchronous.calls import Call, make_call, sum_of_both, wait_for_call
 from tfposeidon.asynchronous.server import ServedCentre
-from tfposeidon.asynchronous.swap import swap_as_server, swap_as_worker
+from tfposeidon.asynchronous.slots import ServedSlots, Slots, give_slots
 from tfposeidon.communication import runtime
 from tfposeidon.communication.group_wire import GroupWire
 from tfposeidon.communication.topology import Topology
@@ -75,35 +78,59 @@ def test_models_are_saved_and_loaded_on_one_rank(tmp_path):
 
 
 class _PairOfOne:
-    """Both sides of a pair in one process: what was given first is added to what comes next."""
+    """Both sides of a pair in one process: what was given first meets what comes next."""
 
     def __init__(self):
         self.topology = Topology(0, ((0,), (1,)))
-        self.given = []
+        self._given = collections.defaultdict(list)
 
     def all_reduce(self, tensor, group, name, scale=1.0):
-        self.given.append(tensor)
-        return sum(self.given[-2:])
+        self._given[name].append(tensor)
+        return sum(self._given[name][-2:])
+
+    def all_gather(self, tensor, group, name):
+        self._given[name].append(tensor)
+        return tf.concat(self._given[name][-2:], 0)
 
 
-@pytest.mark.parametrize("steps", [0, 5, 2**24 + 1, 2**30 + 7])
-def test_a_swap_tells_both_sides_the_same(steps):
-    values, centre = np.float32([3, 5]), np.float32([1, 1])
+def test_the_centre_gains_its_share_of_the_difference():
+    pair, centre = _PairOfOne(), ServedCentre(tf.constant([1.0, 1.0]), alpha=0.5)
+    sum_of_both(pair, tf.constant([3.0, 5.0]), "tp.swap")
+    centre.swap(pair)
+    assert centre.values.numpy().tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_call_says_what_comes_and_whether_to_stop(number, stops):
     pair = _PairOfOne()
-    swap_as_worker(pair, values, True, steps)
-    found = swap_as_server(pair, centre, True)
-    assert found.difference.numpy().tolist() == [2, 4]
-    assert (found.counts, found.steps, found.stops) == (True, steps, True)
+    make_call(pair, Call.TAKE, number)
+    assert wait_for_call(pair, stops) == (Call.TAKE, number)
+    # The worker's side of the same sum.
+    assert make_call(pair, Call.SWAP) is stops
 
 
-def test_values_that_do_not_count_leave_the_centre():
-    pair, centre = _PairOfOne(), ServedCentre(np.float32([1, 1]), alpha=0.5)
-    swap_as_worker(pair, np.float32([np.nan, 0]), False, 3)
-    found = centre.swap(pair, False)
-    assert not found.counts
-    assert centre.values.numpy().tolist() == [1, 1]
-    # The worker finds the centre there.
-    assert (-found.difference).numpy().tolist() == [1, 1]
+def test_the_server_has_a_mean_of_the_newest_slots():
+    served = ServedSlots(Slots(tf.constant([9.0]), 4), workers=[1, 2])
+    assert served.now.steps == 4
+    given = [(1, 2.0, 10, 2.0, 7), (2, 4.0, 20, 3.0, 15), (1, 7.0, 30, 5.0, 25)]
+    for worker, value, steps, mean, mean_steps in given:
+        pair = _PairOfOne()
+        give_slots(pair, Slots(tf.constant([value]), steps))
+        served.take(pair, worker)
+        assert (served.now.values.numpy().tolist(), served.now.steps) == ([mean], mean_steps)
+
+
+def test_nothing_begins_a_job_without_a_server(monkeypatch):
+    monkeypatch.setattr(runtime, "_wire", None)
+    optimizer = tp.ElasticAveraging(_sgd())
+    optimizer.build([keras.Variable([1.0])])
+    assert optimizer.variables
+    for read in (lambda: optimizer.alpha, lambda: optimizer.server_alpha, lambda: optimizer.plan):
+        with pytest.raises(RuntimeError, match=r"Call tfposeidon.init\(server_rank=0\) first"):
+            read()
+    assert tp.ElasticAveraging(_sgd(), alpha=0.5).server_alpha == 0.5
+    assert not runtime.has_begun()
 
 
 def test_some_ranks_as_a_job_of_their_own():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,13 +13,14 @@ from typing_extensions import override
 
 from tfposeidon import arguments, policies, ranges
 from tfposeidon.asynchronous import job
+from tfposeidon.asynchronous.slots import Slots
 from tfposeidon.asynchronous.worker import Worker
 from tfposeidon.communication import runtime, surroundings
 from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.one_vector import joined, parted
 from tfposeidon.exchange.step import Step
-from tfposeidon.gradients.description import with_merged_rows
-from tfposeidon.optimizers.wrapping import class_names, reset_slots
+from tfposeidon.gradients.description import describe, with_merged_rows
+from tfposeidon.optimizers.wrapping import class_names, slots
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training.statistics import moving_statistics
@@ -43,7 +45,8 @@ class ElasticAveraging(OptimizerWrapper):
 
     Args:
       inner_optimizer: A Keras optimizer that is not wrapped yet. It updates a worker's weights at
-        every step, and its state is the worker's own.
+        every step, and its state is the worker's own. Workers hand it to the server when they end
+        an epoch: a resumed run begins with the mean over them.
       every: Steps of a worker from one exchange to the next, at least 1 (default 4).
       alpha: Share of its distance from the centre that a worker gives up in an exchange, above 0
         and at most 1; `None` (default) for 0.9 / workers.
@@ -58,8 +61,10 @@ class ElasticAveraging(OptimizerWrapper):
         (`use_ema`), under `tf.distribute`, or with another Keras backend than TensorFlow. In `fit`,
         in a job of one rank, or without a server.
 
-    Cost: in an exchange the weights travel once in each direction, as float32. The server has a
-    copy of the weights more; while an exchange runs, both sides have two.
+    Cost: in an exchange the weights and statistics travel once in each direction, as float32; at
+    the end of an epoch the slots of the inner optimizer travel to the server. The server has a copy
+    of weights and slots more. While an exchange runs, it has one copy of the weights beyond that,
+    and the worker two.
 
     Source: Zhang, Choromanska and LeCun 2015 (asynchronous EASGD, EAMSGD with momentum inside);
     Theano-MPI section 4, with separate alphas of server and workers.
@@ -122,18 +127,13 @@ class ElasticAveraging(OptimizerWrapper):
         with tf.init_scope(), tf.device("/CPU:0"):
             zero = tf.zeros([], tf.int64)
             self._since = tf.Variable(zero, trainable=False, name="steps_since_exchange")
-            self._steps = tf.Variable(zero, trainable=False, name="steps_of_worker")
         self._adopt(variables)
 
     @property
     @override
     def variables(self) -> list[Any]:
-        """Variables that the server passes on with the centre: the number of steps.
-
-        On one rank, as where a model is only evaluated, they are those of the inner optimizer.
-        """
-        inner = self.inner_optimizer
-        return inner.variables if runtime.size() == 1 else [inner.iterations]
+        """Variables of the inner optimizer; on the server, as workers have handed them over."""
+        return list(self.inner_optimizer.variables)
 
     @override
     def _rank_state(self) -> list[tuple[Any, StateDescription]]:
@@ -152,12 +152,23 @@ class ElasticAveraging(OptimizerWrapper):
 
     @property
     def alpha(self) -> float:
-        """Share of its distance from the centre that a worker gives up in an exchange."""
-        return BETA / max(runtime.workers().size, 1) if self._alpha is None else self._alpha
+        """Share of its distance from the centre that a worker gives up in an exchange.
+
+        Raises:
+          RuntimeError: If it follows from the number of workers, and the job has not begun.
+        """
+        if self._alpha is not None:
+            return self._alpha
+        job.check_begun("`alpha`, which follows from the number of workers,")
+        return BETA / max(runtime.workers().size, 1)
 
     @property
     def server_alpha(self) -> float:
-        """Share of a worker's distance from the centre by which the centre moves."""
+        """Share of a worker's distance from the centre by which the centre moves.
+
+        Raises:
+          RuntimeError: As `alpha` does, if that decides.
+        """
         return self.alpha if self._server_alpha is None else self._server_alpha
 
     @property
@@ -176,22 +187,35 @@ class ElasticAveraging(OptimizerWrapper):
         """Plan of an exchange of one worker with the server, with bytes and memory.
 
         Raises:
-          RuntimeError: If the optimizer is not built, and so does not know its variables.
+          RuntimeError: If the optimizer is not built, and so does not know its variables, or if the
+            job has not begun.
         """
         plan = super().plan
         if runtime.server_rank() is None:
             return plan
         length = sum(d.bytes for d in plan.descriptions)
+        slot_bytes = 4 * sum(math.prod(slot.shape) for slot in slots(self.inner_optimizer))
         notes = [
             f"weights of a worker and the centre, once in {self._every} of its steps: "
             f"{readable_size(plan.cost.bytes / self._every)} a step in each direction; "
             f"alpha {self.alpha:g}, of the server {self.server_alpha:g}",
             *_notes_of_layout(length / self._every),
-            f"{readable_size(length)} of memory on the server for the centre; on both sides twice "
-            "that while they exchange",
+            f"at the end of an epoch a worker sends {readable_size(slot_bytes)} of slots",
+            f"memory on the server: {readable_size(length)} for the centre, as much again while a "
+            f"worker exchanges, and {readable_size(slot_bytes)} for slots; on a worker "
+            f"{readable_size(2 * length)} while it exchanges",
             "workers and centre differ; results depend on who comes first",
         ]
         return dataclasses.replace(plan, notes=(*notes, *plan.notes))
+
+    @override
+    def _made_plan(self) -> Plan:
+        # All that travels, as it travels.
+        described = [
+            dataclasses.replace(describe(variable), dtype="float32")
+            for variable in self.exchanged_variables
+        ]
+        return self._exchange.plans.planner.plan(described)
 
     # ------------------------------------------------------------------ steps
 
@@ -211,36 +235,32 @@ class ElasticAveraging(OptimizerWrapper):
             )
         self.inner_optimizer.apply(with_merged_rows(grads), variables)
         # Of calls, as a loss scale skips updates.
-        self._steps.assign_add(1)
         self._since.assign_add(1)
         tf.cond(self._since >= self._every, self._exchange_now, lambda: None)
 
     def _exchange_now(self) -> None:
-        variables = self.exchanged_variables
-        values = joined(variables)
-        difference, counts = tf.py_function(
-            self._swap, [values, self._steps.read_value()], [tf.float32, tf.bool]
-        )
-        parts = parted(tf.ensure_shape(difference, values.shape), variables)
-        counts = tf.ensure_shape(counts, [])
-        for index, (variable, part) in enumerate(zip(variables, parts, strict=True)):
-            own = tf.convert_to_tensor(variable)
-            trained = index < len(self._trainable_variables)
-            # Statistics of workers stay apart.
-            moved = own - tf.cast(self.alpha, own.dtype) * part if trained else own
-            variable.assign(tf.where(counts, moved, -part))
-        tf.cond(counts, lambda: None, lambda: reset_slots(self.inner_optimizer))
+        finite = [tf.reduce_all(tf.math.is_finite(v)) for v in self.exchanged_variables]
+        tf.cond(tf.reduce_all(finite), self._swap, self.take_all)
         self._since.assign(0)
 
-    def _swap(self, values: tf.Tensor, steps: tf.Tensor) -> tuple[tf.Tensor, bool]:
+    def _swap(self) -> None:
+        variables = self.exchanged_variables
+        values = joined(variables)
+        difference = tf.py_function(
+            lambda given: self._link().swap(self._number, given), [values], tf.float32
+        )
+        parts = parted(tf.ensure_shape(difference, values.shape), variables)
+        # Statistics of workers stay apart.
+        for variable, part in zip(self._trainable_variables, parts, strict=False):
+            variable.assign_sub(self.alpha * part)
+
+    def _link(self) -> Worker:
         if self._worker is None:
             raise RuntimeError(
                 "A worker exchanges with a server that serves. Received: a step outside of fit and "
                 "of ElasticAveraging.run. Call run(train) on all ranks."
             )
-        counts = bool(tf.reduce_all(tf.math.is_finite(values)))
-        swapped = self._worker.swap(self._number, values, counts, int(steps))
-        return swapped.difference, swapped.counts
+        return self._worker
 
     def run(
         self,
@@ -334,20 +354,26 @@ class ElasticAveraging(OptimizerWrapper):
         """
         self._worker, self._number = worker, number
         self._since.assign(0)
-        self._steps.assign(tf.cast(tf.convert_to_tensor(self.iterations), tf.int64))
 
     def give_last(self) -> None:
         """Exchanges what was trained since the last exchange."""
         if int(self._since.numpy()):
             self._exchange_now()
 
-    def take_centre(self) -> None:
-        """Takes the centre for the weights."""
-        assert self._worker is not None
-        variables = self.exchanged_variables
-        nothing = joined(variables)
-        swapped = self._worker.swap(self._number, nothing, False, int(self._steps.numpy()))
-        job.assign_parts(variables, -swapped.difference)
+    def give_slots(self) -> None:
+        """Hands the server the slots, and the number of steps that they are of."""
+        self._link().give_slots(self._number, job.slots_of(self.inner_optimizer))
+
+    def take_all(self) -> None:
+        """Takes the centre for the weights, and the server's slots with their number of steps."""
+
+        def take() -> tuple[tf.Tensor, tf.Tensor, int]:
+            values, given = self._link().take(self._number)
+            return values, given.values, given.steps
+
+        values, of_slots, steps = tf.py_function(take, [], [tf.float32, tf.float32, tf.int64])
+        job.assign_parts(self.exchanged_variables, values)
+        job.assign_slots(self.inner_optimizer, Slots(of_slots, tf.ensure_shape(steps, [])))
 
     def detach(self) -> None:
         """Makes steps exchange no more."""
@@ -356,6 +382,7 @@ class ElasticAveraging(OptimizerWrapper):
 
 def _pair_of_plan() -> Wire:
     """Returns the wire that a plan is made for: a worker's with the server."""
+    job.check_begun("The plan of ElasticAveraging")
     if runtime.server_rank() is None:
         return runtime.own_wire()
     workers = runtime.workers().ranks

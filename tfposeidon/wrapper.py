@@ -154,6 +154,9 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
                 "There is a plan once the optimizer knows its variables. Received: an optimizer "
                 "that is not built. Call fit, or optimizer.build(model.trainable_variables), first."
             )
+        return self._made_plan()
+
+    def _made_plan(self) -> Plan:
         return self._exchange.plans.plan(self._trainable_variables, self.inner_optimizer)
 
     @property

@@ -43,12 +43,12 @@ def _peak_of_a_step(optimizer, length):
         optimizer.apply([weight * x + x], [weight])
 
     step(tf.constant(1.0))
-    _reset_peak()
+    reset_peak()
     before = resident_bytes()
     step(tf.constant(1.0))
     return resident_bytes(peak=True) - before
 
 
-def _reset_peak():
+def reset_peak():
     with open("/proc/self/clear_refs", "w") as stream:
         stream.write("5")

@@ -29,6 +29,12 @@ def cases(modules):
     return found
 
 
+def server_of(modules):
+    """Rank that the modules ask for as a server; `None` for none."""
+    loaded = [importlib.import_module(f"tests.on_ranks.{module}") for module in modules]
+    return next((module.SERVER for module in loaded if hasattr(module, "SERVER")), None)
+
+
 def run(case, wire):
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(7)
@@ -47,7 +53,7 @@ def main(results_path, ranks_per_node, *modules):
         ranks_per_node=layout,
         stall_timeout_s=STALL_LIMIT_S,
         links="unknown",
-        server_rank=0 if "elastic_averaging" in modules else None,
+        server_rank=server_of(modules),
     )
     wire = runtime.wire()
     results = {}

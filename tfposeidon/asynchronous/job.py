@@ -10,11 +10,13 @@ import tensorflow as tf
 
 from tfposeidon.asynchronous.last_centre import saved_at_failure
 from tfposeidon.asynchronous.server import ServedCentre, Server
+from tfposeidon.asynchronous.slots import ServedSlots, Slots
 from tfposeidon.asynchronous.worker import Worker
 from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.one_vector import joined, parted
+from tfposeidon.optimizers.wrapping import slots, step_counter
 
 
 class Asynchronous(Protocol):
@@ -40,8 +42,11 @@ class Asynchronous(Protocol):
     def give_last(self) -> None:
         """Exchanges what was trained since the last exchange."""
 
-    def take_centre(self) -> None:
-        """Takes the centre for the weights."""
+    def give_slots(self) -> None:
+        """Hands the server the slots, and the number of steps that they are of."""
+
+    def take_all(self) -> None:
+        """Takes the centre for the weights, and the server's slots."""
 
     def detach(self) -> None:
         """Makes steps exchange no more."""
@@ -65,6 +70,22 @@ def check_roles() -> None:
         )
 
 
+def check_begun(what: str) -> None:
+    """Refuses to begin the job, without a server, for something that depends on it.
+
+    Args:
+      what: What depends on the job, as the begin of a sentence.
+
+    Raises:
+      RuntimeError: If nobody has begun the job.
+    """
+    if not runtime.has_begun():
+        raise RuntimeError(
+            f"{what} depends on the ranks of the job. Received: a job that has not begun. Call "
+            "tfposeidon.init(server_rank=0) first; tfposeidon.init() where there is one rank only."
+        )
+
+
 def is_server() -> bool:
     """Returns whether this rank serves the others."""
     return runtime.server_rank() == runtime.rank()
@@ -73,7 +94,7 @@ def is_server() -> bool:
 def begin(
     optimizers: Sequence[Asynchronous], settings: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Makes all ranks begin with the server's weights; all of them call it together.
+    """Makes all ranks begin with the server's weights and slots; all of them call it together.
 
     Args:
       optimizers: Optimizers that exchange; built, the same on all ranks.
@@ -98,7 +119,8 @@ def begin(
     server = runtime.server_rank()
     assert server is not None
     for optimizer in optimizers:
-        variables = [*optimizer.exchanged_variables, optimizer.inner_optimizer.iterations]
+        inner = optimizer.inner_optimizer
+        variables = [*optimizer.exchanged_variables, *slots(inner), step_counter(inner)]
         replicas.broadcast(variables, runtime.wire(), server)
     return [given for _, given in everybody]
 
@@ -116,6 +138,20 @@ def start_worker(optimizers: Sequence[Asynchronous]) -> Worker:
     return worker
 
 
+def end_epoch(worker: Worker, optimizers: Sequence[Asynchronous], has_trained: bool) -> None:
+    """Hands the server a worker's slots, and tells it that an epoch has ended.
+
+    Args:
+      worker: This worker's side of its pair.
+      optimizers: Optimizers that exchange.
+      has_trained: False for an epoch without a batch.
+    """
+    # First: once the epoch has ended, the server saves.
+    for optimizer in optimizers:
+        optimizer.give_slots()
+    worker.end_epoch(has_trained)
+
+
 def end_worker(worker: Worker, optimizers: Sequence[Asynchronous]) -> None:
     """Gives the server what is left, waits for the other workers, and takes the last centre.
 
@@ -127,7 +163,7 @@ def end_worker(worker: Worker, optimizers: Sequence[Asynchronous]) -> None:
         optimizer.give_last()
     worker.wait_for_others()
     for optimizer in optimizers:
-        optimizer.take_centre()
+        optimizer.take_all()
     worker.leave()
     for optimizer in optimizers:
         optimizer.detach()
@@ -140,12 +176,11 @@ def start_server(optimizers: Sequence[Asynchronous]) -> Server:
     Args:
       optimizers: Optimizers whose centres are served, which begin with their variables' values.
     """
-    wires = {rank: runtime.pair_wire(rank) for rank in runtime.workers().ranks}
+    workers = runtime.workers().ranks
+    wires = {rank: runtime.pair_wire(rank) for rank in workers}
     centres = [ServedCentre(joined(o.exchanged_variables), o.server_alpha) for o in optimizers]
-    server = Server(wires, centres, runtime.stall_limit_s())
-    for worker in server.progress.values():
-        # Those of a run that is resumed count, also where a worker never exchanges.
-        worker.steps = int(optimizers[0].inner_optimizer.iterations.numpy())
+    of_start = [ServedSlots(slots_of(o.inner_optimizer), workers) for o in optimizers]
+    server = Server(wires, centres, of_start, runtime.stall_limit_s())
     server.start()
     return server
 
@@ -171,6 +206,8 @@ def run(
     worker = start_worker(optimizers)
     try:
         train()
+        for optimizer in optimizers:
+            optimizer.give_slots()
     except BaseException:
         worker.fall_silent()
         raise
@@ -212,7 +249,7 @@ def _end_together() -> None:
 
 
 def show_centres(server: Server, optimizers: Sequence[Asynchronous]) -> None:
-    """Puts the centres into the server's variables, with the workers' mean number of steps.
+    """Puts the centres into the server's variables, with the slots that workers have handed over.
 
     Args:
       server: The server.
@@ -220,7 +257,28 @@ def show_centres(server: Server, optimizers: Sequence[Asynchronous]) -> None:
     """
     for number, optimizer in enumerate(optimizers):
         assign_parts(optimizer.exchanged_variables, server.centre(number))
-        optimizer.inner_optimizer.iterations.assign(server.mean_steps)
+        assign_slots(optimizer.inner_optimizer, server.slots(number))
+
+
+def slots_of(inner_optimizer: Any) -> Slots:
+    """Returns an optimizer's slots as they travel.
+
+    Args:
+      inner_optimizer: A built Keras optimizer.
+    """
+    steps = int(step_counter(inner_optimizer).numpy())
+    return Slots(joined(slots(inner_optimizer)), steps)
+
+
+def assign_slots(inner_optimizer: Any, given: Slots) -> None:
+    """Assigns slots to an optimizer.
+
+    Args:
+      inner_optimizer: A built Keras optimizer.
+      given: What `slots_of` has returned for another one of the same kind.
+    """
+    assign_parts(slots(inner_optimizer), given.values)
+    step_counter(inner_optimizer).assign(given.steps)
 
 
 def assign_parts(variables: Sequence[Any], vector: tf.Tensor) -> None:

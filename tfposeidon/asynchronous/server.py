@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
-from tfposeidon.asynchronous.calls import Call, sum_of_both, wait_for_call
-from tfposeidon.asynchronous.swap import Swapped, swap_as_server
+from tfposeidon.asynchronous.calls import Call, give, sum_of_both, wait_for_call
+from tfposeidon.asynchronous.slots import ServedSlots, Slots
 from tfposeidon.communication.wire import Wire
 
 log = logging.getLogger("tfposeidon")
@@ -30,32 +30,42 @@ class ServedCentre:
     """
 
     def __init__(self, start: tf.Tensor, alpha: float) -> None:
-        self._values, self._alpha = tf.identity(start), alpha
+        # Less than nothing, as it is added to what workers give.
+        self._minus, self._alpha = tf.Variable(-start, trainable=False), alpha
         self._lock = threading.Lock()
 
     @property
     def values(self) -> tf.Tensor:
         """Its values now, a float32 vector; they may be assigned while no worker trains."""
-        return self._values
+        # Without the lock, which is held while a worker exchanges that may have been lost.
+        return -self._minus.read_value()
 
     @values.setter
     def values(self, values: tf.Tensor) -> None:
         with self._lock:
-            self._values = values
+            self._minus.assign(-values)
 
-    def swap(self, wire: Wire, stops: bool) -> Swapped:
+    def swap(self, wire: Wire) -> None:
         """Exchanges with a worker that has called.
 
         Args:
           wire: Wire of the pair.
-          stops: True to ask the worker to stop.
         """
         # One worker at a time: each sees what the one before has left.
         with self._lock:
-            swapped = swap_as_server(wire, self._values, stops)
-            if swapped.counts:
-                self._values = self._values + self._alpha * swapped.difference
-        return swapped
+            difference = sum_of_both(wire, self._minus.read_value(), "tp.swap")
+            # In place: there are two vectors of the server's, and not three. Who reads waits.
+            tf.raw_ops.ResourceApplyGradientDescent(
+                var=self._minus.handle, alpha=self._alpha, delta=difference, use_locking=True
+            )
+
+    def give(self, wire: Wire) -> None:
+        """Gives itself to a worker that has called.
+
+        Args:
+          wire: Wire of the pair.
+        """
+        give(wire, self.values, "tp.centre")
 
 
 @dataclass
@@ -63,8 +73,7 @@ class Progress:
     """How far a worker has come.
 
     Attributes:
-      exchanges: Exchanges that counted.
-      steps: Steps at its last exchange.
+      exchanges: Exchanges so far.
       epochs: Epochs that it has ended.
       is_idle: True if it had no batch in the last one.
       has_ended: True if it trains no more.
@@ -73,7 +82,6 @@ class Progress:
     """
 
     exchanges: int = 0
-    steps: int = 0
     epochs: int = 0
     is_idle: bool = False
     has_ended: bool = False
@@ -87,6 +95,7 @@ class Server:
     Args:
       wires: Wire of the pair with each worker, by the worker's rank.
       centres: Centres that workers exchange with, by number.
+      slots: Slots of the optimizer of each centre.
       stall_limit_s: Seconds without an exchange after which a worker is said to be late; 0 for
         never.
 
@@ -95,9 +104,13 @@ class Server:
     """
 
     def __init__(
-        self, wires: Mapping[int, Wire], centres: Sequence[ServedCentre], stall_limit_s: float
+        self,
+        wires: Mapping[int, Wire],
+        centres: Sequence[ServedCentre],
+        slots: Sequence[ServedSlots],
+        stall_limit_s: float,
     ) -> None:
-        self._wires, self._centres = wires, centres
+        self._wires, self._centres, self._slots = wires, centres, slots
         self._stall_limit_s = stall_limit_s
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -114,7 +127,7 @@ class Server:
             ).start()
 
     def stop_workers(self) -> None:
-        """Asks workers to stop; each learns of it in its next exchange."""
+        """Asks workers to stop; each learns of it in its next call but one."""
         self._stops = True
 
     def centre(self, number: int) -> tf.Tensor:
@@ -125,14 +138,17 @@ class Server:
         """
         return self._centres[number].values
 
-    @property
-    def mean_steps(self) -> int:
-        """Steps that workers have taken, as a mean over them."""
-        return sum(worker.steps for worker in self.progress.values()) // len(self.progress)
+    def slots(self, number: int) -> Slots:
+        """Returns the slots of a centre's optimizer, as workers have handed them over.
+
+        Args:
+          number: Number of the centre.
+        """
+        return self._slots[number].now
 
     @property
     def exchanges(self) -> int:
-        """Exchanges of all workers that counted."""
+        """Exchanges of all workers so far."""
         return sum(worker.exchanges for worker in self.progress.values())
 
     def let_go(self, centres: Sequence[tf.Tensor]) -> None:
@@ -210,7 +226,7 @@ class Server:
     def _serve(self, rank: int) -> None:
         try:
             while not self.progress[rank].has_left:
-                self._answer(rank, *wait_for_call(self._wires[rank]))
+                self._answer(rank, *wait_for_call(self._wires[rank], self._stops))
         except BaseException as error:  # noqa: BLE001 (`epochs` raises it)
             with self._changed:
                 self._error = self._error or error
@@ -219,7 +235,15 @@ class Server:
     def _answer(self, rank: int, call: Call, centre: int) -> None:
         wire, worker = self._wires[rank], self.progress[rank]
         if call == Call.SWAP:
-            self._note_swap(rank, self._centres[centre].swap(wire, self._stops))
+            self._centres[centre].swap(wire)
+            worker.exchanges += 1
+            worker.last_exchange_s = time.monotonic()
+        elif call == Call.GIVE:
+            self._slots[centre].take(wire, rank)
+        elif call == Call.TAKE:
+            self._report_broken(rank)
+            self._centres[centre].give(wire)
+            self._slots[centre].give(wire)
         elif call == Call.ASK:
             sum_of_both(wire, tf.constant([int(self._lets_go)], tf.int64), "tp.answer")
         elif call != Call.ALIVE:
@@ -231,13 +255,9 @@ class Server:
                 worker.has_left = call == Call.LEAVE
                 self._changed.notify_all()
 
-    def _note_swap(self, rank: int, swapped: Swapped) -> None:
-        worker = self.progress[rank]
-        worker.last_exchange_s = time.monotonic()
-        worker.steps = swapped.steps
-        if swapped.counts:
-            worker.exchanges += 1
-        elif not worker.has_ended:
+    def _report_broken(self, rank: int) -> None:
+        # At the end all workers take the centre.
+        if not self.progress[rank].has_ended:
             log.warning(
                 "tfposeidon: the weights of worker %d are not finite; it goes on from the centre.",
                 rank,

@@ -7,8 +7,8 @@ import time
 
 import tensorflow as tf
 
-from tfposeidon.asynchronous.calls import Call, make_call, sum_of_both
-from tfposeidon.asynchronous.swap import Swapped, swap_as_worker
+from tfposeidon.asynchronous.calls import Call, make_call, receive, sum_of_both
+from tfposeidon.asynchronous.slots import Slots, give_slots, receive_slots
 from tfposeidon.communication.wire import Wire
 
 LONGEST_SILENCE_S = 15.0
@@ -58,25 +58,47 @@ class Worker:
                     return
 
     def _call(self, call: Call, centre: int = 0) -> None:
-        make_call(self._wire, call, centre)
+        self.stops = make_call(self._wire, call, centre) or self.stops
         self._last_call_s = time.monotonic()
 
-    def swap(self, centre: int, values: tf.Tensor, counts: bool, steps: int) -> Swapped:
+    def swap(self, centre: int, values: tf.Tensor) -> tf.Tensor:
         """Exchanges with one of the server's centres.
 
         Args:
           centre: Number of the centre.
-          values: This worker's values, a float32 vector.
-          counts: False to get the centre alone.
-          steps: Steps that this worker has taken so far.
+          values: This worker's values, a float32 vector; all finite.
+
+        Returns:
+          The values less the centre's, the same bits as the server has.
         """
         begin_s = time.perf_counter()
         with self._lock:
             self._call(Call.SWAP, centre)
-            swapped = swap_as_worker(self._wire, values, counts, steps)
-        self.stops = self.stops or swapped.stops
+            difference = sum_of_both(self._wire, values, "tp.swap")
         self.waited_s += time.perf_counter() - begin_s
-        return swapped
+        return difference
+
+    def give_slots(self, centre: int, slots: Slots) -> None:
+        """Hands the server this worker's slots.
+
+        Args:
+          centre: Number of the centre.
+          slots: Slots of the optimizer that exchanges with it.
+        """
+        with self._lock:
+            self._call(Call.GIVE, centre)
+            give_slots(self._wire, slots)
+
+    def take(self, centre: int) -> tuple[tf.Tensor, Slots]:
+        """Returns a centre, a float32 vector, and the server's slots.
+
+        Args:
+          centre: Number of the centre.
+        """
+        with self._lock:
+            self._call(Call.TAKE, centre)
+            centre_now = receive(self._wire, "tp.centre", tf.float32)
+            return centre_now, receive_slots(self._wire)
 
     def end_epoch(self, has_trained: bool = True) -> None:
         """Tells the server that this worker has ended an epoch.

@@ -99,6 +99,11 @@ def init(
     return _wire.topology
 
 
+def has_begun() -> bool:
+    """Returns whether Horovod has been started, by the script or by the first step."""
+    return _wire is not None
+
+
 def wire() -> Wire:
     """Returns the wire of this process; starts Horovod with default arguments if nobody did."""
     if _wire is None:

@@ -15,9 +15,8 @@ def joined(values: Sequence[Any]) -> tf.Tensor:
     Args:
       values: Floating-point variables or tensors.
     """
-    return tf.concat(
-        [tf.reshape(tf.cast(tf.convert_to_tensor(v), tf.float32), [-1]) for v in values], 0
-    )
+    flat = [tf.reshape(tf.cast(tf.convert_to_tensor(v), tf.float32), [-1]) for v in values]
+    return tf.concat(flat, 0) if flat else tf.zeros([0])
 
 
 def parted(vector: tf.Tensor, like: Sequence[Any]) -> list[tf.Tensor]:
@@ -27,6 +26,8 @@ def parted(vector: tf.Tensor, like: Sequence[Any]) -> list[tf.Tensor]:
       vector: Vector as `joined` returns it.
       like: The variables or tensors that were joined.
     """
+    if not like:
+        return []
     shapes = [tf.TensorShape(value.shape) for value in like]
     parts = tf.split(vector, [shape.num_elements() for shape in shapes])
     return [

@@ -33,6 +33,39 @@ def class_names(optimizer: Any) -> list[str]:
     return [type(optimizer).__name__, type(innermost(optimizer)).__name__]
 
 
+def slots(optimizer: Any) -> list[Any]:
+    """Returns what an optimizer has gathered over its steps, such as velocities.
+
+    They are floating-point variables, and belong to a number of steps, by which optimizers such as
+    Adam correct their bias. Learning rates and loss scales are not among them.
+
+    Args:
+      optimizer: A built Keras optimizer, wrapped or not.
+
+    >>> import keras
+    >>> adam = keras.optimizers.Adam()
+    >>> adam.build([keras.Variable([1.0, 2.0], name="weight")])
+    >>> [slot.name for slot in slots(adam)]
+    ['weight_momentum', 'weight_velocity']
+    """
+    rule = innermost(optimizer)
+    return [
+        variable
+        for variable in rule.variables
+        if keras.backend.is_float_dtype(variable.dtype) and variable is not rule._learning_rate
+    ]
+
+
+def step_counter(optimizer: Any) -> Any:
+    """Returns the variable that counts an optimizer's steps, those included that accumulate.
+
+    Args:
+      optimizer: A Keras optimizer, wrapped or not.
+    """
+    # `iterations` is no variable where an optimizer accumulates gradients.
+    return innermost(optimizer)._iterations
+
+
 def reset_slots(optimizer: Any) -> None:
     """Makes an optimizer begin with new slots, such as velocities; rates and counters stay.
 

@@ -91,7 +91,7 @@ class _Worker:
         Args:
           has_trained: False for an epoch without a batch.
         """
-        self._link.end_epoch(has_trained)
+        job.end_epoch(self._link, self._optimizers, has_trained)
 
     def end(self) -> None:
         """Ends together with the other workers, with the server's last weights."""

@@ -16,7 +16,7 @@ from tfposeidon.communication.wire import Wire, exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.policies import Policy
 from tfposeidon.training.skip_batches import SkipBatches
-from tfposeidon.training.statistics import moving_statistics
+from tfposeidon.training.statistics import moving_statistics, state_of_layers
 
 _distributed: tuple[type, ...] = ()
 """`OptimizerWrapper`, once there is one: its module imports this one, which cannot import it."""
@@ -276,10 +276,12 @@ class Session:
             optimizer.hide_centre()
 
     def carry_statistics(self) -> None:
-        """Makes moving statistics of layers travel with the weights, where these are exchanged."""
+        """Makes statistics of layers travel with the weights, where these are exchanged."""
         # With one of the optimizers: each would have all of them.
         for optimizer in self.optimizers[:1]:
-            optimizer.carry(lambda: moving_statistics(self._model))
+            # A server, which trains nothing, has only what it is given.
+            find = state_of_layers if optimizer.is_asynchronous else moving_statistics
+            optimizer.carry(lambda find=find: find(self._model))
 
     def check_in_step(self, received: str) -> None:
         """Refuses callbacks in whose batches ranks communicate, where they may not be in step.

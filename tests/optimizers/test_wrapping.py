@@ -1,0 +1,72 @@
+"""What optimizers have gathered: with it, and the number of steps, another one goes on."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfposeidon as tp
+from tfposeidon.asynchronous import job
+from tfposeidon.optimizers.wrapping import slots
+
+OPTIMIZERS = {
+    "SGD": lambda: keras.optimizers.SGD(0.1),
+    "SGD with momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "Adam": lambda: keras.optimizers.Adam(0.1),
+    "AMSGrad": lambda: keras.optimizers.Adam(0.1, amsgrad=True),
+    "AdamW": lambda: keras.optimizers.AdamW(0.1),
+    "Adamax": lambda: keras.optimizers.Adamax(0.1),
+    "Nadam": lambda: keras.optimizers.Nadam(0.1),
+    "Lamb": lambda: keras.optimizers.Lamb(0.1),
+    "Lion": lambda: keras.optimizers.Lion(0.1),
+    "Adafactor": lambda: keras.optimizers.Adafactor(0.1),
+    "Adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "Adadelta": lambda: keras.optimizers.Adadelta(0.1),
+    "Ftrl": lambda: keras.optimizers.Ftrl(0.1),
+    "RMSprop": lambda: keras.optimizers.RMSprop(0.1, momentum=0.9, centered=True),
+    "Muon": lambda: keras.optimizers.Muon(0.1),
+    "LARS": lambda: tp.optimizers.LARS(0.1),
+    "LAMB": lambda: tp.optimizers.LAMB(0.1),
+    "accumulated": lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
+    "by a schedule": lambda: keras.optimizers.Adam(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
+    ),
+    "with a loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)),
+}
+
+
+def _weights():
+    values = np.random.default_rng(0).normal(size=(4, 3)).astype("float32")
+    return [keras.Variable(values, name="kernel"), keras.Variable(values[0], name="bias")]
+
+
+def _step(optimizer, weights, seed):
+    generator = np.random.default_rng(seed)
+    scale = float(optimizer.scale_loss(1.0))
+    optimizer.apply(
+        [scale * generator.normal(size=w.shape).astype("float32") for w in weights], weights
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_another_optimizer_goes_on_with_slots_and_steps(name):
+    first, other = OPTIMIZERS[name](), OPTIMIZERS[name]()
+    weights, copies = _weights(), _weights()
+    first.build(weights)
+    other.build(copies)
+    for seed in range(5):
+        _step(first, weights, seed)
+    for weight, copy in zip(weights, copies, strict=True):
+        copy.assign(weight)
+    job.assign_slots(other, job.slots_of(first))
+    for seed in range(5, 8):
+        _step(first, weights, seed)
+        _step(other, copies, seed)
+        for weight, copy in zip(weights, copies, strict=True):
+            np.testing.assert_array_equal(weight.numpy(), copy.numpy())
+
+
+def test_rates_and_scales_are_no_slots():
+    optimizer = OPTIMIZERS["with a loss scale"]()
+    optimizer.build(_weights())
+    names = {variable.name for variable in slots(optimizer)}
+    assert names == {f"{w}_{slot}" for slot in ("momentum", "velocity") for w in ("kernel", "bias")}

@@ -1,0 +1,90 @@
+"""Slots of optimizers on their way between workers and the server, and what the server keeps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfposeidon.asynchronous.calls import give, receive
+from tfposeidon.communication.wire import Wire
+
+
+class Slots(NamedTuple):
+    """What an optimizer has gathered, and in how many steps: the two belong together.
+
+    Attributes:
+      values: Its slots, a float32 vector.
+      steps: Steps that it has taken, by which it may correct the bias of its slots.
+    """
+
+    values: tf.Tensor
+    steps: int
+
+
+def give_slots(wire: Wire, slots: Slots) -> None:
+    """Gives the other side of a pair slots; it calls `receive_slots`.
+
+    Args:
+      wire: Wire of the pair.
+      slots: The slots.
+    """
+    give(wire, slots.values, "tp.slots")
+    give(wire, tf.constant([slots.steps], tf.int64), "tp.steps")
+
+
+def receive_slots(wire: Wire) -> Slots:
+    """Returns the slots that the other side of a pair gives.
+
+    Args:
+      wire: Wire of the pair.
+    """
+    values = receive(wire, "tp.slots", tf.float32)
+    return Slots(values, int(receive(wire, "tp.steps", tf.int64).numpy()[0]))
+
+
+class ServedSlots:
+    """An optimizer's slots on the server: a mean of those that workers have handed over.
+
+    Each worker begins with them, in a run that is resumed or where its own weights were not finite.
+
+    Args:
+      start: Slots that all workers begin with.
+      workers: Ranks of the workers.
+    """
+
+    def __init__(self, start: Slots, workers: Iterable[int]) -> None:
+        self._values, self._given = start.values, 0
+        self._steps = dict.fromkeys(workers, start.steps)
+        self._lock = threading.Lock()
+
+    @property
+    def now(self) -> Slots:
+        """The mean of the slots, and of the workers' steps, as they were handed over last."""
+        with self._lock:
+            return Slots(self._values, sum(self._steps.values()) // len(self._steps))
+
+    def take(self, wire: Wire, worker: int) -> None:
+        """Takes a worker's slots, once it has called.
+
+        Args:
+          wire: Wire of the pair.
+          worker: The worker's rank.
+        """
+        slots = receive_slots(wire)
+        with self._lock:
+            self._given += 1
+            # The first ones replace those of the start. Later the newest of all workers count.
+            share = 1.0 / min(self._given, len(self._steps))
+            self._values = self._values + share * (slots.values - self._values)
+            self._steps[worker] = slots.steps
+
+    def give(self, wire: Wire) -> None:
+        """Gives a worker the slots, once it has called.
+
+        Args:
+          wire: Wire of the pair.
+        """
+        give_slots(wire, self.now)
