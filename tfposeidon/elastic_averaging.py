@@ -23,7 +23,7 @@ from tfposeidon.gradients.description import describe, with_merged_rows
 from tfposeidon.optimizers.wrapping import class_names, slots
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.state.rank_state import StateDescription
-from tfposeidon.training.statistics import moving_statistics
+from tfposeidon.training.statistics import state_of_layers
 from tfposeidon.units import readable_size
 from tfposeidon.wrapper import OptimizerWrapper
 
@@ -279,8 +279,8 @@ class ElasticAveraging(OptimizerWrapper):
         Args:
           train: Function without arguments that takes a worker's steps.
           others: Further optimizers whose steps `train` takes, such as that of a GAN's generator.
-          models: Models whose moving statistics of batch normalization the server follows, as those
-            that are trained; without them statistics are each rank's own.
+          models: Models whose layers' statistics, such as those of batch normalization, the server
+            follows, as those that are trained; without them statistics are each rank's own.
           on_failure: Function without arguments, such as one that saves the models. The server
             calls it with the centre in the variables if a worker is lost, if it fails itself, or if
             it is ended by SIGTERM.
@@ -308,7 +308,7 @@ class ElasticAveraging(OptimizerWrapper):
                     "call optimizer.build(variables) before."
                 )
         # With one of them, as `fit` does.
-        self.carry(lambda: [v for model in models for v in moving_statistics(model)])
+        self.carry(lambda: [v for model in models for v in state_of_layers(model)])
         job.run(optimizers, train, on_failure)
 
     @property

@@ -146,8 +146,8 @@ def end_epoch(worker: Worker, optimizers: Sequence[Asynchronous], has_trained: b
       optimizers: Optimizers that exchange.
       has_trained: False for an epoch without a batch.
     """
-    # First: once the epoch has ended, the server saves.
-    for optimizer in optimizers:
+    # First: once the epoch has ended, the server saves. Slots of no step would count in the mean.
+    for optimizer in optimizers if has_trained else ():
         optimizer.give_slots()
     worker.end_epoch(has_trained)
 
@@ -179,7 +179,7 @@ def start_server(optimizers: Sequence[Asynchronous]) -> Server:
     workers = runtime.workers().ranks
     wires = {rank: runtime.pair_wire(rank) for rank in workers}
     centres = [ServedCentre(joined(o.exchanged_variables), o.server_alpha) for o in optimizers]
-    of_start = [ServedSlots(slots_of(o.inner_optimizer), workers) for o in optimizers]
+    of_start = [ServedSlots(slots_of(o.inner_optimizer), len(workers)) for o in optimizers]
     server = Server(wires, centres, of_start, runtime.stall_limit_s())
     server.start()
     return server

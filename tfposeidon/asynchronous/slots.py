@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -52,19 +51,21 @@ class ServedSlots:
 
     Args:
       start: Slots that all workers begin with.
-      workers: Ranks of the workers.
+      workers: Number of workers.
     """
 
-    def __init__(self, start: Slots, workers: Iterable[int]) -> None:
-        self._values, self._given = start.values, 0
-        self._steps = dict.fromkeys(workers, start.steps)
+    def __init__(self, start: Slots, workers: int) -> None:
+        self._start_steps, self._values = start.steps, start.values
+        self._workers, self._given = workers, 0
+        self._steps: dict[int, int] = {}
         self._lock = threading.Lock()
 
     @property
     def now(self) -> Slots:
-        """The mean of the slots, and of the workers' steps, as they were handed over last."""
+        """The mean of the slots and steps of workers, as they were handed over last."""
         with self._lock:
-            return Slots(self._values, sum(self._steps.values()) // len(self._steps))
+            steps = list(self._steps.values()) or [self._start_steps]
+            return Slots(self._values, sum(steps) // len(steps))
 
     def take(self, wire: Wire, worker: int) -> None:
         """Takes a worker's slots, once it has called.
@@ -77,7 +78,7 @@ class ServedSlots:
         with self._lock:
             self._given += 1
             # The first ones replace those of the start. Later the newest of all workers count.
-            share = 1.0 / min(self._given, len(self._steps))
+            share = 1.0 / min(self._given, self._workers)
             self._values = self._values + share * (slots.values - self._values)
             self._steps[worker] = slots.steps
 
