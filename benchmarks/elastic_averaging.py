@@ -1,7 +1,7 @@
 """Measures workers around a server: their pace beside a slow one, and what they learn.
 
     python -m benchmarks.elastic_averaging          # short: three seeds
-    python -m benchmarks.elastic_averaging --full   # ten seeds; fifteen minutes
+    python -m benchmarks.elastic_averaging --full   # five seeds; ten minutes
 
 Pace: eight workers, of which one takes four times as long for a step, exchange a million values
 with a server; each worker's steps are compared with its own without exchanges. Beside it the same
@@ -39,7 +39,7 @@ COMMON = {
     "epochs": 8,
     "runs": list(RUNS),
 }
-FULL = COMMON | {"seeds": list(range(10))}
+FULL = COMMON | {"seeds": list(range(5))}
 SHORT = COMMON | {"seeds": [0, 1, 2]}
 SMALLEST = COMMON | {
     "seeds": [0, 1],
