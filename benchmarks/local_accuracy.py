@@ -1,11 +1,12 @@
 """Measures what local updates cost in accuracy, by the bytes that they send, beside all-reduce.
 
     python -m benchmarks.local_accuracy                       # short: digits, three seeds
-    python -m benchmarks.local_accuracy --full                # all of it; hours
+    python -m benchmarks.local_accuracy --full                # ten seeds, images too; three hours
     python -m benchmarks.local_accuracy --full --parts time   # of it the time of steps at 200 Mb/s
+    python -m benchmarks.local_accuracy --full --data "drawn images, longer"   # seven hours more
 
 Four ranks, each a node of its own, train an MLP on scikit-learn's digits, and a CNN with batch
-normalization on drawn images (examples/data/draw_shapes.py), these for 384 steps, and for four
+normalization on drawn images (examples/data/draw_shapes.py), these for 384 steps, or for four
 times as many. Samples of the ranks are alike, or each rank has classes of its own. Under a seed all
 systems begin with the same weights and see the same samples in the same order, so that differences
 are those of pairs. Bytes are those of the plan. Accuracies, which do not depend on links, are
@@ -85,7 +86,7 @@ SEEDS_OF_A_JOB = {"digits": 10, "drawn images": 5, "drawn images, longer": 5}
 """Seeds that one job has at most."""
 COMMON = {
     "parts": ["accuracy", "time"],
-    "data": list(EPOCHS),
+    "data": ["digits", "drawn images"],
     "shares": ["alike", "own classes"],
     "kinds": KINDS,
     "layout": LAYOUT,
