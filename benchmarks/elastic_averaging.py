@@ -191,7 +191,10 @@ def _draw_accuracies(axis, cells):
         xlabel="alpha",
         ylabel="points from BSP",
     )
-    axis.legend()
+    # Above the bars.
+    low, high = axis.get_ylim()
+    axis.set_ylim(low, high + 0.2 * (high - low))
+    axis.legend(loc="upper center", ncols=4, handlelength=1.2, columnspacing=1.0)
 
 
 def main():

@@ -206,7 +206,7 @@ class ElasticAveraging(OptimizerWrapper):
             f"{readable_size(2 * length)} while it exchanges",
             "workers and centre differ; results depend on who comes first",
         ]
-        return dataclasses.replace(plan, notes=(*notes, *plan.notes))
+        return dataclasses.replace(plan, occasion="exchange", notes=(*notes, *plan.notes))
 
     @override
     def _made_plan(self) -> Plan:

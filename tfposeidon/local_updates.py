@@ -197,7 +197,7 @@ class LocalUpdates(OptimizerWrapper):
             return plan
         in_node = None if self._node is None else self._plan_of_node()
         own = notes(plan, self._schedule, self._rule, in_node)
-        return dataclasses.replace(plan, notes=(*own, *plan.notes))
+        return dataclasses.replace(plan, occasion="round", notes=(*own, *plan.notes))
 
     @property
     @override

@@ -546,6 +546,7 @@ def case_the_plan_names_the_server(wire):
     text = str(model.optimizer.plan)
     (serving,) = set(range(tp.size())) - set(tp.workers().ranks)
     assert f"server: rank {serving}" in text
+    assert "sends it, per exchange:" in text
     assert "alpha 0.3, of the server 0.3" in text
 
 

@@ -67,6 +67,7 @@ def case_nodes_equal_replicas_in_one_process(wire):
             assert len({digests[rank] for rank in node}) == 1
         assert len(set(digests)) == len(wire.topology.nodes)
         assert "all-reduce in the node at every step" in str(optimizer.plan)
+        assert "sends it, per round:" in str(optimizer.plan)
 
 
 def case_nodes_are_resumed(wire):

@@ -200,6 +200,7 @@ class Plan:
       notes: Lines on what is done in another way than one might expect, and why.
       forecasts: Predicted step of each list of variables that the optimizer is called with; empty
         where the links are not known, and on a single rank.
+      occasion: What the bytes are sent in: a step, or what takes the place of its exchange.
 
     Example:
       >>> from tfposeidon import policies
@@ -216,6 +217,7 @@ class Plan:
     topology: Topology
     notes: tuple[str, ...] = ()
     forecasts: tuple[Forecast, ...] = ()
+    occasion: str = "step"
 
     @cached_property
     def cost(self) -> Cost:
@@ -283,7 +285,9 @@ class Plan:
 
     def __str__(self) -> str:
         """Returns the plan as a table, with a line for each variable."""
-        lines = [f"Plan for {self.topology}, as rank {self.topology.rank} sends it, per step:"]
+        lines = [
+            f"Plan for {self.topology}, as rank {self.topology.rank} sends it, per {self.occasion}:"
+        ]
         rows = [row for i, bucket in enumerate(self.buckets) for row in self._rows(i, bucket)]
         node, across = readable_size(self.cost.node_bytes), readable_size(self.cost.cross_bytes)
         total = ("total", "", "", "", "", node, across, "")
