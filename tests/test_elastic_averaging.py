@@ -111,9 +111,9 @@ def test_a_call_says_what_comes_and_whether_to_stop(number, stops):
 
 
 def test_the_server_has_a_mean_of_the_newest_slots():
-    served = ServedSlots(Slots(tf.constant([9.0]), 4), workers=2)
+    served = ServedSlots(Slots(tf.constant([9.0]), 4))
     assert served.now.steps == 4
-    given = [(1, 2.0, 10, 2.0, 10), (2, 4.0, 20, 3.0, 15), (1, 7.0, 30, 5.0, 25)]
+    given = [(1, 2.0, 10, 2, 10), (2, 4.0, 20, 3, 15), (1, 7.0, 30, 7, 25), (2, 5.0, 40, 6, 35)]
     for worker, value, steps, mean, mean_steps in given:
         pair = _PairOfOne()
         give_slots(pair, Slots(tf.constant([value]), steps))

@@ -20,9 +20,10 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.one_vector import joined, parted
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import describe, with_merged_rows
-from tfposeidon.optimizers.wrapping import class_names, slots
+from tfposeidon.optimizers.wrapping import class_names, step_counter
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.state.rank_state import StateDescription
+from tfposeidon.training import asynchronous_begin
 from tfposeidon.training.statistics import state_of_layers
 from tfposeidon.units import readable_size
 from tfposeidon.wrapper import OptimizerWrapper
@@ -106,7 +107,8 @@ class ElasticAveraging(OptimizerWrapper):
         self._exchange = Step(self, policy, DEFAULT_BUCKET_BYTES, None, _pair_of_plan)
         self._statistics: Callable[[], Sequence[Any]] = list
         self._worker: Worker | None = None
-        self._number = 0
+        self._number = self._length = self._given_steps = 0
+        self._waited_s = 0.0
 
     # ------------------------------------------------------------------ state
 
@@ -194,7 +196,8 @@ class ElasticAveraging(OptimizerWrapper):
         if runtime.server_rank() is None:
             return plan
         length = sum(d.bytes for d in plan.descriptions)
-        slot_bytes = 4 * sum(math.prod(slot.shape) for slot in slots(self.inner_optimizer))
+        given = job.handed_over(self.inner_optimizer)
+        slot_bytes = 4 * sum(math.prod(variable.shape) for variable in given)
         notes = [
             f"weights of a worker and the centre, once in {self._every} of its steps: "
             f"{readable_size(plan.cost.bytes / self._every)} a step in each direction; "
@@ -246,13 +249,20 @@ class ElasticAveraging(OptimizerWrapper):
     def _swap(self) -> None:
         variables = self.exchanged_variables
         values = joined(variables)
-        difference = tf.py_function(
-            lambda given: self._link().swap(self._number, given), [values], tf.float32
-        )
+        difference = tf.py_function(self._swap_values, [values], tf.float32)
         parts = parted(tf.ensure_shape(difference, values.shape), variables)
         # Statistics of workers stay apart.
         for variable, part in zip(self._trainable_variables, parts, strict=False):
             variable.assign_sub(self.alpha * part)
+
+    def _swap_values(self, values: tf.Tensor) -> tf.Tensor:
+        if len(values) != self._length:
+            raise RuntimeError(
+                "Steps exchange what the job has begun with. Received: a step that was traced with "
+                f"{len(values)} values, in a job of {self._length}. Give run all models that it "
+                "trains, run(train, models=[...]), and compile them anew after a fit."
+            )
+        return self._link().swap(self._number, values)
 
     def _link(self) -> Worker:
         if self._worker is None:
@@ -308,14 +318,19 @@ class ElasticAveraging(OptimizerWrapper):
                     "call optimizer.build(variables) before."
                 )
         # With one of them, as `fit` does.
+        for optimizer in others:
+            optimizer.carry(list)
         self.carry(lambda: [v for model in models for v in state_of_layers(model)])
+        job.check_roles()
+        for model in models:
+            asynchronous_begin.share_rest(model, optimizers)
         job.run(optimizers, train, on_failure)
 
     @property
     @override
     def exposed_s(self) -> float:
         """Seconds that this worker's exchanges have taken so far."""
-        return 0.0 if self._worker is None else self._worker.waited_s
+        return self._waited_s + (0.0 if self._worker is None else self._worker.waited_s)
 
     @property
     @override
@@ -338,7 +353,9 @@ class ElasticAveraging(OptimizerWrapper):
 
     @override
     def carry(self, statistics: Callable[[], Sequence[Any]]) -> None:
-        self._statistics = statistics
+        # Centres keep the length that they have begun with.
+        if self._worker is None:
+            self._statistics = statistics
 
     @property
     def exchanged_variables(self) -> list[Any]:
@@ -353,6 +370,8 @@ class ElasticAveraging(OptimizerWrapper):
           number: Number of the centre.
         """
         self._worker, self._number = worker, number
+        self._length = sum(math.prod(v.shape) for v in self.exchanged_variables)
+        self._given_steps = int(step_counter(self.inner_optimizer).numpy())
         self._since.assign(0)
 
     def give_last(self) -> None:
@@ -361,8 +380,11 @@ class ElasticAveraging(OptimizerWrapper):
             self._exchange_now()
 
     def give_slots(self) -> None:
-        """Hands the server the slots, and the number of steps that they are of."""
-        self._link().give_slots(self._number, job.slots_of(self.inner_optimizer))
+        """Hands the server the slots and the number of steps that they are of, if it has grown."""
+        given = job.slots_of(self.inner_optimizer)
+        if given.steps != self._given_steps:
+            self._link().give_slots(self._number, given)
+            self._given_steps = given.steps
 
     def take_all(self) -> None:
         """Takes the centre for the weights, and the server's slots with their number of steps."""
@@ -377,7 +399,7 @@ class ElasticAveraging(OptimizerWrapper):
 
     def detach(self) -> None:
         """Makes steps exchange no more."""
-        self._worker = None
+        self._waited_s, self._worker = self.exposed_s, None
 
 
 def _pair_of_plan() -> Wire:

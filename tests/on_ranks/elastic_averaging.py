@@ -253,13 +253,19 @@ def case_files_are_the_servers(wire):
 
 def case_a_resumed_run_begins_at_the_servers_epoch(wire):
     folder, data = shared_folder(wire), models.mlp.data(48)
-    _fitted(data, epochs=2, callbacks=[keras_callbacks.Checkpoint(folder)])
+
+    def trained(*arguments, **options):
+        # After all steps some are left, which the last snapshot has.
+        made = tp.ElasticAveraging(sgd(), every=5, alpha=ALPHA)
+        return _fitted(*arguments, optimizer=made, **options)
+
+    trained(data, epochs=2, callbacks=[keras_callbacks.Checkpoint(folder)])
     assert os.listdir(folder)
     resumed = keras_callbacks.Checkpoint(folder)
-    model, history = _fitted(data, epochs=3, callbacks=[resumed])
+    model, history = trained(data, epochs=3, callbacks=[resumed])
     assert len(history["val_loss" if _is_server() else "loss"]) == 1
     assert int(model.optimizer.iterations) == _steps(48, 3)
-    again, history = _fitted(data, epochs=3, callbacks=[keras_callbacks.Checkpoint(folder)])
+    again, history = trained(data, epochs=3, callbacks=[keras_callbacks.Checkpoint(folder)])
     assert not history.get("val_loss" if _is_server() else "loss")
     same_on_all_ranks(again.get_weights(), wire)
     assert models.digest(again.get_weights()) == models.digest(model.get_weights())
@@ -387,6 +393,52 @@ def case_state_of_layers_travels(wire):
     assert {v.path for v in exchanged} == {v.path for v in [*trained, *served]}
 
 
+def case_what_is_not_exchanged_is_the_servers(wire):
+    """Frozen weights, and at the end the rate that callbacks have set on workers."""
+    keras.utils.set_random_seed(tp.rank())
+    warmup = keras_callbacks.LearningRateWarmup(0.25, warmup_epochs=1)
+    model, _ = _fitted(models.mlp.data(48), build=_with_state, epochs=2, callbacks=[warmup])
+    same_on_all_ranks(_state(model), wire)
+    assert float(model.optimizer.learning_rate) == 0.25
+    keras.utils.set_random_seed(7)
+
+
+def case_a_loop_without_models_leaves_statistics_alone(wire):
+    x, y = _share(models.mlp.data(48))
+    x = x + tp.rank()
+
+    def fitted(**options):
+        keras.utils.clear_session(free_memory=False)
+        model = _with_state()
+        optimizer = tp.ElasticAveraging(sgd(), every=2, alpha=ALPHA)
+        optimizer.build(model.trainable_variables)
+        model.compile(optimizer, models.LOSS)
+        given = {name: [model] for name in options}
+
+        def train():
+            for _ in range(5):
+                model.train_on_batch(x, y)
+
+        optimizer.run(train, **given)
+        same_on_all_ranks([v.numpy() for v in model.trainable_variables], wire)
+        means = exchange_objects(model.layers[2].moving_mean.numpy().tolist(), wire, "means")
+        return len({str(mean) for mean in means})
+
+    assert fitted(models=True) == 1
+    assert fitted() == tp.size()
+
+
+def case_a_step_traced_with_other_statistics_is_refused(wire):
+    model, _ = _fitted(models.mlp.data(48), build=_with_state, epochs=1)
+    if _is_server():
+        return
+    model.optimizer.attach(None, 0)
+    wrong = tf.zeros([3])
+    with Raises(RuntimeError, "compile them anew"):
+        model.optimizer._swap_values(wrong)
+    model.optimizer.detach()
+
+
 class _Counted:
     """Counts the float32 elements that this rank gives pairs' collectives, while it is entered."""
 
@@ -425,7 +477,8 @@ def case_bytes_are_those_of_the_plan(wire):
         pairs = tp.workers().size if _is_server() else 1
         assert elements["tp.swap"] == [per_exchange] * exchanges * pairs
         assert made.bytes_per_step == 4 * per_exchange / 3
-        slots = 2 * sum(v.numpy().size for v in model.trainable_variables)
+        # Of Adam two for each weight, and its rate.
+        slots = 1 + 2 * sum(v.numpy().size for v in model.trainable_variables)
         # A worker gives them at the end of two epochs, and takes the last.
         given = [0, 0, slots] * pairs if _is_server() else [0, slots, slots]
         assert sorted(elements["tp.slots"]) == sorted(given)

@@ -16,7 +16,7 @@ from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.one_vector import joined, parted
-from tfposeidon.optimizers.wrapping import slots, step_counter
+from tfposeidon.optimizers.wrapping import rates, slots, step_counter
 
 
 class Asynchronous(Protocol):
@@ -120,7 +120,7 @@ def begin(
     assert server is not None
     for optimizer in optimizers:
         inner = optimizer.inner_optimizer
-        variables = [*optimizer.exchanged_variables, *slots(inner), step_counter(inner)]
+        variables = [*optimizer.exchanged_variables, *handed_over(inner), step_counter(inner)]
         replicas.broadcast(variables, runtime.wire(), server)
     return [given for _, given in everybody]
 
@@ -138,16 +138,21 @@ def start_worker(optimizers: Sequence[Asynchronous]) -> Worker:
     return worker
 
 
-def end_epoch(worker: Worker, optimizers: Sequence[Asynchronous], has_trained: bool) -> None:
+def end_epoch(
+    worker: Worker, optimizers: Sequence[Asynchronous], has_trained: bool, is_last: bool
+) -> None:
     """Hands the server a worker's slots, and tells it that an epoch has ended.
 
     Args:
       worker: This worker's side of its pair.
       optimizers: Optimizers that exchange.
       has_trained: False for an epoch without a batch.
+      is_last: True if no epoch follows: what is left to exchange goes before it ends.
     """
-    # First: once the epoch has ended, the server saves. Slots of no step would count in the mean.
-    for optimizer in optimizers if has_trained else ():
+    # First: once the epoch has ended, the server evaluates and saves.
+    for optimizer in optimizers:
+        if is_last:
+            optimizer.give_last()
         optimizer.give_slots()
     worker.end_epoch(has_trained)
 
@@ -178,11 +183,23 @@ def start_server(optimizers: Sequence[Asynchronous]) -> Server:
     """
     workers = runtime.workers().ranks
     wires = {rank: runtime.pair_wire(rank) for rank in workers}
+    for optimizer in optimizers:
+        _check_finite(optimizer.exchanged_variables)
     centres = [ServedCentre(joined(o.exchanged_variables), o.server_alpha) for o in optimizers]
-    of_start = [ServedSlots(slots_of(o.inner_optimizer), len(workers)) for o in optimizers]
+    of_start = [ServedSlots(slots_of(o.inner_optimizer)) for o in optimizers]
     server = Server(wires, centres, of_start, runtime.stall_limit_s())
     server.start()
     return server
+
+
+def _check_finite(variables: Sequence[Any]) -> None:
+    for variable in variables:
+        if not bool(tf.reduce_all(tf.math.is_finite(variable))):
+            raise ValueError(
+                "What workers exchange with the centre begins with finite values. Received: "
+                f"{variable.path}, which does not. Let layers keep such state in Python, or as "
+                "whole numbers."
+            )
 
 
 def run(
@@ -260,6 +277,15 @@ def show_centres(server: Server, optimizers: Sequence[Asynchronous]) -> None:
         assign_slots(optimizer.inner_optimizer, server.slots(number))
 
 
+def handed_over(inner_optimizer: Any) -> list[Any]:
+    """Returns what workers hand to the server: slots, and the rate, which callbacks may set.
+
+    Args:
+      inner_optimizer: A built Keras optimizer.
+    """
+    return [*slots(inner_optimizer), *rates(inner_optimizer)]
+
+
 def slots_of(inner_optimizer: Any) -> Slots:
     """Returns an optimizer's slots as they travel.
 
@@ -267,7 +293,7 @@ def slots_of(inner_optimizer: Any) -> Slots:
       inner_optimizer: A built Keras optimizer.
     """
     steps = int(step_counter(inner_optimizer).numpy())
-    return Slots(joined(slots(inner_optimizer)), steps)
+    return Slots(joined(handed_over(inner_optimizer)), steps)
 
 
 def assign_slots(inner_optimizer: Any, given: Slots) -> None:
@@ -277,7 +303,7 @@ def assign_slots(inner_optimizer: Any, given: Slots) -> None:
       inner_optimizer: A built Keras optimizer.
       given: What `slots_of` has returned for another one of the same kind.
     """
-    assign_parts(slots(inner_optimizer), given.values)
+    assign_parts(handed_over(inner_optimizer), given.values)
     step_counter(inner_optimizer).assign(given.steps)
 
 

@@ -45,24 +45,26 @@ def receive_slots(wire: Wire) -> Slots:
 
 
 class ServedSlots:
-    """An optimizer's slots on the server: a mean of those that workers have handed over.
+    """An optimizer's slots on the server: a mean of the newest that workers have handed over.
 
     Each worker begins with them, in a run that is resumed or where its own weights were not finite.
 
+    Slots of a worker that hands over others replace the mean, so that it has each worker's once,
+    and not one vector for each of them.
+
     Args:
       start: Slots that all workers begin with.
-      workers: Number of workers.
     """
 
-    def __init__(self, start: Slots, workers: int) -> None:
+    def __init__(self, start: Slots) -> None:
         self._start_steps, self._values = start.steps, start.values
-        self._workers, self._given = workers, 0
+        self._in_mean: set[int] = set()
         self._steps: dict[int, int] = {}
         self._lock = threading.Lock()
 
     @property
     def now(self) -> Slots:
-        """The mean of the slots and steps of workers, as they were handed over last."""
+        """The mean of slots, and of the steps of all workers, as they were handed over last."""
         with self._lock:
             steps = list(self._steps.values()) or [self._start_steps]
             return Slots(self._values, sum(steps) // len(steps))
@@ -76,9 +78,10 @@ class ServedSlots:
         """
         slots = receive_slots(wire)
         with self._lock:
-            self._given += 1
-            # The first ones replace those of the start. Later the newest of all workers count.
-            share = 1.0 / min(self._given, self._workers)
+            if worker in self._in_mean:
+                self._in_mean.clear()
+            self._in_mean.add(worker)
+            share = 1.0 / len(self._in_mean)
             self._values = self._values + share * (slots.values - self._values)
             self._steps[worker] = slots.steps
 

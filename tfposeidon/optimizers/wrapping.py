@@ -56,6 +56,20 @@ def slots(optimizer: Any) -> list[Any]:
     ]
 
 
+def rates(optimizer: Any) -> list[Any]:
+    """Returns the variable of the learning rate; none where a schedule or a function gives it.
+
+    Args:
+      optimizer: A Keras optimizer, wrapped or not.
+
+    >>> import keras
+    >>> [rate.name for rate in rates(keras.optimizers.SGD(0.1))]
+    ['learning_rate']
+    """
+    rate = innermost(optimizer)._learning_rate
+    return [rate] if isinstance(rate, keras.Variable) else []
+
+
 def step_counter(optimizer: Any) -> Any:
     """Returns the variable that counts an optimizer's steps, those included that accumulate.
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from tfposeidon.asynchronous import job
 from tfposeidon.communication import agreement, runtime
-from tfposeidon.training import session
+from tfposeidon.exchange import replicas
+from tfposeidon.training import layer_state, session
 
 _EQUAL = ("epochs", "initial_epoch")
 """Arguments of `fit` that have to be the same on all ranks."""
@@ -37,10 +38,29 @@ def begin(arguments: dict[str, Any]) -> tuple[list[Any], int | None]:
         "Give fit the same `epochs` and `initial_epoch` on the server and on all workers.",
         agreement.at_first_entry(),
     )
+    share_rest(model, optimizers)
     server = runtime.server_rank()
     assert server is not None
     resumed = everybody[server]["resumed"]
     return optimizers, None if resumed is None else int(resumed)
+
+
+def share_rest(model: Any, optimizers: list[Any]) -> None:
+    """Gives workers what the server's model has besides what is exchanged.
+
+    These are frozen weights, counters, and what layers keep outside of variables; seeds stay each
+    rank's own.
+
+    Args:
+      model: The model, the same on all ranks, which call it together.
+      optimizers: Optimizers whose variables are exchanged.
+    """
+    server = runtime.server_rank()
+    assert server is not None
+    exchanged = {id(v) for optimizer in optimizers for v in optimizer.exchanged_variables}
+    rest = [variable for variable in model.weights if id(variable) not in exchanged]
+    replicas.broadcast(rest, runtime.wire(), server)
+    layer_state.broadcast(model, runtime.wire(), server)
 
 
 def _optimizers(model: Any) -> list[Any]:

@@ -11,10 +11,15 @@ _AT_THE_SERVER = (
     keras.callbacks.CSVLogger,
     keras.callbacks.EarlyStopping,
     keras.callbacks.ModelCheckpoint,
+    keras.callbacks.OrbaxCheckpoint,
     keras.callbacks.TensorBoard,
 )
 """Callbacks of Keras that act on the server alone: they save, stop, or write about the centre."""
-_SAVING = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
+_SAVING = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.OrbaxCheckpoint,
+)
 _BY_STEPS = {
     "every_n_steps": "every_n_steps=None",
     "save_freq": 'save_freq="epoch"',

@@ -85,13 +85,14 @@ class _Worker:
         """True once the server has asked workers to stop."""
         return bool(self._link.stops)
 
-    def end_epoch(self, has_trained: bool) -> None:
+    def end_epoch(self, has_trained: bool, is_last: bool) -> None:
         """Tells the server that an epoch has ended.
 
         Args:
           has_trained: False for an epoch without a batch.
+          is_last: True if no epoch follows.
         """
-        job.end_epoch(self._link, self._optimizers, has_trained)
+        job.end_epoch(self._link, self._optimizers, has_trained, is_last)
 
     def end(self) -> None:
         """Ends together with the other workers, with the server's last weights."""
@@ -126,7 +127,8 @@ class _First(keras.callbacks.Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._worker.end_epoch(self._has_trained)
+        is_last = self.model.stop_training or epoch + 1 == self.params["epochs"]
+        self._worker.end_epoch(self._has_trained, is_last)
 
 
 class _Last(keras.callbacks.Callback):
