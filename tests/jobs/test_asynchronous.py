@@ -71,7 +71,7 @@ def _check_steps(epoch, resumed):
     (after,) = re.findall(r"the server ends after (\d+) steps", resumed)
     assert int(begun) == epoch
     # The epoch that was not complete is done again.
-    assert int(before) >= epoch * STEPS
+    assert epoch * STEPS <= int(before) <= EPOCHS * STEPS
     assert int(after) == int(before) + (EPOCHS - epoch) * STEPS
 
 
