@@ -10,8 +10,10 @@
 #include <thrust/copy.h>
 #include <thrust/count.h>
 #include <thrust/functional.h>
+#include <thrust/gather.h>
 #include <thrust/iterator/tabulate_output_iterator.h>
 #include <thrust/iterator/transform_iterator.h>
+#include <thrust/sequence.h>
 #include <thrust/sort.h>
 #include <thrust/transform.h>
 #include <thrust/transform_reduce.h>
@@ -198,11 +200,20 @@ Candidates<Index> collect(Machine& machine, const Source& source, int64_t n, int
   return c;
 }
 
+// The k largest candidates, by index. Of equal ones those with lower indices are taken, as they
+// stand in this order. The CPU waits for nothing.
 template <class Machine, class Index>
 void write_largest(Machine& machine, const Candidates<Index>& c, int64_t k, Index* indices,
                    float* values) {
-  write_chosen(machine, elements_of(c), c.count, k, largest(nth_key(machine, c, k)), kFirst,
-               indices, values);
+  uint32_t* keys = machine.template array<uint32_t>(c.count);
+  Index* chosen = machine.template array<Index>(c.count);
+  thrust::transform(machine.policy(), c.values, c.values + c.count, keys, KeyOf{});
+  thrust::sequence(machine.policy(), chosen, chosen + c.count);
+  thrust::stable_sort_by_key(machine.policy(), keys, keys + c.count, chosen,
+                             thrust::greater<uint32_t>());
+  thrust::sort(machine.policy(), chosen, chosen + k);
+  thrust::gather(machine.policy(), chosen, chosen + k, c.indices, indices);
+  thrust::gather(machine.policy(), chosen, chosen + k, c.values, values);
 }
 
 struct Magnitudes {
