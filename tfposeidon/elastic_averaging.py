@@ -256,13 +256,14 @@ class ElasticAveraging(OptimizerWrapper):
             variable.assign_sub(self.alpha * part)
 
     def _swap_values(self, values: tf.Tensor) -> tf.Tensor:
+        link = self._link()
         if len(values) != self._length:
             raise RuntimeError(
                 "Steps exchange what the job has begun with. Received: a step that was traced with "
                 f"{len(values)} values, in a job of {self._length}. Give run all models that it "
                 "trains, run(train, models=[...]), and compile them anew after a fit."
             )
-        return self._link().swap(self._number, values)
+        return link.swap(self._number, values)
 
     def _link(self) -> Worker:
         if self._worker is None:

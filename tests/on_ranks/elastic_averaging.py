@@ -4,6 +4,7 @@ import collections
 import os
 import shutil
 import time
+import types
 
 import keras
 import numpy as np
@@ -432,7 +433,7 @@ def case_a_step_traced_with_other_statistics_is_refused(wire):
     model, _ = _fitted(models.mlp.data(48), build=_with_state, epochs=1)
     if _is_server():
         return
-    model.optimizer.attach(None, 0)
+    model.optimizer.attach(types.SimpleNamespace(waited_s=0.0), 0)
     wrong = tf.zeros([3])
     with Raises(RuntimeError, "compile them anew"):
         model.optimizer._swap_values(wrong)
