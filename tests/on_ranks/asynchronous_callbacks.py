@@ -233,7 +233,7 @@ def case_a_failure_is_saved_with_the_epoch_to_go_on_with(wire):
             return json.loads((newest / "meta.json").read_text())["epoch"]
 
         class Fails(keras.callbacks.Callback):
-            """As a job that fails before the first epoch and after the last."""
+            """Fails as a job does before the first epoch, and as one does after the last."""
 
             acts_at_server = True
 

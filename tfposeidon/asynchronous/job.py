@@ -74,7 +74,7 @@ def check_begun(what: str) -> None:
     """Refuses to begin the job, without a server, for something that depends on it.
 
     Args:
-      what: What depends on the job, as the begin of a sentence.
+      what: Subject of the error's first sentence, which depends on the job.
 
     Raises:
       RuntimeError: If nobody has begun the job.

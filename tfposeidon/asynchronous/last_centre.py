@@ -29,7 +29,7 @@ def saved_at_failure(
     Args:
       show: Function that puts the centre into the server's variables.
       savers: Functions that save them.
-      without: What the log says of the centre where there are none.
+      without: Text of the log about the centre, for jobs without savers.
     """
     is_main = threading.current_thread() is threading.main_thread()
     # Python sets handlers of signals in the main thread only.

@@ -12,7 +12,7 @@ from tfposeidon.communication.wire import Wire
 
 
 class Slots(NamedTuple):
-    """What an optimizer has gathered, and in how many steps: the two belong together.
+    """Slots of an optimizer, with the number of steps in which it has gathered them.
 
     Attributes:
       values: Its slots, a float32 vector.

@@ -100,7 +100,7 @@ class Worker:
             centre_now = receive(self._wire, "tp.centre", tf.float32)
             return centre_now, receive_slots(self._wire)
 
-    def end_epoch(self, has_trained: bool = True) -> None:
+    def end_epoch(self, has_trained: bool) -> None:
         """Tells the server that this worker has ended an epoch.
 
         Args:

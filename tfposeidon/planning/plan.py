@@ -200,7 +200,7 @@ class Plan:
       notes: Lines on what is done in another way than one might expect, and why.
       forecasts: Predicted step of each list of variables that the optimizer is called with; empty
         where the links are not known, and on a single rank.
-      occasion: What the bytes are sent in: a step, or what takes the place of its exchange.
+      occasion: Name of the event that sends these bytes once, such as a step or a round.
 
     Example:
       >>> from tfposeidon import policies
