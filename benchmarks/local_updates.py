@@ -30,7 +30,12 @@ LOOKS = dict(
 COMMON = {"systems": list(SYSTEMS), "model": "resnet50", "shrink": 1, "rounds": 2, "rate": RATE}
 SHORT = COMMON | {"layouts": ["2x2"]}
 FULL = COMMON | {"layouts": ["2x2", "4x1"]}
-SMALLEST = COMMON | {"layouts": ["2x1"], "shrink": 16, "rounds": 1}
+SMALLEST = COMMON | {
+    "systems": ["all-reduce in each step", "weights every 32, by 2D torus"],
+    "layouts": ["2x1"],
+    "shrink": 64,
+    "rounds": 1,
+}
 
 
 def parse_arguments():

@@ -113,6 +113,10 @@ def test_what_is_left_without_a_snapshot_is_said():
     assert "what ModelCheckpoint saved at the end of an epoch" in kept
 
 
+def _idle_server():
+    return Server({}, [], [], stall_limit_s=0)
+
+
 def _fails():
     raise OSError("no space left")
 
@@ -133,7 +137,7 @@ def test_the_cause_goes_on_after_each_saver_had_its_turn(show, savers, said, sav
     with (
         LogLines() as lines,
         pytest.raises(ValueError, match="the cause"),
-        saved_at_failure(show, functions, "it is lost"),
+        saved_at_failure(_idle_server(), show, functions, "it is lost"),
     ):
         raise ValueError("the cause")
     assert said in lines[-1]
@@ -147,12 +151,13 @@ def _terminate():
 
 def test_sigterm_ends_it_once_the_centre_is_saved():
     done, before = [], signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as exit_, saved_at_failure(int, [lambda: done.append(1)], ""):
+    saved = saved_at_failure(_idle_server(), int, [lambda: done.append(1)], "")
+    with pytest.raises(SystemExit) as exit_, saved:
         _terminate()
     assert (exit_.value.code, done) == (128 + signal.SIGTERM, [1])
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_end_in_good_order_saves_nothing():
-    with saved_at_failure(_fails, [_fails], ""):
+    with saved_at_failure(_idle_server(), _fails, [_fails], ""):
         pass

@@ -1,6 +1,7 @@
 """`ElasticAveraging` in one process: its arguments, its configuration, and what it is refused."""
 
 import collections
+import types
 
 import keras
 import pytest
@@ -113,7 +114,7 @@ def test_a_call_says_what_comes_and_whether_to_stop(number, stops):
 def test_the_server_has_a_mean_of_the_newest_slots():
     served = ServedSlots(Slots(tf.constant([9.0]), 4))
     assert served.now.steps == 4
-    given = [(1, 2.0, 10, 2, 10), (2, 4.0, 20, 3, 15), (1, 7.0, 30, 7, 25), (2, 5.0, 40, 6, 35)]
+    given = [(1, 2.0, 10, 2, 10), (2, 4.0, 20, 3, 15), (1, 7.0, 30, 7, 30), (2, 5.0, 40, 6, 35)]
     for worker, value, steps, mean, mean_steps in given:
         pair = _PairOfOne()
         give_slots(pair, Slots(tf.constant([value]), steps))
@@ -131,6 +132,17 @@ def test_nothing_begins_a_job_without_a_server(monkeypatch):
             read()
     assert tp.ElasticAveraging(_sgd(), alpha=0.5).server_alpha == 0.5
     assert not runtime.has_begun()
+
+
+def test_training_begins_once_at_a_time():
+    optimizer = tp.ElasticAveraging(_sgd())
+    optimizer.build([keras.Variable([1.0])])
+    optimizer.check_detached()
+    optimizer.attach(types.SimpleNamespace(waited_s=0.0), 0)
+    with pytest.raises(RuntimeError, match="fit or run within run"):
+        optimizer.check_detached()
+    optimizer.detach()
+    optimizer.check_detached()
 
 
 def test_some_ranks_as_a_job_of_their_own():

@@ -20,7 +20,7 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.one_vector import joined, parted
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import describe, with_merged_rows
-from tfposeidon.optimizers.wrapping import class_names, step_counter
+from tfposeidon.optimizers.wrapping import class_names, rates, step_counter
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training import asynchronous_begin
@@ -205,8 +205,9 @@ class ElasticAveraging(OptimizerWrapper):
             *_notes_of_layout(length / self._every),
             f"at the end of an epoch a worker sends {readable_size(slot_bytes)} of slots",
             f"memory on the server: {readable_size(length)} for the centre, as much again while a "
-            f"worker exchanges, and {readable_size(slot_bytes)} for slots; on a worker "
-            f"{readable_size(2 * length)} while it exchanges",
+            f"worker exchanges, and {readable_size(slot_bytes)} for slots, three times that while "
+            f"it takes a worker's; on a worker {readable_size(2 * length)} while it exchanges, and "
+            f"{readable_size(2 * slot_bytes)} while it hands over its slots",
             "workers and centre differ; results depend on who comes first",
         ]
         return dataclasses.replace(plan, occasion="exchange", notes=(*notes, *plan.notes))
@@ -243,8 +244,16 @@ class ElasticAveraging(OptimizerWrapper):
 
     def _exchange_now(self) -> None:
         finite = [tf.reduce_all(tf.math.is_finite(v)) for v in self.exchanged_variables]
-        tf.cond(tf.reduce_all(finite), self._swap, self.take_all)
+        tf.cond(tf.reduce_all(finite), self._swap, self._begin_anew)
         self._since.assign(0)
+
+    def _begin_anew(self) -> None:
+        """Goes on from the centre, at this worker's rate, which callbacks may have set here."""
+        of_rates = rates(self.inner_optimizer)
+        before = [tf.identity(rate) for rate in of_rates]
+        self.take_all()
+        for rate, value in zip(of_rates, before, strict=True):
+            rate.assign(value)
 
     def _swap(self) -> None:
         variables = self.exchanged_variables
@@ -299,7 +308,7 @@ class ElasticAveraging(OptimizerWrapper):
         Raises:
           ValueError: In a job of one rank, without a server, or if an optimizer is not built or is
             no `ElasticAveraging`.
-          RuntimeError: If ranks differ in their variables or settings.
+          RuntimeError: If ranks differ in their variables, settings or models.
 
         Example:
           Within a script that `horovodrun` has started on several ranks:
@@ -323,8 +332,7 @@ class ElasticAveraging(OptimizerWrapper):
             optimizer.carry(list)
         self.carry(lambda: [v for model in models for v in state_of_layers(model)])
         job.check_roles()
-        for model in models:
-            asynchronous_begin.share_rest(model, optimizers)
+        asynchronous_begin.begin_loop(optimizers, models)
         job.run(optimizers, train, on_failure)
 
     @property
@@ -363,6 +371,19 @@ class ElasticAveraging(OptimizerWrapper):
         """Variables whose values are exchanged: trained ones, then statistics."""
         return [*self._trainable_variables, *self._statistics()]
 
+    def check_detached(self) -> None:
+        """Refuses to begin where steps exchange already.
+
+        Raises:
+          RuntimeError: If they do.
+        """
+        if self._worker is not None:
+            raise RuntimeError(
+                "Training around a server begins once at a time. Received: fit or run within run, "
+                "or after training that has ended with an error. Call fit by itself on all ranks, "
+                "as it serves, too; after an error, start the job again."
+            )
+
     def attach(self, worker: Worker, number: int) -> None:
         """Makes steps exchange with a centre of the server.
 
@@ -383,7 +404,9 @@ class ElasticAveraging(OptimizerWrapper):
     def give_slots(self) -> None:
         """Hands the server the slots and the number of steps that they are of, if it has grown."""
         given = job.slots_of(self.inner_optimizer)
-        if given.steps != self._given_steps:
+        # What is not finite would stay in the server's mean. The next exchange says so.
+        is_finite = bool(tf.reduce_all(tf.math.is_finite(given.values)))
+        if is_finite and given.steps != self._given_steps:
             self._link().give_slots(self._number, given)
             self._given_steps = given.steps
 

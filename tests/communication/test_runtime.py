@@ -42,6 +42,15 @@ def test_what_the_environment_says_stays(fresh, monkeypatch):
     assert launcher.TRANSPORT_LIMIT not in os.environ
 
 
+def test_a_server_may_be_long_with_one_worker(fresh, monkeypatch):
+    runtime._set_limits(None, None, serves=True)
+    assert os.environ[launcher.TRANSPORT_LIMIT] == "300"
+    runtime._set_limits(None, 45, serves=True)
+    assert os.environ[launcher.TRANSPORT_LIMIT] == "45"
+    runtime._set_limits(None, None, serves=True)
+    assert os.environ[launcher.TRANSPORT_LIMIT] == "45"
+
+
 @pytest.mark.parametrize("name", ["stall_timeout_s", "transport_timeout_s"])
 def test_limits_must_make_sense(fresh, name):
     with pytest.raises(

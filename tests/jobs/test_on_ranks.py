@@ -57,7 +57,11 @@ WORLDS = {
         ],
     ),
     "3": (3, 0, ["contract_table", "uneven"]),
-    "3 with a server": (3, 0, ["elastic_averaging", "asynchronous_callbacks"]),
+    "3 with a server": (
+        3,
+        0,
+        ["elastic_averaging", "elastic_averaging_models", "asynchronous_callbacks"],
+    ),
     "2 with a server": (2, 0, ["elastic_averaging_elsewhere"]),
     "3 with another server": (3, 0, ["elastic_averaging_elsewhere"]),
     "2+1": (3, 2, ["contract_table", "caching", "local_nodes"]),

@@ -36,6 +36,9 @@ class Asynchronous(Protocol):
     def agreed_settings(self) -> dict[str, Any]:
         """Settings that have to be the same on all ranks."""
 
+    def check_detached(self) -> None:
+        """Refuses to begin where steps exchange already."""
+
     def attach(self, worker: Worker, number: int) -> None:
         """Makes steps exchange with a centre of the server."""
 
@@ -104,8 +107,10 @@ def begin(
       What each rank has given, by rank.
 
     Raises:
-      RuntimeError: On all ranks, if optimizers or their variables differ.
+      RuntimeError: On all ranks, if optimizers or their variables differ; if they train already.
     """
+    for optimizer in optimizers:
+        optimizer.check_detached()
     own = [
         {"variables": [list(v.shape) for v in o.exchanged_variables], **o.agreed_settings}
         for o in optimizers
@@ -207,7 +212,7 @@ def run(
     train: Callable[[], Any],
     on_failure: Callable[[], Any] | None = None,
 ) -> None:
-    """Calls a function on workers, while the server serves; all ranks call it together.
+    """Calls a function on workers, while the server serves; all call it together, after `begin`.
 
     Args:
       optimizers: Optimizers that exchange; built, the same on all ranks.
@@ -215,8 +220,6 @@ def run(
       on_failure: Function without arguments that saves the centre, on the server, where the job
         ends with an error; `None` for none.
     """
-    check_roles()
-    begin(optimizers)
     if is_server():
         serve(start_server(optimizers), optimizers, [on_failure] if on_failure else [])
         return
@@ -242,7 +245,8 @@ def serve(
       savers: Functions that save the centre where the job ends with an error.
     """
     show = functools.partial(show_centres, server, optimizers)
-    with saved_at_failure(show, savers, "the centre is lost, as run was given no on_failure"):
+    without = "the centre is lost, as run was given no on_failure"
+    with saved_at_failure(server, show, savers, without):
         for _ in server.epochs():
             pass
         show()

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from tfposeidon.asynchronous.server import Server
 from tfposeidon.communication import failure
 
 log = logging.getLogger("tfposeidon")
@@ -20,13 +21,14 @@ class _Terminated(SystemExit):
 
 @contextlib.contextmanager
 def saved_at_failure(
-    show: Callable[[], None], savers: Sequence[Callable[[], Any]], without: str
+    server: Server, show: Callable[[], None], savers: Sequence[Callable[[], Any]], without: str
 ) -> Iterator[None]:
     """Lets the centre be saved before an error, or a launcher, ends the server.
 
     Launchers end all ranks by SIGTERM where one has failed, and by SIGKILL seconds later.
 
     Args:
+      server: The server, which then answers workers no more.
       show: Function that puts the centre into the server's variables.
       savers: Functions that save them.
       without: Text of the log about the centre, for jobs without savers.
@@ -41,6 +43,8 @@ def saved_at_failure(
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if isinstance(error, _Terminated):
             failure.report_signal("SIGTERM")
+        # Where the script goes on, workers are not to train for nobody.
+        server.fall_silent()
         # A list, as each has its turn.
         done = [_succeeds(save) for save in savers] if _succeeds(show) else []
         log.warning("tfposeidon: the job ends; %s.", _fate(done, savers, without))

@@ -112,9 +112,12 @@ class Server:
     ) -> None:
         self._wires, self._centres, self._slots = wires, centres, slots
         self._stall_limit_s = stall_limit_s
+        # Horovod's thread carries out whatever is ready, one after another, while workers of other
+        # pairs wait for it: a single one at a time, then, of what is large.
+        self._transfer = threading.Lock()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._stops = self._lets_go = False
+        self._stops = self._lets_go = self._is_silent = False
         self._late: set[int] = set()
         self.progress = {rank: Progress() for rank in wires}
 
@@ -129,6 +132,10 @@ class Server:
     def stop_workers(self) -> None:
         """Asks workers to stop; each learns of it in its next call but one."""
         self._stops = True
+
+    def fall_silent(self) -> None:
+        """Answers no more, as after an error: Horovod ends the job if nobody else does."""
+        self._is_silent = True
 
     def centre(self, number: int) -> tf.Tensor:
         """Returns the values of a centre, a float32 vector.
@@ -226,7 +233,10 @@ class Server:
     def _serve(self, rank: int) -> None:
         try:
             while not self.progress[rank].has_left:
-                self._answer(rank, *wait_for_call(self._wires[rank], self._stops))
+                call, centre = wait_for_call(self._wires[rank], self._stops)
+                if self._is_silent:
+                    return
+                self._answer(rank, call, centre)
         except BaseException as error:  # noqa: BLE001 (`epochs` raises it)
             with self._changed:
                 self._error = self._error or error
@@ -239,11 +249,13 @@ class Server:
             worker.exchanges += 1
             worker.last_exchange_s = time.monotonic()
         elif call == Call.GIVE:
-            self._slots[centre].take(wire, rank)
+            with self._transfer:
+                self._slots[centre].take(wire, rank)
         elif call == Call.TAKE:
             self._report_broken(rank)
-            self._centres[centre].give(wire)
-            self._slots[centre].give(wire)
+            with self._transfer:
+                self._centres[centre].give(wire)
+                self._slots[centre].give(wire)
         elif call == Call.ASK:
             sum_of_both(wire, tf.constant([int(self._lets_go)], tf.int64), "tp.answer")
         elif call != Call.ALIVE:

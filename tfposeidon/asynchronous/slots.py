@@ -49,25 +49,25 @@ class ServedSlots:
 
     Each worker begins with them, in a run that is resumed or where its own weights were not finite.
 
-    Slots of a worker that hands over others replace the mean, so that it has each worker's once,
-    and not one vector for each of them.
+    Slots of a worker that is in the mean already begin another one, so that each worker is in it
+    once at most, without a vector for each of them. A fast worker's are then the mean for a while.
 
     Args:
       start: Slots that all workers begin with.
     """
 
     def __init__(self, start: Slots) -> None:
-        self._start_steps, self._values = start.steps, start.values
-        self._in_mean: set[int] = set()
+        self._start_steps = start.steps
+        self._values = tf.Variable(start.values, trainable=False)
         self._steps: dict[int, int] = {}
         self._lock = threading.Lock()
 
     @property
     def now(self) -> Slots:
-        """The mean of slots, and of the steps of all workers, as they were handed over last."""
+        """The mean of slots, and of the steps in which they were gathered."""
         with self._lock:
             steps = list(self._steps.values()) or [self._start_steps]
-            return Slots(self._values, sum(steps) // len(steps))
+            return Slots(self._values.read_value(), sum(steps) // len(steps))
 
     def take(self, wire: Wire, worker: int) -> None:
         """Takes a worker's slots, once it has called.
@@ -78,12 +78,16 @@ class ServedSlots:
         """
         slots = receive_slots(wire)
         with self._lock:
-            if worker in self._in_mean:
-                self._in_mean.clear()
-            self._in_mean.add(worker)
-            share = 1.0 / len(self._in_mean)
-            self._values = self._values + share * (slots.values - self._values)
+            if worker in self._steps:
+                self._steps.clear()
             self._steps[worker] = slots.steps
+            # In place, as they may be twice as large as the weights.
+            tf.raw_ops.ResourceApplyGradientDescent(
+                var=self._values.handle,
+                alpha=1.0 / len(self._steps),
+                delta=self._values - slots.values,
+                use_locking=True,
+            )
 
     def give(self, wire: Wire) -> None:
         """Gives a worker the slots, once it has called.

@@ -14,6 +14,12 @@ from tfposeidon.communication.links import Links, parse_links
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import HorovodWire, Wire, exchange_objects
 
+SERVED_TRANSPORT_TIMEOUT_S = 300.0
+"""Seconds that Gloo waits in jobs with a server, where nobody says otherwise.
+
+Horovod's thread on the server talks to no other worker while a transfer to one is under way, which
+takes minutes for large weights over slow links.
+"""
 DEFAULT_STALL_TIMEOUT_S = 300.0
 """Seconds that ranks wait for one that is late, where nobody says otherwise.
 
@@ -56,7 +62,7 @@ def init(
       stall_timeout_s: Seconds that ranks wait for one that is alive but late before the job ends;
         default 300, or what `HOROVOD_STALL_SHUTDOWN_TIME_SECONDS` says.
       transport_timeout_s: Seconds that Gloo waits for a stopped process or a cut link; default 30,
-        or what `HOROVOD_GLOO_TIMEOUT_SECONDS` says.
+        with a server 300, or what `HOROVOD_GLOO_TIMEOUT_SECONDS` says.
       pin_gpu: True to give each rank of a node the GPU of its local rank, with memory growth.
       links: Links by which `scheme="auto"` plans, the same on all ranks: `"measure"` to measure
         them at the first step, a rate between nodes in one direction with its unit, such as
@@ -89,7 +95,7 @@ def init(
         return _wire.topology
     _check_horovod()
     # Before the start, at which Horovod reads its environment.
-    _set_limits(stall_timeout_s, transport_timeout_s)
+    _set_limits(stall_timeout_s, transport_timeout_s, serves=server_rank is not None)
     _wire = _start(ranks_per_node, server_rank)
     _server_rank = server_rank
     failure.watch(_wire.topology.rank, _wire.topology.size)
@@ -397,7 +403,11 @@ def _check_horovod() -> None:
         ) from error
 
 
-def _set_limits(stall_timeout_s: float | None, transport_timeout_s: float | None) -> None:
+def _set_limits(
+    stall_timeout_s: float | None, transport_timeout_s: float | None, serves: bool = False
+) -> None:
+    if serves and launcher.TRANSPORT_LIMIT not in os.environ:
+        transport_timeout_s = transport_timeout_s or SERVED_TRANSPORT_TIMEOUT_S
     for name, value in (
         ("stall_timeout_s", stall_timeout_s),
         ("transport_timeout_s", transport_timeout_s),

@@ -1,7 +1,8 @@
-"""What the ranks of an asynchronous `fit` agree on when it begins."""
+"""What ranks agree on when asynchronous training begins, by `fit` or a loop of one's own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tfposeidon.asynchronous import job
@@ -38,14 +39,33 @@ def begin(arguments: dict[str, Any]) -> tuple[list[Any], int | None]:
         "Give fit the same `epochs` and `initial_epoch` on the server and on all workers.",
         agreement.at_first_entry(),
     )
-    share_rest(model, optimizers)
+    _share_rest(model, optimizers)
     server = runtime.server_rank()
     assert server is not None
     resumed = everybody[server]["resumed"]
     return optimizers, None if resumed is None else int(resumed)
 
 
-def share_rest(model: Any, optimizers: list[Any]) -> None:
+def begin_loop(optimizers: list[Any], models: Sequence[Any]) -> None:
+    """Makes all ranks begin a loop of one's own with what the server has; all call it together.
+
+    Args:
+      optimizers: Optimizers that exchange; built, the same on all ranks.
+      models: Models that the loop trains, the same on all ranks.
+
+    Raises:
+      RuntimeError: On all ranks, if optimizers or models differ.
+    """
+    agreement.require_equal(
+        [given["models"] for given in job.begin(optimizers, {"models": len(models)})],
+        "All ranks must train as many models",
+        "Give run the same models=[...] on the server and on all workers.",
+    )
+    for model in models:
+        _share_rest(model, optimizers)
+
+
+def _share_rest(model: Any, optimizers: list[Any]) -> None:
     """Gives workers what the server's model has besides what is exchanged.
 
     These are frozen weights, counters, and what layers keep outside of variables; seeds stay each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -69,17 +70,17 @@ def check(callback: Any) -> None:
             )
 
 
-def announce_metrics(callbacks: list[Any], names: list[str]) -> None:
+def announce_metrics(callbacks: list[Any], names: Callable[[], list[str]]) -> None:
     """Tells callbacks that keep the names of the first epoch's logs which others will come.
 
     Args:
       callbacks: All callbacks.
-      names: Names in the logs of epochs with validation.
+      names: Function that returns the names in the logs of epochs with validation.
     """
     for callback in callbacks:
         # It has a column for each. Those of validation it would guess from those of training.
         if isinstance(callback, keras.callbacks.CSVLogger) and callback.keys is None:
-            callback.keys = sorted(names)
+            callback.keys = sorted(names())
 
 
 def fate_without_snapshot(callbacks: list[Any]) -> str:

@@ -129,6 +129,9 @@ class _First(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         is_last = self.model.stop_training or epoch + 1 == self.params["epochs"]
         self._worker.end_epoch(self._has_trained, is_last)
+        # Where the epoch had no batch, nobody else has looked.
+        if self._worker.stops:
+            self.model.stop_training = True
 
 
 class _Last(keras.callbacks.Callback):

@@ -168,9 +168,10 @@ def _put_scale_inside(optimizer: Any) -> None:
     scaled = keras.optimizers.LossScaleOptimizer(inner)
     if optimizer.built:
         raise ValueError(
-            "Under mixed_float16 the optimizer needs a loss scale. Received: an optimizer that was "
-            "built without one. Compile with a new DistributedOptimizer, or give its inner "
-            "optimizer loss_scale_factor=1.0."
+            "Under mixed_float16 the optimizer needs a loss scale. Received: a "
+            f"{type(optimizer).__name__} that was built without one. Put "
+            "keras.optimizers.LossScaleOptimizer around its inner optimizer, compile before it is "
+            "built, or give the inner one loss_scale_factor=1.0 to train without."
         )
     optimizer.inner_optimizer = scaled
 
@@ -263,9 +264,10 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
     Keras on TensorFlow leaves it to the first step, and trains models that cannot be built from
     shapes alone. Those stay as they are; callbacks that need a built model say so.
     """
+    # Of eager models, too: a server, which takes no step, would be left without.
+    _scale_losses(model)
     if model.run_eagerly:
         return
-    _scale_losses(model)
     with contextlib.suppress(Exception):
         specification = _batch_specification(x, y, sample_weight)
         if specification is not None:

@@ -43,7 +43,7 @@ def serve(arguments: dict[str, Any]) -> Any:
     own = _Serving(arguments, callbacks, optimizers)
     savers = [c.on_job_failure for c in callbacks.callbacks if hasattr(c, "on_job_failure")]
     without = asynchronous_callbacks.fate_without_snapshot(callbacks.callbacks)
-    with saved_at_failure(own.show, savers, without):
+    with saved_at_failure(own.server, own.show, savers, without):
         # As Keras takes it on workers.
         logs = own.end_epochs(epoch or arguments["initial_epoch"])
         own.show()
@@ -122,7 +122,7 @@ class _Serving:
             logs |= self._metrics_of_centre()
         else:
             asynchronous_callbacks.announce_metrics(
-                self._callbacks.callbacks, [*logs, *self._metrics_to_come()]
+                self._callbacks.callbacks, lambda: [*logs, *self._metrics_to_come()]
             )
         self._callbacks.on_epoch_end(epoch, logs)
         return logs
@@ -153,4 +153,9 @@ class _Serving:
     def _metrics_to_come(self) -> list[str]:
         if self._arguments["validation_data"] is None:
             return []
-        return [f"val_{name}" for name in self._model.get_metrics_result()]
+        try:
+            names = self._model.get_metrics_result()
+        except ValueError:
+            # Metrics that are not built know no names, until they have seen data.
+            return list(self._metrics_of_centre())
+        return [f"val_{name}" for name in names]
