@@ -1,7 +1,7 @@
 """Measures workers around a server: their pace beside a slow one, and what they learn.
 
     python -m benchmarks.elastic_averaging          # short: three seeds
-    python -m benchmarks.elastic_averaging --full   # five seeds; ten minutes
+    python -m benchmarks.elastic_averaging --full   # five seeds; 18 minutes
 
 Pace: eight workers, of which one takes four times as long for a step, exchange a million values
 with a server; each worker's steps are compared with its own without exchanges. Beside it the same
