@@ -58,3 +58,10 @@ def test_scripts_may_ask_for_the_centre_on_one_rank():
     with model.optimizer.centre():
         for one, other in zip(model.get_weights(), before, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def test_a_scheme_that_keeps_something_is_refused_later_too():
+    optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1), rule="elastic")
+    optimizer.change_scheme("asa16")
+    with pytest.raises(ValueError, match="would count twice"):
+        optimizer.change_scheme("onebit")

@@ -321,6 +321,7 @@ class LocalUpdates(OptimizerWrapper):
     @override
     def check_change(self, policy: policies.Policy) -> None:
         checks.check_policy(policy)
+        checks.check_nothing_counts_twice(self._rule, policy, policy.keeps_state)
         if self._schedule.delay and policy != self.policy:
             raise ValueError(
                 "With `delay` the scheme stays. Received: a change from "

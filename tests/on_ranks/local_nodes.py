@@ -166,11 +166,11 @@ def case_a_rank_of_a_node_out_of_data(wire):
     """All ranks end an epoch of unknown length together, and those of a node stay equal."""
     rank = wire.topology.rank
     x, y = models.mlp.data(48)
-    for delay in (0, 1):
+    for options in ({"every": 3}, {"every": 3, "delay": 1}, {"every": 1, "rule": "elastic"}):
         keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(3)
         model = models.mlp()
-        optimizer = tp.LocalUpdates(sgd(), every=3, within="node", delay=delay)
+        optimizer = tp.LocalUpdates(sgd(), within="node", **options)
         model.compile(optimizer, models.LOSS)
         batches = 5 if rank else 4
         data = tf.data.Dataset.from_tensor_slices((x[: 4 * batches], y[: 4 * batches])).batch(4)

@@ -27,10 +27,12 @@ class Absence:
           wanted: True if steps that are traced from now on do so.
         """
         self._is_watched = wanted
+        # What a `fit` that was interrupted has left.
+        self.forget()
 
     @property
     def ranks(self) -> int:
-        """Ranks that had no batch left at the last step; counted while absence is watched."""
+        """Ranks that had no batch left, at most, in a step of this epoch that was watched."""
         return 0 if self._ranks is None else int(self._ranks.numpy())
 
     def forget(self) -> None:
@@ -49,6 +51,7 @@ class Absence:
         """
         assert self._ranks is not None
         # Read by nobody in most steps, but TensorFlow leaves out a collective whose result is not
-        # used.
-        self._ranks.assign(ranks)
+        # used. The largest, as a later exchange of the same execution, such as one in the node,
+        # may be of ranks that all have data.
+        self._ranks.assign(tf.maximum(self._ranks, ranks))
         return ranks == 0.0 if self._is_watched else None

@@ -129,12 +129,9 @@ class BesideSteps:
             means={member: mean for part in parts for member, mean in part.means.items()},
             states=[state for part in parts for state in part.states],
         )
-        found = found_of(opened, everything)
-        # Means of bfloat16 come in float32.
-        pairs = zip(found.means, self._sent, strict=False)
-        means = [tf.cast(mean, sent.dtype) for mean, sent in pairs]
+        found = found_of(opened, everything, self._sent[: meeting.centre.trained])
         flags = [found.total, found.counts, found.absent]
-        return [*means, *found.statistics, *found.states, *flags]
+        return [*found.means, *found.statistics, *found.states, *flags]
 
     def _open(self) -> Opened:
         return self._meeting.opened(self._sent_before())

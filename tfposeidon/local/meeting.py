@@ -144,16 +144,16 @@ class Meeting:
 
     # ------------------------------------------------------------------ what is exchanged
 
-    def contribution(self, steps: tf.Tensor, samples: tf.Tensor) -> Sent:
+    def contribution(self, samples: tf.Tensor) -> Sent:
         """Returns what this rank contributes now.
 
         Args:
-          steps: Steps that it has done since the last round, an int64 scalar.
-          samples: Samples in these, a float32 scalar.
+          samples: Samples of the updates that it has made since the last round, a float32 scalar.
         """
         differences, statistics = self.centre.differences, self.centre.own_statistics
         finite = _all_finite([*differences, *statistics])
-        worked = self._share * tf.cast(steps > 0, tf.float32)
+        # Of updates, and not of steps: within a node all drop those that one of them lacks.
+        worked = self._share * tf.cast(samples > 0.0, tf.float32)
         counted = samples if self._rule.weighs_samples else worked
         return Sent(differences, statistics, tf.where(finite, counted, 0.0), finite)
 
@@ -165,7 +165,8 @@ class Meeting:
           has_batch: False if it is out of data.
         """
         opened = self.opened(sent, has_batch)
-        return found_of(opened, self.exchanged_buckets(sent.differences, opened.weight))
+        found = self.exchanged_buckets(sent.differences, opened.weight)
+        return found_of(opened, found, sent.differences)
 
     def opened(self, sent: Sent, has_batch: bool = True) -> Opened:
         """Begins a round: counts, and exchanges statistics, which are small.
@@ -284,15 +285,18 @@ class Meeting:
         tf.py_function(_say_recovered, [], [])
 
 
-def found_of(opened: Opened, everything: Part) -> Found:
+def found_of(opened: Opened, everything: Part, differences: Sequence[Any]) -> Found:
     """Returns what a round has found.
 
     Args:
       opened: Its begin.
       everything: What it has found of all buckets.
+      differences: What this rank has contributed, or variables of the same dtypes.
     """
+    means = [mean for _, mean in sorted(everything.means.items())]
     return Found(
-        means=[mean for _, mean in sorted(everything.means.items())],
+        # Means of bfloat16 come in float32, and are rounded once, however late they are taken.
+        means=[tf.cast(m, like.dtype) for m, like in zip(means, differences, strict=True)],
         statistics=opened.statistics,
         total=opened.total,
         counts=tf.logical_and(everything.finite, opened.total > 0.0),

@@ -53,7 +53,8 @@ class Node:
         with self.exchange.call(grads, variables, count) as sent:
             means = self.exchange.means(sent, variables, count)
             means.update(lambda found: inner.apply(found, variables))
-        if means.everybody is None or count is None:
+        if means.everybody is None:
             return count
         # Where a rank of the node is out of data, all of them have dropped the update.
-        return tf.where(means.everybody, tf.cast(count, tf.float32), 0.0)
+        own = tf.cast(1.0 if count is None else count, tf.float32)
+        return tf.where(means.everybody, own, 0.0)

@@ -110,7 +110,7 @@ class Rounds:
 
     def _exchange_now(self, has_batch: bool = True) -> tf.Tensor:
         meeting = self._meeting
-        sent = meeting.contribution(self._since.read_value(), self._samples.read_value())
+        sent = meeting.contribution(self._samples.read_value())
         ready = time_after(sent.differences)
         found = meeting.exchanged(sent, has_batch)
         meeting.exchange.add_exposed(time_after(found.means) - ready)
@@ -120,7 +120,7 @@ class Rounds:
 
     def _send(self) -> None:
         assert self._beside is not None
-        sent = self._meeting.contribution(self._since.read_value(), self._samples.read_value())
+        sent = self._meeting.contribution(self._samples.read_value())
         self._restart()
         self._beside.send(sent, self.number.read_value())
 

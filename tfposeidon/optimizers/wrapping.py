@@ -85,8 +85,23 @@ def reset_slots(optimizer: Any) -> None:
 
     Args:
       optimizer: A built Keras optimizer, wrapped or not.
+
+    >>> import keras
+    >>> adagrad = keras.optimizers.Adagrad(initial_accumulator_value=0.5)
+    >>> adagrad.build([keras.Variable(1.0, name="scale")])
+    >>> _ = slots(adagrad)[0].assign(7.0)
+    >>> reset_slots(adagrad)
+    >>> float(slots(adagrad)[0])
+    0.5
     """
-    for variable in optimizer.variables:
-        # Scalars are rates, scales and counters.
-        if keras.backend.is_float_dtype(variable.dtype) and len(variable.shape):
-            variable.assign(keras.ops.zeros_like(variable))
+    rule = innermost(optimizer)
+    # Those of Adagrad and Ftrl, which divide by them.
+    accumulators = {id(variable) for variable in getattr(rule, "_accumulators", [])}
+    # Of Nadam: a product over its steps, which go on.
+    product = getattr(rule, "_u_product", None)
+    for variable in slots(optimizer):
+        if variable is product:
+            continue
+        is_accumulator = id(variable) in accumulators
+        begin = getattr(rule, "initial_accumulator_value", 0.0) if is_accumulator else 0.0
+        variable.assign(keras.ops.full_like(variable, begin))

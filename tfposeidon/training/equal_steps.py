@@ -185,10 +185,9 @@ class AgreedStop(keras.callbacks.Callback):
 def _check_limit_is_known(limit: int | None) -> None:
     if limit is None:
         raise ValueError(
-            "With run_eagerly=True and several optimizers, or LocalUpdates within nodes, each rank "
-            "must know its number of batches. Received: data of unknown length. Leave run_eagerly "
-            "out, or give fit "
-            "steps_per_epoch."
+            "With run_eagerly=True and several optimizers, or LocalUpdates with `delay` or within "
+            "nodes, each rank must know its number of batches. Received: data of unknown length. "
+            "Leave run_eagerly out, or give fit steps_per_epoch."
         )
 
 
