@@ -53,10 +53,11 @@ def test_a_server_may_be_long_with_one_worker(fresh, monkeypatch):
 
 @pytest.mark.parametrize("name", ["stall_timeout_s", "transport_timeout_s"])
 def test_limits_must_make_sense(fresh, name):
-    with pytest.raises(
-        ValueError, match=rf"`{name}` must be a finite number from 1\. Received: {name}=0"
-    ):
-        tp.init(**{name: 0})
+    for server_rank in (None, 0):
+        with pytest.raises(
+            ValueError, match=rf"`{name}` must be a finite number from 1\. Received: {name}=0"
+        ):
+            tp.init(**{name: 0}, server_rank=server_rank)
 
 
 @pytest.mark.parametrize(

@@ -406,8 +406,8 @@ def _check_horovod() -> None:
 def _set_limits(
     stall_timeout_s: float | None, transport_timeout_s: float | None, serves: bool = False
 ) -> None:
-    if serves and launcher.TRANSPORT_LIMIT not in os.environ:
-        transport_timeout_s = transport_timeout_s or SERVED_TRANSPORT_TIMEOUT_S
+    if transport_timeout_s is None and serves and launcher.TRANSPORT_LIMIT not in os.environ:
+        transport_timeout_s = SERVED_TRANSPORT_TIMEOUT_S
     for name, value in (
         ("stall_timeout_s", stall_timeout_s),
         ("transport_timeout_s", transport_timeout_s),

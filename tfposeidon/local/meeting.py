@@ -291,7 +291,8 @@ def found_of(opened: Opened, everything: Part, differences: Sequence[Any]) -> Fo
     Args:
       opened: Its begin.
       everything: What it has found of all buckets.
-      differences: What this rank has contributed, or variables of the same dtypes.
+      differences: Differences that this rank has contributed, whose dtypes means get; or variables
+        of the same dtypes.
     """
     means = [mean for _, mean in sorted(everything.means.items())]
     return Found(

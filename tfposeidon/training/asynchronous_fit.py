@@ -122,14 +122,16 @@ class _First(keras.callbacks.Callback):
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._has_trained = True
-        if self._worker.stops:
-            self.model.stop_training = True
+        self._stop_if_asked()
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         is_last = self.model.stop_training or epoch + 1 == self.params["epochs"]
         self._worker.end_epoch(self._has_trained, is_last)
         # Where the epoch had no batch, nobody else has looked.
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
         if self._worker.stops:
             self.model.stop_training = True
 
