@@ -202,7 +202,7 @@ class Checkpoint(keras.callbacks.Callback):
         # All ranks have to look at the same steps, and each look is an exchange: hence few, and
         # early ones.
         self._steps_since_start += 1
-        if not self._session.knows_lengths and any(o.has_centre for o in self._session.optimizers):
+        if not self._session.knows_lengths and self._session.has_centre:
             # Ranks are not in step: files are waited for at the end of the epoch.
             return
         if self._steps_since_start == self._next_look:

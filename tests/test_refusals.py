@@ -22,7 +22,7 @@ from tfposeidon import schemes
         ),
         (
             lambda: tp.DistributedOptimizer(tp.DistributedOptimizer(SGD())),
-            "must be wrapped in DistributedOptimizer, or in LocalUpdates, once",
+            "must be wrapped once",
         ),
         (
             lambda: tp.DistributedOptimizer(SGD(), scheme="ring"),

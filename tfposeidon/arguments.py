@@ -45,8 +45,9 @@ def check_inner(inner: Any, wrapper: type) -> None:
         )
     if isinstance(inner, wrapper) or isinstance(innermost(inner), wrapper):
         raise ValueError(
-            "An optimizer must be wrapped in DistributedOptimizer, or in LocalUpdates, once. "
-            "Received: one that is already. Use it as it is, or wrap its inner_optimizer."
+            "An optimizer must be wrapped once, in DistributedOptimizer, LocalUpdates or "
+            "ElasticAveraging. Received: one that is already. Use it as it is, or wrap its "
+            "inner_optimizer."
         )
 
 

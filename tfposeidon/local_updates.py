@@ -382,7 +382,22 @@ class LocalUpdates(OptimizerWrapper):
         self._statistics = statistics
 
     @override
+    def note_loaded(self) -> None:
+        if self._rounds is not None and self._rounds.centre.has_begun.numpy():
+            runtime.say(
+                "tfposeidon: weights were loaded while ranks train by themselves, who go on from "
+                "their own. Load them before fit or at the end of an epoch; in a loop of your own, "
+                "call LocalUpdates.forget_own() after it, on all ranks."
+            )
+
+    @override
     def forget_own(self) -> None:
+        """Makes all ranks go on from the weights that the variables hold: those are the centre.
+
+        `fit` calls it where weights were assigned before it or at the end of an epoch. Loops of
+        one's own call it after `load_weights`, on all ranks, whose weights have to be the same.
+        What a rank has trained since the last round is dropped.
+        """
         if self._rounds is not None:
             self._rounds.forget()
 

@@ -38,6 +38,7 @@ WORLDS = {
             "presence",
             "stateful",
             "local_updates",
+            "local_callbacks",
             "local_state",
         ],
     ),

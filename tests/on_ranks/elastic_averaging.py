@@ -21,6 +21,7 @@ from tfposeidon.asynchronous import server
 from tfposeidon.asynchronous.worker import Worker
 from tfposeidon.communication.group_wire import GroupWire
 from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.units import readable_size
 
 SERVER = 0
@@ -65,7 +66,8 @@ def _fitted(data, optimizer=None, build=models.mlp, **fit):
 
 
 def _state(model):
-    return [*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)]
+    # Without a loss scale, which each worker finds by itself.
+    return [*model.get_weights(), *(v.numpy() for v in innermost(model.optimizer).variables)]
 
 
 class _Recorded:

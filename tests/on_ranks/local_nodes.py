@@ -10,6 +10,7 @@ import tensorflow as tf
 import tfposeidon as tp
 from tests.on_ranks import models
 from tests.on_ranks.callbacks import shared_folder
+from tests.on_ranks.local_callbacks import SpoilsStatistics
 from tests.on_ranks.local_updates import (
     EVERY,
     RULES,
@@ -17,6 +18,7 @@ from tests.on_ranks.local_updates import (
     Reference,
     _job,
     _state,
+    batch_norm,
     check_resumes,
     fitted,
     own_weights,
@@ -180,3 +182,18 @@ def case_a_rank_of_a_node_out_of_data(wire):
         for node in wire.topology.nodes:
             assert len({digests[one] for one in node}) == 1
         assert all(np.isfinite(w).all() for w in model.get_weights())
+
+
+def case_statistics_that_are_not_finite_part_no_node(wire):
+    """One rank's, after an overflow: the ranks of its node keep the same weights."""
+    data, start = models.mlp.data(STEPS * BATCH), batch_norm()
+    for options in ({"rule": "elastic"}, {"rule": "average", "delay": 2}):
+        optimizer = tp.LocalUpdates(sgd(), EVERY, within="node", **options)
+        callbacks = [SpoilsStatistics()]
+        model = fitted(batch_norm, start, data, wire, optimizer, callbacks=callbacks)
+        same_on_all_ranks(model.get_weights(), wire)
+        model.optimizer.hide_centre()
+        assert all(np.isfinite(w).all() for w in model.get_weights())
+        own = models.digest([v.numpy() for v in model.trainable_variables])
+        digests = exchange_objects(own, wire, "own")
+        assert [len({digests[rank] for rank in node}) for node in wire.topology.nodes] == [1, 1]

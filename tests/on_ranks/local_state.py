@@ -104,7 +104,6 @@ def case_how_fast_ranks_are_changes_no_bit(wire):
     found = []
     for late in (None, 0, 1):
         optimizer = tp.LocalUpdates(sgd(), EVERY, "outer", SPARSE, delay=2)
-        # In all of them, as its hook for batches lets epochs end with a round.
         model = fitted(models.mlp, start, data, wire, optimizer, callbacks=[Late(late)])
         found.append((models.digest(model.get_weights()), models.digest(own_weights(model))))
     assert len(set(found)) == 1, found
@@ -126,8 +125,8 @@ def case_replica_check_looks_at_the_centre(wire):
         optimizer = tp.LocalUpdates(sgd(), EVERY, "outer", delay=1)
         return fitted(models.mlp, start, data, wire, optimizer, callbacks=list(callbacks))
 
-    expected = run(Late())
-    checked = run(Late(), keras_callbacks.ReplicaCheck(1))
+    expected = run()
+    checked = run(keras_callbacks.ReplicaCheck(1))
     assert models.digest(checked.get_weights()) == models.digest(expected.get_weights())
     assert models.digest(own_weights(checked)) == models.digest(own_weights(expected))
     with Raises(RuntimeError, "After 5 steps 1 of .* differ; the first is '.*dense.*/kernel'"):
@@ -208,8 +207,6 @@ def case_what_was_kept_is_sent_before_schemes_change(wire):
         (SPARSE, []),
         ("2dtar", []),
         (SPARSE, [schedule]),
-        # Whose hook lets epochs end early, so that each ends with a round.
-        (SPARSE, [Late(), schedule]),
     ):
         keras.utils.set_random_seed(5)
         model = _parallel_layers()
@@ -218,10 +215,9 @@ def case_what_was_kept_is_sent_before_schemes_change(wire):
         options = {"batch_size": 6, "epochs": 2, "shuffle": False, "verbose": 0}
         model.fit(x, np.zeros(len(x)), callbacks=callbacks, **options)
         found.append(model.get_weights())
-    sparse, dense, *flushed = found
+    sparse, dense, flushed = found
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(sparse, dense, strict=True))
-    for weights in flushed:
-        check_equal(weights, dense)
+    check_equal(flushed, dense)
     late = models.mlp()
     late.compile(tp.LocalUpdates(sgd(), EVERY, scheme=SPARSE, delay=1), models.LOSS)
     with Raises(ValueError, "With `delay` the scheme stays. Received: a change from topk"):

@@ -66,10 +66,12 @@ class Centre:
     def _part(self) -> None:
         # One branch for both: each branch takes as long to trace as it has variables.
         has_begun = self.has_begun.read_value()
-        for variable, copy in zip(self.variables, self.copies, strict=True):
-            centre, own = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
-            copy.assign(centre)
-            variable.assign(either(has_begun, own, centre))
+        for index, (variable, copy) in enumerate(zip(self.variables, self.copies, strict=True)):
+            now, kept = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
+            # Statistics have moved in this step already: of the first one `hide` has kept them.
+            is_kept = index >= self.trained
+            copy.assign(either(has_begun, now, kept) if is_kept else now)
+            variable.assign(either(has_begun, kept, now))
         self.has_begun.assign(True)
         self.is_shown.assign(False)
 
@@ -95,17 +97,18 @@ class Centre:
         return not was_shown
 
     def hide(self) -> bool:
-        """Puts what this rank trains into the variables again.
+        """Puts what this rank trains into the variables again, before a step.
 
         Returns:
           True if the centre was shown.
         """
-        was_shown = bool(self.is_shown.numpy())
-        if was_shown:
-            if self.has_begun.numpy():
-                self._swap()
-            else:
-                self.is_shown.assign(False)
+        was_shown, has_begun = bool(self.is_shown.numpy()), bool(self.has_begun.numpy())
+        if was_shown and has_begun:
+            self._swap()
+        elif not has_begun:
+            self.is_shown.assign(False)
+            for variable, copy in self._statistics:
+                copy.assign(variable)
         return was_shown
 
     def forget(self) -> None:
@@ -128,8 +131,25 @@ class Centre:
 
     @property
     def own_statistics(self) -> list[tf.Tensor]:
-        """This rank's values of the statistics."""
-        return [tf.convert_to_tensor(variable) for variable in self.variables[self.trained :]]
+        """This rank's values of the statistics; of those that are not finite, the centre's."""
+        return [
+            either(is_finite(variable), tf.convert_to_tensor(variable), tf.convert_to_tensor(copy))
+            for variable, copy in self._statistics
+        ]
+
+    @property
+    def _statistics(self) -> list[tuple[Any, Any]]:
+        pairs = zip(self.variables, self.copies, strict=True)
+        return list(pairs)[self.trained :]
+
+
+def is_finite(values: Any) -> tf.Tensor:
+    """Returns whether all values of a tensor or variable are finite, a bool scalar.
+
+    Args:
+      values: Floating-point tensor or variable.
+    """
+    return tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(values)))
 
 
 def either(condition: tf.Tensor, yes: tf.Tensor, no: tf.Tensor) -> tf.Tensor:

@@ -15,7 +15,7 @@ from tfposeidon.communication.wire import numbered_names
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.one_vector import joined, parted
 from tfposeidon.exchange.step import Step
-from tfposeidon.local.centre import Centre, either
+from tfposeidon.local.centre import Centre, either, is_finite
 from tfposeidon.local.rules import Rule
 from tfposeidon.optimizers.wrapping import reset_slots
 
@@ -29,7 +29,7 @@ class Sent(NamedTuple):
       differences: How far it is from the centre, one tensor for each trained variable.
       statistics: Its values of statistics.
       count: What it counts, a float32 scalar: 0 if it has done nothing, or is not finite.
-      finite: True if all of it is finite, a bool scalar.
+      finite: True if its differences are finite, a bool scalar; the same on the ranks of a replica.
     """
 
     differences: list[tf.Tensor]
@@ -151,7 +151,7 @@ class Meeting:
           samples: Samples of the updates that it has made since the last round, a float32 scalar.
         """
         differences, statistics = self.centre.differences, self.centre.own_statistics
-        finite = _all_finite([*differences, *statistics])
+        finite = _all_finite(differences)
         # Of updates, and not of steps: within a node all drop those that one of them lacks.
         worked = self._share * tf.cast(samples > 0.0, tf.float32)
         counted = samples if self._rule.weighs_samples else worked
@@ -230,9 +230,11 @@ class Meeting:
         # Here, so that all ranks know of it after the same step.
         self.exchange.absence.record(found.absent)
         before = [tf.identity(copy) for copy in self.centre.copies] if is_late else []
+        statistics = _all_finite(self.centre.variables[self.centre.trained :])
         tf.cond(found.counts, lambda: self._move_centre(found), lambda: None)
         self._follow(sent, found.counts, before)
         tf.cond(sent.finite, lambda: None, self._recover)
+        tf.cond(statistics, lambda: None, lambda: _say("statistics of layers"))
 
     def _move_centre(self, found: Found) -> None:
         centre, exchanger = self.centre, self.exchanger
@@ -277,12 +279,14 @@ class Meeting:
                 moved = own
             else:
                 moved = either(counts, now, own)
-            variable.assign(either(sent.finite, moved, now))
+            # Statistics are each rank's own, also in a node whose ranks have the same weights.
+            stays = sent.finite if is_trained else tf.logical_and(sent.finite, is_finite(own))
+            variable.assign(either(stays, moved, now))
 
     def _recover(self) -> None:
         """Begins with new slots on a rank whose weights were not finite."""
         reset_slots(self._inner())
-        tf.py_function(_say_recovered, [], [])
+        _say("weights")
 
 
 def found_of(opened: Opened, everything: Part, differences: Sequence[Any]) -> Found:
@@ -306,12 +310,18 @@ def found_of(opened: Opened, everything: Part, differences: Sequence[Any]) -> Fo
     )
 
 
-def _all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors])
+def _all_finite(values: Sequence[Any]) -> tf.Tensor:
+    return tf.reduce_all([True, *map(is_finite, values)])
 
 
-def _say_recovered() -> None:
-    log.warning(
-        "tfposeidon: the weights of rank %d are not finite; it goes on from the centre.",
-        runtime.rank(),
-    )
+def _say(what: str) -> None:
+    """Logs, in the step, that this rank goes on from the centre's values of something."""
+
+    def say() -> None:
+        log.warning(
+            "tfposeidon: the %s of rank %d are not finite; it goes on from the centre.",
+            what,
+            runtime.rank(),
+        )
+
+    tf.py_function(say, [], [])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+from typing_extensions import override
 
 _AT_THE_SERVER = (
     keras.callbacks.BackupAndRestore,
@@ -70,17 +71,32 @@ def check(callback: Any) -> None:
             )
 
 
-def announce_metrics(callbacks: list[Any], names: Callable[[], list[str]]) -> None:
-    """Tells callbacks that keep the names of the first epoch's logs which others will come.
+def with_announced_metrics(callbacks: list[Any], names: Callable[[], list[str]]) -> list[Any]:
+    """Returns the callbacks with others before those that keep the names of the first epoch's logs.
+
+    They tell these which names will come in later epochs.
 
     Args:
       callbacks: All callbacks.
-      names: Function that returns the names in the logs of epochs with validation.
+      names: Function that returns the names of metrics of validation.
     """
-    for callback in callbacks:
-        # It has a column for each. Those of validation it would guess from those of training.
-        if isinstance(callback, keras.callbacks.CSVLogger) and callback.keys is None:
-            callback.keys = sorted(names())
+    loggers = [c for c in callbacks if isinstance(c, keras.callbacks.CSVLogger)]
+    announced = {id(logger): _Announcement(logger, names) for logger in loggers}
+    return [one for c in callbacks for one in (announced.get(id(c)), c) if one is not None]
+
+
+class _Announcement(keras.callbacks.Callback):
+    """Gives a logger its columns, once callbacks before it have added theirs to the logs."""
+
+    def __init__(self, logger: keras.callbacks.CSVLogger, names: Callable[[], list[str]]) -> None:
+        super().__init__()
+        self._logger, self._names = logger, names
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        # Those of validation it would guess from those of training.
+        if self._logger.keys is None:
+            self._logger.keys = sorted({*logs, *self._names()})
 
 
 def fate_without_snapshot(callbacks: list[Any]) -> str:

@@ -50,7 +50,9 @@ class EqualSteps(keras.callbacks.Callback):
     Where every rank knows its number of batches, and steps are executed one by one, the smallest is
     agreed on when training begins, and steps cost nothing more. Otherwise, and where a callback may
     stop training in the middle of an epoch, a rank that is done with the epoch takes part in the
-    other ranks' next step with zeros, which tells them to stop, too.
+    other ranks' next step with zeros, which tells them to stop, too. Ranks that train weights of
+    their own have no exchange in most steps: there, `AgreedStop` puts off stopping until the end of
+    an epoch of known length.
 
     Args:
       may_stop: True if a callback of this rank may stop training in the middle of an epoch.
@@ -73,7 +75,8 @@ class EqualSteps(keras.callbacks.Callback):
         self._agree_on_limit([steps for steps, _ in ranks])
         self._session = session.of(self.model)
         self._session.knows_lengths = self._limit is not None
-        self._watches = self._limit is None or any(may_stop for _, may_stop in ranks)
+        may_stop = any(may_stop for _, may_stop in ranks) and not self._session.has_centre
+        self._watches = self._limit is None or may_stop
         kinds = sum(optimizer.kinds_of_exchange for optimizer in self._session.optimizers)
         if self.model.run_eagerly and kinds > 1:
             # Eager collectives match by their order alone, and a rank out of data does not know the
@@ -153,6 +156,9 @@ class EqualSteps(keras.callbacks.Callback):
 class AgreedStop(keras.callbacks.Callback):
     """Stops training on all ranks after the epoch in which any rank wants to stop.
 
+    Where ranks train weights of their own, in epochs of known length, a rank that wants to stop
+    within one goes on until its end: others learn of it there, and may communicate before.
+
     Before the first epoch and after each one, ranks also compare the settings that must be equal
     beside the weights: rates, momentum, weight decay, trainable variables and the epoch.
 
@@ -163,7 +169,14 @@ class AgreedStop(keras.callbacks.Callback):
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        self._has_begun = False
+        self._has_begun = self._wants_to_stop = False
+        self._session = session.of(self.model)
+        self._puts_off = self._session.has_centre and self._session.knows_lengths
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._puts_off and self.model.stop_training:
+            self._wants_to_stop, self.model.stop_training = True, False
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -176,7 +189,9 @@ class AgreedStop(keras.callbacks.Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        own = [bool(self.model.stop_training), _settings(self.model, epoch)]
+        self._session.go_on_from_assigned(are_equal=True)
+        wants_to_stop = bool(self.model.stop_training or self._wants_to_stop)
+        own = [wants_to_stop, _settings(self.model, epoch)]
         ranks = exchange_objects(own, runtime.wire(), "tp.stop")
         _check_equal([settings for _, settings in ranks])
         self.model.stop_training = any(stop for stop, _ in ranks)

@@ -1,7 +1,7 @@
 """Methods of `keras.Model` that know of the model's optimizers that communicate.
 
 Keras gives an optimizer no way to see the model it trains. So the first `DistributedOptimizer` or
-`LocalUpdates` of a process wraps eight methods of `keras.Model`; models with other optimizers pass
+`LocalUpdates` of a process wraps nine methods of `keras.Model`; models with other optimizers pass
 through untouched. They are methods that Keras looks up after the optimizer was made, even in one
 line such as `model.compile(optimizer=tp.DistributedOptimizer(...))`, for which `compile` itself is
 too early.
@@ -15,6 +15,7 @@ too early.
   (`verbosity`).
 - `evaluate`, `predict`, `save`, `save_weights`, `export`: where each rank trains weights of its
   own, they see what is equal on all ranks, and train functions go on from each rank's own.
+- `load_weights`: it says so where each rank would go on from its own.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def patch_keras(optimizer_class: type) -> None:
         "save": _save,
         "save_weights": _save,
         "export": _save,
+        "load_weights": _load_weights,
     }
     for name, replacement in replacements.items():
         owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
@@ -229,6 +231,11 @@ def _evaluate(original: Any, call: inspect.BoundArguments) -> Any:
 def _save(original: Any, call: inspect.BoundArguments) -> Any:
     with session.of(call.arguments["self"]).centre():
         return original(*call.args, **call.kwargs)
+
+
+def _load_weights(original: Any, call: inspect.BoundArguments) -> None:
+    original(*call.args, **call.kwargs)
+    session.of(call.arguments["self"]).note_loaded()
 
 
 def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:

@@ -69,6 +69,9 @@ class _Serving:
     def __init__(self, arguments: dict[str, Any], callbacks: Any, optimizers: list[Any]) -> None:
         self._arguments, self._callbacks, self._optimizers = arguments, callbacks, optimizers
         self._model = arguments["self"]
+        callbacks.callbacks = asynchronous_callbacks.with_announced_metrics(
+            callbacks.callbacks, self._metrics_to_come
+        )
         self.server = job.start_server(optimizers)
 
     def show(self) -> None:
@@ -120,10 +123,6 @@ class _Serving:
         logs: dict[str, Any] = {"exchanges": float(self.server.exchanges)}
         if self._is_validated(ended):
             logs |= self._metrics_of_centre()
-        else:
-            asynchronous_callbacks.announce_metrics(
-                self._callbacks.callbacks, lambda: [*logs, *self._metrics_to_come()]
-            )
         self._callbacks.on_epoch_end(epoch, logs)
         return logs
 

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfposeidon.communication import runtime
+from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import Wire, exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.policies import Policy
@@ -98,7 +98,7 @@ class Session:
         self._has_logged_xla = False
         self._has_scheme_changes = False
         self.knows_lengths = True
-        # Checksum of the weights that the last `fit` has shown at its end.
+        # Checksum of the weights that `fit` has shown at the end of an epoch, or at its own.
         self._shown: str | None = None
 
     @property
@@ -114,6 +114,11 @@ class Session:
     def is_asynchronous(self) -> bool:
         """True if ranks train at their own pace, around what a server keeps."""
         return any(optimizer.is_asynchronous for optimizer in self.optimizers)
+
+    @property
+    def has_centre(self) -> bool:
+        """True if ranks train weights of their own, beside a centre that is equal on all."""
+        return any(optimizer.has_centre for optimizer in self.optimizers)
 
     @property
     def wire(self) -> Wire:
@@ -242,26 +247,45 @@ class Session:
 
     def note_centre(self) -> None:
         """Notes which weights are shown, to tell later whether others were assigned."""
-        optimizers = self.optimizers
-        for optimizer in optimizers:
-            optimizer.end_fit()
-        if any(optimizer.has_centre for optimizer in optimizers):
+        if self.has_centre:
             self._shown = replicas.checksum(self._model.trainable_variables)
 
-    def go_on_from_assigned(self) -> None:
+    def go_on_from_assigned(self, are_equal: bool = False) -> None:
         """Makes ranks go on from weights that were assigned since `note_centre`, if they were.
 
         All ranks call it together.
+
+        Args:
+          are_equal: True where no broadcast will follow, so that ranks must have assigned the same.
+
+        Raises:
+          RuntimeError: On all ranks, if they should have and have not.
         """
         shown, self._shown = self._shown, None
         # One that was hidden has taken steps since then.
         stepped = [optimizer for optimizer in self.optimizers if optimizer.show_centre()]
         if shown is None or stepped:
             return
-        is_other = shown != replicas.checksum(self._model.trainable_variables)
-        if any(exchange_objects(is_other, runtime.wire(), "tp.assigned")):
+        now = replicas.checksum(self._model.trainable_variables)
+        everybody = exchange_objects([shown != now, now], runtime.wire(), "tp.assigned")
+        if not any(is_other for is_other, _ in everybody):
+            return
+        if are_equal:
+            agreement.require_equal(
+                [checksum for _, checksum in everybody],
+                "Weights that are assigned at the end of an epoch must be the same on all ranks",
+                "Load them on all ranks, or give the model them before fit, with "
+                "keras_callbacks.BroadcastVariables().",
+            )
+        for optimizer in self.optimizers:
+            optimizer.forget_own()
+
+    def note_loaded(self) -> None:
+        """Says so if ranks would not go on from weights that were just loaded."""
+        # Otherwise somebody will look before they go on.
+        if self._shown is None:
             for optimizer in self.optimizers:
-                optimizer.forget_own()
+                optimizer.note_loaded()
 
     def begin_step(self, optimizers: Iterable[Any]) -> None:
         """Puts into the variables what this rank goes on from, before the next train step.
@@ -277,8 +301,9 @@ class Session:
 
     def carry_statistics(self) -> None:
         """Makes statistics of layers travel with the weights, where these are exchanged."""
-        # With one of the optimizers: each would have all of them.
-        for optimizer in self.optimizers[:1]:
+        # With one of these optimizers: each would have all of them.
+        exchange = [one for one in self.optimizers if one.has_centre or one.is_asynchronous]
+        for optimizer in exchange[:1]:
             # A server, which trains nothing, has only what it is given.
             find = state_of_layers if optimizer.is_asynchronous else moving_statistics
             optimizer.carry(lambda find=find: find(self._model))
@@ -295,7 +320,7 @@ class Session:
         Raises:
           ValueError: If ranks train by themselves, and do not know how long their epochs are.
         """
-        if not self.knows_lengths and any(one.has_centre for one in self.optimizers):
+        if not self.knows_lengths and self.has_centre:
             raise ValueError(
                 "With LocalUpdates and epochs of unknown length ranks communicate at the end of "
                 f"epochs only. Received: {received}. Leave it out, or give fit steps_per_epoch."
@@ -323,10 +348,13 @@ class Session:
         if self._watches_absence and self._step_counter is not None:
             # An op of the traced step, so it counts the steps within one execution, too.
             self._step_counter.assign_add(1)
+        optimizers = self.optimizers
         with contextlib.ExitStack() as stack:
-            for optimizer in self.optimizers:
+            for optimizer in optimizers:
                 stack.enter_context(optimizer.exchange.batch.counting(data))
             yield
+        # Now that the step has built them.
+        _check_variables_are_apart(optimizers)
 
     def watch_absence(self, wanted: bool) -> bool:
         """Makes steps tell whether ranks are out of data; all ranks drop the updates of such steps.
@@ -393,6 +421,26 @@ class Session:
         for optimizer in self._watched:
             optimizer.exchange.absence.forget()
             optimizer.drop_accumulated()
+
+
+def _check_variables_are_apart(optimizers: list[Any]) -> None:
+    """Refuses optimizers that exchange weights and have some of them in common.
+
+    Each would take what the other has moved for the updates of this rank.
+    """
+    owners: dict[int, Any] = {}
+    for optimizer in optimizers:
+        if not optimizer.built or not (optimizer.has_centre or optimizer.is_asynchronous):
+            continue
+        for variable in optimizer._trainable_variables:
+            other = owners.setdefault(id(variable), optimizer)
+            if other is not optimizer:
+                raise ValueError(
+                    "Weights have one centre. Received: "
+                    f"{variable.path!r}, which both {other.name!r} and {optimizer.name!r} of this "
+                    "model train. Give each variable one optimizer, and delete the attribute of "
+                    "the model that holds one that trains no more."
+                )
 
 
 def _contribute_in_turn(contributions: list[Callable[[], bool]]) -> None:

@@ -13,8 +13,8 @@ from tfposeidon.training import session
 class ShowCentre(keras.callbacks.Callback):
     """Shows the centre at the end of epochs and of training; the next train step hides it.
 
-    Weights that were assigned between two calls of `fit`, as by `EarlyStopping` or `load_weights`,
-    are where all ranks go on from.
+    Weights that are assigned at the end of an epoch or between two calls of `fit`, as by
+    `EarlyStopping` or `load_weights`, are where all ranks go on from.
     """
 
     @override
@@ -26,8 +26,12 @@ class ShowCentre(keras.callbacks.Callback):
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._session.show_centre()
+        # `AgreedStop`, after all other callbacks, looks whether it has been assigned.
+        self._session.note_centre()
 
     @override
     def on_train_end(self, logs: Any = None) -> None:
         self._session.show_centre()
         self._session.note_centre()
+        for optimizer in self._session.optimizers:
+            optimizer.end_fit()
