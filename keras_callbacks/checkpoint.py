@@ -178,8 +178,9 @@ class Checkpoint(keras.callbacks.Callback):
     # ---------------------------------------------------------------- writing
 
     def _write(self, epoch: int, batches: int) -> None:
-        # Where ranks train weights of their own, what is equal on all ranks is written once.
-        self._session.show_centre()
+        # Where ranks train weights of their own, what is equal on all ranks is written once, and is
+        # where they go on from if a callback has assigned it.
+        self._session.go_on_from_assigned()
         meta = {
             "format": FORMAT,
             "epoch": epoch,

@@ -386,7 +386,7 @@ class LocalUpdates(OptimizerWrapper):
         if self._rounds is not None and self._rounds.centre.has_begun.numpy():
             runtime.say(
                 "tfposeidon: weights were loaded while ranks train by themselves, who go on from "
-                "their own. Load them before fit or at the end of an epoch; in a loop of your own, "
+                "their own. Load them before fit or between epochs; in a loop of your own, "
                 "call LocalUpdates.forget_own() after it, on all ranks."
             )
 
@@ -394,7 +394,7 @@ class LocalUpdates(OptimizerWrapper):
     def forget_own(self) -> None:
         """Makes all ranks go on from the weights that the variables hold: those are the centre.
 
-        `fit` calls it where weights were assigned before it or at the end of an epoch. Loops of
+        `fit` calls it where weights were assigned before it or between two epochs. Loops of
         one's own call it after `load_weights`, on all ranks, whose weights have to be the same.
         What a rank has trained since the last round is dropped.
         """

@@ -209,16 +209,18 @@ def case_a_backup_is_restored_on_all_ranks(wire):
 def case_columns_are_those_of_epochs_with_validation(wire):
     with _folder(wire) as folder:
         path = os.path.join(folder, "epochs.csv")
+        logger = keras.callbacks.CSVLogger(path)
         model, _ = _fitted(
             models.mlp.data(FEW),
             epochs=4,
             validation_freq=[4],
-            callbacks=[keras.callbacks.CSVLogger(path)],
+            callbacks=[keras.callbacks.LearningRateScheduler(lambda _: 0.01), logger],
         )
         if _is_server():
             with open(path, newline="") as stream:
                 rows = list(csv.DictReader(stream))
-            assert set(rows[0]) == {"epoch", "exchanges", "val_accuracy", "val_loss"}
+            names = {"epoch", "exchanges", "learning_rate", "val_accuracy", "val_loss"}
+            assert set(rows[0]) == names
             assert [int(row["epoch"]) for row in rows] == model.history.epoch
             assert float(rows[-1]["val_loss"]) == model.history.history["val_loss"][-1]
             assert all(row["val_loss"] == "NA" for row in rows[:-1])

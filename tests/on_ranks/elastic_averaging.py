@@ -98,6 +98,14 @@ class _Recorded:
         Worker.swap, server.sum_of_both = self._own
 
 
+def _of_one_variable():
+    """Returns an optimizer, the variable that it trains, and its velocity."""
+    variable = keras.Variable(np.ones(4, "float32"))
+    optimizer = tp.ElasticAveraging(sgd(), every=2, alpha=ALPHA)
+    optimizer.build([variable])
+    return optimizer, variable, next(v for v in optimizer.variables if "momentum" in v.name)
+
+
 def _gradient_steps(optimizer, variable, count):
     @tf.function
     def step(gradient):
@@ -276,10 +284,7 @@ def case_a_resumed_run_begins_at_the_servers_epoch(wire):
 
 
 def case_weights_that_are_not_finite_stay_away_from_the_centre(wire):
-    variable = keras.Variable(np.ones(4, "float32"))
-    optimizer = tp.ElasticAveraging(sgd(), every=2, alpha=ALPHA)
-    optimizer.build([variable])
-    velocity = next(v for v in optimizer.variables if "momentum" in v.name)
+    optimizer, variable, velocity = _of_one_variable()
     if _is_server():
         # As in a run that is resumed.
         velocity.assign([0.25] * 4)
@@ -334,10 +339,7 @@ def _with_state():
 
 def case_slots_that_are_not_finite_stay_away_from_the_server(wire):
     """A gradient that is not finite in the last step of an epoch, after which slots travel."""
-    variable = keras.Variable(np.ones(4, "float32"))
-    optimizer = tp.ElasticAveraging(sgd(), every=2, alpha=ALPHA)
-    optimizer.build([variable])
-    velocity = next(v for v in optimizer.variables if "momentum" in v.name)
+    optimizer, variable, velocity = _of_one_variable()
 
     def train():
         _gradient_steps(optimizer, variable, 2)
@@ -444,10 +446,7 @@ def case_adam_goes_on_with_slots_and_steps(wire):
 
 
 def case_slots_are_a_mean_over_workers(wire):
-    variable = keras.Variable(np.zeros(6, "float32"))
-    optimizer = tp.ElasticAveraging(sgd(), every=2, alpha=ALPHA)
-    optimizer.build([variable])
-    velocity = next(v for v in optimizer.variables if "momentum" in v.name)
+    optimizer, variable, velocity = _of_one_variable()
     own = []
 
     def train():
@@ -469,6 +468,27 @@ def case_a_second_fit_goes_on(wire):
     model.fit(*_share(data), batch_size=BATCH, epochs=1, verbose=0)
     same_on_all_ranks(_state(model), wire)
     assert int(model.optimizer.iterations) == _steps(48, 2)
+
+
+def case_training_begins_once_at_a_time(wire):
+    """A fit or a run within a run is refused on workers, who then go on."""
+    data = models.mlp.data(48)
+    model, _ = _fitted(data, epochs=1)
+    optimizer = model.optimizer
+
+    def train():
+        for begins in (
+            lambda: model.fit(*_share(data), batch_size=BATCH, verbose=0),
+            lambda: optimizer.run(lambda: None),
+        ):
+            with Raises(RuntimeError, "begins once at a time. Received: fit or run within run"):
+                begins()
+        _gradient_steps(other, variable, 3)
+
+    other, variable, _ = _of_one_variable()
+    optimizer.run(train, others=[other])
+    same_on_all_ranks([*model.get_weights(), variable.numpy()], wire)
+    assert int(other.iterations) == 3
 
 
 def case_the_plan_names_the_server(wire):

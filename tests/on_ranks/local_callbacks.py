@@ -112,38 +112,68 @@ def case_a_rank_that_stops_within_an_epoch_stops_all_at_its_end(wire):
 
 
 class Assigns(keras.callbacks.Callback):
-    """Sets all weights to a number at the end of the first epoch."""
+    """Sets all weights to a number between the first epoch and the second."""
 
-    def __init__(self, number):
+    def __init__(self, number, begins=False):
         super().__init__()
-        self.number = number
+        self.number, self.begins = number, begins
+
+    def _assign(self):
+        self.model.set_weights([np.full_like(w, self.number) for w in self.model.get_weights()])
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1 and self.begins:
+            self._assign()
 
     def on_epoch_end(self, epoch, logs=None):
-        if not epoch:
-            self.model.set_weights([np.full_like(w, self.number) for w in self.model.get_weights()])
+        if epoch == 0 and not self.begins:
+            self._assign()
 
 
-def case_weights_assigned_at_the_end_of_an_epoch_are_where_ranks_go_on(wire):
+def case_weights_assigned_between_epochs_are_where_ranks_go_on(wire):
     """All rules and delays: none of them mixes in what ranks trained before."""
-    data = models.mlp.data(7 * BATCH)
-    start = models.mlp()
-    local, share = BATCH // wire.topology.size, models.share(data, BATCH, wire.topology)
-    for rule, delay in (("average", 0), ("elastic", 0), ("average", 2), ("outer", 1)):
-        optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.05), EVERY, rule, delay=delay)
-        found = fitted(models.mlp, start, data, wire, optimizer, epochs=2, callbacks=[Assigns(0.1)])
-        expected = models.copy(models.mlp, start)
-        expected.set_weights([np.full_like(w, 0.1) for w in start.get_weights()])
-        optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.05), EVERY, rule, delay=delay)
-        expected.compile(optimizer, models.LOSS)
-        expected.fit(*share, batch_size=local, shuffle=False, verbose=0)
-        if rule != "outer":
-            # Whose velocity is of the rounds before, too.
-            assert models.digest(found.get_weights()) == models.digest(expected.get_weights())
-        same_on_all_ranks(found.get_weights(), wire)
-    with Raises(RuntimeError, "assigned at the end of an epoch must be the same on all ranks"):
-        optimizer = tp.LocalUpdates(sgd(), EVERY)
-        callbacks = [Assigns(float(wire.topology.rank))]
-        fitted(models.mlp, start, data, wire, optimizer, epochs=2, callbacks=callbacks)
+    data, start = models.mlp.data(7 * BATCH), models.mlp()
+    assigned = models.copy(models.mlp, start)
+    assigned.set_weights([np.full_like(w, 0.1) for w in start.get_weights()])
+    for rule, delay, begins in (
+        ("average", 0, False),
+        ("elastic", 0, True),
+        ("average", 2, False),
+        ("outer", 1, False),
+    ):
+
+        def trained(begin, delay=delay, rule=rule, **fit):
+            # Without velocities, which go on.
+            rule = tp.local.Outer(keras.optimizers.SGD(0.7)) if rule == "outer" else rule
+            made = tp.LocalUpdates(keras.optimizers.SGD(0.05), EVERY, rule, delay=delay)
+            return fitted(models.mlp, begin, data, wire, made, **fit)
+
+        found = trained(start, epochs=2, callbacks=[Assigns(0.1, begins)])
+        expected = trained(assigned)
+        assert models.digest(found.get_weights()) == models.digest(expected.get_weights())
+        assert models.digest(own_weights(found)) == models.digest(own_weights(expected))
+    with Raises(RuntimeError, "assigned between two steps must be the same on all ranks"):
+        trained(start, epochs=2, callbacks=[Assigns(float(wire.topology.rank))])
+
+
+def case_assigned_weights_are_saved_as_such(wire):
+    """A run that is resumed behind them goes on as the whole one did."""
+    data, start = models.mlp.data(7 * BATCH), models.mlp()
+    folder = shared_folder(wire)
+
+    def trained(name, epochs):
+        callbacks = [Assigns(0.1), keras_callbacks.Checkpoint(os.path.join(folder, name))]
+        made = tp.LocalUpdates(sgd(), EVERY, "elastic")
+        keras.utils.clear_session(free_memory=False)
+        model = fitted(models.mlp, start, data, wire, made, epochs=epochs, callbacks=callbacks)
+        return [*model.get_weights(), *own_weights(model)]
+
+    whole = trained("whole", 2)
+    trained("parts", 1)
+    assert models.digest(trained("parts", 2)) == models.digest(whole)
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
 
 
 def case_loaded_weights_in_a_loop_of_ones_own(wire):

@@ -189,7 +189,6 @@ class AgreedStop(keras.callbacks.Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._session.go_on_from_assigned(are_equal=True)
         wants_to_stop = bool(self.model.stop_training or self._wants_to_stop)
         own = [wants_to_stop, _settings(self.model, epoch)]
         ranks = exchange_objects(own, runtime.wire(), "tp.stop")

@@ -250,32 +250,36 @@ class Session:
         if self.has_centre:
             self._shown = replicas.checksum(self._model.trainable_variables)
 
-    def go_on_from_assigned(self, are_equal: bool = False) -> None:
+    def stop_looking(self) -> None:
+        """Makes what is assigned from now on count as restored, or as trained."""
+        self._shown = None
+
+    def go_on_from_assigned(self, are_equal: bool = True) -> None:
         """Makes ranks go on from weights that were assigned since `note_centre`, if they were.
 
         All ranks call it together.
 
         Args:
-          are_equal: True where no broadcast will follow, so that ranks must have assigned the same.
+          are_equal: False where a broadcast may follow: ranks need not have assigned the same.
 
         Raises:
           RuntimeError: On all ranks, if they should have and have not.
         """
-        shown, self._shown = self._shown, None
         # One that was hidden has taken steps since then.
         stepped = [optimizer for optimizer in self.optimizers if optimizer.show_centre()]
-        if shown is None or stepped:
+        if self._shown is None or stepped:
+            self._shown = None
             return
         now = replicas.checksum(self._model.trainable_variables)
+        shown, self._shown = self._shown, now
         everybody = exchange_objects([shown != now, now], runtime.wire(), "tp.assigned")
         if not any(is_other for is_other, _ in everybody):
             return
         if are_equal:
             agreement.require_equal(
                 [checksum for _, checksum in everybody],
-                "Weights that are assigned at the end of an epoch must be the same on all ranks",
-                "Load them on all ranks, or give the model them before fit, with "
-                "keras_callbacks.BroadcastVariables().",
+                "Weights that are assigned between two steps must be the same on all ranks",
+                "Load them on all ranks, or before fit with keras_callbacks.BroadcastVariables().",
             )
         for optimizer in self.optimizers:
             optimizer.forget_own()
@@ -294,8 +298,9 @@ class Session:
           optimizers: The model's optimizers that let ranks train weights of their own.
         """
         if self._shown is not None:
-            # A step outside of `fit`.
+            # The first one of an epoch, or outside of `fit`.
             self.go_on_from_assigned()
+            self.stop_looking()
         for optimizer in optimizers:
             optimizer.hide_centre()
 

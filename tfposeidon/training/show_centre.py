@@ -13,20 +13,20 @@ from tfposeidon.training import session
 class ShowCentre(keras.callbacks.Callback):
     """Shows the centre at the end of epochs and of training; the next train step hides it.
 
-    Weights that are assigned at the end of an epoch or between two calls of `fit`, as by
-    `EarlyStopping` or `load_weights`, are where all ranks go on from.
+    Weights that are assigned between two epochs or two calls of `fit`, as by `EarlyStopping` or
+    `load_weights`, are where all ranks go on from.
     """
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         self._session = session.of(self.model)
-        self._session.go_on_from_assigned()
-        self._session.show_centre()
+        self._session.go_on_from_assigned(are_equal=False)
+        self._session.stop_looking()
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._session.show_centre()
-        # `AgreedStop`, after all other callbacks, looks whether it has been assigned.
+        # Who looks whether others were assigned: `Checkpoint` before it saves, and the next step.
         self._session.note_centre()
 
     @override
