@@ -133,7 +133,7 @@ class Assigns(keras.callbacks.Callback):
 def case_weights_assigned_between_epochs_are_where_ranks_go_on(wire):
     """All rules and delays: none of them mixes in what ranks trained before."""
     data, start = models.mlp.data(7 * BATCH), models.mlp()
-    assigned = models.copy(models.mlp, start)
+    share, assigned = models.share(data, BATCH, wire.topology), models.copy(models.mlp, start)
     assigned.set_weights([np.full_like(w, 0.1) for w in start.get_weights()])
     for rule, delay, begins in (
         ("average", 0, False),
@@ -152,6 +152,10 @@ def case_weights_assigned_between_epochs_are_where_ranks_go_on(wire):
         expected = trained(assigned)
         assert models.digest(found.get_weights()) == models.digest(expected.get_weights())
         assert models.digest(own_weights(found)) == models.digest(own_weights(expected))
+        # At the end of the last epoch: the next fit goes on from them.
+        found = trained(start, callbacks=[Assigns(0.1)])
+        found.fit(*share, batch_size=BATCH // wire.topology.size, shuffle=False, verbose=0)
+        assert models.digest(found.get_weights()) == models.digest(expected.get_weights())
     with Raises(RuntimeError, "assigned between two steps must be the same on all ranks"):
         trained(start, epochs=2, callbacks=[Assigns(float(wire.topology.rank))])
 

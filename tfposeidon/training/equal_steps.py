@@ -180,6 +180,8 @@ class AgreedStop(keras.callbacks.Callback):
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._session.go_on_from_assigned()
+        self._session.stop_looking()
         # A callback that restores something on one rank alone (BackupAndRestore) begins at another
         # epoch.
         if not self._has_begun:

@@ -298,7 +298,7 @@ class Session:
           optimizers: The model's optimizers that let ranks train weights of their own.
         """
         if self._shown is not None:
-            # The first one of an epoch, or outside of `fit`.
+            # A step outside of `fit`: in it, ranks without a batch would be missed here.
             self.go_on_from_assigned()
             self.stop_looking()
         for optimizer in optimizers:

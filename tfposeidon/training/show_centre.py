@@ -26,12 +26,13 @@ class ShowCentre(keras.callbacks.Callback):
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._session.show_centre()
-        # Who looks whether others were assigned: `Checkpoint` before it saves, and the next step.
+        # To tell whether others are assigned: `Checkpoint` looks before it saves, and `AgreedStop`
+        # when the next epoch begins.
         self._session.note_centre()
 
     @override
     def on_train_end(self, logs: Any = None) -> None:
-        self._session.show_centre()
+        self._session.go_on_from_assigned()
         self._session.note_centre()
         for optimizer in self._session.optimizers:
             optimizer.end_fit()
