@@ -54,8 +54,9 @@ class Checkpoint(keras.callbacks.Callback):
     Training goes on while files are written. A snapshot counts as soon as all ranks have found it
     whole: some steps later, and at the latest when the next one is due or training ends.
 
-    Put it last, so that it sees what other callbacks did at the end of the epoch. For a file to
-    pass on, use `model.save`.
+    Put it last, so that it sees what other callbacks did at the end of the epoch. Under
+    `LocalUpdates`, ranks go on from weights that these have assigned. For a file to pass on, use
+    `model.save`.
 
     Args:
       folder: Folder that all ranks see; created if it is missing.
@@ -280,6 +281,7 @@ class Checkpoint(keras.callbacks.Callback):
         _assign(self._rank_variables(), self._redistributed(snapshot))
         self._pending_metrics = to_array_list(own, "metric")
         self._steps, self._epoch = snapshot.meta["steps"], snapshot.meta["epoch"]
+        self._session.note_restored()
         self._session.resume_at(snapshot.meta["epoch"], snapshot.meta["batches"])
         runtime.say(
             "tfposeidon: resumed from %s at epoch %d, batch %d.",

@@ -385,18 +385,19 @@ class LocalUpdates(OptimizerWrapper):
     def note_loaded(self) -> None:
         if self._rounds is not None and self._rounds.centre.has_begun.numpy():
             runtime.say(
-                "tfposeidon: weights were loaded while ranks train by themselves, who go on from "
-                "their own. Load them before fit or between epochs; in a loop of your own, "
-                "call LocalUpdates.forget_own() after it, on all ranks."
+                "tfposeidon: weights were loaded, but ranks go on from their own. Load them before "
+                "fit or between epochs; in a loop of your own, call LocalUpdates.forget_own() "
+                "afterwards, on all ranks."
             )
 
     @override
     def forget_own(self) -> None:
-        """Makes all ranks go on from the weights that the variables hold: those are the centre.
+        """Makes this rank go on from the weights that the variables hold, which are the new centre.
 
-        `fit` calls it where weights were assigned before it or between two epochs. Loops of
-        one's own call it after `load_weights`, on all ranks, whose weights have to be the same.
-        What a rank has trained since the last round is dropped.
+        `fit` calls it where weights were assigned before it or between two epochs. Loops of one's
+        own call it after `load_weights`, on all ranks, with the same weights. What a rank has
+        trained since the last round is dropped, and what schemes have kept; slots and what the rule
+        keeps stay.
         """
         if self._rounds is not None:
             self._rounds.forget()

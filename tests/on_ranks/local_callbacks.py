@@ -140,12 +140,16 @@ def case_weights_assigned_between_epochs_are_where_ranks_go_on(wire):
         ("elastic", 0, True),
         ("average", 2, False),
         ("outer", 1, False),
+        ("sparse", 0, False),
     ):
 
         def trained(begin, delay=delay, rule=rule, **fit):
             # Without velocities, which go on.
-            rule = tp.local.Outer(keras.optimizers.SGD(0.7)) if rule == "outer" else rule
-            made = tp.LocalUpdates(keras.optimizers.SGD(0.05), EVERY, rule, delay=delay)
+            options = {
+                "outer": {"rule": tp.local.Outer(keras.optimizers.SGD(0.7))},
+                "sparse": {"scheme": SPARSE},
+            }.get(rule, {"rule": rule})
+            made = tp.LocalUpdates(keras.optimizers.SGD(0.05), EVERY, delay=delay, **options)
             return fitted(models.mlp, begin, data, wire, made, **fit)
 
         found = trained(start, epochs=2, callbacks=[Assigns(0.1, begins)])
@@ -156,17 +160,22 @@ def case_weights_assigned_between_epochs_are_where_ranks_go_on(wire):
         found = trained(start, callbacks=[Assigns(0.1)])
         found.fit(*share, batch_size=BATCH // wire.topology.size, shuffle=False, verbose=0)
         assert models.digest(found.get_weights()) == models.digest(expected.get_weights())
-    with Raises(RuntimeError, "assigned between two steps must be the same on all ranks"):
+    with Raises(RuntimeError, "All ranks must begin with the same weights"):
         trained(start, epochs=2, callbacks=[Assigns(float(wire.topology.rank))])
 
 
 def case_assigned_weights_are_saved_as_such(wire):
-    """A run that is resumed behind them goes on as the whole one did."""
+    """A run that is resumed behind them, or where they are assigned, goes on as the whole one."""
     data, start = models.mlp.data(7 * BATCH), models.mlp()
+    for begins in (False, True):
+        _check_resumes_as_assigned(wire, data, start, begins)
+
+
+def _check_resumes_as_assigned(wire, data, start, begins):
     folder = shared_folder(wire)
 
     def trained(name, epochs):
-        callbacks = [Assigns(0.1), keras_callbacks.Checkpoint(os.path.join(folder, name))]
+        callbacks = [Assigns(0.1, begins), keras_callbacks.Checkpoint(os.path.join(folder, name))]
         made = tp.LocalUpdates(sgd(), EVERY, "elastic")
         keras.utils.clear_session(free_memory=False)
         model = fitted(models.mlp, start, data, wire, made, epochs=epochs, callbacks=callbacks)
@@ -178,6 +187,34 @@ def case_assigned_weights_are_saved_as_such(wire):
     exchange_objects(None, wire, "done")
     if wire.topology.rank == 0:
         shutil.rmtree(folder)
+
+
+def case_assigned_weights_with_a_rank_out_of_data(wire):
+    """It has no batch in the epoch after them, and had weights that are not finite before."""
+    x, y = models.mlp.data(32)
+    epochs = []
+
+    def batches():
+        epochs.append(None)
+        count = 0 if wire.topology.rank == 1 and len(epochs) == 2 else 4
+        yield from ((x[4 * i : 4 * i + 4], y[4 * i : 4 * i + 4]) for i in range(count))
+
+    signature = (tf.TensorSpec([None, 20]), tf.TensorSpec([None], tf.as_dtype(y.dtype)))
+    data = tf.data.Dataset.from_generator(batches, output_signature=signature)
+
+    class Breaks(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if wire.topology.rank == 1 and epoch == 0:
+                self.model.optimizer.hide_centre()
+                self.model.set_weights([w * np.nan for w in self.model.get_weights()])
+                self.model.optimizer.show_centre()
+
+    # Whose first op waits for data, or TensorFlow would begin the step that finds none.
+    model = batch_norm()
+    model.compile(tp.LocalUpdates(sgd(), EVERY), models.LOSS)
+    model.fit(data, epochs=3, verbose=0, callbacks=[Breaks(), Assigns(0.1)])
+    same_on_all_ranks(model.get_weights(), wire)
+    assert all(np.isfinite(w).all() for w in [*model.get_weights(), *own_weights(model)])
 
 
 def case_loaded_weights_in_a_loop_of_ones_own(wire):
@@ -349,7 +386,7 @@ def case_statistics_that_are_not_finite_go_on_from_the_centre(wire):
 def case_statistics_before_the_first_round(wire):
     """The centre shows those that ranks began with, however many steps they have taken."""
     data, start = models.mlp.data(5 * BATCH), batch_norm()
-    for compile_options in ({}, {"steps_per_execution": 2}):
+    for compile_options in ({}, {"steps_per_execution": 2}, {"run_eagerly": True}):
         model = models.copy(batch_norm, start)
         model.compile(tp.LocalUpdates(sgd(), every=100), models.LOSS, **compile_options)
         local, share = BATCH // wire.topology.size, models.share(data, BATCH, wire.topology)

@@ -107,6 +107,16 @@ class SchemeStates:
         # Never back to 0: what a scheme has kept of a gradient may be sent in any later step.
         return tf.maximum(self.had_gradient, found)
 
+    def drop(self) -> None:
+        """Drops what schemes have kept of earlier exchanges."""
+        for bucket, variables in zip(self.plan.buckets, self.variables, strict=True):
+            # What is not finite would stay so.
+            values = [tf.convert_to_tensor(variable) for variable in variables]
+            state = tuple(tf.where(tf.math.is_finite(v), v, 0.0) for v in values)
+            dropped = bucket.scheme.rescaled(state, tf.constant(0.0))
+            for variable, value in zip(variables, dropped, strict=True):
+                variable.assign(value)
+
     def flush(self) -> None:
         """Makes all exchanges from now on send everything, what schemes have kept included."""
         for bucket, variables in zip(self.plan.buckets, self.variables, strict=True):

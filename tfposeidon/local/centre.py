@@ -107,13 +107,17 @@ class Centre:
             self._swap()
         elif not has_begun:
             self.is_shown.assign(False)
-            for variable, copy in self._statistics:
-                copy.assign(variable)
+            self._keep_statistics()
         return was_shown
 
     def forget(self) -> None:
         """Makes this rank go on from what the variables hold, which becomes the centre."""
         self.has_begun.assign(False)
+        self._keep_statistics()
+
+    def _keep_statistics(self) -> None:
+        for variable, copy in self._statistics:
+            copy.assign(variable)
 
     @property
     def equal_variables(self) -> list[Any]:

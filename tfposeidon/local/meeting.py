@@ -252,7 +252,8 @@ class Meeting:
             if constraint is not None:
                 copy.assign(constraint(tf.convert_to_tensor(copy)))
         for copy, mean in zip(centre.copies[centre.trained :], found.statistics, strict=True):
-            copy.assign(mean)
+            # One that began so on some rank.
+            copy.assign(either(is_finite(mean), mean, tf.convert_to_tensor(copy)))
 
     def _follow(self, sent: Sent, counts: tf.Tensor, before: list[tf.Tensor]) -> None:
         """Moves this rank's weights after the centre.

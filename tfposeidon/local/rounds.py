@@ -94,6 +94,8 @@ class Rounds:
         return self._end() if eagerly else self._meeting.traced(self._end)()
 
     def _end(self) -> tf.Tensor:
+        # A rank without a single step begins here.
+        self.centre.begin()
         if self._beside is not None:
             self._arrive(True)
         return self._exchange_now(has_batch=False)
@@ -102,6 +104,7 @@ class Rounds:
         """Makes this rank go on from what the variables hold, and drops what it has done since."""
         if self._beside is not None:
             self._beside.discard()
+        self._meeting.exchanger.states.drop()
         self._since.assign(0)
         self._samples.assign(0.0)
         self.centre.forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import keras
@@ -13,6 +14,8 @@ from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.training import session
 from tfposeidon.training.plan_again import PlanAgain
 from tfposeidon.training.show_centre import ShowCentre
+
+log = logging.getLogger("tfposeidon")
 
 
 def with_equal_epochs(callbacks: list[Any]) -> list[Any]:
@@ -157,7 +160,8 @@ class AgreedStop(keras.callbacks.Callback):
     """Stops training on all ranks after the epoch in which any rank wants to stop.
 
     Where ranks train weights of their own, in epochs of known length, a rank that wants to stop
-    within one goes on until its end: others learn of it there, and may communicate before.
+    within one goes on until its end: the others learn of it only then, and callbacks may
+    communicate before.
 
     Before the first epoch and after each one, ranks also compare the settings that must be equal
     beside the weights: rates, momentum, weight decay, trainable variables and the epoch.
@@ -175,8 +179,15 @@ class AgreedStop(keras.callbacks.Callback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._puts_off and self.model.stop_training:
-            self._wants_to_stop, self.model.stop_training = True, False
+        if not self._puts_off or not self.model.stop_training:
+            return
+        if not self._wants_to_stop:
+            log.warning(
+                "tfposeidon: rank %d stops within an epoch: training ends with that epoch, on all "
+                "ranks.",
+                runtime.rank(),
+            )
+        self._wants_to_stop, self.model.stop_training = True, False
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -15,7 +15,7 @@ too early.
   (`verbosity`).
 - `evaluate`, `predict`, `save`, `save_weights`, `export`: where each rank trains weights of its
   own, they see what is equal on all ranks, and train functions go on from each rank's own.
-- `load_weights`: it says so where each rank would go on from its own.
+- `load_weights`: a line of the log where ranks would go on from other weights than these.
 """
 
 from __future__ import annotations
@@ -274,6 +274,9 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
     # Of eager models, too: a server, which takes no step, would be left without.
     _scale_losses(model)
     if model.run_eagerly:
+        # Steps build the rest.
+        if model.built and not model.optimizer.built and _trains_all_together(model):
+            model.optimizer.build(model.trainable_variables)
         return
     with contextlib.suppress(Exception):
         specification = _batch_specification(x, y, sample_weight)

@@ -246,13 +246,22 @@ class Session:
             optimizer.show_centre()
 
     def note_centre(self) -> None:
-        """Notes which weights are shown, to tell later whether others were assigned."""
-        if self.has_centre:
-            self._shown = replicas.checksum(self._model.trainable_variables)
+        """Notes which weights are shown, if nobody has, to tell whether others are assigned."""
+        if self.has_centre and self._shown is None:
+            self._shown = self._checksum()
+
+    def _checksum(self) -> str:
+        optimizers = [optimizer for optimizer in self.optimizers if optimizer.has_centre]
+        return replicas.checksum([v for one in optimizers for v in one._trainable_variables])
 
     def stop_looking(self) -> None:
-        """Makes what is assigned from now on count as restored, or as trained."""
+        """Makes ranks go on from their own weights, whatever is assigned from now on."""
         self._shown = None
+
+    def note_restored(self) -> None:
+        """Notes which weights are shown: they were restored, as were those of each rank."""
+        self.stop_looking()
+        self.note_centre()
 
     def go_on_from_assigned(self, are_equal: bool = True) -> None:
         """Makes ranks go on from weights that were assigned since `note_centre`, if they were.
@@ -260,29 +269,28 @@ class Session:
         All ranks call it together.
 
         Args:
-          are_equal: False where a broadcast may follow: ranks need not have assigned the same.
+          are_equal: False where a broadcast may follow: what is shown need not be equal yet.
 
         Raises:
-          RuntimeError: On all ranks, if they should have and have not.
+          RuntimeError: On all ranks, if it should be equal and is not.
         """
         # One that was hidden has taken steps since then.
         stepped = [optimizer for optimizer in self.optimizers if optimizer.show_centre()]
         if self._shown is None or stepped:
             self._shown = None
             return
-        now = replicas.checksum(self._model.trainable_variables)
+        now = self._checksum()
         shown, self._shown = self._shown, now
         everybody = exchange_objects([shown != now, now], runtime.wire(), "tp.assigned")
-        if not any(is_other for is_other, _ in everybody):
-            return
         if are_equal:
             agreement.require_equal(
                 [checksum for _, checksum in everybody],
-                "Weights that are assigned between two steps must be the same on all ranks",
-                "Load them on all ranks, or before fit with keras_callbacks.BroadcastVariables().",
+                "All ranks must begin with the same weights",
+                "Assign them on all ranks, or give fit keras_callbacks.BroadcastVariables().",
             )
-        for optimizer in self.optimizers:
-            optimizer.forget_own()
+        if any(is_other for is_other, _ in everybody):
+            for optimizer in self.optimizers:
+                optimizer.forget_own()
 
     def note_loaded(self) -> None:
         """Says so if ranks would not go on from weights that were just loaded."""

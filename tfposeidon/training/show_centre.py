@@ -20,14 +20,15 @@ class ShowCentre(keras.callbacks.Callback):
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         self._session = session.of(self.model)
+        # A broadcast may follow, and what other callbacks restore.
         self._session.go_on_from_assigned(are_equal=False)
-        self._session.stop_looking()
+        self._session.note_centre()
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._session.show_centre()
         # To tell whether others are assigned: `Checkpoint` looks before it saves, and `AgreedStop`
-        # when the next epoch begins.
+        # when an epoch begins.
         self._session.note_centre()
 
     @override
