@@ -62,7 +62,7 @@ class ReplicaCheck(keras.callbacks.Callback):
             self._check()
 
     def _check(self) -> None:
-        session.of(self.model).show_centre()
+        session.of(self.model).centres.show()
         variables = replicated_variables(self.model)
         wire = session.of(self.model).wire
         layers = layer_state.read(self.model)

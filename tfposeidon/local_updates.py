@@ -382,7 +382,7 @@ class LocalUpdates(OptimizerWrapper):
         self._statistics = statistics
 
     @override
-    def note_loaded(self) -> None:
+    def report_loaded(self) -> None:
         if self._rounds is not None and self._rounds.centre.has_begun.numpy():
             runtime.say(
                 "tfposeidon: weights were loaded, but ranks go on from their own. Load them before "

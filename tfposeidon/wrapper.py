@@ -430,7 +430,7 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
     def end_fit(self) -> None:
         """Says so if what ranks have trained by themselves is nowhere to be seen."""
 
-    def note_loaded(self) -> None:
+    def report_loaded(self) -> None:
         """Says so if weights that were just loaded are not where this rank goes on from."""
 
     def forget_own(self) -> None:

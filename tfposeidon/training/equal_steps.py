@@ -78,7 +78,7 @@ class EqualSteps(keras.callbacks.Callback):
         self._agree_on_limit([steps for steps, _ in ranks])
         self._session = session.of(self.model)
         self._session.knows_lengths = self._limit is not None
-        may_stop = any(may_stop for _, may_stop in ranks) and not self._session.has_centre
+        may_stop = any(may_stop for _, may_stop in ranks) and not self._session.centres.exist
         self._watches = self._limit is None or may_stop
         kinds = sum(optimizer.kinds_of_exchange for optimizer in self._session.optimizers)
         if self.model.run_eagerly and kinds > 1:
@@ -175,7 +175,7 @@ class AgreedStop(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._has_begun = self._wants_to_stop = False
         self._session = session.of(self.model)
-        self._puts_off = self._session.has_centre and self._session.knows_lengths
+        self._puts_off = self._session.centres.exist and self._session.knows_lengths
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -191,8 +191,8 @@ class AgreedStop(keras.callbacks.Callback):
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._session.go_on_from_assigned()
-        self._session.stop_looking()
+        self._session.centres.go_on_from_assigned()
+        self._session.centres.stop_looking()
         # A callback that restores something on one rank alone (BackupAndRestore) begins at another
         # epoch.
         if not self._has_begun:

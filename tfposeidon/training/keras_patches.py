@@ -135,11 +135,11 @@ def _hide_centre(model: keras.Model) -> None:
     if not optimizers or getattr(train, "_tfposeidon", False) or isinstance(train, SkipBatches):
         return
 
-    own = session.of(model)
+    centres = session.of(model).centres
 
     @functools.wraps(train)
     def train_function(iterator: Any) -> Any:
-        own.begin_step(optimizers)
+        centres.begin_step(optimizers)
         return train(iterator)
 
     train_function._tfposeidon = True  # type: ignore[attr-defined]
@@ -229,13 +229,13 @@ def _evaluate(original: Any, call: inspect.BoundArguments) -> Any:
 
 
 def _save(original: Any, call: inspect.BoundArguments) -> Any:
-    with session.of(call.arguments["self"]).centre():
+    with session.of(call.arguments["self"]).centres.shown():
         return original(*call.args, **call.kwargs)
 
 
 def _load_weights(original: Any, call: inspect.BoundArguments) -> None:
     original(*call.args, **call.kwargs)
-    session.of(call.arguments["self"]).note_loaded()
+    session.of(call.arguments["self"]).centres.report_loaded()
 
 
 def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfposeidon.communication import agreement, runtime
-from tfposeidon.communication.wire import Wire, exchange_objects
-from tfposeidon.exchange import replicas
+from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import Wire
 from tfposeidon.policies import Policy
+from tfposeidon.training.centres import Centres
 from tfposeidon.training.skip_batches import SkipBatches
 from tfposeidon.training.statistics import moving_statistics, state_of_layers
 
@@ -85,6 +85,7 @@ class Session:
       model: The model; it is not kept alive.
 
     Attributes:
+      centres: What is equal on all ranks, where each trains weights of its own.
       knows_lengths: False in a `fit` in which ranks may end an epoch after different steps.
     """
 
@@ -98,8 +99,8 @@ class Session:
         self._has_logged_xla = False
         self._has_scheme_changes = False
         self.knows_lengths = True
-        # Checksum of the weights that `fit` has shown at the end of an epoch, or at its own.
-        self._shown: str | None = None
+        reference = self._reference
+        self.centres = Centres(lambda: optimizers_of(reference()))
 
     @property
     def _model(self) -> Any:
@@ -114,11 +115,6 @@ class Session:
     def is_asynchronous(self) -> bool:
         """True if ranks train at their own pace, around what a server keeps."""
         return any(optimizer.is_asynchronous for optimizer in self.optimizers)
-
-    @property
-    def has_centre(self) -> bool:
-        """True if ranks train weights of their own, beside a centre that is equal on all."""
-        return any(optimizer.has_centre for optimizer in self.optimizers)
 
     @property
     def wire(self) -> Wire:
@@ -237,81 +233,6 @@ class Session:
 
     # ------------------------------------------------------------------ weights of each rank
 
-    def show_centre(self) -> None:
-        """Puts into the variables what is equal on all ranks, until the next train step.
-
-        Only `LocalUpdates` lets ranks train weights of their own.
-        """
-        for optimizer in self.optimizers:
-            optimizer.show_centre()
-
-    def note_centre(self) -> None:
-        """Notes which weights are shown, if nobody has, to tell whether others are assigned."""
-        if self.has_centre and self._shown is None:
-            self._shown = self._checksum()
-
-    def _checksum(self) -> str:
-        optimizers = [optimizer for optimizer in self.optimizers if optimizer.has_centre]
-        return replicas.checksum([v for one in optimizers for v in one._trainable_variables])
-
-    def stop_looking(self) -> None:
-        """Makes ranks go on from their own weights, whatever is assigned from now on."""
-        self._shown = None
-
-    def note_restored(self) -> None:
-        """Notes which weights are shown: they were restored, as were those of each rank."""
-        self.stop_looking()
-        self.note_centre()
-
-    def go_on_from_assigned(self, are_equal: bool = True) -> None:
-        """Makes ranks go on from weights that were assigned since `note_centre`, if they were.
-
-        All ranks call it together.
-
-        Args:
-          are_equal: False where a broadcast may follow: what is shown need not be equal yet.
-
-        Raises:
-          RuntimeError: On all ranks, if it should be equal and is not.
-        """
-        # One that was hidden has taken steps since then.
-        stepped = [optimizer for optimizer in self.optimizers if optimizer.show_centre()]
-        if self._shown is None or stepped:
-            self._shown = None
-            return
-        now = self._checksum()
-        shown, self._shown = self._shown, now
-        everybody = exchange_objects([shown != now, now], runtime.wire(), "tp.assigned")
-        if are_equal:
-            agreement.require_equal(
-                [checksum for _, checksum in everybody],
-                "All ranks must begin with the same weights",
-                "Assign them on all ranks, or give fit keras_callbacks.BroadcastVariables().",
-            )
-        if any(is_other for is_other, _ in everybody):
-            for optimizer in self.optimizers:
-                optimizer.forget_own()
-
-    def note_loaded(self) -> None:
-        """Says so if ranks would not go on from weights that were just loaded."""
-        # Otherwise somebody will look before they go on.
-        if self._shown is None:
-            for optimizer in self.optimizers:
-                optimizer.note_loaded()
-
-    def begin_step(self, optimizers: Iterable[Any]) -> None:
-        """Puts into the variables what this rank goes on from, before the next train step.
-
-        Args:
-          optimizers: The model's optimizers that let ranks train weights of their own.
-        """
-        if self._shown is not None:
-            # A step outside of `fit`: in it, ranks without a batch would be missed here.
-            self.go_on_from_assigned()
-            self.stop_looking()
-        for optimizer in optimizers:
-            optimizer.hide_centre()
-
     def carry_statistics(self) -> None:
         """Makes statistics of layers travel with the weights, where these are exchanged."""
         # With one of these optimizers: each would have all of them.
@@ -333,21 +254,11 @@ class Session:
         Raises:
           ValueError: If ranks train by themselves, and do not know how long their epochs are.
         """
-        if not self.knows_lengths and self.has_centre:
+        if not self.knows_lengths and self.centres.exist:
             raise ValueError(
                 "With LocalUpdates and epochs of unknown length ranks communicate at the end of "
                 f"epochs only. Received: {received}. Leave it out, or give fit steps_per_epoch."
             )
-
-    @contextlib.contextmanager
-    def centre(self) -> Iterator[None]:
-        """Puts what is equal on all ranks into the variables, within this context."""
-        shown = [optimizer for optimizer in self.optimizers if optimizer.show_centre()]
-        try:
-            yield
-        finally:
-            for optimizer in shown:
-                optimizer.hide_centre()
 
     # ------------------------------------------------------------------ steps and the end of epochs
 

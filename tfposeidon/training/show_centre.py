@@ -20,20 +20,21 @@ class ShowCentre(keras.callbacks.Callback):
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         self._session = session.of(self.model)
+        self._centres = self._session.centres
         # A broadcast may follow, and what other callbacks restore.
-        self._session.go_on_from_assigned(are_equal=False)
-        self._session.note_centre()
+        self._centres.go_on_from_assigned(are_equal=False)
+        self._centres.note()
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._session.show_centre()
+        self._centres.show()
         # To tell whether others are assigned: `Checkpoint` looks before it saves, and `AgreedStop`
         # when an epoch begins.
-        self._session.note_centre()
+        self._centres.note()
 
     @override
     def on_train_end(self, logs: Any = None) -> None:
-        self._session.go_on_from_assigned()
-        self._session.note_centre()
+        self._centres.go_on_from_assigned()
+        self._centres.note()
         for optimizer in self._session.optimizers:
             optimizer.end_fit()
