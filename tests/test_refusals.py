@@ -73,7 +73,10 @@ from tfposeidon import schemes
             "differences of weights have no velocity",
         ),
         (lambda: tp.LocalUpdates(SGD(use_ema=True)), "use_ema=True. Leave it out"),
-        (lambda: tp.LocalUpdates(tp.DistributedOptimizer(SGD())), "in DistributedOptimizer, LocalUpdates or "),
+        (
+            lambda: tp.LocalUpdates(tp.DistributedOptimizer(SGD())),
+            "in DistributedOptimizer, LocalUpdates or ",
+        ),
         (
             lambda: tp.local.Elastic(beta=1.2),
             r"`beta` must be a number in \(0, 1\].*at most 1 / replicas.*diverges",
