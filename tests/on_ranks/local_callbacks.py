@@ -129,24 +129,20 @@ class Assigns(keras.callbacks.Callback):
 
 
 def case_weights_assigned_between_epochs_are_where_ranks_go_on(wire):
-    """All rules and delays: none of them mixes in what ranks trained before."""
+    """Nothing is mixed in of what ranks trained before, or what a scheme has kept of it."""
     data, start = models.mlp.data(7 * BATCH), models.mlp()
     share, assigned = models.share(data, BATCH, wire.topology), models.copy(models.mlp, start)
     assigned.set_weights([np.full_like(w, 0.1) for w in start.get_weights()])
-    for rule, delay, begins in (
-        ("elastic", 0, True),
-        ("outer", 1, False),
-        ("sparse", 0, False),
+    # Without velocities, inside and outside: these go on.
+    plain = keras.optimizers.SGD
+    for make, begins in (
+        (lambda: tp.LocalUpdates(plain(0.05), EVERY, "elastic"), True),
+        (lambda: tp.LocalUpdates(plain(0.05), EVERY, tp.local.Outer(plain(0.7)), delay=1), False),
+        (lambda: tp.LocalUpdates(plain(0.05), EVERY, scheme=SPARSE), False),
     ):
 
-        def trained(begin, delay=delay, rule=rule, **fit):
-            # Without velocities, which go on.
-            options = {
-                "outer": {"rule": tp.local.Outer(keras.optimizers.SGD(0.7))},
-                "sparse": {"scheme": SPARSE},
-            }.get(rule, {"rule": rule})
-            made = tp.LocalUpdates(keras.optimizers.SGD(0.05), EVERY, delay=delay, **options)
-            return fitted(models.mlp, begin, data, wire, made, **fit)
+        def trained(begin, make=make, **fit):
+            return fitted(models.mlp, begin, data, wire, make(), **fit)
 
         found = trained(start, epochs=2, callbacks=[Assigns(0.1, begins)])
         expected = trained(assigned)
@@ -330,10 +326,10 @@ class Twice(keras.Model):
 
 def case_two_centres_of_one_variable_are_refused(wire):
     x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
-    for compile_options in ({}, {"run_eagerly": True}):
+    for run_eagerly in (False, True):
         model = Twice()
         model.compile(tp.LocalUpdates(sgd(), EVERY), tp.LocalUpdates(sgd(), EVERY, name="second"))
-        model.run_eagerly = compile_options.get("run_eagerly", False)
+        model.run_eagerly = run_eagerly
         with Raises(ValueError, "one centre.*kernel.*'local_updates' and 'second'"):
             model.fit(x, y, batch_size=4, verbose=0)
     # An optimizer that trains no more has left the model.

@@ -68,7 +68,7 @@ class Centre:
         has_begun = self.has_begun.read_value()
         for index, (variable, copy) in enumerate(zip(self.variables, self.copies, strict=True)):
             now, kept = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
-            # Statistics have moved in this step already: of the first one `hide` has kept them.
+            # Statistics have moved in this step already: `hide` has kept them before the first one.
             is_kept = index >= self.trained
             copy.assign(either(has_begun, now, kept) if is_kept else now)
             variable.assign(either(has_begun, kept, now))

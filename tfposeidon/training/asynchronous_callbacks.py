@@ -80,9 +80,12 @@ def with_announced_metrics(callbacks: list[Any], names: Callable[[], list[str]])
       callbacks: All callbacks.
       names: Function that returns the names of metrics of validation.
     """
-    loggers = [c for c in callbacks if isinstance(c, keras.callbacks.CSVLogger)]
-    announced = {id(logger): _Announcement(logger, names) for logger in loggers}
-    return [one for c in callbacks for one in (announced.get(id(c)), c) if one is not None]
+    found: list[Any] = []
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.CSVLogger):
+            found.append(_Announcement(callback, names))
+        found.append(callback)
+    return found
 
 
 class _Announcement(keras.callbacks.Callback):

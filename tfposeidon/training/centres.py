@@ -12,11 +12,12 @@ from tfposeidon.exchange import replicas
 
 
 class Centres:
-    """What is equal on all ranks, in the variables while it is shown; one for each optimizer.
+    """Shows and hides the centres of a model's optimizers, and finds out if they were assigned.
 
-    Only `LocalUpdates` lets ranks train weights of their own: with other optimizers all of this
-    does nothing. Weights that somebody assigns while centres are shown are where all ranks go on
-    from. To tell, a checksum of what is shown is noted, and compared before ranks go on.
+    A centre is what is equal on all ranks where each trains weights of its own, as `LocalUpdates`
+    lets them: with other optimizers all of this does nothing. Weights that somebody assigns while
+    centres are shown are where all ranks go on from. To find out, a checksum of what is shown is
+    noted, and compared before ranks go on.
 
     Args:
       find: Function that returns the model's optimizers that communicate.

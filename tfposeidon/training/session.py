@@ -85,7 +85,7 @@ class Session:
       model: The model; it is not kept alive.
 
     Attributes:
-      centres: What is equal on all ranks, where each trains weights of its own.
+      centres: Centres of the optimizers by which ranks train weights of their own.
       knows_lengths: False in a `fit` in which ranks may end an epoch after different steps.
     """
 
