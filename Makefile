@@ -9,12 +9,15 @@ NATIVE := $(shell find tfposeidon/native datacache/native -name '*.c' -o -name '
 LIBRARY := tfposeidon/native/_ops.so
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help setup demo test test-fast test-versions check check-native docs format bench clean
+.PHONY: help setup demo test test-fast test-rest test-long test-all test-versions check check-native docs format bench clean native-address native-thread native-gpu
 
 help:
 	@echo "make demo    set up, train on NP=2 ranks, and compare schemes on a slow network"
-	@echo "make test    set up and run the tests"
+	@echo "make test    set up and run the fast tests, and the core on 2 and 2 x 2 ranks"
 	@echo "make test-fast  those that start no jobs, in one process"
+	@echo "make test-rest  those that make test leaves out, but for long ones"
+	@echo "make test-long  benchmarks, the CUDA build and long examples"
+	@echo "make test-all  all tests, with the minutes they took"
 	@echo "make test-versions  a part of them on every supported Python and TensorFlow that is here"
 	@echo "make check   set up and run the static checks, that of the documentation too"
 	@echo "make docs    set up and build the documentation in build/docs"
@@ -46,10 +49,19 @@ demo: setup
 	$(BIN)/python -m tfposeidon demo --plot build/demo.png
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "fast or core"
 
 test-fast: setup
 	$(BIN)/python -m pytest -m fast
+
+test-rest: setup
+	$(BIN)/python -m pytest -m "not fast and not core and not long"
+
+test-long: setup
+	$(BIN)/python -m pytest -m long
+
+test-all: setup
+	python3 tests/budget.py test test-rest test-long
 
 # An environment of 2 GB for each pair, with Horovod built for it; pairs that have passed are not run again.
 test-versions: setup
@@ -70,31 +82,33 @@ docs: setup
 	@echo "open build/docs/index.html"
 
 # The library alone, without TensorFlow: once for stray reads, writes and arithmetic, once for races.
-SANITIZERS := address,undefined thread
+SANITIZERS := address thread
+COMMA := ,
 NATIVE_TEST := tests/native/lib_test.cc $(wildcard tfposeidon/native/lib/*.cc)
-NATIVE_FLAGS := -std=c++17 -O2 -g -Wall -Wextra -Werror -Wno-psabi -ffp-contract=off -fno-strict-aliasing -I. -pthread
+NATIVE_FLAGS := -std=c++17 -O1 -g -Wall -Wextra -Werror -Wno-psabi -ffp-contract=off -fno-strict-aliasing -I. -pthread
 # The passes for GPUs run on the CPU in their test, and on a GPU where there is one. Thrust comes with the CUDA toolkit,
 # and itself binds null.
 CUDA := $(or $(HOROVOD_CUDA_HOME),/usr/local/cuda)
 CCCL := $(firstword $(wildcard $(CUDA)/include/cccl))
 THRUST_FLAGS := -DTHRUST_DEVICE_SYSTEM=THRUST_DEVICE_SYSTEM_CPP -isystem $(CCCL)
 GPU_TEST := tests/native/gpu_test.cc tfposeidon/native/lib/norms.cc tfposeidon/native/lib/thresholds.cc
+NATIVE_TESTS = $(SANITIZERS:%=native-%)$(if $(CCCL), native-gpu)
 check-native:
 	@mkdir -p build/native
-	@set -e; for kind in $(SANITIZERS); do \
-	  program=build/native/lib_test-$${kind%%,*}; \
-	  $(CXX) $(NATIVE_FLAGS) -fsanitize=$$kind -fno-sanitize-recover=all $(NATIVE_TEST) -o $$program; \
-	  echo "$$kind:"; $$program 40; \
-	done
-ifneq ($(CCCL),)
+	@$(MAKE) --no-print-directory -j2 -O $(NATIVE_TESTS)
+
+native-address native-thread:
+	$(CXX) $(NATIVE_FLAGS) -fsanitize=$(if $(findstring address,$@),address$(COMMA)undefined,thread) -fno-sanitize-recover=all $(NATIVE_TEST) -o build/native/lib_test-$@
+	build/native/lib_test-$@ 20
+
+native-gpu:
 	$(CXX) $(NATIVE_FLAGS) -fsanitize=address,undefined -fno-sanitize=null -fno-sanitize-recover=all $(THRUST_FLAGS) $(GPU_TEST) \
 	  -o build/native/gpu_test
-	build/native/gpu_test 60
+	build/native/gpu_test 20
 ifneq ($(shell command -v nvidia-smi),)
 	$(CUDA)/bin/nvcc -std=c++17 -O3 --fmad=false -arch=native -I. -DTFPOSEIDON_ON_GPU $(GPU_TEST) tfposeidon/native/lib/gpu/gpu.cu \
 	  -o build/native/gpu_test-cuda
 	build/native/gpu_test-cuda 300
-endif
 endif
 
 format: setup

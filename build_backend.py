@@ -15,7 +15,7 @@ from setuptools import build_meta
 # The other hooks of PEP 517 and PEP 660 are setuptools' own.
 from setuptools.build_meta import *  # noqa: F403
 
-from tfposeidon.commands import install, versions
+from tfposeidon.commands import cuda, install, versions
 
 
 def get_requires_for_build_wheel(config_settings: Mapping[str, str] | None = None) -> list[str]:
@@ -33,5 +33,5 @@ def _tensorflow() -> list[str]:
     if install.target_has("tensorflow"):
         return []
     # CUDA's libraries are not needed to compile.
-    package = "tensorflow" if install.nvidia_driver_present() else "tensorflow-cpu"
+    package = "tensorflow" if cuda.driver_present() else "tensorflow-cpu"
     return [f"{package}=={versions.tensorflow_releases()[-1]}.*"]

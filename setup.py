@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import OptionError
 
-from tfposeidon.commands import install, versions
+from tfposeidon.commands import cuda, install, versions
 
 NATIVE = Path("tfposeidon/native")
 CUDA_SOURCE = NATIVE / "lib/gpu/gpu.cu"
@@ -118,7 +117,17 @@ class BuildNative(build_ext):
             extension.extra_link_args = links
             if self.cuda or has_gpus:
                 self.add_cuda(extension)
+            extension.sources = self.joined(extension.sources)
         super().build_extensions()
+
+    def joined(self, sources: list[str]) -> list[str]:
+        """Joins the sources that need TensorFlow's headers, which take ten seconds to read."""
+        lib = [name for name in sources if name.startswith(str(NATIVE / "lib"))]
+        included = [f'#include "{name}"\n' for name in sources if name not in lib]
+        file = Path(self.build_temp) / "tensorflow.cc"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(included))
+        return [*lib, str(file)]
 
     def built_for(self) -> str | None:
         """Returns the TensorFlow of the library that is there, if any."""
@@ -126,13 +135,14 @@ class BuildNative(build_ext):
 
     def add_cuda(self, extension: Extension) -> None:
         """Compiles the GPU's library with nvcc, and adds it and its kernels."""
-        home = os.environ.get("HOROVOD_CUDA_HOME", "/usr/local/cuda")
-        nvcc = shutil.which(
-            "nvcc", path=os.pathsep.join([f"{home}/bin", os.environ.get("PATH", "")])
-        )
-        if nvcc is None:
-            self.warn("no nvcc, so native ops on GPU tensors run on the CPU; set HOROVOD_CUDA_HOME")
+        try:
+            toolkit = cuda.require_toolkit()
+        except cuda.CudaError as error:
+            if self.cuda:
+                sys.exit(f"\n{error}\n")
+            self.warn(f"native ops on GPU tensors run on the CPU: {error}")
             return
+        nvcc = str(toolkit.nvcc)
         known = subprocess.run(
             [nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True
         ).stdout.split()
@@ -147,14 +157,13 @@ class BuildNative(build_ext):
         codes = [f"-gencode=arch=compute_{gpu},code=sm_{gpu}" for gpu in gpus]
         codes += [f"-gencode=arch=compute_{gpus[-1]},code=compute_{gpus[-1]}"]
         self.spawn([nvcc, *CUDA_FLAGS, *codes, "-I.", "-c", str(CUDA_SOURCE), "-o", str(library)])
-        toolkit = Path(nvcc).resolve().parents[1]
         extension.sources = extension.sources + [
             name for name in native_files(".cc") if name.endswith("_gpu.cc")
         ]
-        extension.extra_objects = [str(library)]
+        # Before TensorFlow, which exports stubs of the runtime that open that of its own version.
+        extension.extra_objects = [str(library), str(toolkit.static_runtime)]
         extension.extra_link_args += [
-            f"-L{toolkit}/lib64",
-            "-lcudart_static",
+            f"-Wl,--exclude-libs,{toolkit.static_runtime.name}",
             # The static runtime needs these three.
             "-ldl",
             "-lrt",

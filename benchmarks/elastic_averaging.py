@@ -42,6 +42,7 @@ COMMON = {
 FULL = COMMON | {"seeds": list(range(5))}
 SHORT = COMMON | {"seeds": [0, 1, 2]}
 SMALLEST = COMMON | {
+    "parts": ["pace"],
     "seeds": [0, 1],
     "workers": 2,
     "learners": 2,

@@ -285,10 +285,9 @@ def in_lab(options, worker, task):
             f"benchmarks.workers.{worker}",
             request,
         ]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
         keywords = {
             "cwd": ROOT,
-            "env": environment,
+            "env": environment(),
             "stderr": subprocess.PIPE,
             "text": True,
             "timeout": TIME_LIMIT_S,
@@ -304,6 +303,12 @@ def in_lab(options, worker, task):
                 found,
             )
         return found
+
+
+def environment():
+    """Returns the variables of jobs, which import this folder's packages and tell no warnings."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def _answer(answer, report, options, task, worker):

@@ -5,7 +5,7 @@
 
 One process trains a CNN for the same number of epochs with a batch of 16, and with one of 256 by
 several rules: SGD at 2, 4, 8 and 16 times the rate of the small batch, LARS and LAMB. What 16 ranks
-with a batch of 16 each would do is the same, to rounding (tests/on_ranks/layer_rates.py). An
+with a batch of 16 each would do is the same, to rounding (tests/optimizers/test_layer_rates.py). An
 interrupted run goes on.
 """
 

@@ -96,13 +96,14 @@ COMMON = {
 FULL = COMMON | {"seeds": list(range(10))}
 SHORT = COMMON | {"seeds": [0, 1, 2], "data": ["digits"], "kinds": [EACH_STEP, "local SGD"]}
 SMALLEST = COMMON | {
+    "parts": ["accuracy"],
     "seeds": [0, 1],
     "data": ["digits"],
     "shares": ["own classes"],
-    "kinds": [EACH_STEP, "DiLoCo"],
+    "kinds": [EACH_STEP],
     "layout": "2x1",
     "scale": 0.02,
-    "epochs": 2,
+    "epochs": 1,
 }
 
 

@@ -33,6 +33,7 @@ FULL = COMMON | {"layouts": ["2x2", "4x1"]}
 SMALLEST = COMMON | {
     "systems": ["all-reduce in each step", "weights every 32, by 2D torus"],
     "layouts": ["2x1"],
+    "model": "alexnet",
     "shrink": 64,
     "rounds": 1,
 }

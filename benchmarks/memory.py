@@ -22,7 +22,7 @@ CASES = {
 }
 SMALLEST = {
     "layouts": ["2x1"],
-    "optimizers": ["sgd", "momentum"],
+    "optimizers": ["momentum"],
     "elements": 2**12,
     "updates": ["server"],
 }

@@ -37,7 +37,7 @@ TRAFFIC = {
     "gbit": FAST,
     "systems": ["ps", "ps-adam", "hybcomm"],
 }
-COMMON = {"dilation": 8.0, "steps": 3}
+COMMON = {"systems": SYSTEMS, "dilation": 8.0, "steps": 3}
 
 
 def parse_arguments():
@@ -48,7 +48,8 @@ def parse_arguments():
         parser,
         {"models": ["vgg19_22k"], "nodes": [4, 2], "bandwidths": 1} | COMMON,
         {"models": list(SLOWER), "nodes": [16, 8, 4, 2], "bandwidths": 3} | COMMON,
-        {"models": ["googlenet"], "nodes": [2], "bandwidths": 0, "dilation": 0.2, "steps": 1},
+        {"models": ["vgg19_32"], "nodes": [2], "bandwidths": 0}
+        | {"systems": ["ps-late", "hybcomm"], "dilation": 0.2, "steps": 1},
     )
 
 
@@ -66,7 +67,7 @@ def planned(options):
     cases += [(model, "4x4", FAST) for model in options.models] if options.full else []
     common = {"worker": "keras_fit", "dilation": options.dilation, "steps": options.steps}
     jobs = [
-        {"model": m, "layout": layout, "gbit": g, "systems": list(SYSTEMS)} | common
+        {"model": m, "layout": layout, "gbit": g, "systems": list(options.systems)} | common
         for m, layout, g in cases
     ]
     return harness.keyed([*jobs, TRAFFIC | common] if options.full else jobs)

@@ -45,7 +45,7 @@ FULL = COMMON | {
 }
 SMALLEST = {
     "sizes": [96],
-    "parts": ["warm", "jobs", "cold", "memory", "training", "nodes"],
+    "parts": ["warm", "memory", "training"],
     "rounds": 1,
     # Only one job, because each of its ranks imports TensorFlow.
     "held": ["datacache"],
@@ -126,7 +126,7 @@ def on_nodes(layout, rate, samples=2560, rounds=3):
 def on_one(kind, **task):
     """Runs one worker in a process of its own, with a slow source where it reads files."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"PYTHONPATH": str(harness.ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        environment = harness.environment()
         about = dict(task)
         if "images" in task:
             about["bytes"] = draw(Path(folder) / "source", task["images"])

@@ -2,12 +2,14 @@
 
     python -m benchmarks.wrapper                                             # 10 minutes
     python -m benchmarks.wrapper --pairs 401 --systems allreduce fit         # 13 minutes
+    python -m benchmarks.wrapper --pairs 11 --systems comparison             # ResNet-50 itself
 
 Two ranks on one node exchange ResNet-50's gradients and apply their means; one rank calls `fit`.
 Steps include what `fit` has the wrapper do: samples are counted, gradients weighted, exchanges
 timed. Both sides are timed in turn, A B B A, and each such pair gives a ratio, so that a machine
 that becomes slower does not count. Beside the median of the ratios stand the interval in which it
-lies with 95 %, and their quartiles. An interrupted run goes on.
+lies with 95 %, and their quartiles. "comparison" is that of values over ranks, which `fit` makes
+between epochs, beside a step of 8 images a rank. An interrupted run goes on.
 """
 
 import itertools
@@ -25,8 +27,11 @@ COMMON = {
     "systems": ["fit", "allreduce", "asa", "asa16", "2dtar"],
     "model": "resnet50",
     "bucket_mib": [DEFAULT_BUCKET_BYTES / 2**20],
+    "shrink": 1,
 }
-SMALLEST = COMMON | {"pairs": 1, "systems": ["fit", "allreduce"], "model": "googlenet"}
+WHOLE = {"fit", "comparison"}
+"""Systems that exchange by no scheme of their own."""
+SMALLEST = COMMON | {"pairs": 1, "systems": ["allreduce"], "model": "alexnet", "shrink": 8}
 
 
 def parse_arguments():
@@ -45,22 +50,21 @@ def parse_arguments():
 def planned(options):
     """Returns a job for each system and bucket size."""
     names = [
-        "fit" if name == "fit" else f"{name} {bucket_mib:g}"
+        name if name in WHOLE else f"{name} {bucket_mib:g}"
         for name in options.systems
-        for bucket_mib in (options.bucket_mib if name != "fit" else [0])
+        for bucket_mib in (options.bucket_mib if name not in WHOLE else [0])
     ]
+    # Only where there is one, for the sake of results that are there.
+    more = {"shrink": options.shrink} if options.shrink > 1 else {}
     return harness.keyed(
-        {"system": name, "model": options.model, "pairs": options.pairs} for name in names
+        {"system": name, "model": options.model, "pairs": options.pairs} | more for name in names
     )
 
 
-def run(system, model, pairs):
+def run(system, model, pairs, shrink=1):
     layout = "1x1" if system == "fit" else "1x2"
-    return harness.in_lab(
-        harness.cluster(layout, "unshaped"),
-        "wrapper",
-        {"systems": [system], "model": model, "pairs": pairs},
-    )
+    task = {"systems": [system], "model": model, "shrink": shrink, "pairs": pairs}
+    return harness.in_lab(harness.cluster(layout, "unshaped"), "wrapper", task)
 
 
 def median_interval(values):
@@ -98,6 +102,9 @@ def show(cells):
         "of one rank, ten by `fit`"
     )
     harness.show([header, *map(row, cells.values())])
+    for system, found in map(ratios, cells.values()):
+        if system == "comparison":
+            print(f"a comparison is {statistics.median(found):.2g} % of an epoch of 100 steps")
 
 
 def row(cell):
@@ -115,6 +122,7 @@ def plot(cells, path):
     def draw(figure, axes):
         (axis,) = axes
         found = dict(map(ratios, cells.values()))
+        found.pop("comparison", None)
         for index, (system, values) in enumerate(found.items()):
             color = figures.style(system.partition(" ")[0]).color
             axis.boxplot(

@@ -142,7 +142,7 @@ def images_of(options):
     if options.preset != "tiny":
         raise SystemExit("--data is needed: see --help. Only --preset tiny draws images of its own")
     if tp.rank() == 0:
-        counts = {"train": 320, "test": 80} if options.shortest else {}
+        counts = {"train": 160, "test": 80} if options.shortest else {}
         draw_shapes.draw(options.out / "shapes", **counts)
     tp.barrier()
     return images.open_images(str(options.out / "shapes"))

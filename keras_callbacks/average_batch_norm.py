@@ -1,4 +1,4 @@
-"""Averages the moving statistics of batch normalization over ranks."""
+"""Averages or sums over ranks what layers keep of their batches."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ import keras
 from typing_extensions import override
 
 from tfposeidon.exchange import replicas
+from tfposeidon.state.placement import Placement
 from tfposeidon.training import session
-from tfposeidon.training.statistics import moving_statistics
+from tfposeidon.training.entries import variables_of
 
 
 class AverageBatchNorm(keras.callbacks.Callback):
-    """Averages the moving statistics of batch normalization over ranks.
+    """Averages the moving statistics of layers over ranks.
 
     It does so before each evaluation and at the end of each epoch. In training every rank's
     `BatchNormalization` layers see that rank's batches only, and their moving statistics differ
-    from rank to rank. Without this callback ranks would evaluate and save different models. All
-    ranks take part, and all of them hold the same means (in float32) afterwards.
+    from rank to rank; so does what other layers keep in floating-point variables that no gradient
+    moves, such as codebooks (`tp.state.register` says otherwise). Of state that is registered as
+    partial rank 0 gets the sum over ranks, and all others zeros. Without this callback ranks would
+    evaluate and save different models. All ranks take part, and all of them hold the same means (in
+    float32) afterwards.
 
     Put it before `MetricAverage` and `Checkpoint`.
 
-    Cost: one all-reduce of all moving statistics of the model, 4 bytes for each element.
+    Cost: one all-reduce of these variables, 4 bytes for each element.
 
     >>> import keras_callbacks
     >>> callbacks = [keras_callbacks.AverageBatchNorm(), keras_callbacks.MetricAverage()]
@@ -37,4 +41,6 @@ class AverageBatchNorm(keras.callbacks.Callback):
         self._average()
 
     def _average(self) -> None:
-        replicas.average(moving_statistics(self.model), session.of(self.model).wire)
+        wire = session.of(self.model).wire
+        replicas.average(variables_of(self.model, Placement.AVERAGED), wire)
+        replicas.collect(variables_of(self.model, Placement.PARTIAL), wire)

@@ -7,17 +7,17 @@ from typing import Any
 import keras
 from typing_extensions import override
 
-from keras_callbacks._model_state import optimizers, replicated_variables
 from tfposeidon.communication import runtime
-from tfposeidon.exchange import replicas
-from tfposeidon.training import layer_state
+from tfposeidon.training import replicated, session
 
 
 class BroadcastVariables(keras.callbacks.Callback):
     """Gives every rank the model and optimizer state of one rank when training begins.
 
-    Seed generators and moving statistics are part of it, and so is what preprocessing layers of the
+    Moving statistics and frozen weights are part of it, and so is what preprocessing layers of the
     model have learnt by `adapt` and keep outside of variables: statistics, bins, vocabularies.
+    Seeds follow from those of that rank, and are different on each: otherwise samples of two ranks
+    would share their dropout masks and augmentation.
     Layers that are not part of the model, such as those in a `tf.data` pipeline, are not found:
     adapt them to the same data on every rank. State that differs between ranks by design, such as
     the residuals of sparse schemes, is left alone.
@@ -31,6 +31,8 @@ class BroadcastVariables(keras.callbacks.Callback):
     Raises:
       RuntimeError: In `fit`, on all ranks, if they built different models; the message names the
         first variable that differs. Also if the model has no weights yet.
+      RuntimeError: At the end of an epoch, on all ranks, if their weights have parted because the
+        model's optimizer does not communicate.
       ValueError: In `fit`, on all ranks, if layers hold tables that differ and cannot be assigned.
 
     Cost: one broadcast for each variable, once per `fit`.
@@ -44,12 +46,16 @@ class BroadcastVariables(keras.callbacks.Callback):
         self.root_rank = root_rank
 
     @override
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        # With an optimizer of ours `fit` compares by itself.
+        if runtime.size() == 1 or session.optimizers_of(self.model):
+            return
+        if problem := replicated.difference(self.model, runtime.wire()):
+            raise RuntimeError(
+                f"{problem} The model's optimizer does not communicate: wrap it, as in "
+                "compile(tfposeidon.DistributedOptimizer(optimizer), ...)."
+            )
+
+    @override
     def on_train_begin(self, logs: Any = None) -> None:
-        variables = [*replicated_variables(self.model), *self.model.non_trainable_variables]
-        replicas.broadcast(variables, runtime.wire(), self.root_rank)
-        layer_state.broadcast(self.model, runtime.wire(), self.root_rank)
-        for optimizer in optimizers(self.model):
-            # Keras's own optimizers keep nothing at servers.
-            scatter = getattr(optimizer, "scatter_state", None)
-            if scatter is not None:
-                scatter(self.root_rank)
+        replicated.share(self.model, runtime.wire(), self.root_rank)

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import keras
@@ -14,12 +13,13 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from keras_callbacks._model_state import optimizers, replicated_variables, trained_variables
+from keras_callbacks._model_state import trained_variables
 from tfposeidon import ranges
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.variable_agreement import as_json, first_difference
+from tfposeidon.state.placement import Placement, another_seed, is_seed
 from tfposeidon.state.rank_state import StateDescription, redistribute
 from tfposeidon.state.snapshots import (
     Snapshot,
@@ -29,11 +29,15 @@ from tfposeidon.state.snapshots import (
     to_named_arrays,
 )
 from tfposeidon.training import layer_state, session
+from tfposeidon.training.entries import optimizers, parts, variables_of
+from tfposeidon.training.replicated import replicated_variables
 
-FORMAT = 2
+FORMAT = 4
 """Format of what a snapshot holds; another number wherever that changes."""
+_OWN = (Placement.AVERAGED, Placement.LOCAL, Placement.PARTIAL)
+"""State of which each rank saves its own."""
 _LAYER = "layer."
-"""Prefix of the names of layers' state among a snapshot's shared arrays."""
+"""Prefix of the names of what layers keep outside of variables, among a snapshot's arrays."""
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -194,8 +198,10 @@ class Checkpoint(keras.callbacks.Callback):
         metrics = self._metrics() if batches else []
         own = to_named_arrays(_values(self._own()), "own")
         own |= to_named_arrays(_values(metrics), "metric")
-        own |= to_named_arrays(_values(self._rank_variables()), "sum")
-        own |= {"pieces": _json_array([p.to_dict() for p in self._rank_descriptions()])}
+        variables, descriptions = self._parts()
+        own |= to_named_arrays(_values(variables), "sum")
+        own |= {"pieces": _json_array([p.to_dict() for p in descriptions])}
+        own |= self._layers(Placement.LOCAL)
         self._files.start(meta, self._written_once() if self._wire.topology.rank == 0 else {}, own)
         self._steps_since_start, self._next_look = 0, 1
 
@@ -211,8 +217,12 @@ class Checkpoint(keras.callbacks.Callback):
             self._next_look = 0 if self._files.poll() else 2 * self._next_look
 
     def _written_once(self) -> dict[str, np.ndarray]:
-        layers = {f"{_LAYER}{name}": value for name, value in layer_state.read(self.model).items()}
-        return to_named_arrays(_values(self._shared()), "shared") | layers
+        shared = to_named_arrays(_values(self._shared()), "shared")
+        return shared | self._layers(Placement.REPLICATED)
+
+    def _layers(self, placement: Placement) -> dict[str, np.ndarray]:
+        found = layer_state.read(self.model, placement)
+        return {f"{_LAYER}{name}": value for name, value in found.items()}
 
     def _optimizer_meta(self, optimizer: Any) -> dict[str, Any]:
         """Returns an optimizer's scheme, and the indices of the variables that it trains.
@@ -241,21 +251,12 @@ class Checkpoint(keras.callbacks.Callback):
         return replicated_variables(self.model)
 
     def _own(self) -> list[Any]:
-        return list(self.model.non_trainable_variables)
+        return variables_of(self.model, *_OWN)
 
-    def _rank_variables(self) -> list[Any]:
-        return [
-            variable
-            for optimizer in optimizers(self.model)
-            for variable in getattr(optimizer, "rank_variables", [])
-        ]
-
-    def _rank_descriptions(self) -> list[StateDescription]:
-        return [
-            replace(piece, name=f"{piece.name} of optimizer {number}" if number else piece.name)
-            for number, optimizer in enumerate(optimizers(self.model))
-            for piece in getattr(optimizer, "rank_descriptions", [])
-        ]
+    def _parts(self) -> tuple[list[Any], list[StateDescription]]:
+        """Returns the variables of optimizers that differ from rank to rank, and what they are."""
+        pairs = list(parts(self.model))
+        return [variable for variable, _ in pairs], [description for _, description in pairs]
 
     def _metrics(self) -> list[Any]:
         return [variable for metric in self.model.metrics for variable in metric.variables]
@@ -269,16 +270,19 @@ class Checkpoint(keras.callbacks.Callback):
         self._session.centres.show()
         self._check(snapshot)
         _assign(self._shared(), to_array_list(snapshot.shared, "shared"))
-        # A rank that the saved job did not have begins with the state of another.
-        own = snapshot.own.get(self._wire.topology.rank, next(iter(snapshot.own.values())))
-        _assign(self._own(), to_array_list(own, "own"))
-        layers = {name: value for name, value in snapshot.shared.items() if name.startswith(_LAYER)}
+        own = self._assign_own(snapshot)
+        layers = snapshot.shared | snapshot.own.get(self._wire.topology.rank, {})
         layer_state.assign(
-            self.model, {name.removeprefix(_LAYER): value for name, value in layers.items()}
+            self.model,
+            {
+                name.removeprefix(_LAYER): value
+                for name, value in layers.items()
+                if name.startswith(_LAYER)
+            },
         )
         # Schemes first, as it is they that have the variables of a rank.
         self._restore_schemes(snapshot)
-        _assign(self._rank_variables(), self._redistributed(snapshot))
+        _assign(self._parts()[0], self._redistributed(snapshot))
         self._pending_metrics = to_array_list(own, "metric")
         self._steps, self._epoch = snapshot.meta["steps"], snapshot.meta["epoch"]
         self._session.centres.note_restored()
@@ -289,6 +293,34 @@ class Checkpoint(keras.callbacks.Callback):
             snapshot.meta["epoch"],
             snapshot.meta["batches"],
         )
+
+    def _assign_own(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
+        """Restores the state of layers of this rank, and returns its arrays of the snapshot.
+
+        A rank that the saved job did not have takes averaged state from another rank. Its recurrent
+        states stay as they are, and its seeds differ from those of all ranks. On other ranks, rank
+        0 gets the sum of what is partial.
+        """
+        rank = self._wire.topology.rank
+        is_new = rank not in snapshot.own
+        own = next(iter(snapshot.own.values())) if is_new else snapshot.own[rank]
+        local = variables_of(self.model, Placement.LOCAL) if is_new else []
+        before = _values(local)
+        _assign(self._own(), to_array_list(own, "own"))
+        for variable, value in zip(local, before, strict=True):
+            if is_seed(variable):
+                value = another_seed(tf.convert_to_tensor(variable), rank)
+            variable.assign(value)
+        if not snapshot.same_layout:
+            everybody = [to_array_list(arrays, "own") for arrays in snapshot.own.values()]
+            partial = {id(variable) for variable in variables_of(self.model, Placement.PARTIAL)}
+            for variable, *values in zip(self._own(), *everybody, strict=True):
+                if id(variable) in partial:
+                    total = np.sum(values, axis=0)
+                    variable.assign(
+                        tf.cast(np.zeros_like(total) if rank else total, variable.dtype)
+                    )
+        return own
 
     def _build_optimizers(self, snapshot: Snapshot) -> None:
         """Builds optimizers for the variables that they trained when they were saved.
@@ -308,7 +340,7 @@ class Checkpoint(keras.callbacks.Callback):
             if self._session.has_scheme_changes and policy != optimizer.policy:
                 optimizer.change_scheme(policy)
                 self._session.retrace()
-            planning = saved["planning"]
+            planning = _with_names(saved["planning"], self._names(snapshot))
             exchange = getattr(optimizer, "exchange", None)
             if planning and exchange and exchange.plans.resume(planning):
                 self._session.retrace()
@@ -324,33 +356,38 @@ class Checkpoint(keras.callbacks.Callback):
         return list(zip(found, saved, strict=True))
 
     def _redistributed(self, snapshot: Snapshot) -> list[np.ndarray]:
-        """Returns the values of this rank's `_rank_variables`.
+        """Returns the values of this rank's `_parts`.
 
         What counts of them is the sum over ranks: on another number of ranks, or with other
         buckets, a rank gets its part of the sum.
         """
-        pieces = self._rank_descriptions()
+        variables, pieces = self._parts()
+        names = self._names(snapshot)
         same = (
             snapshot.same_layout
-            and _saved_descriptions(snapshot.own[self._wire.topology.rank]) == pieces
+            and _saved_descriptions(snapshot.own[self._wire.topology.rank], names) == pieces
         )
         # Agreed on, as all ranks or none must come to the exchange in `read_all_ranks`.
         if all(exchange_objects(same, self._wire, "tp.same_pieces")):
             return to_array_list(snapshot.own[self._wire.topology.rank], "sum")
         everybody = self._files.read_all_ranks(snapshot)
         saved = [
-            list(zip(_saved_descriptions(own), to_array_list(own, "sum"), strict=True))
+            list(zip(_saved_descriptions(own, names), to_array_list(own, "sum"), strict=True))
             for own in everybody.values()
         ]
         try:
-            return redistribute(
-                saved, list(zip(pieces, _values(self._rank_variables()), strict=True))
-            )
+            return redistribute(saved, list(zip(pieces, _values(variables), strict=True)))
         except ValueError as error:
             raise SnapshotError(
                 f"A checkpoint must be of the same schemes. Received: {error}. Use those it was "
                 "made with, or Checkpoint(..., resume=False)."
             ) from error
+
+    def _names(self, snapshot: Snapshot) -> dict[str, str]:
+        """Returns the present paths of variables by saved ones, which a loaded model has not."""
+        now = replicas.describe_any(self._shared())
+        pairs = zip(snapshot.meta["variables"], now, strict=False)
+        return {saved: description.path for (saved, _, _), description in pairs}
 
     def _check_format(self, snapshot: Snapshot) -> None:
         # The first ones had no number.
@@ -380,8 +417,20 @@ def _json_array(value: Any) -> np.ndarray:
     return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 
-def _saved_descriptions(own: dict[str, np.ndarray]) -> list[StateDescription]:
-    return [StateDescription.from_dict(content) for content in json.loads(own["pieces"].tobytes())]
+def _saved_descriptions(
+    own: dict[str, np.ndarray], names: dict[str, str]
+) -> list[StateDescription]:
+    saved = _with_names(json.loads(own["pieces"].tobytes()), names)
+    return [StateDescription.from_dict(content) for content in saved]
+
+
+def _with_names(value: Any, names: dict[str, str]) -> Any:
+    """Replaces paths of variables in JSON by present ones."""
+    if isinstance(value, dict):
+        return {names.get(key, key): _with_names(item, names) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_names(item, names) for item in value]
+    return names.get(value, value) if isinstance(value, str) else value
 
 
 def _values(variables: Sequence[Any]) -> list[np.ndarray]:

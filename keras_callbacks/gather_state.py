@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from typing_extensions import override
 
-from keras_callbacks._model_state import optimizers
+from tfposeidon.training.entries import optimizers
 
 
 class GatherState(keras.callbacks.Callback):

@@ -9,11 +9,11 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from keras_callbacks._model_state import optimizers
 from tfposeidon import ranges
 from tfposeidon.optimizer import DistributedOptimizer
-from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.optimizers.wrapping import innermost, leaves
 from tfposeidon.training import session
+from tfposeidon.training.entries import optimizers
 
 SAME_RATE = 1e-7
 """Relative difference up to which two learning rates are one: they are kept in float32."""
@@ -123,6 +123,11 @@ class LearningRateSchedule(keras.callbacks.Callback):
                 f"{count} DistributedOptimizer(s) beside its own `optimizer`. Pass optimizer=..., "
                 "and one callback for each."
             )
+        if len(leaves(self.optimizer)) > 1:
+            raise ValueError(
+                "A callback sets one rate. Received: an optimizer that holds "
+                f"{len(leaves(self.optimizer))} others. Give each of them a schedule of its own."
+            )
         # Keras's public `learning_rate` would give the value of a schedule, not the schedule.
         rate = innermost(self.optimizer)._learning_rate
         if not isinstance(rate, keras.Variable):
@@ -154,8 +159,7 @@ def _velocities(optimizer: Any) -> list[Any]:
     """
     velocities = list(getattr(innermost(optimizer), "momentums", []))
     if isinstance(optimizer, DistributedOptimizer):
-        pairs = zip(optimizer.rank_variables, optimizer.rank_descriptions, strict=True)
-        velocities += [variable for variable, piece in pairs if piece.name == "velocity"]
+        velocities += [v for v, part in optimizer.rank_state if part.name == "velocity"]
     return velocities
 
 

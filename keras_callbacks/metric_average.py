@@ -21,7 +21,8 @@ class MetricAverage(keras.callbacks.Callback):
     over samples (losses, accuracies), an approximation for others, such as the area under a curve.
 
     Put it before callbacks that decide by metrics (`EarlyStopping`, `ReduceLROnPlateau`,
-    `ModelCheckpoint`): they then do the same on every rank. On one rank it changes nothing.
+    `ModelCheckpoint`): they then do the same on every rank. Ranks that lack a metric, as where only
+    some of them validate, get the mean over those that have it. On one rank it changes nothing.
 
     Cost: one exchange of some 50 bytes for each metric, once per epoch.
 
@@ -54,7 +55,7 @@ class MetricAverage(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         wire = session.of(self.model).wire
         trained = self._samples_seen() if self._trained is None else self._trained
-        if logs and wire.topology.size > 1:
+        if logs is not None and wire.topology.size > 1:
             logs.update(_averages(logs, trained, self._validated, wire))
 
     def _samples_seen(self) -> float:
@@ -71,8 +72,10 @@ def _averages(
         for name, value in logs.items()
     }
     ranks = exchange_objects(own, wire, "tp.metrics")
-    # A rank may lack a metric, such as `val_loss` where only some ranks validate.
-    pairs = {name: [metrics[name] for metrics in ranks if name in metrics] for name in own}
+    # A rank may lack a metric, such as `val_loss` where only some ranks validate: it gets the mean
+    # of the others, by which callbacks on all ranks decide alike.
+    names = dict.fromkeys(name for metrics in ranks for name in metrics)
+    pairs = {name: [metrics[name] for metrics in ranks if name in metrics] for name in names}
     return {name: _weighted_mean(values) for name, values in pairs.items()}
 
 

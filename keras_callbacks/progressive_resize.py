@@ -11,13 +11,13 @@ from typing import Any
 import keras
 from typing_extensions import override
 
-from keras_callbacks._model_state import optimizers
 from keras_callbacks.learning_rate_schedule import LearningRateSchedule
 from keras_callbacks.scheme_schedule import SchemeSchedule
 from tfposeidon import policies, ranges
 from tfposeidon.communication import runtime
 from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.training import session
+from tfposeidon.training.entries import optimizers
 
 Rate = float | Callable[[float], float]
 """A learning rate, or a function from the epoch, with its fraction, to one."""

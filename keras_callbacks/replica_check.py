@@ -7,11 +7,12 @@ from typing import Any
 import keras
 from typing_extensions import override
 
-from keras_callbacks._model_state import replicated_variables
 from tfposeidon import ranges
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import replicas
+from tfposeidon.state.placement import Placement
 from tfposeidon.training import layer_state, session
+from tfposeidon.training.replicated import replicated_variables
 
 ACTIONS = ("stop", "repair", "report")
 
@@ -25,14 +26,15 @@ class ReplicaCheck(keras.callbacks.Callback):
     Args:
       every_n_steps: Steps from one check to the next, at least 1.
       action: Answer to replicas that differ: `"stop"` raises on all ranks, `"repair"` logs the
-        difference on rank 0 and gives all ranks the values of rank 0, `"report"` only logs it.
+        difference on rank 0 and gives all ranks the values of rank 0, `"report"` only logs it, and
+        lets `fit` go on where it compares values itself.
 
     Raises:
       ValueError: If an argument is not one of those above.
       RuntimeError: In `fit`, on all ranks, with `action="stop"`; the message names the first
         variable that differs and the ranks.
 
-    Cost: each check reads all weights and optimizer state once, and exchanges a checksum (CRC-32)
+    Cost: each check reads all weights and optimizer state once, and exchanges a checksum
     for each.
 
     >>> import keras_callbacks
@@ -53,6 +55,7 @@ class ReplicaCheck(keras.callbacks.Callback):
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         session.of(self.model).check_in_step(f"ReplicaCheck(every_n_steps={self.every_n_steps})")
+        session.of(self.model).only_reports |= self.action == "report"
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -65,7 +68,7 @@ class ReplicaCheck(keras.callbacks.Callback):
         session.of(self.model).centres.show()
         variables = replicated_variables(self.model)
         wire = session.of(self.model).wire
-        layers = layer_state.read(self.model)
+        layers = layer_state.read(self.model, Placement.REPLICATED)
         found = replicas.differences(variables, wire) | replicas.different_arrays(layers, wire)
         if not found:
             return

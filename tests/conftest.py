@@ -1,22 +1,26 @@
-"""Marks tests by their folder: those in `tests/jobs` start ranks, labs or compilers.
+"""Marks tests: those in `tests/jobs`, and those marked `ranks`, start ranks, labs or compilers.
 
-All others are fast, unless they are marked slow: these take seconds each. Tests run in three turns:
-those without jobs; those whose jobs were started ahead and ran beside the fast ones; then the rest,
-whose jobs have the machine to themselves.
+All others are fast, unless they are marked slow: these take seconds each. Tests run in four turns:
+those without jobs; those whose jobs were started ahead and ran beside the fast ones; those on
+ranks; then the rest, such as the lab's, whose jobs have the machine to themselves.
 """
 
 import gc
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests import launch
+from tests.ranks import plugin, worker
+from tests.ranks.world import prepare, pytest_generate_tests  # noqa: F401, a hook
 
+collect_ignore = ["without"]
 JOBS = Path(__file__).parent / "jobs"
 JOB_LIMIT_S = launch.LIMIT_S + 60
-LANES = 3
-"""Jobs that run beside the fast tests at a time."""
+LANES = 2
+"""Jobs that run beside the fast tests at a time; `ranks/plugin.py` adds one."""
 SLOWEST = 10
 
 
@@ -43,12 +47,25 @@ class Ahead:
 AHEAD = pytest.StashKey[Ahead]()
 
 
+def pytest_configure(config):
+    if folder := worker.folder_of_job():
+        ranks = worker.Worker(config, folder)
+    else:
+        # As an interrupt: jobs end with the session.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        ranks = plugin.Session(config)
+    config.pluginmanager.register(ranks, "ranks")
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if JOBS in item.path.parents:
             item.add_marker("jobs")
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(JOB_LIMIT_S))
+        elif item.get_closest_marker("ranks"):
+            item.add_marker("jobs")
+            prepare(item)
         elif not item.get_closest_marker("slow"):
             item.add_marker("fast")
     items.sort(key=_turn)
@@ -57,7 +74,9 @@ def pytest_collection_modifyitems(items):
 def _turn(item):
     if not item.get_closest_marker("jobs"):
         return 0
-    return 1 if item.get_closest_marker("ahead") else 2
+    if item.get_closest_marker("ahead"):
+        return 1
+    return 2 if item.get_closest_marker("ranks") else 3
 
 
 def pytest_collection_finish(session):

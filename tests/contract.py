@@ -36,6 +36,9 @@ SCHEMES = {
 }
 """Scheme, and its rounding relative to the largest value: 0 if exact, None for those with state."""
 
+OF_EACH_CLASS = list({type(scheme): scheme for scheme, _ in reversed(SCHEMES.values())}.values())
+"""One scheme of each class, where types on the wire say no more."""
+
 LENGTHS = (0, 1, 7, 64, 10_007)
 
 

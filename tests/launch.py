@@ -13,6 +13,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 1800
 """For jobs that hang: more than ten times what the longest of them takes on two idle CPU cores."""
 
+WITH_SKLEARN = {"PYTHONPATH": str(ROOT)}
+"""Variables of jobs that take scikit-learn's digits. Others do without packages that TensorFlow and
+Keras import only because they are installed: `tests/without`."""
+
 durations = []
 """Label and seconds of every job that has ended."""
 _running = {}
@@ -37,47 +41,45 @@ def horovodrun(size, *command, environment=None, hosts=None, timeout_s=LIMIT_S, 
       The finished process with stdout and stderr together in `stdout`; with `background`, the
       running one.
     """
-    launcher = [
-        str(Path(sys.executable).with_name("horovodrun")),
-        "--gloo",
-        "-np",
-        str(size),
-        *(["-H", hosts] if hosts else []),
-        sys.executable,
-        *map(str, command),
-    ]
+    options = ["-H", hosts] if hosts else []
+    launcher = horovodrun_command(size, *options, sys.executable, *map(str, command))
     process = start(launcher, environment)
     return process if background else finish(process, timeout_s)
 
 
 def lab(options, *command, environment=None, timeout_s=LIMIT_S, background=False):
     """Runs `command` in the lab; `options` is a string. Returns as `horovodrun` does."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "tfposeidon",
-        "lab",
-        *options.split(),
-        "--",
-        *map(str, command),
-    ]
-    process = start(launcher, environment)
+    process = start(lab_command(options, *map(str, command)), environment)
     return process if background else finish(process, timeout_s)
 
 
-def start(command, environment=None):
+def horovodrun_command(size, *rest):
+    """The command that starts `size` ranks; `rest` is further options and the program."""
+    launcher = [sys.executable, str(ROOT / "tests" / "horovodrun.py")]
+    return [*launcher, "--gloo", "-np", str(size), *rest]
+
+
+def lab_command(options, *program):
+    """The command that starts a program on each rank of the lab; `options` is a string."""
+    return [sys.executable, "-m", "tfposeidon", "lab", *options.split(), "--", *program]
+
+
+def start(command, environment=None, output=subprocess.PIPE, label=None, cwd=ROOT):
     """Starts a command in the project's folder, its output in `stdout`; `finish` waits for it."""
-    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    path = os.pathsep.join([str(ROOT / "tests" / "without"), str(ROOT)])
+    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": path, "COLUMNS": "200"}
+    # To compile this project's modules takes each process a second of its eight.
+    variables["PYTHONDONTWRITEBYTECODE"] = ""
     process = subprocess.Popen(
         command,
-        cwd=ROOT,
+        cwd=cwd,
         env={**os.environ, **variables, **(environment or {})},
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
-    _running[process] = _label(command), time.monotonic()
+    _running[process] = label or _label(command), time.monotonic()
     return process
 
 

@@ -8,7 +8,7 @@ import keras
 import pytest
 
 import keras_callbacks
-from tests.on_ranks.checks import LogLines
+from tests.helpers.checks import LogLines
 from tfposeidon.asynchronous.calls import Call
 from tfposeidon.asynchronous.last_centre import saved_at_failure
 from tfposeidon.asynchronous.server import Server

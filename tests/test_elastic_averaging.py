@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfposeidon as tp
-from tests.on_ranks import models
+from tests.helpers import models
 from tfposeidon.asynchronous.calls import Call, make_call, sum_of_both, wait_for_call
 from tfposeidon.asynchronous.server import ServedCentre
 from tfposeidon.asynchronous.slots import ServedSlots, Slots, give_slots
@@ -62,7 +62,7 @@ def test_one_rank_is_refused_when_it_trains():
 )
 def test_server_ranks_that_are_refused(rank, size, message):
     with pytest.raises(ValueError, match=message):
-        runtime._check_server_rank(rank, size)
+        runtime.check_server_rank(rank, size)
 
 
 def test_models_are_saved_and_loaded_on_one_rank(tmp_path):

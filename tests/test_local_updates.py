@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import tfposeidon as tp
-from tests.on_ranks import models
+from tests.helpers import models
 
 
 def _trained(optimizer):

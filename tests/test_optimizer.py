@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import keras_callbacks
 import tfposeidon as tp
-from tests.on_ranks import models
+from tests.helpers import models
 from tfposeidon import policies, schemes
 from tfposeidon.training import layer_state
 from tfposeidon.training.session import optimizers_of

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import keras_callbacks
 import tfposeidon as tp
-from tests.on_ranks import models
+from tests.helpers import models
 from tests.test_optimizer import SGD, trained
 from tfposeidon import schemes
 

@@ -5,12 +5,16 @@ For each pair an environment of its own is made, with TensorFlow and Horovod by
 `python -m tfposeidon check`, a part of the fast tests, and `examples/keras_digits.py` on two ranks.
 Tests see the installed packages and not those of this folder.
 
+A pair that ends in `-cuda` installs with `--cuda` and needs nvcc: TensorFlow and Horovod with NCCL,
+and the native ops with GPU kernels. It trains on CPUs, and leaves out the fast tests.
+
 Interpreters are found by name (`python3.12`), on the path or in pyenv's folder; pairs whose
 interpreter is missing are skipped. Results are kept as JSON: pairs that have passed are not run
 again. It ends with a table in Markdown.
 
     make test-versions
     python -m tests.versions --pairs 3.13-2.21 3.12-2.19 --tests fast
+    python -m tests.versions --pairs 3.12-2.21-cuda
 """
 
 import argparse
@@ -46,6 +50,8 @@ CORE = (
     "training",
 )
 """What runs with `--tests core`: rooms that TensorFlow, Keras, Horovod or a compiler can break."""
+CUDA_PYTHON = "3.12"
+"""Python release of the pairs with CUDA; one is enough."""
 LIMIT_S = 3600
 TAIL_LINES = 15
 
@@ -54,13 +60,14 @@ class Pair:
     """A release of Python with one of TensorFlow, and the folder of its environment.
 
     Args:
-      name: `"3.12-2.20"`.
+      name: `"3.12-2.20"`, or `"3.12-2.20-cuda"`.
       folder: Where the environments of all pairs are.
     """
 
     def __init__(self, name, folder):
         self.name = name
-        self.python, self.tensorflow = name.split("-")
+        self.python, self.tensorflow, *rest = name.split("-")
+        self.cuda = bool(rest)
         self.folder = folder / name
         self.environment = self.folder / "environment"
         self.source = self.folder / "source"
@@ -77,7 +84,9 @@ class Pair:
         Raises:
           subprocess.CalledProcessError: If it fails.
         """
-        variables = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": ""}
+        # On CPUs, also where there are GPUs: two ranks may not share one under NCCL.
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.cuda else {}
+        variables = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": "", **hidden}
         with (self.folder / "log").open("a") as log:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
@@ -140,7 +149,8 @@ def make_environment(pair, options):
 
 def install(pair, options):
     """Installs TensorFlow, Keras and Horovod."""
-    pair.run("-m", "tfposeidon", "install", "--tensorflow", pair.tensorflow, cwd=pair.source)
+    cuda = "--cuda" if pair.cuda else "--no-cuda"
+    pair.run("-m", "tfposeidon", "install", cuda, "--tensorflow", pair.tensorflow, cwd=pair.source)
 
 
 def package(pair, options):
@@ -157,12 +167,17 @@ def package(pair, options):
 
 
 def check(pair, options):
-    """Runs `python -m tfposeidon check`."""
+    """Runs `python -m tfposeidon check`; a pair with CUDA must have NCCL and GPU kernels."""
     pair.run("-m", "tfposeidon", "check")
+    if pair.cuda:
+        built = "import horovod.tensorflow as hvd; from tfposeidon import native; "
+        pair.run("-c", f"{built} assert hvd.nccl_built() and native.has_gpu_kernels()")
 
 
 def test(pair, options):
     """Runs the fast tests, or the core of them."""
+    if pair.cuda:
+        return
     places = ["tests"] if options.tests == "fast" else [f"tests/{place}" for place in CORE]
     pair.run("-m", "pytest", "-m", "fast", "-p", "no:cacheprovider", *places, cwd=pair.tests)
 
@@ -216,11 +231,12 @@ def _counts(pair):
 
 def supported_pairs():
     """Returns the names of all pairs for which there are wheels, newest first."""
-    return [
+    pairs = [
         f"{python}-{tensorflow}"
         for python in reversed(versions.PYTHON)
         for tensorflow in reversed(versions.tensorflow_releases(python))
     ]
+    return pairs + [f"{CUDA_PYTHON}-{release}-cuda" for release in reversed(versions.TENSORFLOW)]
 
 
 def line(name, result):
@@ -232,18 +248,19 @@ def line(name, result):
 
 def table(results):
     """Returns a Markdown table: a row for each TensorFlow, a column for each Python."""
-    rows = [["", *(f"Python {python}" for python in versions.PYTHON)]]
+    rows = [["", *(f"Python {python}" for python in versions.PYTHON), "CUDA and NCCL, on CPUs"]]
     rows += [["---"] * len(rows[0])]
     for tensorflow in versions.TENSORFLOW:
         cells = [_cell(results, python, tensorflow) for python in versions.PYTHON]
+        cells.append(_cell(results, CUDA_PYTHON, tensorflow, "-cuda"))
         rows.append([f"TensorFlow {tensorflow}", *cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _cell(results, python, tensorflow):
+def _cell(results, python, tensorflow, cuda=""):
     if tensorflow not in versions.tensorflow_releases(python):
         return "no wheels"
-    result = results.get(f"{python}-{tensorflow}")
+    result = results.get(f"{python}-{tensorflow}{cuda}")
     if result is None:
         return "not run" if interpreter(python) else f"not run: no python{python}"
     if not result["passed"]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 # For type checkers and editors, which do not see what `__getattr__` finds.
 if TYPE_CHECKING:
-    from tfposeidon import local, ops, optimizers, policies, sample_counts, schemes
+    from tfposeidon import local, ops, optimizers, policies, sample_counts, schemes, state
     from tfposeidon.collectives import all_gather, all_reduce, barrier, broadcast_variables
     from tfposeidon.communication.links import Link, Links, Rates
     from tfposeidon.communication.runtime import init, rank, size, workers
@@ -42,6 +42,7 @@ __all__ = [
     "sample_counts",
     "schemes",
     "size",
+    "state",
     "workers",
 ]
 
@@ -65,7 +66,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("local", "ops", "optimizers", "policies", "sample_counts", "schemes"):
+    if name in ("local", "ops", "optimizers", "policies", "sample_counts", "schemes", "state"):
         return importlib.import_module(f"tfposeidon.{name}")
     if name in _HOME:
         return getattr(importlib.import_module(f"tfposeidon.{_HOME[name]}"), name)

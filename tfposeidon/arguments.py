@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.optimizers.wrapping import innermost, leaves
 
 HOROVODS = {
     "compression": 'the scheme says what is sent: scheme="asa16" halves the bytes, "hitopk" sends '
@@ -99,7 +99,7 @@ def check_no_averages(optimizer: str, inner: Any) -> None:
     Raises:
       ValueError: If it averages.
     """
-    if innermost(inner).use_ema:
+    if any(leaf.use_ema for leaf in leaves(inner)):
         raise ValueError(
             f"{optimizer} cannot average weights over steps, as these differ from rank to rank. "
             "Received: an inner optimizer with use_ema=True. Leave it out."

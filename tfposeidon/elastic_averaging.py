@@ -20,11 +20,12 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.one_vector import joined, parted
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import describe, with_merged_rows
-from tfposeidon.optimizers.wrapping import class_names, rates, step_counter
+from tfposeidon.optimizers.wrapping import rates, settings, step_counter
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
+from tfposeidon.state.placement import Placement
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training import asynchronous_begin
-from tfposeidon.training.statistics import state_of_layers
+from tfposeidon.training.entries import variables_of
 from tfposeidon.units import readable_size
 from tfposeidon.wrapper import OptimizerWrapper
 
@@ -122,7 +123,8 @@ class ElasticAveraging(OptimizerWrapper):
         Raises:
           ValueError: If a variable is not floating point.
         """
-        if self.built:
+        # Keras gives none when it loads an .h5 file.
+        if self.built or not variables:
             return
         self._build_inner(variables)
         # On the CPU, as branches and Python read them.
@@ -137,8 +139,9 @@ class ElasticAveraging(OptimizerWrapper):
         """Variables of the inner optimizer; on the server, as workers have handed them over."""
         return list(self.inner_optimizer.variables)
 
+    @property
     @override
-    def _rank_state(self) -> list[tuple[Any, StateDescription]]:
+    def rank_state(self) -> list[tuple[Any, StateDescription]]:
         return []
 
     @override
@@ -180,7 +183,7 @@ class ElasticAveraging(OptimizerWrapper):
             "every": self._every,
             "alpha": self.alpha,
             "server_alpha": self.server_alpha,
-            "inner optimizer": class_names(self.inner_optimizer),
+            **settings(self.inner_optimizer, "inner optimizer"),
         }
 
     @property
@@ -330,7 +333,7 @@ class ElasticAveraging(OptimizerWrapper):
         # With one of them, as `fit` does.
         for optimizer in others:
             optimizer.carry(list)
-        self.carry(lambda: [v for model in models for v in state_of_layers(model)])
+        self.carry(lambda: [v for model in models for v in variables_of(model, Placement.AVERAGED)])
         job.check_roles()
         asynchronous_begin.begin_loop(optimizers, models)
         job.run(optimizers, train, on_failure)

@@ -15,18 +15,22 @@ from tfposeidon import arguments, policies, sample_counts
 from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
+from tfposeidon.exchange.contributions import contributions
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import with_merged_rows
 from tfposeidon.local import checks, rules
 from tfposeidon.local.adding import Adding
+from tfposeidon.local.centre import Centre
 from tfposeidon.local.meeting import Meeting
 from tfposeidon.local.node import Node
 from tfposeidon.local.notes import notes
-from tfposeidon.local.rounds import Rounds, kept_alone
+from tfposeidon.local.rounds import Rounds
 from tfposeidon.local.schedule import Schedule
+from tfposeidon.optimizers.wrapping import settings
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
+from tfposeidon.state.placement import by_dtype
 from tfposeidon.state.rank_state import StateDescription
-from tfposeidon.wrapper import OptimizerWrapper, contributions
+from tfposeidon.wrapper import OptimizerWrapper
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
@@ -110,7 +114,7 @@ class LocalUpdates(OptimizerWrapper):
         self._schedule = schedule
         self._rule = rules.parse(rule)
         # Now, as a rule's own optimizer cannot tell its rate while a step is traced.
-        self._rule_text = repr(self._rule)
+        self._rule_settings = settings(self._rule, "rule")
         # Rounds exchange differences, which the rule adds up, whatever the optimizer inside is.
         self._exchange = Step(Adding(self), policy, bucket_bytes, sample_count)
         self._within = within
@@ -118,7 +122,6 @@ class LocalUpdates(OptimizerWrapper):
             None if within is None else Node(self, self._exchange, bucket_bytes, sample_count)
         )
         self._rounds: Rounds | None = None
-        self._kept_alone: list[Any] = []
         self._statistics: Callable[[], Sequence[Any]] = list
         self._has_checked_start = False
 
@@ -134,13 +137,18 @@ class LocalUpdates(OptimizerWrapper):
         Raises:
           ValueError: If a variable is not floating point.
         """
-        if self.built:
+        # Keras gives none when it loads an .h5 file.
+        if self.built or not variables:
             return
         self._build_inner(variables)
+        # On the CPU, as branches follow from it.
+        with tf.device("/CPU:0"):
+            self._number = self.add_variable((), dtype="int64", name="rounds")
         if runtime.size() > 1:
             self._build_rounds(variables)
         else:
-            self._kept_alone = kept_alone(self._rule, variables)
+            # Of copies, as in rounds: Keras names what an optimizer keeps after them.
+            self._rule.build(Centre(variables).copies)
         if self._node is not None:
             self._node.exchange.build()
         self._adopt(variables)
@@ -159,7 +167,7 @@ class LocalUpdates(OptimizerWrapper):
         )
         keeps = meeting.exchanger.states.exist
         checks.check_nothing_counts_twice(self._rule, self.policy, keeps)
-        self._rounds = Rounds(meeting, self._schedule, spreads=in_node)
+        self._rounds = Rounds(meeting, self._schedule, self._number, spreads=in_node)
 
     @property
     @override
@@ -168,17 +176,16 @@ class LocalUpdates(OptimizerWrapper):
 
         One rank has them, too, so that several go on from what it saves.
         """
-        if self._rounds is None:
-            return self._kept_alone
-        return [self._rounds.number, *self._rule.variables]
+        return [self._number, *self._rule.variables] if self.built else []
 
+    @property
     @override
-    def _rank_state(self) -> list[tuple[Any, StateDescription]]:
+    def rank_state(self) -> list[tuple[Any, StateDescription]]:
         if not self.built:
             return []
         self.prepare(self._trainable_variables)
         slots = [
-            (variable, StateDescription(name=f"inner {index}", averaged=_is_floating(variable)))
+            (variable, StateDescription(name=f"inner {index}", placement=by_dtype(variable)))
             for index, variable in enumerate(self.inner_optimizer.variables)
         ]
         in_rounds = [] if self._rounds is None else self._rounds.rank_state
@@ -295,7 +302,7 @@ class LocalUpdates(OptimizerWrapper):
     @override
     def agreed_settings(self) -> dict[str, Any]:
         schedule = dataclasses.asdict(self._schedule)
-        return {**schedule, "within": self._within, "rule": self._rule_text}
+        return {**schedule, "within": self._within, **self._rule_settings}
 
     @property
     @override
@@ -424,7 +431,3 @@ class LocalUpdates(OptimizerWrapper):
 
         in_node = [] if self._node is None else contributions(self._node.exchange, eagerly)
         return [*in_node, end_round]
-
-
-def _is_floating(variable: Any) -> bool:
-    return tf.as_dtype(variable.dtype).is_floating

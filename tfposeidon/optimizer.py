@@ -7,21 +7,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from typing_extensions import override
 
 from tfposeidon import arguments, policies, sample_counts
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import layer_norms
-from tfposeidon.gradients.accumulation import Accumulation
+from tfposeidon.exchange.contributions import contribute_zeros, contributions
+from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.gradients.accumulation import Accumulation, Call
 from tfposeidon.gradients.description import describe
-from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.optimizers.wrapping import (
+    accumulated_steps,
+    innermost,
+    leaves,
+    skips_calls,
+    step_counter,
+)
 from tfposeidon.planning import rules
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
 from tfposeidon.server.shards import ServerShards
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.wrapper import OptimizerWrapper
-
-_Update = Callable[[list[Any], Any], None]
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
@@ -34,7 +41,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     Args:
       inner_optimizer: A Keras optimizer that is not distributed yet. If it has
-        `gradient_accumulation_steps`, accumulation moves to the wrapper: one exchange per update.
+        `gradient_accumulation_steps`, there is one exchange per update.
       scheme: Scheme by which gradients are exchanged (default `"auto"`): a name (`"auto"`,
         `"allreduce"`, `"asa"`, `"asa16"`, `"2dtar"`, `"ps"`, `"sfb"`, `"adam"`, `"hybcomm"`,
         `"onebit"`, `"hitopk"`, `"topk"`), an object of `tfposeidon.schemes` or
@@ -45,8 +52,8 @@ class DistributedOptimizer(OptimizerWrapper):
         ones cost fewer messages, which `"asa"` and `"2dtar"` feel more than `"allreduce"`; 0 sends
         each variable by itself.
       gradient_accumulation_steps: Calls of `apply` whose gradients are averaged for one exchange
-        and one update, as in Keras's optimizers (default `None`: one call). That of the inner
-        optimizer, if it has one, takes precedence.
+        and one update (default `None`: that of the inner optimizer, which takes precedence). It is
+        given to the inner optimizer, which must not be built.
       sample_count: Function by which `fit` and `train_on_batch` weigh this rank: from what the
         train step is given, such as `(x, y, sample_weight)`, to a number. `None` (default) counts
         samples, which is exact for losses that are means over samples. `tfposeidon.sample_counts`
@@ -85,19 +92,18 @@ class DistributedOptimizer(OptimizerWrapper):
     ) -> None:
         arguments.check_no_more_arguments("DistributedOptimizer", others)
         policy = policies.parse(scheme)
-        rule = innermost(inner_optimizer)
-        steps = getattr(rule, "gradient_accumulation_steps", None) or gradient_accumulation_steps
         super().__init__(
             inner_optimizer,
             policy,
             bucket_bytes,
             sample_count,
-            gradient_accumulation_steps=steps,
+            gradient_accumulation_steps=gradient_accumulation_steps,
             name=name or "distributed_optimizer",
         )
+        if gradient_accumulation_steps and not accumulated_steps(inner_optimizer):
+            _accumulate_inside(inner_optimizer, gradient_accumulation_steps)
+        self.gradient_accumulation_steps = accumulated_steps(inner_optimizer)
         rules.check_server_update(policy, inner_optimizer)
-        # Accumulation happens here, before the exchange; the inner optimizer must not do it again.
-        rule.gradient_accumulation_steps = None
         self._accumulation: Accumulation | None = None
         self._shards: ServerShards | None = None
 
@@ -114,7 +120,8 @@ class DistributedOptimizer(OptimizerWrapper):
           ValueError: If a variable is not floating point, or, where servers update, if the inner
             optimizer is built already.
         """
-        if self.built:
+        # Keras gives none when it loads an .h5 file.
+        if self.built or not variables:
             return
         for variable in variables:
             # Refuses what cannot be trained before any state is made.
@@ -125,8 +132,25 @@ class DistributedOptimizer(OptimizerWrapper):
         elif not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
         if self.gradient_accumulation_steps:
+            self._check_accumulates_inside()
             self._accumulation = Accumulation(self, variables, self.gradient_accumulation_steps)
         self._adopt(variables)
+
+    def _check_accumulates_inside(self) -> None:
+        steps, inner = self.gradient_accumulation_steps, self.inner_optimizer
+        # Those that a MultiOptimizer makes when it is built were not there to be told.
+        if accumulated_steps(inner) != steps:
+            raise ValueError(
+                "All optimizers inside must accumulate over as many calls. Received: "
+                f"gradient_accumulation_steps={steps}, and an optimizer inside that was made later "
+                "without. Give gradient_accumulation_steps to its constructor."
+            )
+        if self._shards is not None and innermost(self).ema_overwrite_frequency:
+            raise ValueError(
+                'With update="server" and accumulation averages of weights take their place at the '
+                "end of fit only. Received: ema_overwrite_frequency. Leave it out, or use "
+                'update="worker".'
+            )
 
     @property
     @override
@@ -153,21 +177,62 @@ class DistributedOptimizer(OptimizerWrapper):
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         rules.check_all_variables(variables, self._trainable_variables, self._shards is not None)
         with self._exchange.call(grads, variables, count) as sent:
-            self._accumulate(sent, variables, count, functools.partial(self._update, variables))
+            if self._accumulation is None:
+                self._update(variables, sent, count)
+            else:
+                self._accumulate(self._accumulation, sent, variables, count)
 
     def _accumulate(
-        self, grads: list[Any], variables: list[Any], count: Any, update: _Update
+        self, accumulation: Accumulation, grads: list[Any], variables: list[Any], count: Any
     ) -> None:
-        """Calls `update` with these gradients, or, if several calls make one update, with sums."""
-        if self._accumulation is None:
-            update(grads, count)
-        else:
-            self._accumulation.add(
-                [self._get_variable_index(v) for v in variables], grads, count, update
-            )
+        """Keeps gradients until an update is due; the inner optimizer sees each call.
 
-    def _update(self, variables: list[Any], grads: list[Any], count: Any) -> None:
+        It accumulates, too: zeros, and so many times the mean in the call that makes the update.
+        """
+        inner = self.inner_optimizer
+        # As in Keras, calls weigh alike unless somebody has said how.
+        batch = self._exchange.batch
+        own = None if batch.is_of_rows(count) else count
+        rows = None if batch.are_equal or own is not None else count
+        share, finite, everybody = self._exchange.join_call(
+            grads, variables, rows, skips_calls(inner)
+        )
+        call = Call(
+            weight=share if own is None else own,
+            is_due=self._is_due(),
+            scale=inner.scale_loss(1.0),
+            # A loss scale skips a call by the means, and a rank that is out of data all of them.
+            counter=None if finite is None and everybody is None else step_counter(inner),
+        )
+
+        def wait() -> None:
+            # Not finite on one rank: all skip the call.
+            value = 0.0 if finite is None else tf.where(finite, 0.0, float("nan"))
+            apply = functools.partial(self._apply_to_all, variables, value)
+            if everybody is None:
+                apply()
+            else:
+                tf.cond(everybody, apply, lambda: None)
+
+        def update(grads: list[Any], weight: Any, calls: Any) -> None:
+            # Where samples weigh, nothing is known of calls before the optimizer was wrapped.
+            factor = calls if own is None else self.gradient_accumulation_steps
+            self._update(variables, grads, weight, factor)
+
+        indices = [self._get_variable_index(v) for v in variables]
+        accumulation.add(indices, grads, call, update, wait)
+
+    def _apply_to_all(self, variables: list[Any], value: Any) -> None:
+        targets = variables if self._shards is None else self._shards.refreshed()
+        grads = [tf.fill(tuple(v.shape), tf.cast(value, v.dtype)) for v in targets]
+        self.inner_optimizer.apply(grads, targets)
+
+    def _update(
+        self, variables: list[Any], grads: list[Any], count: Any, factor: Any = None
+    ) -> None:
         means = self._exchange.means(grads, variables, count, self._shards)
+        if factor is not None:
+            means = means.times(factor, variables)
         with layer_norms.override_norms(
             self.inner_optimizer, self._exchange.plans.norms(variables)
         ):
@@ -217,13 +282,47 @@ class DistributedOptimizer(OptimizerWrapper):
             self._shards.scatter_state(rank)
 
     @override
-    def drop_accumulated(self) -> None:
-        """Drops gradients that were accumulated for an update that no longer comes."""
-        if self._accumulation is not None:
-            self._accumulation.reset()
+    def contributions(self, eagerly: bool) -> list[Callable[[], bool]]:
+        if self._accumulation is None:
+            return super().contributions(eagerly)
+        return contributions(self._exchange, eagerly, self._contribute)
+
+    def _contribute(self, exchanger: Exchanger, call: int, eagerly: bool) -> bool:
+        """Takes part in a call whose gradients may wait for an update."""
+        tell = exchanger.contribute_to_call_eagerly if eagerly else exchanger.contribute_to_call
+        if int(tell(call)) == exchanger.wire.topology.size:
+            return True
+        # As the others have found before their call, which does not count.
+        if self._is_due().numpy():
+            contribute_zeros(exchanger, call, eagerly)
+        return False
+
+    def _is_due(self) -> tf.Tensor:
+        """Returns whether the next call makes an update."""
+        calls = tf.convert_to_tensor(step_counter(self.inner_optimizer)) + 1
+        return calls % self.gradient_accumulation_steps == 0
 
     @override
-    def _rank_state(self) -> list[tuple[Any, StateDescription]]:
+    def drop_accumulated(self) -> int:
+        """Drops gradients that were accumulated for an update that no longer comes.
+
+        Returns:
+          Number of calls whose gradients were dropped, the same on all ranks.
+        """
+        steps = self.gradient_accumulation_steps
+        if self._accumulation is None or steps is None:
+            return 0
+        calls = int(step_counter(self.inner_optimizer).numpy()) % steps
+        if calls:
+            self._accumulation.reset()
+            for leaf in leaves(self.inner_optimizer):
+                if leaf.built:
+                    leaf._iterations.assign_sub(calls)
+        return calls
+
+    @property
+    @override
+    def rank_state(self) -> list[tuple[Any, StateDescription]]:
         # Schemes make their state with the plan. A checkpoint that is loaded before the first step
         # has to find it.
         if self.built and not self._exchange.exchangers:
@@ -242,3 +341,17 @@ class DistributedOptimizer(OptimizerWrapper):
         # Unbuilt, so that it builds its state for this rank's part and never for whole variables.
         rules.check_not_built(self.inner_optimizer)
         return ServerShards(self._exchange.exchanger(variables), variables)
+
+
+def _accumulate_inside(optimizer: Any, steps: int) -> None:
+    """Makes an optimizer accumulate, as if it had been constructed so."""
+    for leaf in leaves(optimizer):
+        own = leaf.gradient_accumulation_steps
+        if leaf.built or own not in (None, steps):
+            raise ValueError(
+                "An optimizer must know over how many calls it accumulates before it is built. "
+                f"Received: gradient_accumulation_steps={steps} around a {type(leaf).__name__} "
+                f"{'that is built' if leaf.built else f'with {own}'}. Give "
+                "gradient_accumulation_steps to its constructor."
+            )
+        leaf.gradient_accumulation_steps = steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -12,14 +11,14 @@ from typing_extensions import override
 
 from tfposeidon import arguments, policies, ranges, sample_counts
 from tfposeidon.communication import surroundings
-from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.contributions import contributions
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import describe
-from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.optimizers.wrapping import innermost, leaves
 from tfposeidon.planning import rules
 from tfposeidon.planning.plan import Plan
 from tfposeidon.state.rank_state import StateDescription
-from tfposeidon.training import keras_patches
+from tfposeidon.training import keras_patches, session
 
 
 class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
@@ -71,6 +70,7 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
         self._exchange = Step(self, policy, bucket_bytes, sample_count)
         # Here and not at import, which must change nothing for those who only load a module.
         keras_patches.patch_keras(OptimizerWrapper)
+        session.note_made(self)
 
     def __bool__(self) -> bool:
         """Returns True, and notes whether Keras's `compile` asks.
@@ -102,10 +102,12 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
         # It serves replicas of tf.distribute, which is refused. It joins all gradients for them, so
         # that the first update, or pull from servers, waits for the last exchange, and registers a
         # gradient function, for ever, that holds the graph of each traced step.
-        innermost(self)._all_reduce_sum_gradients = list
+        for leaf in leaves(self.inner_optimizer):
+            leaf._all_reduce_sum_gradients = list
         # After the inner optimizer's own `build`, which makes the averages.
         self._show_averages()
-        self._trainable_variables = list(variables)
+        # Past Keras, which would take the weights for variables of this optimizer's own.
+        self.__dict__["_trainable_variables"] = list(variables)
         self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
         self._exchange.build()
         self.built = True
@@ -124,15 +126,12 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
         They hold accumulated gradients, what schemes keep, and this rank's part of servers' state.
         `keras_callbacks.Checkpoint` saves it per rank; `.keras` files do not hold it.
         """
-        return [variable for variable, _ in self._rank_state()]
-
-    def _rank_state(self) -> list[tuple[Any, StateDescription]]:
-        raise NotImplementedError
+        return [variable for variable, _ in self.rank_state]
 
     @property
-    def rank_descriptions(self) -> list[StateDescription]:
-        """Describes each of `rank_variables`, so that state can be moved onto other ranks."""
-        return [piece for _, piece in self._rank_state()]
+    def rank_state(self) -> list[tuple[Any, StateDescription]]:
+        """Each of `rank_variables` with what is needed to move it onto other ranks."""
+        raise NotImplementedError
 
     @property
     @override
@@ -257,6 +256,7 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
         variables = list(
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
+        session.note_applied(self, variables)
         self._check(grads, variables)
         count = self._exchange.batch.current if sample_count is None else sample_count
         self._step(grads, variables, count)
@@ -331,7 +331,8 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
           var_list: Variables to exclude.
           var_names: Parts of names: variables whose names contain one of them are excluded.
         """
-        innermost(self).exclude_from_weight_decay(var_list, var_names)
+        for leaf in leaves(self.inner_optimizer):
+            leaf.exclude_from_weight_decay(var_list, var_names)
 
     @property
     def policy(self) -> policies.Policy:
@@ -384,8 +385,13 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
         """Settings of its own that have to be the same on all ranks, for JSON."""
         return {}
 
-    def drop_accumulated(self) -> None:
-        """Drops gradients that were accumulated for an update that no longer comes."""
+    def drop_accumulated(self) -> int:
+        """Drops gradients that were accumulated for an update that no longer comes.
+
+        Returns:
+          Number of calls whose gradients were dropped, the same on all ranks.
+        """
+        return 0
 
     def contributions(self, eagerly: bool) -> list[Callable[[], bool]]:
         """Returns what a rank that is out of data takes part in, until all ranks are.
@@ -458,23 +464,3 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
         Args:
           rank: The rank that has loaded the model (default 0).
         """
-
-
-def contributions(exchange: Step, eagerly: bool) -> list[Callable[[], bool]]:
-    """Returns what a rank that is out of data takes part in; see `OptimizerWrapper.contributions`.
-
-    Args:
-      exchange: Exchange of gradients in each step.
-      eagerly: True for steps that run eagerly.
-    """
-    return [
-        functools.partial(_contribute, exchanger, call, eagerly)
-        for exchanger in exchange.exchangers
-        for call in range(exchanger.calls)
-    ]
-
-
-def _contribute(exchanger: Exchanger, call: int, eagerly: bool) -> bool:
-    contribute = exchanger.contribute_nothing
-    absent, _ = exchanger.contribute_nothing_eagerly(call) if eagerly else contribute(call)
-    return int(absent) == exchanger.wire.topology.size

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+import keras_callbacks
 import tfposeidon as tp
 from benchmarks.exchanges import scheme_named
 from benchmarks.workers.task import Task
@@ -147,8 +148,9 @@ def fit(task, system, model, wire):
     timer = StepTimer(wire, per_epoch - task.steps, last_epoch)
     batch = model.inputs[0].shape[0]
     data = np.ones((batch * per_epoch, 1), "float32")
+    callbacks = [timer] if system == "alone" else [keras_callbacks.BroadcastVariables(), timer]
     # As in a long training, of which the first epochs are waited for.
-    model.fit(data, data, batch_size=batch, epochs=1000, verbose=0, callbacks=[timer])
+    model.fit(data, data, batch_size=batch, epochs=1000, verbose=0, callbacks=callbacks)
     steps = [[part / task.steps for part in node] for node in timer.node_bytes]
     chosen = choice_of(model.optimizer.plan) if plans_again else {}
     sent_bytes = timer.node_bytes[wire.topology.rank][0]

@@ -2,7 +2,7 @@
 
 Systems: "fit" (one rank, beside plain Keras), or a scheme and the MiB of its buckets, as "asa 4" (a
 model's gradients, beside Horovod's `grouped_allreduce` and the plain optimizer). Either way the
-wrapper does what `fit` has it do.
+wrapper does what `fit` has it do. "comparison" is that of values over ranks, beside a step.
 """
 
 import horovod.tensorflow as hvd
@@ -14,7 +14,7 @@ import tfposeidon as tp
 from benchmarks.workers.exchange import slowest
 from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
-from tfposeidon.lab import models
+from tfposeidon.training import replicated
 
 BATCH, STEPS = 64, 10
 
@@ -49,10 +49,9 @@ def gradients(model):
 
     They are variables, for constants would be folded.
     """
-    layers = models.model(model).layers
     shapes = [
         shape
-        for layer in layers
+        for layer in model.layers
         for shape in (layer.kernel, *((length,) for length in layer.vectors))
     ]
     return [tf.Variable(tf.fill(shape, 1e-3), name=f"g{i}") for i, shape in enumerate(shapes)]
@@ -122,8 +121,24 @@ def _fit(optimizer):
     return lambda: model.fit(data, steps_per_epoch=STEPS, verbose=0)
 
 
+def _compared():
+    """Returns functions that compare ResNet-50's values over ranks, and that make a step of it."""
+    keras.utils.set_random_seed(0)
+    model = keras.applications.ResNet50(weights=None)
+    model.compile(tp.DistributedOptimizer(_sgd()), "sparse_categorical_crossentropy")
+    images, labels = np.zeros((8, 224, 224, 3), "float32"), np.zeros(8, "int32")
+    model.train_on_batch(images, labels)
+    wire = runtime.wire()
+    return (
+        lambda: replicated.difference(model, wire, with_layers=True),
+        lambda: model.train_on_batch(images, labels),
+    )
+
+
 def sides(system, model):
     """Returns ours and theirs: functions that make a step, or ten."""
+    if system == "comparison":
+        return _compared()
     if system == "fit":
         return _fit(tp.DistributedOptimizer(_sgd())), _fit(_sgd())
     scheme, bucket_mib = system.rsplit(" ", 1)
@@ -134,7 +149,7 @@ def main():
     task = Task.from_argument()
     tp.init()
     for system in task.systems:
-        task.note(system, in_turn(*sides(system, task.model), task.pairs))
+        task.note(system, in_turn(*sides(system, task.emulated()), task.pairs))
 
 
 if __name__ == "__main__":

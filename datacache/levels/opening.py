@@ -200,7 +200,7 @@ def _disk_room_bytes(folder: Path) -> int:
     return budget_bytes(DISK_BUDGET, free_bytes(folder))
 
 
-def _reclaimable_bytes(folder: Path, budget: int | str) -> int:
+def reclaimable_bytes(folder: Path, budget: int | str) -> int:
     """Returns the bytes of a budget with all pools removed that no process has open."""
     # With what a kill has left in the folder itself, which goes when the pool is made.
     idle_bytes = sum(pool.bytes for pool in find_idle_pools(folder.parent))
@@ -226,7 +226,7 @@ def _fits(whole: Path, shard: Path, needed_bytes: Callable[[], int], budget: int
     # Pools are used as they were made, without a look at a sample.
     if is_pool(whole) or is_pool(shard):
         return is_pool(whole)
-    return needed_bytes() <= _reclaimable_bytes(whole, budget)
+    return needed_bytes() <= reclaimable_bytes(whole, budget)
 
 
 def _shard_folder(whole: Path, node: int, nodes: int) -> Path:

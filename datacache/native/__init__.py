@@ -48,14 +48,14 @@ def gather(
             f"{indices.min()}..{indices.max()}"
         )
     library = _compiled()
-    if library is None or (checksums is not None and not _checksum_lanes()):
+    if library is None or (checksums is not None and not checksum_lanes()):
         _gather_in_python(records, indices, into, checksums)
     elif indices.size:
         target = None if into is None else into.ctypes.data
         record_bytes = records.nbytes // len(records)
         given = records.ctypes.data, record_bytes, indices.ctypes.data, len(indices)
         if checksums is not None:
-            library.check_records(target, *given, checksums.ctypes.data, _checksum_lanes())
+            library.check_records(target, *given, checksums.ctypes.data, checksum_lanes())
         elif into is not None:
             library.gather_records(target, *given)
 
@@ -164,7 +164,7 @@ def read_file(path: str, offset: int, length: int) -> bytes:
 
 
 @functools.cache
-def _checksum_lanes() -> int:
+def checksum_lanes() -> int:
     """Returns how many parts the CPU multiplies at a time for checksums; 0 if none."""
     library = _compiled()
     return 0 if library is None else library.parts_at_a_time()

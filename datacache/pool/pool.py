@@ -119,12 +119,12 @@ class Pool:
         """
         # For a pool on a disk, making page tables would read all of it.
         if self._background is None and self.filled == self.slots and is_in_memory(self.folder):
-            steps = self._verify_in_steps() if verify and self._heap is None else iter(())
+            steps = self.verify_in_steps() if verify and self._heap is None else iter(())
             self._background = BackgroundSteps(
                 itertools.chain(populate_page_tables([self._columns.pages]), steps)
             )
 
-    def _verify_in_steps(self) -> Iterator[None]:
+    def verify_in_steps(self) -> Iterator[None]:
         """Verifies a few samples in each step; those that are corrupt are left to their reader.
 
         Gives way to readers, which verify what they copy: two passes over memory side by side
@@ -254,7 +254,7 @@ class Pool:
             checksums = self._columns.begin_checksums(indices)
         targets = self._columns.copy(indices, into, checksums)
         if checksums is not None:
-            corrupt = samples[self._settle(indices, words, match_checksums(words, checksums))]
+            corrupt = samples[self.settle(indices, words, match_checksums(words, checksums))]
         whole = not corrupt.size and bool(self._words.unchanged(indices, words).all())
         return targets if whole else None, corrupt
 
@@ -302,9 +302,9 @@ class Pool:
         words = self._words.array[indices]
         checksums, inside = self._columns.checksums(indices)
         intact = inside & match_checksums(words, checksums)
-        return samples[self._settle(indices, words, intact)]
+        return samples[self.settle(indices, words, intact)]
 
-    def _settle(self, indices: np.ndarray, words: np.ndarray, intact: np.ndarray) -> np.ndarray:
+    def settle(self, indices: np.ndarray, words: np.ndarray, intact: np.ndarray) -> np.ndarray:
         """See `SampleWords.settle`."""
         corrupt = self._words.settle(indices, words, intact)
         if corrupt.any() and self._heap is not None:

@@ -323,7 +323,7 @@ def _make_beside(path: Path, access: Access) -> bool:
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     _make_accessible(beside, access)
     try:
-        if _rename_new(beside, path):
+        if rename_new(beside, path):
             return True
     except BaseException:
         beside.rmdir()
@@ -332,7 +332,7 @@ def _make_beside(path: Path, access: Access) -> bool:
     return False
 
 
-def _rename_new(old: Path, new: Path) -> bool:
+def rename_new(old: Path, new: Path) -> bool:
     """Renames a folder; unlike `os.rename` it does not replace an empty one of the new name.
 
     Returns:

@@ -64,7 +64,7 @@ def open_images(data):
     # Of the form of the training images: records beside a folder are not what one has meant.
     if records["train"] and (test := _test_name(lambda name: records[name])):
         sources = [datacache.from_tfrecords(records[n], RECORD_FEATURES) for n in ("train", test)]
-        return Images(*sources, RECORD_CLASSES, _pair_of_record)
+        return Images(*sources, RECORD_CLASSES, pair_of_record)
     if (folder / "train").is_dir() and (test := _test_name(lambda name: (folder / name).is_dir())):
         sources = [datacache.from_folder(folder / name) for name in ("train", test)]
         if sources[0].class_names != sources[1].class_names:
@@ -104,7 +104,7 @@ def _of_tfds(name, folder):
     return Images(*sources, classes, lambda features: (features["image"], features["label"]))
 
 
-def _pair_of_record(features):
+def pair_of_record(features):
     label = features["image/class/label"]
     rule = f"classes of TFRecords must be from 1 to {RECORD_CLASSES}, as ImageNet's"
     # Another class would be a target of zeros.

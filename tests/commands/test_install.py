@@ -3,13 +3,14 @@
 import argparse
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 import tensorflow as tf
 
 from tests.launch import ROOT
 from tfposeidon import native
-from tfposeidon.commands import install, versions
+from tfposeidon.commands import cuda, install, versions
 from tfposeidon.commands.corrections import Correction, CorrectionError
 
 
@@ -29,7 +30,7 @@ def test_another_python_is_refused(monkeypatch, capsys, python):
         match=r"needs Python 3\.11, 3\.12 or 3\.13\. Received: .* python3\.13 -m venv",
     ):
         versions.require_python()
-    assert install.main(argparse.Namespace(horovod_only=True)) == 1
+    assert install.main(argparse.Namespace(horovod_only=True, cuda=False)) == 1
     assert "needs Python" in capsys.readouterr().err
 
 
@@ -37,7 +38,7 @@ def test_another_python_is_refused(monkeypatch, capsys, python):
 def test_another_tensorflow_is_refused(monkeypatch, capsys, release):
     monkeypatch.setattr(versions, "running_python", lambda: "3.12")
     monkeypatch.setattr(install, "_tensorflow_version", lambda: f"tensorflow-cpu {release}.1")
-    assert install.main(argparse.Namespace(horovod_only=True)) == 1
+    assert install.main(argparse.Namespace(horovod_only=True, cuda=False)) == 1
     assert (
         f"tfposeidon needs TensorFlow 2.19, 2.20 or 2.21. Received: tensorflow-cpu {release}.1. "
         "Run: pip install 'tensorflow-cpu==2.21.*', "
@@ -51,25 +52,24 @@ def test_a_tensorflow_without_wheels_for_the_python_is_refused(monkeypatch):
         versions.UnsupportedVersionError,
         match=r"TensorFlow 2\.20 or 2\.21 on Python 3\.13\. Received: tensorflow 2\.19",
     ):
-        install.install_tensorflow("2.19")
+        install.install_tensorflow(False, "2.19")
 
 
 def test_an_installed_tensorflow_is_not_replaced(monkeypatch):
     monkeypatch.setattr(install, "_tensorflow_version", lambda: "tensorflow-cpu 2.21.0")
-    install.install_tensorflow("2.21")
+    install.install_tensorflow(False, "2.21")
     with pytest.raises(install.InstallError, match=r"pip install 'tensorflow-cpu==2\.20\.\*'"):
-        install.install_tensorflow("2.20")
+        install.install_tensorflow(False, "2.20")
 
 
 def test_the_tensorflow_of_the_native_library_is_installed(monkeypatch, tmp_path):
     """Of a wheel that was built elsewhere; it is the newest where there is no library."""
     monkeypatch.setattr(versions, "running_python", lambda: "3.12")
-    monkeypatch.setattr(install, "nvidia_driver_present", lambda: False)
     monkeypatch.setattr(install, "built_for", lambda: "2.20.0")
-    assert install.tensorflow_requirement() == "tensorflow-cpu==2.20.*"
-    assert install.tensorflow_requirement("2.19") == "tensorflow-cpu==2.19.*"
+    assert install.tensorflow_requirement(False) == "tensorflow-cpu==2.20.*"
+    assert install.tensorflow_requirement(False, "2.19") == "tensorflow-cpu==2.19.*"
     monkeypatch.setattr(install, "built_for", lambda: None)
-    assert install.tensorflow_requirement() == "tensorflow-cpu==2.21.*"
+    assert install.tensorflow_requirement(False) == "tensorflow-cpu==2.21.*"
 
 
 def test_the_native_library_names_its_tensorflow(tmp_path):
@@ -109,27 +109,72 @@ def test_the_cache_is_per_user(monkeypatch, tmp_path):
         ("_tensorflow_version", lambda: "tensorflow 9.9"),
         ("_compiler_version", lambda: "99.0"),
         ("CORRECTIONS", ()),
-        ("nvidia_driver_present", lambda: True),
     ],
 )
 def test_the_cache_key_follows_what_the_wheel_depends_on(monkeypatch, name, value):
-    before = install.cache_key()
-    assert install.cache_key() == before
+    before = install.cache_key(False)
+    assert install.cache_key(False) == before
     monkeypatch.setattr(install, name, value)
-    assert install.cache_key() != before
+    assert install.cache_key(False) != before
 
 
-def test_a_gpu_machine_takes_cuda_and_nccl(monkeypatch):
-    monkeypatch.setattr(install, "nvidia_driver_present", lambda: True)
-    assert install.tensorflow_requirement().startswith("tensorflow[and-cuda]==")
-    assert install.horovod_flags()["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+@pytest.fixture
+def gpu_parts(monkeypatch):
+    """A toolkit and an NCCL that are there."""
+    toolkit = cuda.Toolkit(home=Path("/cuda"), version=(12, 5))
+    nccl = cuda.Nccl(include=Path("/nccl"), library=Path("/nccl/libnccl.so"), version="2.27.7")
+    monkeypatch.setattr(cuda, "require_toolkit", lambda: toolkit)
+    monkeypatch.setattr(cuda, "require_nccl", lambda toolkit: nccl)
+    return toolkit, nccl
+
+
+def test_for_gpus_cuda_and_nccl_are_taken(monkeypatch, gpu_parts):
+    assert install.tensorflow_requirement(True).startswith("tensorflow[and-cuda]==")
+    assert install.horovod_flags(True)["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    before = install.cache_key(True)
+    assert before != install.cache_key(False)
+    newer = cuda.Toolkit(home=Path("/cuda"), version=(13, 0))
+    monkeypatch.setattr(cuda, "require_toolkit", lambda: newer)
+    assert install.cache_key(True) != before
+
+
+@pytest.mark.parametrize(
+    ("driver", "tensorflow", "cuda_of_it", "for_gpus"),
+    [
+        (False, None, None, False),
+        (True, None, None, True),
+        (True, "tensorflow 2.21.0", "12.5.1", True),
+        (True, "tensorflow-cpu 2.21.0", None, False),
+    ],
+)
+def test_a_driver_and_tensorflow_decide_where_nobody_says(
+    monkeypatch, driver, tensorflow, cuda_of_it, for_gpus
+):
+    monkeypatch.setattr(cuda, "driver_present", lambda: driver)
+    monkeypatch.setattr(install, "_tensorflow_version", lambda: tensorflow)
+    monkeypatch.setattr(cuda, "tensorflow_cuda", lambda: cuda_of_it)
+    assert install.for_gpus() == for_gpus
+
+
+def test_nccl_wants_a_tensorflow_for_gpus(monkeypatch, capsys, gpu_parts):
+    monkeypatch.setattr(install, "_tensorflow_version", lambda: "tensorflow-cpu 2.21.0")
+    monkeypatch.setattr(cuda, "tensorflow_cuda", lambda: None)
+    assert install.main(argparse.Namespace(horovod_only=True, cuda=True)) == 1
+    assert "pip install 'tensorflow[and-cuda]==2.21.*'" in capsys.readouterr().err
+
+
+def test_missing_nvcc_is_named_before_anything_is_downloaded(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("HOROVOD_CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(install, "_pip", lambda *arguments: pytest.fail(f"pip {arguments}"))
+    assert install.main(argparse.Namespace(horovod_only=False, tensorflow=None, cuda=True)) == 1
+    assert f"GPU code is compiled by nvcc. Received: none in {tmp_path}" in capsys.readouterr().err
 
 
 def test_mpi_passes_through(monkeypatch):
-    assert install.horovod_flags()["HOROVOD_WITHOUT_MPI"] == "1"
+    assert install.horovod_flags(False)["HOROVOD_WITHOUT_MPI"] == "1"
     monkeypatch.setenv("HOROVOD_WITH_MPI", "1")
-    assert install.horovod_flags()["HOROVOD_WITH_MPI"] == "1"
-    assert "HOROVOD_WITHOUT_MPI" not in install.horovod_flags()
+    assert install.horovod_flags(False)["HOROVOD_WITH_MPI"] == "1"
+    assert "HOROVOD_WITHOUT_MPI" not in install.horovod_flags(False)
 
 
 def test_a_failed_build_prints_its_last_lines_and_what_to_install(monkeypatch, tmp_path):
@@ -139,7 +184,7 @@ def test_a_failed_build_prints_its_last_lines_and_what_to_install(monkeypatch, t
     source.mkdir()
     (source / "setup.py").write_text("raise SystemExit('error: gloo.h: no such file')")
     with pytest.raises(install.InstallError) as caught:
-        install._compile(source, tmp_path / "wheel", tmp_path)
+        install.compile_horovod(source, tmp_path / "wheel", tmp_path, False)
     assert "error: gloo.h: no such file" in str(caught.value)
     assert "pip-setuptools-caller" not in str(caught.value)
     assert "apt-get install g++ cmake make python3-dev" in str(caught.value)
@@ -151,17 +196,10 @@ def test_missing_tools_are_named(monkeypatch):
         install.InstallError,
         match=r"Missing: cmake, make, g\+\+\. Run: apt-get install cmake make g\+\+",
     ):
-        install._require_build_tools()
-
-
-def test_a_gpu_machine_needs_nvcc(monkeypatch, tmp_path):
-    monkeypatch.setattr(install, "nvidia_driver_present", lambda: True)
-    monkeypatch.setattr(install, "_nvcc_path", lambda: str(tmp_path))
-    with pytest.raises(install.InstallError, match="Missing: nvcc"):
-        install._require_build_tools()
+        install.require_build_tools()
 
 
 def test_horovod_needs_tensorflow_first(monkeypatch):
     monkeypatch.setattr(install, "_tensorflow_version", lambda: None)
     with pytest.raises(install.InstallError, match="Run: python -m tfposeidon install"):
-        install.install_horovod()
+        install.install_horovod(False)

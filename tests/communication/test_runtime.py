@@ -1,5 +1,6 @@
 """Starting up: limits, layouts, GPUs, and Horovods that do not fit."""
 
+import contextlib
 import os
 import sys
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ def test_init_twice_is_one_start():
     ("asked", "warning", "limit"), [(None, "60", "300"), (20, "5", "20"), (3600, "60", "3600")]
 )
 def test_stall_limits(fresh, asked, warning, limit):
-    runtime._set_limits(asked, 45)
+    runtime.set_limits(asked, 45)
     assert os.environ[launcher.STALL_WARNING] == warning
     assert os.environ[launcher.STALL_LIMIT] == limit
     assert os.environ[launcher.TRANSPORT_LIMIT] == "45"
@@ -37,17 +38,17 @@ def test_stall_limits(fresh, asked, warning, limit):
 
 def test_what_the_environment_says_stays(fresh, monkeypatch):
     monkeypatch.setenv(launcher.STALL_LIMIT, "77")
-    runtime._set_limits(None, None)
+    runtime.set_limits(None, None)
     assert os.environ[launcher.STALL_LIMIT] == "77"
     assert launcher.TRANSPORT_LIMIT not in os.environ
 
 
 def test_a_server_may_be_long_with_one_worker(fresh, monkeypatch):
-    runtime._set_limits(None, None, serves=True)
+    runtime.set_limits(None, None, serves=True)
     assert os.environ[launcher.TRANSPORT_LIMIT] == "300"
-    runtime._set_limits(None, 45, serves=True)
+    runtime.set_limits(None, 45, serves=True)
     assert os.environ[launcher.TRANSPORT_LIMIT] == "45"
-    runtime._set_limits(None, None, serves=True)
+    runtime.set_limits(None, None, serves=True)
     assert os.environ[launcher.TRANSPORT_LIMIT] == "45"
 
 
@@ -92,22 +93,22 @@ def _running(size, local_size):
 
 
 def test_a_horovod_that_runs_is_adopted_without_groups():
-    assert runtime._adopt(_running(4, 4), None, None).topology.nodes == ((0, 1, 2, 3),)
+    assert runtime.adopt(_running(4, 4), None, None).topology.nodes == ((0, 1, 2, 3),)
 
 
 def test_a_horovod_that_runs_has_no_groups_to_offer():
     with pytest.raises(
         RuntimeError, match=r"needs? 4 groups\. Replace hvd.init\(\) by tfposeidon.init\(\)"
     ):
-        runtime._adopt(_running(4, 2), None, None)
+        runtime.adopt(_running(4, 2), None, None)
     with pytest.raises(RuntimeError, match="need 3 groups"):
-        runtime._adopt(_running(4, 4), None, server_rank=0)
+        runtime.adopt(_running(4, 4), None, server_rank=0)
 
 
 def test_another_layout_is_refused():
     topology = runtime.Topology.regular(0, 4, 2)
     with pytest.raises(RuntimeError, match="already runs as 4 rank"):
-        runtime._check_same_layout(topology, 4)
+        runtime.check_same_layout(topology, 4)
 
 
 def test_each_rank_of_a_node_gets_its_gpu():
@@ -117,9 +118,50 @@ def test_each_rank_of_a_node_gets_its_gpu():
         mock.patch.object(tf.config, "set_visible_devices") as visible,
         mock.patch.object(tf.config.experimental, "set_memory_growth") as growth,
     ):
-        runtime._pin_gpu(2)
+        runtime.choose_gpu(2)
     visible.assert_called_once_with(gpus[2], "GPU")
     growth.assert_called_once_with(gpus[2], True)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "nccl", "refused"),
+    [(0, 2, True, False), (1, 2, False, False), (2, 2, True, False), (1, 2, True, True)],
+)
+def test_ranks_share_a_gpu_without_nccl_only(monkeypatch, gpus, ranks, nccl, refused):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with (
+        mock.patch.object(tf.config, "list_physical_devices", return_value=["GPU"] * gpus),
+        mock.patch("horovod.tensorflow.nccl_built", return_value=nccl),
+        pytest.raises(RuntimeError, match=r"Received: 2 ranks .* 1 GPU\(s\).*--no-cuda")
+        if refused
+        else contextlib.nullcontext(),
+    ):
+        runtime.require_gpu_per_rank(ranks)
+    # Each rank may see another GPU.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with (
+        mock.patch.object(tf.config, "list_physical_devices", return_value=["GPU"]),
+        mock.patch("horovod.tensorflow.nccl_built", return_value=True),
+    ):
+        runtime.require_gpu_per_rank(8)
+        # Nor may more be known than the launcher says.
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        runtime.require_gpu_per_rank(None)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "nccl", "refused"),
+    [(0, 1, False, False), (1, 1, False, True), (1, 2, False, False), (1, 1, True, False)],
+)
+def test_check_wants_nccl_where_each_rank_has_a_gpu(gpus, ranks, nccl, refused):
+    with (
+        mock.patch.object(tf.config, "list_physical_devices", return_value=["GPU"] * gpus),
+        mock.patch("horovod.tensorflow.nccl_built", return_value=nccl),
+        pytest.raises(check.CheckError, match="--horovod-only --cuda")
+        if refused
+        else contextlib.nullcontext(),
+    ):
+        check.horovod_build(ranks)
 
 
 @pytest.mark.slow
@@ -139,9 +181,11 @@ def test_check_reports(capsys):
     ],
 )
 def test_check_names_the_remedy(monkeypatch, capsys, versions, remedy):
-    real = check._version
+    real = check.version_of
     monkeypatch.setattr(
-        check, "_version", lambda name: versions.get(name, "x") if name in versions else real(name)
+        check,
+        "version_of",
+        lambda name: versions.get(name, "x") if name in versions else real(name),
     )
     assert check.main(SimpleNamespace(ranks_per_node=None, links=None)) == 1
     assert remedy in capsys.readouterr().err

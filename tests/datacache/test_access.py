@@ -262,7 +262,7 @@ def test_a_groups_folder_is_there_once_it_is_the_groups(shared, monkeypatch):
     assert path.stat().st_ino == was
     assert list(shared.iterdir()) == [path]
     # Where the file system cannot do it.
-    monkeypatch.setattr("datacache.system.access._rename_new", lambda *_: False)
+    monkeypatch.setattr("datacache.system.access.rename_new", lambda *_: False)
     Directory.create(shared / "other", access).close()
     assert sorted(shared.iterdir()) == [shared / "other", path]
     assert {one.stat().st_mode & 0o7777 for one in shared.iterdir()} == {0o2770}

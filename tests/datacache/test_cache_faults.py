@@ -28,7 +28,7 @@ class Flaky:
     """A source that fails so many times for each sample."""
 
     def __init__(self, source, failures):
-        self._source, self._left = source, dict.fromkeys(range(len(source)), failures)
+        self._source, self.left = source, dict.fromkeys(range(len(source)), failures)
 
     def __getattr__(self, name):
         return getattr(self._source, name)
@@ -37,8 +37,8 @@ class Flaky:
         return len(self._source)
 
     def read(self, sample):
-        self._left[sample] -= 1
-        if self._left[sample] >= 0:
+        self.left[sample] -= 1
+        if self.left[sample] >= 0:
             raise OSError(5, "Input/output error")
         return self._source.read(sample)
 
@@ -51,7 +51,7 @@ def test_reads_are_tried_again_and_then_named(images, opened, monkeypatch):
     assert cache.stats().retries == 2 * SAMPLES
     flaky = Flaky(source, 2)
     cache = opened(flaky, memory=None)
-    flaky._left[3] = 9
+    flaky.left[3] = 9
     with pytest.raises(
         Exception,
         match=r"A sample must be readable. Received: \[Errno 5\].* for .*00003.png, 4 times",

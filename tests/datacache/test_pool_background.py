@@ -71,7 +71,7 @@ def test_checksums_are_looked_at_ahead_and_what_is_corrupt_is_left_to_its_reader
 def test_a_look_ahead_waits_while_somebody_reads(monkeypatch):
     monkeypatch.setattr(pool_module, "STEP_BYTES", 300_000)
     with _large_pools(SAMPLES, look=False) as (_, pool):
-        steps, counts = pool._verify_in_steps(), []
+        steps, counts = pool.verify_in_steps(), []
         for reads in (False, True, False):
             if reads:
                 pool.gather_verified(np.zeros(1, int))

@@ -78,7 +78,7 @@ def test_checksums_are_looked_at_once_per_boot_and_not_by_who_wrote(
 ):
     if not compiled:
         monkeypatch.setattr(native, "_compiled", lambda: None)
-        monkeypatch.setattr(native, "_checksum_lanes", lambda: 0)
+        monkeypatch.setattr(native, "checksum_lanes", lambda: 0)
     everything = np.arange(SAMPLES)
     looked_at = []
     gather = native.gather
@@ -138,7 +138,7 @@ def test_what_changes_while_it_is_looked_at_is_not_corrupt(
     """It is as its writer left it, and a batch with it is not taken."""
     if not compiled:
         monkeypatch.setattr(native, "_compiled", lambda: None)
-        monkeypatch.setattr(native, "_checksum_lanes", lambda: 0)
+        monkeypatch.setattr(native, "checksum_lanes", lambda: 0)
     writer, everything = new_pool(tmp_path), np.arange(SAMPLES)
     for index in everything:
         writer.put(index, drawn_sample(index))
@@ -181,9 +181,9 @@ def test_what_was_written_since_a_look_stays(tmp_path, monkeypatch, compiled):
     old = pool._words.array[[3]]
     pool.put(3, drawn_sample(4))
     agrees = np.array([False])
-    assert not pool._settle(np.array([3]), old, agrees)[0]
+    assert not pool.settle(np.array([3]), old, agrees)[0]
     assert pool.ready(np.array([3]))[0]
-    assert pool._settle(np.array([3]), pool._words.array[[3]], agrees)[0]
+    assert pool.settle(np.array([3]), pool._words.array[[3]], agrees)[0]
     assert not pool.ready(np.array([3]))[0]
 
 

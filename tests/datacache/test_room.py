@@ -247,7 +247,7 @@ def test_what_is_left_of_a_pool_counts_as_room_for_it(memory, monkeypatch):
     left = _idle_pool(memory / "left", 1)
     (left / "header.json").unlink()
     monkeypatch.setattr("datacache.levels.opening.free_bytes", lambda path: 1000)
-    assert opening._reclaimable_bytes(left, "100%") >= 2**20 + 1000
+    assert opening.reclaimable_bytes(left, "100%") >= 2**20 + 1000
 
 
 @pytest.mark.parametrize("step", ["reserve", "plan"])

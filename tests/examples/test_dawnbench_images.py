@@ -116,9 +116,9 @@ def test_classes_that_imagenet_has_not_are_refused(example, label):
     images = example.images
     features = {"image/encoded": tf.constant(b""), "image/class/label": tf.constant(label, "int64")}
     with pytest.raises(tf.errors.InvalidArgumentError, match="must be from 1 to 1000"):
-        images._pair_of_record(features)
+        images.pair_of_record(features)
     features["image/class/label"] = tf.constant(1000, "int64")
-    assert int(images._pair_of_record(features)[1]) == 999
+    assert int(images.pair_of_record(features)[1]) == 999
 
 
 def test_crops_are_drawn_by_what_is_in_the_batch(example, drawn, tmp_path):

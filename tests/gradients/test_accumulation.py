@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfposeidon.gradients.accumulation import Accumulation
+from tfposeidon.gradients.accumulation import Accumulation, Call
 from tfposeidon.gradients.embedding_rows import Rows
 from tfposeidon.gradients.factors import Factors
 
@@ -37,24 +37,28 @@ class _Calls:
       means: What updates were given, as matrices.
     """
 
-    def __init__(self, accumulation, like):
+    def __init__(self, accumulation, like, steps):
         self.accumulation, self.like, self.means = accumulation, like, []
+        self._steps, self._done = steps, 0
         self._by_factors = tf.function(self._add_factors, reduce_retracing=True)
         self._by_matrix = tf.function(self._add)
 
     def add(self, gradient, count):
+        self._done += 1
+        about = tf.constant(count), tf.constant(self._done % self._steps == 0)
         if isinstance(gradient, Factors):
-            self._by_factors(gradient.left, gradient.right, tf.constant(count))
+            self._by_factors(gradient.left, gradient.right, *about)
         else:
-            self._by_matrix(gradient, tf.constant(count))
+            self._by_matrix(gradient, *about)
 
-    def _add_factors(self, left, right, count):
-        self._add(dataclasses.replace(self.like, left=left, right=right), count)
+    def _add_factors(self, left, right, *about):
+        self._add(dataclasses.replace(self.like, left=left, right=right), *about)
 
-    def _add(self, gradient, count):
-        self.accumulation.add([0], [gradient], count, self._update)
+    def _add(self, gradient, count, is_due):
+        call = Call(weight=count, is_due=is_due)
+        self.accumulation.add([0], [gradient], call, self._update, lambda: None)
 
-    def _update(self, mean, total):
+    def _update(self, mean, total, calls):
         mean = mean[0]
         if isinstance(mean, Factors):
             product = tf.reshape(mean.product(mean.packed), [M, N])
@@ -81,7 +85,7 @@ def test_means_of_factors_are_those_of_matrices(kinds, kind, dtype):
     variable = keras.Variable(np.zeros((M, N)), dtype=wide, name="kernel")
     local = tf.cast(draw.normal(size=(M, N)), wide) if kind is Factors else None
     accumulation = Accumulation(keras.optimizers.SGD(), [variable], len(kinds))
-    calls = _Calls(accumulation, _factors(draw, 1, dtype, kind, local))
+    calls = _Calls(accumulation, _factors(draw, 1, dtype, kind, local), len(kinds))
     counts = [float((i + 1) % 3) for i in range(len(kinds))]
     for _ in range(2):
         matrices = []
@@ -105,7 +109,7 @@ def test_what_comes_from_no_samples_need_not_be_a_number():
     draw = np.random.default_rng(0)
     good = _factors(draw, 3, "float32", Factors, None)
     bad = Factors(good.left * np.nan, good.right * np.nan)
-    calls = _Calls(accumulation, good)
+    calls = _Calls(accumulation, good, 2)
     calls.add(good, 4.0)
     calls.add(bad, 0.0)
     (mean,) = calls.means
@@ -117,7 +121,7 @@ def test_dropped_rows_are_gone():
     accumulation = Accumulation(keras.optimizers.SGD(), [variable], 2)
     draw = np.random.default_rng(0)
     factors = _factors(draw, 3, "float32", Factors, None)
-    calls = _Calls(accumulation, factors)
+    calls = _Calls(accumulation, factors, 2)
     calls.add(factors, 1.0)
     assert calls.means == []
     assert sum(v.numpy().size for v, _ in accumulation.rank_state(0, 1)) > 3 * (M + N)

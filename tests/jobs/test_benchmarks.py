@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import LIMIT_S, ROOT, ahead, finish, start
+from tests.launch import LIMIT_S, ROOT, WITH_SKLEARN, ahead, finish, start
 
 NOT_MEASURED = {
     "__init__",
     "best_scheme",
     "exchanges",
+    "gpu_check",  # in test_gpu_check.py
     "grid",
     "predict",
     "predict_steps",
@@ -24,6 +25,7 @@ NOT_MEASURED = {
 } | ({"gpu"} if shutil.which("nvidia-smi") is None else set())
 NAMES = sorted({file.stem for file in (ROOT / "benchmarks").glob("*.py")} - NOT_MEASURED)
 """All modules, so that none can be missed."""
+OF_DIGITS = {"accuracy", "elastic_averaging", "large_batch", "local_accuracy", "selection"}
 
 
 def smallest(name):
@@ -31,10 +33,12 @@ def smallest(name):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.json"
         command = [sys.executable, "-m", f"benchmarks.{name}", "--smallest", "--results", path]
-        done = finish(start(list(map(str, command))), LIMIT_S)
+        variables = WITH_SKLEARN if name in OF_DIGITS else {}
+        done = finish(start(list(map(str, command)), variables), LIMIT_S)
         return done, json.loads(path.read_text()) if path.exists() else {}
 
 
+@pytest.mark.long
 @ahead(smallest)
 @pytest.mark.parametrize("name", NAMES)
 def test_smallest_case(name, outcome):

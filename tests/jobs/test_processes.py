@@ -7,8 +7,8 @@ import sys
 import keras
 
 import tfposeidon as tp
+from tests.helpers import models
 from tests.launch import ROOT
-from tests.on_ranks import models
 from tests.test_optimizer import trained
 
 

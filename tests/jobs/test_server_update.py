@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from tests.helpers.training import check_equal
 from tests.launch import horovodrun
-from tests.on_ranks.training import check_equal
 from tests.state.resuming import fit_with_checkpoint, sharded_adam
 
 FIRST_HALF = """

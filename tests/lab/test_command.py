@@ -48,7 +48,7 @@ def test_load_over_time_is_a_share_of_the_link():
         traffic=[],
         sent_over_time=samples,
     )
-    assert report._load(0) == pytest.approx([0.5, 1.0, 0.0])
+    assert report.load(0) == pytest.approx([0.5, 1.0, 0.0])
 
 
 REFUSED = {

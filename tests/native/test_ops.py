@@ -4,24 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from benchmarks.gpu_stages.native_ops import draw
 from tfposeidon import native, ops
-
-
-def _draw(kind, n, seed=0):
-    generator = np.random.default_rng([seed, n])
-    x = generator.normal(size=n)
-    if kind == "heavy":
-        x *= np.exp(5 * generator.normal(size=n))
-    if kind == "mostly zero":
-        x[generator.random(n) > 0.01] = 0
-    if kind == "huge":
-        x = np.clip(1e38 * x, -3.4e38, 3.4e38)
-    if kind == "constant":
-        x[:] = -0.5
-    if kind == "not finite" and n:
-        x[generator.integers(0, n, 3)] = np.nan, np.inf, -np.inf
-    return x.astype("float32")
-
 
 KINDS = ("normal", "heavy", "huge", "mostly zero", "constant", "not finite")
 
@@ -87,7 +71,7 @@ CASES = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), CASES)
 def test_top_k(kind, n, k):
-    x = _draw(kind, n)
+    x = draw(kind, n)
     expected = {"exact": _exact(x, k), "dgc": _exact(x, k), "mstopk": _algorithm_1(x, k, 30, 7)}
     for method, indices in expected.items():
         values, got = ops.top_k(x, k, method, seed=7)
@@ -97,7 +81,7 @@ def test_top_k(kind, n, k):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_exact_is_that_of_tensorflow(kind):
-    x = _draw(kind, 5000)
+    x = draw(kind, 5000)
     if kind != "not finite":  # TensorFlow does not order NaN.
         _, indices = tf.math.top_k(tf.abs(x), 77)
         np.testing.assert_array_equal(ops.top_k(x, 77, "exact")[1], np.sort(indices))
@@ -115,7 +99,7 @@ def test_nothing_of_nothing():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_other_floating_dtypes_come_back_as_they_were(dtype):
-    x = tf.cast(_draw("normal", 999), dtype)
+    x = tf.cast(draw("normal", 999), dtype)
     values, indices = ops.top_k(x, 10, "exact")
     assert values.dtype == x.dtype
     assert indices.dtype == tf.int32
@@ -140,7 +124,7 @@ def test_shapes_are_known_while_tracing():
 @pytest.mark.parametrize("k", [0, 1, 90, 9001])
 def test_error_feedback(method, k, wire_dtype):
     n = 9001
-    residual, gradient, velocity = (_draw("normal", n, seed) for seed in (1, 2, 3))
+    residual, gradient, velocity = (draw("normal", n, seed) for seed in (1, 2, 3))
     values, indices, rest = ops.error_feedback_top_k(
         residual, gradient, k, method, wire_dtype=wire_dtype
     )
@@ -178,7 +162,7 @@ def test_scatter_add_is_a_sum_in_rank_order(size):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sixteen_bits(dtype):
     x = np.concatenate(
-        [_draw("heavy", 6001), np.float32([0, -0.0, np.inf, 70_000, 1e-41, 65_519, 65_520])]
+        [draw("heavy", 6001), np.float32([0, -0.0, np.inf, 70_000, 1e-41, 65_519, 65_520])]
     )
     encoded = ops.encode(x, dtype)
     with np.errstate(over="ignore"):

@@ -6,7 +6,7 @@ import pytest
 
 import tfposeidon as tp
 from tfposeidon.asynchronous import job
-from tfposeidon.optimizers.wrapping import slots
+from tfposeidon.optimizers.wrapping import settings, slots
 
 OPTIMIZERS = {
     "SGD": lambda: keras.optimizers.SGD(0.1),
@@ -70,3 +70,49 @@ def test_rates_and_scales_are_no_slots():
     optimizer.build(_weights())
     names = {variable.name for variable in slots(optimizer)}
     assert names == {f"{w}_{slot}" for slot in ("momentum", "velocity") for w in ("kernel", "bias")}
+
+
+def _changed(value):
+    if isinstance(value, bool) or value is None:
+        return not value
+    return 0.75 * value + 0.01 if isinstance(value, float) else value + 1
+
+
+SETTINGS = [
+    (name, setting)
+    for name, make in OPTIMIZERS.items()
+    if name not in ("accumulated", "by a schedule", "with a loss scale")
+    for setting in make().get_config()
+    # These are checked, or set by a method.
+    if setting not in ("name", "exclude", "loss_scale_factor") and "clip" not in setting
+]
+
+
+@pytest.mark.parametrize(("name", "setting"), SETTINGS)
+def test_each_setting_counts(name, setting):
+    """Whatever Keras saves of an optimizer."""
+    one = OPTIMIZERS[name]()
+    config = one.get_config()
+    value = config[setting]
+    other = type(one).from_config(config)
+    assert settings(other) == settings(one)
+    if isinstance(value, None | bool | int | float):
+        setattr(other, setting, _changed(value))
+        assert settings(other) != settings(one)
+        assert settings(keras.optimizers.LossScaleOptimizer(other)) != settings(
+            keras.optimizers.LossScaleOptimizer(one)
+        )
+
+
+def test_settings_of_schedules_and_functions_count_and_names_do_not():
+    sgd, decay = keras.optimizers.SGD, keras.optimizers.schedules.ExponentialDecay
+
+    def rate():
+        return 0.1
+
+    assert settings(sgd(0.1, name="one")) == settings(sgd(0.1, name="other"))
+    assert settings(sgd(decay(0.1, 2, 0.5))) != settings(sgd(decay(0.1, 3, 0.5)))
+    assert settings(sgd(rate)) == settings(sgd(rate))
+    assert settings(sgd(rate)) != settings(sgd(0.1))
+    # What Keras cannot serialize counts by its attributes.
+    assert settings(sgd(lambda: 0.1, momentum=0.9)) != settings(sgd(lambda: 0.1, momentum=0.8))

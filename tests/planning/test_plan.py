@@ -69,6 +69,13 @@ def test_plan_prints_a_table():
     assert lines[3].split() == ["layer_5/kernel", "32x32", "float32"]
 
 
+def test_a_rule_that_is_found_in_no_path_is_named():
+    """As in a model that was made again, whose layers Keras has numbered anew."""
+    plan = _plan(0, [("layer_5", "asa16"), ("layer_77/", "asa"), (".*", "allreduce")])
+    assert plan.notes == ("rule 'layer_77/' is found in no path, such as 'layer_0/kernel'",)
+    assert f"note: {plan.notes[0]}" in str(plan)
+
+
 def test_plan_as_json():
     content = json.loads(_plan(4224 * 6).to_json())
     first = content["buckets"][0]

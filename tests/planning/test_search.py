@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
 
 import pytest
 
+from tests.launch import ROOT
 from tfposeidon import policies, schemes
 from tfposeidon.communication.links import Link, Links
 from tfposeidon.communication.topology import Topology
@@ -27,7 +29,7 @@ FAST = dataclasses.replace(
 SMALL = [dataclasses.replace(layer, shape=(32, 32)) for layer in LAYERS]
 
 
-def _choose(policy=None, links=SLOW, layers=LAYERS, topology=CLUSTER, timeline=TIMELINE, **options):
+def choose(policy=None, links=SLOW, layers=LAYERS, topology=CLUSTER, timeline=TIMELINE, **options):
     return choose_plan(
         layers, policy or policies.Auto(), topology, links, timeline=timeline, **options
     )
@@ -38,18 +40,18 @@ def _schemes(plan):
 
 
 def test_the_torus_where_a_connection_is_slow_and_the_ring_where_latency_counts():
-    assert _schemes(_choose()) == {"2dtar"}
-    assert _schemes(_choose(links=FAST)) == {"asa"}
+    assert _schemes(choose()) == {"2dtar"}
+    assert _schemes(choose(links=FAST)) == {"asa"}
     # Horovod fuses all rings into one, and each all-to-all waits for its turn.
-    assert _schemes(_choose(links=FAST, layers=SMALL)) == {"allreduce"}
+    assert _schemes(choose(links=FAST, layers=SMALL)) == {"allreduce"}
 
 
 def test_without_links_it_is_all_reduce_and_says_why():
-    plan = _choose(links=None)
+    plan = choose(links=None)
     assert _schemes(plan) == {"allreduce"}
     assert "the links are not known" in str(plan)
     assert not plan.forecasts
-    alone = _choose(topology=Topology(0, ((0,),)))
+    alone = choose(topology=Topology(0, ((0,),)))
     assert "a single rank" in str(alone)
     assert not alone.forecasts
 
@@ -57,7 +59,7 @@ def test_without_links_it_is_all_reduce_and_says_why():
 def test_never_slower_than_uniform_plans():
     for links in (SLOW, FAST):
         for policy in (policies.Auto(margin=0.0), policies.Auto(halves=True, margin=0.0)):
-            chosen = _choose(policy, links).forecasts[0].chosen
+            chosen = choose(policy, links).forecasts[0].chosen
             for candidate in policy.candidates(CLUSTER, links).values():
                 plan = make_plan(LAYERS, candidate, CLUSTER, DEFAULT_BUCKET_BYTES)
                 assert chosen.step_s <= predict(plan, links, TIMELINE).step_s
@@ -68,16 +70,16 @@ def test_never_slower_than_uniform_plans():
 def test_exact_unless_told_otherwise(rate, factors):
     layers = [dataclasses.replace(layer, factors=factors) for layer in LAYERS]
     links = Links.of(rate, ranks_per_node=8)
-    plan = _choose(links=links, layers=layers)
+    plan = choose(links=links, layers=layers)
     assert all(bucket.scheme.exact for bucket in plan.buckets)
-    halves = _choose(policies.Auto(halves=True), links, layers)
+    halves = choose(policies.Auto(halves=True), links, layers)
     assert not any(bucket.slots(CLUSTER) for bucket in halves.buckets)
 
 
 def test_what_is_allowed_is_taken_where_it_pays():
     slow = Links.of("200mbit", ranks_per_node=8)
-    assert "wire_dtype=float16" in str(_schemes(_choose(policies.Auto(halves=True), slow)))
-    sparse = _choose(policies.Auto(density=0.05), slow)
+    assert "wire_dtype=float16" in str(_schemes(choose(policies.Auto(halves=True), slow)))
+    sparse = choose(policies.Auto(density=0.05), slow)
     assert {type(bucket.scheme) for bucket in sparse.buckets} == {schemes.HierarchicalTopK}
     assert {bucket.scheme.density for bucket in sparse.buckets} == {0.05}
 
@@ -86,7 +88,7 @@ def test_few_rows_travel_as_factors_and_many_do_not():
     def chosen(rows):
         factors = FactorShape(rows, 1024, 1024, "float32")
         layers = [dataclasses.replace(layer, factors=factors) for layer in LAYERS]
-        return str(_schemes(_choose(links=Links.of("1gbit", ranks_per_node=8), layers=layers)))
+        return str(_schemes(choose(links=Links.of("1gbit", ranks_per_node=8), layers=layers)))
 
     assert "sfb" in chosen(1)
     assert "sfb" not in chosen(4096)
@@ -95,12 +97,12 @@ def test_few_rows_travel_as_factors_and_many_do_not():
 
 
 def test_a_gain_below_the_margin_is_all_reduce():
-    gain = 1 - _choose().forecasts[0].chosen.step_s / _first(SLOW)
+    gain = 1 - choose().forecasts[0].chosen.step_s / _first(SLOW)
     assert 0 < gain < 1
-    above = _choose(policies.Auto(margin=gain + 0.001))
+    above = choose(policies.Auto(margin=gain + 0.001))
     assert _schemes(above) == {"allreduce"}
     assert above.forecasts[0].others[0].step_s < above.forecasts[0].chosen.step_s
-    assert _schemes(_choose(policies.Auto(margin=gain - 0.001))) == {"2dtar"}
+    assert _schemes(choose(policies.Auto(margin=gain - 0.001))) == {"2dtar"}
 
 
 def _first(links):
@@ -122,38 +124,38 @@ def test_large_variables_may_go_another_way():
         ),
     ]
     timeline = Timeline.even(variables=len(layers), first_s=0.02, compute_s=0.05)
-    plan = _choose(links=Links.of("1gbit", ranks_per_node=8), layers=layers, timeline=timeline)
+    plan = choose(links=Links.of("1gbit", ranks_per_node=8), layers=layers, timeline=timeline)
     by_path = {d.path: str(bucket.scheme) for bucket in plan.buckets for d in bucket.descriptions}
     assert "sfb" in by_path["large/kernel"]
     assert "sfb" not in by_path["second/kernel"]
 
 
 def test_a_bucket_size_that_is_asked_for_is_kept():
-    plan = _choose(bucket_bytes=2**20)
+    plan = choose(bucket_bytes=2**20)
     assert plan.forecasts[0].chosen.bucket_bytes == 2**20
     # Without the times of computation large buckets would always seem best.
-    assert _choose(timeline=None).forecasts[0].chosen.bucket_bytes == DEFAULT_BUCKET_BYTES
+    assert choose(timeline=None).forecasts[0].chosen.bucket_bytes == DEFAULT_BUCKET_BYTES
 
 
 def test_rules_leave_open_what_they_do_not_say():
     policy = policies.Rules([("layer_3", "asa16"), (".", "auto")])
-    plan = _choose(policy)
+    plan = choose(policy)
     by_path = {d.path: str(b.scheme) for b in plan.buckets for d in b.descriptions}
     assert by_path.pop("layer_3/kernel") == "asa(wire_dtype=float16)"
     assert set(by_path.values()) == {"2dtar"}
-    closed = _choose(policies.Rules([("layer_3", "asa16")]))
+    closed = choose(policies.Rules([("layer_3", "asa16")]))
     assert _schemes(closed) == {"asa(wire_dtype=float16)", "allreduce"}
     assert "no rule matches" in str(closed)
     assert not closed.forecasts[0].others
     halves = policies.Rules([("layer_3", "allreduce"), (".", policies.Auto(halves=True))])
-    assert "2dtar(wire_dtype=float16)" in _schemes(_choose(halves))
+    assert "2dtar(wire_dtype=float16)" in _schemes(choose(halves))
 
 
 def test_rules_that_decide_by_rows_beside_what_is_open():
     """With few rows each goes by itself, and until steps decide, several share a bucket."""
     factors = FactorShape(1, 32, 32, "float32")
     layers = [dataclasses.replace(layer, factors=factors) for layer in SMALL]
-    plan = _choose(policies.parse([("layer_[0-5]/", "hybcomm"), (".", "auto")]), layers=layers)
+    plan = choose(policies.parse([("layer_[0-5]/", "hybcomm"), (".", "auto")]), layers=layers)
     assert plan.forecasts
     assert sorted(member for bucket in plan.buckets for member in bucket.members) == [*range(12)]
     by_rows = [bucket for bucket in plan.buckets if "rule 'layer_[0-5]/'" in str(bucket.choices)]
@@ -171,7 +173,7 @@ def test_servers_and_auto_go_together_without_factors():
 
 
 def test_every_plan_has_a_prediction_where_links_are_known():
-    plan = _choose(policies.parse("2dtar"))
+    plan = choose(policies.parse("2dtar"))
     assert plan.forecasts[0].others == ()
     assert plan.forecasts[0].chosen.step_s == predict(plan, SLOW, TIMELINE).step_s
 
@@ -179,14 +181,14 @@ def test_every_plan_has_a_prediction_where_links_are_known():
 def test_factors_have_no_cost_before_there_are_rows():
     factors = FactorShape(None, 1024, 1024, "float32")
     layers = [dataclasses.replace(layer, factors=factors) for layer in LAYERS]
-    assert not _choose(policies.parse("sfb"), layers=layers).forecasts
+    assert not choose(policies.parse("sfb"), layers=layers).forecasts
     rules = policies.Rules([("layer_3", "sfb"), (".", "auto")])
-    assert "sfb" in str(_schemes(_choose(rules, layers=layers)))
+    assert "sfb" in str(_schemes(choose(rules, layers=layers)))
 
 
 def test_all_reduce_in_large_buckets_is_all_reduce():
     """Another scheme has to gain the margin over the best bucket size of all-reduce."""
-    plan = _choose(links=FAST, layers=SMALL)
+    plan = choose(links=FAST, layers=SMALL)
     steps = {
         size: predict(
             make_plan(SMALL, policies.parse("allreduce"), CLUSTER, size), FAST, TIMELINE
@@ -197,17 +199,17 @@ def test_all_reduce_in_large_buckets_is_all_reduce():
 
 
 def test_it_explains_itself():
-    text = str(_choose())
-    step = _choose().forecasts[0].chosen.step_s
+    text = str(choose())
+    step = choose().forecasts[0].chosen.step_s
     assert f"predicted step: {1e3 * step:.4g} ms, of which" in text
     assert "links: 5 Gb/s across nodes (1 Gb/s per connection), v100, given" in text
     assert "next best: " in text
     assert "not validated: predictions have not been compared with steps on v100" in text
-    exchange = str(_choose(timeline=None))
+    exchange = str(choose(timeline=None))
     assert "predicted exchange: " in exchange
-    many = _choose(links=Links.of("5gbit", ranks_per_node=8), topology=Topology.regular(0, 128, 8))
+    many = choose(links=Links.of("5gbit", ranks_per_node=8), topology=Topology.regular(0, 128, 8))
     assert "not validated: predictions have been compared with steps of up to 16 ranks" in str(many)
-    content = json.loads(_choose().to_json())["forecasts"][0]
+    content = json.loads(choose().to_json())["forecasts"][0]
     assert content["predictions"][0]["step_s"] == step
     assert content["links"]["across"]["bytes_per_s"] == SLOW.across.bytes_per_s
 
@@ -215,13 +217,13 @@ def test_it_explains_itself():
 def test_it_says_what_would_change_the_choice():
     """Small layers: from some rate on the ring's latency counts for more than the bytes."""
     layers = [dataclasses.replace(layer, shape=(256, 256)) for layer in LAYERS]
-    plan = _choose(links=Links.of("1gbit", ranks_per_node=8, device="v100"), layers=layers)
+    plan = choose(links=Links.of("1gbit", ranks_per_node=8, device="v100"), layers=layers)
     assert plan.forecasts[0].chosen.name == "2dtar"
     (line,) = (line for line in str(plan).splitlines() if line.endswith(" up"))
     rate = re.fullmatch("allreduce from (.*) Gb/s up", line)[1]
     for factor, scheme in ((0.9, "2dtar"), (1.1, "allreduce")):
         links = Links.of(f"{factor * float(rate)}gbit", ranks_per_node=8, device="v100")
-        assert _choose(links=links, layers=layers).forecasts[0].chosen.name == scheme
+        assert choose(links=links, layers=layers).forecasts[0].chosen.name == scheme
 
 
 def _race(*slowdowns, links=SLOW):
@@ -242,16 +244,16 @@ NEAR = Links.of("15gbit", ranks_per_node=8, device="v100")
 
 
 def test_close_plans_are_raced():
-    without = _choose(links=NEAR).forecasts[0]
+    without = choose(links=NEAR).forecasts[0]
     names = list(dict.fromkeys(one.name for one in (without.chosen, *without.others)))
     first, second = names[:2]
     race, calls = _race(links=NEAR)
-    agreeing = _choose(links=NEAR, race=race).forecasts[0]
+    agreeing = choose(links=NEAR, race=race).forecasts[0]
     assert calls == [[first, second]]
     assert agreeing.chosen.name == first
     assert agreeing.chosen.step_s == pytest.approx(without.chosen.step_s)
     race, calls = _race((first, 1.5), links=NEAR)
-    plan = _choose(links=NEAR, race=race)
+    plan = choose(links=NEAR, race=race)
     other = plan.forecasts[0]
     assert other.chosen.name == second
     # All bucket sizes of the slower one are slower.
@@ -263,27 +265,27 @@ def test_close_plans_are_raced():
 def test_whoever_becomes_one_of_the_best_is_timed_too():
     """Slowed down in turn: each scheme that seems best and has not been timed is."""
     race, calls = _race(("allreduce", 5.0), ("2dtar", 5.0), links=NEAR)
-    _choose(links=NEAR, race=race)
+    choose(links=NEAR, race=race)
     assert calls == [["2dtar", "allreduce"], ["asa"]]
 
 
 def test_no_race_where_predictions_differ_or_nobody_wants_one():
     race, calls = _race()
-    assert _choose(race=race).forecasts[0].chosen == _choose().forecasts[0].chosen
+    assert choose(race=race).forecasts[0].chosen == choose().forecasts[0].chosen
     assert not calls, "the torus is far ahead"
     race, calls = _race(links=NEAR)
-    _choose(policies.Auto(race=False), NEAR, race=race)
-    _choose(policies.parse("2dtar"), NEAR, race=race)
+    choose(policies.Auto(race=False), NEAR, race=race)
+    choose(policies.parse("2dtar"), NEAR, race=race)
     assert not calls
     # Exchanges of a second, as ten times as many layers have.
     race, calls = _race(links=NEAR)
     many = [dataclasses.replace(d, shape=(10240, 1024)) for d in LAYERS]
-    _choose(links=NEAR, layers=many, race=race)
+    choose(links=NEAR, layers=many, race=race)
     assert not calls
 
 
 def test_buckets_tell_what_other_schemes_would_have_taken():
-    plan = _choose()
+    plan = choose()
     for bucket in plan.buckets:
         assert bucket.candidates[0].name == str(bucket.scheme)
         assert {c.name for c in bucket.candidates} == {"2dtar", "allreduce", "asa"}
@@ -296,12 +298,12 @@ def test_buckets_tell_what_other_schemes_would_have_taken():
     assert "; alone 2dtar " in str(plan)
     content = json.loads(plan.to_json())["buckets"][0]["candidates"][0]
     assert set(content) == {"name", "cross_bytes", "seconds"}
-    assert _choose(policies.parse("2dtar")).buckets[0].candidates == ()
+    assert choose(policies.parse("2dtar")).buckets[0].candidates == ()
 
 
 def test_scattered_measurements_decide_between_ring_and_torus_only():
     wide = dataclasses.replace(SLOW, uncertainty=0.8, measured_at="2026-11-23T22:00:00+00:00")
-    plan = _choose(policies.Auto(density=0.01), wide)
+    plan = choose(policies.Auto(density=0.01), wide)
     assert _schemes(plan) == {"2dtar"}
     forecast = plan.forecasts[0]
     assert {one.name for one in (forecast.chosen, *forecast.others)} == {"2dtar", "allreduce"}
@@ -311,7 +313,7 @@ def test_scattered_measurements_decide_between_ring_and_torus_only():
 def test_many_ranks_per_core_are_not_validated():
     crowded = dataclasses.replace(Links.of("5gbit", ranks_per_node=8), ranks_per_core=4.0)
     four = Topology.regular(0, 16, 8)
-    assert "not validated: 4 ranks share a core" in str(_choose(links=crowded, topology=four))
+    assert "not validated: 4 ranks share a core" in str(choose(links=crowded, topology=four))
 
 
 def test_policies_are_saved_without_links():
@@ -336,23 +338,20 @@ def test_bad_input(arguments, message):
 PLAN_OF_A_RANK = """
 import sys
 from tests.planning import test_search as t
-from tfposeidon.communication.topology import Topology
-plan = t._choose(topology=t.CLUSTER.seen_from(int(sys.argv[1])))
-print([(str(b.scheme), b.members) for b in plan.buckets], plan.forecasts[0].chosen)
+print(t.described(t.choose(topology=t.CLUSTER.seen_from(int(sys.argv[1])))))
 """
+
+
+def described(plan):
+    return f"{[(str(b.scheme), b.members) for b in plan.buckets]} {plan.forecasts[0].chosen}"
 
 
 @pytest.mark.slow
 def test_a_plan_is_a_pure_function():
     """The same on all ranks, in other processes and with another seed of hashes."""
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", PLAN_OF_A_RANK, rank],
-            env={"PYTHONHASHSEED": seed, "PATH": "", "PYTHONPATH": ":".join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for rank, seed in (("0", "1"), ("31", "2"))
-    }
-    assert len(printed) == 1
+    variables = {"PYTHONHASHSEED": "2", "PYTHONPATH": f"{ROOT}/tests/without:{ROOT}"}
+    command = [sys.executable, "-c", PLAN_OF_A_RANK, "31"]
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == described(choose(topology=CLUSTER.seen_from(0)))

@@ -7,9 +7,9 @@ import tensorflow as tf
 
 import keras_callbacks
 import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.training import adam, check_equal, sgd, train_alone
 from tests.in_process import Cluster, InProcessWire
-from tests.on_ranks import models
-from tests.on_ranks.training import adam, check_equal, sgd, train_alone
 from tests.state.resuming import fit_with_checkpoint, sharded_adam
 from tests.state.test_rank_state import LAYOUTS
 from tfposeidon.communication.topology import Topology
@@ -118,9 +118,7 @@ def test_variables_of_tensorflow():
     optimizer = tp.DistributedOptimizer(inner, scheme=SERVED)
     tf.function(lambda: optimizer.apply([tf.ones([4, 5])], [weight]))()
     np.testing.assert_allclose(weight.numpy(), 0.9, atol=1e-5)
-    assert [piece.members for piece in optimizer.rank_descriptions] == [
-        (("layer/weight:0", 20),)
-    ] * 2
+    assert [piece.members for _, piece in optimizer.rank_state] == [(("layer/weight:0", 20),)] * 2
     assert "layer_weight_0_momentum" in inner.variables[2].path
 
 

@@ -5,12 +5,12 @@ import numpy as np
 
 import keras_callbacks
 import tfposeidon as tp
-from tests.on_ranks import models
+from tests.helpers import models
+from tests.helpers.over_ranks import exchange_objects
 
 # Files name the class, which has to be there when they are loaded.
 from tfposeidon import LocalUpdates
 from tfposeidon.communication import runtime
-from tfposeidon.communication.wire import exchange_objects
 
 EVERY, SAMPLES = 4, 72
 SPARSE = tp.schemes.TopKAllGather(density=0.1, min_elements=0)
@@ -39,8 +39,7 @@ def state(model):
       model: Model whose variables hold the centre.
     """
     optimizer = model.optimizer
-    pairs = zip(optimizer.rank_descriptions, optimizer.rank_variables, strict=True)
-    named = [(description.name, v.numpy().tolist()) for description, v in pairs]
+    named = [(part.name, v.numpy().tolist()) for v, part in optimizer.rank_state]
     return {
         "centre": [w.tolist() for w in model.get_weights()],
         "kept": [v.numpy().tolist() for v in optimizer.variables],

@@ -5,8 +5,8 @@ import numpy as np
 
 import keras_callbacks
 import tfposeidon as tp
-from tests.on_ranks import models
-from tests.on_ranks.training import adam
+from tests.helpers import models
+from tests.helpers.training import adam
 
 
 def fit_with_checkpoint(optimizer, folder, epochs, samples=24, rank=0, ranks=1):

@@ -15,6 +15,7 @@ from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.gradients.description import Description
 from tfposeidon.planning.plan import make_plan
 from tfposeidon.policies import Uniform
+from tfposeidon.state.placement import Placement
 from tfposeidon.state.rank_state import StateDescription, redistribute
 
 LAYOUTS = {
@@ -86,7 +87,7 @@ def test_sums_survive_any_change_of_layout(scheme, before, after):
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 6), (4, 4)])
 def test_whole_arrays_are_shared_out(before, after):
     gradient, counter = (
-        StateDescription(name="accumulated_0", owners=after),
+        StateDescription(name="accumulated_0", placement=Placement.PARTIAL, owners=after),
         StateDescription(name="accumulated_1"),
     )
     saved = [[(gradient, np.full(3, rank + 1.0)), (counter, np.int64(5))] for rank in range(before)]
@@ -106,14 +107,22 @@ def test_rows_of_factors_are_shared_out(before, after):
         saved.append(
             [
                 (
-                    StateDescription(name=name, offset=rank, owners=before, concatenated=True),
+                    StateDescription(
+                        name=name,
+                        offset=rank,
+                        placement=Placement.PARTIAL,
+                        owners=before,
+                        concatenated=True,
+                    ),
                     rows if rank else np.zeros((0, 0)),
                 )
             ]
         )
     parts = []
     for rank in range(after):
-        piece = StateDescription(name=name, offset=rank, owners=after, concatenated=True)
+        piece = StateDescription(
+            name=name, offset=rank, placement=Placement.PARTIAL, owners=after, concatenated=True
+        )
         parts += redistribute(saved, [(piece, np.zeros((0, 0)))])
     rows = sorted(row[0] for part in parts if part.size for row in part)
     assert rows == [rank for rank in range(before) for _ in range(rank)]
@@ -121,7 +130,9 @@ def test_rows_of_factors_are_shared_out(before, after):
 
 
 def test_what_nobody_wants_is_an_error():
-    piece = StateDescription(name="residual", members=(("dense/kernel", 4),), owners=1)
+    piece = StateDescription(
+        name="residual", members=(("dense/kernel", 4),), placement=Placement.PARTIAL, owners=1
+    )
     with pytest.raises(
         ValueError, match="there is a residual of dense/kernel, which another scheme sends now"
     ):
@@ -165,10 +176,8 @@ def test_rates_are_described_by_their_variables_whatever_list_came_first():
         for name in order:
             optimizer.inner_optimizer.learning_rate = {"a": 0.5, "b": 0.25}[name]
             optimizer.apply([tf.ones([3])], lists[name])
-        pairs = zip(optimizer.rank_descriptions, optimizer.rank_variables, strict=True)
-        return {
-            d: v.numpy().tolist() for d, v in pairs if d.name in ("effective_rate", "had_gradient")
-        }
+        names = ("effective_rate", "had_gradient")
+        return {d: v.numpy().tolist() for v, d in optimizer.rank_state if d.name in names}
 
     assert rates("ab") == rates("ba")
     assert sorted(value for value in rates("ab").values() if isinstance(value, float)) == [
@@ -178,14 +187,20 @@ def test_rates_are_described_by_their_variables_whatever_list_came_first():
 
 
 def test_descriptions_survive_json():
-    piece = StateDescription(name="residual", members=(("a", 4), ("b", 2)), offset=3, owners=2)
+    piece = StateDescription(
+        name="residual",
+        members=(("a", 4), ("b", 2)),
+        offset=3,
+        placement=Placement.PARTIAL,
+        owners=2,
+    )
     assert StateDescription.from_dict(json.loads(json.dumps(piece.to_dict()))) == piece
 
 
 def test_means_and_what_is_private():
     """Slots of ranks that train by themselves become their mean; weights of their own are left."""
-    slot = StateDescription(name="inner 0", averaged=True)
-    own = StateDescription(name="local 1", private=True)
+    slot = StateDescription(name="inner 0", placement=Placement.AVERAGED)
+    own = StateDescription(name="local 1", placement=Placement.LOCAL)
     saved = [
         [(slot, np.array([2.0, 4.0], "float32")), (own, np.array([rank, 1], "int64"))]
         for rank in range(2)

@@ -6,7 +6,7 @@ import pytest
 
 import keras_callbacks
 import tfposeidon as tp
-from tests.on_ranks import models
+from tests.helpers import models
 
 STEPS = 4
 

@@ -71,9 +71,11 @@ def test_ten_phases_take_no_more_memory_than_two():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", range(1, 12))
-def test_resumed_at_any_step_of_any_phase(tmp_path, stop):
-    """Killed after any step, a run ends with the weights of an uninterrupted one."""
+def test_resumed_in_each_phase(tmp_path):
+    """Killed within a phase, between two epochs of it, or at its end, a run ends as a whole one.
+
+    On several ranks: test_resume_in_every_phase.
+    """
     phases = [
         Phase(epochs=2, size=6, batch=4, scheme="hitopk", momentum=0.9),
         Phase(epochs=1, size=8, batch=2, scheme="2dtar"),
@@ -89,10 +91,14 @@ def test_resumed_at_any_step_of_any_phase(tmp_path, stop):
         train(model, resize, checkpoint)
         return model.get_weights()
 
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "a", stop)
-    for one, other in zip(run(tmp_path / "a"), run(tmp_path / "b"), strict=True):
-        np.testing.assert_array_equal(one, other)
+    whole = run(tmp_path / "whole")
+    # Phases end after steps 6, 9 and 12.
+    for stop in (3, 6, 8, 11):
+        folder = tmp_path / f"{stop}"
+        with pytest.raises(KeyboardInterrupt):
+            run(folder, stop)
+        for one, other in zip(run(folder), whole, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 class _Killed(keras_callbacks.Checkpoint):

@@ -15,7 +15,7 @@ import platform
 import sys
 from typing import Any
 
-from tfposeidon.commands import install, versions
+from tfposeidon.commands import gpu_report, install, versions
 from tfposeidon.commands.corrections import CORRECTED_MARK
 from tfposeidon.quiet import import_tensorflow
 from tfposeidon.text import table
@@ -49,7 +49,7 @@ def main(options: argparse.Namespace) -> int:
     try:
         rows = _versions()
         topology = _start(options.ranks_per_node)
-        rows += [*_horovod_build(), ("topology", str(topology))]
+        rows += [*horovod_build(_ranks_here(topology)), ("topology", str(topology))]
         problems = _wrong_schemes()
         if options.links:
             rows += _measured_links(topology, options.links)
@@ -66,21 +66,22 @@ def main(options: argparse.Namespace) -> int:
 def _versions() -> list[tuple[str, str]]:
     rows = [("python", f"{platform.python_version()} on {platform.machine()}")]
     for names in (("tensorflow", "tensorflow-cpu"), ("keras",), ("horovod",), ("numpy",)):
-        version = next((v for v in map(_version, names) if v), None)
+        version = next((v for v in map(version_of, names) if v), None)
         if version is None:
             raise CheckError(f"{names[0]} is missing. Run: python -m tfposeidon install")
         rows.append((names[0], version))
     _check_tensorflow()
-    keras = _version("keras") or ""
+    keras = version_of("keras") or ""
     if not keras.startswith(install.KERAS_VERSION.rstrip("*")):
         raise CheckError(
             f"Keras {install.KERAS_VERSION} is needed. Received: {keras}. Run: pip install "
             f"'keras=={install.KERAS_VERSION}'"
         )
-    if not (_version("horovod") or "").endswith(CORRECTED_MARK):
+    if not (version_of("horovod") or "").endswith(CORRECTED_MARK):
         raise CheckError(
             "Horovod needs corrections to work over several hosts. Received: "
-            f"{_version('horovod')} without them. Run: python -m tfposeidon install --horovod-only"
+            f"{version_of('horovod')} without them. "
+            "Run: python -m tfposeidon install --horovod-only"
         )
     return rows
 
@@ -89,7 +90,7 @@ def _check_tensorflow() -> None:
     package, version = next(
         (name, version)
         for name in ("tensorflow", "tensorflow-cpu")
-        if (version := _version(name)) is not None
+        if (version := version_of(name)) is not None
     )
     versions.require_tensorflow(package, version)
     built_for = install.built_for()
@@ -101,7 +102,8 @@ def _check_tensorflow() -> None:
         )
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """Returns the version of an installed distribution."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -117,22 +119,33 @@ def _start(ranks_per_node: int | None) -> Any:
     return runtime.init(ranks_per_node=ranks_per_node)
 
 
-def _horovod_build() -> list[tuple[str, str]]:
+def _ranks_here(topology: Any) -> int:
+    from tfposeidon.communication import launcher
+
+    return launcher.ranks_of_node() or len(topology.node.ranks)
+
+
+def horovod_build(ranks_here: int) -> list[tuple[str, str]]:
+    """Returns rows about Horovod and the GPUs; refuses parts that do not go together.
+
+    Args:
+      ranks_here: Number of ranks on this node.
+    """
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
     built = [name for name in ("gloo", "mpi", "nccl", "cuda") if getattr(hvd, f"{name}_built")()]
     controller = "MPI" if hvd.mpi_enabled() else "Gloo"
     gpus = len(tf.config.list_physical_devices("GPU"))
-    if gpus and "nccl" not in built:
+    if ranks_here <= gpus and "nccl" not in built:
         raise CheckError(
-            f"Horovod must be built with NCCL where there are GPUs. Received: {gpus} GPU(s), and "
-            f"Horovod without NCCL. Remove {install.cache_folder()} and run: python -m tfposeidon "
-            "install --horovod-only"
+            "Horovod must be built with NCCL where each rank has a GPU of its own. Received: "
+            f"{ranks_here} rank(s) and {gpus} GPU(s) on this node, and Horovod without NCCL. "
+            "Run: python -m tfposeidon install --horovod-only --cuda"
         )
     return [
         ("horovod with", f"{', '.join(built)}; ranks find one another over {controller}"),
-        ("GPUs", str(gpus)),
+        *gpu_report.rows(gpus),
     ]
 
 
@@ -151,7 +164,7 @@ def _wrong_schemes() -> list[str]:
     expected = (topology.size - 1) / 2
     problems = []
     for name, make in REGISTRY.items():
-        exchange = tf.function(functools.partial(_exchanged, make(), wire, name))
+        exchange = tf.function(functools.partial(_exchanged, make(), wire, name), autograph=False)
         mean = exchange(tf.constant([float(topology.rank)] * 5)).numpy()
         if abs(mean - expected).max() > 1e-3:
             problems.append(

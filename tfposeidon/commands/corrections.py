@@ -53,12 +53,60 @@ RECEIVE_FIRST = """Gloo announces a receive over the connection on which it send
 large message holds the announcement back, and with it the other direction: two ranks that exchange
 use half of what their link can carry."""
 
+STREAM_OF_TENSORFLOW = """TensorFlow 2.21 exports no AsGpuStreamValue: a Horovod with NCCL would
+not load. The header has moved as well."""
+
+OWN_CUDA_RUNTIME = """TensorFlow exports stubs of the CUDA runtime that open the one of its own
+version. Linked after TensorFlow, code that another nvcc has compiled would run on them. NCCL is
+looked for where pip puts it beside Horovod, as the built wheel serves other environments, too."""
+
 CORRECTIONS = (
     Correction(
         file="horovod/tensorflow/CMakeLists.txt",
         wrong='list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
         right="",
         why="The XLA bridge uses headers that TensorFlow 2.16 removed.",
+    ),
+    Correction(
+        file="horovod/tensorflow/mpi_ops.cc",
+        wrong="""// Forward declaration of AsGpuStreamValue
+namespace stream_executor {
+namespace gpu {
+GpuStreamHandle AsGpuStreamValue(Stream* stream);
+} // namespace stream_executor
+} // namespace gpu
+#if TENSORFLOW_VERSION >= 2011000000
+#include "tensorflow/compiler/xla/stream_executor/stream.h"
+#else
+#include "tensorflow/stream_executor/stream.h"
+#endif // TENSORFLOW_VERSION >= 2011000000
+""",
+        right="""#include "xla/stream_executor/stream.h"
+namespace stream_executor {
+namespace gpu {
+inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
+  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);
+}
+} // namespace gpu
+} // namespace stream_executor
+""",
+        why=STREAM_OF_TENSORFLOW,
+    ),
+    Correction(
+        file="horovod/tensorflow/CMakeLists.txt",
+        wrong="target_link_libraries(${TF_TARGET_LIB} ${LINKER_LIBS} ${TF_LINKER_LIBS})\n",
+        right="""if(HAVE_CUDA)
+    file(APPEND "${CMAKE_LIBRARY_OUTPUT_DIRECTORY_ROOT}/metadata.json"
+         "\\"cuda\\": \\"${CMAKE_CUDA_COMPILER_VERSION}\\",\\n")
+    target_link_libraries(${TF_TARGET_LIB}
+        "-Wl,--whole-archive,${CUDA_cudart_static_LIBRARY},--no-whole-archive")
+    set_target_properties(${TF_TARGET_LIB} PROPERTIES
+        BUILD_WITH_INSTALL_RPATH TRUE INSTALL_RPATH "$ENV{HOROVOD_NCCL_RPATH}"
+        INSTALL_RPATH_USE_LINK_PATH "${HAVE_MPI}")
+endif()
+target_link_libraries(${TF_TARGET_LIB} ${LINKER_LIBS} ${TF_LINKER_LIBS})
+""",
+        why=OWN_CUDA_RUNTIME,
     ),
     Correction(
         file="horovod/common/gloo/gloo_context.cc",

@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import importlib.machinery
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -26,7 +25,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from tfposeidon.commands import versions
+from tfposeidon.commands import cuda, versions
 from tfposeidon.commands.corrections import CORRECTIONS, HOROVOD_VERSION, CorrectionError
 
 KERAS_VERSION = f"{versions.KERAS}.*"
@@ -39,20 +38,16 @@ class InstallError(RuntimeError):
     """An installation that failed, with the cause and the remedy."""
 
 
-def nvidia_driver_present() -> bool:
-    """Returns whether a kernel driver for NVIDIA GPUs is loaded."""
-    return Path("/proc/driver/nvidia/version").exists()
-
-
-def tensorflow_requirement(release: str | None = None) -> str:
-    """Returns what pip is asked for: the CPU wheel (half the size) unless there is a GPU to use.
+def tensorflow_requirement(with_cuda: bool, release: str | None = None) -> str:
+    """Returns what pip is asked for; the wheel for CPUs has half the size.
 
     Args:
+      with_cuda: True for a TensorFlow that runs on GPUs.
       release: Release of TensorFlow, such as `"2.20"`; by default the one that the native library
         was built for, else the newest that is supported on this Python.
     """
     release = release or versions.release_of(built_for() or versions.tensorflow_releases()[-1])
-    if nvidia_driver_present():
+    if with_cuda:
         return f"tensorflow[and-cuda]=={release}.*"
     return f"tensorflow-cpu=={release}.*"
 
@@ -98,8 +93,8 @@ def cache_folder() -> Path:
     return Path(base) / "tfposeidon" / "wheels"
 
 
-def horovod_flags() -> dict[str, str]:
-    """Returns Horovod's build options: Gloo always, MPI and NCCL where asked for or present."""
+def horovod_flags(with_cuda: bool) -> dict[str, str]:
+    """Returns Horovod's build options: Gloo always, MPI and NCCL where asked for."""
     with_mpi = os.environ.get("HOROVOD_WITH_MPI") == "1"
     flags = {
         "HOROVOD_WITH_TENSORFLOW": "1",
@@ -111,7 +106,7 @@ def horovod_flags() -> dict[str, str]:
         # Horovod's bundled gloo asks for a CMake older than CMake 4 accepts.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
     }
-    if nvidia_driver_present():
+    if with_cuda:
         flags |= {
             "HOROVOD_GPU": "CUDA",
             "HOROVOD_GPU_OPERATIONS": "NCCL",
@@ -121,8 +116,8 @@ def horovod_flags() -> dict[str, str]:
     return flags
 
 
-def cache_key() -> str:
-    """Returns a hash of what the wheel depends on: TensorFlow, Python, compiler, corrections."""
+def cache_key(with_cuda: bool) -> str:
+    """Returns a hash of what the wheel depends on: TensorFlow, Python, compilers, corrections."""
     # Not the corrections' reasons: another wording is the same wheel.
     parts = [
         HOROVOD_VERSION,
@@ -130,16 +125,21 @@ def cache_key() -> str:
         platform.python_implementation() + platform.python_version(),
         platform.machine(),
         _compiler_version(),
-        repr(sorted(horovod_flags().items())),
+        repr(sorted(horovod_flags(with_cuda).items())),
         repr([(c.file, c.wrong, c.right) for c in CORRECTIONS]),
     ]
+    if with_cuda:
+        toolkit = cuda.require_toolkit()
+        nccl = cuda.require_nccl(toolkit)
+        parts += [cuda.dotted(toolkit.version), nccl.version, nccl.rpath]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def install_tensorflow(release: str | None = None) -> None:
+def install_tensorflow(with_cuda: bool, release: str | None = None) -> None:
     """Installs TensorFlow and Keras where they are missing; keeps what is there.
 
     Args:
+      with_cuda: True for a TensorFlow that runs on GPUs, with the libraries that it needs.
       release: Release of TensorFlow, such as `"2.20"`; see `tensorflow_requirement` for the
         default.
 
@@ -151,7 +151,7 @@ def install_tensorflow(release: str | None = None) -> None:
         versions.require_tensorflow("tensorflow", release)
     present = _tensorflow_version()
     if present is None:
-        requirement = tensorflow_requirement(release)
+        requirement = tensorflow_requirement(with_cuda, release)
         _say(f"installing {requirement} and keras=={KERAS_VERSION}")
         _pip("install", requirement, f"keras=={KERAS_VERSION}")
     elif release and versions.release_of(present.split()[1]) != release:
@@ -163,11 +163,15 @@ def install_tensorflow(release: str | None = None) -> None:
         )
 
 
-def install_horovod() -> None:
+def install_horovod(with_cuda: bool) -> None:
     """Installs Horovod from the cached wheel, building that first if need be.
+
+    Args:
+      with_cuda: True to build it with NCCL; no driver is needed for that.
 
     Raises:
       InstallError: With the last lines of the compiler, and what to install.
+      CudaError: If nvcc or NCCL is missing, or nvcc does not suit the driver that is loaded.
       UnsupportedVersionError: If the installed TensorFlow is not supported.
     """
     present = _tensorflow_version()
@@ -177,10 +181,12 @@ def install_horovod() -> None:
             "Run: python -m tfposeidon install (without --horovod-only)."
         )
     versions.require_tensorflow(*present.split())
-    folder = cache_folder() / cache_key()
+    if with_cuda:
+        _require_tensorflow_with_cuda(present)
+    folder = cache_folder() / cache_key(with_cuda)
     wheels = sorted(folder.glob("horovod-*.whl"))
     if not wheels:
-        wheels = [_build_into(folder)]
+        wheels = [_build_into(folder, with_cuda)]
     _say(f"installing {wheels[0]}")
     # Forced, as a wheel of the same version may be there that another TensorFlow was built against.
     _pip("install", "--force-reinstall", "--no-deps", str(wheels[0]))
@@ -188,9 +194,21 @@ def install_horovod() -> None:
     _pip("install", *BUILD_TOOLS[2:])
 
 
-def _build_into(folder: Path) -> Path:
+def _require_tensorflow_with_cuda(present: str) -> None:
+    if cuda.tensorflow_cuda() is None:
+        release = versions.release_of(present.split()[1])
+        raise InstallError(
+            "A Horovod with NCCL needs a TensorFlow for GPUs. "
+            f"Received: {present}, which is for CPUs. "
+            f"Run: pip uninstall -y {present.split()[0]}, "
+            f"then pip install 'tensorflow[and-cuda]=={release}.*' and repeat; "
+            "or add --no-cuda to train on CPUs."
+        )
+
+
+def _build_into(folder: Path, with_cuda: bool) -> Path:
     """Builds the wheel in a scratch folder of the cache; a kill leaves no half a wheel."""
-    _require_build_tools()
+    require_build_tools()
     folder.parent.mkdir(parents=True, exist_ok=True)
     _pip("install", *BUILD_TOOLS)
     # In the cache, so that the wheel can be renamed into its place: that is atomic on one file
@@ -198,7 +216,7 @@ def _build_into(folder: Path) -> Path:
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as scratch:
         source = _corrected_source(Path(scratch))
         _say("building Horovod against TensorFlow (about two minutes on two cores)")
-        _compile(source, Path(scratch) / "wheel", Path(scratch))
+        compile_horovod(source, Path(scratch) / "wheel", Path(scratch), with_cuda)
         wheel = next((Path(scratch) / "wheel").glob("horovod-*.whl"))
         folder.mkdir(exist_ok=True)
         os.replace(wheel, folder / wheel.name)
@@ -228,10 +246,11 @@ def _corrected_source(scratch: Path) -> Path:
     return source
 
 
-def _compile(source: Path, target: Path, scratch: Path) -> None:
-    environment = os.environ | horovod_flags() | {"MAKEFLAGS": f"-j{os.cpu_count()}"}
-    if nvidia_driver_present():
-        environment |= _nccl_environment(scratch)
+def compile_horovod(source: Path, target: Path, scratch: Path, with_cuda: bool) -> None:
+    """Compiles a wheel of Horovod into a folder; the end of its log is in the error."""
+    environment = os.environ | horovod_flags(with_cuda) | {"MAKEFLAGS": f"-j{os.cpu_count()}"}
+    if with_cuda:
+        environment |= cuda_environment(scratch)
     # Without isolation: Horovod asks the installed TensorFlow for its headers and flags.
     command = [
         sys.executable,
@@ -266,45 +285,51 @@ def _compilers_last_lines(log: Path) -> str:
     return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
 
 
-def _nccl_environment(scratch: Path) -> dict[str, str]:
-    """Returns variables that name the NCCL of `tensorflow[and-cuda]`, unless one is set."""
-    spec = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
-    if "HOROVOD_NCCL_HOME" in os.environ or spec is None or not spec.submodule_search_locations:
-        return {}
-    package = Path(next(iter(spec.submodule_search_locations)))
-    # Horovod looks for `include` and `lib` in one folder.
-    home = scratch / "nccl"
-    (home / "lib").mkdir(parents=True)
-    (home / "include").symlink_to(package / "include")
-    # The wheel holds libnccl.so.2 alone; the linker looks for the name without a version.
-    (home / "lib" / "libnccl.so").symlink_to(package / "lib" / "libnccl.so.2")
-    return {"HOROVOD_NCCL_HOME": str(home), "LDFLAGS": f"-Wl,-rpath,{package / 'lib'}"}
+def cuda_environment(scratch: Path) -> dict[str, str]:
+    """Returns variables that name the CUDA toolkit and NCCL to Horovod's build."""
+    toolkit = cuda.require_toolkit()
+    nccl = cuda.require_nccl(toolkit)
+    for_tensorflow = cuda.tensorflow_cuda() or "unknown"
+    _say(
+        f"with nvcc {cuda.dotted(toolkit.version)} in {toolkit.home} (TensorFlow: CUDA "
+        f"{for_tensorflow}) and NCCL {nccl.version} of {nccl.library}"
+    )
+    if not for_tensorflow.startswith(f"{toolkit.version[0]}."):
+        needed = cuda.DRIVERS.get(toolkit.version[0], "that supports it")
+        _say(f"what is built will need NVIDIA's driver {needed} or later on each machine")
+    # Wheels hold libnccl.so.2 and libcudart.so.13 alone: CMake looks for names without a version.
+    links = scratch / "links"
+    links.mkdir()
+    (links / "libnccl.so").symlink_to(nccl.library)
+    runtimes = toolkit.static_runtime.parent
+    if not (runtimes / "libcudart.so").exists():
+        for shared in [*runtimes.glob("libcudart.so*")][:1]:
+            (links / "libcudart.so").symlink_to(shared)
+        (links / "libcudart_static.a").symlink_to(toolkit.static_runtime)
+    return {
+        "CMAKE_LIBRARY_PATH": str(links),
+        # Horovod's build asks the nvcc of the path which GPUs it knows.
+        "PATH": os.pathsep.join([str(toolkit.home / "bin"), os.environ.get("PATH", "")]),
+        "HOROVOD_CUDA_HOME": str(toolkit.home),
+        "HOROVOD_NCCL_INCLUDE": str(nccl.include),
+        "HOROVOD_NCCL_LIB": str(links),
+        "HOROVOD_NCCL_RPATH": nccl.rpath,
+    }
 
 
-def _require_build_tools() -> None:
+def require_build_tools() -> None:
+    """Refuses a machine without the programs that Horovod's build calls."""
     missing = [tool for tool in ("cmake", "make") if shutil.which(tool) is None]
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         missing.append("g++")
     if os.environ.get("HOROVOD_WITH_MPI") == "1" and shutil.which("mpicxx") is None:
         missing.append("libopenmpi-dev")
-    if nvidia_driver_present() and shutil.which("nvcc", path=_nvcc_path()) is None:
-        raise InstallError(
-            "There is an NVIDIA driver, and Horovod is built with NCCL, "
-            "for which it needs nvcc and the CUDA runtime. Missing: nvcc. "
-            "Install the CUDA toolkit of TensorFlow's major version "
-            "(apt-get install cuda-toolkit-12), or set HOROVOD_CUDA_HOME to where it is."
-        )
     if missing:
         raise InstallError(
             "Building Horovod needs a C++ compiler, cmake and make. "
             f"Missing: {', '.join(missing)}. "
             f"Run: apt-get install {' '.join(missing)}"
         )
-
-
-def _nvcc_path() -> str:
-    home = os.environ.get("HOROVOD_CUDA_HOME", "/usr/local/cuda")
-    return os.pathsep.join([os.path.join(home, "bin"), os.environ.get("PATH", "")])
 
 
 def _tensorflow_version() -> str | None:
@@ -341,6 +366,17 @@ def _say(text: str) -> None:
     print(f"tfposeidon install: {text}", file=sys.stderr, flush=True)
 
 
+def for_gpus() -> bool:
+    """Returns whether to install for GPUs where nobody says: if a driver and TensorFlow are."""
+    if not cuda.driver_present():
+        return False
+    present = _tensorflow_version()
+    if present and cuda.tensorflow_cuda() is None:
+        _say(f"{present} is for CPUs, so Horovod is built without NCCL; --cuda says what to change")
+        return False
+    return True
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `python -m tfposeidon install`.
 
@@ -348,6 +384,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
       parser: Parser of the command.
     """
     parser.add_argument("--horovod-only", action="store_true", help="leave TensorFlow as it is")
+    parser.add_argument(
+        "--cuda",
+        action=argparse.BooleanOptionalAction,
+        help="install for GPUs: TensorFlow with CUDA, and Horovod with NCCL; it needs nvcc and no "
+        "driver; default: if an NVIDIA driver is loaded",
+    )
     parser.add_argument(
         "--tensorflow",
         choices=versions.TENSORFLOW,
@@ -367,10 +409,19 @@ def main(options: argparse.Namespace) -> int:
     """
     try:
         versions.require_python()
+        with_cuda = for_gpus() if options.cuda is None else options.cuda
+        if with_cuda:
+            # Before gigabytes are downloaded.
+            cuda.require_toolkit()
         if not options.horovod_only:
-            install_tensorflow(options.tensorflow)
-        install_horovod()
-    except (InstallError, CorrectionError, versions.UnsupportedVersionError) as error:
+            install_tensorflow(with_cuda, options.tensorflow)
+        install_horovod(with_cuda)
+    except (
+        InstallError,
+        CorrectionError,
+        cuda.CudaError,
+        versions.UnsupportedVersionError,
+    ) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -16,7 +16,7 @@ from types import TracebackType
 
 import tensorflow as tf
 
-from tfposeidon.communication.launcher import Store
+from tfposeidon.communication.launcher import STORE_TIMEOUT_S, Store
 
 PATIENCE_S = 3.0
 """Seconds for which a rank whose collective broke waits for another to leave a cause."""
@@ -171,7 +171,7 @@ class Reporter:
     def _put(self, key: str, value: str) -> None:
         try:
             if self.store is not None:
-                self.store.put(key, value)
+                self.store.put(key, value, STORE_TIMEOUT_S)
         except OSError:
             # The launcher is gone: nobody is left to read it.
             self.store = None

@@ -35,6 +35,8 @@ TRANSPORT_LIMIT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 STORE_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 STORE_TIMEOUT_S = 2.0
+STORE_START_TIMEOUT_S = 60.0
+"""Where all processes of a machine start at once, the launcher's server answers late."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,12 @@ def process_rank() -> ProcessRank:
     return ProcessRank(_first(RANK, 0), size, _first(LOCAL_RANK, 0), _first(LOCAL_SIZE, size))
 
 
+def ranks_of_node() -> int | None:
+    """Returns the number of ranks on this node; `None` if the launcher does not say."""
+    own = process_rank()
+    return own.local_size if own.size == 1 or any(map(os.environ.get, LOCAL_SIZE)) else None
+
+
 def _first(names: tuple[str, ...], default: int) -> int:
     return next((int(os.environ[name]) for name in names if os.environ.get(name)), default)
 
@@ -93,12 +101,13 @@ class Store:
         address = os.environ.get(STORE_ADDRESS)
         return cls(address, int(os.environ[STORE_PORT])) if address else None
 
-    def put(self, key: str, value: object) -> None:
+    def put(self, key: str, value: object, timeout_s: float = STORE_START_TIMEOUT_S) -> None:
         """Stores a value.
 
         Args:
           key: Name of the value.
           value: Anything that JSON can hold.
+          timeout_s: Seconds to wait for the store.
 
         Raises:
           OSError: If the store cannot be reached.
@@ -106,7 +115,7 @@ class Store:
         request = urllib.request.Request(
             self._url(key), data=json.dumps(value).encode(), method="PUT"
         )
-        urllib.request.urlopen(request, timeout=STORE_TIMEOUT_S).close()
+        urllib.request.urlopen(request, timeout=timeout_s).close()
 
     def get(self, key: str) -> Any:
         """Returns a value, or `None` while there is none or the store cannot be reached.

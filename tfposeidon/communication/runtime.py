@@ -27,6 +27,7 @@ Horovod's own default is 0, which waits forever.
 """
 LONGEST_STALL_WARNING_S = 60
 """Seconds between two looks of Horovod for ranks that are late, at most."""
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 LAYOUT_PATIENCE_S = 120.0
 """Seconds that a rank waits for rank 0 to leave its layout in the launcher's store."""
 
@@ -63,7 +64,8 @@ def init(
         default 300, or what `HOROVOD_STALL_SHUTDOWN_TIME_SECONDS` says.
       transport_timeout_s: Seconds that Gloo waits for a stopped process or a cut link; default 30,
         with a server 300, or what `HOROVOD_GLOO_TIMEOUT_SECONDS` says.
-      pin_gpu: True to give each rank of a node the GPU of its local rank, with memory growth.
+      pin_gpu: True to give each rank of a node the GPU of its local rank, with memory growth;
+        False leaves the GPUs as the script has set them.
       links: Links by which `scheme="auto"` plans, the same on all ranks: `"measure"` to measure
         them at the first step, a rate between nodes in one direction with its unit, such as
         `"25gbit"`, a `tfposeidon.Links`, the path of a file that holds one, or `"unknown"`, with
@@ -79,7 +81,8 @@ def init(
       ImportError: If Horovod is missing or was built without TensorFlow.
       ValueError: If an argument is out of its range, or `links` are of another kind of cluster.
       RuntimeError: If it was called before with another layout or server, if ranks ask for
-        different ones, or if `hvd.init()` was called before and groups of ranks are needed.
+        different ones, if `hvd.init()` was called before and groups of ranks are needed, or if
+        Horovod has NCCL and the node fewer GPUs than ranks (unless `pin_gpu` is false).
 
     Example:
       >>> import tfposeidon as tp
@@ -88,19 +91,21 @@ def init(
     """
     global _wire, _server_rank
     if _wire is not None:
-        _check_same_layout(_wire.topology, ranks_per_node)
+        check_same_layout(_wire.topology, ranks_per_node)
         _check_same_server(server_rank)
         if links is not None:
             _take_links(links, _wire.topology)
         return _wire.topology
     _check_horovod()
     # Before the start, at which Horovod reads its environment.
-    _set_limits(stall_timeout_s, transport_timeout_s, serves=server_rank is not None)
+    set_limits(stall_timeout_s, transport_timeout_s, serves=server_rank is not None)
+    if pin_gpu:
+        require_gpu_per_rank(launcher.ranks_of_node())
     _wire = _start(ranks_per_node, server_rank)
     _server_rank = server_rank
     failure.watch(_wire.topology.rank, _wire.topology.size)
     if pin_gpu:
-        _pin_gpu(launcher.process_rank().local_rank)
+        choose_gpu(launcher.process_rank().local_rank)
     _take_links(links, _wire.topology)
     return _wire.topology
 
@@ -264,9 +269,9 @@ def _start(ranks_per_node: int | None, server_rank: int | None) -> HorovodWire:
     import horovod.tensorflow as hvd
 
     if hvd.is_initialized():
-        return _adopt(hvd, ranks_per_node, server_rank)
+        return adopt(hvd, ranks_per_node, server_rank)
     own = launcher.process_rank()
-    _check_server_rank(server_rank, own.size)
+    check_server_rank(server_rank, own.size)
     if ranks_per_node is None and own.size > 1 and launcher.Store.of_launcher() is None:
         return _start_over_mpi(hvd, server_rank)
     topology = _find_topology(own, ranks_per_node)
@@ -352,7 +357,8 @@ def _require_same_servers(servers: Any) -> None:
     )
 
 
-def _check_server_rank(server_rank: int | None, size: int) -> None:
+def check_server_rank(server_rank: int | None, size: int) -> None:
+    """Refuses a server's rank that is none, and a job without workers."""
     if server_rank is None:
         return
     ranges.check_integer("server_rank", server_rank, 0)
@@ -377,9 +383,9 @@ def _check_same_server(server_rank: int | None) -> None:
         )
 
 
-def _adopt(hvd: Any, ranks_per_node: int | None, server_rank: int | None) -> HorovodWire:
+def adopt(hvd: Any, ranks_per_node: int | None, server_rank: int | None) -> HorovodWire:
     """Uses a Horovod that the script started itself, if no groups of ranks are needed."""
-    _check_server_rank(server_rank, hvd.size())
+    check_server_rank(server_rank, hvd.size())
     topology = Topology.regular(hvd.rank(), hvd.size(), ranks_per_node or hvd.local_size())
     missing = _groups(topology, server_rank)
     if missing:
@@ -403,9 +409,10 @@ def _check_horovod() -> None:
         ) from error
 
 
-def _set_limits(
+def set_limits(
     stall_timeout_s: float | None, transport_timeout_s: float | None, serves: bool = False
 ) -> None:
+    """Sets Horovod's variables for its time limits, but for those that the user has set."""
     if transport_timeout_s is None and serves and launcher.TRANSPORT_LIMIT not in os.environ:
         transport_timeout_s = SERVED_TRANSPORT_TIMEOUT_S
     for name, value in (
@@ -423,7 +430,8 @@ def _set_limits(
         os.environ[launcher.TRANSPORT_LIMIT] = str(round(transport_timeout_s))
 
 
-def _check_same_layout(topology: Topology, ranks_per_node: int | None) -> None:
+def check_same_layout(topology: Topology, ranks_per_node: int | None) -> None:
+    """Refuses another number of ranks per node than the job already runs with."""
     if ranks_per_node is None:
         return
     asked = Topology.regular(topology.rank, topology.size, ranks_per_node)
@@ -445,7 +453,25 @@ def _check_layout(hvd: Any, topology: Topology) -> None:
         )
 
 
-def _pin_gpu(local_rank: int) -> None:
+def require_gpu_per_rank(ranks_here: int | None) -> None:
+    """Refuses ranks that share a GPU under NCCL, which would fail at the first collective."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    if ranks_here is None or not hvd.nccl_built() or VISIBLE_GPUS in os.environ:
+        # SLURM shows each rank its own GPU only: whether ranks share it is for NCCL to find out.
+        return
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    if 0 < gpus < ranks_here:
+        raise RuntimeError(
+            f"NCCL needs a GPU for each rank. Received: {ranks_here} ranks on this node, which has "
+            f"{gpus} GPU(s). Start at most {gpus} ranks on each node, or install a Horovod with "
+            "which ranks share GPUs: python -m tfposeidon install --horovod-only --no-cuda"
+        )
+
+
+def choose_gpu(local_rank: int) -> None:
+    """Lets TensorFlow see only this rank's GPU."""
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")

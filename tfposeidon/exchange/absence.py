@@ -31,6 +31,11 @@ class Absence:
         self.forget()
 
     @property
+    def is_watched(self) -> bool:
+        """True if steps drop their updates on all ranks if one of them is out of data."""
+        return self._is_watched
+
+    @property
     def ranks(self) -> int:
         """Ranks that had no batch left, at most, in a step of this epoch that was watched."""
         return 0 if self._ranks is None else int(self._ranks.numpy())

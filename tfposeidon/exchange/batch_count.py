@@ -17,11 +17,15 @@ class BatchCount:
     Args:
       function: Function from a batch to its count, `None` for the number of its rows; see
         `sample_count` of `DistributedOptimizer`.
+
+    Attributes:
+      are_equal: True if ranks have agreed that all batches have as many rows.
     """
 
     def __init__(self, function: sample_counts.SampleCount | None) -> None:
         self._function = function
         self._current: Any = None
+        self.are_equal = False
 
     @property
     def function(self) -> sample_counts.SampleCount | None:
@@ -32,6 +36,14 @@ class BatchCount:
     def current(self) -> Any:
         """Count of the batch within `counting`, a scalar; else `None`."""
         return self._current
+
+    def is_of_rows(self, count: Any) -> bool:
+        """Returns whether a count is the current batch's number of rows, taken by default.
+
+        Args:
+          count: Count that a call of `apply` weighs by.
+        """
+        return count is not None and count is self._current and self._function is None
 
     @contextlib.contextmanager
     def counting(self, data: Any) -> Iterator[None]:

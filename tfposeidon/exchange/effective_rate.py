@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.optimizers.wrapping import leaves
 
 
 class EffectiveRate:
@@ -32,7 +32,9 @@ class EffectiveRate:
         Args:
           optimizer: Keras optimizer, which may scale losses.
         """
-        rate = tf.cast(innermost(optimizer).learning_rate, tf.float32)
+        # Of several optimizers the mean, which is exact where their rates change alike.
+        found = [tf.cast(leaf.learning_rate, tf.float32) for leaf in leaves(optimizer)]
+        rate = tf.add_n(found) / len(found)
         return rate / tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
 
     def rescale(self, current: tf.Tensor) -> tf.Tensor:

@@ -23,7 +23,13 @@ from tfposeidon.communication.wire import (
     zeros,
 )
 from tfposeidon.exchange import factor_exchange
-from tfposeidon.exchange.presence import Presence, check_regularised, count_presence
+from tfposeidon.exchange.presence import (
+    CallPresence,
+    Presence,
+    check_regularised,
+    count_call,
+    count_presence,
+)
 from tfposeidon.exchange.scheme_states import SchemeStates
 from tfposeidon.exchange.step_times import StepTimes
 from tfposeidon.exchange.variable_agreement import REMEDY, as_json, check_same_variables
@@ -183,6 +189,20 @@ class Exchanger:
             check_regularised(self.plan, presence, self.wire.topology.size)
         return presence
 
+    def join_call(self, count: Any, finite: Any, has_batch: bool = True) -> CallPresence:
+        """Counts what a call weighs over the job, where gradients wait for an update.
+
+        Args:
+          count: Number of samples behind the gradients on this rank, a scalar.
+          finite: True if they are finite on this rank, a bool scalar.
+          has_batch: False for a rank that is out of data.
+
+        Returns:
+          The participation of ranks in the call.
+        """
+        name, zero = f"{self.prefix}.calls", self._zeros["float32"]
+        return count_call(count, finite, has_batch, self.wire, name, zero)
+
     def exchange(
         self,
         gradients: Sequence[Any],
@@ -250,7 +270,7 @@ class Exchanger:
         name = f"{self.prefix}.bucket_{index}"
         vector = self._flatten(bucket, gradients)
         if weight is not None:
-            vector = _weighted(vector, weight)
+            vector = _weighted(vector, weight if bucket.scheme.averages else tf.sign(weight))
         if bucket.server:
             own = bucket.server.push(vector, self.wire, name)
             # TensorFlow leaves out a collective whose result nobody uses, as that of a rank which
@@ -285,6 +305,30 @@ class Exchanger:
         name = f"{self.prefix}.bucket_{self.plan.buckets.index(bucket)}"
         assert bucket.server is not None
         return _split(bucket.server.pull(own, bucket.length, self.wire, name), bucket)
+
+    @tf.function(autograph=False)
+    def contribute_to_call(self, number: int = 0) -> tf.Tensor:
+        """Takes part in what ranks tell of a call, for a rank that is out of data.
+
+        Args:
+          number: Index of the exchange among the `calls` of a step.
+
+        Returns:
+          Number of ranks that are absent like this one.
+        """
+        return self.contribute_to_call_eagerly(number)
+
+    def contribute_to_call_eagerly(self, number: int = 0) -> tf.Tensor:
+        """Does as `contribute_to_call` for steps that run eagerly.
+
+        Args:
+          number: Index of the exchange among the `calls` of a step.
+
+        Returns:
+          The same as `contribute_to_call`.
+        """
+        with numbered_names(number):
+            return self.join_call(0.0, True, has_batch=False).absent
 
     @tf.function(autograph=False)
     def contribute_nothing(self, number: int = 0) -> tuple[tf.Tensor, list[tf.Tensor]]:

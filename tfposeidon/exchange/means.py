@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
+
+from tfposeidon.gradients.description import is_overwritten
 
 Apply = Callable[[list[Any]], None]
 """Applies a list of means, one per variable, with `None` for variables that are left out."""
@@ -35,6 +37,19 @@ class Means:
     everybody: tf.Tensor | None = None
     moves: Any = True
     state: tuple[tuple[tf.Variable, tf.Tensor], ...] = ()
+
+    def times(self, factor: Any, variables: Sequence[Any]) -> Means:
+        """Returns the same with values multiplied, but for those that overwrite their variables.
+
+        Args:
+          factor: Factor for all values.
+          variables: Variables of the values, in their order.
+        """
+        pairs = zip(self.values, variables, strict=True)
+        return replace(
+            self,
+            values=[v if v is None or is_overwritten(w) else _times(v, factor) for v, w in pairs],
+        )
 
     def update(self, apply: Apply) -> None:
         """Gives the means to `apply`, unless a rank is out of data: then all ranks drop the update.
@@ -79,6 +94,13 @@ class Means:
                 variable.assign(value)
 
         tf.cond(tf.logical_and(counts, finite), assign, lambda: None)
+
+
+def _times(value: Any, factor: Any) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        values = value.values * tf.cast(factor, value.dtype)
+        return tf.IndexedSlices(values, value.indices, value.dense_shape)
+    return value * tf.cast(factor, value.dtype)
 
 
 def _apply_expected(

@@ -71,6 +71,48 @@ def count_presence(
         return Presence(weight, ranks - present, with_gradient, samples)
 
 
+class CallPresence(NamedTuple):
+    """Participation of ranks in a call whose gradients may wait for an update.
+
+    Attributes:
+      weight: Share of this rank in all samples of the call, times the number of ranks, a float32
+        scalar.
+      finite: True if gradients are finite on all ranks, a bool scalar.
+      absent: Number of ranks that had no batch left, a float32 scalar.
+    """
+
+    weight: tf.Tensor
+    finite: tf.Tensor
+    absent: tf.Tensor
+
+
+def count_call(
+    count: Any, finite: Any, has_batch: bool, wire: Wire, name: str, zero: tf.Variable
+) -> CallPresence:
+    """Counts samples and ranks of a call with one all-reduce of three numbers.
+
+    Args:
+      count: Number of samples behind the gradients, a scalar.
+      finite: True if they are finite, a bool scalar.
+      has_batch: True if this rank has a batch.
+      wire: Collectives that join the ranks.
+      name: Name of the all-reduce.
+      zero: Float32 variable that holds 0.
+
+    Returns:
+      The participation of ranks in the call.
+    """
+    with tf.device("/CPU:0"):
+        count = tf.cast(count, tf.float32)
+        # No samples, no say: a mean over an empty batch is not a number.
+        own = [count, tf.logical_and(count > 0.0, tf.logical_not(finite)), has_batch]
+        mine = tf.stack([tf.cast(one, tf.float32) for one in own]) + zero.read_value()
+        total = wire.all_reduce(mine, wire.topology.world, name)
+        ranks = float(wire.topology.size)
+        weight = tf.math.divide_no_nan(mine[0] * ranks, total[0])
+        return CallPresence(weight, total[1] == 0.0, ranks - total[2])
+
+
 def check_regularised(plan: Plan, presence: Presence, ranks: int) -> None:
     """Makes a step end with an error if some ranks only have a gradient of a regularised variable.
 

@@ -14,6 +14,7 @@ from tfposeidon.communication.wire import Wire, exchange_objects
 from tfposeidon.exchange.one_vector import joined, parted
 from tfposeidon.exchange.variable_agreement import as_json, check_same_variables
 from tfposeidon.gradients.description import Description
+from tfposeidon.state.placement import another_seed, is_seed
 
 # What Horovod does not carry travels as whole numbers of the same width.
 _CARRIED_AS = {"bfloat16": tf.uint16, "uint32": tf.int32, "uint64": tf.int64}
@@ -32,6 +33,8 @@ def describe_any(variables: Sequence[Any]) -> list[Description]:
 def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
     """Gives every rank the values of `root_rank`; all ranks call it together.
 
+    Seeds of Keras become other ones on each rank, which follow from those of `root_rank`.
+
     Args:
       variables: Variables of any dtype, the same and in the same order on every rank.
       wire: Collectives that join the ranks.
@@ -44,15 +47,17 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
         return
     check_same_variables(exchange_objects(as_json(describe_any(variables)), wire, "tp.broadcast"))
 
-    # In a graph broadcasts need not wait for one another.
-    @tf.function
     def received() -> list[tf.Tensor]:
         return [
             _broadcast(v, wire, root_rank, f"tp.broadcast_{i}") for i, v in enumerate(variables)
         ]
 
-    for variable, value in zip(variables, received(), strict=True):
-        variable.assign(value)
+    # In a graph broadcasts need not wait for one another. A concrete function, for TensorFlow warns
+    # of functions that are traced in each of many fits.
+    graph = tf.function(received, autograph=False).get_concrete_function()
+    distance = (wire.topology.rank - root_rank) % wire.topology.size
+    for variable, value in zip(variables, graph(), strict=True):
+        variable.assign(another_seed(value, distance) if is_seed(variable) else value)
 
 
 def average(variables: Sequence[Any], wire: Wire) -> None:
@@ -70,28 +75,95 @@ def average(variables: Sequence[Any], wire: Wire) -> None:
         variable.assign(part)
 
 
+def collect(variables: Sequence[Any], wire: Wire) -> None:
+    """Gives rank 0 the sum over ranks, and all others zeros; all ranks call it together.
+
+    Args:
+      variables: Variables of numbers, the same and in the same order on every rank.
+      wire: Collectives that join the ranks.
+    """
+    world = wire.topology.world
+    for number, variable in enumerate(variables if world.size > 1 else ()):
+        flat = tf.reshape(tf.convert_to_tensor(variable), [-1])
+        total = wire.all_reduce(flat, world, f"tp.collect_{number}")
+        variable.assign(tf.reshape(total, variable.shape))
+    if wire.topology.rank:
+        clear(variables)
+
+
+def clear(variables: Sequence[Any]) -> None:
+    """Sets variables to zero."""
+    for variable in variables:
+        variable.assign(tf.zeros_like(tf.convert_to_tensor(variable)))
+
+
 def checksums(variables: Sequence[Any]) -> list[int]:
-    """Returns the CRC-32 of the bytes of each variable.
+    """Returns a checksum of 64 bits (FarmHash) of the bytes of each variable.
 
     Args:
       variables: Variables, tensors or arrays.
+
+    Cost: one pass over them, on the CPU.
     """
-    return [zlib.crc32(tf.convert_to_tensor(v).numpy().tobytes()) for v in variables]
+    if not variables:
+        return []
+    flat = [tf.reshape(tf.convert_to_tensor(v), [1, -1]) for v in variables]
+    rows = tf.concat([tf.fingerprint(one) for one in flat], axis=0).numpy()
+    return [int.from_bytes(row.tobytes(), "big") for row in rows]
 
 
-def checksum(variables: Sequence[Any]) -> str:
+def checksum(variables: Sequence[Any], on_device: bool = False) -> str:
     """Returns one checksum over all variables in order, as eight hexadecimal digits.
 
     Args:
       variables: Variables, tensors or arrays.
+      on_device: True to compute it on the device for tensors on a GPU, without a copy to the host.
+        Equal values on the CPU have another checksum.
 
     >>> checksum([tf.constant([1.0, 2.0])])
-    '24883919'
+    '0a27a754'
     """
+    tensors = [tf.convert_to_tensor(variable) for variable in variables]
+    on_gpus = [one for one in tensors if on_device and "GPU" in one.device]
+    others = [one for one in tensors if not (on_device and "GPU" in one.device)]
     total = 0
-    for part in checksums(variables):
-        total = zlib.crc32(part.to_bytes(4, "big"), total)
+    for part in (*checksums(others), *sums(on_gpus)):
+        total = zlib.crc32(part.to_bytes(8, "big"), total)
     return f"{total:08x}"
+
+
+def sums(tensors: Sequence[tf.Tensor]) -> list[int]:
+    """Returns for each tensor a sum of 64 bits over its bytes, each word with a weight of its own.
+
+    Weights are odd and random: of pairs that differ, one in 2**32 has equal sums at most.
+
+    Args:
+      tensors: Tensors of any dtype but strings.
+
+    Cost: one pass over them on their device, and 24 MiB of its memory.
+    """
+    if not tensors:
+        return []
+    weights = tf.constant(np.random.RandomState(0).randint(-(2**63), 2**63 - 1, 2**20, "int64") | 1)
+    # One copy to the host for all of them.
+    return [int(one) for one in tf.stack([_sum(t, weights) for t in tensors]).numpy().view("u8")]
+
+
+def _sum(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+    flat = tf.reshape(tensor, [-1])
+    if flat.dtype.size == 1 and flat.dtype not in (tf.int8, tf.uint8):
+        # TensorFlow has no integers for the bits of booleans and of floats of 8 bits.
+        flat = tf.constant(flat.numpy().view("u1"))
+    # Not of 64 bits: the last bits of many numbers are zero, and so would be those of their sums.
+    word = {1: tf.uint8, 2: tf.uint16}.get(flat.dtype.size, tf.int32)
+    step = len(weights) * word.size // flat.dtype.size
+    total = tf.constant(0, tf.int64)
+    for begin in range(0, flat.shape[0], step):
+        # Sliced first: TensorFlow slices integers of 32 bits on the host.
+        words = tf.bitcast(flat[begin : begin + step], word)
+        words = tf.cast(tf.reshape(words, [-1]), tf.int64)
+        total = total * weights[0] + tf.reduce_sum(words * weights[: words.shape[0]])
+    return total
 
 
 def differences(variables: Sequence[Any], wire: Wire) -> dict[str, list[int]]:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfposeidon.exchange.presence import Presence
 from tfposeidon.planning.plan import Plan
 from tfposeidon.schemes.base import Slot, State
+from tfposeidon.state.placement import Placement
 from tfposeidon.state.rank_state import StateDescription
 
 
@@ -143,7 +144,11 @@ class SchemeStates:
                     # Shards of all ranks together cover the bucket this many times.
                     owners = sum(slots[index].shape[0] for slots in everybody) // bucket.length
                     yield StateDescription(
-                        name=slot.name, members=members, offset=slot.offset, owners=owners
+                        name=slot.name,
+                        members=members,
+                        placement=Placement.PARTIAL,
+                        offset=slot.offset,
+                        owners=owners,
                     )
                 else:
                     yield StateDescription(name=slot.name, members=members, scalar=True)

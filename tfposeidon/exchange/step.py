@@ -21,7 +21,8 @@ from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.means import Means
 from tfposeidon.exchange.step_times import time_after
 from tfposeidon.gradients.description import with_merged_rows
-from tfposeidon.optimizers.wrapping import class_names
+from tfposeidon.gradients.factors import Factors
+from tfposeidon.optimizers.wrapping import settings, step_counter
 from tfposeidon.policies import Policy
 
 
@@ -139,6 +140,36 @@ class Step:
         with exchanger.call():
             yield gradients
 
+    def join_call(
+        self, gradients: list[Any], variables: list[Any], count: Any, skips: bool
+    ) -> tuple[Any, tf.Tensor | None, tf.Tensor | None]:
+        """Agrees on a call whose gradients may wait for an update, where ranks might differ.
+
+        Args:
+          gradients: Gradients of the call, one per variable.
+          variables: Variables of the gradients, in the same order.
+          count: Number of samples behind the gradients, a scalar; `None` if ranks weigh alike.
+          skips: True if the optimizer skips calls that are not finite.
+
+        Returns:
+          Weight of this rank, a scalar, or `None` if all weigh alike; whether gradients are finite
+          on all ranks, or `None` if nobody asks; and whether every rank had a batch, or `None`
+          where that is not watched.
+        """
+        finite = _all_finite(gradients) if skips else None
+        differs = count is not None or finite is not None or self.absence.is_watched
+        if self._wire().topology.size == 1 or not differs:
+            return None, finite, None
+        told = self.exchanger(variables).join_call(
+            1.0 if count is None else count, True if finite is None else finite
+        )
+        everybody = self.absence.record(told.absent)
+        return (
+            None if count is None else told.weight,
+            None if finite is None else told.finite,
+            everybody,
+        )
+
     def means(
         self, gradients: list[Any], variables: list[Any], count: Any, server: Server | None = None
     ) -> Means:
@@ -235,11 +266,14 @@ class Step:
     def _settings(self, count: Any) -> dict[str, Any]:
         """Returns what has to be the same on all ranks, besides what the plans know."""
         optimizer, counts = self._optimizer, self.batch.function
+        steps = optimizer.gradient_accumulation_steps
         return {
             "counted": count is not None,
+            "counted by rows": self.batch.is_of_rows(count),
+            "calls since the last update": _calls_since_update(optimizer) if steps else 0,
             "sample_count": counts and sample_counts.name(counts),
-            "optimizer": class_names(optimizer.inner_optimizer),
-            "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
+            **settings(optimizer.inner_optimizer),
+            "gradient_accumulation_steps": steps,
             **optimizer.agreed_settings,
             **layer_norms.norm_settings(optimizer.inner_optimizer),
         }
@@ -295,6 +329,34 @@ class _Rate:
     variable: tf.Variable
     now: tf.Tensor
     rescale: tf.Tensor
+
+
+def _calls_since_update(optimizer: Any) -> int:
+    with tf.init_scope():
+        calls = int(step_counter(optimizer.inner_optimizer).numpy())
+    return calls % int(optimizer.gradient_accumulation_steps)
+
+
+def _all_finite(gradients: Sequence[Any]) -> tf.Tensor:
+    """Returns whether gradients are finite on this rank."""
+    tensors = [
+        tensor
+        for gradient in gradients
+        for tensor in _tensors_of(gradient)
+        if tensor.dtype.is_floating
+    ]
+    each = [tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors]
+    return tf.reduce_all([tf.constant(True), *each])
+
+
+def _tensors_of(gradient: Any) -> list[tf.Tensor]:
+    if gradient is None:
+        return []
+    if isinstance(gradient, tf.IndexedSlices):
+        return [gradient.values]
+    if isinstance(gradient, Factors):
+        return [gradient.left, gradient.right]
+    return [gradient]
 
 
 def _time_after_first(gradients: Sequence[Any]) -> tf.Tensor:

@@ -7,37 +7,53 @@ be more rows than any matrix of that size needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
 
+from tfposeidon.gradients.description import is_overwritten
 from tfposeidon.gradients.embedding_rows import Rows, as_product
 from tfposeidon.gradients.factors import Factors
+from tfposeidon.state.placement import Placement
 from tfposeidon.state.rank_state import StateDescription
 
 
-class Accumulation:
-    """Sums of gradients, each times the number of samples behind it, and the number of all samples.
+@dataclass(frozen=True)
+class Call:
+    """One call of an optimizer that accumulates.
 
-    They differ from rank to rank. Every n-th call makes an update, and the sums begin anew.
+    Attributes:
+      weight: What its gradients weigh on this rank, a scalar; `None` where all weigh alike.
+      is_due: True if it makes an update, a bool scalar.
+      scale: Loss scale of its gradients, a scalar.
+      counter: Variable that moves if the call counts; `None` where it always does.
+    """
+
+    weight: Any
+    is_due: tf.Tensor
+    scale: Any = 1.0
+    counter: Any = None
+
+
+class Accumulation:
+    """Sums of gradients, each times its weight, and the sum of the weights.
+
+    They differ from rank to rank. With each update they begin anew.
 
     Args:
       optimizer: Keras optimizer, of whose state the sums become a part.
       variables: Variables that the gradients are for.
-      steps: Number of calls for each update, n.
-
-    Attributes:
-      steps: Number of calls for each update, n.
+      steps: Number of calls for each update.
     """
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], steps: int) -> None:
-        self.steps = steps
         self._accumulators = [
             _Accumulator(optimizer, variable, f"accumulated_{i}", steps)
             for i, variable in enumerate(variables)
         ]
         self._weight = optimizer.add_variable((), dtype="float32", name="accumulated_weight")
+        # As many as an update has, but for those before the optimizer was wrapped.
         self._calls = optimizer.add_variable((), dtype="int", name="accumulated_calls")
 
     def rank_state(self, rank: int, size: int) -> list[tuple[Any, StateDescription]]:
@@ -52,49 +68,61 @@ class Accumulation:
             for accumulator in self._accumulators
             for pair in accumulator.rank_state(rank, size)
         ]
-        weight = self._weight, StateDescription(name="accumulated_weight", owners=size)
+        weight = self._weight, _partial("accumulated_weight", size)
         return [*sums, weight, (self._calls, StateDescription(name="accumulated_calls"))]
 
     def add(
         self,
         indices: Sequence[int],
         gradients: Sequence[Any],
-        count: Any,
-        update: Callable[[list[Any], Any], None],
+        call: Call,
+        update: Callable[[list[Any], Any, Any], None],
+        wait: Callable[[], None],
     ) -> None:
-        """Adds gradients; in every n-th call it gives their means to `update`.
+        """Adds gradients; in a call that makes an update it gives their means to `update`.
 
         Args:
           indices: Indices of the gradients' variables among those of the constructor.
           gradients: Gradients of the variables: tensors, `IndexedSlices`, `Factors` or `None`.
-          count: Number of samples behind the gradients, a scalar; `None` for equal weights.
-          update: Function to call with the means, which are tensors, `Factors` or `None`, and with
-            the number of samples behind them, which is `None` if `count` is.
+          call: What the call weighs, and whether it counts.
+          update: Function to call with the means, which are tensors, `Factors` or `None`, with the
+            weight behind them on this rank, a scalar (`None` where all calls weigh alike), and with
+            the number of calls.
+          wait: Function to call where no update is due.
         """
-        weight = tf.cast(1.0 if count is None else count, tf.float32)
+        weight = tf.cast(1.0 if call.weight is None else call.weight, tf.float32)
         accumulators = [self._accumulators[index] for index in indices]
         pairs = zip(accumulators, gradients, strict=True)
-        values = [None if g is None else one.plus(g, weight) for one, g in pairs]
+        # The loss scale may change from call to call.
+        values = [None if g is None else one.plus(g, weight / call.scale) for one, g in pairs]
         total, calls = self._weight + weight, self._calls + 1
-        # The same on all ranks, which agreed on `steps`: the branch below has collectives.
-        due = calls >= self.steps
 
         def step() -> None:
             pairs = zip(accumulators, values, strict=True)
-            means = [None if value is None else one.mean(value, total) for one, value in pairs]
-            update(means, None if count is None else total)
+            scaled = total / call.scale
+            means = [None if value is None else one.mean(value, scaled) for one, value in pairs]
+            update(means, None if call.weight is None else total, calls)
 
-        tf.cond(due, step, lambda: None)
+        before = None if call.counter is None else tf.identity(call.counter)
+        # The same on all ranks: the branches have collectives.
+        tf.cond(call.is_due, step, wait)
+
         # Assigned last, from plain tensors: a bucket must not wait for another's accumulator.
-        for accumulator, value in zip(accumulators, values, strict=True):
-            if value is not None:
-                accumulator.keep(value, due)
-            else:
-                # Keras does the same: a variable without a gradient in the last call is not
-                # updated, and its sum is gone.
-                tf.cond(due, accumulator.reset, lambda: None)
-        for variable, value in ((self._weight, total), (self._calls, calls)):
-            variable.assign(tf.where(due, tf.zeros_like(value), value))
+        def keep() -> None:
+            for accumulator, value in zip(accumulators, values, strict=True):
+                if value is not None:
+                    accumulator.keep(value, call.is_due)
+                else:
+                    # Keras does the same: a variable without a gradient in the last call is not
+                    # updated, and its sum is gone.
+                    tf.cond(call.is_due, accumulator.reset, lambda: None)
+            for variable, value in ((self._weight, total), (self._calls, calls)):
+                variable.assign(tf.where(call.is_due, tf.zeros_like(value), value))
+
+        if before is None:
+            keep()
+        else:
+            tf.cond(tf.not_equal(tf.identity(call.counter), before), keep, lambda: None)
 
     def reset(self) -> None:
         """Drops what has been added since the last update."""
@@ -106,6 +134,8 @@ class Accumulation:
 
 class _Accumulator:
     """Sum of one variable's gradients: of matrices as a matrix, of factors as rows.
+
+    Values that overwrite the variable are no sums: the largest is kept, as Keras does.
 
     Mostly one of them is empty. If calls had different numbers of rows and both are in use, each
     can stand for the other.
@@ -122,10 +152,11 @@ class _Accumulator:
         self.steps = steps
         self.matrix = optimizer.add_variable_from_reference(variable, name="accumulator")
         self.rows = _FactorAccumulator(self.matrix) if len(variable.shape) > 1 else None
+        self._is_overwritten = is_overwritten(variable)
 
     def rank_state(self, rank: int, size: int) -> list[tuple[Any, StateDescription]]:
         rows = [] if self.rows is None else self.rows.rank_state(self.name, rank, size)
-        return [(self.matrix, StateDescription(name=self.name, owners=size)), *rows]
+        return [(self.matrix, _partial(self.name, size)), *rows]
 
     def plus(self, gradient: Any, weight: tf.Tensor) -> Any:
         if isinstance(gradient, Factors):
@@ -154,6 +185,8 @@ class _Accumulator:
 
     def _plus_matrix(self, gradient: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
         dense = tf.cast(gradient, self.matrix.dtype)
+        if self._is_overwritten:
+            return tf.maximum(tf.convert_to_tensor(self.matrix), dense)
         # No samples, no say: a mean over an empty batch is not a number.
         return self.matrix + tf.where(
             weight > 0.0, dense * tf.cast(weight, dense.dtype), tf.zeros_like(dense)
@@ -162,6 +195,8 @@ class _Accumulator:
     def mean(self, value: Any, total: tf.Tensor) -> Any:
         if isinstance(value, _AccumulatedFactors):
             return value.mean(total)
+        if self._is_overwritten:
+            return value
         if self.rows is not None:
             value = self.rows.added_to(value)
         return tf.math.divide_no_nan(value, tf.cast(total, value.dtype))
@@ -218,16 +253,11 @@ class _FactorAccumulator:
             "weights": self.weights,
         }
         rows = [
-            (
-                variable,
-                StateDescription(
-                    name=f"{name}_{part}", offset=rank, owners=size, concatenated=True
-                ),
-            )
+            (variable, _partial(f"{name}_{part}", size, offset=rank, concatenated=True))
             for part, variable in parts.items()
         ]
         local = self.local, StateDescription(name=f"{name}_local")
-        return [*rows, local, (self.weight, StateDescription(name=f"{name}_weight", owners=size))]
+        return [*rows, local, (self.weight, _partial(f"{name}_weight", size))]
 
     def plus(
         self, factors: Factors, weight: tf.Tensor, matrix: tf.Tensor, is_matrix: tf.Tensor
@@ -354,6 +384,10 @@ class _AccumulatedFactors:
         )
         added = tf.shape(right)[0] - tf.size(weights)
         return left, right, tf.concat([weights, tf.ones([added], weights.dtype)], 0)
+
+
+def _partial(name: str, owners: int, **what: Any) -> StateDescription:
+    return StateDescription(name=name, placement=Placement.PARTIAL, owners=owners, **what)
 
 
 def _growing(shape: list[int], dtype: str, name: str) -> tf.Variable:

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfposeidon import native
 from tfposeidon.communication import wire
 from tfposeidon.gradients.factors import FactorShape
 
@@ -25,6 +26,8 @@ class Description:
       factors: Shape of its factors if it is a product of two thin matrices, from the first traced
         step on.
       why_no_factors: Reason why it has no factors, from the first traced step on; empty before.
+      is_value: True if the gradient is a value that takes the variable's place, as Keras's
+        `overwrite_with_gradient` says.
 
     >>> Description("dense/kernel", (20, 3), "float32").bytes
     240
@@ -35,6 +38,7 @@ class Description:
     dtype: str
     factors: FactorShape | None = None
     why_no_factors: str = ""
+    is_value: bool = False
 
     @property
     def length(self) -> int:
@@ -94,8 +98,20 @@ def describe(variable: Any) -> Description:
             f"Received: variable {path!r} of dtype {dtype.name}. Set `trainable=False` on it."
         )
     return Description(
-        path, tuple(variable.shape), "float32" if dtype == tf.bfloat16 else dtype.name
+        path,
+        tuple(variable.shape),
+        "float32" if dtype == tf.bfloat16 else dtype.name,
+        is_value=is_overwritten(variable),
     )
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Returns whether Keras overwrites a variable with its gradient, as scales for float8.
+
+    Args:
+      variable: Keras or TensorFlow variable.
+    """
+    return getattr(variable, "overwrite_with_gradient", False)
 
 
 def merge_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -107,15 +123,32 @@ def merge_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
       rows: Indices `[k]` and values `[k, ...]`.
 
     Returns:
-      Each index once, in the order of its first occurrence.
+      Each index once, in the order of its first occurrence; under XLA sorted, and padded with rows
+      of zeros to the number of rows that were given.
 
     >>> rows = tf.IndexedSlices(tf.ones([3, 1]), tf.constant([7, 2, 7]))
     >>> merged = merge_rows(rows)
     >>> merged.indices.numpy().tolist(), merged.values.numpy().tolist()
     ([7, 2], [[2.0], [1.0]])
     """
+    if native.in_xla():
+        return _merge_rows_in_xla(rows)
     indices, segments = tf.unique(rows.indices)
     values = tf.math.unsorted_segment_sum(rows.values, segments, tf.size(indices))
+    return tf.IndexedSlices(values, indices, rows.dense_shape)
+
+
+def _merge_rows_in_xla(rows: tf.IndexedSlices) -> tf.IndexedSlices:
+    # XLA makes of `tf.unique` a loop over the rows, which took ten times as long as the step around
+    # it on a GPU, and gives tensors a length that it knows.
+    order = tf.argsort(rows.indices)
+    indices = tf.gather(rows.indices, order)
+    begins = tf.not_equal(indices, tf.concat([indices[:1] - 1, indices[:-1]], 0))
+    segments = tf.cumsum(tf.cast(begins, tf.int32)) - 1
+    count = tf.size(indices)
+    values = tf.math.unsorted_segment_sum(tf.gather(rows.values, order), segments, count)
+    # Rows of zeros may have any index: the maximum over nothing is the smallest integer.
+    indices = tf.maximum(tf.math.unsorted_segment_max(indices, segments, count), 0)
     return tf.IndexedSlices(values, indices, rows.dense_shape)
 
 

@@ -131,10 +131,10 @@ class Report:
             str(traffic.received_packets),
             _percent(self.link_share(node, traffic.received_bytes)),
             str(traffic.dropped_packets),
-            sparkline(self._load(node)),
+            sparkline(self.load(node)),
         )
 
-    def _load(self, node: int) -> list[float]:
+    def load(self, node: int) -> list[float]:
         """Returns the load of a link over time: fractions of its rate, or of the busiest moment."""
         # Stretches of even length, so that no more bars are drawn than fit on a line.
         points = [(at_s, counts[node]) for at_s, counts in self.sent_over_time]

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfposeidon.optimizers.wrapping import class_names
+from tfposeidon.optimizers.wrapping import settings
 
 
 class Adding:
@@ -27,5 +27,5 @@ class Adding:
     @property
     def agreed_settings(self) -> dict[str, Any]:
         """Settings that have to be the same on all ranks, for JSON."""
-        inner = class_names(self._optimizer.inner_optimizer)
-        return {"inner optimizer": inner, **self._optimizer.agreed_settings}
+        inner = settings(self._optimizer.inner_optimizer, "inner optimizer")
+        return inner | self._optimizer.agreed_settings

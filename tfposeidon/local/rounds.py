@@ -9,10 +9,9 @@ import tensorflow as tf
 
 from tfposeidon.exchange.step_times import time_after
 from tfposeidon.local.beside_steps import BesideSteps
-from tfposeidon.local.centre import Centre
 from tfposeidon.local.meeting import Meeting
-from tfposeidon.local.rules import Rule
 from tfposeidon.local.schedule import Schedule
+from tfposeidon.state.placement import Placement
 from tfposeidon.state.rank_state import StateDescription
 
 
@@ -22,19 +21,19 @@ class Rounds:
     Args:
       meeting: What ranks do in a round.
       schedule: When rounds are.
+      number: Keras variable that counts rounds: not steps, of which ranks with fewer batches have
+        done fewer.
       spreads: True if a round beside steps exchanges some of its buckets after each of them.
 
     Attributes:
       centre: The centre, beside what this rank trains.
     """
 
-    def __init__(self, meeting: Meeting, schedule: Schedule, spreads: bool) -> None:
-        self._meeting, self._schedule = meeting, schedule
+    def __init__(self, meeting: Meeting, schedule: Schedule, number: Any, spreads: bool) -> None:
+        self._meeting, self._schedule, self._number = meeting, schedule, number
         self.centre = meeting.centre
         # On the CPU, as branches follow from them.
         with tf.init_scope(), tf.device("/CPU:0"):
-            # Not of steps, of which ranks with fewer batches have done fewer.
-            self.number = _counter("rounds", tf.int64)
             self._since = _counter("steps_of_the_round", tf.int64)
             self._samples = _counter("samples_of_the_round", tf.float32)
         self._beside: BesideSteps | None = None
@@ -63,7 +62,7 @@ class Rounds:
         """
         self._since.assign_add(1)
         self._samples.assign_add(tf.cast(1.0 if count is None else count, tf.float32))
-        starts = self.number < self._schedule.start_after
+        starts = self._number < self._schedule.start_after
         if self._beside is not None:
             if self._beside.spreads:
                 self._go_on()
@@ -125,25 +124,25 @@ class Rounds:
         assert self._beside is not None
         sent = self._meeting.contribution(self._samples.read_value())
         self._restart()
-        self._beside.send(sent, self.number.read_value())
+        self._beside.send(sent, tf.convert_to_tensor(self._number))
 
     def _go_on(self) -> None:
         """Lets the round that is under way, if any, exchange its buckets of this step."""
         beside = self._beside
         assert beside is not None
-        number, since = self.number.read_value(), self._since.read_value()
+        number, since = tf.convert_to_tensor(self._number), self._since.read_value()
         tf.cond(beside.in_flight, lambda: beside.go_on(number, since), lambda: None)
 
     def _arrive(self, is_due: Any) -> None:
         """Ends the round that is under way, if there is one and it is due."""
         beside = self._beside
         assert beside is not None
-        number = self.number.read_value()
+        number = tf.convert_to_tensor(self._number)
         is_there = tf.logical_and(beside.in_flight, is_due)
         tf.cond(is_there, lambda: beside.arrive(number), lambda: None)
 
     def _restart(self) -> None:
-        self.number.assign_add(1)
+        self._number.assign_add(1)
         self._since.assign(0)
         self._samples.assign(0.0)
 
@@ -154,7 +153,7 @@ class Rounds:
         """True if steps were taken and no round has been settled so far."""
         is_late = self._beside is not None and bool(self._beside.in_flight.numpy())
         # Counted when they are sent.
-        has_none = int(self.number.numpy()) <= is_late
+        has_none = int(self._number.numpy()) <= is_late
         return has_none and (is_late or int(self._since.numpy()) > 0)
 
     @property
@@ -165,22 +164,10 @@ class Rounds:
         if self._beside is not None:
             private += self._beside.variables
         descriptions = [
-            StateDescription(name=f"local {index}", private=True) for index, _ in enumerate(private)
+            StateDescription(name=f"local {index}", placement=Placement.LOCAL)
+            for index, _ in enumerate(private)
         ]
         return list(zip(private, descriptions, strict=True))
-
-
-def kept_alone(rule: Rule, variables: Sequence[Any]) -> list[Any]:
-    """Returns variables like those of `Rounds`, for one rank, which has no rounds.
-
-    Args:
-      rule: The rule, which is built.
-      variables: Variables that the optimizer trains.
-    """
-    # Of copies, as in rounds: Keras names what an optimizer keeps after them.
-    rule.build(Centre(variables).copies)
-    with tf.init_scope(), tf.device("/CPU:0"):
-        return [_counter("rounds", tf.int64), *rule.variables]
 
 
 def _counter(name: str, dtype: tf.DType) -> tf.Variable:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfposeidon import ranges
-from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.optimizers.wrapping import leaves
 
 
 class Rule(ABC):
@@ -188,7 +188,8 @@ class Outer(Rule):
     @override
     def build(self, centre: Sequence[Any]) -> None:
         # It serves replicas of tf.distribute, and would hold the graph of each traced step.
-        innermost(self.optimizer)._all_reduce_sum_gradients = list
+        for leaf in leaves(self.optimizer):
+            leaf._all_reduce_sum_gradients = list
         self.optimizer.build(centre)
 
     @override
@@ -287,5 +288,7 @@ def momentum_of(optimizer: Any) -> float:
     Args:
       optimizer: A Keras optimizer, wrapped any number of times.
     """
-    inside = innermost(optimizer)
-    return float(getattr(inside, "momentum", 0.0) or getattr(inside, "beta_1", 0.0) or 0.0)
+    return max(
+        float(getattr(leaf, "momentum", 0.0) or getattr(leaf, "beta_1", 0.0) or 0.0)
+        for leaf in leaves(optimizer)
+    )

@@ -24,8 +24,7 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
     the default `initial_learning_rate` the first step has rate 0 and moves nothing, as in Keras's
     `CosineDecay`.
 
-    Steps are those that the optimizer counts. With `gradient_accumulation_steps` a Keras optimizer
-    counts every batch; inside `DistributedOptimizer`, which accumulates itself, it counts updates.
+    Steps are those that the optimizer counts: with `gradient_accumulation_steps` every batch.
 
     Args:
       peak_learning_rate: Rate at the end of the warm-up, above 0.

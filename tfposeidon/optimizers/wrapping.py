@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, ValuesView
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 
 def innermost(optimizer: Any) -> Any:
@@ -24,13 +27,121 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-def class_names(optimizer: Any) -> list[str]:
-    """Returns the names of an optimizer's class, and of the class of the one inside wrappers.
+def leaves(optimizer: Any) -> list[Any]:
+    """Returns the optimizers inside that hold no others, at any depth; itself if it holds none.
+
+    Those that hold others have them in attributes, or in lists and dictionaries there, as Keras's
+    `LossScaleOptimizer` and `MultiOptimizer` do, and composite ones of users.
+
+    >>> import keras
+    >>> adam, sgd = keras.optimizers.Adam(), keras.optimizers.SGD()
+    >>> rules = keras.optimizers.OptimizerMap(default_optimizer=sgd, optimizer_map={"a/.*": adam})
+    >>> both = keras.optimizers.MultiOptimizer(rules)
+    >>> leaves(keras.optimizers.LossScaleOptimizer(both)) == [adam, sgd]
+    True
+    """
+    inside = []
+    for value in vars(optimizer).values():
+        items = value.values() if isinstance(value, Mapping) else value
+        candidates = items if isinstance(items, list | tuple | ValuesView) else [value]
+        inside += [one for one in candidates if isinstance(one, keras.optimizers.Optimizer)]
+    unique = {id(one): one for one in inside if one is not optimizer}
+    found = [leaf for one in unique.values() for leaf in leaves(one)] or [optimizer]
+    return list({id(leaf): leaf for leaf in found}.values())
+
+
+def accumulated_steps(optimizer: Any) -> int | None:
+    """Returns the calls for an update, if all optimizers inside have the same number; else `None`.
+
+    Args:
+      optimizer: A Keras optimizer, wrapped or not.
+
+    >>> import keras
+    >>> accumulated_steps(keras.optimizers.SGD(gradient_accumulation_steps=4))
+    4
+    """
+    found = {leaf.gradient_accumulation_steps for leaf in leaves(optimizer)}
+    return found.pop() if len(found) == 1 else None
+
+
+def skips_calls(optimizer: Any) -> bool:
+    """Returns whether an optimizer skips calls whose gradients are not finite, as loss scales do.
 
     Args:
       optimizer: A Keras optimizer, wrapped or not.
     """
-    return [type(optimizer).__name__, type(innermost(optimizer)).__name__]
+    while hasattr(optimizer, "inner_optimizer"):
+        if hasattr(optimizer, "dynamic_scale"):
+            return True
+        optimizer = optimizer.inner_optimizer
+    return False
+
+
+def settings(optimizer: Any, prefix: str = "optimizer") -> dict[str, Any]:
+    """Returns an optimizer's class and configuration at any depth, flat, for JSON; without names.
+
+    Functions count by their names, for their code tells nothing on other ranks.
+
+    >>> import keras
+    >>> found = settings(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5)))
+    >>> found["optimizer"], found["optimizer.inner_optimizer.learning_rate"]
+    ('LossScaleOptimizer', 0.5)
+    """
+    # Outside of a step that is traced: rates are variables.
+    with tf.init_scope():
+        return dict(_flat(prefix, _serialized(optimizer)))
+
+
+def _serialized(value: Any) -> dict[str, Any]:
+    try:
+        config = value.get_config()
+    except Exception:  # noqa: BLE001, of users' own optimizers, and of functions without a name
+        simple = bool | int | float | str | None
+        attributes = vars(value).items()
+        config = {k: v for k, v in attributes if k[0] != "_" and isinstance(v, simple)}
+    # Keras's own save what they hold; those of users need not.
+    saves_others = not config.keys().isdisjoint(("inner_optimizer", "optimizer_map"))
+    if isinstance(value, keras.optimizers.Optimizer) and not saves_others:
+        inside = [one for one in leaves(value) if one is not value]
+        config |= {f"part {place}": one for place, one in enumerate(inside)}
+    return {"class_name": type(value).__name__, "config": config}
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of what Keras has serialized."""
+    if hasattr(value, "get_config"):
+        value = _serialized(value)
+    if isinstance(value, Mapping):
+        if "class_name" in value:
+            yield name, value["class_name"]
+            config = value.get("config")
+            # The configuration of a function is its name, or the code of one without.
+            value = config if isinstance(config, Mapping) else {"function": config}
+        for key, item in value.items():
+            if key not in ("name", "code"):
+                yield from _flat(f"{name}.{key}", item)
+    elif isinstance(value, list | tuple) and any(map(_is_nested, value)):
+        for index, item in enumerate(value):
+            yield from _flat(f"{name}.{index}", item)
+    else:
+        yield name, _plain(value)
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple) or hasattr(value, "get_config")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    try:
+        return np.asarray(value).tolist()
+    except (TypeError, ValueError):
+        return type(value).__name__
 
 
 def slots(optimizer: Any) -> list[Any]:
@@ -48,16 +159,16 @@ def slots(optimizer: Any) -> list[Any]:
     >>> [slot.name for slot in slots(adam)]
     ['weight_momentum', 'weight_velocity']
     """
-    rule = innermost(optimizer)
     return [
         variable
-        for variable in rule.variables
-        if keras.backend.is_float_dtype(variable.dtype) and variable is not rule._learning_rate
+        for leaf in leaves(optimizer)
+        for variable in leaf.variables
+        if keras.backend.is_float_dtype(variable.dtype) and variable is not leaf._learning_rate
     ]
 
 
 def rates(optimizer: Any) -> list[Any]:
-    """Returns the variable of the learning rate; none where a schedule or a function gives it.
+    """Returns the variables of learning rates; none where a schedule or a function gives them.
 
     Args:
       optimizer: A Keras optimizer, wrapped or not.
@@ -66,8 +177,8 @@ def rates(optimizer: Any) -> list[Any]:
     >>> [rate.name for rate in rates(keras.optimizers.SGD(0.1))]
     ['learning_rate']
     """
-    rate = innermost(optimizer)._learning_rate
-    return [rate] if isinstance(rate, keras.Variable) else []
+    found = [leaf._learning_rate for leaf in leaves(optimizer)]
+    return [rate for rate in found if isinstance(rate, keras.Variable)]
 
 
 def step_counter(optimizer: Any) -> Any:
@@ -76,8 +187,11 @@ def step_counter(optimizer: Any) -> Any:
     Args:
       optimizer: A Keras optimizer, wrapped or not.
     """
+    found = leaves(optimizer)
+    # Of those in a MultiOptimizer, some may train nothing.
+    counting = next((leaf for leaf in found if leaf.built), found[0])
     # `iterations` is no variable where an optimizer accumulates gradients.
-    return innermost(optimizer)._iterations
+    return counting._iterations
 
 
 def reset_slots(optimizer: Any) -> None:
@@ -94,14 +208,14 @@ def reset_slots(optimizer: Any) -> None:
     >>> float(slots(adagrad)[0])
     0.5
     """
-    rule = innermost(optimizer)
-    # Those of Adagrad and Ftrl, which divide by them.
-    accumulators = {id(variable) for variable in getattr(rule, "_accumulators", [])}
-    # Of Nadam: a product over its steps, which go on.
-    product = getattr(rule, "_u_product", None)
-    for variable in slots(optimizer):
-        if variable is product:
-            continue
-        is_accumulator = id(variable) in accumulators
-        begin = getattr(rule, "initial_accumulator_value", 0.0) if is_accumulator else 0.0
-        variable.assign(keras.ops.full_like(variable, begin))
+    for leaf in leaves(optimizer):
+        # Those of Adagrad and Ftrl, which divide by them.
+        accumulators = {id(variable) for variable in getattr(leaf, "_accumulators", [])}
+        # Of Nadam: a product over its steps, which go on.
+        product = getattr(leaf, "_u_product", None)
+        for variable in slots(leaf):
+            if variable is product:
+                continue
+            is_accumulator = id(variable) in accumulators
+            begin = getattr(leaf, "initial_accumulator_value", 0.0) if is_accumulator else 0.0
+            variable.assign(keras.ops.full_like(variable, begin))

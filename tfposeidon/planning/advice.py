@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfposeidon import native
-from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.optimizers.wrapping import leaves
 from tfposeidon.planning.plan import Plan
 
 
@@ -54,10 +54,11 @@ def sparsity_advice(plan: Plan, inner: Any) -> str:
       One line; empty where there is nothing to say.
     """
     sparse = [bucket.scheme for bucket in plan.buckets if bucket.slots(plan.topology)]
-    optimizer = innermost(inner)
     if not sparse:
         return ""
     name = sparse[0].name
+    # What fits worst, of several.
+    optimizer = min(leaves(inner), key=lambda leaf: isinstance(leaf, keras.optimizers.SGD))
     if not isinstance(optimizer, keras.optimizers.SGD):
         return (
             f"{type(optimizer).__name__} is not linear in the gradient: what {name} has not sent "

@@ -71,7 +71,7 @@ def estimate_links(
     half = next((probe for probe in probes if probe.name == "rate.half"), None)
     if half is not None:
         rate = found["rate.node"] if across is None else across.bytes_per_s
-        half_s = _half_seconds(half, on_link_s["rate.half"], rate, topology)
+        half_s = half_seconds(half, on_link_s["rate.half"], rate, topology)
         rates = replace(rates, half_s=half_s)
     return Links(
         rates=rates,
@@ -120,7 +120,7 @@ def _seconds_of_bytes(
     return max(on_link_s, seconds / 10)
 
 
-def _half_seconds(probe: Probe, seconds: float, bytes_per_s: float, topology: Topology) -> float:
+def half_seconds(probe: Probe, seconds: float, bytes_per_s: float, topology: Topology) -> float:
     """Returns the seconds in which Horovod adds an element in float16, in software.
 
     Args:

@@ -34,11 +34,10 @@ from tfposeidon.planning.probes import (
     small_probes,
 )
 
-BUDGET_S = 1.7
-"""Seconds after which no further round begins."""
+BUDGET_S, LATEST_S = 1.2, 3.0
+"""Seconds beyond the first round after which no further one begins; the second is for machines so
+slow that a probe was not timed `FEWEST_ROUNDS` times by then."""
 MOST_ROUNDS, GROWING_ROUNDS = 15, 3
-LATEST = 1.4
-"""Multiple of the budget after which fewer rounds than `FEWEST_ROUNDS` have to do."""
 SHORT_ROUNDS = 4
 """Times that short messages are sent in a round: they scatter more, and take less time."""
 ELEMENTS, PAIRS = 2**20, (2**13, 2**17)
@@ -69,7 +68,7 @@ def without_collections() -> Iterator[None]:
 
 
 @without_collections()
-def measure(wire: Wire, budget_s: float = BUDGET_S) -> Links:
+def measure(wire: Wire) -> Links:
     """Measures the links of a job; all ranks call it together.
 
     Rounds of all probes follow one another, so that a load that comes and goes does not fall on one
@@ -78,35 +77,35 @@ def measure(wire: Wire, budget_s: float = BUDGET_S) -> Links:
 
     Args:
       wire: Collectives of the job, of two ranks or more.
-      budget_s: Seconds after which no further round begins, once there is one.
 
     Returns:
       The links, the same on every rank.
     """
-    begin_s, topology = time.perf_counter(), wire.topology
+    topology = wire.topology
     short = _Round(wire, small_probes(topology), {}, "short")
     long = _Round(wire, large_probes(topology), WORK, "long")
     lengths = [probe.length for probe in long.probes]
     samples: dict[str, list[float]] = defaultdict(list)
     for number in range(MOST_ROUNDS):
-        # The first round is slow on all ranks, and tells lengths at most.
+        # The first round traces and connects, and tells lengths at most: its time does not count.
+        if number < 2:
+            begin_s = time.perf_counter()
         often = [
             short([FEW_ELEMENTS] * len(short.probes)) for _ in range(SHORT_ROUNDS if number else 1)
         ]
         once = long(lengths)
         mine = [time.perf_counter() - begin_s, often, once]
         everybody = exchange_objects(mine, wire, f"tp.links.round_{number}")
-        # One round tells nothing about how much times scatter; a second one is worth some time.
-        limit_s = budget_s if number >= FEWEST_ROUNDS else LATEST * budget_s
-        is_late = everybody[0][0] > limit_s
         if number:
             for times in np.max([often for _, often, _ in everybody], axis=0):
                 short.note(times, samples)
         slowest = np.max([once for *_, once in everybody], axis=0)
         if number:
             long.note(slowest, samples)
-        if number and is_late:
-            break
+            # One round of a length tells nothing about how much times scatter.
+            is_known = min(map(len, samples.values())) >= FEWEST_ROUNDS
+            if everybody[0][0] > (BUDGET_S if is_known else LATEST_S):
+                break
         if number < GROWING_ROUNDS:
             shortest = np.max([np.min(often, axis=0) for _, often, _ in everybody], axis=0)
             bytes_s = _without_latency(long.probes, slowest, short.probes, shortest)

@@ -22,6 +22,7 @@ from tfposeidon.policies import Choice, Policy
 from tfposeidon.schemes import AllReduce, Scheme, ShardedServer
 from tfposeidon.schemes.base import Slot
 from tfposeidon.schemes.cost import Cost
+from tfposeidon.schemes.largest import Largest
 from tfposeidon.text import table
 from tfposeidon.units import readable_size
 
@@ -241,7 +242,10 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Text that tells plans of other schemes, buckets, variables or rows apart."""
+        """Text that tells plans of other schemes, buckets, shapes or rows apart.
+
+        Not by paths: what a rank or a later run calls a variable depends on what it made before.
+        """
         content = [
             (b.scheme, b.members, [_what_is_sent(d, b.takes_factors) for d in b.descriptions])
             for b in self.buckets
@@ -321,7 +325,7 @@ class Plan:
 
 def _what_is_sent(description: Description, by_factors: bool) -> tuple[Any, ...]:
     factors = description.factors if by_factors else None
-    return description.path, description.shape, description.dtype, factors
+    return description.shape, description.dtype, factors
 
 
 def make_plan(
@@ -355,7 +359,8 @@ def make_plan(
     )
     remarks = [bucket.scheme.note(bucket.length, topology) for bucket in buckets]
     remarks = [f"bucket {i}: {remark}" for i, remark in enumerate(remarks) if remark]
-    return Plan(buckets=tuple(buckets), topology=topology, notes=(*notes, *remarks))
+    notes = (*notes, *policy.notes(descriptions), *remarks)
+    return Plan(buckets=tuple(buckets), topology=topology, notes=notes)
 
 
 def with_rows(plan: Plan, rows: Sequence[float], policy: Policy) -> Plan:
@@ -434,9 +439,11 @@ def _with_rows_of_rank(description: Description, rows: float) -> Description:
 def _choose(policy: Policy, description: Description, topology: Topology) -> Choice:
     """Returns the policy's choice, or a dense scheme where that cannot send the variable well.
 
-    These are variables that are too small for the scheme, and gradients that are no products where
-    the scheme needs factors.
+    These are variables that are too small for the scheme, gradients that are no products where the
+    scheme needs factors, and those that are values.
     """
+    if description.is_value:
+        return Choice(Largest(), "takes the variable's place")
     choice = policy.choose(description, topology)
     scheme = choice.scheme
     # Known from the shape alone, before the first step has told which gradients have factors.

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
-from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.optimizers.wrapping import innermost, leaves
 from tfposeidon.planning.plan import Plan
 from tfposeidon.policies import Policy
 
@@ -140,11 +140,10 @@ def check_momentum(plan: Plan, inner: Any) -> None:
       ValueError: If a scheme corrects momentum and the optimizer has momentum, too.
     """
     corrected = {bucket.scheme.name for bucket in plan.buckets if bucket.scheme.corrects_momentum}
-    optimizer = innermost(inner)
-    momentum = getattr(optimizer, "momentum", 0.0)
-    if corrected and momentum:
+    moved = [leaf for leaf in leaves(inner) if getattr(leaf, "momentum", 0.0)]
+    if corrected and moved:
         raise ValueError(
             "Momentum correction takes the place of the optimizer's momentum. Received: momentum "
-            f"in {', '.join(sorted(corrected))} and in {type(optimizer).__name__}. "
+            f"in {', '.join(sorted(corrected))} and in {type(moved[0]).__name__}. "
             "Use SGD(momentum=0.0)."
         )

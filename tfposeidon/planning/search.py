@@ -273,6 +273,8 @@ class _Search:
     def candidates(self, bucket: Bucket, options: Iterable[Policy]) -> tuple[Candidate, ...]:
         """Returns what the exchange of one bucket takes by each scheme that was open to it."""
         first = bucket.descriptions[0]
+        if first.is_value:
+            return ()
         schemes = {str(bucket.scheme): bucket.scheme}
         for policy in options:
             # Schemes that decide by rows are called by the one for few rows.

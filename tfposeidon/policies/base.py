@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,6 +69,17 @@ class Policy(Configured, ABC):
         Returns:
           The scheme with the reason for it.
         """
+
+    def notes(self, descriptions: Sequence[Description]) -> list[str]:
+        """Returns notes for the plan, such as on a rule that matches no variable.
+
+        Args:
+          descriptions: Descriptions of all gradients of the plan.
+
+        Returns:
+          A line for each note; none by default.
+        """
+        return []
 
     @property
     def reads_factors(self) -> bool:

@@ -70,6 +70,17 @@ class Rules(Policy):
         return Choice(AllReduce(), "no rule matches")
 
     @override
+    def notes(self, descriptions: Sequence[Description]) -> list[str]:
+        # Keras numbers layers by what a process has made before: a model that is made again or
+        # loaded may have other names.
+        paths = [description.path for description in descriptions]
+        return [
+            f"rule {pattern!r} is found in no path, such as {paths[0]!r}"
+            for pattern, _ in self.rules
+            if paths and not any(re.search(pattern, path) for path in paths)
+        ]
+
+    @override
     def candidates(self, topology: Topology, links: Links | None) -> dict[str, Policy]:
         found = [policy.candidates(topology, links) for _, policy in self.rules]
         names = dict.fromkeys(itertools.chain(*found))

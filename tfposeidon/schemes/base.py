@@ -68,6 +68,9 @@ class Scheme(Configured, ABC):
     takes_factors: ClassVar[bool] = False
     """True if it is given the factors of gradients, of which it may still make their products."""
 
+    averages: ClassVar[bool] = True
+    """False if its result is no mean, so that samples do not weigh."""
+
     loads_evenly: ClassVar[bool] = True
     """True if nodes of one size send and receive as much as each other."""
 

@@ -20,10 +20,11 @@ from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import layer_norms
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.means import Means
-from tfposeidon.gradients.description import describe, of_tensorflow
+from tfposeidon.gradients.description import describe, is_overwritten, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.server import whole_gradients
+from tfposeidon.state.placement import Placement
 from tfposeidon.state.rank_state import StateDescription
 
 
@@ -95,8 +96,6 @@ class ServerShards:
         self._buckets = [bucket for bucket in exchanger.plan.buckets if bucket.server]
         exchanger.afterwards = self._contribute_nothing
         self._parts = self._parts_of(exchanger.wire.topology.rank)
-        for member in self._parts:
-            _check_trained_by_gradient(variables[member])
         # Where a rank serves nothing of a variable it has a single zero, which can be clipped and
         # decayed like any value, and can carry a NaN that another rank has found.
         with tf.init_scope():
@@ -137,7 +136,13 @@ class ServerShards:
             members = ((description.path, description.length),)
             yield (
                 slot.variable,
-                StateDescription(name=slot.name, members=members, offset=offset, owners=1),
+                StateDescription(
+                    name=slot.name,
+                    members=members,
+                    placement=Placement.SHARDED,
+                    offset=offset,
+                    owners=1,
+                ),
             )
 
     def without_slots(self, variables: Sequence[Any]) -> list[Any]:
@@ -161,7 +166,12 @@ class ServerShards:
         served = [member for member in self._parts if means[member] is not None]
         name = f"{self._exchanger.prefix}.norms"
         wire = self._exchanger.wire
-        return whole_gradients.clip_by_whole_norms(means, served, self._optimizer, wire, name)
+        values = [m for m, v in enumerate(self._variables) if is_overwritten(v)]
+        clipped = whole_gradients.clip_by_whole_norms(
+            [None if m in values else mean for m, mean in enumerate(means)],
+            *(served, self._optimizer, wire, name),
+        )
+        return [means[m] if m in values else mean for m, mean in enumerate(clipped)]
 
     def apply(self, means: Means) -> None:
         """Applies the inner optimizer to what this rank serves and to what stays whole, and pulls.
@@ -180,6 +190,11 @@ class ServerShards:
         # Also where the update is dropped: ranks that are out of data take part in this pull.
         updated = {member for member, mean in enumerate(means.values) if mean is not None}
         self._pull(updated, means.everybody)
+
+    def refreshed(self) -> list[Any]:
+        """Returns the targets, with values from the variables."""
+        self._refresh()
+        return self.targets
 
     def _norms(self) -> Norms | None:
         # Not made in `build`: collectives have their names once ranks have agreed.
@@ -379,15 +394,6 @@ class ServerShards:
             yield
         finally:
             self._inner.add_variable_from_reference = make
-
-
-def _check_trained_by_gradient(variable: Any) -> None:
-    if getattr(variable, "overwrite_with_gradient", False):
-        raise ValueError(
-            'With update="server" variables follow gradients. Received: '
-            f"{describe(variable).path!r}, which is overwritten with its gradient, as scales for "
-            'float8 are. Use update="worker".'
-        )
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from tfposeidon.state.placement import Placement
+
 # Names in checkpoints, which were written before the attributes had theirs.
 _ON_DISK = {"owners": "holders", "concatenated": "joined"}
 
@@ -31,29 +33,33 @@ class StateDescription:
         order. Empty for what needs no variables to be told apart, such as an accumulated gradient,
         whose name has a number.
       offset: Index in the bucket, the members one after the other, at which it begins.
-      owners: Number of ranks that own a share of each element, to be summed; 0 for what is equal on
-        all ranks.
+      placement: What it is to other ranks; replicated by default.
+      owners: Number of ranks that own a share of each element, to be summed, of what is partial or
+        sharded; 0 for all else.
       concatenated: True if the arrays of ranks do not add up, but stand one below the other, as the
         rows of factors do. Then `owners` is the number of ranks that share the arrays out, and
         `offset` is the index of this one.
       scalar: True if it is one number for all members, equal on all ranks, such as a count of
         steps.
-      averaged: True if the mean over ranks counts, and not the sum.
-      private: True if it says nothing to other ranks, which begin with zeros.
 
-    >>> residual = StateDescription(name="residual", members=(("kernel", 6),), offset=2, owners=1)
+    >>> residual = StateDescription(
+    ...     name="residual",
+    ...     members=(("kernel", 6),),
+    ...     placement=Placement.PARTIAL,
+    ...     offset=2,
+    ...     owners=1,
+    ... )
     >>> StateDescription.from_dict(residual.to_dict()) == residual
     True
     """
 
     name: str
     members: tuple[tuple[str, int], ...] = ()
+    placement: Placement = Placement.REPLICATED
     offset: int = 0
     owners: int = 0
     concatenated: bool = False
     scalar: bool = False
-    averaged: bool = False
-    private: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what `from_dict` reads, for JSON."""
@@ -72,12 +78,13 @@ class StateDescription:
         names = {on_disk: name for name, on_disk in _ON_DISK.items()}
         values = {names.get(name, name): value for name, value in content.items()}
         members = tuple((path, length) for path, length in content["members"])
-        return cls(**values | {"members": members})
+        placement = Placement(content["placement"])
+        return cls(**values | {"members": members, "placement": placement})
 
     @property
     def is_cut(self) -> bool:
         """True if the array is a part of a bucket, which is cut otherwise on other ranks."""
-        return bool(self.members) and not self.scalar and self.owners > 0
+        return bool(self.members) and self.owners > 0
 
     @property
     def whole_key(self) -> WholeKey:
@@ -209,9 +216,10 @@ def _whole(
     description: StateDescription, like: np.ndarray, whole: dict[WholeKey, list[np.ndarray]]
 ) -> np.ndarray:
     arrays = whole.get(description.whole_key, [np.zeros_like(like)])
-    if description.private:
+    if description.placement == Placement.LOCAL:
+        # It says nothing to other ranks.
         return np.zeros_like(like)
-    if description.averaged:
+    if description.placement == Placement.AVERAGED:
         return np.asarray(np.mean(arrays, axis=0), like.dtype)
     if description.concatenated:
         # In turn, so that no rank gets two arrays more than another.

@@ -268,9 +268,9 @@ def _fresh(folder: Path) -> None:
 def _write_files(
     folder: Path, rank: int, meta: dict[str, Any], shared: Arrays, own: Arrays
 ) -> None:
-    _save(folder / f"rank-{rank}.npz", own)
+    save_arrays(folder / f"rank-{rank}.npz", own)
     if rank == 0:
-        _save(folder / "model.npz", shared)
+        save_arrays(folder / "model.npz", shared)
         with (folder / "meta.json").open("w") as stream:
             json.dump(meta, stream)
             stream.flush()
@@ -279,7 +279,8 @@ def _write_files(
     _sync(folder)
 
 
-def _save(path: Path, arrays: Arrays) -> None:
+def save_arrays(path: Path, arrays: Arrays) -> None:
+    """Writes arrays through to the disk."""
     with path.open("wb") as stream:
         np.savez(stream, **arrays)  # type: ignore[arg-type]
         stream.flush()

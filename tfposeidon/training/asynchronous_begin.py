@@ -8,7 +8,8 @@ from typing import Any
 from tfposeidon.asynchronous import job
 from tfposeidon.communication import agreement, runtime
 from tfposeidon.exchange import replicas
-from tfposeidon.training import layer_state, session
+from tfposeidon.state.placement import Placement, is_seed
+from tfposeidon.training import entries, layer_state, session
 
 _EQUAL = ("epochs", "initial_epoch")
 """Arguments of `fit` that have to be the same on all ranks."""
@@ -68,8 +69,8 @@ def begin_loop(optimizers: list[Any], models: Sequence[Any]) -> None:
 def _share_rest(model: Any, optimizers: list[Any]) -> None:
     """Gives workers what the server's model has besides what is exchanged.
 
-    These are frozen weights, counters, and what layers keep outside of variables; seeds stay each
-    rank's own.
+    These are frozen weights, counters, and what layers keep outside of variables; seeds become
+    other ones on each rank.
 
     Args:
       model: The model, the same on all ranks, which call it together.
@@ -77,8 +78,16 @@ def _share_rest(model: Any, optimizers: list[Any]) -> None:
     """
     server = runtime.server_rank()
     assert server is not None
-    exchanged = {id(v) for optimizer in optimizers for v in optimizer.exchanged_variables}
-    rest = [variable for variable in model.weights if id(variable) not in exchanged]
+    if partial := entries.variables_of(model, Placement.PARTIAL):
+        raise ValueError(
+            "Ranks that train at their own pace have no time at which their parts could be summed. "
+            f"Received: {partial[0].name!r}, registered as partial. Register it as local, or use "
+            "LocalUpdates."
+        )
+    left_out = {id(v) for optimizer in optimizers for v in optimizer.exchanged_variables}
+    local = entries.variables_of(model, Placement.LOCAL, Placement.PARTIAL)
+    left_out |= {id(variable) for variable in local if not is_seed(variable)}
+    rest = [variable for variable in model.weights if id(variable) not in left_out]
     replicas.broadcast(rest, runtime.wire(), server)
     layer_state.broadcast(model, runtime.wire(), server)
 
@@ -103,5 +112,5 @@ def _optimizers(model: Any) -> list[Any]:
             "an optimizer that is not built. Call model.build(input_shape) and, where a model has "
             "several, optimizer.build(variables) for each before fit."
         )
-    session.of(model).carry_statistics()
+    entries.carry_statistics(model)
     return found

@@ -10,15 +10,23 @@ from typing_extensions import override
 
 from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
-from tfposeidon.optimizers.wrapping import innermost
-from tfposeidon.training import session
+from tfposeidon.optimizers.wrapping import leaves
+from tfposeidon.training import replicated, session
 from tfposeidon.training.plan_again import PlanAgain
 from tfposeidon.training.show_centre import ShowCentre
 
 log = logging.getLogger("tfposeidon")
 
+WHERE_BEGUN = (
+    "Give fit keras_callbacks.BroadcastVariables(), or build and load the model alike on all ranks."
+)
+WHERE_SET = (
+    "Callbacks that set or restore values belong on all ranks and must see the same metrics there "
+    "(keras_callbacks.MetricAverage, before them). keras_callbacks.ReplicaCheck finds the step."
+)
 
-def with_equal_epochs(callbacks: list[Any]) -> list[Any]:
+
+def with_equal_epochs(callbacks: list[Any], rows: int | None) -> list[Any]:
     """Returns the callbacks of `fit` together with those that several ranks need.
 
     They make epochs equal, and plan again where the choice is left open. `EqualSteps` comes before
@@ -27,8 +35,9 @@ def with_equal_epochs(callbacks: list[Any]) -> list[Any]:
 
     Args:
       callbacks: Callbacks of the user, the same ones on every rank.
+      rows: Rows of each batch on this rank; `None` where they are not known or not the same.
     """
-    first = EqualSteps(may_stop=any(map(_may_stop, callbacks)))
+    first = EqualSteps(any(map(_may_stop, callbacks)), rows)
     return [first, ShowCentre(), *callbacks, PlanAgain(), AgreedStop()]
 
 
@@ -59,26 +68,26 @@ class EqualSteps(keras.callbacks.Callback):
 
     Args:
       may_stop: True if a callback of this rank may stop training in the middle of an epoch.
+      rows: Rows of each batch on this rank; `None` where they are not known or not the same.
 
     Raises:
       ValueError: In `fit`, with `run_eagerly` and several optimizers, for data of unknown length.
       RuntimeError: At the end of an epoch, if this rank has done fewer steps than were agreed on.
     """
 
-    def __init__(self, may_stop: bool = False) -> None:
+    def __init__(self, may_stop: bool = False, rows: int | None = None) -> None:
         super().__init__()
-        self._may_stop = may_stop
+        self._may_stop, self._rows = may_stop, rows
         self._is_open = False
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        ranks = exchange_objects(
-            [self.params.get("steps"), self._may_stop], runtime.wire(), "tp.steps"
-        )
-        self._agree_on_limit([steps for steps, _ in ranks])
+        own = [self.params.get("steps"), self._may_stop, self._rows]
+        ranks = exchange_objects(own, runtime.wire(), "tp.steps")
+        self._agree_on_limit([steps for steps, _, _ in ranks])
         self._session = session.of(self.model)
         self._session.knows_lengths = self._limit is not None
-        may_stop = any(may_stop for _, may_stop in ranks) and not self._session.centres.exist
+        may_stop = any(may_stop for _, may_stop, _ in ranks) and not self._session.centres.exist
         self._watches = self._limit is None or may_stop
         kinds = sum(optimizer.kinds_of_exchange for optimizer in self._session.optimizers)
         if self.model.run_eagerly and kinds > 1:
@@ -87,7 +96,9 @@ class EqualSteps(keras.callbacks.Callback):
             self._watches = self._limit is None
             _check_limit_is_known(self._limit)
         # A step that was traced before does as was wanted then.
-        if self._session.watch_absence(self._watches):
+        are_equal = self._rows is not None and all(rows == self._rows for _, _, rows in ranks)
+        has_changed = self._session.weigh_alike(are_equal)
+        if self._session.watch_absence(self._watches) or has_changed:
             self.model.make_train_function(force=True)
 
     def _agree_on_limit(self, steps: list[int | None]) -> None:
@@ -139,6 +150,12 @@ class EqualSteps(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._end_steps()
 
+    @override
+    def on_train_end(self, logs: Any = None) -> None:
+        # Batches outside of `fit`, and those of the next one, may have other rows.
+        if self._session.weigh_alike(False):
+            self.model.make_train_function(force=True)
+
     def _end_steps(self) -> None:
         # In epochs with validation this is called twice.
         if not self._is_open:
@@ -164,11 +181,13 @@ class AgreedStop(keras.callbacks.Callback):
     communicate before.
 
     Before the first epoch and after each one, ranks also compare the settings that must be equal
-    beside the weights: rates, momentum, weight decay, trainable variables and the epoch.
+    beside the weights: rates, momentum, weight decay, trainable variables and the epoch. Before
+    each epoch, and at the end, they compare weights, optimizer state and the state of layers; in
+    a model's first `fit` they begin with those of rank 0.
 
     Raises:
-      RuntimeError: In `fit`, on all ranks, if settings differ; the message names the first
-        difference.
+      RuntimeError: In `fit`, on all ranks, if settings or values differ; the message names the
+        first difference.
     """
 
     @override
@@ -191,14 +210,27 @@ class AgreedStop(keras.callbacks.Callback):
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        # In a model's first `fit`, the begin compares.
+        is_first = not self._session.has_begun
+        if not self._has_begun:
+            self._begin(epoch)
         self._session.centres.go_on_from_assigned()
         self._session.centres.stop_looking()
+        if not is_first:
+            remedy = WHERE_SET if self._has_begun else WHERE_BEGUN
+            self._compare_values(remedy, with_layers=not self._has_begun)
+        self._has_begun = True
+
+    def _begin(self, epoch: int) -> None:
         # A callback that restores something on one rank alone (BackupAndRestore) begins at another
         # epoch.
-        if not self._has_begun:
-            settings = _settings(self.model, epoch)
-            _check_equal(exchange_objects(settings, runtime.wire(), "tp.begin"))
-        self._has_begun = True
+        settings = _settings(self.model, epoch)
+        # The comparison of values names the first variable that another model has.
+        del settings["trainable variables"]
+        _check_equal(exchange_objects(settings, runtime.wire(), "tp.begin"))
+        if not self._session.has_begun:
+            replicated.begin_alike(self.model, runtime.wire())
+            self._session.has_begun = True
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -207,6 +239,19 @@ class AgreedStop(keras.callbacks.Callback):
         ranks = exchange_objects(own, runtime.wire(), "tp.stop")
         _check_equal([settings for _, settings in ranks])
         self.model.stop_training = any(stop for stop, _ in ranks)
+
+    @override
+    def on_train_end(self, logs: Any = None) -> None:
+        # What others have restored.
+        self._session.centres.show()
+        self._compare_values(WHERE_SET)
+
+    def _compare_values(self, remedy: str, with_layers: bool = False) -> None:
+        problem = replicated.difference(self.model, runtime.wire(), with_layers)
+        if problem and self._session.only_reports:
+            runtime.say("tfposeidon: %s", problem)
+        elif problem:
+            raise RuntimeError(f"{problem} {remedy}")
 
 
 def _check_limit_is_known(limit: int | None) -> None:
@@ -222,17 +267,19 @@ def _settings(model: keras.Model, epoch: int) -> dict[str, Any]:
     """Returns what must be equal on all ranks beside the weights, as JSON can carry it."""
     settings: dict[str, Any] = {
         "epoch": epoch,
-        "trainable variables": [v.path for v in model.trainable_variables],
+        # Not by their paths, in which Keras numbers what each process has made.
+        "trainable variables": [f"{v.name} {tuple(v.shape)}" for v in model.trainable_variables],
     }
     for number, optimizer in enumerate(session.optimizers_of(model)):
-        inner = innermost(optimizer)
-        which = f" of optimizer {number}" if number else ""
-        # Under a loss scale ranks that train by themselves skip steps by themselves, and so does a
-        # rate that follows the steps.
-        if not optimizer.has_centre:
-            settings[f"learning rate{which}"] = float(optimizer.learning_rate)
-        settings[f"momentum{which}"] = _as_float(getattr(inner, "momentum", None))
-        settings[f"weight decay{which}"] = _as_float(inner.weight_decay)
+        for place, leaf in enumerate(leaves(optimizer.inner_optimizer)):
+            which = f" of optimizer {number}" if number else ""
+            which += f", part {place}" if place else ""
+            # Under a loss scale ranks that train by themselves skip steps by themselves, and so
+            # does a rate that follows the steps.
+            if not optimizer.has_centre:
+                settings[f"learning rate{which}"] = float(leaf.learning_rate)
+            settings[f"momentum{which}"] = _as_float(getattr(leaf, "momentum", None))
+            settings[f"weight decay{which}"] = _as_float(leaf.weight_decay)
     return settings
 
 

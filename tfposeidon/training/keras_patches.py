@@ -23,17 +23,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import sys
 import warnings
 import weakref
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
 from tfposeidon.planning import rules
-from tfposeidon.training import asynchronous_fit, equal_steps, session, verbosity
+from tfposeidon.training import asynchronous_fit, entries, equal_steps, session, verbosity
 from tfposeidon.training.skip_batches import SkipBatches
 
 _WITH_AUTOMATIC_XLA: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -92,7 +94,10 @@ def _wrapped(original: Any, replacement: Any, of_all_models: bool) -> Any:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not of_all_models and not session.optimizers_of(self):
-            return original(self, *args, **kwargs)
+            if replacement is not _fit:
+                return original(self, *args, **kwargs)
+            with session.refusing_hidden_optimizers(self):
+                return original(self, *args, **kwargs)
         return replacement(original, signature.bind(self, *args, **kwargs))
 
     method._tfposeidon = True  # type: ignore[attr-defined]
@@ -122,7 +127,7 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     # A compile of the model's own mostly assigns optimizers after Keras's has chosen.
     if model in _WITH_AUTOMATIC_XLA and model.jit_compile and not _suits_xla(model):
         model.jit_compile = False
-    session.of(model).carry_statistics()
+    entries.carry_statistics(model)
     made = original(*call.args, **call.kwargs)
     _hide_centre(model)
     return made
@@ -197,6 +202,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     model = call.arguments["self"]
     call.apply_defaults()
     session.of(model).begin_fit()
+    session.of(model).note_callbacks(_as_list(call.arguments["callbacks"]))
     _prepare(model, call.arguments)
     is_asynchronous = session.of(model).is_asynchronous
     if is_asynchronous:
@@ -212,13 +218,35 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     callbacks = call.arguments["callbacks"]
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         call.arguments["callbacks"] = equal_steps.with_equal_epochs(
-            keras.tree.flatten(callbacks or [])
+            keras.tree.flatten(callbacks or []), _rows_of_batches(call.arguments)
         )
     with warnings.catch_warnings():
         # Keras's advice for epochs that end early is wrong where another rank has fewer batches;
         # `EqualSteps` logs what is right.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         return original(*call.args, **call.kwargs)
+
+
+def _rows_of_batches(arguments: dict[str, Any]) -> int | None:
+    """Returns the rows of each batch of `fit`; `None` if they are not known or not the same."""
+    x = arguments["x"]
+    if isinstance(x, tf.data.Dataset):
+        specs = [
+            spec for spec in tf.nest.flatten(x.element_spec) if isinstance(spec, tf.TensorSpec)
+        ]
+        rows = {spec.shape[0] if spec.shape.rank else None for spec in specs}
+        return rows.pop() if len(rows) == 1 else None
+    arrays = [array for array in keras.tree.flatten(x) if isinstance(array, np.ndarray | tf.Tensor)]
+    if not arrays:
+        return None
+    if arguments["steps_per_epoch"] and not arguments["batch_size"]:
+        return None
+    count = len(arrays[0])
+    if arguments["validation_data"] is None:
+        count = math.floor(count * (1.0 - arguments["validation_split"]))
+    # Keras's own default.
+    batch: int = arguments["batch_size"] or 32
+    return None if count % batch else batch
 
 
 def _evaluate(original: Any, call: inspect.BoundArguments) -> Any:
@@ -247,7 +275,7 @@ def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
         if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
             # Otherwise the first trace makes the exchange's variables, and TensorFlow traces the
             # step once more.
-            session.of(model).carry_statistics()
+            entries.carry_statistics(model)
             model.optimizer.prepare(model.trainable_weights)
 
 

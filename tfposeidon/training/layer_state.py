@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon.communication.wire import Wire, broadcast_bytes, exchange_objects
+from tfposeidon.state.placement import Placement, StateEntry, placement_outside_variables
 from tfposeidon.training import session
 
 State = dict[str, np.ndarray]
@@ -36,17 +37,28 @@ _TABLES = (
 )
 
 
-def read(model: keras.Model) -> State:
-    """Returns the state that the layers of a model hold outside of variables.
+def entries(model: keras.Model) -> list[StateEntry]:
+    """Returns the layers of a model, and of models inside it, that keep state elsewhere."""
+    return [
+        # By index, for several layers may have one name.
+        StateEntry(f"{index}.{layer.name}", layer, placement_outside_variables(layer))
+        for index, layer in enumerate(model._flatten_layers())
+        if _keeps_state(layer)
+    ]
+
+
+def read(model: keras.Model, *placements: Placement) -> State:
+    """Returns the state with one of these placements that layers hold outside of variables.
 
     Args:
       model: A Keras model; layers and models inside it are read, too.
+      placements: Placements of the layers to read.
     """
     return {
-        # By index, for several layers may have one name.
-        f"{index}.{layer.name}.{name}": value
-        for index, layer in enumerate(model._flatten_layers())
-        for name, value in _read(layer).items()
+        f"{entry.name}.{name}": value
+        for entry in entries(model)
+        if entry.placement in placements
+        for name, value in _read(entry.value).items()
     }
 
 
@@ -64,14 +76,14 @@ def assign(model: keras.Model, state: State) -> None:
     Raises:
       ValueError: If something differs that can be read but not assigned.
     """
-    before = read(model)
+    before = read(model, *Placement)
     for index, layer in enumerate(model._flatten_layers()):
         if hasattr(layer, "finalize_state") and not isinstance(layer, _FINALIZED_FROM_COUNTS):
             layer.finalize_state()
         values = dict(_quantities_of_layer(index, state))
         if values and not _equal(_read(layer), values):
             _assign(layer, values)
-    if not _equal(read(model), before):
+    if not _equal(read(model, *Placement), before):
         model.test_function = model.predict_function = None
         if model.train_function is not None:
             session.of(model).retrace()
@@ -92,7 +104,9 @@ def broadcast(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
     """
     if wire.topology.size == 1:
         return
-    packed = _to_bytes(read(model)) if wire.topology.rank == root_rank else b""
+    packed = (
+        _to_bytes(read(model, Placement.REPLICATED)) if wire.topology.rank == root_rank else b""
+    )
     received = _from_bytes(broadcast_bytes(packed, wire, root_rank, "tp.layer_state"))
     problem = None
     try:
@@ -127,9 +141,14 @@ def _equal(a: State, b: State) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
-def _read(layer: Any) -> State:
+def _keeps_state(layer: Any) -> bool:
     if isinstance(layer, _STATELESS):
-        return {}
+        return False
+    known = (keras.layers.Normalization, keras.layers.Discretization, *_LOOKUPS)
+    return isinstance(layer, known) or hasattr(layer, "save_assets") or bool(_tables(layer))
+
+
+def _read(layer: Any) -> State:
     if isinstance(layer, keras.layers.Normalization):
         # A layer that is not built has no variance.
         values = {name: getattr(layer, name, None) for name in ("mean", "variance")}
@@ -148,7 +167,7 @@ def _read(layer: Any) -> State:
         return _read_lookup(layer)
     if hasattr(layer, "save_assets"):
         return _read_files(layer)
-    return _read_tables(layer)
+    return {name: _pairs(table) for name, table in _tables(layer).items()}
 
 
 def _assign(layer: Any, values: State) -> None:
@@ -213,9 +232,8 @@ def _assign_files(layer: Any, values: State) -> None:
         layer.load_assets(folder)
 
 
-def _read_tables(layer: Any) -> State:
-    tables = {name: value for name, value in vars(layer).items() if isinstance(value, _TABLES)}
-    return {name: _pairs(table) for name, table in tables.items()}
+def _tables(layer: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(layer).items() if isinstance(value, _TABLES)}
 
 
 def _pairs(table: Any) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,9 +38,9 @@ LEAST_TRACE_S = 0.5
 """Seconds that tracing a step takes at least; unknown where it was traced in an earlier `fit`."""
 
 Found = dict[str, list[Any]]
-"""What a rank has measured, for JSON: by the number of the optimizer and the paths of a list of
-variables the times of its first and last gradient and of a whole step, and the rows of each
-gradient's factors in an exchange."""
+"""What a rank has measured, for JSON: by the numbers of the optimizer and of a list of variables,
+whose paths may be others on each rank, the times of its first and last gradient and of a whole
+step, and the rows of each gradient's factors in an exchange."""
 
 
 class PlanAgain(keras.callbacks.Callback):
@@ -181,13 +180,12 @@ class PlanAgain(keras.callbacks.Callback):
         found: Found = {}
         for number, plans in self._find_open().items():
             calls = self._calls_of(number)
-            for exchanger in plans.agreed_exchangers:
+            for place, exchanger in enumerate(plans.agreed_exchangers):
                 means = exchanger.times.means
                 if means is not None:
-                    paths = exchanger.plan.paths
                     rows = (calls * exchanger.own_rows.numpy()).tolist()
                     times = [means.first_s, means.compute_s, means.step_s]
-                    found["\n".join([number, *paths])] = [*times, rows]
+                    found[f"{number} {place}"] = [*times, rows]
         return found
 
     def _continue(self) -> None:
@@ -205,10 +203,15 @@ class PlanAgain(keras.callbacks.Callback):
         if any(found is None for found in ranks):
             # Too few steps on one of them; the next epoch may have more.
             return
-        found: dict[str, dict[Paths, Measured]] = defaultdict(dict)
-        for key, one in _joined(ranks).items():
-            number, *paths = key.split("\n")
-            found[number][tuple(paths)] = one
+        joined = _joined(ranks)
+        found: dict[str, dict[Paths, Measured]] = {
+            number: {
+                exchanger.plan.paths: joined[f"{number} {place}"]
+                for place, exchanger in enumerate(plans.agreed_exchangers)
+                if f"{number} {place}" in joined
+            }
+            for number, plans in self._find_open().items()
+        }
         if self._has_planned and not (self._stay_slow(found) or self._know_links_better()):
             self._window = min(MOST_WATCHED_STEPS, 2 * self._window)
             self._time(0, self._window)
@@ -315,10 +318,10 @@ class PlanAgain(keras.callbacks.Callback):
 def _joined(ranks: list[Found]) -> dict[str, Measured]:
     """Returns the times of the slowest rank and the mean rows, of what all ranks have measured."""
     joined = {}
-    for paths in ranks[0]:
-        same = [found[paths] for found in ranks if paths in found]
+    for key in ranks[0]:
+        same = [found[key] for found in ranks if key in found]
         if len(same) == len(ranks):
             first_s, compute_s, step_s, rows = zip(*same, strict=True)
             mean_rows = tuple(np.mean(rows, axis=0).tolist())
-            joined[paths] = Measured(max(first_s), max(compute_s), max(step_s), mean_rows)
+            joined[key] = Measured(max(first_s), max(compute_s), max(step_s), mean_rows)
     return joined

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from typing import Any
 
 import keras
@@ -13,13 +14,20 @@ import tensorflow as tf
 
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
+from tfposeidon.exchange.contributions import contribute_until_all_are_done
 from tfposeidon.policies import Policy
 from tfposeidon.training.centres import Centres
 from tfposeidon.training.skip_batches import SkipBatches
-from tfposeidon.training.statistics import moving_statistics, state_of_layers
 
 _distributed: tuple[type, ...] = ()
 """`OptimizerWrapper`, once there is one: its module imports this one, which cannot import it."""
+_alive: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Optimizers that communicate. Where there is none, models are not looked at."""
+_MOST_ITEMS = 100
+"""Items of a list or dictionary of a model among which optimizers are looked for."""
+_Join = Callable[[Any, list[Any]], None]
+_joined_by: contextvars.ContextVar[_Join | None] = contextvars.ContextVar("join", default=None)
+"""What an optimizer that takes a step is told to, with its variables, within a train step."""
 
 
 def register_optimizer_class(optimizer_class: type) -> None:
@@ -41,13 +49,25 @@ def is_distributed(optimizer: Any) -> bool:
     return isinstance(optimizer, _distributed)
 
 
+def note_made(optimizer: Any) -> None:
+    """Notes that there is an optimizer that communicates."""
+    _alive.add(optimizer)
+
+
+def note_applied(optimizer: Any, variables: list[Any]) -> None:
+    """Tells the model whose train step this is, if any, that an optimizer takes part in it."""
+    if join := _joined_by.get():
+        join(optimizer, variables)
+
+
 def optimizers_of(model: Any) -> list[Any]:
     """Finds every optimizer of a model that communicates, such as a `DistributedOptimizer`.
 
     Models with a `compile` of their own, such as GANs, call their optimizers what they like. So all
-    attributes of the model and of the layers and models inside it are looked at, with the lists and
-    dictionaries there. A model inside that was compiled itself, such as an encoder that was trained
-    before, keeps its optimizers to itself.
+    attributes of the model and of the layers and models inside it are looked at, and items of lists
+    and dictionaries there, but no deeper: what else a model holds is its own. Others are found once
+    they have taken part in a train step. A model inside that was compiled itself, such as an
+    encoder that was trained before, keeps its optimizers to itself.
 
     Args:
       model: A Keras model.
@@ -56,24 +76,55 @@ def optimizers_of(model: Any) -> list[Any]:
       Each optimizer once: `model.optimizer` first, the others in the order in which they were
       assigned, which is the same on all ranks.
     """
+    if not _alive:
+        return []
+    own = getattr(model, "_tfposeidon_session", None)
     layers = model._flatten_layers(include_self=False)
     holders = [model, *(layer for layer in layers if not getattr(layer, "compiled", False))]
     values = [
         getattr(model, "optimizer", None),
-        *(value for holder in holders for value in _flattened(list(vars(holder).values()))),
+        *(value for holder in holders for value in _attributes(holder)),
+        *(own.applied if own else ()),
     ]
     return list({id(value): value for value in values if is_distributed(value)}.values())
 
 
-def _flattened(value: Any) -> Iterator[Any]:
-    """Yields what is in lists and dictionaries, at any depth."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _flattened(item)
-    else:
+def _attributes(holder: Any) -> Iterator[Any]:
+    """Yields attributes of a layer, and the first items of lists and dictionaries among them."""
+    # A list, for other threads may assign attributes meanwhile.
+    for value in list(vars(holder).values()):
         yield value
+        items = value.values() if isinstance(value, dict) else value
+        if isinstance(items, list | tuple | ValuesView):
+            yield from itertools.islice(items, _MOST_ITEMS)
+
+
+@contextlib.contextmanager
+def refusing_hidden_optimizers(model: Any) -> Iterator[None]:
+    """Surrounds a `fit` of Keras's own: an optimizer that communicates would do half of it."""
+
+    def refuse(optimizer: Any, variables: list[Any]) -> None:
+        # A callback may train another model meanwhile.
+        if not {id(v) for v in variables} & {id(v) for v in model.trainable_variables}:
+            return
+        raise ValueError(
+            "An optimizer that communicates must be an attribute of its model, or an item of a "
+            f"list or dictionary there. Received: {optimizer.name!r}, which trains "
+            f"{model.name!r} and was found only in its first step. Assign it to an attribute of "
+            "the model before fit."
+        )
+
+    with _joined(refuse) if _alive else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def _joined(join: _Join) -> Iterator[None]:
+    token = _joined_by.set(join)
+    try:
+        yield
+    finally:
+        _joined_by.reset(token)
 
 
 class Session:
@@ -86,19 +137,26 @@ class Session:
 
     Attributes:
       centres: Centres of the optimizers by which ranks train weights of their own.
+      has_begun: True once a `fit` has made all ranks begin alike.
       knows_lengths: False in a `fit` in which ranks may end an epoch after different steps.
+      only_reports: True in a `fit` whose ranks go on where their weights differ.
     """
 
     def __init__(self, model: keras.Model) -> None:
         # The model holds its session: a strong reference back would leave both to the garbage
         # collector.
         self._reference = weakref.ref(model)
+        self._weighs_alike = False
         self._watches_absence = False
         self._step_counter: tf.Variable | None = None
         self._watched: list[Any] = []
+        self._applied: list[weakref.ref[Any]] = []
+        self._with_state: list[weakref.ref[Any]] = []
         self._has_logged_xla = False
         self._has_scheme_changes = False
+        self.has_begun = False
         self.knows_lengths = True
+        self.only_reports = False
         reference = self._reference
         self.centres = Centres(lambda: optimizers_of(reference()))
 
@@ -110,6 +168,21 @@ class Session:
     def optimizers(self) -> list[Any]:
         """The model's optimizers that communicate: see `optimizers_of`."""
         return optimizers_of(self._model)
+
+    @property
+    def applied(self) -> list[Any]:
+        """Optimizers that were found because they took part in a train step."""
+        return [optimizer for one in self._applied if (optimizer := one()) is not None]
+
+    def note_callbacks(self, callbacks: Sequence[Any]) -> None:
+        """Notes the callbacks of a `fit` whose method `state` says what they keep."""
+        said = [one for one in callbacks if callable(getattr(one, "state", None))]
+        self._with_state = [weakref.ref(one) for one in said]
+
+    @property
+    def callbacks_with_state(self) -> list[Any]:
+        """Callbacks of the last `fit` that have a method `state`."""
+        return [callback for one in self._with_state if (callback := one()) is not None]
 
     @property
     def is_asynchronous(self) -> bool:
@@ -158,6 +231,7 @@ class Session:
     def begin_fit(self) -> None:
         """Forgets what a `fit` that was interrupted has left: its begin, and batches to drop."""
         self.begin_where_asked()
+        self.only_reports = False
         left = self._model.train_function
         if isinstance(left, SkipBatches):
             self._model.train_function = left.train
@@ -233,15 +307,6 @@ class Session:
 
     # ------------------------------------------------------------------ weights of each rank
 
-    def carry_statistics(self) -> None:
-        """Makes statistics of layers travel with the weights, where these are exchanged."""
-        # With one of these optimizers: each would have all of them.
-        exchange = [one for one in self.optimizers if one.has_centre or one.is_asynchronous]
-        for optimizer in exchange[:1]:
-            # A server, which trains nothing, has only what it is given.
-            find = state_of_layers if optimizer.is_asynchronous else moving_statistics
-            optimizer.carry(lambda find=find: find(self._model))
-
     def check_in_step(self, received: str) -> None:
         """Refuses callbacks in whose batches ranks communicate, where they may not be in step.
 
@@ -269,13 +334,27 @@ class Session:
         Args:
           data: Input of the train step, `(x, y, sample_weight)`.
         """
+        if runtime.size() > 1:
+            _refuse_synchronized(self._model)
         if self._watches_absence and self._step_counter is not None:
             # An op of the traced step, so it counts the steps within one execution, too.
             self._step_counter.assign_add(1)
         optimizers = self.optimizers
         with contextlib.ExitStack() as stack:
+
+            def join(optimizer: Any, variables: list[Any]) -> None:
+                if any(one is optimizer for one in optimizers):
+                    return
+                optimizers.append(optimizer)
+                self._applied.append(weakref.ref(optimizer))
+                optimizer.exchange.absence.watch(self._watches_absence)
+                if self._watches_absence:
+                    self._watched.append(optimizer)
+                stack.enter_context(optimizer.exchange.batch.counting(data))
+
             for optimizer in optimizers:
                 stack.enter_context(optimizer.exchange.batch.counting(data))
+            stack.enter_context(_joined(join))
             yield
         # Now that the step has built them.
         _check_variables_are_apart(optimizers)
@@ -303,6 +382,21 @@ class Session:
         before, self._watches_absence = self._watches_absence, wanted
         return before != wanted
 
+    def weigh_alike(self, wanted: bool) -> bool:
+        """Tells optimizers that accumulate whether all batches of all ranks have as many rows.
+
+        Args:
+          wanted: True if they have; the same on all ranks.
+
+        Returns:
+          True if the step has to be traced anew.
+        """
+        accumulating = [one for one in self.optimizers if one.gradient_accumulation_steps]
+        for optimizer in accumulating:
+            optimizer.exchange.batch.are_equal = wanted
+        before, self._weighs_alike = self._weighs_alike, wanted
+        return bool(accumulating) and before != wanted
+
     @property
     def watches_absence(self) -> bool:
         """True if steps tell whether ranks are out of data."""
@@ -321,7 +415,8 @@ class Session:
     def finish_epoch(self) -> None:
         """Contributes zeros to the other ranks' steps until all ranks are done with the epoch.
 
-        Gradients accumulated for an update that no longer comes are dropped on every rank.
+        Where this rank is out of data in the middle of an update, what was accumulated for it is
+        dropped on every rank.
 
         Raises:
           RuntimeError: If this rank has done no step, so that it does not know what to contribute
@@ -334,17 +429,27 @@ class Session:
             raise RuntimeError(
                 "A rank without a single batch cannot end an epoch. Give every rank data."
             )
-        if eagerly:
-            _contribute_in_turn(contributions)
-        else:
-            # All at once: how often, and in which order, the others' step exchanges by each is not
-            # known here.
-            with ThreadPoolExecutor(len(contributions)) as threads:
-                # A list, for `map` raises a thread's error only where its result is asked for.
-                list(threads.map(_contribute, contributions))
+        others_went_on = contribute_until_all_are_done(contributions, eagerly)
+        were_absent = others_went_on or self.absent_ranks
         for optimizer in self._watched:
             optimizer.exchange.absence.forget()
-            optimizer.drop_accumulated()
+            if were_absent and (calls := optimizer.drop_accumulated()):
+                runtime.say(
+                    "tfposeidon: a rank was out of data in the middle of an update: the gradients "
+                    "of %d call(s) are dropped on all ranks.",
+                    calls,
+                )
+
+
+def _refuse_synchronized(model: Any) -> None:
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+            raise ValueError(
+                "A rank normalizes its samples by the statistics of its own batch. Received: "
+                f"{layer.name!r}, a BatchNormalization(synchronized=True). Leave `synchronized` "
+                "out: keras_callbacks.AverageBatchNorm() averages the moving statistics. For few "
+                "samples on each rank, use GroupNormalization."
+            )
 
 
 def _check_variables_are_apart(optimizers: list[Any]) -> None:
@@ -365,18 +470,6 @@ def _check_variables_are_apart(optimizers: list[Any]) -> None:
                     "model train. Give each variable one optimizer, and delete the attribute of "
                     "the model that holds one that trains no more."
                 )
-
-
-def _contribute_in_turn(contributions: list[Callable[[], bool]]) -> None:
-    """Contributes to one exchange after the other, in the order of the other ranks' eager steps."""
-    # A list, as all are to take part in each turn.
-    while not all([contribute() for contribute in contributions]):  # noqa: C419
-        pass
-
-
-def _contribute(contribute: Callable[[], bool]) -> None:
-    while not contribute():
-        pass
 
 
 def of(model: keras.Model) -> Session:

@@ -32,7 +32,7 @@ class GpuSelectionOp : public SelectionOp<Index> {
 };
 
 template <class Index>
-class TopKOp : public GpuSelectionOp<Index> {
+class GpuTopKOp : public GpuSelectionOp<Index> {
  public:
   using GpuSelectionOp<Index>::GpuSelectionOp;
 
@@ -46,9 +46,9 @@ class TopKOp : public GpuSelectionOp<Index> {
 };
 
 template <class Index>
-class ErrorFeedbackTopKOp : public GpuSelectionOp<Index> {
+class GpuErrorFeedbackTopKOp : public GpuSelectionOp<Index> {
  public:
-  explicit ErrorFeedbackTopKOp(OpKernelConstruction* construction)
+  explicit GpuErrorFeedbackTopKOp(OpKernelConstruction* construction)
       : GpuSelectionOp<Index>(construction), wire_(wire_type(construction)) {}
 
  private:
@@ -64,9 +64,9 @@ class ErrorFeedbackTopKOp : public GpuSelectionOp<Index> {
 };
 
 template <class Index>
-class MomentumCorrectionTopKOp : public GpuSelectionOp<Index> {
+class GpuMomentumCorrectionTopKOp : public GpuSelectionOp<Index> {
  public:
-  explicit MomentumCorrectionTopKOp(OpKernelConstruction* construction)
+  explicit GpuMomentumCorrectionTopKOp(OpKernelConstruction* construction)
       : GpuSelectionOp<Index>(construction), wire_(wire_type(construction)) {
     OP_REQUIRES_OK(construction, construction->GetAttr("momentum", &momentum_));
   }
@@ -97,9 +97,9 @@ class MomentumCorrectionTopKOp : public GpuSelectionOp<Index> {
   REGISTER_INDEX(name, kernel, int32_t); \
   REGISTER_INDEX(name, kernel, int64_t)
 
-REGISTER("TfposeidonTopK", TopKOp);
-REGISTER("TfposeidonErrorFeedbackTopK", ErrorFeedbackTopKOp);
-REGISTER("TfposeidonMomentumCorrectionTopK", MomentumCorrectionTopKOp);
+REGISTER("TfposeidonTopK", GpuTopKOp);
+REGISTER("TfposeidonErrorFeedbackTopK", GpuErrorFeedbackTopKOp);
+REGISTER("TfposeidonMomentumCorrectionTopK", GpuMomentumCorrectionTopKOp);
 
 #undef REGISTER
 #undef REGISTER_INDEX

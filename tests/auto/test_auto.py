@@ -1,0 +1,264 @@
+"""`auto` on real ranks: it measures, plans, and trains as one process would."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.automatic import Watching, copied, given, ideal, large, links, small, wide
+from tests.helpers.callbacks import shared_folder
+from tests.helpers.checkpoints import check_resumes
+from tests.helpers.checks import LogLines, Raises
+from tests.helpers.models import same_on_all_ranks
+from tests.helpers.over_ranks import exchange_objects
+from tests.helpers.training import BATCH, check_equal, sgd, train_alone, train_together
+from tfposeidon.communication import runtime
+from tfposeidon.exchange.planner import Planner
+from tfposeidon.gradients.description import Description
+
+pytestmark = pytest.mark.ranks("2x1")
+
+
+def test_links_are_measured_at_the_first_step(wire):
+    model, data = small()
+    reference = train_alone(models.copy(models.mlp, model), data, sgd())
+    optimizer = tp.DistributedOptimizer(sgd())
+    with links("measure"), LogLines() as lines:
+        check_equal(train_together(model, data, optimizer, wire), reference)
+        found = runtime.links()
+    same_on_all_ranks(model.get_weights(), wire)
+    assert len(set(exchange_objects(found.to_json(), wire, "links"))) == 1
+    assert found.measured_at
+    found.check_fits(wire.topology)
+    if wire.topology.rank == 0:
+        assert any(f"links: {found}" in line for line in lines), lines
+    text = str(optimizer.plan)
+    assert "auto: shortest predicted step" in text
+    assert f"links: {found}" in text
+    # On a busy machine rates scatter so much that only all-reduce is considered.
+    assert "next best: " in text or found.is_uncertain
+
+
+def test_sparse_where_it_is_allowed(wire):
+    model, data = wide(steps=12)
+    policy = tp.policies.Auto(density=0.01)
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=policy)
+    with links(given(wire, "10mbit")):
+        train_together(model, data, optimizer, wire)
+    same_on_all_ranks(model.get_weights(), wire)
+    names = {bucket.scheme.name for bucket in optimizer.plan.buckets}
+    # On one node there is no slow link, and dense may be as fast.
+    assert names & {"hitopk", "topk"} or len(wire.topology.nodes) == 1, names
+
+
+def test_sparse_over_measured_links(wire):
+    """The plan before the first step knows no links, and keeps nothing."""
+    model, data = large(), models.mlp.data(BATCH * 10)
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(density=0.01, margin=0.0))
+    with links("measure"):
+        train_together(model, data, optimizer, wire)
+    same_on_all_ranks(model.get_weights(), wire)
+    assert optimizer.plan.forecasts
+
+
+def test_accumulation_and_several_fits(wire):
+    """Updates are timed, and what one `fit` has learnt the next one keeps."""
+    model, data = models.mlp(), models.mlp.data(BATCH * 40)
+    optimizer = tp.DistributedOptimizer(sgd(), gradient_accumulation_steps=3)
+    with links(given(wire, "1gbit")):
+        for _ in range(2):
+            train_together(model, data, optimizer, wire)
+    same_on_all_ranks(model.get_weights(), wire)
+    assert optimizer.plan.forecasts[0].knows_computation
+
+
+def test_a_schedule_away_from_auto(wire):
+    model, data = small()
+    optimizer = tp.DistributedOptimizer(sgd())
+    schedule = keras_callbacks.SchemeSchedule({0: "asa", 1: "2dtar"})
+    with links("measure"):
+        train_together(model, data, optimizer, wire, callbacks=[schedule], epochs=2)
+    same_on_all_ranks(model.get_weights(), wire)
+    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"2dtar"}
+
+
+def test_absence_is_watched(wire):
+    model, data = small()
+    optimizer = tp.DistributedOptimizer(sgd())
+    with links(given(wire, "1gbit")):
+        train_together(model, data, optimizer, wire, callbacks=[Watching()], epochs=2)
+    same_on_all_ranks(model.get_weights(), wire)
+    assert optimizer.plan.forecasts[0].knows_computation
+
+
+def test_resume(wire):
+    with links(given(wire, "1mbit")):
+        check_resumes(wire, large, sgd, scheme=tp.policies.Auto(density=0.1))
+
+
+def test_a_resumed_run_takes_the_links_of_the_snapshot(wire):
+    folder, seen = shared_folder(wire), []
+    for known, epochs in (("measure", 1), ("measure", 2), (given(wire, "123mbit"), 3)):
+        keras.utils.clear_session(free_memory=False)
+        model, data = small()
+        optimizer = tp.DistributedOptimizer(sgd())
+        checkpoint = keras_callbacks.Checkpoint(folder)
+        with links(known), LogLines() as lines:
+            train_together(model, data, optimizer, wire, callbacks=[checkpoint], epochs=epochs)
+            seen.append(runtime.links())
+        assert f"links: {seen[-1]}" in str(optimizer.plan)
+        assert optimizer.plan.forecasts[0].knows_computation
+        others = [line for line in lines if "not those of the snapshot" in line]
+        assert bool(others) == (epochs == 3 and wire.topology.rank == 0), lines
+    assert seen[0] == seen[1]
+    assert len(seen[0].hosts) == len(wire.topology.nodes)
+    assert seen[2] == given(wire, "123mbit")
+
+
+def test_times_of_a_race_are_those_of_its_links(wire):
+    descriptions = [Description(f"kernel_{n}", (400, 400), "float32") for n in range(4)]
+    planner = Planner(tp.policies.Auto(margin=0.0), 2**22)
+    with links(ideal(wire, bytes_per_s=1e8)):
+        planner.plan(descriptions, together=True)
+        raced = planner.to_dict()["raced"]
+        assert raced
+        raced.update(dict.fromkeys(raced, 1e9))
+        planner.plan(descriptions, together=True)
+        assert planner.to_dict()["raced"] is raced
+    with links(ideal(wire, bytes_per_s=2e8)):
+        planner.plan(descriptions, together=True)
+        assert max(planner.to_dict()["raced"].values()) < 1e8
+    assert planner.spent_s > 0.0
+
+
+def test_beside_factors_it_decides_once_there_are_rows(wire):
+    for scheme in ("sfb", "hybcomm"):
+        model, data = wide(steps=10)
+        reference = train_alone(copied(model), data, sgd())
+        rules = [("dense(_[0-9]+)?/bias", "asa"), ("dense_[0-9]*[02468]/kernel", scheme)]
+        optimizer = tp.DistributedOptimizer(sgd(), scheme=[*rules, (".", "auto")])
+        with links(ideal(wire, bytes_per_s=1e8)):
+            check_equal(train_together(model, data, optimizer, wire), reference)
+        same_on_all_ranks(model.get_weights(), wire)
+        assert optimizer.plan.forecasts, optimizer.plan
+
+
+def test_a_schedule_to_auto(wire):
+    model, data = small()
+    optimizer = tp.DistributedOptimizer(sgd())
+    schedule = keras_callbacks.SchemeSchedule({0: "asa", 1: "auto"})
+    with links(given(wire, "1gbit")):
+        train_together(model, data, optimizer, wire, callbacks=[schedule], epochs=2)
+    same_on_all_ranks(model.get_weights(), wire)
+    assert optimizer.plan.forecasts[0].knows_computation
+
+
+class Decorated(keras.Sequential):
+    """A model with a compiled train step, though Keras compiles it anyway."""
+
+    @tf.function
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def test_a_train_step_that_is_compiled_twice(wire):
+    """A change of schemes reaches it, and so does the end of an epoch."""
+    model = models.mlp()
+    data = models.mlp.data(BATCH * 10)
+    reference = train_alone(models.copy(models.mlp, model), data, sgd(), epochs=2)
+    decorated = Decorated(model.layers)
+    optimizer = tp.DistributedOptimizer(sgd())
+    schedule = keras_callbacks.SchemeSchedule({0: "asa", 1: "2dtar"})
+    callbacks = [schedule, Watching()]
+    trained = train_together(decorated, data, optimizer, wire, callbacks=callbacks, epochs=2)
+    check_equal(trained, reference)
+    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"2dtar"}
+
+
+def test_a_saved_model_holds_the_policy_and_no_links(wire):
+    """Loading it measures nothing."""
+    model, data = small()
+    policy = tp.policies.Auto(halves=True, density=0.01)
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=policy)
+    with links("measure"):
+        train_together(model, data, optimizer, wire)
+        path = f"{shared_folder(wire)}/model.keras"
+        if wire.topology.rank == 0:
+            model.save(path)
+        exchange_objects(None, wire, "saved")
+    with links("measure"):
+        loaded = keras.saving.load_model(path)
+        assert runtime.links() is None
+    assert loaded.optimizer.policy == policy
+    assert "bytes_per_s" not in str(loaded.optimizer.get_config())
+
+
+def test_eagerly_and_several_steps_in_one_execution(wire):
+    for compile in ({"run_eagerly": True}, {"steps_per_execution": 3}):
+        model, data = small()
+        reference = train_alone(models.copy(models.mlp, model), data, sgd())
+        optimizer = tp.DistributedOptimizer(sgd())
+        with links("measure"):
+            check_equal(train_together(model, data, optimizer, wire, compile=compile), reference)
+        same_on_all_ranks(model.get_weights(), wire)
+        assert optimizer.plan.forecasts, compile
+
+
+def test_close_plans_are_raced(wire):
+    model, data = wide(steps=12)
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(margin=0.0))
+    # The ring and the all-to-all send as many bytes.
+    with links(ideal(wire, bytes_per_s=1e8)):
+        train_together(model, data, optimizer, wire)
+    same_on_all_ranks(model.get_weights(), wire)
+    raced = optimizer.exchange.plans.to_dict()["raced"]
+    assert all(other == raced for other in exchange_objects(raced, wire, "raced"))
+    assert len(raced) >= 2, optimizer.plan
+    assert "timed exchanges, as multiples of the predicted ones" in str(optimizer.plan)
+
+
+def test_without_links_it_is_all_reduce(wire):
+    model, data = small()
+    optimizer = tp.DistributedOptimizer(sgd())
+    with links(None):
+        train_together(model, data, optimizer, wire)
+    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"allreduce"}
+    assert "auto: the links are not known" in str(optimizer.plan)
+    assert not optimizer.plan.forecasts
+
+
+def test_loops_of_ones_own(wire):
+    weight = keras.Variable(np.zeros((64, 64), "float32"), name="weight")
+    optimizer = tp.DistributedOptimizer(sgd())
+    step = tf.function(lambda x: optimizer.apply([x], [weight]))
+    with links(given(wire, "1gbit")):
+        for turn in range(3):
+            step(tf.fill((64, 64), float(turn + wire.topology.rank)))
+    same_on_all_ranks([weight.numpy()], wire)
+    assert not optimizer.plan.forecasts[0].knows_computation
+
+
+def test_beside_servers_it_needs_given_links(wire):
+    served = tp.schemes.ShardedServer(update="server", pair_bytes=256)
+    rules = [("kernel", served), (".", "auto")]
+    for found in (None, given(wire, "1gbit")):
+        model, data = small()
+        optimizer = tp.DistributedOptimizer(sgd(), scheme=rules)
+        with links(found):
+            train_together(model, data, optimizer, wire)
+            assert runtime.links() is found, "nothing may be measured after the cut"
+        assert bool(optimizer.plan.forecasts) == (found is not None)
+        assert ("the links are not known" in str(optimizer.plan)) == (found is None)
+
+
+def test_ranks_must_be_given_the_same_links(wire):
+    rate = "1gbit" if wire.topology.rank == 0 else "2gbit"
+    model, data = small()
+    with (
+        links(given(wire, rate)),
+        Raises(RuntimeError, "All ranks must exchange alike.*links"),
+    ):
+        train_together(model, data, tp.DistributedOptimizer(sgd()), wire)

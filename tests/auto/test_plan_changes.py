@@ -1,0 +1,252 @@
+"""Plans that change while real ranks train: when they do, and that nothing is lost."""
+
+import contextlib
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.automatic import (
+    WIDTH,
+    Watching,
+    copied,
+    given,
+    ideal,
+    links,
+    parallel_layers,
+    planning,
+    small,
+    wide,
+)
+from tests.helpers.callbacks import shared_folder
+from tests.helpers.checks import LogLines
+from tests.helpers.models import same_on_all_ranks
+from tests.helpers.over_ranks import on_one_rank
+from tests.helpers.training import BATCH, check_equal, sgd, train_alone, train_together
+from tfposeidon.communication import runtime
+from tfposeidon.training import plan_again
+
+pytestmark = pytest.mark.ranks("2x1")
+
+
+def test_it_plans_again_by_measured_times(wire):
+    """Smaller buckets hide a part of the exchange behind the backward pass."""
+    per_layer_s = 0.01
+    model, data = wide(steps=12, backward_s=per_layer_s)
+    reference = train_alone(copied(model), data, sgd())
+    optimizer = tp.DistributedOptimizer(sgd())
+    known = ideal(wire, 4 * WIDTH**2 / per_layer_s)
+    with planning(LEAST_GAIN=0.0), links(known), LogLines() as lines:
+        check_equal(train_together(model, data, optimizer, wire), reference)
+    same_on_all_ranks(model.get_weights(), wire)
+    forecast = optimizer.plan.forecasts[0]
+    assert forecast.knows_computation
+    assert forecast.chosen.simulated.compute_s > 0
+    assert "predicted step: " in str(optimizer.plan)
+    changed = [line for line in lines if "planned again" in line]
+    assert len(changed) == (1 if wire.topology.rank == 0 else 0), lines
+    assert len(optimizer.plan.buckets) > 2
+
+
+def test_a_gain_smaller_than_its_cost_changes_nothing(wire):
+    model, data = small()
+    optimizer = tp.DistributedOptimizer(sgd())
+    with links(given(wire, "1gbit")), LogLines() as lines:
+        train_together(model, data, optimizer, wire)
+    assert not [line for line in lines if "planned again" in line]
+    # The forecast knows what steps compute all the same.
+    assert optimizer.plan.forecasts[0].knows_computation
+
+
+def test_slow_steps_are_planned_again(wire):
+    """Links that were measured on a better day: they are measured again, and the plan follows."""
+    model, data = wide(steps=120)
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(race=False))
+    rosy = ideal(wire, bytes_per_s=1e12)
+    # Half the predicted time: a busy machine may have slowed down the steps that were timed first.
+    slow = {"SLOWER": 0.5, "LEAST_GAIN": 0.0, "WATCHED_STEPS": 5}
+    with planning(**slow), links("measure"), LogLines() as lines:
+        runtime.keep_links(rosy)
+        train_together(model, data, optimizer, wire)
+        assert runtime.links() != rosy
+    same_on_all_ranks(model.get_weights(), wire)
+    if wire.topology.rank == 0:
+        assert any("times as long as predicted" in line for line in lines), lines
+
+
+def test_uncertain_links_are_measured_again(wire):
+    """The first step may run beside the filling of a cache, which blurs what is measured."""
+    model, data = wide(steps=120)
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(race=False))
+    unsure = dataclasses.replace(given(wire, "1gbit"), uncertainty=1.0)
+    with planning(WATCHED_STEPS=5, MEASURING_S=0.0), links("measure"), LogLines() as lines:
+        runtime.keep_links(unsure)
+        train_together(model, data, optimizer, wire)
+        assert runtime.links() != unsure
+    same_on_all_ranks(model.get_weights(), wire)
+    said = any("tfposeidon: links: " in line for line in lines)
+    assert said == (wire.topology.rank == 0), lines
+
+
+TURNING = []
+"""The scheme that `Turning` leaves open."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Turning(tp.policies.Policy):
+    """Leaves open what is in the list, which the test changes."""
+
+    def choose(self, description, topology):
+        return tp.policies.Choice(TURNING[0], "turning")
+
+    def candidates(self, topology, links):
+        return {str(scheme): tp.policies.Uniform(scheme) for scheme in TURNING}
+
+    @property
+    def keeps_state(self):
+        return True
+
+
+def _fit(model, data, wire, **arguments):
+    own = models.share(data, BATCH, wire.topology)
+    local = BATCH // wire.topology.size
+    model.fit(*own, batch_size=local, shuffle=False, verbose=0, **arguments)
+
+
+def _compiled(model, **options):
+    model.compile(
+        tp.DistributedOptimizer(sgd(), scheme=Turning()),
+        lambda _, outputs: keras.ops.mean(outputs, axis=-1),
+        **options,
+    )
+    return model
+
+
+@contextlib.contextmanager
+def _turning(wire):
+    """From a sparse scheme, which takes longer than a dense one would, to that one."""
+    TURNING[:] = [tp.schemes.TopKAllGather(density=0.9, min_elements=0)]
+    known = ideal(wire, bytes_per_s=1e8)
+    with planning(LEAST_GAIN=0.0), links(known), LogLines() as lines:
+        yield lines
+
+
+def _turning_data(steps):
+    x = np.random.default_rng(5).normal(size=(steps * BATCH, WIDTH)).astype("float32")
+    return x, np.zeros(len(x))
+
+
+def _trained_alone(model, *fits):
+    alone = parallel_layers()
+    alone.set_weights(model.get_weights())
+    alone.compile(sgd(), lambda _, outputs: keras.ops.mean(outputs, axis=-1))
+
+    def trained():
+        for data in fits:
+            alone.fit(*data, batch_size=BATCH, shuffle=False, verbose=0)
+        return alone.get_weights()
+
+    return on_one_rank(trained)
+
+
+def _check_turned(model, expected, wire):
+    names = {bucket.scheme.name for bucket in model.optimizer.plan.buckets}
+    assert names == {"allreduce"}, names
+    check_equal(model.get_weights(), expected)
+    same_on_all_ranks(model.get_weights(), wire)
+
+
+def test_a_change_of_plan_loses_nothing_that_was_kept(wire):
+    """What a sparse scheme had kept is sent before a dense one follows it."""
+    begin, end = _turning_data(2), _turning_data(12)
+    model = _compiled(parallel_layers())
+    expected = _trained_alone(model, begin, end)
+    with _turning(wire) as lines:
+        _fit(model, begin, wire)
+        TURNING[:] = [tp.schemes.AllReduce()]
+        _fit(model, end, wire)
+    changed = [line for line in lines if "planned again" in line]
+    assert bool(changed) == (wire.topology.rank == 0), lines
+    _check_turned(model, expected, wire)
+
+
+class Stop(keras.callbacks.Callback):
+    """Ends training after the first epoch, where more were asked for."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = True
+
+
+def test_a_change_of_plan_goes_on_after_training_has_ended(wire):
+    """In a later `fit` and in a resumed run, where what was kept has yet to be sent."""
+    begin = _turning_data(2)
+    end = _turning_data(plan_again.UNTIMED_STEPS + plan_again.TIMED_STEPS)
+    model = _compiled(parallel_layers())
+    expected, folder = _trained_alone(model, begin, end, end), shared_folder(wire)
+    keras.utils.clear_session(free_memory=False)
+    resumed = _compiled(parallel_layers())
+    with _turning(wire) as lines:
+        _fit(model, begin, wire)
+        TURNING[:] = [tp.schemes.AllReduce()]
+        _fit(model, end, wire, epochs=2, callbacks=[Stop(), keras_callbacks.Checkpoint(folder)])
+        names = {bucket.scheme.name for bucket in model.optimizer.plan.buckets}
+        assert names == {"topk"}, names
+        _fit(model, end, wire)
+        _fit(resumed, end, wire, epochs=2, callbacks=[keras_callbacks.Checkpoint(folder)])
+    assert not [line for line in lines if "made anew" in line], lines
+    _check_turned(model, expected, wire)
+    _check_turned(resumed, expected, wire)
+
+
+class WatchingFlushes(Watching):
+    """Notes after each batch whether schemes have sent all that they had kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(self.model.optimizer.exchange.has_flushed)
+
+
+def test_where_absence_is_watched_one_execution_sends_what_was_kept(wire):
+    """The last one of an epoch: no other is dense because plans are about to change."""
+    executions, steps = plan_again.UNTIMED_STEPS + plan_again.TIMED_STEPS, 2
+    begin, end = _turning_data(2), _turning_data(steps * executions)
+    model = _compiled(parallel_layers(), steps_per_execution=steps)
+    expected, watching = _trained_alone(model, begin, end, end, end), WatchingFlushes()
+    with _turning(wire):
+        _fit(model, begin, wire)
+        TURNING[:] = [tp.schemes.AllReduce()]
+        _fit(model, end, wire, callbacks=[watching], epochs=3)
+    sparse = [False] * (2 * executions - 1)
+    assert watching.seen == [*sparse, *[True] * (1 + executions)], watching.seen
+    _check_turned(model, expected, wire)
+
+
+def test_a_resumed_run_follows_the_plan_that_was_kept(wire):
+    """Although another one is predicted to be faster."""
+    folder, steps = shared_folder(wire), plan_again.UNTIMED_STEPS + plan_again.TIMED_STEPS
+    known = ideal(wire, 4 * WIDTH**2 / 0.004)
+    plans = []
+    for epochs in (1, 2):
+        keras.utils.clear_session(free_memory=False)
+        model, data = wide(steps)
+        optimizer = tp.DistributedOptimizer(sgd())
+        with links(known):
+            train_together(
+                model,
+                data,
+                optimizer,
+                wire,
+                epochs=epochs,
+                callbacks=[keras_callbacks.Checkpoint(folder)],
+            )
+        plans.append([(bucket.scheme, bucket.members) for bucket in optimizer.plan.buckets])
+        assert optimizer.plan.forecasts
+    assert plans[0] == plans[1]
+    assert len(plans[0]) <= 2, "smaller buckets would be faster, for the steps that are left"

@@ -1,0 +1,62 @@
+"""Runs parts of the gate, and says how long each took beside its budget.
+
+    python tests/budget.py PART ...
+
+A part is a target of the Makefile. The table under "Budget" in CONTRIBUTING.md holds its elapsed
+minutes and its CPU-minutes. A part fails if it uses more than twice its CPU-minutes. A change that
+adds minutes has to save as many elsewhere.
+"""
+
+import re
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST = 2
+"""Times its budget that a part may take: machines differ by as much."""
+
+
+def budgets():
+    """Part -> its minutes and CPU-minutes, from CONTRIBUTING.md."""
+    rows = re.findall(
+        r"^\| `make ([\w-]+)` \| ([\d.]+) \| ([\d.]+) \|",
+        (ROOT / "CONTRIBUTING.md").read_text(),
+        re.MULTILINE,
+    )
+    return {part: (float(minutes), float(cpu)) for part, minutes, cpu in rows}
+
+
+def run(part):
+    """Returns the exit code, minutes and CPU-minutes of `make part`."""
+    begin, before = time.monotonic(), _cpu_s()
+    code = subprocess.run(["make", part], cwd=ROOT).returncode
+    return code, (time.monotonic() - begin) / 60, (_cpu_s() - before) / 60
+
+
+def _cpu_s():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def main(*parts):
+    known = budgets()
+    if missing := [part for part in parts if part not in known]:
+        sys.exit(f"CONTRIBUTING.md has no budget for {missing}; it has {list(known)}")
+    lines, failed = [], []
+    for part in parts:
+        code, minutes, cpu = run(part)
+        of_minutes, of_cpu = known[part]
+        lines.append(f"{part:14} {minutes:5.1f} of {of_minutes:4.1f} {cpu:9.1f} of {of_cpu:4.1f}")
+        if code:
+            failed.append(f"make {part} ended with {code}")
+        if cpu > MOST * of_cpu:
+            failed.append(f"make {part} took {cpu:.1f} CPU-minutes, more than {MOST} x {of_cpu:g}")
+    print("\npart            minutes         CPU-minutes", *lines, *failed, sep="\n", flush=True)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

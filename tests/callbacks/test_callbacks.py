@@ -1,0 +1,266 @@
+"""Callbacks on two ranks."""
+
+import os
+import re
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.callbacks import SGD, compiled, noisy, shared_folder
+from tests.helpers.checks import LogLines, Raises
+from tests.helpers.models import same_on_all_ranks
+from tests.helpers.over_ranks import exchange_objects
+from tests.helpers.training import sgd
+
+pytestmark = pytest.mark.ranks("2", core=True)
+
+
+def test_broadcast_variables(wire):
+    keras.utils.set_random_seed(wire.topology.rank)
+    model = compiled(noisy)
+    x, y = models.mlp.data(8)
+    model.optimizer.build(model.trainable_variables)
+    model.optimizer.variables[2].assign(model.optimizer.variables[2] + wire.topology.rank)
+    model.fit(
+        x,
+        y,
+        batch_size=4,
+        shuffle=False,
+        verbose=0,
+        callbacks=[keras_callbacks.BroadcastVariables()],
+    )
+    everything = [v.numpy() for v in [*model.trainable_variables, *model.optimizer.variables]]
+    same_on_all_ranks(everything, wire)
+    # Ranks draw other noise.
+    seeds = [v.numpy().tolist() for v in model.variables if "seed" in v.path]
+    assert seeds
+    assert len({str(one) for one in exchange_objects(seeds, wire, "seeds")}) == 2
+
+
+class Unbuilt(keras.Model):
+    """Knows its shapes only when it sees data."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(8)
+        self.top = keras.layers.Dense(models.CLASSES)
+
+    def call(self, inputs):
+        return self.top(self.hidden(inputs))
+
+
+def test_broadcast_to_a_model_that_is_not_built(wire):
+    x, y = models.mlp.data(8)
+    for data in (
+        {"x": x, "y": y, "batch_size": 4},
+        {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(4)},
+    ):
+        keras.utils.set_random_seed(wire.topology.rank)
+        model = compiled(Unbuilt)
+        model.fit(
+            **data, shuffle=False, verbose=0, callbacks=[keras_callbacks.BroadcastVariables()]
+        )
+        same_on_all_ranks(model.get_weights(), wire)
+        assert int(model.optimizer.iterations) == 2
+
+
+def test_generators_say_that_the_model_must_be_built(wire):
+    batch = models.mlp.data(4)
+    with Raises(RuntimeError, "Call the model on one batch, or model.build"):
+        compiled(Unbuilt).fit(
+            (batch for _ in range(2)), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()]
+        )
+
+
+def test_broadcast_names_the_first_difference(wire):
+    model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(4 + wire.topology.rank)])
+    model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss="mse")
+    with Raises(RuntimeError, r"first difference at variable 0: .*\(20, 4\).*\(20, 5\)"):
+        model.fit(*models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
+
+
+def test_metric_average(wire):
+    keras.utils.set_random_seed(0)
+    model = compiled(metrics=["accuracy"])
+    sizes = (12, 4)
+    x, y = models.mlp.data(16)
+    mine = slice(0, 12) if wire.topology.rank == 0 else slice(12, 16)
+    history = model.fit(
+        x[mine],
+        y[mine],
+        batch_size=4,
+        steps_per_epoch=1,
+        verbose=0,
+        shuffle=False,
+        validation_data=(x[mine], y[mine]),
+        callbacks=[keras_callbacks.MetricAverage()],
+    ).history
+    logs = model.evaluate(x[mine], y[mine], batch_size=4, verbose=0, return_dict=True)
+    whole = model.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
+    everybody = exchange_objects(
+        [logs["loss"], history["val_loss"][0], history["loss"][0]], wire, "losses"
+    )
+    assert everybody[0][0] != everybody[1][0]
+    assert everybody[0][1:] == everybody[1][1:]
+    np.testing.assert_allclose(history["val_accuracy"][0], whole["accuracy"], rtol=1e-6)
+    np.testing.assert_allclose(
+        everybody[0][1], np.average([e[0] for e in everybody], weights=sizes), rtol=1e-5
+    )
+
+
+class _Worse(keras.callbacks.Callback):
+    """Metrics that get better on rank 0 and worse on rank 1, and worse on average."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["loss"] = -float(epoch) if tp.rank() == 0 else 3.0 * epoch
+
+
+def test_keras_callbacks_decide_alike(wire):
+    model = compiled()
+    callbacks = [
+        _Worse(),
+        keras_callbacks.MetricAverage(),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=1, factor=0.5),
+        keras.callbacks.EarlyStopping("loss", patience=3),
+    ]
+    history = model.fit(
+        *models.mlp.data(8), batch_size=4, epochs=10, verbose=0, callbacks=callbacks
+    )
+    epochs = exchange_objects(len(history.epoch), wire, "epochs")
+    rates = exchange_objects(float(model.optimizer.learning_rate), wire, "rates")
+    assert epochs == [4, 4]
+    assert rates[0] == rates[1] < 0.05
+
+
+def _rates_with_warmup(schedule_from):
+    """Rates of each step in four epochs: two of warm-up, and a tenth from an epoch on."""
+    rates = []
+    record = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: rates.append(float(model.optimizer.learning_rate))
+    )
+    model = compiled(optimizer=SGD(0.8, momentum=0.9))
+    warmup = keras_callbacks.LearningRateWarmup(0.8, warmup_epochs=2)
+    schedule = keras_callbacks.LearningRateSchedule(
+        0.8, lambda epoch: 0.1, start_epoch=schedule_from
+    )
+    callbacks = [warmup, schedule, record]
+    model.fit(*models.mlp.data(16), batch_size=4, epochs=4, verbose=0, callbacks=callbacks)
+    return rates
+
+
+def test_warmup_and_momentum_correction(wire):
+    expected = [*np.linspace(0.4, 0.8, 9)[:8], *[0.8] * 4, *[0.08] * 4]
+    np.testing.assert_allclose(_rates_with_warmup(3), expected, rtol=1e-5)
+
+
+def test_a_schedule_right_behind_warmup(wire):
+    expected = [*np.linspace(0.4, 0.8, 9)[:8], *[0.08] * 8]
+    np.testing.assert_allclose(_rates_with_warmup(2), expected, rtol=1e-5)
+
+
+def test_momentum_correction_scales_the_velocity(wire):
+    model = compiled(optimizer=SGD(0.8, momentum=0.9))
+    model.fit(*models.mlp.data(8), batch_size=4, verbose=0)
+    innermost = model.optimizer.inner_optimizer
+    before = [v.numpy() for v in innermost.momentums]
+    schedule = keras_callbacks.LearningRateSchedule(0.8, 0.25)
+    schedule.set_model(model)
+    schedule.set_params({})
+    schedule.on_epoch_begin(0)
+    for now, then in zip(innermost.momentums, before, strict=True):
+        np.testing.assert_allclose(now.numpy(), 0.25 * then, rtol=1e-6)
+
+
+def test_average_batch_norm(wire):
+    model = compiled(noisy)
+    x, y = models.mlp.data(8)
+    model.fit(x + wire.topology.rank, y, batch_size=4, verbose=0)
+    layer = model.layers[1]
+    means = exchange_objects(layer.moving_mean.numpy().tolist(), wire, "means")
+    assert means[0] != means[1]
+    model.evaluate(x, y, verbose=0, callbacks=[keras_callbacks.AverageBatchNorm()])
+    np.testing.assert_allclose(
+        layer.moving_mean.numpy(), np.mean(means, axis=0), rtol=1e-5, atol=1e-6
+    )
+    same_on_all_ranks([layer.moving_mean.numpy(), layer.moving_variance.numpy()], wire)
+
+
+class _Part(keras.callbacks.Callback):
+    """Makes rank 1 differ after the third step."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if tp.rank() == 1 and batch == 2:
+            kernel = self.model.trainable_variables[2]
+            kernel.assign(kernel + 1e-3)
+
+
+def _checked_fit(action):
+    model = compiled()
+    check = keras_callbacks.ReplicaCheck(every_n_steps=4, action=action)
+    model.fit(*models.mlp.data(32), batch_size=4, verbose=0, callbacks=[_Part(), check])
+    return model
+
+
+def test_replica_check_stops(wire):
+    with Raises(
+        RuntimeError, r"After 4 steps .*dense_1/kernel.* on rank\(s\) \[1\] against rank 0"
+    ):
+        _checked_fit("stop")
+
+
+def test_replica_check_repairs(wire):
+    with LogLines() as lines:
+        model = _checked_fit("repair")
+    same_on_all_ranks(model.get_weights(), wire)
+    assert len(lines) == (1 if wire.topology.rank == 0 else 0)
+
+
+def test_replica_check_reports(wire):
+    """One line from rank 0 at each of the two checks and of `fit`, and nothing is changed."""
+    with LogLines() as lines:
+        model = _checked_fit("report")
+    assert len(lines) == (3 if wire.topology.rank == 0 else 0), lines
+    for steps, line in zip((4, 8), lines, strict=False):
+        assert re.search(
+            rf"After {steps} steps .*dense_1/kernel.* on rank\(s\) \[1\] against rank 0\.$", line
+        ), line
+    digests = exchange_objects(models.digest(model.get_weights()), wire, "digests")
+    assert digests[0] != digests[1]
+
+
+def test_throughput(wire):
+    folder = shared_folder(wire)
+    model = compiled()
+    throughput = keras_callbacks.Throughput(log_dir=os.path.join(folder, "logs"))
+    history = model.fit(
+        *models.mlp.data(64),
+        batch_size=4,
+        epochs=2,
+        verbose=0,
+        callbacks=[throughput],
+        validation_data=models.mlp.data(8),
+    ).history
+    names = ("samples_per_second", "exposed_communication", "megabytes_sent")
+    everybody = exchange_objects({n: history[n] for n in names}, wire, "history")
+    assert everybody[0] == everybody[1]
+    assert all(0 < share < 1 for share in history["exposed_communication"])
+    assert history["megabytes_sent"][0] * 1e6 == model.optimizer.plan.cost.bytes > 0
+    assert all(speed > 0 for speed in history["samples_per_second"])
+    if wire.topology.rank == 0:
+        assert _scalars(os.path.join(folder, "logs")) == {f"throughput/{n}" for n in names}
+        shutil.rmtree(folder)
+
+
+def _scalars(folder):
+    names = set()
+    for name in os.listdir(folder):
+        for record in tf.data.TFRecordDataset(os.path.join(folder, name)).as_numpy_iterator():
+            event = tf.compat.v1.Event.FromString(record)
+            names |= {value.tag for value in event.summary.value}
+    return names

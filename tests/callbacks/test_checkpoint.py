@@ -1,0 +1,177 @@
+"""Checkpoints on two ranks: runs that are resumed equal those that were not interrupted."""
+
+import os
+import shutil
+
+import keras
+import numpy as np
+import pytest
+
+import keras_callbacks
+import tfposeidon as tp
+from tests import phased
+from tests.helpers import models
+from tests.helpers.callbacks import SGD, noisy, shared_folder
+from tests.helpers.checkpoints import (
+    BATCHES,
+    BETWEEN_AND_WITHIN,
+    EVERY_STEP,
+    check_resumes,
+    checkpoint_job,
+    saved_state,
+)
+from tests.helpers.checks import Raises
+from tests.helpers.over_ranks import exchange_objects
+from tests.helpers.training import sgd
+from tfposeidon.state import snapshots
+
+pytestmark = pytest.mark.ranks("2")
+SPARSE = tp.schemes.TopKAllGather(density=0.05, min_elements=0)
+
+
+def test_resume_at_every_step(wire):
+    check_resumes(wire, noisy, sgd, stops=EVERY_STEP)
+
+
+def test_resume_in_every_phase(wire):
+    """Images, batches and schemes change; ranks have moving statistics and seeds of their own."""
+    phases = [
+        keras_callbacks.Phase(epochs=1, size=6, batch=4, scheme=SPARSE),
+        keras_callbacks.Phase(epochs=1, size=8, batch=2, scheme="2dtar"),
+    ]
+
+    def job(folder, every_n_steps=None):
+        model = phased.compiled(scheme=SPARSE)
+        resize = keras_callbacks.ProgressiveResize(phases, learning_rate=lambda e: 0.1 / (1 + e))
+        checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps=every_n_steps, keep=100)
+        phased.train(model, resize, checkpoint, [keras_callbacks.BroadcastVariables()])
+        return model
+
+    folder = shared_folder(wire)
+    whole = job(os.path.join(folder, "whole"), every_n_steps=1)
+    names = sorted(os.listdir(os.path.join(folder, "whole")))
+    assert len(names) == 2 * BATCHES + 2
+    # In each phase, between both, and behind the last batch.
+    for name in (names[1], names[BATCHES], names[-2]):
+        target = os.path.join(folder, f"from-{name}")
+        if wire.topology.rank == 0:
+            shutil.copytree(os.path.join(folder, "whole", name), os.path.join(target, name))
+        exchange_objects(None, wire, "copied")
+        for a, b in zip(saved_state(job(target)), saved_state(whole), strict=True):
+            np.testing.assert_array_equal(a, b, f"resumed from {name}")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+def test_resume_behind_the_last_batch_of_an_epoch(wire):
+    """Where a callback may stop training, an epoch with nothing left to train on ends, too."""
+    watching = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+    folder = shared_folder(wire)
+    whole, _ = checkpoint_job(
+        models.mlp, os.path.join(folder, "whole"), sgd, [watching], every_n_steps=1
+    )
+    name = sorted(os.listdir(os.path.join(folder, "whole")))[BATCHES - 1]
+    target = os.path.join(folder, "from")
+    if wire.topology.rank == 0:
+        shutil.copytree(os.path.join(folder, "whole", name), os.path.join(target, name))
+    exchange_objects(None, wire, "copied")
+    resumed, _ = checkpoint_job(models.mlp, target, sgd, [watching])
+    for a, b in zip(saved_state(resumed), saved_state(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+def test_resume_with_a_schedule_that_starts_at_zero(wire):
+    schedule = keras_callbacks.LearningRateSchedule(0.1, lambda epoch: epoch / 2, staircase=False)
+    check_resumes(wire, models.mlp, sgd, callbacks=[schedule])
+
+
+def test_a_fit_after_a_resumed_one_begins_at_its_beginning(wire):
+    folder = shared_folder(wire)
+    checkpoint_job(models.mlp, folder, sgd, epochs=1)
+    model, _ = checkpoint_job(models.mlp, folder, sgd, epochs=2)
+    history = model.fit(*models.mlp.data(8), batch_size=4, epochs=2, verbose=0)
+    assert len(history.epoch) == 2
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+def test_resume_with_accumulation(wire):
+    def accumulating():
+        return SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
+
+    check_resumes(wire, models.mlp, accumulating, batches=3, stops=BETWEEN_AND_WITHIN)
+
+
+def test_full_disk_leaves_the_last_snapshot(wire):
+    folder = shared_folder(wire)
+    original = snapshots.save_arrays
+    calls = []
+
+    def save(path, arrays):
+        calls.append(path)
+        if wire.topology.rank == 1 and len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        original(path, arrays)
+
+    snapshots.save_arrays = save
+    try:
+        with Raises(
+            snapshots.SnapshotError,
+            "rank 1: OSError.*No space left.*last whole one is snapshot-000002",
+        ):
+            checkpoint_job(models.mlp, folder, sgd, epochs=4)
+    finally:
+        snapshots.save_arrays = original
+    resumed, _ = checkpoint_job(models.mlp, folder, sgd, epochs=4)
+    assert int(resumed.optimizer.iterations) == 4 * BATCHES
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+def _spoil(folder, wire, cut):
+    """Damages rank 1's file of the newest snapshot."""
+    newest = sorted(os.listdir(folder))[-1]
+    exchange_objects(None, wire, "listed")
+    if wire.topology.rank == 1:
+        path = os.path.join(folder, newest, "rank-1.npz")
+        with open(path, "r+b") as stream:
+            content = bytearray(stream.read())
+            if cut:
+                stream.truncate(len(content) // 2)
+            else:
+                for place in range(len(content) // 3, 2 * len(content) // 3):
+                    content[place] ^= 1
+                stream.seek(0)
+                stream.write(content)
+    exchange_objects(None, wire, "spoiled")
+
+
+def test_damaged_snapshots_are_passed_over(wire):
+    for cut in (True, False):
+        folder = shared_folder(wire)
+        checkpoint_job(noisy, folder, sgd, epochs=2)
+        _spoil(folder, wire, cut)
+        resumed, rest = checkpoint_job(noisy, folder, sgd, epochs=3)
+        assert len(rest["loss"]) == 2, "it should have gone on from the first epoch's end"
+        assert int(resumed.optimizer.iterations) == 3 * BATCHES
+        exchange_objects(None, wire, "done")
+        if wire.topology.rank == 0:
+            shutil.rmtree(folder)
+
+
+def test_checkpoint_of_another_model_is_refused(wire):
+    folder = shared_folder(wire)
+    checkpoint_job(models.mlp, folder, sgd, epochs=1)
+    with Raises(
+        snapshots.SnapshotError,
+        "same model and optimizer. The first difference is variable 0: .*20, 24.*20, 16",
+    ):
+        checkpoint_job(noisy, folder, sgd)
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)

@@ -1,0 +1,165 @@
+"""Toolkits, NCCL and drivers that are found, and the remedies where they are missing."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tfposeidon.commands import cuda, gpu_report, install
+
+NCCL_H = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 27\n#define NCCL_PATCH 7\n"
+
+
+def toolkit_in(home, release="12.5"):
+    """Makes a folder that looks like a toolkit; its nvcc only tells its release."""
+    (home / "bin").mkdir(parents=True)
+    (home / "lib64").mkdir()
+    (home / "lib64" / "libcudart_static.a").touch()
+    nvcc = home / "bin" / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
+    nvcc.chmod(0o755)
+    return home
+
+
+def nccl_in(home, library="lib/libnccl.so.2"):
+    for path, text in (("include/nccl.h", NCCL_H), (library, "")):
+        (home / path).parent.mkdir(parents=True, exist_ok=True)
+        (home / path).write_text(text)
+    return home
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch, tmp_path):
+    """A machine without a driver, and an environment without wheels of CUDA."""
+    monkeypatch.setattr(cuda, "driver_version", lambda: None)
+    monkeypatch.setattr(cuda, "sys", SimpleNamespace(path=[str(tmp_path / "site-packages")]))
+    monkeypatch.setattr(cuda.sysconfig, "get_path", lambda name: str(tmp_path / "purelib"))
+    for name in ("HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_named_toolkit_comes_first(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOROVOD_CUDA_HOME", str(toolkit_in(tmp_path / "named")))
+    monkeypatch.setenv("PATH", str(toolkit_in(tmp_path / "other", "13.0") / "bin"))
+    found = cuda.require_toolkit()
+    assert (found.home, found.version) == (tmp_path / "named", (12, 5))
+    assert found.static_runtime == tmp_path / "named" / "lib64" / "libcudart_static.a"
+
+
+def test_a_script_that_calls_nvcc_leads_to_its_toolkit(monkeypatch, tmp_path):
+    real = toolkit_in(tmp_path / "cuda")
+    script = tmp_path / "bin" / "nvcc"
+    script.parent.mkdir()
+    script.write_text(f"#!/bin/sh\necho '#$ _HERE_={real}/bin' >&2\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+    assert cuda.require_toolkit().home == real
+
+
+@pytest.mark.parametrize(
+    ("release", "driver", "message"),
+    [
+        (None, None, r"GPU code is compiled by nvcc.*apt-get install cuda-nvcc-12-5.*pip install"),
+        ("11.8", None, r"nvcc 12 or later is needed. Received: nvcc 11.8"),
+        ("13.0", (12, 4), r"CUDA 13.0 needs NVIDIA's driver 580 or later.*up to 12.4"),
+    ],
+)
+def test_what_cannot_compile_is_refused(monkeypatch, tmp_path, release, driver, message):
+    home = toolkit_in(tmp_path / "cuda", release) if release else tmp_path / "none"
+    monkeypatch.setenv("HOROVOD_CUDA_HOME", str(home))
+    monkeypatch.setattr(cuda, "tensorflow_cuda", lambda: "12.5.1")
+    monkeypatch.setattr(cuda, "driver_version", lambda: driver)
+    with pytest.raises(cuda.CudaError, match=message):
+        cuda.require_toolkit()
+
+
+def test_a_toolkit_that_does_not_suit_hides_no_other(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(toolkit_in(tmp_path / "old", "11.5") / "bin"))
+    wheel = toolkit_in(tmp_path / "site-packages" / "nvidia" / "cu13", "13.0")
+    (tmp_path / "site-packages" / "nvidia" / "nccl").mkdir()
+    real = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: "/usr/local" not in str(path) and real(path))
+    assert cuda.require_toolkit().home == wheel
+    (wheel / "lib64" / "libcudart_static.a").unlink()
+    with pytest.raises(cuda.CudaError, match=r"Received: nvcc 11\.5"):
+        cuda.require_toolkit()
+
+
+def test_a_runtime_that_is_missing_is_named(monkeypatch, tmp_path):
+    home = toolkit_in(tmp_path / "cuda")
+    (home / "lib64" / "libcudart_static.a").unlink()
+    monkeypatch.setenv("HOROVOD_CUDA_HOME", str(home))
+    with pytest.raises(cuda.CudaError, match=r"no libcudart_static.a.*cuda-cudart-dev-12-5"):
+        cuda.require_toolkit()
+
+
+def test_the_build_finds_what_wheels_hold_under_versioned_names_only(monkeypatch, tmp_path):
+    home = toolkit_in(tmp_path / "cuda", "13.0")
+    (home / "lib64" / "libcudart.so.13").touch()
+    monkeypatch.setenv("HOROVOD_CUDA_HOME", str(home))
+    monkeypatch.setenv("HOROVOD_NCCL_HOME", str(nccl_in(tmp_path / "nccl")))
+    given = install.cuda_environment(tmp_path)
+    assert given["PATH"].startswith(str(home / "bin"))
+    found = {path.name: path.resolve() for path in Path(given["CMAKE_LIBRARY_PATH"]).iterdir()}
+    assert found == {
+        "libnccl.so": tmp_path / "nccl" / "lib" / "libnccl.so.2",
+        "libcudart.so": home / "lib64" / "libcudart.so.13",
+        "libcudart_static.a": home / "lib64" / "libcudart_static.a",
+    }
+
+
+def test_a_newer_nvcc_needs_no_driver_where_it_compiles(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOROVOD_CUDA_HOME", str(toolkit_in(tmp_path, "13.0")))
+    assert cuda.require_toolkit().version == (13, 0)
+
+
+def test_nccl_of_a_wheel_is_found_beside_horovod(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOROVOD_CUDA_HOME", str(toolkit_in(tmp_path / "cuda")))
+    toolkit = cuda.require_toolkit()
+    elsewhere = nccl_in(tmp_path / "site-packages" / "nvidia" / "nccl")
+    assert cuda.require_nccl(toolkit).rpath == str(elsewhere / "lib")
+    monkeypatch.setattr(cuda.sysconfig, "get_path", lambda name: str(tmp_path / "site-packages"))
+    found = cuda.require_nccl(toolkit)
+    assert (found.version, found.rpath) == ("2.27.7", "$ORIGIN/../../nvidia/nccl/lib")
+    # A place that is named comes first, and stays where it is.
+    named = nccl_in(tmp_path / "named", "lib/x86_64-linux-gnu/libnccl.so")
+    monkeypatch.setenv("HOROVOD_NCCL_HOME", str(named))
+    assert cuda.require_nccl(toolkit).rpath == str(named / "lib" / "x86_64-linux-gnu")
+    monkeypatch.setenv("HOROVOD_NCCL_HOME", str(tmp_path / "empty"))
+    with pytest.raises(cuda.CudaError, match="pip install nvidia-nccl-cu12"):
+        cuda.require_nccl(toolkit)
+
+
+@pytest.mark.parametrize("place", ["site-packages", "purelib"])
+def test_tensorflows_cuda_is_read_without_importing_it(tmp_path, place):
+    assert cuda.tensorflow_cuda() is None
+    info = tmp_path / place / "tensorflow/python/platform/build_info.py"
+    info.parent.mkdir(parents=True)
+    (tmp_path / place / "tensorflow/__init__.py").touch()
+    info.write_text("build_info = dict([('cuda_version', '12.5.1'), ('cudnn_version', '9')])")
+    assert cuda.tensorflow_cuda() == "12.5.1"
+
+
+def report(monkeypatch, gpus, driver=None, tensorflow=None, horovod=None):
+    monkeypatch.setattr(cuda, "driver_version", lambda: driver)
+    monkeypatch.setattr(cuda, "driver_present", lambda: driver is not None)
+    monkeypatch.setattr(cuda, "tensorflow_cuda", lambda: tensorflow)
+    monkeypatch.setattr(gpu_report, "_horovod_cuda", lambda: horovod)
+    return dict(gpu_report.rows(gpus))
+
+
+def test_a_machine_for_cpus_has_one_line(monkeypatch):
+    assert report(monkeypatch, 0) == {"GPUs": "none, and no NVIDIA driver"}
+
+
+def test_the_report_names_what_does_not_go_together(monkeypatch):
+    rows = report(monkeypatch, 0, driver=(12, 8))
+    assert "built for CPUs; python -m tfposeidon install --cuda" in rows["GPUs"]
+    rows = report(monkeypatch, 0, driver=(12, 8), tensorflow="12.5.1", horovod="12.5.82")
+    assert "pip install 'tensorflow[and-cuda]'" in rows["GPUs"]
+    assert rows["CUDA"] == "TensorFlow for 12.5.1, Horovod for 12.5.82"
+    rows = report(monkeypatch, 1, driver=(13, 0), tensorflow="12.5.1", horovod="13.0.88")
+    assert rows["GPUs"] == "1"
+    with pytest.raises(gpu_report.GpuError, match=r"Horovod was built for CUDA 13\.0\.88.*580"):
+        report(monkeypatch, 1, driver=(12, 8), tensorflow="12.5.1", horovod="13.0.88")

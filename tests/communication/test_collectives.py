@@ -1,0 +1,127 @@
+"""`tp.all_reduce` and its like, called eagerly, in functions, with constants and in loops."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.checks import Raises
+from tests.helpers.models import same_on_all_ranks
+from tfposeidon.communication.wire import exchange_objects
+
+pytestmark = pytest.mark.ranks("2")
+
+
+def _both(function):
+    """Eagerly, twice, and traced, twice."""
+    return [function(), function(), *(tf.function(function)() for _ in range(2))]
+
+
+def test_all_reduce(wire):
+    rank, size = wire.topology.rank, wire.topology.size
+    for dtype in ("float32", "float16", "bfloat16", "float64", "int32", "int64", "uint8"):
+        for shape in ((), (3,), (2, 0), (2, 3)):
+            value = tf.cast(tf.fill(shape, rank + 1), dtype)
+            for total in _both(lambda value=value: tp.all_reduce(value, "sum")):
+                assert (total.dtype.name, total.shape) == (dtype, shape)
+                assert np.all(total.numpy().astype(float) == size * (size + 1) / 2)
+    for mean in _both(lambda: tp.all_reduce([1.0, float(rank)])):
+        np.testing.assert_allclose(mean.numpy(), [1.0, (size - 1) / 2])
+    assert int(tp.all_reduce(rank == 0, "sum")) == 1
+
+
+def test_several_in_one_graph(wire):
+    @tf.function
+    def inner(x):
+        return tp.all_reduce(x, "sum", name="inner")
+
+    @tf.function
+    def outer(x):
+        return tp.all_reduce(x), tp.all_reduce(2 * x), inner(x), tp.all_gather(x[tf.newaxis])
+
+    size = wire.topology.size
+    for turn in range(3):
+        mean, twice, total, everybody = outer(tf.constant(float(wire.topology.rank + turn)))
+        expected = np.arange(size) + turn
+        np.testing.assert_allclose(everybody.numpy(), expected)
+        np.testing.assert_allclose(
+            [mean, twice, total], [expected.mean(), 2 * expected.mean(), expected.sum()]
+        )
+
+
+def test_in_loops_and_branches(wire):
+    """Which TensorFlow names by a number of the process."""
+    if wire.topology.rank == 0:
+        tf.function(lambda x: [tf.cond(x > i, lambda: x, lambda: -x) for i in range(10)])(
+            tf.constant(1.0)
+        )
+
+    @tf.function
+    def total():
+        added = tf.zeros([])
+        for _ in tf.range(3):
+            tf.autograph.experimental.set_loop_options(parallel_iterations=1)
+            added += tp.all_reduce(1.0, "sum") + tp.all_reduce(tf.ones([2]), "sum")[0]
+        return tf.cond(added > 0.0, lambda: added + tp.all_reduce(1.0, "sum"), lambda: added)
+
+    assert float(total()) == 7 * wire.topology.size
+
+
+def test_all_gather_of_unequal_parts(wire):
+    rank, size = wire.topology.rank, wire.topology.size
+    for joined in _both(lambda: tp.all_gather(tf.fill([rank + 1, 2], rank))):
+        np.testing.assert_array_equal(
+            joined.numpy()[:, 0], np.repeat(np.arange(size), np.arange(size) + 1)
+        )
+    with Raises(ValueError, "along their first axis. Received: a scalar"):
+        tp.all_gather(1.0)
+
+
+def test_barrier(wire):
+    tp.barrier()
+
+    @tf.function
+    def waits():
+        tp.barrier()
+        return tf.constant(1)
+
+    assert int(waits()) == 1
+
+
+def test_a_hand_written_loop_starts_and_stays_alike(wire):
+    keras.utils.set_random_seed(wire.topology.rank)
+    model, optimizer = models.mlp(), tp.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    optimizer.build(model.trainable_variables)
+    first = exchange_objects(models.digest(model.get_weights()), wire, "first")
+    assert len(set(first)) == wire.topology.size
+    tp.broadcast_variables([*model.variables, *optimizer.variables])
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = models.LOSS(y, model(x, training=True))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return tp.all_reduce(loss)
+
+    x, y = models.mlp.data(8 * wire.topology.size)
+    mine = slice(wire.topology.rank, None, wire.topology.size)
+    losses = [float(step(x[mine], y[mine])) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    assert len({str(other) for other in exchange_objects(losses, wire, "losses")}) == 1
+    same_on_all_ranks(model.get_weights(), wire)
+
+
+def test_what_is_refused(wire):
+    weight = keras.Variable([1.0])
+    with Raises(
+        ValueError, f"must be a rank of the job, 0 to {wire.topology.size - 1}. Received: 9"
+    ):
+        tp.broadcast_variables([weight], 9)
+    with Raises(ValueError, "Received: a call of broadcast_variables in a tf.function"):
+        tf.function(lambda: tp.broadcast_variables([weight]))()
+    with Raises(ValueError, '`op` must be "mean" or "sum"'):
+        tp.all_reduce(1.0, "max")
+    with Raises(ValueError, "A mean is of floating-point values. Received: dtype int32"):
+        tp.all_reduce(1)

@@ -1,0 +1,282 @@
+"""A cache on ranks: one copy per node, each sample once per epoch, and the source read once."""
+
+import gc
+import itertools
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import datacache
+import keras_callbacks
+import tfposeidon as tp
+from datacache.nodes.sample_exchange import SampleExchange
+from datacache.pool.layout import Layout
+from tests import drawn
+from tests.helpers.caching import BATCH, SAMPLES, make_folder
+from tests.helpers.checks import Raises
+from tests.helpers.over_ranks import exchange_objects
+
+pytestmark = pytest.mark.ranks("2+1")
+on_equal_nodes_too = pytest.mark.ranks("2+1", "2x2")
+
+
+def _open(wire, folder, preprocess=drawn.decode, **arguments):
+    memory = folder / f"memory{wire.topology.node_index}"
+    return datacache.Cache(
+        datacache.from_folder(folder / "images"), preprocess, memory=memory, **arguments
+    )
+
+
+def _over_ranks(wire, value):
+    return exchange_objects(value, wire, "value")
+
+
+def _check_epochs(wire, cache, seed=3):
+    data = cache.dataset(BATCH, seed=seed)
+    order = datacache.Order(samples=SAMPLES, global_batch=BATCH, seed=seed)
+    for epoch in range(3):
+        mine = drawn.numbers(cache.counted(data), SAMPLES)
+        shares = order.shares(
+            datacache.Position(epoch=epoch), wire.topology.rank, wire.topology.size
+        )
+        assert mine == [number for share, _ in shares for number in share]
+        assert sorted(itertools.chain(*_over_ranks(wire, mine))) == list(range(SAMPLES))
+    positions = _over_ranks(wire, cache.state_dict())
+    assert positions == [order.state_dict(datacache.Position(epoch=3))] * wire.topology.size
+
+
+@on_equal_nodes_too
+def test_epochs_are_exact_and_the_source_is_read_once(wire):
+    with make_folder(wire) as folder:
+        cache = _open(wire, folder)
+        _check_epochs(wire, cache)
+        reads = sum(_over_ranks(wire, cache.stats().source_reads))
+        # On each node at most one rank reads the first sample to see its size, and one to make the
+        # pool.
+        nodes = len(wire.topology.nodes)
+        assert SAMPLES <= reads <= (SAMPLES if nodes == 1 else SAMPLES + 2 * nodes)
+        assert cache._levels.memory.slots == SAMPLES
+        cache.close()
+        again = _open(wire, folder)
+        again.warm(progress=False)
+        assert (
+            _over_ranks(wire, len(again._levels.missing(np.arange(SAMPLES))))
+            == [0] * wire.topology.size
+        )
+        _check_epochs(wire, again)
+        assert sum(_over_ranks(wire, again.stats().source_reads)) == 0
+        again.close()
+
+
+def test_closed_caches_are_let_go(wire):
+    with make_folder(wire) as folder:
+        cache = _open(wire, folder, partition="split")
+        cache.warm(progress=False)
+        reader = weakref.ref(cache._reader)
+        cache.close()
+        del cache
+        gc.collect()
+        assert reader() is None
+
+
+@on_equal_nodes_too
+def test_each_node_keeps_its_part(wire):
+    if len(wire.topology.nodes) == 1:
+        return
+    with make_folder(wire) as folder:
+        cache = _open(wire, folder, partition="split")
+        memory = cache._levels.memory
+        assert (
+            memory.slots
+            == memory.spec.shard.assigned_samples
+            <= -(-SAMPLES // len(wire.topology.nodes))
+        )
+        _check_epochs(wire, cache)
+        assert memory.filled == memory.slots
+        stats = _over_ranks(wire, cache.stats().to_dict())
+        assert sum(s["source_reads"] for s in stats) < SAMPLES + wire.topology.size
+        assert sum(s["sent"] for s in stats) == sum(s["received"] for s in stats)
+        # Of three epochs, each rank got from elsewhere what is not at home here.
+        home = memory.has_room(np.arange(SAMPLES))
+        order = datacache.Order(samples=SAMPLES, global_batch=BATCH, seed=3)
+        positions = [datacache.Position(epoch=epoch) for epoch in range(3)]
+        shares = [
+            s for p in positions for s, _ in order.shares(p, wire.topology.rank, wire.topology.size)
+        ]
+        assert cache.stats().received == sum(int((~home[share]).sum()) for share in shares)
+        cache.close()
+        assert not (folder / f"memory{wire.topology.node_index}" / cache.fingerprint[:20]).exists()
+
+
+def test_parts_that_do_not_fit_are_read_through(wire):
+    with make_folder(wire) as folder:
+        cache = _open(
+            wire,
+            folder,
+            budget=5 * (8 * 8 * 3 + 8 + 8) + 100,
+            disk=folder / f"disk{wire.topology.node_index}",
+        )
+        _check_epochs(wire, cache)
+        reads = sum(_over_ranks(wire, cache.stats().source_reads))
+        assert reads <= SAMPLES + wire.topology.size
+        cache.close()
+
+
+def test_texts_and_many_sizes_travel(wire):
+    def preprocess(contents, label):
+        return {
+            "pixels": drawn.decode(contents, label)[0][: label + 1],
+            "text": contents,
+            "label": label,
+        }
+
+    with make_folder(wire) as folder:
+        cache = _open(wire, folder, preprocess, partition="split", variable_shapes=True)
+        order, state = datacache.Order(samples=SAMPLES, global_batch=BATCH), None
+        for _ in range(2):
+            for batch in cache.counted(cache.dataset(BATCH, state=state)):
+                for pixels, text, label in zip(
+                    batch["pixels"], batch["text"], batch["label"], strict=True
+                ):
+                    expected = tf.io.decode_png(text)[: label + 1]
+                    np.testing.assert_array_equal(pixels[: label + 1], expected)
+                    assert not np.any(pixels[label + 1 :])
+            state = order.state_dict(datacache.Position(epoch=1))
+        cache.close()
+
+
+def test_training_with_it(wire):
+    with make_folder(wire) as folder:
+        cache = _open(wire, folder, partition="split")
+        data = cache.dataset(BATCH).map(
+            lambda pixels, label: (tf.cast(pixels, "float32") / 255, label)
+        )
+        model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(drawn.CLASSES)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss)
+        callbacks = [
+            keras_callbacks.BroadcastVariables(),
+            keras_callbacks.CachePosition(cache),
+            keras_callbacks.CacheStatistics(cache),
+        ]
+        history = model.fit(data, epochs=3, verbose=0, shuffle=False, callbacks=callbacks).history
+        assert len(set(map(str, _over_ranks(wire, history["cache_source_megabytes"])))) == 1
+        assert cache.state_dict()["epoch"] == 3
+        cache.close()
+
+
+def test_ranks_that_stop_in_between(wire):
+    """A rank that leaves an epoch early neither waits for the others nor lets them wait."""
+    with make_folder(wire) as folder:
+        cache = _open(wire, folder, partition="split")
+        data = cache.counted(cache.dataset(BATCH))
+        for _ in range(1 + wire.topology.rank % 2):
+            next(data)
+        data.close()
+        cache.close()
+
+
+def test_ranks_with_other_functions(wire):
+    with (
+        make_folder(wire) as folder,
+        Raises(
+            ValueError,
+            r"All ranks must open the same cache. Received: .* on rank 1\. "
+            r".* from the source, `pre",
+        ),
+    ):
+        factor = tf.constant(wire.topology.rank, tf.int64)
+        _open(
+            wire, folder, lambda contents, label: (drawn.decode(contents, label)[0], label * factor)
+        )
+
+
+def test_passes_must_be_told_apart(wire):
+    with make_folder(wire) as folder:
+        cache = _open(wire, folder)
+        data = cache.dataset(BATCH)
+        assert len(list(data))
+        with Raises(
+            Exception, "On several ranks, or within an epoch, it must be said which pass begins"
+        ):
+            list(data)
+        plain = cache.dataset(BATCH, shuffle=False)
+        assert drawn.numbers(plain, SAMPLES) == drawn.numbers(plain, SAMPLES)
+        cache.close()
+
+
+class _Counting:
+    """A wire that counts what a rank sends to others."""
+
+    def __init__(self, wire):
+        self.topology, self._wire, self.sent = wire.topology, wire, {}
+
+    def all_gather(self, tensor, group, name):
+        return self._wire.all_gather(tensor, group, name)
+
+    def all_to_all(self, tensor, splits, group, name):
+        def count(splits):
+            away = sum(n for rank, n in enumerate(splits) if rank != self.topology.rank)
+            self.sent[name] = self.sent.get(name, 0) + int(away) * tensor.dtype.size
+            return splits
+
+        counted = tf.ensure_shape(
+            tf.numpy_function(count, [tf.stack(splits)], tf.int32), [group.size]
+        )
+        return self._wire.all_to_all(tensor, tf.unstack(counted), group, name)
+
+
+@on_equal_nodes_too
+def test_bytes_of_rounds(wire):
+    """A rank sends samples with their lengths, and the numbers of those that it wants."""
+    counting, size, rank = _Counting(wire), wire.topology.size, wire.topology.rank
+    samples = [
+        drawn.decode(tf.io.encode_png(drawn.image(number)), tf.constant(1, tf.int64))
+        for number in range(SAMPLES)
+    ]
+    samples = [[part.numpy() for part in sample] for sample in samples]
+    layout = Layout.of(samples[0])
+    exchange = SampleExchange(
+        counting,
+        "test.exchange",
+        layout,
+        lambda numbers: [samples[n] for n in numbers],
+        lambda: False,
+    )
+    asked = list(range(rank, SAMPLES, size))
+    for number, future in zip(
+        asked, exchange.ask(asked, [(rank + 1) % size] * len(asked)), strict=True
+    ):
+        np.testing.assert_array_equal(future.result()[0], samples[number][0])
+    exchange.close()
+    given = len(range((rank - 1) % size, SAMPLES, size))
+    assert counting.sent == {
+        "test.exchange.numbers": 8 * len(asked),
+        "test.exchange.lengths": 8 * given,
+        "test.exchange.samples": (8 * 8 * 3 + 8) * given,
+    }
+
+
+def test_what_cannot_be_sent_is_said_to_those_who_asked(wire):
+    if wire.topology.size == 1:
+        return
+    layout = Layout.of([np.int64(0)])
+
+    def answer(numbers):
+        assert 7 not in numbers, "number 7 is lost"
+        return [[np.array(number)] for number in numbers]
+
+    exchange = SampleExchange(wire, "test.failing", layout, answer, lambda: False)
+    other = (wire.topology.rank + 1) % wire.topology.size
+    (fine,) = exchange.ask([3], [other])
+    assert fine.result()[0] == 3
+    exchange_objects(None, wire, "asked")
+    (lost,) = exchange.ask([7], [other])
+    with Raises(datacache.SourceError, rf"number 7 is lost.*\(on rank {other}\)"):
+        lost.result()
+    (again,) = exchange.ask([4], [other])
+    assert again.result()[0] == 4
+    exchange.close()

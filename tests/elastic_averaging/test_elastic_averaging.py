@@ -1,0 +1,488 @@
+"""Workers that exchange with a server, each at its own pace; any number of them around any rank."""
+
+import collections
+import os
+import shutil
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_callbacks
+import tfposeidon as tp
+from benchmarks.workers.memory import resident_bytes
+from tests.helpers import models
+from tests.helpers.callbacks import shared_folder
+from tests.helpers.checks import LogLines, Raises, reset_peak
+from tests.helpers.elastic_averaging import (
+    ALPHA,
+    BATCH,
+    SERVER_ALPHA,
+    elastic_fitted,
+    elastic_share,
+    elastic_state,
+    is_server,
+    sgd,
+    step_count,
+    with_state,
+)
+from tests.helpers.models import same_on_all_ranks
+from tests.helpers.over_ranks import exchange_objects
+from tfposeidon.asynchronous import server
+from tfposeidon.asynchronous.worker import Worker
+from tfposeidon.communication.group_wire import GroupWire
+from tfposeidon.units import readable_size
+
+pytestmark = pytest.mark.ranks("3", server_rank=0)
+
+
+rank_1_serves = pytest.mark.ranks("3", server_rank=1)
+"""The server is rank 1, so that the ranks of the workers are not consecutive."""
+
+
+def _first_worker():
+    return tp.rank() == tp.workers().ranks[0]
+
+
+class _Recorded:
+    """Records what both sides of each exchange know, while it is entered."""
+
+    def __init__(self):
+        self.at_worker, self.at_server = [], []
+
+    def __enter__(self):
+        self._own = Worker.swap, server.sum_of_both
+        worker_swap, sum_of_both = self._own
+
+        def swap_at_worker(worker, centre, values):
+            difference = worker_swap(worker, centre, values)
+            self.at_worker.append((values.numpy(), difference.numpy()))
+            return difference
+
+        def sum_at_server(wire, mine, name):
+            found = sum_of_both(wire, mine, name)
+            if name == "tp.swap":
+                self.at_server.append((-mine.numpy(), found.numpy()))
+            return found
+
+        Worker.swap, server.sum_of_both = swap_at_worker, sum_at_server
+        return self
+
+    def __exit__(self, *_):
+        Worker.swap, server.sum_of_both = self._own
+
+
+def _of_one_variable():
+    """Returns an optimizer, the variable that it trains, and its velocity."""
+    variable = keras.Variable(np.ones(4, "float32"))
+    optimizer = tp.ElasticAveraging(sgd(), every=2, alpha=ALPHA)
+    optimizer.build([variable])
+    return optimizer, variable, next(v for v in optimizer.variables if "momentum" in v.name)
+
+
+def _gradient_steps(optimizer, variable, count):
+    @tf.function
+    def step(gradient):
+        optimizer.apply([gradient], [variable])
+
+    generator = np.random.default_rng(tp.rank())
+    for _ in range(count):
+        step(tf.constant(generator.normal(size=variable.shape), tf.float32))
+
+
+def test_memory_of_an_exchange(wire):
+    """The first case, before the allocator has kept anything of others."""
+    length = 16 * 2**20  # 64 MB, in two variables
+    weights = [keras.Variable(np.zeros(length // 2, "float32"), name=name) for name in "ab"]
+    optimizer = tp.ElasticAveraging(keras.optimizers.SGD(0.1), every=1, alpha=ALPHA)
+    optimizer.build(weights)
+
+    @tf.function
+    def exchange():
+        optimizer._exchange_now()
+
+    peaks = []
+
+    def train():
+        exchange.get_concrete_function()
+        peaks.append(_peak_of(exchange))
+
+    if is_server():
+        own = server.ServedCentre.swap
+
+        def swap(centre, pair):
+            peaks.append(_peak_of(lambda: own(centre, pair)))
+
+        server.ServedCentre.swap = swap
+        try:
+            optimizer.run(train)
+        finally:
+            server.ServedCentre.swap = own
+    else:
+        optimizer.run(train)
+    # The largest is that of the first exchange: later ones take what the allocator has kept.
+    copies = max(peaks) / (4 * length)
+    expected = 1 if is_server() else 2
+    # Half a copy is for the allocator and Gloo.
+    assert expected - 0.5 < copies < expected + 0.5, f"{copies:.2f} copies of the weights"
+
+
+def _peak_of(function):
+    reset_peak()
+    before = resident_bytes()
+    function()
+    return resident_bytes(peak=True) - before
+
+
+@rank_1_serves
+def test_what_workers_gave_is_what_the_centre_gained(wire):
+    start = np.linspace(-1, 1, 50).astype("float32")
+    for server_alpha in (None, SERVER_ALPHA):
+        variable = keras.Variable(start)
+        optimizer = tp.ElasticAveraging(sgd(), every=2, alpha=ALPHA, server_alpha=server_alpha)
+        optimizer.build([variable])
+        with _Recorded() as recorded:
+            optimizer.run(lambda o=optimizer, v=variable: _gradient_steps(o, v, 7 + 2 * tp.rank()))
+        same_on_all_ranks([variable.numpy()], wire)
+        given = sum((ALPHA * d for _, d in recorded.at_worker), np.zeros(50))
+        everybody = np.sum(exchange_objects(given.tolist(), wire, "given"), axis=0)
+        gained = variable.numpy() - start
+        share = 1.0 if server_alpha is None else SERVER_ALPHA / ALPHA
+        np.testing.assert_allclose(gained, share * everybody, rtol=1e-4, atol=1e-5)
+        # The last one is of steps that were left over: 4, and 5 and 1.
+        assert len(recorded.at_worker) == (0 if is_server() else (7 + 2 * tp.rank() + 1) // 2)
+        exchanges = exchange_objects(len(recorded.at_worker), wire, "exchanges")
+        assert not is_server() or len(recorded.at_server) == sum(exchanges)
+
+
+def test_each_worker_sees_the_newest_centre(wire):
+    """Both sides know the same bits of a difference from the centre as it is at that moment."""
+    variable = keras.Variable(np.zeros(20, "float32"))
+    optimizer = tp.ElasticAveraging(sgd(), every=1, alpha=ALPHA)
+    optimizer.build([variable])
+    with _Recorded() as recorded:
+        optimizer.run(lambda: _gradient_steps(optimizer, variable, 9))
+    seen = exchange_objects(
+        [models.digest([d]) for _, d in recorded.at_worker], wire, "differences"
+    )
+    if not is_server():
+        return
+    at_workers = sorted(digest for worker in seen for digest in worker)
+    assert at_workers == sorted(models.digest([d]) for _, d in recorded.at_server)
+    centre = np.zeros(20, "float32")
+    for before, difference in recorded.at_server:
+        np.testing.assert_allclose(before, centre, rtol=1e-5, atol=1e-6)
+        centre = before + np.float32(ALPHA) * difference
+    np.testing.assert_allclose(variable.numpy(), centre, rtol=1e-5, atol=1e-6)
+
+
+class _Slow(keras.callbacks.Callback):
+    """Makes the last rank's steps take longer than those of the others."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self._seconds = seconds
+
+    def on_train_batch_end(self, batch, logs=None):
+        if tp.rank() == tp.size() - 1:
+            time.sleep(self._seconds)
+
+
+@pytest.mark.ranks("3", server_rank=0)
+@pytest.mark.ranks("3", server_rank=1)
+def test_fit_ends_with_the_centre_everywhere(wire):
+    data = models.mlp.data(96)
+    with LogLines() as lines:
+        model, history = elastic_fitted(data, epochs=3, callbacks=[_Slow(0.01)])
+    same_on_all_ranks(elastic_state(model), wire)
+    assert int(model.optimizer.iterations) == step_count(96, 3)
+    same_on_all_ranks([np.array(model.evaluate(*data, verbose=0))], wire)
+    if is_server():
+        # Epochs that end while it evaluates are skipped.
+        assert 1 <= len(history["val_loss"]) <= 3
+        assert model.history.epoch[-1] == 2
+        workers = tp.workers().size
+        assert history["exchanges"][-1] == workers * step_count(96, 3) / 3
+        assert any(f"rank {tp.rank()} serves {workers} worker(s)" in line for line in lines)
+    else:
+        assert len(history["loss"]) == 3
+        assert not any(name.startswith("val_") for name in history)
+
+
+@rank_1_serves
+def test_early_stopping_at_the_server_stops_all(wire):
+    data = models.mlp.data(48)
+    stop = keras.callbacks.EarlyStopping(
+        "val_loss", mode="max", patience=1, restore_best_weights=True
+    )
+    model, history = elastic_fitted(data, epochs=200, callbacks=[stop])
+    same_on_all_ranks(model.get_weights(), wire)
+    assert len(history["val_loss" if is_server() else "loss"]) < 200
+    # Those of the best epoch, which the server's callback has restored.
+    if is_server():
+        found = model.evaluate(*data, verbose=0, return_dict=True)
+        np.testing.assert_allclose(found["loss"], max(history["val_loss"]), rtol=1e-5)
+
+
+def test_files_are_the_servers(wire):
+    folder, data = shared_folder(wire), models.mlp.data(48)
+    path = os.path.join(folder, "centre.keras")
+    elastic_fitted(data, epochs=1, callbacks=[keras.callbacks.ModelCheckpoint(path)])
+    exchange_objects(None, wire, "saved")
+    loaded = keras.models.load_model(path)
+    assert isinstance(loaded.optimizer, tp.ElasticAveraging)
+    same_on_all_ranks(loaded.get_weights(), wire)
+    exchange_objects(None, wire, "loaded")
+    if is_server():
+        shutil.rmtree(folder)
+
+
+@rank_1_serves
+def test_a_resumed_run_begins_at_the_servers_epoch(wire):
+    folder, data = shared_folder(wire), models.mlp.data(48)
+
+    def trained(*arguments, **options):
+        # After all steps some are left, which the last snapshot has.
+        made = tp.ElasticAveraging(sgd(), every=5, alpha=ALPHA)
+        return elastic_fitted(*arguments, optimizer=made, **options)
+
+    trained(data, epochs=2, callbacks=[keras_callbacks.Checkpoint(folder)])
+    assert os.listdir(folder)
+    resumed = keras_callbacks.Checkpoint(folder)
+    model, history = trained(data, epochs=3, callbacks=[resumed])
+    assert len(history["val_loss" if is_server() else "loss"]) == 1
+    assert int(model.optimizer.iterations) == step_count(48, 3)
+    again, history = trained(data, epochs=3, callbacks=[keras_callbacks.Checkpoint(folder)])
+    assert not history.get("val_loss" if is_server() else "loss")
+    same_on_all_ranks(again.get_weights(), wire)
+    assert models.digest(again.get_weights()) == models.digest(model.get_weights())
+    assert int(again.optimizer.iterations) == step_count(48, 3)
+    exchange_objects(None, wire, "done")
+    if is_server():
+        shutil.rmtree(folder)
+
+
+@rank_1_serves
+def test_weights_that_are_not_finite_stay_away_from_the_centre(wire):
+    optimizer, variable, velocity = _of_one_variable()
+    if is_server():
+        # As in a run that is resumed.
+        velocity.assign([0.25] * 4)
+        optimizer.iterations.assign(40)
+
+    def train():
+        # As callbacks do in the course of training.
+        optimizer.learning_rate = 0.01
+        _gradient_steps(optimizer, variable, 3)
+        if _first_worker():
+            variable.assign([np.nan] * 4)
+        _gradient_steps(optimizer, variable, 1)
+        assert np.isfinite(variable.numpy()).all()
+        # Slots and steps belong together: those of the server.
+        assert (velocity.numpy() == 0.25).all() == _first_worker()
+        assert int(optimizer.iterations) == (40 if _first_worker() else 44)
+        assert float(optimizer.learning_rate) == np.float32(0.01)
+        _gradient_steps(optimizer, variable, 2)
+
+    with LogLines() as lines:
+        optimizer.run(train)
+    same_on_all_ranks([variable.numpy()], wire)
+    assert np.isfinite(variable.numpy()).all()
+    if is_server():
+        broken = tp.workers().ranks[0]
+        said = [line for line in lines if f"weights of worker {broken} are not finite" in line]
+        assert len(said) == 1, lines
+
+
+def test_slots_that_are_not_finite_stay_away_from_the_server(wire):
+    """A gradient that is not finite in the last step of an epoch, after which slots travel."""
+    optimizer, variable, velocity = _of_one_variable()
+
+    def train():
+        _gradient_steps(optimizer, variable, 2)
+        optimizer.apply([tf.fill([4], np.nan if _first_worker() else 1.0)], [variable])
+
+    for _ in range(2):
+        optimizer.run(train)
+        same_on_all_ranks([variable.numpy(), velocity.numpy()], wire)
+        assert np.isfinite([variable.numpy(), velocity.numpy()]).all()
+
+
+class _Counted:
+    """Counts the float32 elements that this rank gives pairs' collectives, while it is entered."""
+
+    def __enter__(self):
+        self.elements = collections.defaultdict(list)
+        self._own = GroupWire.all_reduce, GroupWire.all_gather
+        all_reduce, all_gather = self._own
+
+        def counting(own):
+            def collective(wire, tensor, group, name, *scale):
+                if tensor.dtype == tf.float32:
+                    self.elements[name].append(int(tf.size(tensor)))
+                return own(wire, tensor, group, name, *scale)
+
+            return collective
+
+        GroupWire.all_reduce, GroupWire.all_gather = counting(all_reduce), counting(all_gather)
+        return self.elements
+
+    def __exit__(self, *_):
+        GroupWire.all_reduce, GroupWire.all_gather = self._own
+
+
+def test_bytes_are_those_of_the_plan(wire):
+    def in_16_bits():
+        keras.config.set_dtype_policy("bfloat16")
+        layer = keras.layers.Dense
+        return keras.Sequential([keras.Input((20,)), layer(8), layer(models.CLASSES)])
+
+    for build in (with_state, in_16_bits):
+        made = tp.ElasticAveraging(keras.optimizers.Adam(0.01), every=3, alpha=ALPHA)
+        with _Counted() as elements:
+            model, _ = elastic_fitted(models.mlp.data(48), made, build, epochs=2)
+        exchanges = step_count(48, 2) // 3
+        per_exchange = made.plan.cost.bytes / 4
+        pairs = tp.workers().size if is_server() else 1
+        assert elements["tp.swap"] == [per_exchange] * exchanges * pairs
+        assert made.bytes_per_step == 4 * per_exchange / 3
+        # Of Adam two for each weight, and its rate.
+        slots = 1 + 2 * sum(v.numpy().size for v in model.trainable_variables)
+        # A worker gives them at the end of two epochs, and takes the last.
+        given = [0, 0, slots] * pairs if is_server() else [0, slots, slots]
+        assert sorted(elements["tp.slots"]) == sorted(given)
+        assert f"a worker sends {readable_size(4 * slots)} of slots" in str(made.plan)
+
+
+class _UpdateSizes(keras.callbacks.Callback):
+    """Keeps how much weights change in each step, as a mean over them."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.begin = [], None
+
+    def on_train_begin(self, logs=None):
+        self.sizes = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.begin is None:
+            self.begin = [v.numpy() for v in self.model.optimizer.variables]
+        self._before = self.model.get_weights()
+
+    def on_train_batch_end(self, batch, logs=None):
+        pairs = zip(self.model.get_weights(), self._before, strict=True)
+        self.sizes.append(np.mean(np.concatenate([np.abs(a - b).ravel() for a, b in pairs])))
+
+
+def test_adam_goes_on_with_slots_and_steps(wire):
+    """Corrected for steps that its slots have not seen, the first would be ten times as large."""
+    folder, data = shared_folder(wire), models.mlp.data(96)
+
+    def fitted(epochs, sizes):
+        adam = keras.optimizers.Adam(1e-3, beta_1=0.1, beta_2=0.99)
+        # All exchanges are at the end: steps are Adam's alone.
+        made = tp.ElasticAveraging(adam, every=1000, alpha=ALPHA)
+        callbacks = [keras_callbacks.Checkpoint(folder), sizes]
+        model, _ = elastic_fitted(data, made, epochs=epochs, callbacks=callbacks)
+        same_on_all_ranks(elastic_state(model), wire)
+        return elastic_state(model)
+
+    before, after = _UpdateSizes(), _UpdateSizes()
+    ended = fitted(3, before)
+    fitted(4, after)
+    exchange_objects(None, wire, "done")
+    if is_server():
+        shutil.rmtree(folder)
+        return
+    assert len(after.sizes) == step_count(96)
+    usual = np.mean(before.sizes[-step_count(96) :])
+    assert 0.5 * usual < after.sizes[0] < 2 * usual, (after.sizes, usual)
+    # All workers begin with what the server had in the end.
+    for found, expected in zip(after.begin, ended[-len(after.begin) :], strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@rank_1_serves
+def test_slots_are_a_mean_over_workers(wire):
+    optimizer, variable, velocity = _of_one_variable()
+    own = []
+
+    def train():
+        _gradient_steps(optimizer, variable, 5 + 2 * tp.workers().index(tp.rank()))
+        own.append(velocity.numpy().tolist())
+
+    optimizer.run(train)
+    everybody = [one for given in exchange_objects(own, wire, "velocities") for one in given]
+    assert len(everybody) == tp.workers().size
+    np.testing.assert_allclose(velocity.numpy(), np.mean(everybody, axis=0), rtol=1e-5, atol=1e-6)
+    # 5, and 7 of the second worker.
+    assert int(optimizer.iterations) == 5 + (tp.workers().size - 1)
+    same_on_all_ranks([velocity.numpy()], wire)
+
+
+def test_a_second_fit_goes_on(wire):
+    data = models.mlp.data(48)
+    model, _ = elastic_fitted(data, epochs=1)
+    model.fit(*elastic_share(data), batch_size=BATCH, epochs=1, verbose=0)
+    same_on_all_ranks(elastic_state(model), wire)
+    assert int(model.optimizer.iterations) == step_count(48, 2)
+
+
+def test_training_begins_once_at_a_time(wire):
+    """A fit or a run within a run is refused on workers, who then go on."""
+    data = models.mlp.data(48)
+    model, _ = elastic_fitted(data, epochs=1)
+    optimizer = model.optimizer
+
+    def train():
+        for begins in (
+            lambda: model.fit(*elastic_share(data), batch_size=BATCH, verbose=0),
+            lambda: optimizer.run(lambda: None),
+        ):
+            with Raises(RuntimeError, "begins once at a time. Received: fit or run within run"):
+                begins()
+        _gradient_steps(other, variable, 3)
+
+    other, variable, _ = _of_one_variable()
+    optimizer.run(train, others=[other])
+    same_on_all_ranks([*model.get_weights(), variable.numpy()], wire)
+    assert int(other.iterations) == 3
+
+
+@rank_1_serves
+def test_the_plan_names_the_server(wire):
+    model, _ = elastic_fitted(models.mlp.data(48), epochs=1)
+    text = str(model.optimizer.plan)
+    (serving,) = set(range(tp.size())) - set(tp.workers().ranks)
+    assert f"server: rank {serving}" in text
+    assert "sends it, per exchange:" in text
+    assert "alpha 0.3, of the server 0.3" in text
+
+
+def test_refusals(wire):
+    data = models.mlp.data(48)
+    with Raises(ValueError, "Give validation_data"):
+        elastic_fitted(data, validation_data=None, validation_split=0.5)
+    with Raises(ValueError, "Received: ReduceLROnPlateau"):
+        elastic_fitted(data, callbacks=[keras.callbacks.ReduceLROnPlateau()])
+    variable = keras.Variable([1.0])
+    optimizer = tp.ElasticAveraging(sgd(), every=1)
+    where = "trains nothing" if is_server() else "outside of fit"
+    with Raises(Exception, where):
+        optimizer.apply([tf.ones([1])], [variable])
+    with Raises(RuntimeError, "Optimizers must be the same on all ranks"):
+        other = tp.ElasticAveraging(sgd(), every=1 + tp.rank())
+        other.build([variable])
+        other.run(lambda: None)
+    with Raises(RuntimeError, "Give run the same models"):
+        optimizer.run(lambda: None, models=[] if is_server() else [models.mlp()])
+    with Raises(ValueError, "not built"):
+        model = keras.Sequential([keras.layers.Dense(models.CLASSES)])
+        model.compile(tp.ElasticAveraging(sgd()), models.LOSS)
+        model.fit(((x, y) for x, y in [data]), verbose=0, steps_per_epoch=1)
+    with Raises(RuntimeError, "Pass `server_rank` to the first"):
+        tp.init(server_rank=tp.workers().ranks[0])
+    with Raises(ValueError, "has no scheme to change"):
+        optimizer.change_scheme("asa16")

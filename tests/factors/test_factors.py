@@ -1,0 +1,263 @@
+"""Sufficient factors train as matrices do, and the local product leaves the graph."""
+
+import json
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.factors import KERNELS, large_table, token_batches
+from tests.helpers.models import same_on_all_ranks
+from tests.helpers.training import (
+    BATCH,
+    STEPS,
+    adam,
+    check_close,
+    check_equal,
+    sgd,
+    train_alone,
+    train_together,
+)
+from tests.helpers.wait_free import ancestors, check_independent, traced
+
+pytestmark = pytest.mark.ranks("2x1")
+SERVED = [("kernel", "adam"), (".*", "ps")]
+
+
+@pytest.mark.ranks("2x2")
+def test_factors_train_like_matrices(wire):
+    data = models.mlp.data(STEPS * BATCH)
+    start = models.mlp()
+    reference = train_alone(models.copy(models.mlp, start), data, sgd())
+    for rules in (KERNELS, SERVED):
+        optimizer = tp.DistributedOptimizer(sgd(), scheme=rules)
+        weights = train_together(models.copy(models.mlp, start), data, optimizer, wire)
+        check_equal(weights, reference)
+        same_on_all_ranks(weights, wire)
+        schemes = [bucket.scheme.name for bucket in optimizer.plan.buckets for _ in bucket.members]
+        assert sorted(schemes) == sorted([rules[0][1], rules[1][1]] * 2)
+
+
+def test_embeddings_send_rows(wire):
+    start, data = large_table(), token_batches(STEPS * BATCH)
+    for make_optimizer in (sgd, adam):
+        reference = train_alone(models.copy(large_table, start), data, make_optimizer())
+        for scheme in ("hybcomm", [("embeddings", "adam"), (".*", "ps")]):
+            optimizer = tp.DistributedOptimizer(make_optimizer(), scheme=scheme)
+            weights = train_together(models.copy(large_table, start), data, optimizer, wire)
+            check_equal(weights, reference)
+            same_on_all_ranks(weights, wire)
+            (bucket,) = [
+                b for b in optimizer.plan.buckets if "embeddings" in b.descriptions[0].path
+            ]
+            assert bucket.scheme.name == ("sfb" if scheme == "hybcomm" else "adam")
+            assert bucket.descriptions[0].factors.rows == 4 * BATCH // wire.topology.size
+            assert "sent as a dense matrix" not in str(optimizer.plan)
+
+
+def test_factors_of_unequal_batches(wire):
+    """Every rank another number of rows, and another weight."""
+    x, y = models.mlp.data(40)
+    start = models.mlp()
+    reference = train_alone(models.copy(models.mlp, start), (x, y), sgd(), batch_size=40)
+    model = models.copy(models.mlp, start)
+    model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme=KERNELS), loss=models.LOSS)
+    bounds = np.linspace(0, 1, wire.topology.size + 1) ** 2 * 40
+    mine = slice(int(bounds[wire.topology.rank]), int(bounds[wire.topology.rank + 1]))
+    model.train_on_batch(x[mine], y[mine])
+    check_equal(model.get_weights(), reference)
+    same_on_all_ranks(model.get_weights(), wire)
+
+
+@pytest.mark.ranks("2x2")
+def test_products_summed_in_the_node(wire):
+    """Where factors of that many rows are more than the matrix."""
+    x, y = models.mlp.data(64 * wire.topology.size)
+    start = models.mlp()
+    reference = train_alone(models.copy(models.mlp, start), (x, y), sgd(), batch_size=len(x))
+    model = models.copy(models.mlp, start)
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=KERNELS)
+    model.compile(optimizer=optimizer, loss=models.LOSS)
+    mine = slice(64 * wire.topology.rank, 64 * (wire.topology.rank + 1))
+    model.fit(x[mine], y[mine], batch_size=64, verbose=0)
+    check_equal(model.get_weights(), reference)
+    same_on_all_ranks(model.get_weights(), wire)
+    assert "sfb(sums_in_node=True)" in str(optimizer.plan)
+
+
+def test_factors_in_half_precision(wire):
+    """Rebuilt in 32 bits from what the layers computed in 16; the loss scale inside."""
+    keras.config.set_dtype_policy("mixed_float16")
+    data = models.mlp.data(STEPS * BATCH)
+    start = models.mlp()
+    reference = train_together(
+        models.copy(models.mlp, start),
+        data,
+        tp.DistributedOptimizer(sgd(), scheme="allreduce"),
+        wire,
+    )
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=KERNELS)
+    weights = train_together(models.copy(models.mlp, start), data, optimizer, wire)
+    same_on_all_ranks(weights, wire)
+    sent = [
+        d.factors.dtype
+        for b in optimizer.plan.buckets
+        for d in b.descriptions
+        if b.scheme.name == "sfb"
+    ]
+    assert sent == ["float16"] * 2, sent
+    check_close(weights, reference, start.get_weights(), 2e-3)
+
+
+@pytest.mark.ranks("2x2")
+def test_the_local_product_is_gone_and_nothing_waits(wire):
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=KERNELS, bucket_bytes=0)
+    graph = traced(models.mlp(), optimizer, models.mlp.data(4))
+    check_independent(graph, 4)
+    kept = set().union(
+        *(ancestors(op) | {op} for op in graph.get_operations() if op.op_def.is_stateful)
+    )
+    products = [
+        op for op in graph.get_operations() if op.type == "MatMul" and op.get_attr("transpose_a")
+    ]
+    local = [op for op in products if "gradient_tape" in op.name]
+    assert len(local) == 2, [op.name for op in products]
+    assert not kept & set(local), "the local product is still computed"
+    # Others are in the branches of steps with few rows and with many.
+    assert set(products) == set(local)
+
+
+def test_hybcomm_says_what_it_weighed(wire):
+    model = models.mlp()
+    optimizer = tp.DistributedOptimizer(sgd(), scheme="hybcomm")
+    train_together(model, models.mlp.data(STEPS * BATCH), optimizer, wire)
+    nodes, k = len(wire.topology.nodes), BATCH // wire.topology.size
+    p, k = (nodes, k * len(wire.topology.nodes[0])) if nodes > 1 else (wire.topology.size, k)
+    plan = json.loads(optimizer.plan.to_json())
+    chosen = {
+        "/".join(v["path"].split("/")[-2:]): (b, v) for b in plan["buckets"] for v in b["variables"]
+    }
+    for layer in model.layers:
+        m, n = layer.kernel.shape
+        bucket, variable = chosen[f"{layer.name}/kernel"]
+        sfb, ps = 2 * k * (p - 1) * (m + n), 2 * m * n * (p + p - 2) / p
+        assert bucket["scheme"] == ("sfb" if sfb <= ps else "ps")
+        assert variable["candidates"] == {"sfb": 4 * sfb, "ps": 4 * ps}
+        bucket, variable = chosen[f"{layer.name}/bias"]
+        assert bucket["scheme"] == "ps"
+        assert "no product of two matrices" in variable["reason"]
+    assert f"K={k}, P={p}" in str(optimizer.plan)
+
+
+def test_what_has_no_factors_is_reduced(wire):
+    """Attention's biases and kernels of convolutions have gradients that are no products."""
+    for build, path, why in (
+        (models.attention, "query/bias", "it comes from Sum"),
+        (models.cnn, "conv2d.*/kernel", "it comes from Conv2DBackpropFilter"),
+    ):
+        start, data = build(), build.data(STEPS * BATCH)
+        reference = train_alone(models.copy(build, start), data, sgd())
+        for scheme in ("sfb", "adam"):
+            optimizer = tp.DistributedOptimizer(sgd(), scheme=scheme, bucket_bytes=0)
+            weights = train_together(models.copy(build, start), data, optimizer, wire)
+            check_equal(weights, reference)
+            same_on_all_ranks(weights, wire)
+            buckets = {bucket.descriptions[0].path: bucket for bucket in optimizer.plan.buckets}
+            (without,) = [bucket for name, bucket in buckets.items() if re.search(path, name)]
+            assert without.scheme.name == "allreduce"
+            assert f"no factors for {scheme}: {why}" in without.choices[0].reason
+            assert scheme in {bucket.scheme.name for bucket in buckets.values()}
+
+
+def test_no_factors_at_all(wire):
+    model = keras.Sequential(
+        [keras.Input((10, 10, 2)), keras.layers.Conv2D(models.CLASSES, 10), keras.layers.Flatten()]
+    )
+    optimizer = tp.DistributedOptimizer(sgd(), scheme="sfb")
+    with pytest.raises(
+        ValueError,
+        match=r"'sfb' needs gradients.*none.*conv2d.*Conv2DBackpropFilter.*Use \"hybcomm\"",
+    ):
+        train_together(model, models.cnn.data(BATCH), optimizer, wire)
+
+
+def test_non_finite_factors_reach_all(wire):
+    """Also where one rank alone has them."""
+    model = models.mlp()
+    model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme=KERNELS), loss=models.LOSS)
+    x, y = models.mlp.data(4)
+    if wire.topology.rank == wire.topology.size - 1:
+        x[0, 0] = np.nan
+    model.train_on_batch(x, y)
+    assert all(np.isnan(layer.kernel.numpy()).any() for layer in model.layers)
+
+
+def test_another_batch_size_is_weighed_anew(wire):
+    model = models.mlp()
+    x, y = models.mlp.data(240)
+    model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme="hybcomm"), loss=models.LOSS)
+    names = lambda: [bucket.scheme.name for bucket in model.optimizer.plan.buckets]  # noqa: E731
+    for batch_size, has_factors in ((2, True), (120, False), (2, True)):
+        model.fit(
+            x[: 2 * batch_size],
+            y[: 2 * batch_size],
+            batch_size=batch_size,
+            shuffle=False,
+            verbose=0,
+        )
+        assert ("sfb" in names()) == has_factors, (batch_size, str(model.optimizer.plan))
+        same_on_all_ranks(model.get_weights(), wire)
+
+
+def test_a_trace_without_factors_sends_the_matrix(wire):
+    """The last rank clips before it applies, against a plan of factors; its peers need not know."""
+    start = np.random.default_rng(0).normal(size=(6, 4)).astype("float32")
+    x = np.random.default_rng(1).normal(size=(wire.topology.size, 3, 6)).astype("float32")
+
+    def train(regularised):
+        weight = tf.Variable(start)
+        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme="sfb")
+
+        def step(change):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.matmul(x[wire.topology.rank], weight) ** 2)
+                loss += tf.reduce_sum(weight**2) if regularised else 0.0
+            optimizer.apply([change(g) for g in tape.gradient(loss, [weight])], [weight])
+
+        tf.function(lambda: step(lambda g: g))()
+        is_last = wire.topology.rank == wire.topology.size - 1
+        tf.function(
+            lambda: step(lambda g: tf.clip_by_value(g, -1e9, 1e9) if is_last or regularised else g)
+        )()
+        return weight.numpy()
+
+    expected = start.astype("float64")
+    for _ in range(2):
+        expected -= 0.1 * np.mean([2 * part.T @ (part @ expected) for part in x], axis=0)
+    weight = train(regularised=False)
+    np.testing.assert_allclose(weight, expected, atol=1e-4 * np.abs(expected).max())
+    same_on_all_ranks([weight], wire)
+    with pytest.raises(
+        ValueError,
+        match=r"regularised must have factors in all traces.*ClipByValue|Minimum|Maximum",
+    ):
+        train(regularised=True)
+
+
+def test_plain_variables(wire):
+    weight = tf.Variable(np.ones((6, 4), "float32"))
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1.0), scheme="hybcomm")
+    x = tf.constant(np.full((2, 6), 1.0 + wire.topology.rank, "float32"))
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.matmul(x, weight))
+        optimizer.apply(tape.gradient(loss, [weight]), [weight])
+
+    step(x)
+    np.testing.assert_allclose(weight, np.full((6, 4), 1 - 2 * (1 + (wire.topology.size - 1) / 2)))

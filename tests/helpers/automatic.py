@@ -1,0 +1,130 @@
+"""Links, models and callbacks for `auto`."""
+
+import contextlib
+import dataclasses
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.training import BATCH
+from tfposeidon.communication import runtime
+from tfposeidon.training import plan_again
+
+WIDTH, LAYERS = 400, 6
+"""Kernels of 640 kB: several share a bucket of the default size, and none a smaller one."""
+
+
+@contextlib.contextmanager
+def links(found):
+    """Sets the links of the job; "measure" makes the next step measure them."""
+    before = runtime.links()
+    runtime.set_links(found)
+    try:
+        yield
+    finally:
+        runtime.set_links(before)
+
+
+@contextlib.contextmanager
+def planning(**constants):
+    """Sets constants by which running jobs plan again, within this context.
+
+    Args:
+      **constants: Values, by the names in `tfposeidon.training.plan_again`.
+    """
+    before = {name: getattr(plan_again, name) for name in constants}
+    vars(plan_again).update(constants)
+    try:
+        yield
+    finally:
+        vars(plan_again).update(before)
+
+
+def given(wire, rate, **options):
+    """Returns links with a rate between nodes, or within the node where there is only one."""
+    per_node = max(len(node) for node in wire.topology.nodes)
+    return tp.Links.of(rate, ranks_per_node=per_node, **options)
+
+
+def ideal(wire, bytes_per_s):
+    """Returns links whose bytes alone take time."""
+    known = given(wire, "1gbit")
+    link = tp.Link(latency_s=0.0, bytes_per_s=bytes_per_s)
+    return dataclasses.replace(
+        known, collective_s=0.0, node=known.node and link, across=known.across and link
+    )
+
+
+@keras.saving.register_keras_serializable()
+class SlowBackward(keras.layers.Layer):
+    """Returns its input, and takes a time in the backward pass that no load of the machine hides.
+
+    Args:
+      seconds: Seconds that its part of the backward pass takes.
+    """
+
+    def __init__(self, seconds, **options):
+        super().__init__(**options)
+        self.seconds = seconds
+
+    def call(self, inputs):
+        def sleep(gradient):
+            time.sleep(self.seconds)
+            return gradient
+
+        @tf.custom_gradient
+        def identity(x):
+            return tf.identity(x), lambda g: tf.ensure_shape(
+                tf.numpy_function(sleep, [g], g.dtype), g.shape
+            )
+
+        return identity(inputs)
+
+    def get_config(self):
+        return {**super().get_config(), "seconds": self.seconds}
+
+
+def wide(steps=30, backward_s=0.0):
+    """A model whose exchange and computation take about as long as each other."""
+    layers = [keras.layers.Dense(WIDTH, activation="tanh") for _ in range(LAYERS)]
+    if backward_s:
+        layers = [one for layer in layers for one in (layer, SlowBackward(backward_s))]
+    model = keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(10)])
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(BATCH * steps, WIDTH)).astype("float32")
+    return model, (x, rng.integers(0, 10, BATCH * steps))
+
+
+def copied(model):
+    clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    return clone
+
+
+def small():
+    return models.mlp(), models.mlp.data(BATCH * 10)
+
+
+class Watching(keras.callbacks.Callback):
+    """A callback with a batch hook, which could stop training within an epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batch = batch
+
+
+def large():
+    """The small model, with a kernel large enough for a sparse scheme."""
+    return keras.Sequential(
+        [keras.Input((20,)), keras.layers.Dense(300), keras.layers.Dense(models.CLASSES)]
+    )
+
+
+def parallel_layers():
+    """A model whose gradients do not depend on its weights."""
+    inputs = keras.Input((WIDTH,))
+    outputs = [keras.layers.Dense(64, use_bias=False)(inputs) for _ in range(4)]
+    return keras.Model(inputs, keras.layers.Add()(outputs))

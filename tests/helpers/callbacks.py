@@ -1,0 +1,39 @@
+"""Folders that ranks share, and compiled models for callbacks."""
+
+import tempfile
+
+import keras
+
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.over_ranks import exchange_objects
+from tests.helpers.training import sgd
+
+SGD = keras.optimizers.SGD
+
+
+def noisy():
+    """With a seed generator and moving statistics."""
+    return keras.Sequential(
+        [
+            keras.Input((20,)),
+            keras.layers.Dense(16),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(models.CLASSES),
+        ]
+    )
+
+
+def compiled(build=models.mlp, optimizer=None, scheme="auto", **options):
+    model = build()
+    model.compile(
+        optimizer=tp.DistributedOptimizer(optimizer or sgd(), scheme), loss=models.LOSS, **options
+    )
+    return model
+
+
+def shared_folder(wire):
+    """A folder that all ranks know; rank 0 removes it."""
+    name = tempfile.mkdtemp() if wire.topology.rank == 0 else ""
+    return exchange_objects(name, wire, "folder")[0]

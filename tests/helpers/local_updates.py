@@ -1,0 +1,172 @@
+"""The rules of `LocalUpdates` in NumPy, runs that are resumed, and models for them."""
+
+import os
+import shutil
+
+import keras
+import numpy as np
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.callbacks import shared_folder
+from tests.helpers.over_ranks import exchange_objects
+from tests.helpers.training import BATCH
+
+STEPS, EVERY = 11, 3
+RULES = {
+    "average": tp.local.Average,
+    "elastic": lambda: tp.local.Elastic(beta=0.8),
+    "outer": lambda: tp.local.Outer(keras.optimizers.SGD(0.7, momentum=0.5, nesterov=True)),
+    "slow_momentum": lambda: tp.local.SlowMomentum(0.6, rate=0.9),
+}
+
+
+def sgd():
+    return keras.optimizers.SGD(0.05, momentum=0.5)
+
+
+class Reference:
+    """The rules once more, in NumPy, on replicas of one process.
+
+    Args:
+      rule: Name of a rule.
+      replicas: Models that train by themselves.
+      weights: Share of each replica in a mean, `[replicas]`.
+    """
+
+    def __init__(self, rule, replicas, weights=None):
+        self.rule, self.replicas = rule, replicas
+        self.centre = [np.array(w) for w in replicas[0].get_weights()]
+        self.velocity = [np.zeros_like(w) for w in self.centre]
+        self.weights = weights
+
+    def sent(self):
+        return [
+            [w - c for w, c in zip(replica.get_weights(), self.centre, strict=True)]
+            for replica in self.replicas
+        ]
+
+    def settle(self, sent):
+        """Applies differences, which may be some steps old."""
+        means = [np.average(d, axis=0, weights=self.weights) for d in zip(*sent, strict=True)]
+        before, self.centre = self.centre, self._moved(means)
+        for replica, differences in zip(self.replicas, sent, strict=True):
+            replica.set_weights(
+                [
+                    w - 0.8 / len(self.replicas) * d
+                    if self.rule == "elastic"
+                    else w - d + new - old
+                    for w, d, old, new in zip(
+                        replica.get_weights(), differences, before, self.centre, strict=True
+                    )
+                ]
+            )
+
+    def _moved(self, means):
+        if self.rule == "average":
+            return [c + m for c, m in zip(self.centre, means, strict=True)]
+        if self.rule == "elastic":
+            return [c + 0.8 * m for c, m in zip(self.centre, means, strict=True)]
+        rate, momentum = (0.7, 0.5) if self.rule == "outer" else (0.9, 0.6)
+        self.velocity = [momentum * v + rate * m for v, m in zip(self.velocity, means, strict=True)]
+        if self.rule == "outer":
+            moves = [momentum * v + rate * m for v, m in zip(self.velocity, means, strict=True)]
+        else:
+            moves = self.velocity
+        return [c + move for c, move in zip(self.centre, moves, strict=True)]
+
+
+def fitted(build, start, data, wire, optimizer, **fit):
+    """Trains on this rank's share of each batch."""
+    model = models.copy(build, start)
+    model.compile(optimizer, models.LOSS)
+    local = BATCH // wire.topology.size
+    options = {"batch_size": local, "shuffle": False, "verbose": 0, **fit}
+    model.fit(*models.share(data, BATCH, wire.topology), **options)
+    return model
+
+
+def own_weights(model):
+    """Returns the weights that this rank goes on from."""
+    model.optimizer.hide_centre()
+    own = model.get_weights()
+    model.optimizer.show_centre()
+    return own
+
+
+def batch_norm():
+    layer = keras.layers.Dense
+    return keras.Sequential(
+        [
+            keras.Input((20,)),
+            layer(16),
+            keras.layers.BatchNormalization(),
+            layer(models.CLASSES),
+        ]
+    )
+
+
+def local_job(folder, make, every_n_steps=None, build=batch_norm, model=None):
+    """A run that always sees the same data in the same order, in two epochs of four batches.
+
+    It is that of a new model, or of this one.
+    """
+    if model is None:
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(5)
+        model = build()
+        model.compile(make(), models.LOSS)
+    data = models.share(models.mlp.data(4 * BATCH), BATCH, tp.init())
+    checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps=every_n_steps, keep=100)
+    callbacks = [keras_callbacks.BroadcastVariables(), checkpoint]
+    options = {"batch_size": BATCH // tp.size(), "shuffle": False, "verbose": 0}
+    model.fit(*data, epochs=2, callbacks=callbacks, **options)
+    return model
+
+
+def whole_state(model):
+    variables = [*model.variables, *model.optimizer.variables, *model.optimizer.rank_variables]
+    return [v.numpy() for v in variables]
+
+
+SPARSE = tp.schemes.TopKAllGather(density=0.1, min_elements=0)
+
+
+def check_resumes(wire, make, snapshots, label=""):
+    """Resumes a run from some of its steps, and compares bits with those of the whole run.
+
+    The first is resumed by a new model, and the others by that one, as `checkpoints.check_resumes`.
+
+    Args:
+      wire: Collectives that join the ranks.
+      make: Function that makes the optimizer.
+      snapshots: Slice of the ten snapshots from which runs are resumed.
+      label: Words for an error.
+    """
+    folder = shared_folder(wire)
+    whole = local_job(os.path.join(folder, "whole"), make, every_n_steps=1)
+    names = sorted(os.listdir(os.path.join(folder, "whole")))
+    assert len(names) == 10
+    resumed = None
+    for snapshot in names[snapshots]:
+        target = os.path.join(folder, f"from-{snapshot}")
+        if wire.topology.rank == 0:
+            source = os.path.join(folder, "whole", snapshot)
+            shutil.copytree(source, os.path.join(target, snapshot))
+        exchange_objects(None, wire, "copied")
+        resumed = local_job(target, make, model=resumed)
+        for a, b in zip(whole_state(resumed), whole_state(whole), strict=True):
+            np.testing.assert_array_equal(a, b, f"{label}, resumed from {snapshot}")
+    exchange_objects(None, wire, "compared")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+class SpoilsStatistics(keras.callbacks.Callback):
+    """Makes moving means of the second rank infinite, as an overflow does in half precision."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 1 and tp.rank() == 1:
+            statistic = self.model.layers[1].moving_mean
+            statistic.assign(np.full(statistic.shape, np.inf))

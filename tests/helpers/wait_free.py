@@ -1,0 +1,47 @@
+"""Traced train steps, and which collectives wait for which."""
+
+import tensorflow as tf
+
+from tests.helpers import models
+
+
+def traced(model, optimizer, batch):
+    """The train step as `fit` traces it."""
+    model.compile(optimizer=optimizer, loss=models.LOSS)
+    x, _ = batch
+    step = tf.function(model.train_step, reduce_retracing=True)
+    return step.get_concrete_function(
+        (tf.TensorSpec([None, *x.shape[1:]], x.dtype), tf.TensorSpec([None], "int64"))
+    ).graph
+
+
+def ancestors(op):
+    seen, left = set(), [op]
+    while left:
+        current = left.pop()
+        for parent in [tensor.op for tensor in current.inputs] + list(current.control_inputs):
+            if parent not in seen:
+                seen.add(parent)
+                left.append(parent)
+    return seen
+
+
+def bucket_of(op, graph):
+    """The bucket that an op exchanges: itself, or in a branch."""
+    if op.type.startswith("Horovod"):
+        return op.name.split(".")[1] if "bucket" in op.name else None
+    if op.type not in ("If", "StatelessIf"):
+        return None
+    branch = graph._get_function(op.get_attr("then_branch").name).graph
+    return next(
+        (name for inner in branch.get_operations() if (name := bucket_of(inner, branch))), None
+    )
+
+
+def check_independent(graph, buckets):
+    bucket = {op: name for op in graph.get_operations() if (name := bucket_of(op, graph))}
+    collectives = list(bucket)
+    assert len(set(bucket.values())) == buckets > 1, sorted(set(bucket.values()))
+    for op in collectives:
+        above = {bucket[a] for a in ancestors(op) if a in bucket}
+        assert above <= {bucket[op]}, f"{op.name} waits for {above}"

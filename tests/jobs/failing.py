@@ -1,0 +1,87 @@
+"""Trains until rank 1 fails at step 3 as the argument says; with "none", until it is ended.
+
+With "measuring" rank 1 stops before the first step, while links are measured. With "late" before
+the trouble, ranks train by themselves: it comes in the middle of a round, while the others'
+exchange is under way beside their steps.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import keras
+
+import tfposeidon as tp
+from tests.helpers import models
+from tfposeidon.planning import measurement
+
+TROUBLES = {
+    "raise": lambda: (_ for _ in ()).throw(ValueError("broken on purpose")),
+    "reset": lambda: (_ for _ in ()).throw(ConnectionResetError(104, "Connection reset by peer")),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "late": lambda: time.sleep(3600),
+    "leave": lambda: sys.exit(0),
+    "none": lambda: None,
+    "measuring": lambda: None,
+}
+OPTIMIZERS = {
+    "": lambda inner: tp.DistributedOptimizer(inner),
+    "late": lambda inner: tp.LocalUpdates(inner, every=3, delay=2),
+}
+PAUSE_S = 0.1
+"""Between steps, so that a job that waits for its fault leaves the processor to others."""
+
+
+class Trouble(keras.callbacks.Callback):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if tp.rank() == 1 and batch == 2:
+            announce("training has begun")
+            TROUBLES[self.kind]()
+        time.sleep(PAUSE_S)
+
+
+def announce(what):
+    print(f"PID {os.getpid()}: {what}", flush=True)
+
+
+def stop_while_links_are_measured():
+    """Lets rank 1 stop after its first round that counts, in which the others go on."""
+    note = measurement._Round.note
+
+    def stopping(self, times, samples):
+        note(self, times, samples)
+        if tp.rank() == 1:
+            announce("links are measured")
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    measurement._Round.note = stopping
+
+
+def main(trouble):
+    how, _, kind = trouble.rpartition(" ")
+    is_measuring = kind == "measuring"
+    tp.init(
+        stall_timeout_s=20,
+        transport_timeout_s=10,
+        links="measure" if is_measuring else "unknown",
+    )
+    if is_measuring:
+        stop_while_links_are_measured()
+    keras.utils.set_random_seed(0)
+    model = models.mlp()
+    model.compile(OPTIMIZERS[how](keras.optimizers.SGD(0.1)), models.LOSS)
+    epochs = 10_000 if kind == "none" else 1
+    model.fit(
+        *models.mlp.data(40), batch_size=4, epochs=epochs, verbose=0, callbacks=[Trouble(kind)]
+    )
+    print("the job went on", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

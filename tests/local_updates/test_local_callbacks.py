@@ -1,0 +1,387 @@
+"""`LocalUpdates` in `fit`: what callbacks see, stop and assign, and what is refused there."""
+
+import os
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.callbacks import shared_folder
+from tests.helpers.checks import LogLines, Raises
+from tests.helpers.local_updates import (
+    EVERY,
+    SPARSE,
+    SpoilsStatistics,
+    batch_norm,
+    fitted,
+    own_weights,
+    sgd,
+)
+from tests.helpers.models import same_on_all_ranks
+from tests.helpers.over_ranks import exchange_objects
+from tests.helpers.training import BATCH, check_equal
+
+pytestmark = pytest.mark.ranks("2")
+
+
+class Looking(keras.callbacks.Callback):
+    """Saves in the middle of epochs, and notes the weights that are seen there and at their end."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.saved, self.own, self.ends = path, [], [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.own.append(models.digest(self.model.get_weights()))
+        self.model.save(self.path)
+        self.saved.append(keras.saving.load_model(self.path).get_weights())
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.ends.append(self.model.get_weights())
+
+
+def test_what_is_saved_and_evaluated_is_the_centre(wire):
+    data, start = models.mlp.data(7 * BATCH), models.mlp()
+    undisturbed = fitted(
+        models.mlp,
+        start,
+        data,
+        wire,
+        tp.LocalUpdates(sgd(), EVERY, "elastic"),
+        epochs=2,
+    )
+    looking = Looking(os.path.join(shared_folder(wire), f"{wire.topology.rank}.keras"))
+    best = keras.callbacks.EarlyStopping(
+        "val_loss", patience=5, restore_best_weights=True, start_from_epoch=5
+    )
+    local = {"validation_data": data, "callbacks": [looking, best]}
+    optimizer = tp.LocalUpdates(sgd(), EVERY, "elastic")
+    model = fitted(models.mlp, start, data, wire, optimizer, epochs=2, **local)
+    for weights in (*looking.saved, *looking.ends, model.get_weights()):
+        same_on_all_ranks(weights, wire)
+    assert len(set(exchange_objects(looking.own[-1], wire, "own"))) == wire.topology.size
+    # Nobody trains otherwise because of it.
+    assert models.digest(model.get_weights()) == models.digest(undisturbed.get_weights())
+    moved = [np.abs(a - b).max() for a, b in zip(looking.saved[0], looking.saved[-1], strict=True)]
+    assert max(moved) > 0
+
+
+def test_assigned_weights_are_where_ranks_go_on(wire):
+    data, start = models.mlp.data(6 * BATCH), models.mlp()
+    model = fitted(models.mlp, start, data, wire, tp.LocalUpdates(sgd(), EVERY))
+    model.set_weights([np.zeros_like(w) for w in model.get_weights()])
+    local = BATCH // wire.topology.size
+    again = [part[:local] for part in models.share(data, BATCH, wire.topology)]
+    model.fit(*again, batch_size=local, shuffle=False, verbose=0)
+    # One step, no round: the centre is what was assigned.
+    assert not any(np.any(w) for w in model.get_weights())
+
+
+class Stops(keras.callbacks.Callback):
+    """Stops the second rank in the middle of the second epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.epoch = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch, tp.rank()) == (1, 1, 1):
+            self.model.stop_training = True
+
+
+def test_a_rank_that_stops_within_an_epoch_stops_all_at_its_end(wire):
+    """Beside callbacks in whose batches ranks communicate."""
+    data, start = models.mlp.data(5 * BATCH), models.mlp()
+    folder = shared_folder(wire)
+    options = {"epochs": 4, "validation_data": data}
+    for callbacks in (
+        [keras_callbacks.Checkpoint(os.path.join(folder, "steps"), every_n_steps=2)],
+        [keras_callbacks.ReplicaCheck(1), keras.callbacks.TerminateOnNaN()],
+    ):
+        optimizer = tp.LocalUpdates(sgd(), EVERY, "elastic")
+        callbacks = [Stops(), *callbacks]
+        model = fitted(models.mlp, start, data, wire, optimizer, callbacks=callbacks, **options)
+        assert model.history.epoch == [0, 1]
+        # Every step was taken on all ranks, and no round was added.
+        assert int(optimizer.iterations) == 10
+        assert int(optimizer.variables[0].numpy()) == 10 // EVERY
+        same_on_all_ranks(model.get_weights(), wire)
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+class Assigns(keras.callbacks.Callback):
+    """Sets all weights to a number between the first epoch and the second."""
+
+    def __init__(self, number, begins=False):
+        super().__init__()
+        self.number, self.begins = number, begins
+
+    def _assign(self):
+        self.model.set_weights([np.full_like(w, self.number) for w in self.model.get_weights()])
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1 and self.begins:
+            self._assign()
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0 and not self.begins:
+            self._assign()
+
+
+def test_weights_assigned_between_epochs_are_where_ranks_go_on(wire):
+    """Nothing is mixed in of what ranks trained before, or what a scheme has kept of it."""
+    data, start = models.mlp.data(7 * BATCH), models.mlp()
+    share, assigned = models.share(data, BATCH, wire.topology), models.copy(models.mlp, start)
+    assigned.set_weights([np.full_like(w, 0.1) for w in start.get_weights()])
+    # Without velocities, inside and outside: these go on.
+    plain = keras.optimizers.SGD
+    for make, begins in (
+        (lambda: tp.LocalUpdates(plain(0.05), EVERY, "elastic"), True),
+        (lambda: tp.LocalUpdates(plain(0.05), EVERY, tp.local.Outer(plain(0.7)), delay=1), False),
+        (lambda: tp.LocalUpdates(plain(0.05), EVERY, scheme=SPARSE), False),
+    ):
+
+        def trained(begin, make=make, **fit):
+            return fitted(models.mlp, begin, data, wire, make(), **fit)
+
+        found = trained(start, epochs=2, callbacks=[Assigns(0.1, begins)])
+        expected = trained(assigned)
+        assert models.digest(found.get_weights()) == models.digest(expected.get_weights())
+        assert models.digest(own_weights(found)) == models.digest(own_weights(expected))
+    # At the end of the last epoch: the next fit goes on from them.
+    found = trained(start, callbacks=[Assigns(0.1)])
+    found.fit(*share, batch_size=BATCH // wire.topology.size, shuffle=False, verbose=0)
+    assert models.digest(found.get_weights()) == models.digest(expected.get_weights())
+    with Raises(RuntimeError, "All ranks must begin with the same weights"):
+        trained(start, epochs=2, callbacks=[Assigns(float(wire.topology.rank))])
+
+
+def test_assigned_weights_are_saved_as_such(wire):
+    """A run that is resumed behind them, or where they are assigned, goes on as the whole one."""
+    data, start = models.mlp.data(7 * BATCH), models.mlp()
+    for begins in (False, True):
+        _check_resumes_as_assigned(wire, data, start, begins)
+
+
+def _check_resumes_as_assigned(wire, data, start, begins):
+    folder = shared_folder(wire)
+
+    def trained(name, epochs):
+        callbacks = [Assigns(0.1, begins), keras_callbacks.Checkpoint(os.path.join(folder, name))]
+        made = tp.LocalUpdates(sgd(), EVERY, "elastic")
+        keras.utils.clear_session(free_memory=False)
+        model = fitted(models.mlp, start, data, wire, made, epochs=epochs, callbacks=callbacks)
+        return [*model.get_weights(), *own_weights(model)]
+
+    whole = trained("whole", 2)
+    trained("parts", 1)
+    assert models.digest(trained("parts", 2)) == models.digest(whole)
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+def test_assigned_weights_with_a_rank_out_of_data(wire):
+    """It has no batch in the epoch after them, and had weights that are not finite before."""
+    x, y = models.mlp.data(32)
+    epochs = []
+
+    def batches():
+        epochs.append(None)
+        count = 0 if wire.topology.rank == 1 and len(epochs) == 2 else 4
+        yield from ((x[4 * i : 4 * i + 4], y[4 * i : 4 * i + 4]) for i in range(count))
+
+    signature = (tf.TensorSpec([None, 20]), tf.TensorSpec([None], tf.as_dtype(y.dtype)))
+    data = tf.data.Dataset.from_generator(batches, output_signature=signature)
+
+    class Breaks(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if wire.topology.rank == 1 and epoch == 0:
+                self.model.optimizer.hide_centre()
+                self.model.set_weights([w * np.nan for w in self.model.get_weights()])
+                self.model.optimizer.show_centre()
+
+    # Whose first op waits for data, or TensorFlow would begin the step that finds none.
+    model = batch_norm()
+    model.compile(tp.LocalUpdates(sgd(), EVERY), models.LOSS)
+    model.fit(data, epochs=3, verbose=0, callbacks=[Breaks(), Assigns(0.1)])
+    same_on_all_ranks(model.get_weights(), wire)
+    assert all(np.isfinite(w).all() for w in [*model.get_weights(), *own_weights(model)])
+
+
+def test_loaded_weights_in_a_loop_of_ones_own(wire):
+    data, start = models.mlp.data(2 * BATCH), models.mlp()
+    folder = shared_folder(wire)
+    path = os.path.join(folder, f"{wire.topology.rank}.weights.h5")
+    start.save_weights(path)
+    share = models.share(data, BATCH, wire.topology)
+    for options in ({"every": 4}, {"every": 4, "delay": 2}):
+        model = models.copy(models.mlp, start)
+        model.compile(tp.LocalUpdates(sgd(), rule="outer", **options), models.LOSS)
+        with LogLines() as lines:
+            # Before the first step they are where all ranks begin.
+            model.load_weights(path)
+        assert not lines, lines
+        for _ in range(5):
+            model.train_on_batch(*share)
+        with LogLines() as lines:
+            model.load_weights(path)
+        said = [line for line in lines if "call LocalUpdates.forget_own()" in line]
+        assert len(said) == (wire.topology.rank == 0), lines
+        model.optimizer.forget_own()
+        model.train_on_batch(*share)
+        with model.optimizer.centre():
+            assert models.digest(model.get_weights()) == models.digest(start.get_weights())
+        for _ in range(5):
+            model.train_on_batch(*share)
+        with model.optimizer.centre():
+            same_on_all_ranks(model.get_weights(), wire)
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+def test_steps_between_two_fits(wire):
+    """They go on from each rank's own weights, and the next `fit` goes on from them."""
+    data, start = models.mlp.data(2 * 11 * BATCH), models.mlp()
+    local = BATCH // wire.topology.size
+    share = models.share(data, BATCH, wire.topology)
+    fit = {"batch_size": local, "shuffle": False, "verbose": 0}
+
+    def parts(begin, end):
+        return [part[begin * local : end * local] for part in share]
+
+    whole = models.copy(models.mlp, start)
+    whole.compile(tp.LocalUpdates(sgd(), EVERY, "elastic"), models.LOSS)
+    whole.fit(*share, **fit)
+    model = models.copy(models.mlp, start)
+    model.compile(tp.LocalUpdates(sgd(), EVERY, "elastic"), models.LOSS)
+    model.fit(*parts(0, 7), **fit)
+    for step in range(7, 12):
+        model.train_on_batch(*parts(step, step + 1))
+    model.fit(*parts(12, 22), **fit)
+    assert models.digest(model.get_weights()) == models.digest(whole.get_weights())
+    assert models.digest(own_weights(model)) == models.digest(own_weights(whole))
+    # Weights that are loaded are where the next step goes on from, outside of `fit`, too.
+    model.set_weights(start.get_weights())
+    model.train_on_batch(*parts(0, 1))
+    with model.optimizer.centre():
+        check_equal(model.get_weights(), start.get_weights())
+
+
+def test_what_ranks_out_of_step_cannot_do_is_refused(wire):
+    x, y = models.mlp.data(4 * (2 + wire.topology.rank))
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).filter(lambda *_: True)
+    model = models.mlp()
+    model.compile(tp.LocalUpdates(sgd(), EVERY), models.LOSS)
+    folder = shared_folder(wire)
+    refused = {
+        "Checkpoint.every_n_steps=2.": keras_callbacks.Checkpoint(folder, every_n_steps=2),
+        "ReplicaCheck": keras_callbacks.ReplicaCheck(2),
+        "a SchemeSchedule": keras_callbacks.SchemeSchedule({0: "asa", 1: "2dtar"}),
+    }
+    for pattern, callback in refused.items():
+        with Raises(ValueError, f"at the end of epochs only. Received: {pattern}"):
+            model.fit(data, verbose=0, callbacks=[callback])
+    model.fit(data, epochs=2, verbose=0, callbacks=[keras_callbacks.Checkpoint(folder)])
+    same_on_all_ranks(model.get_weights(), wire)
+    sparse = models.mlp()
+    sparse.compile(tp.LocalUpdates(sgd(), EVERY, "elastic", SPARSE), models.LOSS)
+    with Raises(ValueError, "would count twice. Received: rule=Elastic"):
+        sparse.optimizer.build(sparse.trainable_variables)
+
+
+def test_schemes_change_between_epochs(wire):
+    data, start = models.mlp.data(6 * BATCH), models.mlp()
+    schedule = keras_callbacks.SchemeSchedule({0: SPARSE, 2: "2dtar"}, verbose=0)
+    optimizer = tp.LocalUpdates(sgd(), EVERY, scheme=SPARSE)
+    model = fitted(models.mlp, start, data, wire, optimizer, epochs=4, callbacks=[schedule])
+    same_on_all_ranks(model.get_weights(), wire)
+    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"2dtar"}
+
+
+class Twice(keras.Model):
+    """Trains its only layer by two optimizers in turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = keras.layers.Dense(1)
+
+    def compile(self, first, second):
+        super().compile(loss="mse")
+        self.first, self.second = first, second
+
+    def call(self, x):
+        return self.layer(x)
+
+    def train_step(self, data):
+        x, y = data
+        for optimizer in (self.first, self.second):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self(x))
+            weights = self.trainable_weights
+            optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def test_two_centres_of_one_variable_are_refused(wire):
+    x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
+    for run_eagerly in (False, True):
+        model = Twice()
+        model.compile(tp.LocalUpdates(sgd(), EVERY), tp.LocalUpdates(sgd(), EVERY, name="second"))
+        model.run_eagerly = run_eagerly
+        with Raises(ValueError, "one centre.*kernel.*'local_updates' and 'second'"):
+            model.fit(x, y, batch_size=4, verbose=0)
+    # An optimizer that trains no more has left the model.
+    again = models.mlp()
+    for _ in range(2):
+        again.compile(tp.LocalUpdates(sgd(), 2), models.LOSS)
+        again.fit(*models.mlp.data(16), batch_size=4, verbose=0)
+    same_on_all_ranks(again.get_weights(), wire)
+
+
+def test_statistics_that_are_not_finite_go_on_from_the_centre(wire):
+    """The weights of that rank count, and it keeps its slots."""
+    data, start = models.mlp.data(7 * BATCH), batch_norm()
+    for options in (
+        {"rule": "average", "delay": 1},
+        {"rule": "elastic", "within": "node"},
+    ):
+        found = []
+        for callbacks in ([], [SpoilsStatistics()]):
+            optimizer = tp.LocalUpdates(sgd(), EVERY, **options)
+            with LogLines() as lines:
+                model = fitted(batch_norm, start, data, wire, optimizer, callbacks=callbacks)
+            said = [line for line in lines if "statistics of layers of rank 1 are not" in line]
+            assert len(said) == (bool(callbacks) and wire.topology.rank == 1), lines
+            same_on_all_ranks([v.numpy() for v in model.variables], wire)
+            assert all(np.isfinite(v.numpy()).all() for v in model.variables)
+            assert all(np.isfinite(w).all() for w in own_weights(model))
+            # In training nothing depends on them.
+            trained = [v.numpy() for v in model.trainable_variables]
+            found.append(models.digest(trained))
+        assert found[0] == found[1], options
+
+
+def test_statistics_before_the_first_round(wire):
+    """The centre shows those that ranks began with, however many steps they have taken."""
+    data, start = models.mlp.data(5 * BATCH), batch_norm()
+    for compile_options in ({}, {"steps_per_execution": 2}, {"run_eagerly": True}):
+        model = models.copy(batch_norm, start)
+        model.compile(tp.LocalUpdates(sgd(), every=100), models.LOSS, **compile_options)
+        local, share = BATCH // wire.topology.size, models.share(data, BATCH, wire.topology)
+        model.fit(*share, batch_size=local, epochs=2, verbose=0)
+        assert models.digest(model.get_weights()) == models.digest(start.get_weights())
+        model.train_on_batch(*(part[:local] for part in share))
+        with model.optimizer.centre():
+            assert models.digest(model.get_weights()) == models.digest(start.get_weights())

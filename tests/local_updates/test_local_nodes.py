@@ -1,0 +1,205 @@
+"""Nodes that train by themselves: gradients are averaged in the node, and nodes meet in rounds."""
+
+import os
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.callbacks import shared_folder
+from tests.helpers.local_updates import (
+    EVERY,
+    RULES,
+    STEPS,
+    Reference,
+    SpoilsStatistics,
+    batch_norm,
+    check_resumes,
+    fitted,
+    local_job,
+    own_weights,
+    sgd,
+    whole_state,
+)
+from tests.helpers.models import same_on_all_ranks
+from tests.helpers.over_ranks import exchange_objects
+from tests.helpers.training import BATCH, check_equal
+
+pytestmark = pytest.mark.ranks("2+1")
+
+
+def _nodes_in_one_process(start, data, wire, rule, delay=0):
+    """A replica for each node, which trains on the shares of all its ranks."""
+    nodes, local = wire.topology.nodes, BATCH // wire.topology.size
+    replicas = []
+    for _ in nodes:
+        replica = models.copy(models.mlp, start)
+        replica.compile(sgd(), models.LOSS)
+        replicas.append(replica)
+    # Elastic averaging weighs nodes alike, averaging weighs their samples.
+    sizes = None if rule == "elastic" else [len(node) for node in nodes]
+    reference = Reference(rule, replicas, sizes)
+    sent = None
+    for step in range(STEPS):
+        for node, replica in zip(nodes, replicas, strict=True):
+            begin, end = step * BATCH + node[0] * local, step * BATCH + (node[-1] + 1) * local
+            replica.train_on_batch(*(part[begin:end] for part in data))
+        if step % EVERY == EVERY - 1:
+            sent = reference.sent()
+        if sent is not None and (step - (EVERY - 1)) % EVERY == delay:
+            reference.settle(sent)
+            sent = None
+    return reference
+
+
+@pytest.mark.ranks("2+1", "2x2")
+def test_nodes_equal_replicas_in_one_process(wire):
+    data, start = models.mlp.data(STEPS * BATCH), models.mlp()
+    for rule, delay in (("elastic", 0), ("average", 2)):
+        reference = _nodes_in_one_process(start, data, wire, rule, delay)
+        options = {"within": "node", "delay": delay, "bucket_bytes": 512}
+        optimizer = tp.LocalUpdates(sgd(), EVERY, RULES[rule](), **options)
+        model = fitted(models.mlp, start, data, wire, optimizer)
+        check_equal(model.get_weights(), reference.centre)
+        same_on_all_ranks(model.get_weights(), wire)
+        own = own_weights(model)
+        check_equal(own, reference.replicas[wire.topology.node_index].get_weights())
+        digests = exchange_objects(models.digest(own), wire, "own")
+        for node in wire.topology.nodes:
+            assert len({digests[rank] for rank in node}) == 1
+        assert len(set(digests)) == len(wire.topology.nodes)
+        assert "all-reduce in the node at every step" in str(optimizer.plan)
+        assert "sends it, per round:" in str(optimizer.plan)
+
+
+def test_nodes_are_resumed(wire):
+    """In the middle of a round, and with an exchange under way."""
+
+    def make():
+        return tp.LocalUpdates(sgd(), EVERY, "outer", "onebit", within="node", delay=1)
+
+    check_resumes(wire, make, slice(1, 6, 2))
+
+
+def test_a_late_exchange_of_nodes(wire):
+    data, start = models.mlp.data(STEPS * BATCH), models.mlp()
+    optimizer = tp.LocalUpdates(sgd(), EVERY, within="node", delay=2, scheme="hitopk")
+    model = fitted(models.mlp, start, data, wire, optimizer, epochs=2)
+    same_on_all_ranks(model.get_weights(), wire)
+    assert optimizer.exposed_s >= 0.0
+
+
+DELAY = 2
+
+
+class Posted(keras.callbacks.Callback):
+    """Checks after each step that a late round has exchanged buckets of its steps, and no others.
+
+    Args:
+      optimizer: The `LocalUpdates`, built and without a step.
+      steps: Steps over which buckets are spread.
+    """
+
+    def __init__(self, optimizer, steps):
+        super().__init__()
+        self.optimizer, self.steps, self.done, self.begun = optimizer, steps, 0, []
+        meeting = optimizer._rounds._meeting
+        self.count, self.traced = len(optimizer.plan.buckets), meeting.traced
+        meeting.traced = self._noted
+
+    def _noted(self, function, *arguments):
+        if function.__name__ == "_open":
+            self.begun = []
+        elif arguments:
+            self.begun += arguments[0]
+        return self.traced(function, *arguments)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.done += 1
+        since = self.done % EVERY
+        if self.done >= EVERY and since < DELAY:
+            due = [i for i in range(self.count) if i * self.steps // self.count <= since]
+            # The background may be behind, and never before the steps.
+            assert self.begun == due[: len(self.begun)], (self.begun, due)
+
+
+def test_a_late_round_exchanges_some_buckets_after_each_step(wire):
+    """The node's own exchange waits for these at most; all bits are as if all went at once."""
+    data, start = models.mlp.data(STEPS * BATCH), models.mlp()
+    digests = []
+    for steps in (DELAY, 1):
+        # By a scheme whose sums do not depend on what Horovod fuses.
+        options = {"within": "node", "delay": DELAY, "scheme": "2dtar", "bucket_bytes": 0}
+        optimizer = tp.LocalUpdates(sgd(), EVERY, **options)
+        model = models.copy(models.mlp, start)
+        optimizer.build(model.trainable_variables)
+        count = len(optimizer.plan.buckets)
+        assert f"at most {-(-count // DELAY)} of its {count} buckets" in str(optimizer.plan)
+        assert optimizer._rounds._beside._steps == DELAY
+        optimizer._rounds._beside._steps = steps
+        posted = Posted(optimizer, steps)
+        model.compile(optimizer, models.LOSS)
+        local = BATCH // wire.topology.size
+        sizes = {"batch_size": local, "shuffle": False, "verbose": 0}
+        model.fit(*models.share(data, BATCH, wire.topology), callbacks=[posted], **sizes)
+        same_on_all_ranks(model.get_weights(), wire)
+        assert posted.begun == list(range(count)), "the last round is complete"
+        digests.append([models.digest(model.get_weights()), models.digest(own_weights(model))])
+    assert digests[0] == digests[1]
+
+
+def test_nodes_resume_while_buckets_are_under_way(wire):
+    def make():
+        return tp.LocalUpdates(sgd(), EVERY, within="node", delay=DELAY, bucket_bytes=0)
+
+    folder = shared_folder(wire)
+    whole = local_job(os.path.join(folder, "whole"), make, every_n_steps=1)
+    resumed = None
+    # After the step that begins a round, and the one after it.
+    for snapshot in sorted(os.listdir(os.path.join(folder, "whole")))[EVERY - 1 : EVERY + 1]:
+        target = os.path.join(folder, f"from-{snapshot}")
+        if wire.topology.rank == 0:
+            shutil.copytree(os.path.join(folder, "whole", snapshot), os.path.join(target, snapshot))
+        exchange_objects(None, wire, "copied")
+        resumed = local_job(target, make, model=resumed)
+        for a, b in zip(whole_state(resumed), whole_state(whole), strict=True):
+            np.testing.assert_array_equal(a, b, f"resumed from {snapshot}")
+
+
+def test_a_rank_of_a_node_out_of_data(wire):
+    """All ranks end an epoch of unknown length together, and those of a node stay equal."""
+    rank = wire.topology.rank
+    x, y = models.mlp.data(48)
+    for options in ({"every": 3, "delay": 1}, {"every": 1, "rule": "elastic"}):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(3)
+        model = models.mlp()
+        optimizer = tp.LocalUpdates(sgd(), within="node", **options)
+        model.compile(optimizer, models.LOSS)
+        batches = 5 if rank else 4
+        data = tf.data.Dataset.from_tensor_slices((x[: 4 * batches], y[: 4 * batches])).batch(4)
+        model.fit(data.filter(lambda *_: True), epochs=2, verbose=0)
+        same_on_all_ranks(model.get_weights(), wire)
+        digests = exchange_objects(models.digest(own_weights(model)), wire, "own")
+        for node in wire.topology.nodes:
+            assert len({digests[one] for one in node}) == 1
+        assert all(np.isfinite(w).all() for w in model.get_weights())
+
+
+def test_statistics_that_are_not_finite_part_no_node(wire):
+    """One rank's, after an overflow: the ranks of its node keep the same weights."""
+    data, start = models.mlp.data(STEPS * BATCH), batch_norm()
+    for options in ({"rule": "elastic"}, {"rule": "average", "delay": 2}):
+        optimizer = tp.LocalUpdates(sgd(), EVERY, within="node", **options)
+        callbacks = [SpoilsStatistics()]
+        model = fitted(batch_norm, start, data, wire, optimizer, callbacks=callbacks)
+        same_on_all_ranks(model.get_weights(), wire)
+        model.optimizer.hide_centre()
+        assert all(np.isfinite(w).all() for w in model.get_weights())
+        own = models.digest([v.numpy() for v in model.trainable_variables])
+        digests = exchange_objects(own, wire, "own")
+        assert [len({digests[rank] for rank in node}) for node in wire.topology.nodes] == [1, 1]

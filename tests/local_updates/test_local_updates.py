@@ -1,0 +1,307 @@
+"""Ranks that train by themselves and meet in rounds, against replicas in one process."""
+
+import os
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.callbacks import shared_folder
+from tests.helpers.checks import LogLines, Raises
+from tests.helpers.local_updates import (
+    EVERY,
+    RULES,
+    SPARSE,
+    STEPS,
+    Reference,
+    batch_norm,
+    check_resumes,
+    fitted,
+    own_weights,
+    sgd,
+)
+from tests.helpers.models import same_on_all_ranks
+from tests.helpers.over_ranks import exchange_objects, on_one_rank
+from tests.helpers.several_optimizers import Gan, gan_batches, gan_data
+from tests.helpers.training import BATCH, check_equal, dense_rows
+
+pytestmark = pytest.mark.ranks("2")
+
+
+def in_one_process(build, start, data, wire, rule="average", delay=0, make=sgd):
+    """Trains as many replicas as there are ranks; returns the reference at the end."""
+    replicas = []
+    for _ in range(wire.topology.size):
+        replica = models.copy(build, start)
+        replica.compile(dense_rows(make()), models.LOSS, run_eagerly=True)
+        replicas.append(replica)
+    reference, local = Reference(rule, replicas), BATCH // wire.topology.size
+    sent, since = None, 0
+    for step in range(len(data[0]) // BATCH):
+        for rank, replica in enumerate(replicas):
+            begin = step * BATCH + rank * local
+            replica.train_on_batch(*(part[begin : begin + local] for part in data))
+        since += 1
+        if sent is not None and since == delay:
+            reference.settle(sent)
+            sent = None
+        if since == EVERY:
+            sent, since = reference.sent(), 0
+            if not delay:
+                reference.settle(sent)
+                sent = None
+    return reference
+
+
+def ended(reference):
+    """Returns the global weights, and the weights of each replica."""
+    return reference.centre, [replica.get_weights() for replica in reference.replicas]
+
+
+def test_rules_equal_replicas_in_one_process(wire):
+    data, start = models.mlp.data(STEPS * BATCH), models.mlp()
+    for rule, make_rule in RULES.items():
+        for delay in (0, 2) if rule in ("elastic", "outer") else (2,):
+            centre, replicas = on_one_rank(
+                lambda rule=rule, delay=delay: ended(
+                    in_one_process(models.mlp, start, data, wire, rule, delay)
+                )
+            )
+            optimizer = tp.LocalUpdates(sgd(), EVERY, make_rule(), delay=delay, bucket_bytes=512)
+            model = fitted(models.mlp, start, data, wire, optimizer)
+            # The centre is what the end of `fit` shows.
+            check_equal(model.get_weights(), centre)
+            same_on_all_ranks(model.get_weights(), wire)
+            own = own_weights(model)
+            check_equal(own, replicas[wire.topology.rank])
+            apart = len(
+                {models.digest(own)} | set(exchange_objects(models.digest(own), wire, "own"))
+            )
+            assert apart > 1, "each rank has trained since the last round"
+
+
+def test_a_round_each_step_equals_all_reduce(wire):
+    data, start = models.mlp.data(STEPS * BATCH), models.mlp()
+    plain = keras.optimizers.SGD(0.05)
+    dense = fitted(models.mlp, start, data, wire, tp.DistributedOptimizer(plain, "allreduce"))
+    for options in ({"every": 1}, {"every": 50, "start_after": STEPS}):
+        optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.05), scheme="allreduce", **options)
+        check_equal(
+            fitted(models.mlp, start, data, wire, optimizer).get_weights(), dense.get_weights()
+        )
+
+
+def test_two_fits_are_one(wire):
+    """The centre is shown at the end of `fit`, and each rank goes on from its own weights."""
+    data, start = models.mlp.data(STEPS * BATCH), models.mlp()
+    for delay in (0, 1):
+
+        def optimizer(delay=delay):
+            return tp.LocalUpdates(sgd(), EVERY, tp.local.Elastic(0.8), delay=delay)
+
+        one = fitted(models.mlp, start, data, wire, optimizer(), epochs=2)
+        two = fitted(models.mlp, start, data, wire, optimizer())
+        local = BATCH // wire.topology.size
+        again = {"batch_size": local, "shuffle": False, "verbose": 0}
+        two.fit(*models.share(data, BATCH, wire.topology), **again)
+        assert models.digest(one.get_weights()) == models.digest(two.get_weights())
+        assert models.digest(own_weights(one)) == models.digest(own_weights(two))
+
+
+def test_unequal_ranks_weigh_by_samples_and_lose_nothing(wire):
+    """A rank that is out of data brings in what it has, and takes the result."""
+    rank, size = wire.topology.rank, wire.topology.size
+    x, y = models.mlp.data(40)
+    start = models.mlp()
+    batches = [5, 3] + [4] * (size - 2)
+    pieces = [slice(4 * sum(batches[:r]), 4 * sum(batches[: r + 1])) for r in range(size)]
+    for delay in (0, 1):
+        keras.utils.clear_session(free_memory=False)
+        model = models.copy(models.mlp, start)
+        optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.05), every=4, delay=delay)
+        model.compile(optimizer, models.LOSS)
+        data = tf.data.Dataset.from_tensor_slices((x[pieces[rank]], y[pieces[rank]])).batch(4)
+        model.fit(data.filter(lambda *_: True), epochs=2, verbose=0)
+        same_on_all_ranks(model.get_weights(), wire)
+        replicas = []
+        for part in pieces:
+            replica = models.copy(models.mlp, start)
+            replica.compile(keras.optimizers.SGD(0.05), models.LOSS)
+            replicas.append((replica, part))
+        if delay:
+            # How late ranks notice depends on the delay: centres agree, and nothing hangs.
+            continue
+        for _ in range(2):
+            # Those with more than three batches have done a fourth when the round begins.
+            done = [min(n, 4) for n in batches]
+            for (replica, part), n in zip(replicas, done, strict=True):
+                for i in range(n):
+                    at = part.start + 4 * i
+                    replica.train_on_batch(x[at : at + 4], y[at : at + 4])
+            weights = [r.get_weights() for r, _ in replicas]
+            mean = [np.average(w, axis=0, weights=done) for w in zip(*weights, strict=True)]
+            for replica, _ in replicas:
+                replica.set_weights(mean)
+        check_equal(model.get_weights(), mean)
+
+
+def test_an_overflow_on_one_rank_parts_nobody(wire):
+    keras.config.set_dtype_policy("mixed_float16")
+    start = models.mlp()
+    x, y = models.mlp.data(8 * BATCH)
+    local = BATCH // wire.topology.size
+    share = models.share((x, y), BATCH, wire.topology)
+    if wire.topology.rank == 0:
+        share[0][2 * local : 3 * local] = 6e4
+    model = models.copy(models.mlp, start)
+    model.compile(tp.LocalUpdates(sgd(), EVERY), models.LOSS)
+    model.fit(*share, batch_size=local, shuffle=False, verbose=0)
+    same_on_all_ranks(model.get_weights(), wire)
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+    updates = exchange_objects(int(model.optimizer.iterations.numpy()), wire, "updates")
+    assert updates[0] < updates[1] == 8, updates
+
+
+def test_what_is_not_finite_never_reaches_the_centre(wire):
+    data, start = models.mlp.data(7 * BATCH), models.mlp()
+    x, y = data[0].copy(), data[1]
+    local = BATCH // wire.topology.size
+    # In the share of rank 1, in the second batch.
+    x[BATCH + local : BATCH + 2 * local] = np.nan
+    for rule in ("average", "elastic"):
+        with LogLines() as lines:
+            model = fitted(models.mlp, start, (x, y), wire, tp.LocalUpdates(sgd(), EVERY, rule))
+        same_on_all_ranks(model.get_weights(), wire)
+        assert all(np.isfinite(w).all() for w in [*model.get_weights(), *own_weights(model)])
+        said = [line for line in lines if "weights of rank 1 are not finite" in line]
+        assert len(said) == (1 if wire.topology.rank == 1 else 0), lines
+
+
+def test_moving_statistics_travel_along(wire):
+    data, start = models.mlp.data(9 * BATCH), batch_norm()
+    model = fitted(batch_norm, start, data, wire, tp.LocalUpdates(sgd(), EVERY))
+    same_on_all_ranks([v.numpy() for v in model.variables], wire)
+    reference = in_one_process(batch_norm, start, data, wire)
+    check_equal(model.get_weights(), reference.centre)
+
+
+RESUMED = {
+    "elastic": lambda: tp.LocalUpdates(sgd(), EVERY, "elastic"),
+    "average and one bit": lambda: tp.LocalUpdates(
+        keras.optimizers.Adam(0.01), EVERY, "average", "onebit"
+    ),
+    "outer, sparse, late": lambda: tp.LocalUpdates(sgd(), EVERY, "outer", SPARSE, delay=2),
+}
+
+
+def test_resumed_in_the_middle_of_a_round(wire):
+    """At every step, with the same bits as a run that was not interrupted."""
+    for name, make in RESUMED.items():
+        # Of what keeps most each step of two rounds, and of the others one within a round.
+        check_resumes(wire, make, slice(0, 2 * EVERY) if "late" in name else slice(1, 2), name)
+
+
+def test_two_optimizers_in_one_model(wire):
+    """A GAN, whose optimizers have rounds of their own."""
+    keras.utils.set_random_seed(11)
+    model = Gan()
+    adam = keras.optimizers.Adam
+    model.compile(tp.LocalUpdates(adam(0.01), 2), tp.LocalUpdates(adam(0.02), 3, delay=1))
+    random = np.random.default_rng(wire.topology.rank)
+    noise, real = random.normal(size=(28, 3)), random.normal(2, 1, (28, 4))
+    data = noise.astype("float32"), real.astype("float32")
+    model.fit(*data, batch_size=4, epochs=2, verbose=0)
+    same_on_all_ranks([v.numpy() for v in model.variables], wire)
+    rounds = [
+        int(o.variables[0].numpy()) for o in (model.d_optimizer, model.optimizers["generator"])
+    ]
+    assert rounds == [7, 4]
+
+
+def test_hand_written_loops_and_several_steps_per_execution(wire):
+    data, start = models.mlp.data(STEPS * BATCH), models.mlp()
+    expected = fitted(models.mlp, start, data, wire, tp.LocalUpdates(sgd(), EVERY))
+    model = models.copy(models.mlp, start)
+    optimizer = tp.LocalUpdates(sgd(), EVERY)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = models.LOSS(y, model(x, training=True)) + tf.add_n(model.losses)
+        weights = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, weights), weights)
+
+    share, local = models.share(data, BATCH, wire.topology), BATCH // wire.topology.size
+    for begin in range(0, len(share[0]), local):
+        step(*(part[begin : begin + local] for part in share))
+    with optimizer.centre():
+        check_equal(model.get_weights(), expected.get_weights())
+        same_on_all_ranks(model.get_weights(), wire)
+    assert len(set(exchange_objects(models.digest(model.get_weights()), wire, "own"))) > 1
+
+    # Eleven steps in executions of four.
+    unrolled = models.copy(models.mlp, start)
+    unrolled.compile(tp.LocalUpdates(sgd(), EVERY), models.LOSS, steps_per_execution=4)
+    unrolled.fit(*share, batch_size=local, shuffle=False, verbose=0)
+    check_equal(unrolled.get_weights(), expected.get_weights())
+    eager = models.copy(models.mlp, start)
+    eager.compile(tp.LocalUpdates(sgd(), EVERY, delay=1), models.LOSS, run_eagerly=True)
+    eager.fit(*share, batch_size=local, shuffle=False, verbose=0)
+    same_on_all_ranks(eager.get_weights(), wire)
+
+
+def _gan(make, d_steps=1):
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(11)
+    model = Gan(d_steps)
+    model.compile(make(), make())
+    return model
+
+
+def test_a_gan_is_resumed(wire):
+    """Its optimizers learn in the first step which variables they train."""
+
+    def make():
+        return tp.LocalUpdates(keras.optimizers.SGD(0.01), EVERY, "elastic", delay=1)
+
+    def run(folder, every_n_steps=None, model=None):
+        model = model or _gan(make)
+        checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps=every_n_steps, keep=100)
+        data = [part[wire.topology.rank :: wire.topology.size] for part in gan_data(32)]
+        model.fit(*data, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[checkpoint])
+        optimizers = (model.d_optimizer, model.optimizers["generator"])
+        variables = [v for o in optimizers for v in (*o.variables, *o.rank_variables)]
+        return model, [v.numpy() for v in (*model.variables, *variables)]
+
+    folder, model = shared_folder(wire), None
+    _, whole = run(os.path.join(folder, "whole"), every_n_steps=1)
+    for snapshot in sorted(os.listdir(os.path.join(folder, "whole")))[2:7:3]:
+        target = os.path.join(folder, f"from-{snapshot}")
+        if wire.topology.rank == 0:
+            source = os.path.join(folder, "whole", snapshot)
+            shutil.copytree(source, os.path.join(target, snapshot))
+        exchange_objects(None, wire, "copied")
+        # The second by what the first has trained on.
+        model, resumed = run(target, model=model)
+        for a, b in zip(resumed, whole, strict=True):
+            np.testing.assert_array_equal(a, b, f"resumed from {snapshot}")
+
+
+def test_several_calls_in_a_step_with_a_rank_out_of_data(wire):
+    """A round of the discriminator may be due in the first call of a step or in the second."""
+    model = _gan(lambda: tp.LocalUpdates(keras.optimizers.SGD(0.01), 3, delay=1), d_steps=2)
+    pieces = [4, 4, 4, 4, 3] if wire.topology.rank else [4, 4]
+    model.fit(gan_batches(pieces), epochs=2, verbose=0)
+    same_on_all_ranks([v.numpy() for v in model.variables], wire)
+
+
+def test_ranks_that_begin_apart_are_refused(wire):
+    other = models.mlp()
+    other.compile(tp.LocalUpdates(sgd(), every=2 + wire.topology.rank), models.LOSS)
+    with Raises(RuntimeError, "All ranks must exchange alike. Received: every 2"):
+        other.fit(*models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])

@@ -1,0 +1,241 @@
+"""Do the tests notice? Faults are put into the code, one at a time, and the tests of the line run.
+
+    python -m tests.mutants cover                 # all tests once, with the lines that each covers
+    python -m tests.mutants run --seed 37 --count 40
+    python -m tests.mutants show
+
+A mutant turns a comparison, changes a constant, leaves out a call or swaps a branch, in what
+exchanges, plans, averages, restores and caches. It runs in a copy of the tree. A test that fails or
+that does not end within the limit has noticed ("killed"). Needs `pip install coverage`. Results are
+in build/mutants.json; a run that was interrupted goes on.
+"""
+
+import argparse
+import ast
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+from tests.launch import ROOT
+
+CODE = (
+    *("exchange", "communication", "planning", "schemes", "server", "local", "asynchronous"),
+    *("state", "gradients", "policies", "training", "optimizers"),
+)
+"""Folders of tfposeidon, or modules; keras_callbacks and datacache are taken whole."""
+DATA = ROOT / "build" / "mutants.coverage"
+RESULTS = ROOT / "build" / "mutants.json"
+LIMIT_S = 60
+MOST_TESTS = 8
+"""Tests of a line that are tried: those that cover the fewest lines first."""
+TURNED = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+}  # fmt: skip
+SETTINGS = """
+[run]
+branch = true
+parallel = true
+patch = subprocess
+dynamic_context = test_function
+data_file = {data}
+source = tfposeidon, keras_callbacks, datacache
+"""
+
+
+def sources():
+    """Files in which faults are put."""
+    folders = [ROOT / "tfposeidon" / name for name in CODE]
+    folders += [ROOT / "keras_callbacks", ROOT / "datacache"]
+    for folder in folders:
+        yield from sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+
+
+class Mutant:
+    """One change of a file: text between two places is replaced."""
+
+    def __init__(self, kind, path, node, text):
+        self.kind, self.text = kind, text
+        self.path = str(path.relative_to(ROOT))
+        self.line = node.lineno
+        self._begin, self._end = (
+            (node.lineno, node.col_offset),
+            (node.end_lineno, node.end_col_offset),
+        )
+
+    def __str__(self):
+        return f"{self.path}:{self.line}:{self._begin[1]} {self.kind}: {self.text}"
+
+    def put_into(self, root):
+        """Changes the file in a copy of the tree."""
+        path = root / self.path
+        lines = path.read_text().splitlines(keepends=True)
+        (first, left), (last, right) = self._begin, self._end
+        head, tail = lines[first - 1].encode()[:left], lines[last - 1].encode()[right:]
+        lines[first - 1 : last] = [(head + self.text.encode() + tail).decode()]
+        path.write_text("".join(lines))
+
+
+def mutants_of(path):
+    """All changes of a file that are considered."""
+    tree = ast.parse(path.read_text())
+    # Python 3.11 does not know where parts of formatted strings are.
+    strings = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    within = {part for string in strings for part in ast.walk(string)}
+    for node in ast.walk(tree):
+        if node in within:
+            continue
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in TURNED and len(node.ops) == 1:
+            left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
+            yield Mutant("comparison", path, node, f"({left} {TURNED[type(node.ops[0])]} {right})")
+        elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+            yield Mutant("constant", path, node, repr(node.value + 1))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            yield Mutant("constant", path, node, repr(not node.value))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            yield Mutant("call left out", path, node, "pass")
+        elif isinstance(node, ast.If | ast.IfExp):
+            yield Mutant("branch", path, node.test, f"(not ({ast.unparse(node.test)}))")
+
+
+def chosen(seed, count, lines):
+    """As many mutants of each kind, of lines that tests cover, by chance."""
+    found = {}
+    for path in sources():
+        for mutant in mutants_of(path):
+            if (mutant.path, mutant.line) in lines:
+                found.setdefault(mutant.kind, []).append(mutant)
+    draw = random.Random(seed)
+    return [m for kind in sorted(found) for m in draw.sample(found[kind], count // len(found))]
+
+
+def covered():
+    """(file, line) -> tests that run it, those that run little first."""
+    import coverage
+
+    data = coverage.CoverageData(str(DATA))
+    data.read()
+    lines, sizes = {}, {}
+    for file in data.measured_files():
+        path = str(Path(file).relative_to(ROOT))
+        for line, contexts in data.contexts_by_lineno(file).items():
+            tests = {
+                context for context in contexts if "test_" in context and ".samples." not in context
+            }
+            for test in tests:
+                sizes[test] = sizes.get(test, 0) + 1
+            if tests:
+                lines[path, line] = tests
+    return {at: sorted(tests, key=lambda test: (sizes[test], test)) for at, tests in lines.items()}
+
+
+def node_id(context):
+    """`tests.schemes.test_ops.Class.test_name` as pytest names it."""
+    words = context.split(".")
+    module = next(
+        n
+        for n in range(len(words), 0, -1)
+        if (ROOT / "/".join(words[:n])).with_suffix(".py").exists()
+    )
+    return "::".join([f"{'/'.join(words[:module])}.py", *words[module:]])
+
+
+def cover(_):
+    """Runs all tests with coverage, on all ranks, and joins what they say."""
+    DATA.parent.mkdir(exist_ok=True)
+    settings = DATA.with_suffix(".ini")
+    settings.write_text(SETTINGS.format(data=DATA))
+    command = [sys.executable, "-m", "coverage"]
+    run = [*command, "run", f"--rcfile={settings}", "-m", "pytest", "-p", "no:cacheprovider"]
+    subprocess.run(run, cwd=ROOT)
+    subprocess.run([*command, "combine", f"--rcfile={settings}"], cwd=ROOT, check=True)
+    subprocess.run([*command, "report", f"--rcfile={settings}", "--skip-covered"], cwd=ROOT)
+
+
+def tried(mutant, tests):
+    """Puts a mutant into a copy of the tree and runs the tests of its line; how it fared."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "tree"
+        ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "*.egg-info")
+        shutil.copytree(ROOT, root, ignore=ignored)
+        before = (root / mutant.path).read_text()
+        while True:
+            mutant.put_into(root)
+            outcome = _outcome(root, tests)
+            if outcome != LATE:
+                return outcome
+            # Only if the same tests end without it.
+            (root / mutant.path).write_text(before)
+            if _outcome(root, tests) == "survived":
+                return outcome
+            if len(tests) == 1:
+                return f"not judged: {tests[0]} takes more than {LIMIT_S} s"
+            tests = tests[: len(tests) // 2]
+
+
+LATE = f"killed: the tests did not end within {LIMIT_S} s"
+
+
+def _outcome(root, tests):
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    # A copy on the path goes before the package that is installed.
+    process = launch.start(command, {"PYTHONPATH": str(root)}, cwd=root)
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # as an interrupt: its jobs end with it
+        try:
+            process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            launch.kill(process)
+            process.communicate()
+        return LATE
+    if process.returncode == 0:
+        return "survived"
+    if process.returncode in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise RuntimeError(f"pytest did not find {tests}:\n{output[-2000:]}")
+    last = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
+    return f"killed: {last[-1][:150] if last else f'exit code {process.returncode}'}"
+
+
+def run(options):
+    """Tries the mutants that have no result yet."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    lines = covered()
+    for mutant in chosen(options.seed, options.count, lines):
+        if str(mutant) in results:
+            continue
+        tests = [node_id(test) for test in lines[mutant.path, mutant.line][:MOST_TESTS]]
+        outcome = tried(mutant, tests)
+        results[str(mutant)] = {"outcome": outcome, "tests": tests}
+        RESULTS.write_text(json.dumps(results, indent=1))
+        print(f"{mutant}\n    {outcome}", flush=True)
+
+
+def show(_):
+    """Counts what was killed, and names the others."""
+    results = json.loads(RESULTS.read_text())
+    survivors = [name for name, found in results.items() if found["outcome"] == "survived"]
+    print(f"{len(results) - len(survivors)} of {len(results)} killed", *survivors, sep="\n  ")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("cover", "run", "show"))
+    parser.add_argument("--seed", type=int, default=37, help="of the choice of mutants")
+    parser.add_argument("--count", type=int, default=40, help="of mutants")
+    options = parser.parse_args()
+    {"cover": cover, "run": run, "show": show}[options.what](options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What the optimizer refuses or turns off, on two ranks, and that all of them hear of it."""
+
+from unittest import mock
+
+import keras
+import pytest
+import tensorflow as tf
+
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.checks import LogLines, Raises
+from tests.helpers.over_ranks import exchange_objects
+from tests.helpers.training import sgd
+
+pytestmark = pytest.mark.ranks("2")
+
+SGD = keras.optimizers.SGD
+
+
+def test_different_accumulation_is_refused(wire):
+    optimizer = tp.DistributedOptimizer(
+        SGD(0.1, gradient_accumulation_steps=2 + wire.topology.rank)
+    )
+    with Raises(RuntimeError, "All ranks must exchange alike.*gradient_accumulation_steps"):
+        optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
+
+
+def test_different_settings_inside_are_refused(wire):
+    inner = keras.optimizers.Adam(0.1, beta_1=(0.9, 0.8)[wire.topology.rank])
+    optimizer = tp.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner))
+    with Raises(RuntimeError, r"optimizer.inner_optimizer.beta_1 0.9 on rank 0, 0.8 on rank 1"):
+        optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
+
+
+def test_different_callbacks_are_refused(wire):
+    with Raises(
+        RuntimeError,
+        "All ranks must communicate alike. Received: 'here' on rank 0, 'there' on rank 1",
+    ):
+        exchange_objects(1, wire, ("here", "there")[wire.topology.rank])
+
+
+def test_different_models_are_refused(wire):
+    width = 3 + wire.topology.rank
+    model = keras.Sequential(
+        [keras.Input((20,)), keras.layers.Dense(width), keras.layers.Dense(models.CLASSES)]
+    )
+    model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
+    with Raises(
+        RuntimeError,
+        r"first difference at variable 0: .*kernel' \(20, 3\).*\(20, 4\) float32 on rank 1",
+    ):
+        model.fit(*models.mlp.data(8), verbose=0)
+
+
+def test_different_order_is_refused(wire):
+    pair = [keras.Variable([1.0], name="a"), keras.Variable([1.0], name="b")]
+    ordered = pair if wire.topology.rank == 0 else pair[::-1]
+    with Raises(RuntimeError, "variable 0: 'a' .* on rank 0, 'b' .* on rank 1"):
+        tp.DistributedOptimizer(sgd()).apply([tf.constant([1.0])] * 2, ordered)
+
+
+def test_different_schemes_are_refused(wire):
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=("asa", "allreduce")[wire.topology.rank])
+    with Raises(RuntimeError, "All ranks must exchange alike"):
+        optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
+
+
+def test_xla_is_refused_when_asked_for(wire):
+    model = models.mlp()
+    model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS, jit_compile=True)
+    with Raises(ValueError, "cannot be compiled by XLA.*jit_compile"):
+        model.fit(*models.mlp.data(8), verbose=0)
+
+
+def test_xla_is_kept_off_where_a_gpu_would_turn_it_on(wire):
+    model = models.mlp()
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    with (
+        LogLines() as lines,
+        mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]),
+    ):
+        plain = models.mlp()
+        plain.compile(optimizer=sgd(), loss=models.LOSS)
+        assert plain.jit_compile, "the simulated GPU does not turn XLA on, so nothing was tested"
+        model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
+    assert model.jit_compile is False
+    assert len(lines) == (1 if wire.topology.rank == 0 else 0), lines
+    model.fit(*models.mlp.data(8), verbose=0)

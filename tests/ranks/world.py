@@ -1,0 +1,139 @@
+"""Worlds: how many ranks a test needs, on how many nodes, and what else their job is given."""
+
+import dataclasses
+import shutil
+
+import horovod.tensorflow as hvd
+import pytest
+
+from tests import launch
+
+LIMIT_S = 300
+"""For tests that hang: ten times what the longest of them takes on two idle CPU cores."""
+INIT = {"stall_timeout_s": 2 * LIMIT_S, "links": "unknown"}
+"""Arguments of `tp.init` that a mark may replace.
+
+The session ends a test that hangs, with the stacks of all ranks, before ranks end themselves. Tests
+that are not about `auto` exchange by the scheme that they name, or by all-reduce.
+"""
+ENVIRONMENT = {"HOROVOD_CYCLE_TIME": "5"}
+"""Variables that a mark may replace, or take away with `None`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """What `@pytest.mark.ranks(*layouts, ...)` asks for: one of these for each layout.
+
+    Args:
+      layout: "2" (ranks), "2x2" (nodes times ranks of each) or "2+1" (ranks of each node).
+      lab: Options of the lab's network, such as "--inter 200mbit"; by default there is no lab.
+      launcher: "horovodrun" or "mpirun".
+      own_network: True for a loopback of its own, which carries the bytes of no other job.
+      processors: Number of CPU cores that each rank may use; by default all.
+      environment: Variables of the job, beside `ENVIRONMENT`.
+      init: Arguments of `tp.init`, beside `INIT`.
+    """
+
+    layout: str
+    lab: str = ""
+    launcher: str = "horovodrun"
+    own_network: bool = False
+    processors: int | None = None
+    environment: tuple = ()
+    init: tuple = ()
+
+    @classmethod
+    def of(cls, *layouts, environment=(), **options):
+        own = {field.name for field in dataclasses.fields(cls)}
+        what = {name: options.pop(name) for name in own & options.keys()}
+        variables, init = tuple(dict(environment).items()), tuple(options.items())
+        return [cls(layout, environment=variables, init=init, **what) for layout in layouts]
+
+    def __str__(self):
+        extras = ["lab"] if self.lab else []
+        extras += [self.launcher] if self.launcher != "horovodrun" else []
+        extras += ["network"] if self.own_network else []
+        extras += [f"processors={self.processors}"] if self.processors else []
+        extras += [f"{name}={value}" for name, value in (*self.environment, *self.init)]
+        return "-".join([self.layout, *extras])
+
+    @property
+    def nodes(self):
+        """Ranks of each node."""
+        if "x" in self.layout:
+            nodes, ranks = map(int, self.layout.split("x"))
+            return [ranks] * nodes
+        return [int(ranks) for ranks in self.layout.split("+")]
+
+    @property
+    def size(self):
+        return sum(self.nodes)
+
+    @property
+    def all_variables(self):
+        merged = {**ENVIRONMENT, **dict(self.environment)}
+        return {name: value for name, value in merged.items() if value is not None}
+
+    @property
+    def arguments_of_init(self):
+        # The lab's nodes are found by their names.
+        nodes = {} if self.lab or len(self.nodes) == 1 else {"ranks_per_node": self.nodes[0]}
+        return {**nodes, **INIT, **dict(self.init)}
+
+    def command(self, *program):
+        """Starts `program` on every rank."""
+        if self.lab:
+            shape = f"--nodes {len(self.nodes)} --per-node {self.nodes[0]} {self.lab}"
+            return launch.lab_command(shape, *program)
+        if self.launcher == "mpirun":
+            options = ["--allow-run-as-root", "--oversubscribe", "-np", str(self.size)]
+            return ["mpirun", *options, *program]
+        command = launch.horovodrun_command(self.size, *program)
+        if not self.own_network:
+            return command
+        # Bytes of interfaces are in /sys, which shows the network that it was mounted in.
+        begin = 'mount -t sysfs none /sys && ip link set lo up && exec "$0" "$@"'
+        return ["unshare", "--net", "--mount", "--map-root-user", "sh", "-c", begin, *command]
+
+    def why_not(self):
+        """Reason for which this machine cannot start it; `None` if it can."""
+        if self.launcher == "mpirun" and not (hvd.mpi_built() and shutil.which("mpirun")):
+            return "Horovod was built without MPI, or there is no mpirun"
+        return None
+
+
+def pytest_generate_tests(metafunc):
+    """Makes a test of several worlds several tests; tests/conftest.py takes this hook.
+
+    Worlds are those of the test's own marks, or else of its class's or module's. Those marked with
+    `core=True` belong to `make test`.
+    """
+    marks = list(metafunc.definition.iter_markers_with_node("ranks"))
+    worlds = []
+    for owner, mark in reversed(marks):
+        if owner is marks[0][0]:
+            options = dict(mark.kwargs)
+            core = [pytest.mark.core] if options.pop("core", False) else []
+            made = World.of(*mark.args, **options)
+            worlds += [pytest.param(world, marks=core, id=str(world)) for world in made]
+    if worlds:
+        metafunc.fixturenames.append("world")
+        metafunc.parametrize("world", worlds)
+
+
+def world_of(item):
+    """The world of a collected test; `None` if it needs no ranks."""
+    return item.callspec.params.get("world") if hasattr(item, "callspec") else None
+
+
+def prepare(item):
+    """Leaves the limit of a test on ranks to its job, which ends all ranks together."""
+    if not world_of(item):
+        raise pytest.UsageError(f"put `ranks` on a function, class or module: {item.nodeid}")
+    item.add_marker(pytest.mark.timeout(0), append=False)
+
+
+def limit_of(item):
+    """Seconds that a test may take on ranks."""
+    limits = (mark.args[0] for mark in item.iter_markers("timeout") if mark.args)
+    return next(filter(None, limits), LIMIT_S)

@@ -1,0 +1,71 @@
+"""The contract table on real ranks."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import contract
+from tests.helpers import counting
+from tfposeidon import DistributedOptimizer
+from tfposeidon.schemes import ShardedServer
+
+pytestmark = [
+    pytest.mark.ranks("2", "2x2", core=True),
+    pytest.mark.ranks("2x2", launcher="mpirun"),
+]
+
+
+def test_in_graphs(wire):
+    """Where TensorFlow could fold or merge collectives."""
+
+    def compiled(function, *args):
+        return tf.function(function, reduce_retracing=True, autograph=False)(*args)
+
+    for scheme in contract.SCHEMES:
+        for length in (1, 64):
+            mean = contract.check(scheme, length, wire, run=compiled)
+            _check_same_bits(mean, wire)
+
+
+@pytest.mark.ranks("2", "2x2", core=True)
+@pytest.mark.ranks("2+1")
+@pytest.mark.ranks("2x2", launcher="mpirun")
+def test_on_every_layout(wire):
+    for scheme in contract.SCHEMES:
+        for length in contract.LENGTHS:
+            _check_same_bits(contract.check(scheme, length, wire), wire)
+
+
+def test_constant_gradients(wire):
+    """Those of a linear loss: TensorFlow must not take a collective's result for a constant."""
+    served = ShardedServer(update="server", pair_bytes=256)
+    for scheme in (*(scheme for scheme, _ in contract.SCHEMES.values() if scheme.exact), served):
+        _check_constant_gradient(scheme)
+
+
+def _check_constant_gradient(scheme):
+    weight = keras.Variable(np.zeros(40, "float32"), name="weight")
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), scheme=scheme)
+    step = tf.function(lambda: optimizer.apply([tf.ones(40)], [weight]), autograph=False)
+    step()
+    weight.assign(weight + 7.0)
+    step()
+    np.testing.assert_array_equal(weight.numpy(), 5.0, str(scheme))
+
+
+def _check_same_bits(array, wire):
+    everybody = wire.all_gather(
+        tf.constant(array[None]), wire.topology.world, "contract/compare"
+    ).numpy()
+    for other in everybody:
+        np.testing.assert_array_equal(other, everybody[0])
+
+
+@pytest.mark.ranks("2+1", own_network=True)
+def test_bytes_on_the_wire(wire):
+    """Checks that the loopback carries what `cost` says, within headers; test_bytes.py on 2 x 2."""
+    ranks = range(wire.topology.size)
+    counting.check(
+        wire, "lo", lambda cost: sum(cost(wire.topology.seen_from(r)).bytes for r in ranks)
+    )

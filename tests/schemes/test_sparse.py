@@ -1,0 +1,262 @@
+"""Sparse schemes lose nothing in real steps, whatever happens to rates, scheme or process."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_callbacks
+import tfposeidon as tp
+from tests import contract
+from tests.helpers import models
+from tests.helpers.checkpoints import check_resumes
+from tests.helpers.checks import LogLines, Raises
+from tests.helpers.models import same_on_all_ranks
+from tests.helpers.training import BATCH, STEPS, check_equal, sgd, train_alone, train_together
+from tests.helpers.wait_free import check_independent, traced
+from tfposeidon.schemes import HierarchicalTopK, TopKAllGather
+
+pytestmark = pytest.mark.ranks("2x1")
+
+KINDS = (HierarchicalTopK, TopKAllGather)
+LENGTH = 997
+
+
+@pytest.mark.ranks("2x2")
+def test_conservation(wire):
+    """In the graph, step after step, warm-up and flush included."""
+    options = ({"wire_dtype": "float16"}, {"momentum": 0.9, "select": "dgc"}, {"warmup_steps": 2})
+    for turn, (kind, more) in enumerate(itertools.product(KINDS, options)):
+        scheme = kind(density=0.02, **more)
+        compiled = lambda function, *args: tf.function(function, autograph=False)(*args)  # noqa: E731
+        mean, _ = contract.check_conservation(
+            scheme, LENGTH, wire, 5, f"sparse.{turn}", compiled, flush_at=4
+        )
+        same_on_all_ranks([mean], wire)
+
+
+class _Given:
+    """A weight, and gradients that do not depend on it: dense SGD's end is known."""
+
+    def __init__(self, wire, scheme, rate, inner=None):
+        self.wire = wire
+        self.weight = keras.Variable(np.zeros(LENGTH, "float32"), name="weight")
+        self.expected = np.zeros(LENGTH)
+        self.optimizer = tp.DistributedOptimizer(inner or keras.optimizers.SGD(rate), scheme)
+        self.step = tf.function(lambda gradient: self.optimizer.apply([gradient], [self.weight]))
+        self.turn = 0
+
+    def go(self, rate, steps, scale=1.0):
+        for _ in range(steps):
+            everybody = [self._gradient(rank) for rank in range(self.wire.topology.size)]
+            self.expected -= rate * np.mean(everybody, axis=0)
+            self.step(tf.constant(everybody[self.wire.topology.rank] * np.float32(scale)))
+            self.turn += 1
+
+    def check(self):
+        """After a flush the weights are those of dense training."""
+        self.optimizer.exchange.flush()
+        self.go(0.1, 1)
+        np.testing.assert_allclose(self.weight.numpy(), self.expected, atol=1e-5)
+        same_on_all_ranks([self.weight.numpy()], self.wire)
+
+    def _gradient(self, rank):
+        return np.random.default_rng([self.turn, rank]).normal(size=LENGTH).astype("float32")
+
+
+def test_a_changed_learning_rate_does_not_change_what_was_kept(wire):
+    for kind in KINDS:
+        given = _Given(wire, kind(density=0.02, min_elements=0), 0.1)
+        for rate, steps in ((0.1, 3), (0.02, 3), (0.0, 2), (0.3, 3), (0.1, 0)):
+            given.optimizer.inner_optimizer.learning_rate.assign(rate)
+            given.go(rate, steps)
+        assert np.abs(given.optimizer.rank_variables[1].numpy()).max() > 0
+        given.check()
+
+
+def test_a_changed_loss_scale_does_not_change_what_was_kept(wire):
+    inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
+    given = _Given(wire, HierarchicalTopK(density=0.02, min_elements=0), 0.1, inner)
+    given.go(0.1, 3, scale=64.0)
+    # One rank overflows: the step is skipped everywhere, and the scale falls.
+    given.step(
+        tf.fill([LENGTH], np.float32(np.inf) if wire.topology.rank == 0 else np.float32(1.0))
+    )
+    assert float(inner.dynamic_scale) == 32.0
+    given.go(0.1, 3, scale=32.0)
+    given.optimizer.exchange.flush()
+    given.go(0.1, 1, scale=32.0)
+    np.testing.assert_allclose(given.weight.numpy(), given.expected, atol=1e-5)
+
+
+def test_a_step_that_is_not_finite_leaves_the_state(wire):
+    for kind in KINDS:
+        given = _Given(wire, kind(density=0.02, min_elements=0, momentum=0.5), 0.1)
+        given.go(0.1, 2)
+        before = [v.numpy() for v in given.optimizer.rank_variables]
+        bad = np.ones(LENGTH, "float32")
+        bad[3] = np.nan if wire.topology.rank == 1 else 1.0
+        given.step(tf.constant(bad))
+        for variable, value in zip(given.optimizer.rank_variables, before, strict=True):
+            np.testing.assert_array_equal(variable.numpy(), value)
+        assert not np.isfinite(given.weight.numpy()).all(), "it must reach every rank"
+
+
+def test_resume(wire):
+    scheme = HierarchicalTopK(density=0.05, momentum=0.9, warmup_steps=3, min_elements=0)
+    check_resumes(wire, models.mlp, lambda: keras.optimizers.SGD(0.05), scheme=scheme)
+
+
+@pytest.mark.ranks("2")
+def test_resume_under_a_schedule_of_schemes(wire):
+    schedule = keras_callbacks.SchemeSchedule(
+        {0: TopKAllGather(density=0.05, min_elements=0), 1: "2dtar"}
+    )
+    check_resumes(wire, models.mlp, sgd, callbacks=[schedule])
+
+
+def test_no_collective_waits_for_another_bucket(wire):
+    for kind in KINDS:
+        optimizer = tp.DistributedOptimizer(sgd(), scheme=kind(min_elements=0), bucket_bytes=0)
+        check_independent(traced(models.mlp(), optimizer, models.mlp.data(4)), 4)
+
+
+@pytest.mark.ranks("2x2")
+def test_a_schedule_of_schemes_loses_nothing(wire):
+    """A loss that is linear in the weights: their end says which gradients were applied."""
+    x = np.random.default_rng(wire.topology.rank).normal(size=(24, 500)).astype("float32")
+    everybody = [
+        np.random.default_rng(rank).normal(size=(24, 500)) for rank in range(wire.topology.size)
+    ]
+    for steps_per_execution, accumulated in ((2, None), (1, 3)):
+        model = keras.Sequential([keras.Input((500,)), keras.layers.Dense(1, use_bias=False)])
+        start = model.get_weights()[0]
+        model.compile(
+            optimizer=tp.DistributedOptimizer(
+                keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulated)
+            ),
+            loss=lambda _, predicted: tf.reduce_mean(predicted),
+            steps_per_execution=steps_per_execution,
+        )
+        schedule = {
+            0: TopKAllGather(density=0.01, min_elements=0),
+            1: HierarchicalTopK(min_elements=0),
+            3: "2dtar",
+        }
+        callbacks = [keras_callbacks.SchemeSchedule(schedule)]
+        with LogLines() as lines:
+            model.fit(
+                x,
+                np.zeros(24),
+                batch_size=4,
+                epochs=4,
+                shuffle=False,
+                verbose=0,
+                callbacks=callbacks,
+            )
+        assert wire.topology.rank or any("epoch 3 goes by" in line for line in lines), lines
+        assert model.optimizer.plan.buckets[0].scheme == tp.schemes.Torus2D()
+        assert not any(piece.members for _, piece in model.optimizer.rank_state), (
+            "the torus keeps nothing"
+        )
+        expected = (
+            start - 0.1 * 4 * 6 / (accumulated or 1) * np.mean(everybody, axis=(0, 1))[:, None]
+        )
+        np.testing.assert_allclose(model.get_weights()[0], expected, atol=1e-4)
+
+
+class _WatchingFlushes(keras.callbacks.Callback):
+    """Has a hook for batches of its own, so that ranks watch for one that stops within an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        plan, exchange = self.model.optimizer.plan, self.model.optimizer.exchange
+        self.seen.append((plan.buckets[0].scheme.name, exchange.has_flushed))
+
+
+def test_where_absence_is_watched_a_schedule_costs_one_dense_step(wire):
+    """The last one of the epoch before the change sends what was kept, and no other is dense."""
+    model, watching = models.mlp(), _WatchingFlushes()
+    scheme = TopKAllGather(density=0.05, min_elements=0)
+    model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme=scheme), loss=models.LOSS)
+    schedule = keras_callbacks.SchemeSchedule({0: scheme, 2: "2dtar"})
+    data = models.mlp.data(12)
+    fit = {"batch_size": 4, "epochs": 3, "shuffle": False, "verbose": 0}
+    model.fit(*data, callbacks=[watching, schedule], **fit)
+    sparse, flushed, dense = ("topk", False), ("topk", True), ("2dtar", True)
+    assert watching.seen == [*[sparse] * 5, flushed, *[dense] * 3], watching.seen
+    same_on_all_ranks(model.get_weights(), wire)
+
+
+def test_momentum_correction_at_density_1_is_momentum(wire):
+    """Also of small variables, and through a change of the rate."""
+    data = models.mlp.data(STEPS * BATCH)
+    start = models.mlp()
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([4], [0.05, 0.02])
+    reference = train_alone(
+        models.copy(models.mlp, start), data, keras.optimizers.SGD(schedule, momentum=0.9)
+    )
+    for scheme in (
+        HierarchicalTopK(momentum=0.9, density=1.0),
+        HierarchicalTopK(momentum=0.9, min_elements=10**6),
+    ):
+        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(schedule), scheme=scheme)
+        weights = train_together(models.copy(models.mlp, start), data, optimizer, wire)
+        check_equal(weights, reference)
+
+
+def test_momentum_correction_scales_the_velocity_of_schemes(wire):
+    """The callback's: what it does to the optimizer's velocity, it does to the scheme's."""
+    data = models.mlp.data(STEPS * BATCH)
+    start = models.mlp()
+    fit = {
+        "epochs": 2,
+        "callbacks": [
+            keras_callbacks.LearningRateSchedule(0.05, lambda epoch: 0.2 if epoch else 1.0)
+        ],
+    }
+    reference = train_alone(
+        models.copy(models.mlp, start), data, keras.optimizers.SGD(0.05, momentum=0.9), **fit
+    )
+    optimizer = tp.DistributedOptimizer(
+        keras.optimizers.SGD(0.05), HierarchicalTopK(momentum=0.9, density=1.0)
+    )
+    weights = train_together(models.copy(models.mlp, start), data, optimizer, wire, **fit)
+    check_equal(weights, reference)
+
+
+def test_small_variables_go_densely(wire):
+    model = models.mlp()
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=HierarchicalTopK(min_elements=400))
+    optimizer.build(model.trainable_variables)
+    schemes = {
+        d.path.split("/", 1)[-1]: b.scheme.name
+        for b in optimizer.plan.buckets
+        for d in b.descriptions
+    }
+    assert set(schemes.values()) == {"allreduce", "hitopk"}, schemes
+    assert "fewer than 400 elements for hitopk" in str(optimizer.plan)
+
+
+def test_what_to_know_of_the_optimizer_is_said(wire):
+    scheme = HierarchicalTopK(density=0.02, min_elements=0)
+    for inner, advice in (
+        (keras.optimizers.Adam(), "Adam is not linear in the gradient"),
+        (keras.optimizers.SGD(0.1, momentum=0.9), r"HierarchicalTopK\(momentum=0.9\)"),
+    ):
+        given = _Given(wire, scheme, 0.1, inner)
+        with LogLines() as lines:
+            given.step(tf.ones(LENGTH))
+        assert wire.topology.rank or any(advice.replace("\\", "") in line for line in lines), lines
+        assert advice.replace("\\", "") in str(given.optimizer.plan)
+    corrected = HierarchicalTopK(momentum=0.9, min_elements=0)
+    given = _Given(wire, corrected, 0.1, keras.optimizers.SGD(0.1, momentum=0.9))
+    with Raises(
+        ValueError, r"takes the place of the optimizer's momentum.*Use SGD\(momentum=0.0\)"
+    ):
+        given.step(tf.ones(LENGTH))

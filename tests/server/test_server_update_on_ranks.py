@@ -1,0 +1,292 @@
+"""Servers that update keep a P-th of the optimizer's state per rank; all else looks the same."""
+
+import os
+import tempfile
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.checkpoints import check_resumes
+from tests.helpers.checks import Raises
+from tests.helpers.models import same_on_all_ranks
+from tests.helpers.over_ranks import exchange_objects
+from tests.helpers.training import (
+    BATCH,
+    SERVED,
+    adam,
+    check_equal,
+    sgd,
+    train_alone,
+    train_together,
+)
+from tests.helpers.wait_free import check_independent, traced
+
+pytestmark = pytest.mark.ranks("2")
+
+SGD = keras.optimizers.SGD
+
+
+def _trained(wire, make_optimizer=sgd, build=models.mlp, batches=4):
+    """A model after a few steps, its optimizer, and what one process comes to."""
+    keras.utils.clear_session(free_memory=False)
+    data = build.data(batches * BATCH)
+    start = build()
+    reference_optimizer = make_optimizer()
+    reference = train_alone(models.copy(build, start), data, reference_optimizer)
+    optimizer = tp.DistributedOptimizer(make_optimizer(), scheme=SERVED)
+    model = models.copy(build, start)
+    weights = train_together(model, data, optimizer, wire)
+    check_equal(weights, reference)
+    same_on_all_ranks(weights, wire)
+    return model, optimizer, reference_optimizer
+
+
+def _bytes(variables):
+    return sum(np.prod(v.shape, dtype=int) * tf.as_dtype(v.dtype).size for v in variables)
+
+
+@pytest.mark.ranks("2x2")
+def test_state_is_a_pth(wire):
+    for make_optimizer in (
+        sgd,
+        lambda: keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=1e-3),
+    ):
+        model, optimizer, reference = _trained(wire, make_optimizer)
+        inner = optimizer.inner_optimizer
+        whole = _bytes(reference.variables) - _bytes(inner.variables[:2])
+        slots = whole // _bytes(model.trainable_variables)
+        # One value stands where a rank serves nothing of a variable.
+        padding = 4 * slots * len(model.trainable_variables)
+        share = whole / wire.topology.size + slots * SERVED.pair_bytes
+        assert _bytes(inner.variables[2:]) <= share + padding, (whole, _bytes(inner.variables[2:]))
+        pairs = optimizer.rank_state
+        kept = [v for v, p in pairs if p.offset < p.members[0][1]]
+        held = sum(exchange_objects(int(_bytes(kept)), wire, "held"))
+        assert held == whole, (held, whole)
+        assert _bytes(optimizer.variables) == _bytes(inner.variables[:2])
+
+
+@pytest.mark.ranks("2x2")
+def test_saved_whole(wire):
+    model, optimizer, reference = _trained(wire, adam)
+    optimizer.gather_state()
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "model.keras")
+        if wire.topology.rank > 0:
+            with Raises(RuntimeError, "not gathered on this rank.*gather_state"):
+                model.save(path)
+        else:
+            model.save(path)
+            _check_loads_whole(path, model, reference)
+        everybody = exchange_objects(path, wire, "path")
+        loaded = keras.saving.load_model(everybody[0])
+        exchange_objects(None, wire, "loaded")
+    _check_goes_on_alike(model, loaded, wire)
+    if wire.topology.rank == 0:
+        with Raises(RuntimeError, "saving at step 5, gathered at step 4"):
+            optimizer.inner_optimizer.save_own_variables({})
+
+
+def _check_loads_whole(path, model, reference):
+    """An ordinary checkpoint: the same arrays as one process has, in the same places."""
+    plain = tp.DistributedOptimizer(adam())
+    other = models.copy(models.mlp, model)
+    other.compile(optimizer=plain, loss=models.LOSS)
+    plain.build(other.trainable_variables)
+    other.load_weights(path)
+    for got, expected in zip(plain.variables, reference.variables, strict=True):
+        np.testing.assert_allclose(got.numpy(), expected.numpy(), atol=1e-6)
+
+
+def _check_goes_on_alike(model, loaded, wire):
+    x, y = models.mlp.data(BATCH)
+    for one in (model, loaded):
+        one.fit(x, y, batch_size=BATCH, verbose=0)
+    for a, b in zip(model.get_weights(), loaded.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(model.optimizer.rank_variables, loaded.optimizer.rank_variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+    same_on_all_ranks(loaded.get_weights(), wire)
+
+
+def test_gathered_for_what_saves_on_one_rank(wire):
+    model = models.mlp()
+    model.compile(optimizer=tp.DistributedOptimizer(adam(), scheme=SERVED), loss=models.LOSS)
+    with tempfile.TemporaryDirectory() as folder:
+        callbacks = [keras_callbacks.GatherState()]
+        if wire.topology.rank == 0:
+            callbacks.append(keras.callbacks.ModelCheckpoint(os.path.join(folder, "{epoch}.keras")))
+        model.fit(
+            *models.mlp.data(2 * BATCH), batch_size=BATCH, epochs=2, verbose=0, callbacks=callbacks
+        )
+        assert len(os.listdir(folder)) == (2 if wire.topology.rank == 0 else 0)
+
+
+def test_resume(wire):
+    check_resumes(wire, models.mlp, adam, scheme=SERVED)
+
+
+def test_constraints_see_whole_variables(wire):
+    def build():
+        dense = keras.layers.Dense
+        constrained = dense(8, kernel_constraint=keras.constraints.MaxNorm(0.5))
+        return keras.Sequential([keras.Input((20,)), constrained, dense(models.CLASSES)])
+
+    build.data = models.mlp.data
+    _trained(wire, lambda: SGD(0.5), build)
+
+
+def test_constraints_where_a_rank_is_out_of_data(wire):
+    constrained = keras.layers.Dense(models.CLASSES, kernel_constraint=keras.constraints.UnitNorm())
+    model = keras.Sequential([keras.Input((20,)), constrained])
+    model.compile(optimizer=tp.DistributedOptimizer(SGD(0.5), scheme=SERVED), loss=models.LOSS)
+    batches = 2 if wire.topology.rank == 0 else 1
+    x, y = models.mlp.data(8 * batches)
+    callbacks = [keras_callbacks.BroadcastVariables()]
+    model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    same_on_all_ranks(model.get_weights(), wire)
+
+
+def test_weight_decay_spares_what_is_excluded(wire):
+    def by_layer():
+        optimizer = keras.optimizers.AdamW(1e-3, weight_decay=5.0, epsilon=1e-3)
+        optimizer.exclude_from_weight_decay(var_names=["dense_1"])
+        return optimizer
+
+    def by_name():
+        optimizer = keras.optimizers.AdamW(1e-3, weight_decay=5.0, epsilon=1e-3)
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+        return optimizer
+
+    _trained(wire, by_name)
+    _trained(wire, by_layer)
+    weights = [keras.Variable(np.ones(40, "float32"), name=name) for name in "ab"]
+    inner = SGD(0.1, weight_decay=1.0)
+    inner.exclude_from_weight_decay(var_list=[weights[1]])
+    tp.DistributedOptimizer(inner, scheme=SERVED).apply([tf.zeros(40), tf.zeros(40)], weights)
+    np.testing.assert_allclose(weights[0].numpy(), 0.9)
+    np.testing.assert_array_equal(weights[1].numpy(), 1.0)
+
+
+def test_gradient_missing_on_all_ranks(wire):
+    weights = [keras.Variable(np.ones(40, "float32"), name=name) for name in "ab"]
+    optimizer = tp.DistributedOptimizer(SGD(0.1), scheme=SERVED)
+    tf.function(lambda: optimizer.apply([tf.ones(40), None], weights))()
+    np.testing.assert_allclose(weights[0].numpy(), 0.9)
+    np.testing.assert_array_equal(weights[1].numpy(), 1.0)
+
+
+def test_some_variables_served(wire):
+    """By rules: servers update kernels, every rank the rest; norms for clipping are over both."""
+    data = models.mlp.data(4 * BATCH)
+    start = models.mlp()
+    for clip in ({"global_clipnorm": 0.1}, {"clipnorm": 0.05}):
+        reference = train_alone(
+            models.copy(models.mlp, start), data, SGD(0.5, momentum=0.9, **clip)
+        )
+        inner = SGD(0.5, momentum=0.9, **clip)
+        optimizer = tp.DistributedOptimizer(inner, scheme=[("kernel", SERVED), (".*", "allreduce")])
+        weights = train_together(models.copy(models.mlp, start), data, optimizer, wire)
+        check_equal(weights, reference)
+        same_on_all_ranks([*weights, *(v.numpy() for v in optimizer.variables)], wire)
+        assert len(optimizer.variables) == 2 + 2
+        assert "ps(pair_bytes=256, update=server)" in str(optimizer.plan)
+
+
+def test_clipped_under_a_loss_scale(wire):
+    inner = keras.optimizers.LossScaleOptimizer(SGD(0.5, global_clipnorm=0.1), initial_scale=64.0)
+    data = models.mlp.data(4 * BATCH)
+    start = models.mlp()
+    reference = train_alone(models.copy(models.mlp, start), data, SGD(0.5, global_clipnorm=0.1))
+    weights = train_together(
+        models.copy(models.mlp, start), data, tp.DistributedOptimizer(inner, scheme=SERVED), wire
+    )
+    check_equal(weights, reference)
+
+
+@pytest.mark.ranks("2x2")
+def test_one_server_has_nearly_all(wire):
+    """Each rank has one part of the norm and must not clip whole variables by that part."""
+    scheme = [("kernel", tp.schemes.ShardedServer(update="server")), (".*", "allreduce")]
+    model = models.mlp()
+    optimizer = tp.DistributedOptimizer(SGD(0.5, momentum=0.9, global_clipnorm=1e-3), scheme=scheme)
+    model.compile(optimizer=optimizer, loss=models.LOSS)
+    model.fit(*models.mlp.data(40 * BATCH), batch_size=BATCH, verbose=0)
+    same_on_all_ranks([*model.get_weights(), *(v.numpy() for v in optimizer.variables)], wire)
+
+
+def test_state_loaded_on_one_rank_is_spread(wire):
+    model, optimizer, _ = _trained(wire, adam)
+    optimizer.gather_state()
+    keras.utils.clear_session(free_memory=False)
+    loaded = models.mlp()
+    loaded.compile(optimizer=tp.DistributedOptimizer(adam(), scheme=SERVED), loss=models.LOSS)
+    loaded.optimizer.build(loaded.trainable_variables)
+    if wire.topology.rank == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "model.keras")
+            model.save(path)
+            loaded.load_weights(path)
+    x, y = models.mlp.data(BATCH)
+    loaded.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    for a, b in zip(model.optimizer.rank_variables, loaded.optimizer.rank_variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def test_averages_are_not_constrained(wire):
+    def build():
+        constrained = keras.layers.Dense(8, kernel_constraint=keras.constraints.UnitNorm())
+        return keras.Sequential(
+            [keras.Input((20,)), constrained, keras.layers.Dense(models.CLASSES)]
+        )
+
+    build.data = models.mlp.data
+    _trained(wire, lambda: SGD(0.5, use_ema=True, ema_momentum=0.5), build)
+
+
+def test_changes_from_outside_count(wire):
+    weight = keras.Variable(np.zeros(40, "float32"), name="weight")
+    optimizer = tp.DistributedOptimizer(SGD(1.0), scheme=SERVED)
+    step = tf.function(lambda: optimizer.apply([tf.ones(40)], [weight]))
+    step()
+    weight.assign(np.full(40, 7.0))
+    step()
+    np.testing.assert_array_equal(weight.numpy(), 6.0)
+
+
+def test_bfloat16_variables(wire):
+    keras.config.set_dtype_policy("bfloat16")
+    model = models.cnn()
+    model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme=SERVED), loss=models.LOSS)
+    model.fit(*models.cnn.data(16), batch_size=8, verbose=0)
+    same_on_all_ranks([np.asarray(w, "float32") for w in model.get_weights()], wire)
+
+
+def test_no_bucket_waits_for_another(wire):
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=SERVED, bucket_bytes=0)
+    check_independent(traced(models.mlp(), optimizer, models.mlp.data(4)), 4)
+
+
+def test_refused(wire):
+    weights = [keras.Variable(np.ones(40, "float32"), name=name) for name in "ab"]
+    optimizer = tp.DistributedOptimizer(SGD(0.1), scheme=SERVED)
+    optimizer.build(weights)
+    with Raises(ValueError, "all variables are updated together.*1 of 2"):
+        optimizer.apply([tf.ones(40)], weights[:1])
+    with Raises(ValueError, "stay for the whole training"):
+        optimizer.change_scheme("allreduce")
+    inner = SGD(0.1)
+    inner.build(weights)
+    with Raises(ValueError, "SwapEMAWeights"):
+        model = models.mlp()
+        served = tp.DistributedOptimizer(SGD(0.1, use_ema=True), scheme=SERVED)
+        model.compile(optimizer=served, loss=models.LOSS)
+        model.fit(*models.mlp.data(8), callbacks=[keras.callbacks.SwapEMAWeights()])
+    with Raises(ValueError, "built already"):
+        tp.DistributedOptimizer(inner, scheme=SERVED).build(weights)

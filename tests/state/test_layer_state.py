@@ -1,0 +1,204 @@
+"""State that preprocessing layers keep outside of variables is sent by rank 0 and compared."""
+
+import os
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.helpers.callbacks import shared_folder
+from tests.helpers.checks import LogLines, Raises
+from tests.helpers.over_ranks import exchange_objects
+from tfposeidon.training import layer_state
+
+pytestmark = pytest.mark.ranks("2")
+
+WORDS = np.array(["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen"])
+L = keras.layers
+
+
+@keras.saving.register_keras_serializable("tests")
+class Scale(L.Layer):
+    """Keeps what it learnt in a file."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.factor = 1.0
+
+    def call(self, inputs):
+        return inputs * self.factor
+
+    def save_assets(self, folder):
+        with open(os.path.join(folder, "factor.txt"), "w") as stream:
+            stream.write(str(self.factor))
+
+    def load_assets(self, folder):
+        with open(os.path.join(folder, "factor.txt")) as stream:
+            self.factor = float(stream.read())
+
+
+class Table(L.Layer):
+    """Keeps what it learnt in a table that it can neither save nor load."""
+
+    def __init__(self, value):
+        super().__init__()
+        pairs = tf.lookup.KeyValueTensorInitializer(tf.constant(["a"]), tf.constant([value]))
+        self.table = tf.lookup.StaticHashTable(pairs, -1.0)
+
+    def call(self, inputs):
+        return inputs * self.table.lookup(tf.constant("a"))
+
+
+def _model(rank):
+    """Every layer adapted to this rank's share."""
+    random = np.random.default_rng(rank)
+    numbers, words = (
+        keras.Input((3,), name="numbers"),
+        keras.Input((), dtype="string", name="words"),
+    )
+    wholes = keras.Input((1,), dtype="int64", name="wholes")
+    normalised, binned = L.Normalization(), L.Discretization(num_bins=4, output_mode="one_hot")
+    mine = np.roll(WORDS, rank)[: 6 + rank]
+    tokens = L.StringLookup(output_mode="one_hot", max_tokens=9, pad_to_max_tokens=True)
+    text = L.TextVectorization(output_mode="tf_idf", max_tokens=9, pad_to_max_tokens=True)
+    integers, scale = L.IntegerLookup(), Scale()
+    normalised.adapt(random.normal(rank, 1 + rank, (64, 3)))
+    binned.adapt(random.normal(rank, 1, 64))
+    tokens.adapt(mine)
+    text.adapt([" ".join(mine[:3]), " ".join(mine[2:]), mine[0]])
+    integers.adapt(np.arange(5) + rank)
+    scale.factor = 1.0 + rank
+    features = [
+        normalised(scale(numbers)),
+        binned(numbers[:, :1]),
+        tokens(words),
+        text(words),
+        L.Flatten()(L.Embedding(8, 2)(integers(wholes))),
+    ]
+    outputs = L.Dense(1)(L.Concatenate()([L.Flatten()(feature) for feature in features]))
+    model = keras.Model([numbers, words, wholes], outputs)
+    model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
+    return model
+
+
+def _data():
+    random = np.random.default_rng(5)
+    inputs = random.normal(size=(8, 3)).astype("float32"), WORDS, np.arange(8)[:, None]
+    tensors = dict(zip(("numbers", "words", "wholes"), map(tf.constant, inputs), strict=True))
+    return tf.data.Dataset.from_tensor_slices((tensors, tf.zeros([8, 1]))).batch(4)
+
+
+def _predictions(model):
+    return model.predict(_data(), verbose=0).ravel().tolist()
+
+
+def test_broadcast_sends_it(wire):
+    model = _model(wire.topology.rank)
+    assert (
+        len(set(map(str, exchange_objects(_predictions(model), wire, "before"))))
+        == wire.topology.size
+    )
+    model.fit(_data(), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
+    everybody = exchange_objects(_predictions(model), wire, "after")
+    assert everybody[0] == everybody[1]
+    vocabularies = [
+        layer.get_vocabulary() for layer in model.layers if hasattr(layer, "get_vocabulary")
+    ]
+    texts = exchange_objects(
+        [[str(token) for token in words] for words in vocabularies], wire, "vocabularies"
+    )
+    assert len(texts[0]) == 3
+    assert texts[0] == texts[1]
+    model.fit(_data(), verbose=0, callbacks=[keras_callbacks.ReplicaCheck(every_n_steps=1)])
+
+
+def test_what_was_traced_before_is_traced_anew(wire):
+    """Also where the statistics follow from variables that were sent."""
+    normalised = L.Normalization()
+    normalised.adapt(
+        np.random.default_rng(wire.topology.rank).normal(wire.topology.rank, 1, (64, 3))
+    )
+    model = keras.Sequential([keras.Input((3,)), normalised, L.Dense(1)])
+    model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
+    x = np.ones((4, 3), "float32")
+    before = exchange_objects(model.predict(x, verbose=0).tolist(), wire, "before")
+    model.fit(x, np.ones(4), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
+    after = exchange_objects(model.predict(x, verbose=0).tolist(), wire, "after")
+    assert before[0] != before[1]
+    assert after[0] == after[1]
+
+
+def test_the_roots_state_stays_as_it_is(wire):
+    model = _model(wire.topology.rank)
+    before = _predictions(model)
+    tables = layer_state.read(model)
+    model.fit(
+        _data(), verbose=0, steps_per_epoch=1, callbacks=[keras_callbacks.BroadcastVariables(1)]
+    )
+    if wire.topology.rank == 1:
+        for name, value in layer_state.read(model).items():
+            np.testing.assert_array_equal(value, tables[name])
+    assert before != _predictions(model)
+
+
+def test_replica_check_sees_it(wire):
+    class Spoil(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            # `fit` itself has compared before.
+            if (wire.topology.rank, batch) == (1, 0):
+                layer = next(
+                    layer for layer in self.model.layers if isinstance(layer, L.Normalization)
+                )
+                layer.mean = layer.mean + 1.0
+
+    def fit(action):
+        model = _model(0)
+        callbacks = [Spoil(), keras_callbacks.ReplicaCheck(every_n_steps=1, action=action)]
+        model.optimizer.learning_rate = 0.0
+        model.fit(_data(), verbose=0, callbacks=callbacks)
+        return model
+
+    with Raises(RuntimeError, r"the first is '\d+.normalization.*mean', on rank\(s\) \[1\]"):
+        fit("stop")
+    with LogLines() as lines:
+        model = fit("repair")
+    everybody = exchange_objects(_predictions(model), wire, "repaired")
+    assert everybody[0] == everybody[1]
+    assert len([line for line in lines if "All ranks get rank 0's" in line]) == (
+        wire.topology.rank == 0
+    )
+
+
+def test_what_cannot_be_sent_is_refused(wire):
+    for value, fits in ((1.0, True), (1.0 + wire.topology.rank, False)):
+        model = keras.Sequential([keras.Input((2,)), Table(value), L.Dense(1)])
+        model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
+        fit = lambda model=model: model.fit(  # noqa: E731
+            np.ones((4, 2)), np.ones(4), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()]
+        )
+        if fits:
+            fit()
+        else:
+            with Raises(
+                ValueError, "Tables in layers must be alike on all ranks.*Received: layer 'table"
+            ):
+                fit()
+
+
+def test_checkpoints_hold_it(wire):
+    """A resumed job predicts what was saved, though its layers were not adapted, or otherwise."""
+    folder = shared_folder(wire)
+    model = _model(wire.topology.rank)
+    callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.Checkpoint(folder)]
+    model.fit(_data(), verbose=0, callbacks=callbacks)
+    keras.utils.clear_session(free_memory=False)
+    other = _model(7 + wire.topology.rank)
+    other.fit(_data(), verbose=0, callbacks=[keras_callbacks.Checkpoint(folder)])
+    assert _predictions(other) == _predictions(model)
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)

@@ -1,0 +1,403 @@
+"""What the state of layers is to other ranks: by default, as registered, and who follows it."""
+
+import dataclasses
+import os
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.helpers.callbacks import shared_folder
+from tests.helpers.checks import LogLines, Raises
+from tests.helpers.models import same_on_all_ranks
+from tests.helpers.over_ranks import exchange_objects
+from tfposeidon.state import snapshots
+from tfposeidon.state.placement import (
+    Placement,
+    another_seed,
+    is_seed,
+    seeds_of_layers,
+    state_of_layers,
+)
+
+L = keras.layers
+
+
+class Codebook(L.Layer):
+    """A layer with a codebook that its batches move, a counter, and the last dropout masks."""
+
+    def build(self, shape):
+        self.book = self.add_weight(shape=shape[1:], initializer="ones", trainable=False)
+        self.steps = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+        self.dropout = L.Dropout(0.5)
+        self.masks = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.book.assign(0.9 * self.book + 0.1 * keras.ops.mean(x, axis=0))
+            self.steps.assign(self.steps + 1)
+            masks = self.dropout(keras.ops.ones_like(x), training=True)
+            self.masks.assign(keras.ops.mean(masks, axis=0))
+        return x + self.book
+
+
+class OwnBook(Codebook):
+    """Registered below."""
+
+
+tp.state.register(OwnBook, lambda layer: [(layer.book, "local")])
+
+
+class Counter(L.Layer):
+    """Counts the samples of this rank."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.seen.assign(self.seen + keras.ops.cast(keras.ops.shape(x)[0], "int64"))
+        return x
+
+
+tp.state.register(Counter, "partial")
+
+
+class OwnWords(L.StringLookup):
+    """A vocabulary for each rank."""
+
+
+tp.state.register(OwnWords, "local")
+
+
+class Steps(keras.callbacks.Callback):
+    """Counts steps in a variable that it declares."""
+
+    def __init__(self, placement):
+        super().__init__()
+        self.count = keras.Variable(0, dtype="int64", trainable=False, name="count")
+        self.placement = placement
+
+    def state(self):
+        return [(self.count, self.placement)]
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.count.assign(self.count + 1)
+
+
+def _model(book=Codebook, synchronized=False):
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(3)
+    frozen = L.Dense(4, name="frozen")
+    frozen.trainable = False
+    layers = [
+        L.Dense(4),
+        frozen,
+        L.BatchNormalization(synchronized=synchronized),
+        book(name="book"),
+    ]
+    return keras.Sequential([keras.Input((6,)), *layers, L.Dropout(0.2), L.Dense(1)])
+
+
+def _recurrent(optimizer, dropout=0.0):
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(3)
+    layers = [L.Bidirectional(L.LSTM(3, stateful=True)), L.Dense(1)]
+    layers += [L.Dropout(dropout)] if dropout else []
+    model = keras.Sequential([keras.Input(batch_shape=(4, 3, 2)), *layers])
+    model.compile(optimizer, "mse")
+    return model
+
+
+def _names(variables):
+    return {v.path.split("/", 1)[-1] for v in variables}
+
+
+def test_placements_by_what_state_is():
+    model = _model()
+    names = {one: _names(state_of_layers(model, one)) for one in Placement}
+    book = model.get_layer("book")
+    assert names[Placement.REPLICATED] == _names([*model.get_layer("frozen").variables, book.steps])
+    normalization = model.layers[2]
+    statistics = [normalization.moving_mean, normalization.moving_variance]
+    assert names[Placement.AVERAGED] == _names([*statistics, book.book, book.masks])
+    assert names[Placement.LOCAL] == _names(seeds_of_layers(model))
+    everything = sum(len(state_of_layers(model, one)) for one in Placement)
+    assert everything == len(model.non_trainable_variables)
+    normalization.trainable = False
+    assert _names(statistics) <= _names(state_of_layers(model, Placement.REPLICATED))
+
+
+def test_what_is_registered_counts_and_the_rest_is_by_default():
+    model = _model(OwnBook)
+    book = model.get_layer("book")
+    assert _names([book.book]) <= _names(state_of_layers(model, Placement.LOCAL))
+    assert _names([book.masks]) <= _names(state_of_layers(model, Placement.AVERAGED))
+
+
+def test_states_of_sequences_are_local():
+    model = _recurrent("sgd")
+    assert sum("rnn_state" in v.path for v in state_of_layers(model, Placement.LOCAL)) == 4
+    assert not state_of_layers(model, Placement.AVERAGED, Placement.REPLICATED)
+
+
+def test_bad_input():
+    rule = "must be one of replicated, averaged, local, partial"
+    for wrong in ("mean", "sharded"):
+        with pytest.raises(ValueError, match=f"{rule}.*'{wrong}'"):
+            tp.state.register(L.Dense, wrong)
+    with pytest.raises(TypeError, match="must be a class of layers"):
+        tp.state.register(L.Dropout(0.1), "local")
+
+
+def test_other_seeds_are_far_apart_and_go_on_alike():
+    state = seeds_of_layers(_model())[0].value
+    seeds = [another_seed(state, number) for number in range(1000)]
+    np.testing.assert_array_equal(seeds[0], state)
+    assert len({int(seed) for seed, _ in seeds}) == 1000
+    assert {int(count) for _, count in seeds} == {int(state[1])}
+
+
+def _data(wire):
+    x = np.random.default_rng(0).normal(size=(32, 6)).astype("float32")
+    mine = x[wire.topology.rank :: wire.topology.size]
+    return mine, mine[:, :1]
+
+
+@pytest.mark.ranks("2")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tp.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+        lambda: tp.LocalUpdates(keras.optimizers.SGD(0.1), every=2),
+    ],
+    ids=["distributed", "local"],
+)
+def test_fit_leaves_equal_what_is_not_local(wire, make):
+    """Statistics, codebooks and counters are equal behind an epoch; seeds and masks are not."""
+    model = _model()
+    model.compile(make(), "mse")
+    callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.AverageBatchNorm()]
+    seen = []
+    model.fit(
+        *_data(wire),
+        batch_size=8,
+        epochs=2,
+        verbose=0,
+        callbacks=[
+            *callbacks,
+            keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs: seen.append(
+                    model.get_layer("book").masks.numpy().tolist()
+                )
+            ),
+        ],
+    )
+    equal = [*model.trainable_variables, *state_of_layers(model, "replicated", "averaged")]
+    same_on_all_ranks([v.numpy() for v in equal], wire)
+    seeds = [v.numpy().tolist() for v in seeds_of_layers(model)]
+    assert len({str(one) for one in exchange_objects(seeds, wire, "seeds")}) == 2
+    masks = exchange_objects(seen[0], wire, "masks")
+    assert masks[0] != masks[1]
+
+
+@pytest.mark.ranks("2")
+def test_recurrent_states_are_resumed(wire):
+    """And belong to a rank's own sequences, before and after."""
+    random = np.random.default_rng(wire.topology.rank)
+    data = random.normal(size=(12, 3, 2)).astype("float32"), random.normal(size=(12, 1))
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    folder = shared_folder(wire)
+
+    def go(epochs, *callbacks):
+        model = _recurrent(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+        model.fit(*data, epochs=epochs, callbacks=list(callbacks), **options)
+        return [v.numpy() for v in (*model.variables, *state_of_layers(model, "local"))]
+
+    whole = go(2, keras_callbacks.BroadcastVariables())
+    callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.Checkpoint(folder)]
+    go(1, *callbacks)
+    for a, b in zip(go(2, *callbacks), whole, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert len({str(one) for one in exchange_objects(whole[-1].tolist(), wire, "states")}) == 2
+    exchange_objects(None, wire, "compared")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.ranks("2")
+def test_a_rank_that_the_saved_job_did_not_have(wire, monkeypatch):
+    """It draws masks of its own, and its sequences begin."""
+    folder, found = shared_folder(wire), []
+    data = np.ones((8, 3, 2), "float32"), np.zeros((8, 1))
+    read = snapshots.Snapshots.read_latest
+
+    def read_rank_0(files):
+        snapshot = read(files)
+        own = snapshot and {0: files.read_all_ranks(snapshot)[0]}
+        return snapshot and dataclasses.replace(snapshot, own=own, same_layout=False)
+
+    monkeypatch.setattr(snapshots.Snapshots, "read_latest", read_rank_0)
+    for epochs in (1, 2):
+        model = _recurrent(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), dropout=0.5)
+        note = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda *_, m=model: found.append(
+                [(is_seed(v), v.numpy().tolist()) for v in state_of_layers(m, "local")]
+            )
+        )
+        callbacks = [keras_callbacks.Checkpoint(folder), note]
+        model.fit(*data, epochs=epochs, batch_size=4, verbose=0, callbacks=callbacks)
+    states = [value for of_seed, value in found[-1] if not of_seed]
+    assert len(states) == 4
+    assert all(np.any(state) == (wire.topology.rank == 0) for state in states)
+    seeds = [value for of_seed, value in found[-1] if of_seed]
+    for first, second in zip(*exchange_objects(seeds, wire, "seeds"), strict=True):
+        assert first[0] != second[0]
+        assert first[1] == second[1]
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.ranks("2")
+def test_replica_check_sees_counters(wire):
+    model = _model()
+    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+
+    def spoil(batch, logs):
+        # Behind the comparison of `fit`.
+        model.get_layer("book").steps.assign(wire.topology.rank)
+
+    callbacks = [
+        keras.callbacks.LambdaCallback(on_train_batch_begin=spoil),
+        keras_callbacks.ReplicaCheck(1),
+    ]
+    with Raises(RuntimeError, "same bits.*book"):
+        model.fit(*_data(wire), batch_size=8, verbose=0, callbacks=callbacks)
+
+
+@pytest.mark.ranks("2")
+def test_synchronized_batch_normalization_is_refused(wire):
+    model = _model(synchronized=True)
+    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    with Raises(ValueError, r"synchronized=True.*AverageBatchNorm"):
+        model.fit(*_data(wire), batch_size=8, verbose=0)
+
+
+def _counting():
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((6,)), Counter(name="counter"), L.Dense(1)])
+    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    return model, model.get_layer("counter").seen
+
+
+def _keep_only(names, folder, wire):
+    for name in set(os.listdir(folder)) - set(names) if wire.topology.rank == 0 else ():
+        shutil.rmtree(os.path.join(folder, name))
+    exchange_objects(None, wire, "removed")
+
+
+@pytest.mark.ranks("2")
+def test_sums_of_what_is_partial_stay(wire, monkeypatch):
+    """Over epochs, fits, files, and snapshots that ranks of another job resume from."""
+    folder = shared_folder(wire)
+    options = {"batch_size": 8, "verbose": 0}
+    callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.AverageBatchNorm()]
+    saving = keras_callbacks.Checkpoint(folder, every_n_steps=1, keep=9)
+
+    def total(seen):
+        return sum(exchange_objects(int(seen.numpy()), wire, "total"))
+
+    model, seen = _counting()
+    for fits in (1, 2):
+        # 16 samples on each rank.
+        model.fit(*_data(wire), epochs=2 * fits, callbacks=[*callbacks, saving], **options)
+        assert total(seen) == 2 * 32 * fits
+        assert bool(seen.numpy()) == (wire.topology.rank == 0)
+    # Before the last two is one of the middle of an epoch, where each rank has counted its own.
+    kept = sorted(os.listdir(folder))[:-2]
+    read = snapshots.Snapshots.read_latest
+
+    def read_as_others(files):
+        snapshot = read(files)
+        own = files.read_all_ranks(snapshot)
+        return dataclasses.replace(snapshot, own=own, same_layout=False)
+
+    for patched in (False, True):
+        if patched:
+            monkeypatch.setattr(snapshots.Snapshots, "read_latest", read_as_others)
+        _keep_only(kept, folder, wire)
+        model, seen = _counting()
+        found = []
+        note = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda *_, s=seen, f=found: f.append(int(s.numpy()))
+        )
+        resumed = keras_callbacks.Checkpoint(folder, keep=9)
+        model.fit(*_data(wire), epochs=4, callbacks=[*callbacks, resumed, note], **options)
+        begun = exchange_objects(found[0], wire, "begun")
+        assert begun == ([112, 0] if patched else [104, 8])
+        assert total(seen) == 128
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.ranks("2")
+def test_callbacks_say_what_they_keep(wire):
+    """It is compared, saved and resumed; a rank's own is left alone."""
+    rank, folder = wire.topology.rank, shared_folder(wire)
+    options = {"batch_size": 8, "verbose": 0}
+
+    def go(placement, begin, epochs, *callbacks):
+        model, _ = _counting()
+        steps = Steps(placement)
+        steps.count.assign(begin)
+        model.fit(*_data(wire), epochs=epochs, callbacks=[*callbacks, steps], **options)
+        return int(steps.count.numpy())
+
+    with LogLines() as lines:
+        assert go("replicated", 10 * rank, 1) == 2
+    assert rank or any("'count', which differs on rank(s) [1]" in line for line in lines)
+    broadcast = keras_callbacks.BroadcastVariables()
+    assert go("replicated", 10 * (1 + rank), 1, broadcast) == 10 + 2
+    assert go("local", 10 * rank, 1, keras_callbacks.Checkpoint(folder)) == 10 * rank + 2
+    assert go("local", 0, 2, keras_callbacks.Checkpoint(folder)) == 10 * rank + 4
+    exchange_objects(None, wire, "compared")
+    if rank == 0:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.ranks("2")
+def test_vocabularies_of_ones_own(wire):
+    """They are not sent, not compared, and saved by each rank."""
+    rank, folder = wire.topology.rank, shared_folder(wire)
+
+    def go(epochs, words):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(3)
+        lookup = OwnWords(max_tokens=4, output_mode="one_hot", pad_to_max_tokens=True)
+        lookup.set_vocabulary(words)
+        model = keras.Sequential([keras.Input((), dtype="string"), lookup, L.Dense(1)])
+        model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        data = np.array(["ant", "bee"] * 2), np.ones(4)
+        callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.Checkpoint(folder)]
+        model.fit(*map(tf.constant, data), epochs=epochs, verbose=0, callbacks=callbacks)
+        return lookup.get_vocabulary(include_special_tokens=False)
+
+    own = [["ant", "bee"], ["cat", "dog", "eel"]][rank]
+    assert go(1, own) == own
+    assert go(2, ["gnu"]) == own
+    exchange_objects(None, wire, "compared")
+    if rank == 0:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.ranks("3", server_rank=0)
+def test_parts_are_refused_where_ranks_have_a_pace_of_their_own(wire):
+    model, _ = _counting()
+    model.compile(tp.ElasticAveraging(keras.optimizers.SGD(0.1)), "mse")
+    with Raises(ValueError, "no time at which their parts could be summed"):
+        model.fit(*_data(wire), batch_size=8, verbose=0)

@@ -1,0 +1,161 @@
+"""`fit` accumulates over the ends of epochs, whatever watches it, as one process does."""
+
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.checks import LogLines
+from tests.helpers.models import same_on_all_ranks
+from tests.helpers.training import BATCH, check_equal, train_alone
+
+pytestmark = pytest.mark.ranks("2")
+
+BATCHES, STEPS, EPOCHS = 6, 4, 2
+"""Three updates in two epochs, of which the second begins in the first epoch."""
+
+
+def _inner():
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.9)
+    return keras.optimizers.SGD(rate, momentum=0.9, gradient_accumulation_steps=STEPS)
+
+
+class Watching(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        pass
+
+
+def _unknown(x, y, batch):
+    return (tf.data.Dataset.from_tensor_slices((x, y)).batch(batch).filter(lambda *_: True),)
+
+
+def _known(x, y, batch):
+    return (tf.data.Dataset.from_tensor_slices((x, y)).batch(batch),)
+
+
+FITS = {
+    "known": (_known, [], {}),
+    "watched": (_known, [Watching], {}),
+    "stoppable": (_known, [keras.callbacks.TerminateOnNaN], {}),
+    "unknown": (_unknown, [], {}),
+    "executions": (_unknown, [], {"steps_per_execution": 3}),
+    "eager": (_unknown, [Watching], {"run_eagerly": True}),
+}
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_as_one_process(wire, kind):
+    data, start = models.mlp.data(BATCHES * BATCH), models.mlp()
+    plain = _inner()
+    reference = train_alone(models.copy(models.mlp, start), data, plain, epochs=EPOCHS)
+    dataset, callbacks, compiled = FITS[kind]
+    model = models.copy(models.mlp, start)
+    model.compile(tp.DistributedOptimizer(_inner()), models.LOSS, **compiled)
+    share = models.share(data, BATCH, wire.topology)
+    model.fit(
+        *dataset(*share, BATCH // wire.topology.size),
+        epochs=EPOCHS,
+        shuffle=False,
+        verbose=0,
+        callbacks=[make() for make in callbacks],
+    )
+    same_on_all_ranks(model.get_weights(), wire)
+    check_equal(model.get_weights(), reference)
+    assert int(model.optimizer.iterations) == EPOCHS * BATCHES // STEPS
+
+
+def test_equal_batches_send_nothing_between_updates(wire):
+    """Otherwise ranks tell each other at each call how many samples they have."""
+    x, y = models.mlp.data(2 * BATCH)
+    for batch, told in ((BATCH, 0), (BATCH - 1, 1)):
+        model = models.mlp()
+        model.compile(tp.DistributedOptimizer(_inner(), "allreduce"), models.LOSS)
+        with mock.patch.object(wire, "all_reduce", wraps=wire.all_reduce) as spy:
+            model.fit(x, y, batch_size=batch, verbose=0)
+        names = [call.args[2] for call in spy.call_args_list]
+        assert sum(name.endswith(".calls") for name in names) == told, names
+
+
+def test_calls_weigh_alike_and_ranks_by_samples(wire):
+    """Each call counts once, a smaller one too, as in Keras."""
+    sizes = ([3, 1], [5, 2])
+    x, y = models.mlp.data(sum(map(sum, sizes)))
+    bounds = np.cumsum([0, *(size for pair in sizes for size in pair)])
+    start = models.mlp()
+    reference, model = (models.copy(models.mlp, start) for _ in range(2))
+    inner = lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)  # noqa: E731
+    reference.compile(inner(), models.LOSS)
+    model.compile(tp.DistributedOptimizer(inner()), models.LOSS)
+    for call in range(2):
+        whole = slice(bounds[2 * call], bounds[2 * call + 2])
+        reference.train_on_batch(x[whole], y[whole])
+        place = 2 * call + wire.topology.rank
+        mine = slice(bounds[place], bounds[place + 1])
+        model.train_on_batch(x[mine], y[mine])
+    same_on_all_ranks(model.get_weights(), wire)
+    check_equal(model.get_weights(), reference.get_weights())
+
+
+def test_a_rank_out_of_data_in_the_middle_of_an_update_is_told_of(wire):
+    x, y = models.mlp.data(4 * (5 + wire.topology.rank))
+    model = models.mlp()
+    model.compile(tp.DistributedOptimizer(_inner()), models.LOSS)
+    with LogLines() as lines:
+        model.fit(*_unknown(x, y, 4), epochs=2, verbose=0)
+    told = [line for line in lines if "out of data in the middle of an update" in line]
+    assert len(told) == (2 if wire.topology.rank == 0 else 0), lines
+    # Five calls in an epoch, of which four make an update.
+    assert int(model.optimizer.iterations) == 2
+    same_on_all_ranks(model.get_weights(), wire)
+
+
+def test_a_call_that_is_not_finite_is_skipped_on_all_ranks(wire):
+    model = models.mlp()
+    inner = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), initial_scale=8.0
+    )
+    model.compile(tp.DistributedOptimizer(inner), models.LOSS)
+    x, y = models.mlp.data(4)
+    broken = np.full_like(x, np.inf) if wire.topology.rank else x
+    for batch in (x, broken, x, broken, x, x):
+        model.train_on_batch(batch, y)
+    assert int(model.optimizer.iterations) == 2
+    assert float(inner.dynamic_scale) == 2.0
+    same_on_all_ranks(model.get_weights(), wire)
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+
+
+def test_an_update_that_overflows_on_the_wire_is_tried_again(wire):
+    """The loss scale skips the update by its means, and the accumulated gradients stay."""
+    inner = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), initial_scale=2.0**17
+    )
+    optimizer = tp.DistributedOptimizer(inner, scheme="asa16")
+    weight = keras.Variable([0.0], name="weight")
+    # 16 bits hold up to 65504; the scale halves until the mean fits.
+    for _ in range(2 + 2):
+        optimizer.apply([tf.constant([1.0]) * inner.scale_loss(1.0)], [weight])
+    assert float(inner.dynamic_scale) < 2.0**17
+    assert int(optimizer.iterations) == 1
+    np.testing.assert_allclose(weight.numpy(), [-1.0], rtol=1e-3)
+
+
+def test_batches_after_a_fit_weigh_by_their_samples(wire):
+    x, y = models.mlp.data(BATCH + 4)
+    start = models.mlp()
+    plain, model = (models.copy(models.mlp, start) for _ in range(2))
+    inner = lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)  # noqa: E731
+    plain.compile(inner(), models.LOSS)
+    model.compile(tp.DistributedOptimizer(inner()), models.LOSS)
+    part = slice(4 * wire.topology.rank, 4 * wire.topology.rank + 4)
+    for _ in range(2):
+        model.fit(x[part], y[part], batch_size=4, verbose=0)
+        plain.fit(x[:8], y[:8], batch_size=8, shuffle=False, verbose=0)
+        mine = slice(8, 9) if wire.topology.rank else slice(9, 12)
+        model.train_on_batch(x[mine], y[mine])
+        plain.train_on_batch(x[8:12], y[8:12])
+    check_equal(model.get_weights(), plain.get_weights())

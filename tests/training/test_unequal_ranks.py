@@ -1,0 +1,184 @@
+"""Ranks with different numbers of batches end their epochs together."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.checks import LogLines, Raises
+from tests.helpers.over_ranks import exchange_objects
+from tests.helpers.training import SERVED, sgd
+from tests.helpers.uneven import check_together, compiled_for_lengths, of_unknown_length
+
+pytestmark = pytest.mark.ranks("3")
+
+
+def test_known_lengths(wire):
+    model, optimizer = compiled_for_lengths()
+    x, y = models.mlp.data(4 * (3 + wire.topology.rank))
+    with LogLines() as lines:
+        history = model.fit(
+            x, y, batch_size=4, epochs=2, verbose=0, callbacks=[keras_callbacks.MetricAverage()]
+        )
+    check_together(model, optimizer, wire, 6)
+    losses = exchange_objects(history.history["loss"], wire, "losses")
+    assert losses[0] == losses[1] == losses[2]
+    said = [line for line in lines if "different or unknown numbers of batches (3, 4, 5)" in line]
+    assert len(said) == (1 if wire.topology.rank == 0 else 0)
+
+
+def test_unknown_lengths_with_validation(wire):
+    model, optimizer = compiled_for_lengths()
+    validation = models.mlp.data(4 + 4 * wire.topology.rank)
+    history = model.fit(
+        of_unknown_length(5 - wire.topology.rank),
+        epochs=3,
+        verbose=0,
+        validation_data=validation,
+        callbacks=[keras_callbacks.MetricAverage()],
+    )
+    check_together(model, optimizer, wire, 9)
+    values = exchange_objects(history.history["val_loss"], wire, "losses")
+    assert values[0] == values[1] == values[2]
+
+
+def test_unknown_but_equal_lengths_lose_no_step(wire):
+    model, optimizer = compiled_for_lengths()
+    model.fit(of_unknown_length(3), epochs=2, verbose=0)
+    check_together(model, optimizer, wire, 6)
+
+
+def test_ranks_without_data_have_no_rows(wire):
+    """Ranks without data take the others' branch; the plan shows the last step with data."""
+    for static_batches in (False, True):
+        _check_rows(wire, static_batches)
+
+
+def _check_rows(wire, static_batches):
+    model, optimizer = compiled_for_lengths("hybcomm")
+    model.fit(of_unknown_length(2, static_batches), verbose=0)
+    assert "K=4, P=3" in str(optimizer.plan)
+    model.fit(of_unknown_length(3 + wire.topology.rank, static_batches), epochs=2, verbose=0)
+    check_together(model, optimizer, wire, 8)
+    reasons = [choice.reason for bucket in optimizer.plan.buckets for choice in bucket.choices]
+    everybody = exchange_objects(reasons, wire, "reasons")
+    assert everybody == [reasons] * wire.topology.size
+
+
+def test_steps_per_execution(wire):
+    model, optimizer = compiled_for_lengths(steps_per_execution=2)
+    x, y = models.mlp.data(4 * (3 + 2 * wire.topology.rank))
+    model.fit(x, y, batch_size=4, epochs=2, verbose=0)
+    check_together(model, optimizer, wire, 6)
+
+
+def test_steps_per_execution_and_callbacks_that_communicate(wire):
+    model, optimizer = compiled_for_lengths(steps_per_execution=2)
+    x, y = models.mlp.data(4 * (3 + 2 * wire.topology.rank))
+    model.fit(
+        x, y, batch_size=4, verbose=0, callbacks=[keras_callbacks.ReplicaCheck(every_n_steps=1)]
+    )
+    check_together(model, optimizer, wire, 3)
+
+
+def test_servers_that_update(wire):
+    """Ranks without data push nothing, and take part in norms and pulls all the same."""
+    scaled = keras.optimizers.LossScaleOptimizer
+    for inner in (keras.optimizers.SGD(0.1, global_clipnorm=0.1), scaled(sgd(), initial_scale=8.0)):
+        model, optimizer = compiled_for_lengths(SERVED, inner)
+        model.fit(of_unknown_length(3 + wire.topology.rank), epochs=2, verbose=0)
+        check_together(model, optimizer, wire, 6)
+
+
+def test_accumulation(wire):
+    model = models.mlp()
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    model.compile(optimizer=optimizer, loss=models.LOSS)
+    model.fit(of_unknown_length(4 + wire.topology.rank), epochs=2, verbose=0)
+    check_together(model, optimizer, wire, 4)
+    assert all(not np.any(v.numpy()) for v in optimizer.rank_variables)
+
+
+def test_equal_lengths_say_nothing(wire):
+    model, _ = compiled_for_lengths()
+    with LogLines() as lines:
+        model.fit(*models.mlp.data(12), batch_size=4, verbose=0)
+    assert not [line for line in lines if "batches" in line]
+
+
+class _Rates(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.rates = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.rates.append(float(self.model.optimizer.learning_rate))
+
+
+def test_rates_follow_the_agreed_steps(wire):
+    model, optimizer = compiled_for_lengths()
+    x, y = models.mlp.data(4 * (3 + wire.topology.rank))
+    warmup, rates = keras_callbacks.LearningRateWarmup(0.3, warmup_epochs=2), _Rates()
+    model.fit(x, y, batch_size=4, epochs=3, verbose=0, callbacks=[warmup, rates])
+    check_together(model, optimizer, wire, 9)
+    expected = np.interp(np.arange(9) / 3, [0, 2], [0.1, 0.3])
+    np.testing.assert_allclose(rates.rates, expected, rtol=1e-5)
+
+
+class _Part(keras.callbacks.Callback):
+    """Makes the last rank differ from the others in the second epoch."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1 and tp.rank() == tp.size() - 1:
+            self.change(self.model)
+
+
+def test_ranks_that_part_are_told(wire):
+    def freeze(model):
+        model.layers[0].trainable = False
+
+    def setting(name, value):
+        return lambda model: setattr(model.optimizer.inner_optimizer, name, value)
+
+    for change, what in (
+        (setting("learning_rate", 0.25), r"learning rate 0\.05.* on rank 0, 0\.25"),
+        (setting("weight_decay", 0.5), "weight decay None on rank 0, 0.5"),
+        (freeze, r"trainable variables 4 \(.*kernel.* among them\) on rank 0, 2 on rank 2"),
+    ):
+        model, optimizer = compiled_for_lengths()
+        with Raises(RuntimeError, f"All ranks must train alike. Received: {what}"):
+            model.fit(
+                *models.mlp.data(8), batch_size=4, epochs=4, verbose=0, callbacks=[_Part(change)]
+            )
+        assert int(optimizer.iterations) == 4
+
+
+def test_another_first_epoch_is_refused(wire):
+    model, _ = compiled_for_lengths()
+    with Raises(
+        RuntimeError, "All ranks must train alike. Received: epoch 0 on rank 0, 1 on rank 1"
+    ):
+        model.fit(
+            *models.mlp.data(8), epochs=3, initial_epoch=min(wire.topology.rank, 1), verbose=0
+        )
+
+
+class _StopOnRank1(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if tp.rank() == 1 and epoch == 1:
+            self.model.stop_training = True
+
+
+def test_one_rank_that_stops_stops_all(wire):
+    model, optimizer = compiled_for_lengths()
+    history = model.fit(
+        *models.mlp.data(8), batch_size=4, epochs=5, verbose=0, callbacks=[_StopOnRank1()]
+    )
+    assert len(history.epoch) == 2
+    check_together(model, optimizer, wire, 4)

@@ -1,0 +1,269 @@
+"""Finds the parts of CUDA: the driver, the toolkit that compiles, NCCL, and TensorFlow's version.
+
+Think of three version numbers. The driver supports programs up to one version of CUDA. nvcc
+compiles for its own version and links its runtime into the result. TensorFlow brings another
+runtime. Two runtimes work in one process as long as the driver supports both.
+
+This module uses the standard library only: `install` and `setup.py` import it before anything else
+is there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import importlib.machinery
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+Version = tuple[int, int]
+OLDEST_NVCC = 12
+DRIVERS = {12: "525", 13: "580"}
+"""First release of NVIDIA's driver that supports a major version of CUDA."""
+WHEELS_OF_NVCC = "nvidia-cuda-nvcc nvidia-cuda-cccl"
+
+
+class CudaError(RuntimeError):
+    """A part of CUDA that is missing or does not suit, with the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toolkit:
+    """A CUDA toolkit: nvcc with its headers and its runtime.
+
+    Args:
+      home: Folder with `bin/nvcc` and `include`.
+      version: Version of CUDA that nvcc compiles for, such as `(12, 9)`.
+    """
+
+    home: Path
+    version: Version
+
+    @property
+    def nvcc(self) -> Path:
+        """Path of the compiler."""
+        return self.home / "bin" / "nvcc"
+
+    @property
+    def static_runtime(self) -> Path:
+        """Path of the CUDA runtime that Horovod and the native ops link."""
+        # NVIDIA's installers, Debian's package, and the wheels.
+        folders = ("lib64", "lib/x86_64-linux-gnu", "targets/*/lib", "lib")
+        found = (path for f in folders for path in self.home.glob(f"{f}/libcudart_static.a"))
+        return next(found, self.home / "lib64" / "libcudart_static.a")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nccl:
+    """NCCL's header and library.
+
+    Args:
+      include: Folder of `nccl.h`.
+      library: Path of the shared library.
+      version: Version in the header, such as `"2.27.7"`.
+    """
+
+    include: Path
+    library: Path
+    version: str
+
+    @property
+    def rpath(self) -> str:
+        """Where the loader looks for it: relative to Horovod if both lie in one folder."""
+        if Path(sysconfig.get_path("purelib")) in self.library.parents:
+            # From site-packages/horovod/tensorflow: the built wheel may go to another environment.
+            return "$ORIGIN/../../nvidia/nccl/lib"
+        return str(self.library.parent)
+
+
+def driver_present() -> bool:
+    """Returns whether a kernel driver for NVIDIA GPUs is loaded."""
+    return Path("/proc/driver/nvidia/version").exists() or driver_version() is not None
+
+
+@functools.cache
+def driver_version() -> Version | None:
+    """Returns the version of CUDA up to which the driver supports programs; `None` without one."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    number = ctypes.c_int()
+    # It needs no GPU, and does not occupy one.
+    if library.cuDriverGetVersion(ctypes.byref(number)) or not number.value:
+        return None
+    return number.value // 1000, number.value % 1000 // 10
+
+
+def driver_release() -> str | None:
+    """Returns the release of the driver, such as `"580.95.05"`, if the kernel says it."""
+    path = Path("/proc/driver/nvidia/version")
+    match = re.search(r"\s(\d+\.\d+[.\d]*)\s", path.read_text()) if path.exists() else None
+    return match[1] if match else None
+
+
+def require_toolkit() -> Toolkit:
+    """Returns the first toolkit that can compile for this machine.
+
+    It is that of `HOROVOD_CUDA_HOME` if that is set, else one of `PATH`, `/usr/local/cuda` or pip.
+
+    Raises:
+      CudaError: If there is none, or all lack a part, are too old, or are newer than the driver.
+    """
+    problems = []
+    for home in _homes():
+        if not (home / "bin" / "nvcc").exists():
+            continue
+        toolkit = Toolkit(home=home, version=_version_of(home / "bin" / "nvcc"))
+        problem = _problem_with(toolkit)
+        if problem is None:
+            return toolkit
+        problems.append(problem)
+    looked_in = os.environ.get("HOROVOD_CUDA_HOME") or "PATH and /usr/local/cuda"
+    problems.append(f"GPU code is compiled by nvcc. Received: none in {looked_in}.")
+    raise CudaError(f"{problems[0]} {_how_to_get_nvcc()}")
+
+
+def _homes() -> list[Path]:
+    given = os.environ.get("HOROVOD_CUDA_HOME")
+    if given:
+        return [Path(given)]
+    in_wheels = [home for place in wheels() for home in sorted(place.glob("cu[0-9]*"))]
+    return [*_homes_of_nvcc(), Path("/usr/local/cuda"), *in_wheels]
+
+
+def _homes_of_nvcc() -> list[Path]:
+    """Returns where the toolkit of the nvcc on the path may lie."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return []
+    # It may be a script that calls another one; Debian's calls one whose libraries are in /usr.
+    dry_run = [nvcc, "--dryrun", "-x", "cu", os.devnull]
+    said = subprocess.run(dry_run, capture_output=True, text=True).stderr
+    match = re.search(r"^#\$ _HERE_=(.+)$", said, re.MULTILINE)
+    called = [Path(match[1]).parent] if match else []
+    return [*called, Path(nvcc).resolve().parents[1], Path(nvcc).parents[1]]
+
+
+def _problem_with(toolkit: Toolkit) -> str | None:
+    if toolkit.version[0] < OLDEST_NVCC:
+        return (
+            f"nvcc {OLDEST_NVCC} or later is needed. Received: nvcc {dotted(toolkit.version)} in "
+            f"{toolkit.home}."
+        )
+    if not toolkit.static_runtime.exists():
+        return f"nvcc needs the CUDA runtime. Received: no libcudart_static.a in {toolkit.home}."
+    return problem_with_driver(toolkit.version)
+
+
+def problem_with_driver(built_for: Version) -> str | None:
+    """Returns an error message if the loaded driver does not support a version of CUDA."""
+    driver = driver_version()
+    if driver is None or driver[0] >= built_for[0]:
+        return None
+    needed = DRIVERS.get(built_for[0], "a newer one")
+    return (
+        f"Code for CUDA {dotted(built_for)} needs NVIDIA's driver {needed} or later. "
+        f"Received: driver {driver_release() or ''} for CUDA up to {dotted(driver)}. "
+        "Update the driver, or compile with an older nvcc."
+    )
+
+
+def _how_to_get_nvcc() -> str:
+    cuda = (tensorflow_cuda() or "12.5").split(".")
+    release = "-".join(cuda[:2])
+    return (
+        f"Install nvcc {cuda[0]} from NVIDIA's repository (apt-get install cuda-nvcc-{release} "
+        f"cuda-cudart-dev-{release} cuda-cccl-{release}), or, for drivers {DRIVERS[13]} and later, "
+        f"nvcc 13 (pip install {WHEELS_OF_NVCC}). "
+        "HOROVOD_CUDA_HOME names a toolkit elsewhere; install --no-cuda needs none, for CPUs."
+    )
+
+
+def _version_of(nvcc: Path) -> Version:
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    match = re.search(r"release (\d+)\.(\d+)", said)
+    if match is None:
+        raise CudaError(
+            f"nvcc must run and name its release. Received from {nvcc} --version: {said!r}. "
+            "Install it again, or name another toolkit by HOROVOD_CUDA_HOME."
+        )
+    return int(match[1]), int(match[2])
+
+
+def find_nccl(toolkit: Toolkit) -> Nccl | None:
+    """Returns the NCCL of `HOROVOD_NCCL_HOME`, pip, the toolkit or the system, in this order."""
+    given = os.environ.get("HOROVOD_NCCL_HOME")
+    places = [*(place / "nccl" for place in wheels()), toolkit.home, Path("/usr")]
+    for home in [Path(given)] if given else places:
+        for pattern in ("lib/libnccl.so*", "lib64/libnccl.so*", "lib/*-linux-gnu/libnccl.so*"):
+            libraries = sorted(home.glob(pattern))
+            if libraries and (home / "include" / "nccl.h").exists():
+                include = home / "include"
+                return Nccl(include=include, library=libraries[0], version=_version_in(include))
+    return None
+
+
+def require_nccl(toolkit: Toolkit) -> Nccl:
+    """Returns NCCL.
+
+    Raises:
+      CudaError: If there is none.
+    """
+    nccl = find_nccl(toolkit)
+    if nccl is None:
+        raise CudaError(
+            "Horovod on GPUs needs NCCL, nccl.h and libnccl.so. Received: none in "
+            f"{os.environ.get('HOROVOD_NCCL_HOME') or 'the environment, the toolkit and /usr'}. "
+            "Run: pip install nvidia-nccl-cu12 (or apt-get install libnccl-dev). "
+            "Another place is named by HOROVOD_NCCL_HOME."
+        )
+    return nccl
+
+
+def _version_in(include: Path) -> str:
+    text = (include / "nccl.h").read_text(errors="replace")
+    return ".".join(re.findall(r"#define NCCL_(?:MAJOR|MINOR|PATCH) +(\d+)", text))
+
+
+def wheels() -> list[Path]:
+    """Returns the folders in which pip puts its packages of CUDA."""
+    return _folders_of("nvidia")
+
+
+def _folders_of(package: str) -> list[Path]:
+    """Returns where a package is in the build, or where pip installs to; it is not imported."""
+    # pip may have installed it since this process looked.
+    importlib.invalidate_caches()
+    # An isolated build of pip sees neither of the last three.
+    installed = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    path = [*sys.path, *installed, site.getusersitepackages()]
+    spec = importlib.machinery.PathFinder.find_spec(package, path)
+    return [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]
+
+
+def tensorflow_cuda() -> str | None:
+    """Returns the version of CUDA that TensorFlow was built for, `None` if for CPUs or missing.
+
+    TensorFlow is not imported, which takes seconds.
+    """
+    for folder in _folders_of("tensorflow"):
+        path = folder / "python/platform/build_info.py"
+        text = path.read_text() if path.exists() else ""
+        match = re.search(r"'cuda_version', '([0-9.]+)'", text)
+        if match:
+            return match[1]
+    return None
+
+
+def dotted(version: Version) -> str:
+    """Returns a version as text, such as `"12.9"`."""
+    return ".".join(map(str, version))

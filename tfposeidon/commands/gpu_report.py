@@ -1,0 +1,145 @@
+"""Rows of `check` about GPUs: the versions that are there, and those that Horovod was built for."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from pathlib import Path
+
+from tfposeidon.commands import cuda
+
+
+class GpuError(RuntimeError):
+    """Parts of CUDA that do not go together; the message says what to do."""
+
+
+def rows(gpus: int) -> list[tuple[str, str]]:
+    """Returns lines of a table about GPUs, after Horovod and TensorFlow have been loaded.
+
+    Args:
+      gpus: Number of GPUs that TensorFlow sees.
+
+    Raises:
+      GpuError: If the driver does not support the CUDA of Horovod or TensorFlow.
+    """
+    tensorflow_cuda = cuda.tensorflow_cuda()
+    horovod_cuda = _horovod_cuda()
+    if not (gpus or cuda.driver_present() or horovod_cuda or tensorflow_cuda):
+        return [("GPUs", "none, and no NVIDIA driver")]
+    if gpus:
+        _check_driver({"Horovod": horovod_cuda, "TensorFlow": tensorflow_cuda})
+    return [
+        ("GPUs", _gpus(gpus, tensorflow_cuda)),
+        ("NVIDIA driver", _driver()),
+        (
+            "CUDA",
+            f"TensorFlow for {tensorflow_cuda or 'CPUs'}, Horovod for {_built_for(horovod_cuda)}",
+        ),
+        ("cuDNN", _cudnn() or "not found"),
+        ("NCCL", _nccl()),
+        ("native ops", _native_ops(gpus)),
+    ]
+
+
+def _gpus(gpus: int, tensorflow_cuda: str | None) -> str:
+    if gpus or not cuda.driver_present():
+        return str(gpus)
+    if tensorflow_cuda is None:
+        return (
+            "0 for TensorFlow, which is built for CPUs; python -m tfposeidon install --cuda tells"
+        )
+    problem = cuda.problem_with_driver(_numbers(tensorflow_cuda))
+    if problem:
+        return f"0 for TensorFlow. {problem}"
+    # TensorFlow logs which of its libraries it did not find, but not at our log level.
+    return (
+        "0 for TensorFlow, though there is a driver. TF_CPP_MIN_LOG_LEVEL=0 python -c 'import "
+        'tensorflow as tf; tf.config.list_physical_devices("GPU")\' says why; mostly its libraries '
+        "are missing: pip install 'tensorflow[and-cuda]', in the version that is here"
+    )
+
+
+def _driver() -> str:
+    version = cuda.driver_version()
+    if version is None:
+        return "none"
+    return f"{cuda.driver_release() or ''} for CUDA up to {cuda.dotted(version)}".strip()
+
+
+def _check_driver(built_for: dict[str, str | None]) -> None:
+    for what, version in built_for.items():
+        problem = cuda.problem_with_driver(_numbers(version or "0.0"))
+        if problem:
+            raise GpuError(f"{what} was built for CUDA {version}. {problem}")
+
+
+def _numbers(version: str) -> cuda.Version:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _horovod_cuda() -> str | None:
+    """Returns the version of CUDA that Horovod was compiled with, which its build notes."""
+    import horovod
+
+    path = Path(horovod.__file__).with_name("metadata.json")
+    return json.loads(path.read_text()).get("cuda") if path.exists() else None
+
+
+def _built_for(horovod_cuda: str | None) -> str:
+    import horovod.tensorflow as hvd
+
+    # Builds that `install` has not made note nothing.
+    return horovod_cuda or ("a CUDA that its build did not note" if hvd.cuda_built() else "CPUs")
+
+
+def _cudnn() -> str | None:
+    # By its name: where TensorFlow has loaded one, it is that one.
+    library = _loaded("libcudnn.so.9", "cudnn/lib")
+    if library is None:
+        return None
+    library.cudnnGetVersion.restype = ctypes.c_size_t
+    version = library.cudnnGetVersion()
+    return f"{version // 10000}.{version % 10000 // 100}.{version % 100}"
+
+
+def _nccl() -> str:
+    import horovod.tensorflow as hvd
+
+    library = _loaded("libnccl.so.2", "nccl/lib")
+    number = ctypes.c_int()
+    if library is None or library.ncclGetVersion(ctypes.byref(number)):
+        return "not found"
+    seen, built = number.value, hvd.nccl_built()
+    text = f"{_dotted(seen)}{f', Horovod for {_dotted(built)}' if built else ''}"
+    if built > seen:
+        # One that was older did all that was tried, on an H200; NVIDIA does not promise it.
+        text += f"; if collectives fail: pip install 'nvidia-nccl-cu12>={_dotted(built)}'"
+    return text
+
+
+def _dotted(code: int) -> str:
+    """Returns an NCCL version code as text: 22707 is 2.27.7."""
+    return f"{code // 10000}.{code % 10000 // 100}.{code % 100}"
+
+
+def _loaded(name: str, place: str) -> ctypes.CDLL | None:
+    for path in (name, *(str(folder / place / name) for folder in cuda.wheels())):
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    return None
+
+
+def _native_ops(gpus: int) -> str:
+    from tfposeidon import native
+
+    if native.has_gpu_kernels():
+        return "on CPUs and GPUs"
+    if not gpus:
+        return "on CPUs"
+    return (
+        "on CPUs, to which TensorFlow copies GPU tensors: install nvcc, then pip install "
+        "--force-reinstall --no-deps . in tfposeidon's folder"
+    )
