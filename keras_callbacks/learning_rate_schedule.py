@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import ranges
+from tfposeidon import arguments, ranges
 from tfposeidon.optimizer import DistributedOptimizer
 from tfposeidon.optimizers.wrapping import innermost, leaves
 from tfposeidon.training import session
@@ -40,8 +40,10 @@ class LearningRateSchedule(keras.callbacks.Callback):
         not know them.
       optimizer: Optimizer whose rate is set; by default `model.optimizer`. A model with several
         optimizers needs one callback for each.
+      **others: Arguments of Horovod's callback, which are refused with what to write.
 
     Raises:
+      TypeError: For unknown arguments.
       ValueError: If `initial_learning_rate` is negative. In `fit`, if the optimizer's rate is a
         schedule, if the steps per epoch are needed and not known, or if the model has several
         optimizers and none is given.
@@ -54,18 +56,22 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
     def __init__(
         self,
-        initial_learning_rate: float,
-        multiplier: float | Callable[[float], float],
+        initial_learning_rate: float | None = None,
+        multiplier: float | Callable[[float], float] = 1.0,
         start_epoch: int = 0,
         end_epoch: int | None = None,
         staircase: bool = True,
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
         optimizer: keras.optimizers.Optimizer | None = None,
+        **others: Any,
     ) -> None:
+        # Before a rate that is missing: Horovod has another name for it.
+        arguments.check_no_more_arguments(type(self).__name__, others, arguments.CALLBACKS)
         super().__init__()
-        ranges.check_number("initial_learning_rate", initial_learning_rate, ranges.NOT_NEGATIVE)
-        self.initial_learning_rate = initial_learning_rate
+        self.initial_learning_rate = ranges.check_number(
+            "initial_learning_rate", initial_learning_rate, ranges.NOT_NEGATIVE
+        )
         self.multiplier = multiplier if callable(multiplier) else lambda _: multiplier
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch

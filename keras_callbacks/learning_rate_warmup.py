@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 from typing_extensions import override
 
@@ -27,8 +29,10 @@ class LearningRateWarmup(LearningRateSchedule):
         `LearningRateSchedule`.
       steps_per_epoch: Batches per epoch on one rank, needed where `fit` does not know them.
       optimizer: Optimizer whose rate is set; by default `model.optimizer`.
+      **others: Arguments of Horovod's callback, which are refused with what to write.
 
     Raises:
+      TypeError: For unknown arguments.
       ValueError: If `warmup_epochs` is not above 0; otherwise as `LearningRateSchedule`.
 
     Source: Goyal et al. 2017, section 2.2.
@@ -48,11 +52,12 @@ class LearningRateWarmup(LearningRateSchedule):
 
     def __init__(
         self,
-        initial_learning_rate: float,
+        initial_learning_rate: float | None = None,
         warmup_epochs: float = 5,
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
         optimizer: keras.optimizers.Optimizer | None = None,
+        **others: Any,
     ) -> None:
         ranges.check_number("warmup_epochs", warmup_epochs, ranges.POSITIVE)
         self.warmup_epochs = warmup_epochs
@@ -63,6 +68,7 @@ class LearningRateWarmup(LearningRateSchedule):
             momentum_correction=momentum_correction,
             steps_per_epoch=steps_per_epoch,
             optimizer=optimizer,
+            **others,
         )
 
     def _fraction(self, epoch: float) -> float:

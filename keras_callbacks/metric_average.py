@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 from typing_extensions import override
 
 from keras_callbacks._model_state import samples_seen
+from tfposeidon.communication import agreement
 from tfposeidon.communication.wire import Wire, exchange_objects
 from tfposeidon.training import session
 
@@ -22,7 +24,12 @@ class MetricAverage(keras.callbacks.Callback):
 
     Put it before callbacks that decide by metrics (`EarlyStopping`, `ReduceLROnPlateau`,
     `ModelCheckpoint`): they then do the same on every rank. Ranks that lack a metric, as where only
-    some of them validate, get the mean over those that have it. On one rank it changes nothing.
+    some of them validate, get the mean over those that have it. Metrics that are vectors, such as
+    `F1Score(average=None)`, are averaged by element; text and `None` are left alone. On one rank it
+    changes nothing.
+
+    Raises:
+      RuntimeError: At the end of an epoch, on all ranks, if a metric has other shapes on them.
 
     Cost: one exchange of some 50 bytes for each metric, once per epoch.
 
@@ -64,24 +71,43 @@ class MetricAverage(keras.callbacks.Callback):
         return 1.0 if seen is None else seen
 
 
-def _averages(
-    logs: dict[str, Any], trained: float, validated: float, wire: Wire
-) -> dict[str, float]:
+def _averages(logs: dict[str, Any], trained: float, validated: float, wire: Wire) -> dict[str, Any]:
+    numbers = {name: _numbers(value) for name, value in logs.items()}
     own = {
-        name: [validated if name.startswith("val_") else trained, float(value)]
-        for name, value in logs.items()
+        name: [validated if name.startswith("val_") else trained, value.tolist()]
+        for name, value in numbers.items()
+        if value is not None
     }
     ranks = exchange_objects(own, wire, "tp.metrics")
     # A rank may lack a metric, such as `val_loss` where only some ranks validate: it gets the mean
     # of the others, by which callbacks on all ranks decide alike.
     names = dict.fromkeys(name for metrics in ranks for name in metrics)
-    pairs = {name: [metrics[name] for metrics in ranks if name in metrics] for name in names}
-    return {name: _weighted_mean(values) for name, values in pairs.items()}
+    return {
+        name: _weighted_mean(
+            name, {rank: metrics[name] for rank, metrics in enumerate(ranks) if name in metrics}
+        )
+        for name in names
+    }
 
 
-def _weighted_mean(pairs: list[list[float]]) -> float:
+def _numbers(value: Any) -> np.ndarray | None:
+    """Returns a metric as float64; `None` for what is no number."""
+    if value is None or isinstance(value, str | bytes):
+        return None
+    try:
+        return np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        return None
+
+
+def _weighted_mean(name: str, pairs: dict[int, list[Any]]) -> Any:
     """Returns the mean of pairs of weight and value; without any weight, the plain mean."""
-    total = sum(weight for weight, _ in pairs)
-    if not total:
-        return sum(value for _, value in pairs) / len(pairs)
-    return sum(weight * value for weight, value in pairs) / total
+    agreement.require_equal(
+        {rank: np.shape(value) for rank, (_, value) in pairs.items()},
+        f"All ranks must have metric {name!r} of one shape",
+        "Leave MetricAverage out, or give the model a metric that has it.",
+    )
+    weights = np.array([weight for weight, _ in pairs.values()])
+    values = np.array([value for _, value in pairs.values()], np.float64)
+    mean = np.average(values, 0, weights if weights.any() else None)
+    return mean if mean.shape else float(mean)

@@ -112,15 +112,24 @@ def test_saved_models_load_and_go_on(tmp_path, accumulation):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("compression", '`compression` is an argument of Horovod.*scheme="asa16"'),
-        ("backward_passes_per_step", "write gradient_accumulation_steps"),
+        ("compression", """Horovod's. Received: compression=4: the scheme.*scheme="asa16\""""),
+        ("backward_passes_per_step", "write gradient_accumulation_steps for 2 or more"),
         ("num_groups", "write bucket_bytes"),
-        ("shceme", "has no argument `shceme`. Received: shceme=4"),
+        ("shceme", "Received: shceme=4: DistributedOptimizer has no argument `shceme`"),
     ],
 )
 def test_arguments_that_there_are_not(name, message):
     with pytest.raises(TypeError, match=message):
         tp.DistributedOptimizer(SGD(0.1), **{name: 4})
+
+
+def test_all_wrong_arguments_are_named_at_once():
+    with pytest.raises(TypeError, match=r"op=1: leave it out.*; groups=2: write bucket_bytes"):
+        tp.DistributedOptimizer(SGD(0.1), op=1, groups=2)
+    with pytest.raises(TypeError, match=r"initial_lr=0.1: write initial_.*; verbose=1: leave it"):
+        keras_callbacks.LearningRateWarmup(initial_lr=0.1, warmup_epochs=5, verbose=1)
+    with pytest.raises(TypeError, match=r"initial_lr=0.1: write initial_learning_rate"):
+        keras_callbacks.LearningRateSchedule(initial_lr=0.1, multiplier=0.5)
 
 
 def test_config_stays_as_it_is():

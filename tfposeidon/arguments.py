@@ -12,20 +12,29 @@ from tfposeidon.optimizers.wrapping import innermost, leaves
 HOROVODS = {
     "compression": 'the scheme says what is sent: scheme="asa16" halves the bytes, "hitopk" sends '
     "the largest elements",
-    "backward_passes_per_step": "write gradient_accumulation_steps",
-    "average_aggregated_gradients": "accumulated gradients are averaged",
-    "op": "gradients are averaged over ranks",
-    "gradient_predivide_factor": "gradients are averaged over ranks; 16-bit schemes scale "
-    "before they cast",
-    "sparse_as_dense": "rows of embeddings are summed and sent densely, or as rows with "
-    'scheme="hybcomm"',
+    "backward_passes_per_step": "write gradient_accumulation_steps for 2 or more, and nothing for "
+    "1; calls are averaged, so for sums multiply the rate by it",
+    "average_aggregated_gradients": "leave it out: accumulated gradients are averaged; for sums "
+    "multiply the rate by gradient_accumulation_steps",
+    "op": "leave it out: gradients are averaged over ranks",
+    "gradient_predivide_factor": "leave it out: gradients are averaged over ranks, and 16-bit "
+    "schemes scale before they cast",
+    "sparse_as_dense": "leave it out: rows of embeddings are summed and sent densely, or as rows "
+    'with scheme="hybcomm"',
     "num_groups": "write bucket_bytes, the size up to which gradients are fused",
     "groups": "write bucket_bytes, the size up to which gradients are fused",
-    "process_set": "all ranks of the job take part",
-    "device_dense": "gradients are exchanged where they are",
-    "device_sparse": "gradients are exchanged where they are",
+    "process_set": "leave it out: all ranks of the job take part",
+    "device_dense": "leave it out: gradients are exchanged where they are",
+    "device_sparse": "leave it out: gradients are exchanged where they are",
+    "scale_local_gradients": "leave it out: all gradients are averaged over ranks",
 }
-"""Arguments of Horovod's `DistributedOptimizer` for Keras, and what there is in their place."""
+"""Arguments of Horovod's `DistributedOptimizer` for Keras, and what to write in their place."""
+
+CALLBACKS = {
+    "initial_lr": "write initial_learning_rate",
+    "verbose": "leave it out; optimizer.learning_rate holds the rate",
+}
+"""Arguments of Horovod's callbacks of rates, and what to write in their place."""
 
 
 def check_inner(inner: Any, wrapper: type) -> None:
@@ -51,26 +60,22 @@ def check_inner(inner: Any, wrapper: type) -> None:
         )
 
 
-def check_no_more_arguments(optimizer: str, others: dict[str, Any]) -> None:
-    """Refuses unknown arguments, those of Horovod's optimizer with what does the same here.
-
-    Args:
-      optimizer: Name of the class.
-      others: Name -> value of arguments that the constructor does not name.
+def check_no_more_arguments(
+    owner: str, others: dict[str, Any], horovods: dict[str, str] = HOROVODS
+) -> None:
+    """Refuses unknown arguments, all in one error; for those of Horovod it says what to write.
 
     Raises:
       TypeError: If there are any.
     """
-    for name in others:
-        if name in HOROVODS:
-            raise TypeError(
-                f"`{name}` is an argument of Horovod's DistributedOptimizer. "
-                f"Received: {name}={others[name]!r}. Here {HOROVODS[name]}."
-            )
-        raise TypeError(
-            f"{optimizer} has no argument `{name}`. "
-            f"Received: {name}={others[name]!r}. Leave it out."
-        )
+    if not others:
+        return
+    lines = [
+        f"{name}={value!r}: {horovods.get(name, f'{owner} has no argument `{name}`, leave it out')}"
+        for name, value in others.items()
+    ]
+    of_horovod = " of Horovod's" if any(name in horovods for name in others) else ""
+    raise TypeError(f"{owner} has other arguments{of_horovod}. Received: " + "; ".join(lines) + ".")
 
 
 def check_sample_count(sample_count: Any) -> None:

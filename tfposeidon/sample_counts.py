@@ -69,15 +69,24 @@ def batch_size(data: Any) -> Any:
       data: Batch as a train step is given it.
 
     Returns:
-      Length of the first axis of the first tensor that has one, a scalar int32; `None` if there is
-      none.
+      Length of the first axis of the first tensor that has one, also a ragged or sparse one, a
+      scalar int32; `None` if there is none.
 
     >>> import tensorflow as tf
     >>> int(batch_size((tf.zeros([32, 784]), tf.zeros([32]))))
     32
     """
-    leaves = [leaf for leaf in _tensors(data) if leaf.shape.rank != 0]
-    return tf.shape(leaves[0])[0] if leaves else None
+    kinds = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+    leaves = [leaf for leaf in keras.tree.flatten(data) if isinstance(leaf, kinds)]
+    return next((_rows(leaf) for leaf in leaves if leaf.shape.rank != 0), None)
+
+
+def _rows(batch: Any) -> tf.Tensor:
+    if isinstance(batch, tf.RaggedTensor):
+        return batch.nrows(tf.int32)
+    if isinstance(batch, tf.SparseTensor):
+        return tf.cast(batch.dense_shape[0], tf.int32)
+    return tf.shape(batch)[0]
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
@@ -171,7 +180,8 @@ class Unmasked(Configured):
 
 
 def _tensors(data: Any) -> list[tf.Tensor]:
-    return [leaf for leaf in keras.tree.flatten(data) if isinstance(leaf, tf.Tensor)]
+    leaves = tf.nest.flatten(keras.tree.flatten(data), expand_composites=True)
+    return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
 
 
 def _single(tensors: Any, name: str) -> tf.Tensor:
@@ -181,4 +191,9 @@ def _single(tensors: Any, name: str) -> tf.Tensor:
             f"Samples are counted in a single tensor. Received: {len(leaves)} as {name!r}. Give a "
             "sample_count of your own, a function of what train_step is given."
         )
+    if isinstance(leaves[0], tf.RaggedTensor):
+        # Its rows have no padding.
+        return leaves[0].flat_values
+    if isinstance(leaves[0], tf.SparseTensor):
+        return tf.sparse.to_dense(leaves[0])
     return tf.convert_to_tensor(leaves[0])

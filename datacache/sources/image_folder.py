@@ -24,10 +24,11 @@ class FolderSource(RandomSource):
       path: Path of the folder.
       extensions: Endings of the files to take; `None` takes all.
       labels: True if the folder of a file is its class.
+      class_names: Names of the classes by label; `None` for all folders in alphabetical order.
 
     Attributes:
       path: Path of the folder.
-      class_names: Names of the classes, in alphabetical order; empty without labels.
+      class_names: Names of the classes, by label; empty without labels.
       identity: All that the samples depend on; see `Source`.
       signature: `tf.TypeSpec` of each component; see `Source`.
 
@@ -35,7 +36,13 @@ class FolderSource(RandomSource):
       SourceError: If there is no file, or with labels one outside the folders of classes.
     """
 
-    def __init__(self, path: Path, extensions: Sequence[str] | None, labels: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        extensions: Sequence[str] | None,
+        labels: bool,
+        class_names: Sequence[str] | None = None,
+    ) -> None:
         self.path, self._labels = path, labels
         # Samples go by their index, and file systems list files in orders of their own.
         found = sorted(_files(path, extensions))
@@ -53,10 +60,21 @@ class FolderSource(RandomSource):
                 f"{self._names[classes.index('')]!r} directly in {path}. Move it, or pass "
                 "labels=False."
             )
-        self.class_names = sorted(set(classes)) if labels else []
+        # Folders, not files: a class of which validation has no file keeps its number.
+        self.class_names = list(class_names or _folders(path)) if labels else []
         numbers = {name: number for number, name in enumerate(self.class_names)}
+        if labels and (others := sorted(set(classes) - set(numbers))):
+            raise SourceError(
+                f"Each folder must be a class of `class_names`. Received: {others[0]!r} in {path}, "
+                f"which is none of the {len(numbers)}. Add it, or move the folder."
+            )
         self._classes = np.array([numbers.get(name, 0) for name in classes], np.int64)
-        self.identity = {"kind": "folder", "labels": labels, "files": digest(found)}
+        self.identity = {
+            "kind": "folder",
+            "labels": labels,
+            "files": digest(found),
+            "classes": self.class_names,
+        }
         self.signature: Sequence[Any] = [
             tf.TensorSpec([], tf.string),
             *([tf.TensorSpec([], tf.int64)] if labels else []),
@@ -91,25 +109,30 @@ def from_folder(
     path: str | os.PathLike[str],
     extensions: Sequence[str] | None = IMAGE_EXTENSIONS,
     labels: bool = True,
+    class_names: Sequence[str] | None = None,
 ) -> FolderSource:
     """Makes a source of the files in a folder.
 
     `preprocess` receives the contents of a file, a scalar string, and the label, a scalar int64.
 
     Args:
-      path: Folder with a folder for each class. The label is the index of the class in alphabetical
-        order, see `class_names` of the result.
+      path: Folder with a folder for each class. The label is the index of the folder in
+        alphabetical order, where folders without a file count; see `class_names` of the result.
       extensions: Endings of the files to take, in upper or lower case; `None` takes all files.
       labels: True if samples have labels. Without them `preprocess` receives the contents only, and
         files may lie anywhere below the folder.
+      class_names: Names of the folders by label, such as `class_names` of the training data for
+        validation data: the same class then has the same label, whatever folders there are. `None`
+        (default) takes the folders that there are.
 
     Returns:
       Source of these files, in the order of their paths.
 
     Raises:
       SourceError: If there is no such folder, or no file in it, or with labels a file outside the
-        folders of classes.
-      ValueError: If `extensions` is a string, each of whose letters would be an ending.
+        folders of classes, or in one that is not among `class_names`.
+      ValueError: If `extensions` or `class_names` is a string, each of whose letters would count,
+        or if `class_names` has a name twice, or there are no labels.
 
     Example:
       >>> import tempfile
@@ -128,12 +151,31 @@ def from_folder(
             f"`extensions` must be several. Received: extensions={extensions!r}. Say "
             f"[{extensions!r}]."
         )
+    if class_names is not None:
+        _check_class_names(class_names, labels)
     if not folder.is_dir():
         raise SourceError(
             f"A source must exist. Received: {folder}, which is no folder. Check the path and the "
             "mount."
         )
-    return FolderSource(folder, extensions, labels)
+    return FolderSource(folder, extensions, labels, class_names)
+
+
+def _check_class_names(class_names: Sequence[str], labels: bool) -> None:
+    is_list = not isinstance(class_names, str) and len(set(class_names)) == len(class_names) > 0
+    if not is_list or not labels:
+        raise ValueError(
+            "`class_names` must be a list that has the name of each class once, for samples with "
+            f"labels. Received: class_names={class_names!r}, labels={labels}."
+        )
+
+
+def _folders(path: Path) -> list[str]:
+    """Returns the names of the folders in a folder, without hidden ones, in alphabetical order."""
+    with os.scandir(path) as entries:
+        return sorted(
+            entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
+        )
 
 
 def _checked_subfolder(folder: Path) -> Path:

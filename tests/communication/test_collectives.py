@@ -75,8 +75,91 @@ def test_all_gather_of_unequal_parts(wire):
         np.testing.assert_array_equal(
             joined.numpy()[:, 0], np.repeat(np.arange(size), np.arange(size) + 1)
         )
-    with Raises(ValueError, "along their first axis. Received: a scalar"):
-        tp.all_gather(1.0)
+    for scalars in _both(lambda: tp.all_gather(rank)):
+        assert scalars.numpy().tolist() == list(range(size))
+
+
+NUMBERS = (
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *("float8_e5m2", "float8_e4m3fn"),
+)
+
+
+def _real(tensor):
+    return tensor.numpy().real.astype("float32").tolist()
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_every_dtype_is_carried(wire, dtype):
+    rank, size = wire.topology.rank, wire.topology.size
+    value = tf.cast(tf.constant([[rank, 1.0]]), dtype)
+    for joined in _both(lambda: tp.all_gather(value)):
+        assert joined.dtype.name == dtype
+        assert _real(joined) == [[r, 1] for r in range(size)]
+    variable = tf.Variable(value)
+    tp.broadcast_variables((variable,), size - 1)
+    assert _real(variable) == [[size - 1, 1]]
+    if "float8" in dtype:
+        with Raises(ValueError, f"Numbers are added up. Received: dtype {dtype}. Cast it"):
+            tp.all_reduce(value, "sum")
+        return
+    for total in _both(lambda: tp.all_reduce(value, "sum")):
+        assert total.dtype.name == ("int32" if dtype == "bool" else dtype)
+        assert _real(total) == [[1, size]]
+
+
+def test_text(wire):
+    rank, size = wire.topology.rank, wire.topology.size
+    mine = [[f"rank {rank}", "é"], ["", "\0"]][: 1 + rank]
+    for joined in _both(lambda: tp.all_gather(mine)):
+        expected = [row for r in range(size) for row in [[f"rank {r}", "é"], ["", "\0"]][: 1 + r]]
+        assert joined.numpy().tolist() == [[text.encode() for text in row] for row in expected]
+    assert tp.all_gather(str(rank)).numpy().tolist() == [b"0", b"1"]
+    variable = tf.Variable([f"of rank {rank}", "é"])
+    tp.broadcast_variables({"text": variable})
+    assert variable.numpy().tolist() == [b"of rank 0", "é".encode()]
+    with Raises(ValueError, "Numbers are added up. Received: dtype string"):
+        tp.all_reduce("text", "sum")
+
+
+def test_structures(wire):
+    rank = wire.topology.rank
+    given = {"loss": 1.0 + rank, "more": [tf.constant([rank, 2.0]), (np.float32(rank), [1.0, 2.0])]}
+    for means in _both(lambda: tp.all_reduce(given)):
+        assert list(means) == ["loss", "more"]
+        assert float(means["loss"]) == 1.5
+        vector, (scalar, numbers) = means["more"]
+        assert (vector.numpy().tolist(), float(scalar)) == ([0.5, 2.0], 0.5)
+        assert numbers.numpy().tolist() == [1.0, 2.0]
+    assert tp.all_gather({"a": rank})["a"].numpy().tolist() == [0, 1]
+    weights = {"b": [keras.Variable([float(rank)])], "a": keras.Variable(float(rank))}
+    tp.broadcast_variables(weights, 1)
+    assert [float(weights["a"]), float(weights["b"][0][0])] == [1.0, 1.0]
+
+
+def test_ranks_that_give_other_values(wire):
+    rank = wire.topology.rank
+    with Raises(
+        RuntimeError, r"the same kind of values. Received:  \['mean', 'float32', \[2, 3\]\] on"
+    ):
+        tp.all_reduce(tf.zeros([2 + rank, 3 - rank]))
+    with Raises(RuntimeError, r"Received:  \['mean', 'float32', \[\]\] on rank 0"):
+        tp.all_reduce(tf.cast(1.0, ["float32", "float64"][rank]))
+    with Raises(RuntimeError, r"Received: a \['mean', 'float32', \[\]\] on rank 0, none on rank 1"):
+        tp.all_reduce({"ab"[rank]: 1.0})
+    with Raises(RuntimeError, r"Received:  \['sum', 'float32', \[\]\] on rank 0"):
+        tp.all_reduce(1.0, ["sum", "mean"][rank])
+    with Raises(
+        RuntimeError, r"Received:  \['float32', \[3\]\] on rank 0, \['float32', \[4\]\] on rank 1"
+    ):
+        tp.all_gather(tf.zeros([2, 3 + rank]))
+    # On one rank only: the other raises, too, and does not wait.
+    other = "rank 1: Collectives take tensors" if rank == 0 else "Collectives take tensors"
+    with Raises(ValueError, other):
+        tp.all_reduce([1.0, tf.ragged.constant([[1], [2, 3]])][rank])
+    with Raises(ValueError, "Variables are broadcast, in place. Received: float."):
+        tp.broadcast_variables([1.0])
 
 
 def test_barrier(wire):

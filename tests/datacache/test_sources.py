@@ -94,6 +94,25 @@ def test_folders_without_labels(tmp_path):
     assert identities[0] != identities[1]
 
 
+def test_a_class_keeps_its_number_where_it_has_no_file(tmp_path):
+    training = datacache.from_folder(_written(tmp_path / "training", "ant/1.png", "cat/1.png"))
+    root = _written(tmp_path / "validation", "cat/1.png")
+    (root / "ant").mkdir()
+    (root / ".hidden").mkdir()
+    assert datacache.from_folder(root).class_names == training.class_names == ["ant", "cat"]
+    assert datacache.from_folder(root).read(0)[1] == training.read(1)[1] == 1
+    (root / "ant").rmdir()
+    assert datacache.from_folder(root).read(0)[1] == 0
+    named = datacache.from_folder(root, class_names=training.class_names)
+    assert (named.read(0)[1], named.class_names) == (1, training.class_names)
+    assert named.identity != datacache.from_folder(root).identity
+    with pytest.raises(SourceError, match=r"must be a class of `class_names`. Received: 'cat'"):
+        datacache.from_folder(root, class_names=["ant"])
+    for wrong in ("cat", ["cat", "cat"], []):
+        with pytest.raises(ValueError, match="`class_names` must be a list that has the name of"):
+            datacache.from_folder(root, class_names=wrong)
+
+
 def test_folders_that_mislead(tmp_path):
     root = _written(tmp_path / "images", "a/b.png")
     with pytest.raises(

@@ -87,3 +87,10 @@ def test_xla_is_kept_off_where_a_gpu_would_turn_it_on(wire):
     assert model.jit_compile is False
     assert len(lines) == (1 if wire.topology.rank == 0 else 0), lines
     model.fit(*models.mlp.data(8), verbose=0)
+
+
+def test_means_over_rows_of_what_was_selected_are_refused(wire):
+    scheme = tp.schemes.HierarchicalTopK(density=0.1, min_elements=0)
+    optimizer = tp.DistributedOptimizer(keras.optimizers.Adafactor(0.1), scheme=scheme)
+    with Raises(ValueError, "Adafactor divides by means over rows and columns.*Use Adam"):
+        optimizer.apply([tf.ones([8, 8])], [keras.Variable(tf.ones([8, 8]), name="w")])

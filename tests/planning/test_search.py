@@ -307,7 +307,9 @@ def test_scattered_measurements_decide_between_ring_and_torus_only():
     assert _schemes(plan) == {"2dtar"}
     forecast = plan.forecasts[0]
     assert {one.name for one in (forecast.chosen, *forecast.others)} == {"2dtar", "allreduce"}
-    assert "known to 80% only: nothing but all-reduce and the torus was considered" in str(plan)
+    assert "rates are uncertain by 80%: nothing but all-reduce and the torus was considered" in str(
+        plan
+    )
 
 
 def test_many_ranks_per_core_are_not_validated():

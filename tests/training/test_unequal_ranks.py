@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_callbacks
 import tfposeidon as tp
@@ -182,3 +183,49 @@ def test_one_rank_that_stops_stops_all(wire):
     )
     assert len(history.epoch) == 2
     check_together(model, optimizer, wire, 4)
+
+
+class _Bag(keras.Model):
+    """Means of rows of a table, of batches that are one ragged or sparse tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = self.add_weight(shape=(9, 3), initializer="glorot_uniform", name="table")
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            if isinstance(data, tf.RaggedTensor):
+                rows = tf.gather(self.table.value, data)
+                means = tf.reduce_mean(rows, axis=1)
+            else:
+                means = tf.sparse.sparse_dense_matmul(data, self.table.value)
+            loss = tf.reduce_mean((means - 1.0) ** 2)
+        gradient = tf.convert_to_tensor(tape.gradient(loss, self.table.value))
+        self.optimizer.apply([gradient], [self.table])
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("kind", ["ragged", "sparse"])
+def test_batches_of_ragged_or_sparse_tensors_alone(wire, kind):
+    drawn = np.random.default_rng(0)
+    counts = [4 * (1 + rank) for rank in range(wire.topology.size)]
+    if kind == "ragged":
+        rows = [drawn.integers(0, 9, drawn.integers(1, 5)).tolist() for _ in range(sum(counts))]
+        make = tf.ragged.constant
+    else:
+        rows = drawn.normal(size=(sum(counts), 9)).astype("float32")
+        rows *= drawn.random(rows.shape) < 0.5
+        make = tf.sparse.from_dense
+    end = sum(counts[: wire.topology.rank + 1])
+    results = []
+    for optimizer, mine in (
+        (keras.optimizers.SGD(0.1), rows),
+        (tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), rows[end - counts[tp.rank()] : end]),
+    ):
+        keras.utils.set_random_seed(2)
+        model = _Bag()
+        model.compile(optimizer)
+        model.built = True
+        model.fit(tf.data.Dataset.from_tensors(make(mine)), epochs=2, verbose=0)
+        results.append(model.table.numpy())
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)

@@ -212,7 +212,7 @@ def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
         *rows,
         ("collective begins", f"after {1e3 * links.collective_s:.3g} ms"),
         ("a rank", _about_rates(links.rates)),
-        ("measured", f"{links.measured_at}; times to {links.uncertainty:.0%}; in {path}"),
+        ("measured", f"{links.measured_at}; times uncertain by {links.uncertainty:.0%}; in {path}"),
     ]
 
 

@@ -289,8 +289,8 @@ class Links:
             assert self.node is not None
             parts.append(f"{readable_rate_of_payload(self.node.bytes_per_s)} within the node")
         when = f"measured {self.measured_at}" if self.measured_at else "given"
-        known = [f"to {self.uncertainty:.0%}"] if self.uncertainty else []
-        return ", ".join([*parts, self.device, " ".join([when, *known])])
+        known = [f"rates uncertain by {self.uncertainty:.0%}"] if self.uncertainty else []
+        return ", ".join([*parts, self.device, when, *known])
 
 
 FORMS = (

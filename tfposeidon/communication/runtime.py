@@ -248,6 +248,33 @@ def size() -> int:
     return wire().topology.size
 
 
+def local_rank() -> int:
+    """Returns the index of this process among the ranks of its node, from 0.
+
+    Starts Horovod with default arguments if nobody did. With `init(ranks_per_node=...)`, a node is
+    what that makes one.
+
+    Example:
+      >>> import tfposeidon as tp
+      >>> tp.local_rank()
+      0
+    """
+    return wire().topology.position
+
+
+def local_size() -> int:
+    """Returns the number of ranks of this process's node.
+
+    Starts Horovod with default arguments if nobody did.
+
+    Example:
+      >>> import tfposeidon as tp
+      >>> tp.local_size()
+      1
+    """
+    return wire().topology.node.size
+
+
 def spokesman() -> int:
     """Returns the rank that speaks for the job: the server where there is one, else rank 0."""
     return _server_rank or 0

@@ -22,6 +22,9 @@ from typing_extensions import override
 from tfposeidon.communication import agreement
 from tfposeidon.communication.topology import Group, Topology
 
+_MORE_THAN_A_CONSTANT = 256
+"""Elements of a tensor that a function takes as an input; TensorFlow's bound is 128."""
+
 # Ends the names of all collectives that are called, or traced, within `numbered_names`.
 _suffix = contextvars.ContextVar("suffix", default="")
 
@@ -181,16 +184,16 @@ class HorovodWire(Wire):
 
 
 def unknown_zero(dtype: str = "int32") -> tf.Tensor:
-    """Returns a scalar 0 of which TensorFlow does not know that it is one: no time is before 1970.
+    """Returns a scalar 0 of which TensorFlow does not know that it is one.
 
     It is for functions that may be called in anybody's `tf.function`, which lets nobody make a
-    variable.
-
-    Args:
-      dtype: Dtype of the scalar.
+    variable. TensorFlow copies small tensors from outside into a function as constants, and takes
+    large ones as inputs.
     """
+    with tf.init_scope(), tf.device("/CPU:0"):
+        outside = tf.zeros([_MORE_THAN_A_CONSTANT], dtype)
     with tf.device("/CPU:0"):
-        return tf.cast(tf.timestamp() < 0.0, dtype)
+        return outside[0]
 
 
 class Zeros(dict[str, tf.Variable]):

@@ -89,6 +89,7 @@ class AgreedPlans:
         if key not in self._exchangers:
             plan = self.planner.plan_before_first_step([describe(v) for v in variables])
             rules.check_momentum(plan, inner_optimizer)
+            rules.check_sparse_updates(plan, inner_optimizer)
             self._exchangers[key] = Exchanger(plan, self._wire(), self._zeros)
             self._effective_rates[key] = EffectiveRate()
         return self._exchangers[key]

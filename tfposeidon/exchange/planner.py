@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.util import _pywrap_determinism  # There is no public way to ask.
 
 from tfposeidon.communication import runtime
 from tfposeidon.communication.links import Links
@@ -66,6 +67,9 @@ class Planner:
     @property
     def leaves_open(self) -> bool:
         """True if the predicted step decides, and may decide otherwise once steps have run."""
+        if is_deterministic():
+            # A plan that follows measured times is another one in the next run.
+            return False
         knows_links = runtime.links() is not None or runtime.measures_links()
         # What servers update was cut when the optimizer was built, and stays.
         return knows_links and self.policy.leaves_open and not self.policy.updates_at_servers
@@ -93,6 +97,10 @@ class Planner:
           The plan, the same on every rank.
         """
         topology, links = self._wire().topology, runtime.links()
+        notes = [] if topology.size > 1 else ["one rank: nothing is sent"]
+        if topology.size > 1 and is_deterministic() and self.policy.leaves_open:
+            together = False
+            notes = ["deterministic ops: no plan follows measured times"]
         measured = measured or self._measured.get(paths_of(descriptions))
         if links != self._raced_over:
             # What a race took over other links tells nothing about these.
@@ -104,7 +112,7 @@ class Planner:
             links,
             bucket_bytes=self.bucket_bytes,
             timeline=None if measured is None else measured.timeline,
-            notes=[] if topology.size > 1 else ["one rank: nothing is sent"],
+            notes=notes,
             race=lambda plans: self._raced(plans, self._wire() if together else None),
         )
 
@@ -244,6 +252,11 @@ class Planner:
         plans = [Resumed.from_dict(one) for one in saved["plans"]]
         self._resumed = {plan.paths: plan for plan in plans}
         return True
+
+
+def is_deterministic() -> bool:
+    """Returns whether `tf.config.experimental.enable_op_determinism` was called."""
+    return bool(_pywrap_determinism.is_enabled())
 
 
 def paths_of(descriptions: Sequence[Description]) -> Paths:

@@ -10,14 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon.communication import agreement
-from tfposeidon.communication.wire import Wire, exchange_objects
+from tfposeidon.communication.carried import as_carried, from_carried
+from tfposeidon.communication.wire import Wire, broadcast_bytes, exchange_objects
 from tfposeidon.exchange.one_vector import joined, parted
 from tfposeidon.exchange.variable_agreement import as_json, check_same_variables
 from tfposeidon.gradients.description import Description
 from tfposeidon.state.placement import another_seed, is_seed
-
-# What Horovod does not carry travels as whole numbers of the same width.
-_CARRIED_AS = {"bfloat16": tf.uint16, "uint32": tf.int32, "uint64": tf.int64}
 
 
 def describe_any(variables: Sequence[Any]) -> list[Description]:
@@ -47,17 +45,20 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
         return
     check_same_variables(exchange_objects(as_json(describe_any(variables)), wire, "tp.broadcast"))
 
+    texts = [variable for variable in variables if variable.dtype == tf.string]
+    numbers = [variable for variable in variables if variable.dtype != tf.string]
+
     def received() -> list[tf.Tensor]:
-        return [
-            _broadcast(v, wire, root_rank, f"tp.broadcast_{i}") for i, v in enumerate(variables)
-        ]
+        return [_broadcast(v, wire, root_rank, f"tp.broadcast_{i}") for i, v in enumerate(numbers)]
 
     # In a graph broadcasts need not wait for one another. A concrete function, for TensorFlow warns
     # of functions that are traced in each of many fits.
     graph = tf.function(received, autograph=False).get_concrete_function()
     distance = (wire.topology.rank - root_rank) % wire.topology.size
-    for variable, value in zip(variables, graph(), strict=True):
+    for variable, value in zip(numbers, graph(), strict=True):
         variable.assign(another_seed(value, distance) if is_seed(variable) else value)
+    for number, variable in enumerate(texts):
+        variable.assign(_broadcast_text(variable, wire, root_rank, f"tp.text_{number}"))
 
 
 def average(variables: Sequence[Any], wire: Wire) -> None:
@@ -210,7 +211,10 @@ def different_arrays(arrays: Mapping[str, np.ndarray], wire: Wire) -> dict[str, 
 
 def _broadcast(variable: Any, wire: Wire, root_rank: int, name: str) -> tf.Tensor:
     value = tf.convert_to_tensor(variable)
-    carried = _CARRIED_AS.get(value.dtype.name)
-    if carried is None:
-        return wire.broadcast(value, root_rank, name)
-    return tf.bitcast(wire.broadcast(tf.bitcast(value, carried), root_rank, name), value.dtype)
+    return from_carried(wire.broadcast(as_carried(value), root_rank, name), value.dtype)
+
+
+def _broadcast_text(variable: Any, wire: Wire, root_rank: int, name: str) -> tf.Tensor:
+    content = tf.io.serialize_tensor(tf.convert_to_tensor(variable)).numpy()
+    received = broadcast_bytes(content, wire, root_rank, name)
+    return tf.io.parse_tensor(received, tf.string)

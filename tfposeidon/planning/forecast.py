@@ -139,7 +139,7 @@ class Forecast:
         yield f"links: {self.links}"
         if self.links.is_uncertain and self.others:
             yield (
-                f"links are known to {self.links.uncertainty:.0%} only: nothing but all-reduce and "
+                f"rates are uncertain by {self.links.uncertainty:.0%}: nothing but all-reduce and "
                 "the torus was considered"
             )
         if self.others:

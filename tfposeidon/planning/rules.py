@@ -147,3 +147,18 @@ def check_momentum(plan: Plan, inner: Any) -> None:
             f"in {', '.join(sorted(corrected))} and in {type(moved[0]).__name__}. "
             "Use SGD(momentum=0.0)."
         )
+
+
+def check_sparse_updates(plan: Plan, inner: Any) -> None:
+    """Refuses schemes that send some elements only, before a rule that divides by means over rows.
+
+    Raises:
+      ValueError: If a scheme selects, and an optimizer inside is Keras's Adafactor.
+    """
+    sparse = {b.scheme.name for b in plan.buckets if getattr(b.scheme, "density", 1.0) < 1.0}
+    if sparse and any(isinstance(leaf, keras.optimizers.Adafactor) for leaf in leaves(inner)):
+        raise ValueError(
+            "Adafactor divides by means over rows and columns, which are zero where nothing was "
+            f"sent: weights become NaN. Received: Adafactor with {', '.join(sorted(sparse))}. Use "
+            'Adam, or a scheme that sends everything, such as "asa16".'
+        )

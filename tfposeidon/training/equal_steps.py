@@ -168,8 +168,8 @@ class EqualSteps(keras.callbacks.Callback):
         elif self._limit is not None and self._done < self._limit:
             raise RuntimeError(
                 f"Every rank must do the {self._limit} steps per epoch that were agreed on. "
-                f"Received: only {self._done} on rank {runtime.rank()}: its data ran out early, "
-                "while other ranks go on. Give it more data, or leave steps_per_epoch out."
+                f"Received: only {self._done} on rank {runtime.rank()}, whose data ran out early. "
+                "Give it more data, or leave steps_per_epoch out."
             )
 
 

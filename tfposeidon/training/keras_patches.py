@@ -15,6 +15,8 @@ too early.
   (`verbosity`).
 - `evaluate`, `predict`, `save`, `save_weights`, `export`: where each rank trains weights of its
   own, they see what is equal on all ranks, and train functions go on from each rank's own.
+- `save`, `save_weights`: files are written beside and renamed, so that ranks that write to one path
+  leave a whole one.
 - `load_weights`: a line of the log where ranks would go on from other weights than these.
 """
 
@@ -24,7 +26,9 @@ import contextlib
 import functools
 import inspect
 import math
+import os
 import sys
+import uuid
 import warnings
 import weakref
 from typing import Any
@@ -35,7 +39,14 @@ import tensorflow as tf
 
 from tfposeidon.communication import runtime
 from tfposeidon.planning import rules
-from tfposeidon.training import asynchronous_fit, entries, equal_steps, session, verbosity
+from tfposeidon.training import (
+    asynchronous_fit,
+    entries,
+    equal_steps,
+    one_writer,
+    session,
+    verbosity,
+)
 from tfposeidon.training.skip_batches import SkipBatches
 
 _WITH_AUTOMATIC_XLA: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -75,8 +86,8 @@ def patch_keras(optimizer_class: type) -> None:
         "fit": _fit,
         "evaluate": _evaluate,
         "predict": _evaluate,
-        "save": _save,
-        "save_weights": _save,
+        "save": _save_file,
+        "save_weights": _save_file,
         "export": _save,
         "load_weights": _load_weights,
     }
@@ -201,12 +212,12 @@ def _count_samples(model: Any) -> None:
 def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     model = call.arguments["self"]
     call.apply_defaults()
+    callbacks = call.arguments["callbacks"] = _as_list(call.arguments["callbacks"])
     session.of(model).begin_fit()
-    session.of(model).note_callbacks(_as_list(call.arguments["callbacks"]))
+    session.of(model).note_callbacks(callbacks)
     _prepare(model, call.arguments)
     is_asynchronous = session.of(model).is_asynchronous
     if is_asynchronous:
-        call.arguments["callbacks"] = _as_list(call.arguments["callbacks"])
         asynchronous_fit.check(call.arguments)
     if call.arguments["verbose"] == "auto" and runtime.rank() != runtime.spokesman():
         call.arguments["verbose"] = 0
@@ -215,11 +226,9 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         return asynchronous_fit.fit(original, call)
     if runtime.size() == 1:
         return original(*call.args, **call.kwargs)
-    callbacks = call.arguments["callbacks"]
-    if not isinstance(callbacks, keras.callbacks.CallbackList):
-        call.arguments["callbacks"] = equal_steps.with_equal_epochs(
-            keras.tree.flatten(callbacks or []), _rows_of_batches(call.arguments)
-        )
+    call.arguments["callbacks"] = equal_steps.with_equal_epochs(
+        one_writer.with_one_writer(callbacks), _rows_of_batches(call.arguments)
+    )
     with warnings.catch_warnings():
         # Keras's advice for epochs that end early is wrong where another rank has fewer batches;
         # `EqualSteps` logs what is right.
@@ -261,6 +270,27 @@ def _save(original: Any, call: inspect.BoundArguments) -> Any:
         return original(*call.args, **call.kwargs)
 
 
+def _save_file(original: Any, call: inspect.BoundArguments) -> Any:
+    given, others = call.arguments["filepath"], call.arguments
+    path = os.path.realpath(given) if isinstance(given, str | os.PathLike) else ""
+    is_file = path.endswith((".keras", ".h5", ".hdf5")) and "://" not in str(given)
+    # Keras asks before it overwrites; folders and several files are not one to rename.
+    is_several = others.get("zipped") is False or others.get("max_shard_size")
+    asks = not others.get("overwrite", True)
+    if not is_file or is_several or asks or (os.path.exists(path) and not os.path.isfile(path)):
+        return _save(original, call)
+    folder, name = os.path.split(path)
+    beside = os.path.join(folder, f".{uuid.uuid4().hex[:8]}.{name}")
+    call.arguments["filepath"] = beside
+    try:
+        result = _save(original, call)
+        os.replace(beside, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(beside)
+    return result
+
+
 def _load_weights(original: Any, call: inspect.BoundArguments) -> None:
     original(*call.args, **call.kwargs)
     session.of(call.arguments["self"]).centres.report_loaded()
@@ -269,7 +299,7 @@ def _load_weights(original: Any, call: inspect.BoundArguments) -> None:
 def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
     """Tells the optimizers what can be known before the first step, so that it is traced once."""
     for optimizer in session.optimizers_of(model):
-        rules.check_callbacks(optimizer.policy, _as_list(arguments["callbacks"]))
+        rules.check_callbacks(optimizer.policy, arguments["callbacks"])
     if session.is_distributed(model.optimizer):
         _build(model, *(arguments[name] for name in ("x", "y", "sample_weight")))
         if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):

@@ -1,0 +1,109 @@
+"""Keras's callbacks that write files, of which one rank writes where ranks have one path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from typing_extensions import override
+
+from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.training import replicated, session
+
+_PATHS = {
+    keras.callbacks.ModelCheckpoint: "filepath",
+    keras.callbacks.CSVLogger: "filename",
+    keras.callbacks.TensorBoard: "log_dir",
+    keras.callbacks.BackupAndRestore: "backup_dir",
+}
+"""Callbacks that write, and the attribute that says where."""
+
+
+def with_one_writer(callbacks: Sequence[Any]) -> list[Any]:
+    """Returns the callbacks of `fit` of which this rank is the one to write; all ranks call it.
+
+    Ranks whose callback of one kind has the same path would write over one another: the lowest of
+    them keeps it. A `BackupAndRestore` that all ranks have goes on with what the lowest one reads.
+    """
+    mine = [_written(callback) for callback in callbacks]
+    everybody = exchange_objects(mine, runtime.wire(), "tp.files")
+    ranks: dict[str, list[int]] = {}
+    for rank, paths in enumerate(everybody):
+        for path in filter(None, paths):
+            ranks.setdefault(path, []).append(rank)
+    for path, several in ranks.items():
+        if len(several) > 1:
+            runtime.say("tfposeidon: rank %d alone writes %s: ranks share it.", several[0], path)
+    kept = []
+    for callback, path in zip(callbacks, mine, strict=True):
+        shared = len(ranks.get(path or "", ())) > 1
+        if shared and isinstance(callback, keras.callbacks.BackupAndRestore):
+            kept.append(SharedBackup(callback, ranks[str(path)][0]))
+        elif not shared or ranks[str(path)][0] == runtime.rank():
+            kept.append(callback)
+    return kept
+
+
+def _written(callback: Any) -> str | None:
+    """Returns kind and path of a callback of Keras's that writes, as all ranks name them."""
+    base = next((base for base in _PATHS if isinstance(callback, base)), None)
+    if base is None:
+        return None
+    hooks = [name for name in dir(base) if name.startswith("on_")]
+    if any(getattr(type(callback), hook) is not getattr(base, hook) for hook in hooks):
+        # What more it does may be for every rank.
+        return None
+    path = os.fspath(getattr(callback, _PATHS[base]))
+    return f"{base.__name__} {path if '://' in path else os.path.abspath(path)}"
+
+
+class SharedBackup(keras.callbacks.Callback):
+    """`BackupAndRestore` of one rank, with whose files all ranks go on.
+
+    Args:
+      backup: The callback of this rank.
+      writer: Rank whose callback reads and writes.
+    """
+
+    def __init__(self, backup: keras.callbacks.BackupAndRestore, writer: int) -> None:
+        super().__init__()
+        self._backup, self._writer = backup, writer
+        self._writes = runtime.rank() == writer
+
+    @override
+    def set_params(self, params: Any) -> None:
+        super().set_params(params)
+        self._backup.set_params(params)
+
+    @override
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        self._backup.set_model(model)
+
+    @override
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self._writes:
+            self._backup.on_train_begin(logs)
+        own = session.of(self.model)
+        epoch = exchange_objects(own.resumed_epoch, runtime.wire(), "tp.backup")[self._writer]
+        if epoch is not None:
+            replicated.share(self.model, runtime.wire(), self._writer)
+            own.resume_at(epoch, 0)
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._writes:
+            self._backup.on_train_batch_end(batch, logs)
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._writes:
+            self._backup.on_epoch_end(epoch, logs)
+
+    @override
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._writes:
+            self._backup.on_train_end(logs)
