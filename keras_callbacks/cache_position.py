@@ -43,6 +43,9 @@ class CachePosition(keras.callbacks.Callback):
       2
     """
 
+    knows_position = True
+    """Batches are those of an order over all ranks, whatever their number."""
+
     def __init__(self, cache: Any, data: Any = None) -> None:
         super().__init__()
         self.cache, self.data = cache, data

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -51,9 +51,11 @@ class Checkpoint(keras.callbacks.Callback):
     When `fit` begins, all ranks resume from the newest whole snapshot. A resumed run equals one
     that was not interrupted if the data come in the same order: batches of an unfinished epoch that
     were trained on before are read and skipped. On another number of ranks, the sums of accumulated
-    gradients and residuals are kept. What `scheme="auto"` has planned by is saved, too: on the same
-    nodes a resumed run follows the same plan. Callbacks that keep something of their own
-    (`EarlyStopping`) start anew.
+    gradients and residuals are kept, and training goes on between epochs; within one, a rank would
+    skip other samples than those that were trained on, unless `CachePosition` follows a cache by
+    the same global batch. What `scheme="auto"` has planned by is saved, too: on the same nodes a
+    resumed run follows the same plan. Callbacks that keep something of their own (`EarlyStopping`)
+    start anew.
 
     Training goes on while files are written. A snapshot counts as soon as all ranks have found it
     whole: some steps later, and at the latest when the next one is due or training ends.
@@ -67,12 +69,13 @@ class Checkpoint(keras.callbacks.Callback):
       every_n_steps: Steps from one snapshot to the next within epochs, at least 1; `None` saves at
         the end of epochs only.
       keep: Number of snapshots that are kept, at least 1; older ones are deleted.
-      resume: True to go on from the newest snapshot in `folder`, if there is one.
+      resume: True to go on from the newest snapshot in `folder`, if there is one; `"epoch"` to
+        begin the epoch anew in which that was made, whose first samples are then trained on twice.
 
     Raises:
-      ValueError: If `every_n_steps` or `keep` is below 1.
-      SnapshotError: In `fit`, on all ranks, if a snapshot cannot be written or read, or is of
-        another model.
+      ValueError: If `every_n_steps` or `keep` is below 1, or `resume` is another.
+      SnapshotError: In `fit`, on all ranks, if a snapshot cannot be written or read, is of another
+        model, or was made within an epoch of other ranks or of another number of steps.
 
     Memory: a copy, in host memory, of what a rank saves, until its files are written.
 
@@ -88,9 +91,13 @@ class Checkpoint(keras.callbacks.Callback):
         folder: str | os.PathLike[str],
         every_n_steps: int | None = None,
         keep: int = 2,
-        resume: bool = True,
+        resume: bool | Literal["epoch"] = True,
     ) -> None:
         super().__init__()
+        if resume not in (True, False, "epoch"):
+            raise ValueError(
+                f'`resume` must be True, False or "epoch". Received: resume={resume!r}'
+            )
         if every_n_steps is not None:
             ranges.check_number("every_n_steps", every_n_steps, ranges.AT_LEAST_1)
         ranges.check_integer("keep", keep, 1)
@@ -191,6 +198,7 @@ class Checkpoint(keras.callbacks.Callback):
             "epoch": epoch,
             "batches": batches,
             "steps": self._steps,
+            "steps_per_epoch": self.params.get("steps"),
             "variables": as_json(replicas.describe_any(self._shared())),
             "optimizers": [self._optimizer_meta(optimizer) for optimizer in optimizers(self.model)],
         }
@@ -269,6 +277,9 @@ class Checkpoint(keras.callbacks.Callback):
         # As it was written.
         self._session.centres.show()
         self._check(snapshot)
+        batches = 0 if self.resume == "epoch" else snapshot.meta["batches"]
+        if batches:
+            self._check_samples(snapshot)
         _assign(self._shared(), to_array_list(snapshot.shared, "shared"))
         own = self._assign_own(snapshot)
         layers = snapshot.shared | snapshot.own.get(self._wire.topology.rank, {})
@@ -283,16 +294,33 @@ class Checkpoint(keras.callbacks.Callback):
         # Schemes first, as it is they that have the variables of a rank.
         self._restore_schemes(snapshot)
         _assign(self._parts()[0], self._redistributed(snapshot))
-        self._pending_metrics = to_array_list(own, "metric")
+        self._pending_metrics = to_array_list(own, "metric") if batches else []
         self._steps, self._epoch = snapshot.meta["steps"], snapshot.meta["epoch"]
         self._session.centres.note_restored()
-        self._session.resume_at(snapshot.meta["epoch"], snapshot.meta["batches"])
+        self._session.resume_at(snapshot.meta["epoch"], batches)
         runtime.say(
             "tfposeidon: resumed from %s at epoch %d, batch %d.",
             self.folder,
             snapshot.meta["epoch"],
-            snapshot.meta["batches"],
+            batches,
         )
+
+    def _check_samples(self, snapshot: Snapshot) -> None:
+        """Refuses to go on within an epoch where other samples would be skipped."""
+        then = {"steps per epoch": snapshot.meta["steps_per_epoch"]}
+        now = {"steps per epoch": self.params.get("steps")}
+        if not self._session.knows_position:
+            then["ranks"] = sum(map(len, snapshot.meta["nodes"]))
+            now["ranks"] = self._wire.topology.size
+        for what, before in then.items():
+            if before is not None and now[what] is not None and before != now[what]:
+                raise SnapshotError(
+                    "Within an epoch, training goes on where the same samples come in the same "
+                    f"steps. Received: a snapshot of batch {snapshot.meta['batches']} with "
+                    f"{before} {what} in {self.folder}, and {now[what]} now. Begin that epoch anew "
+                    'with Checkpoint(..., resume="epoch"), or read a datacache.Cache with '
+                    "keras_callbacks.CachePosition, whose order is that of the global batch."
+                )
 
     def _assign_own(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
         """Restores the state of layers of this rank, and returns its arrays of the snapshot.

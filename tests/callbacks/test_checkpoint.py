@@ -1,7 +1,9 @@
 """Checkpoints on two ranks: runs that are resumed equal those that were not interrupted."""
 
+import json
 import os
 import shutil
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -175,3 +177,45 @@ def test_checkpoint_of_another_model_is_refused(wire):
     exchange_objects(None, wire, "done")
     if wire.topology.rank == 0:
         shutil.rmtree(folder)
+
+
+def test_other_samples_are_not_skipped_within_an_epoch(wire):
+    """On other ranks, or with other steps per epoch; an epoch that is begun anew goes on."""
+    folder = shared_folder(wire)
+    model, _ = checkpoint_job(noisy, folder, sgd, every_n_steps=1)
+    for saved in sorted(Path(folder).iterdir()) if wire.topology.rank == 0 else ():
+        meta = json.loads((saved / "meta.json").read_text()) if saved.is_dir() else {}
+        if [meta.get("epoch"), meta.get("batches")] != [1, 2]:
+            shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
+            continue
+        meta |= {"nodes": [[0, 1], [2]]}
+        (saved / "meta.json").write_text(json.dumps(meta))
+        shutil.copy(saved / "rank-1.npz", saved / "rank-2.npz")
+    exchange_objects(None, wire, "changed")
+    with Raises(
+        snapshots.SnapshotError, r"snapshot of batch 2 with 3 ranks in .*, and 2 now.*=\"epoch\""
+    ):
+        checkpoint_job(noisy, folder, sgd)
+    with Raises(snapshots.SnapshotError, "with 3 steps per epoch in .*, and 4 now.*CachePosition"):
+        checkpoint_job(noisy, folder, sgd, batches=4, callbacks=[_Positioned()])
+    begun = []
+    record = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: begun.append(
+            (epoch, model.optimizer.iterations.numpy())
+        ),
+        on_train_batch_end=lambda batch, logs: begun.append(batch),
+    )
+    checkpoint_job(noisy, folder, sgd, model=model, callbacks=[record], resume="epoch")
+    assert [step for step in begun if not isinstance(step, tuple)] == [0, 1, 2]
+    assert begun[0] == (1, 5)
+    # The snapshot of its end is of these ranks.
+    checkpoint_job(noisy, folder, sgd, model=model, epochs=3)
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+class _Positioned(keras.callbacks.Callback):
+    """As `CachePosition`, of which batches have one order over all ranks."""
+
+    knows_position = True

@@ -26,6 +26,7 @@ def checkpoint_job(
     scheme="auto",
     batches=BATCHES,
     model=None,
+    resume=True,
     **fit,
 ):
     """A run that always sees the same data in the same order, of a new model or of this one."""
@@ -35,7 +36,7 @@ def checkpoint_job(
         model = compiled(build, make_optimizer(), scheme, metrics=["accuracy"])
     x, y = models.mlp.data(4 * batches * 2)
     mine = slice(tp.rank(), None, 2)
-    checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps=every_n_steps, keep=100)
+    checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps, keep=100, resume=resume)
     averages = [keras_callbacks.BroadcastVariables(), keras_callbacks.MetricAverage()]
     history = model.fit(
         x[mine],

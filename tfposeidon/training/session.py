@@ -139,6 +139,7 @@ class Session:
       centres: Centres of the optimizers by which ranks train weights of their own.
       has_begun: True once a `fit` has made all ranks begin alike.
       knows_lengths: False in a `fit` in which ranks may end an epoch after different steps.
+      knows_position: True in a `fit` whose data follow one order over all ranks.
       only_reports: True in a `fit` whose ranks go on where their weights differ.
     """
 
@@ -156,6 +157,7 @@ class Session:
         self._has_scheme_changes = False
         self.has_begun = False
         self.knows_lengths = True
+        self.knows_position = False
         self.only_reports = False
         reference = self._reference
         self.centres = Centres(lambda: optimizers_of(reference()))
@@ -175,7 +177,8 @@ class Session:
         return [optimizer for one in self._applied if (optimizer := one()) is not None]
 
     def note_callbacks(self, callbacks: Sequence[Any]) -> None:
-        """Notes the callbacks of a `fit` whose method `state` says what they keep."""
+        """Notes what callbacks of a `fit` say: what they keep, and that they know the position."""
+        self.knows_position = any(getattr(one, "knows_position", False) for one in callbacks)
         said = [one for one in callbacks if callable(getattr(one, "state", None))]
         self._with_state = [weakref.ref(one) for one in said]
 
