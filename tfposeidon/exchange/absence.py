@@ -15,10 +15,12 @@ class Absence:
     def __init__(self) -> None:
         self._is_watched = False
         self._ranks: tf.Variable | None = None
+        self._complete: tf.Variable | None = None
 
     def build(self) -> None:
-        """Makes the variable that steps leave the number in, before a step is traced."""
+        """Makes the variables that steps leave the numbers in, before a step is traced."""
         self._ranks = tf.Variable(0.0, trainable=False, name="absent")
+        self._complete = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="complete")
 
     def watch(self, wanted: bool) -> None:
         """Sets whether steps drop their updates on all ranks if one of them is out of data.
@@ -40,6 +42,11 @@ class Absence:
         """Ranks that had no batch left, at most, in a step of this epoch that was watched."""
         return 0 if self._ranks is None else int(self._ranks.numpy())
 
+    @property
+    def complete(self) -> int:
+        """Number of watched exchanges so far in which every rank had a batch."""
+        return 0 if self._complete is None else int(self._complete.numpy())
+
     def forget(self) -> None:
         """Begins another epoch, in which no rank is out of data yet."""
         if self._ranks is not None:
@@ -59,4 +66,8 @@ class Absence:
         # used. The largest, as a later exchange of the same execution, such as one in the node,
         # may be of ranks that all have data.
         self._ranks.assign(tf.maximum(self._ranks, ranks))
-        return ranks == 0.0 if self._is_watched else None
+        if not self._is_watched:
+            return None
+        assert self._complete is not None
+        self._complete.assign_add(tf.cast(ranks == 0.0, tf.int64))
+        return ranks == 0.0

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import keras
+import numpy as np
 from typing_extensions import override
 
 from tfposeidon.communication import agreement, runtime
@@ -38,7 +39,7 @@ def with_equal_epochs(callbacks: list[Any], rows: int | None) -> list[Any]:
       rows: Rows of each batch on this rank; `None` where they are not known or not the same.
     """
     first = EqualSteps(any(map(_may_stop, callbacks)), rows)
-    return [first, ShowCentre(), *callbacks, PlanAgain(), AgreedStop()]
+    return [first, ShowCentre(), *callbacks, PlanAgain(), AgreedStop(first)]
 
 
 def _may_stop(callback: Any) -> bool:
@@ -70,6 +71,9 @@ class EqualSteps(keras.callbacks.Callback):
       may_stop: True if a callback of this rank may stop training in the middle of an epoch.
       rows: Rows of each batch on this rank; `None` where they are not known or not the same.
 
+    Attributes:
+      is_over: True if the epoch ends with this batch, once all callbacks have seen its end.
+
     Raises:
       ValueError: In `fit`, with `run_eagerly` and several optimizers, for data of unknown length.
       RuntimeError: At the end of an epoch, if this rank has done fewer steps than were agreed on.
@@ -78,7 +82,7 @@ class EqualSteps(keras.callbacks.Callback):
     def __init__(self, may_stop: bool = False, rows: int | None = None) -> None:
         super().__init__()
         self._may_stop, self._rows = may_stop, rows
-        self._is_open = False
+        self._is_open = self.is_over = False
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
@@ -104,6 +108,7 @@ class EqualSteps(keras.callbacks.Callback):
     def _agree_on_limit(self, steps: list[int | None]) -> None:
         known = None not in steps
         fewest = min(number for number in steps if number is not None) if known else None
+        self._fewest = fewest
         # Keras gives this dictionary to all callbacks: rates by fractions of an epoch are alike
         # only if its steps are.
         self.params["steps"] = fewest
@@ -120,15 +125,16 @@ class EqualSteps(keras.callbacks.Callback):
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._done = 0
-        self._is_open, self._has_trained = True, False
+        self._is_open, self._has_trained, self._is_finished = True, False, False
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._limit is not None and batch >= self._limit:
+        if self._fewest is not None and batch >= self._fewest:
             # Keras's loop over an epoch catches it, and goes on as if the data had ended.
             raise StopIteration
+        self.is_over = False
         self._is_skipping = self._session.is_skipping
-        self._steps_before = self._session.steps_done if self._watches else 0
+        self._before = self._session.steps_done if self._watches else (0, 0)
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -136,10 +142,24 @@ class EqualSteps(keras.callbacks.Callback):
         self._has_trained = self._has_trained or not self._is_skipping
         if not self._watches or self._is_skipping:
             return
-        steps = self._session.steps_done - self._steps_before
+        steps, complete = np.subtract(self._session.steps_done, self._before)
+        are_absent = bool(self._session.absent_ranks)
         # Fewer steps than one execution has: this rank's data ended within it.
-        if steps < self.model.steps_per_execution or self._session.absent_ranks:
+        self.is_over = are_absent or bool(steps < self.model.steps_per_execution)
+        # No callback sees the end of what was dropped on all ranks.
+        if self.is_over and not self._finish(bool(complete if are_absent else steps)):
             raise StopIteration
+
+    def _finish(self, has_trained: bool) -> bool:
+        """Ends the epoch together with all ranks; returns whether its last execution counts.
+
+        Callbacks that see the end of that may communicate: all ranks come here first.
+        """
+        self._is_finished = True
+        self._session.finish_epoch()
+        everybody = exchange_objects(has_trained, runtime.wire(), "tp.last_execution")
+        # Ranks that train weights of their own are not in step.
+        return has_trained if self._session.centres.exist else all(everybody)
 
     @override
     def on_test_begin(self, logs: Any = None) -> None:
@@ -163,8 +183,9 @@ class EqualSteps(keras.callbacks.Callback):
         self._is_open = False
         if self._watches:
             # A resumed epoch may have been at its end already, on all ranks.
-            if self._has_trained or not self._done or self._limit is None:
-                self._session.finish_epoch()
+            has_begun = self._has_trained or not self._done or self._limit is None
+            if has_begun and not self._is_finished:
+                self._finish(False)
         elif self._limit is not None and self._done < self._limit:
             raise RuntimeError(
                 f"Every rank must do the {self._limit} steps per epoch that were agreed on. "
@@ -185,10 +206,17 @@ class AgreedStop(keras.callbacks.Callback):
     each epoch, and at the end, they compare weights, optimizer state and the state of layers; in
     a model's first `fit` they begin with those of rank 0.
 
+    Args:
+      steps: First of the callbacks, which tells where the epoch ends.
+
     Raises:
       RuntimeError: In `fit`, on all ranks, if settings or values differ; the message names the
         first difference.
     """
+
+    def __init__(self, steps: EqualSteps) -> None:
+        super().__init__()
+        self._equal_steps = steps
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
@@ -198,15 +226,16 @@ class AgreedStop(keras.callbacks.Callback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if not self._puts_off or not self.model.stop_training:
-            return
-        if not self._wants_to_stop:
-            log.warning(
-                "tfposeidon: rank %d stops within an epoch: training ends with that epoch, on all "
-                "ranks.",
-                runtime.rank(),
-            )
-        self._wants_to_stop, self.model.stop_training = True, False
+        if self._puts_off and self.model.stop_training:
+            if not self._wants_to_stop:
+                log.warning(
+                    "tfposeidon: rank %d stops within an epoch: training ends with that epoch, on "
+                    "all ranks.",
+                    runtime.rank(),
+                )
+            self._wants_to_stop, self.model.stop_training = True, False
+        if self._equal_steps.is_over:
+            raise StopIteration
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -406,9 +406,10 @@ class Session:
         return self._watches_absence
 
     @property
-    def steps_done(self) -> int:
-        """Number of train steps so far, counted while absence is watched."""
-        return 0 if self._step_counter is None else int(self._step_counter.numpy())
+    def steps_done(self) -> tuple[int, int]:
+        """Train steps so far, and exchanges of all ranks, counted while absence is watched."""
+        steps = 0 if self._step_counter is None else int(self._step_counter.numpy())
+        return steps, sum(optimizer.exchange.absence.complete for optimizer in self._watched)
 
     @property
     def absent_ranks(self) -> int:

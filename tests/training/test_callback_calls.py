@@ -1,0 +1,84 @@
+"""Callbacks are called as by plain Keras: hooks, order, indices and logs."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.models import same_on_all_ranks
+
+HOOKS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
+
+
+class Recorder(keras.callbacks.Callback):
+    """All calls, with what stands in the logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __getattribute__(self, name):
+        if name not in HOOKS:
+            return super().__getattribute__(name)
+
+        def hook(*arguments, **named):
+            *index, logs = (*arguments, *named.values())
+            if logs is not None and not isinstance(logs, dict):
+                index, logs = [logs], None
+            self.calls.append((name, *index, sorted(logs or {})))
+
+        return hook
+
+
+def _calls(optimizer, data, validation, steps_per_execution, **fit):
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(3)
+    model = models.mlp()
+    model.compile(
+        optimizer, models.LOSS, metrics=["accuracy"], steps_per_execution=steps_per_execution
+    )
+    recorder = Recorder()
+    model.fit(data, epochs=2, verbose=0, callbacks=[recorder], validation_data=validation, **fit)
+    return _whole(recorder.calls), model
+
+
+def _whole(calls):
+    """Without batches that begin and do not end: so Keras finds the end of unknown data."""
+    following = [*calls[1:], ("",)]
+    begin, end = "on_train_batch_begin", "on_train_batch_end"
+    return [
+        call
+        for call, after in zip(calls, following, strict=True)
+        if call[0] != begin or after[0] == end
+    ]
+
+
+def _data(batches, is_known):
+    data = tf.data.Dataset.from_tensor_slices(models.mlp.data(4 * batches)).batch(4)
+    return data if is_known else data.filter(lambda x, y: True)
+
+
+@pytest.mark.ranks("2")
+@pytest.mark.parametrize("more", [0, 2], ids=["equal", "unequal"])
+@pytest.mark.parametrize("is_known", [False, True], ids=["unknown", "known"])
+@pytest.mark.parametrize("steps_per_execution", [1, 2, 3])
+def test_calls_are_those_of_keras(wire, steps_per_execution, is_known, more):
+    """Four batches an epoch, of which the last execution of three has one."""
+    batches = 4
+    mine = batches + more * wire.topology.rank
+    validation = _data(2, is_known)
+    usual, _ = _calls(
+        keras.optimizers.SGD(0.1), _data(batches, is_known), validation, steps_per_execution
+    )
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    ours, model = _calls(optimizer, _data(mine, is_known), validation, steps_per_execution)
+    same_on_all_ranks(model.get_weights(), wire)
+    assert int(optimizer.iterations) == 2 * batches
+    for number, (call, expected) in enumerate(zip(ours, usual, strict=False)):
+        assert call == expected, (
+            number,
+            ours[number - 2 : number + 3],
+            usual[number - 2 : number + 3],
+        )
+    assert len(ours) == len(usual), (ours[-3:], usual[-3:])
