@@ -9,7 +9,7 @@ NATIVE := $(shell find tfposeidon/native datacache/native -name '*.c' -o -name '
 LIBRARY := tfposeidon/native/_ops.so
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help setup demo test test-fast test-rest test-long test-all test-versions check check-native docs format bench clean native-address native-thread native-gpu
+.PHONY: help setup demo test test-fast test-rest test-long test-all test-versions test-keras check check-native docs format bench clean native-address native-thread native-gpu
 
 help:
 	@echo "make demo    set up, train on NP=2 ranks, and compare schemes on a slow network"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-long  benchmarks, the CUDA build and long examples"
 	@echo "make test-all  all tests, with the minutes they took"
 	@echo "make test-versions  a part of them on every supported Python and TensorFlow that is here"
+	@echo "make test-keras  Keras's own tests, with our optimizer around theirs"
 	@echo "make check   set up and run the static checks, that of the documentation too"
 	@echo "make docs    set up and build the documentation in build/docs"
 	@echo "make check-native  run the C++ tests under sanitizers"
@@ -66,6 +67,10 @@ test-all: setup
 # An environment of 2 GB for each pair, with Horovod built for it; pairs that have passed are not run again.
 test-versions: setup
 	$(BIN)/python -m tests.versions
+
+# The wheel of Keras brings its tests; those that are left out are listed in tests/keras_suite.py.
+test-keras: setup
+	$(BIN)/python -m tests.keras_suite
 
 NATIVE_SOURCES = $(shell git ls-files '*.c' '*.cc' '*.cu' '*.h' '*.inc')
 SPHINX := $(BIN)/python -m sphinx -W --keep-going -q -b html docs

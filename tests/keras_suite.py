@@ -1,0 +1,81 @@
+"""Keras's own tests, with every optimizer that `compile` is given wrapped in ours.
+
+    python -m tests.keras_suite FOLDER ...
+    horovodrun -np 2 python -m tests.keras_suite FOLDER ...
+
+A folder is one of `keras.src`, such as `trainers`. The wheel of Keras brings the tests. What is
+left out stands in `LEFT_OUT`, with its reason.
+"""
+
+import functools
+import inspect
+import sys
+import types
+from pathlib import Path
+
+import keras
+import pytest
+from keras.src.trainers.trainer import Trainer
+
+import tfposeidon as tp
+
+FOLDERS = ("callbacks", "models", "optimizers", "saving", "trainers")
+LEFT_OUT = {
+    "orbax_checkpoint_test": "orbax-checkpoint is not installed",
+    "with_tf_distribute": "an optimizer of ours under tf.distribute is refused",
+}
+"""Part of a test's name -> why it is left out."""
+ON_SEVERAL_RANKS = {}
+"""The same, where there are several ranks."""
+
+
+class WithOurs:
+    """Plugin of pytest that wraps optimizers."""
+
+    def pytest_configure(self, config):
+        # Of Keras's own configuration, which the wheel does not bring.
+        config.addinivalue_line("markers", "requires_trainable_backend: a backend that trains")
+        config.addinivalue_line("markers", "multi_device: several devices")
+        sys.modules["conftest"] = types.ModuleType("conftest")
+        sys.modules["conftest"].skip_if_backend = lambda name, reason: pytest.mark.skipif(
+            keras.backend.backend() == name, reason=reason
+        )
+        compile_model = Trainer.compile
+        signature = inspect.signature(compile_model)
+
+        @functools.wraps(compile_model)
+        def compile_with_ours(*args, **options):
+            call = signature.bind(*args, **options)
+            call.apply_defaults()
+            call.arguments["optimizer"] = _wrapped(call.arguments["optimizer"])
+            return compile_model(*call.args, **call.kwargs)
+
+        Trainer.compile = compile_with_ours
+
+    def pytest_collection_modifyitems(self, items):
+        reasons = LEFT_OUT | (ON_SEVERAL_RANKS if tp.size() > 1 else {})
+        for item in items:
+            for part, reason in reasons.items():
+                if part in item.nodeid:
+                    item.add_marker(pytest.mark.skip(reason))
+
+
+def _wrapped(optimizer):
+    if optimizer is None:
+        return None
+    optimizer = keras.optimizers.get(optimizer)
+    if isinstance(optimizer, tp.DistributedOptimizer):
+        return optimizer
+    return tp.DistributedOptimizer(optimizer)
+
+
+def main(*folders):
+    source = Path(inspect.getfile(keras.src)).parent
+    paths = [str(source / folder) for folder in folders or FOLDERS]
+    options = ["-c", "/dev/null", "-p", "no:cacheprovider", "-q", "-rs", "--tb=short"]
+    options += ["--timeout", "120", "-o", "python_files=*_test.py"]
+    return pytest.main([*options, *paths], plugins=[WithOurs()])
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
