@@ -28,9 +28,11 @@ import inspect
 import math
 import os
 import sys
+import types
 import uuid
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -301,7 +303,8 @@ def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
     for optimizer in session.optimizers_of(model):
         rules.check_callbacks(optimizer.policy, arguments["callbacks"])
     if session.is_distributed(model.optimizer):
-        _build(model, *(arguments[name] for name in ("x", "y", "sample_weight")))
+        first = _first_batch(arguments) if not model.built else None
+        _build(model, *first or (arguments[name] for name in ("x", "y", "sample_weight")))
         if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
             # Otherwise the first trace makes the exchange's variables, and TensorFlow traces the
             # step once more.
@@ -342,11 +345,23 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
             model._symbolic_build(data_batch=specification)
 
 
-def _batch_specification(x: Any, y: Any, sample_weight: Any) -> Any:
-    """Returns shapes and dtypes of a batch, or `None` for data that do not tell them.
+def _first_batch(arguments: dict[str, Any]) -> tuple[Any, Any, Any] | None:
+    """Returns the first batch of a generator, which `fit` will get all the same."""
+    rest = arguments["x"]
+    if not isinstance(rest, types.GeneratorType) or (first := next(rest, None)) is None:
+        return None
 
-    Generators do not: to look at a batch would take it from them.
-    """
+    def restored() -> Iterator[Any]:
+        yield first
+        yield from rest
+
+    arguments["x"] = restored()
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(first)
+    return x, y, sample_weight
+
+
+def _batch_specification(x: Any, y: Any, sample_weight: Any) -> Any:
+    """Returns shapes and dtypes of a batch, or `None` for data that do not tell them."""
     if isinstance(x, tf.data.Dataset):
         return x.element_spec
     arrays = (

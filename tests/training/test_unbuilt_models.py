@@ -1,0 +1,77 @@
+"""Models that their first batch builds, on ranks that began apart, by every way of training."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.models import same_on_all_ranks
+
+pytestmark = pytest.mark.ranks("2")
+
+
+class Subclass(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([keras.layers.Dense(8, activation="relu")])
+        self.outer = keras.layers.Dense(models.CLASSES)
+
+    def call(self, x):
+        return self.outer(self.inner(x))
+
+
+def _sequential():
+    return keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(models.CLASSES)])
+
+
+def _generator(x, y):
+    for index in range(0, len(x), 4):
+        yield x[index : index + 4], y[index : index + 4]
+
+
+def _by_arrays(model, x, y):
+    model.fit(x, y, batch_size=4, epochs=2, verbose=0)
+
+
+def _by_generator(model, x, y):
+    model.fit(_generator(x, y), verbose=0)
+
+
+def _by_batches(model, x, y):
+    for batch in _generator(x, y):
+        model.train_on_batch(*batch)
+
+
+def _by_dataset(model, x, y):
+    model.fit(models.Batches(x, y, 4), epochs=2, verbose=0)
+
+
+OPTIMIZERS = {
+    "distributed": lambda: tp.DistributedOptimizer(keras.optimizers.Adam(0.01)),
+    "local": lambda: tp.LocalUpdates(keras.optimizers.SGD(0.1), every=2),
+}
+
+
+@pytest.mark.parametrize("make", [Subclass, _sequential], ids=["subclass", "sequential"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "train", [_by_arrays, _by_generator, _by_dataset], ids=lambda f: f.__name__
+)
+def test_ranks_end_alike(wire, make, optimizer, train):
+    keras.utils.set_random_seed(wire.topology.rank)
+    model = make()
+    model.compile(OPTIMIZERS[optimizer](), models.LOSS)
+    train(model, *models.share(models.mlp.data(32), 8, wire.topology))
+    # Keras's step that finds no data counts, too, where ranks train by themselves.
+    assert int(model.optimizer.iterations) in (4, 5, 8)
+    same_on_all_ranks(model.get_weights(), wire)
+
+
+def test_batches_by_themselves(wire):
+    """Nobody can tell where training begins: ranks draw alike, as they are told to."""
+    model = Subclass()
+    model.compile(OPTIMIZERS["distributed"](), models.LOSS)
+    _by_batches(model, *models.share(models.mlp.data(32), 8, wire.topology))
+    assert np.isfinite(model.get_weights()[0]).all()
+    same_on_all_ranks(model.get_weights(), wire)
