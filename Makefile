@@ -50,13 +50,13 @@ demo: setup
 	$(BIN)/python -m tfposeidon demo --plot build/demo.png
 
 test: setup
-	$(BIN)/python -m pytest -m "fast or core"
+	$(BIN)/python -m pytest $(TESTS) -m "fast or core"
 
 test-fast: setup
 	$(BIN)/python -m pytest -m fast
 
 test-rest: setup
-	$(BIN)/python -m pytest -m "not fast and not core and not long"
+	$(BIN)/python -m pytest $(TESTS) -m "not fast and not core and not long"
 
 test-long: setup
 	$(BIN)/python -m pytest -m long

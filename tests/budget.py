@@ -11,7 +11,6 @@ that other work may share. Those that pass then are named at the end.
 """
 
 import json
-import os
 import re
 import resource
 import subprocess
@@ -45,9 +44,7 @@ def run(part):
     failed = list(json.loads(FAILED.read_text())) if code and FAILED.exists() else []
     if 0 < len(failed) <= MOST_RETRIED:
         print("\nonce more, by themselves:", *failed, sep="\n", flush=True)
-        options = f"{os.environ.get('PYTEST_ADDOPTS', '')} --last-failed".strip()
-        again = os.environ | {"PYTEST_ADDOPTS": options}
-        code = subprocess.run(["make", part], cwd=ROOT, env=again).returncode
+        code = subprocess.run(["make", part, "TESTS=--last-failed"], cwd=ROOT).returncode
     return code, (time.monotonic() - begin) / 60, (_cpu_s() - before) / 60, failed
 
 

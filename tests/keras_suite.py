@@ -22,6 +22,9 @@ import tfposeidon as tp
 FOLDERS = ("callbacks", "models", "optimizers", "saving", "trainers")
 LEFT_OUT = {
     "orbax_checkpoint_test": "orbax-checkpoint is not installed",
+    "with_data_adapter_grain": "grain is not installed",
+    "with_data_adapter_torch": "PyTorch is not installed",
+    "adds_loss_scaling_optimizer": "`model.optimizer` is ours, and the loss scale inside",
     "with_tf_distribute": "an optimizer of ours under tf.distribute is refused",
 }
 """Part of a test's name -> why it is left out."""
@@ -73,6 +76,8 @@ def main(*folders):
     source = Path(inspect.getfile(keras.src)).parent
     paths = [str(source / folder) for folder in folders or FOLDERS]
     options = ["-c", "/dev/null", "-p", "no:cacheprovider", "-q", "-rs", "--tb=short"]
+    # They train nothing, and need pandas, PyTorch and grain.
+    options += [f"--ignore={source}/trainers/data_adapters"]
     options += ["--timeout", "120", "-o", "python_files=*_test.py"]
     return pytest.main([*options, *paths], plugins=[WithOurs()])
 
