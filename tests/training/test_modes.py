@@ -31,13 +31,9 @@ SCHEMES = {
 ONE_PROCESSOR = pytest.mark.ranks(
     "2",
     processors=1,
-    environment={
-        "TF_NUM_INTEROP_THREADS": "1",
-        "TF_NUM_INTRAOP_THREADS": "1",
-        "TF_XLA_FLAGS": "--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit",
-    },
+    environment={"TF_NUM_INTEROP_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"},
 )
-"""One processor, one thread, and XLA's automatic clusters."""
+CLUSTERS = {"TF_XLA_FLAGS": "--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit"}
 
 
 def _weights(optimizer, wire, **options):
@@ -114,6 +110,11 @@ def test_modes_train_alike(wire, mode):
     for one, another in zip(usual, other, strict=True):
         for expected, found in zip(one, another, strict=True):
             np.testing.assert_allclose(found, expected, atol=2e-3)
+
+
+@pytest.mark.ranks("2", environment=CLUSTERS)
+def test_automatic_clusters_of_xla(wire):
+    _weights(next(_optimizers()), wire)
 
 
 @ONE_PROCESSOR
