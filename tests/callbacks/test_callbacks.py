@@ -70,12 +70,11 @@ def test_broadcast_to_a_model_that_is_not_built(wire):
         assert int(model.optimizer.iterations) == 2
 
 
-def test_generators_say_that_the_model_must_be_built(wire):
+def test_data_without_shapes_say_that_the_model_must_be_built(wire):
     batch = models.mlp.data(4)
+    data = tf.data.Dataset.from_generator(lambda: iter([batch] * 2), ("float32", "int64"))
     with Raises(RuntimeError, "Call the model on one batch, or model.build"):
-        compiled(Unbuilt).fit(
-            (batch for _ in range(2)), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()]
-        )
+        compiled(Unbuilt).fit(data, verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
 
 
 def test_broadcast_names_the_first_difference(wire):
