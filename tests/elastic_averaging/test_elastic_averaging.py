@@ -481,7 +481,8 @@ def test_refusals(wire):
     with Raises(ValueError, "not built"):
         model = keras.Sequential([keras.layers.Dense(models.CLASSES)])
         model.compile(tp.ElasticAveraging(sgd()), models.LOSS)
-        model.fit(((x, y) for x, y in [data]), verbose=0, steps_per_epoch=1)
+        without_shapes = tf.data.Dataset.from_generator(lambda: iter([data]), ("float32", "int64"))
+        model.fit(without_shapes, verbose=0, steps_per_epoch=1)
     with Raises(RuntimeError, "Pass `server_rank` to the first"):
         tp.init(server_rank=tp.workers().ranks[0])
     with Raises(ValueError, "has no scheme to change"):
