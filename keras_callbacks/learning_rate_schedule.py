@@ -43,7 +43,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
       **others: Arguments of Horovod's callback, which are refused with what to write.
 
     Raises:
-      TypeError: For unknown arguments.
+      TypeError: For unknown arguments, or without a multiplier.
       ValueError: If `initial_learning_rate` is negative. In `fit`, if the optimizer's rate is a
         schedule, if the steps per epoch are needed and not known, or if the model has several
         optimizers and none is given.
@@ -57,7 +57,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
     def __init__(
         self,
         initial_learning_rate: float | None = None,
-        multiplier: float | Callable[[float], float] = 1.0,
+        multiplier: float | Callable[[float], float] | None = None,
         start_epoch: int = 0,
         end_epoch: int | None = None,
         staircase: bool = True,
@@ -68,6 +68,11 @@ class LearningRateSchedule(keras.callbacks.Callback):
     ) -> None:
         # Before a rate that is missing: Horovod has another name for it.
         arguments.check_no_more_arguments(type(self).__name__, others, arguments.CALLBACKS)
+        if multiplier is None:
+            raise TypeError(
+                "`multiplier` must be a number or a function of the epoch. Received: none. Pass "
+                "1.0 for a rate that stays."
+            )
         super().__init__()
         self.initial_learning_rate = ranges.check_number(
             "initial_learning_rate", initial_learning_rate, ranges.NOT_NEGATIVE

@@ -130,6 +130,8 @@ def test_all_wrong_arguments_are_named_at_once():
         keras_callbacks.LearningRateWarmup(initial_lr=0.1, warmup_epochs=5, verbose=1)
     with pytest.raises(TypeError, match=r"initial_lr=0.1: write initial_learning_rate"):
         keras_callbacks.LearningRateSchedule(initial_lr=0.1, multiplier=0.5)
+    with pytest.raises(TypeError, match="`multiplier` must be a number or a function"):
+        keras_callbacks.LearningRateSchedule(0.1)
 
 
 def test_config_stays_as_it_is():

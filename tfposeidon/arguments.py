@@ -74,8 +74,8 @@ def check_no_more_arguments(
         f"{name}={value!r}: {horovods.get(name, f'{owner} has no argument `{name}`, leave it out')}"
         for name, value in others.items()
     ]
-    of_horovod = " of Horovod's" if any(name in horovods for name in others) else ""
-    raise TypeError(f"{owner} has other arguments{of_horovod}. Received: " + "; ".join(lines) + ".")
+    than = " than Horovod's" if any(name in horovods for name in others) else ""
+    raise TypeError(f"{owner} has other arguments{than}. Received: " + "; ".join(lines) + ".")
 
 
 def check_sample_count(sample_count: Any) -> None:
