@@ -273,7 +273,8 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
 
     def _check(self, grads: list[Any], variables: list[Any]) -> None:
         if not self.built:
-            self.build(variables)
+            with surroundings.made_before_the_trace():
+                self.build(variables)
         self._check_variables_are_known(variables)
         if len(grads) != len(variables):
             raise ValueError(

@@ -14,6 +14,7 @@ from tests import contract
 from tests.helpers import models
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects
+from tests.helpers.several_optimizers import gan_data, make_gan
 from tests.helpers.training import BATCH, SERVED, check_equal, sgd, train_alone, train_together
 
 pytestmark = pytest.mark.ranks("2")
@@ -75,16 +76,34 @@ def test_accumulation(wire):
 
 def test_fit_traces_the_step_once(wire):
     """TensorFlow traces a step twice whose first trace makes variables."""
-    for scheme in ("asa16", SERVED, tp.schemes.HierarchicalTopK(min_elements=0)):
+    accumulating = SGD(0.1, gradient_accumulation_steps=2)
+    for inner, scheme in (
+        (sgd(), "asa16"),
+        (sgd(), SERVED),
+        (sgd(), tp.schemes.HierarchicalTopK(min_elements=0)),
+        (accumulating, "allreduce"),
+    ):
         model = models.mlp()
-        model.compile(
-            optimizer=tp.DistributedOptimizer(sgd(), scheme=scheme),
-            loss=models.LOSS,
-            metrics=["accuracy"],
-        )
+        optimizer = tp.DistributedOptimizer(inner, scheme=scheme)
+        model.compile(optimizer=optimizer, loss=models.LOSS, metrics=["accuracy"])
         traces = _counted(model)
-        model.fit(*models.mlp.data(16), batch_size=4, epochs=2, verbose=0)
+        for _ in range(2):
+            model.fit(*models.mlp.data(16), batch_size=4, verbose=0)
         assert len(traces) == 1, (scheme, len(traces))
+
+
+def test_steps_of_ones_own_are_traced_once(wire):
+    model = make_gan(True)
+    traces = _counted(model)
+    model.fit(*gan_data(8), batch_size=4, verbose=0)
+    assert len(traces) == 1
+    weight, calls = keras.Variable([1.0, 2.0]), []
+    optimizer = tp.DistributedOptimizer(SGD(0.1, momentum=0.9, gradient_accumulation_steps=2))
+    step = tf.function(lambda x: calls.append(1) or optimizer.apply([x], [weight]))
+    for _ in range(4):
+        step(tf.constant([1.0, 3.0]) * (tp.rank() + 1.0))
+    assert len(calls) == 1
+    np.testing.assert_allclose(weight.numpy(), [1 - 0.29 * 1.5, 2 - 0.29 * 4.5], rtol=1e-5)
 
 
 def _counted(model):

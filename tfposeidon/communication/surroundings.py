@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import keras
 import tensorflow as tf
 
@@ -40,3 +43,25 @@ def check_graph() -> None:
             "Leave jit_compile out of model.compile (or pass False): tfposeidon keeps XLA off for "
             "that step."
         )
+
+
+@contextlib.contextmanager
+def made_before_the_trace() -> Iterator[None]:
+    """Makes variables as if before the step that is traced: it is not traced once more for them.
+
+    `tf.init_scope` alone does not: `tf.function` sees these variables, too, and traces anew without
+    making any.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    # Private: there is no public way. Creators of users' own have another priority.
+    before = graph._variable_creator_stack
+    graph._variable_creator_stack = [one for one in before if one[0] != _OF_FUNCTIONS]
+    try:
+        with tf.init_scope():
+            yield
+    finally:
+        graph._variable_creator_stack = before
+
+
+_OF_FUNCTIONS = 50
+"""Priority of what notes variables for `tf.function`."""

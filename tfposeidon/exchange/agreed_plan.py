@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon.communication import agreement, runtime
+from tfposeidon.communication import agreement, runtime, surroundings
 from tfposeidon.communication.links import Links
 from tfposeidon.communication.wire import Wire, Zeros, exchange_objects
 from tfposeidon.exchange import factor_agreement, layer_norms
@@ -90,8 +90,9 @@ class AgreedPlans:
             plan = self.planner.plan_before_first_step([describe(v) for v in variables])
             rules.check_momentum(plan, inner_optimizer)
             rules.check_sparse_updates(plan, inner_optimizer)
-            self._exchangers[key] = Exchanger(plan, self._wire(), self._zeros)
-            self._effective_rates[key] = EffectiveRate()
+            with surroundings.made_before_the_trace():
+                self._exchangers[key] = Exchanger(plan, self._wire(), self._zeros)
+                self._effective_rates[key] = EffectiveRate()
         return self._exchangers[key]
 
     def effective_rate(self, variables: list[Any]) -> EffectiveRate:

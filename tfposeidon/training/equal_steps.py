@@ -170,12 +170,6 @@ class EqualSteps(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._end_steps()
 
-    @override
-    def on_train_end(self, logs: Any = None) -> None:
-        # Batches outside of `fit`, and those of the next one, may have other rows.
-        if self._session.weigh_alike(False):
-            self.model.make_train_function(force=True)
-
     def _end_steps(self) -> None:
         # In epochs with validation this is called twice.
         if not self._is_open:

@@ -49,7 +49,7 @@ from tfposeidon.training import (
     session,
     verbosity,
 )
-from tfposeidon.training.skip_batches import SkipBatches
+from tfposeidon.training.train_functions import OutsideOfFit, SkipBatches
 
 _WITH_AUTOMATIC_XLA: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models for which `jit_compile="auto"` chose XLA."""
@@ -150,7 +150,8 @@ def _hide_centre(model: keras.Model) -> None:
     """Makes the train function begin with what each rank goes on from, if it trains its own."""
     optimizers = [one for one in session.optimizers_of(model) if one.has_centre]
     train = model.train_function
-    if not optimizers or getattr(train, "_tfposeidon", False) or isinstance(train, SkipBatches):
+    is_other = isinstance(train, SkipBatches | OutsideOfFit)
+    if not optimizers or is_other or getattr(train, "_tfposeidon", False):
         return
 
     centres = session.of(model).centres
@@ -231,7 +232,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     call.arguments["callbacks"] = equal_steps.with_equal_epochs(
         one_writer.with_one_writer(callbacks), _rows_of_batches(call.arguments)
     )
-    with warnings.catch_warnings():
+    with session.of(model).weighing_as_agreed(), warnings.catch_warnings():
         # Keras's advice for epochs that end early is wrong where another rank has fewer batches;
         # `EqualSteps` logs what is right.
         warnings.filterwarnings("ignore", message="Your input ran out of data")

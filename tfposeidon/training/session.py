@@ -17,7 +17,7 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.contributions import contribute_until_all_are_done
 from tfposeidon.policies import Policy
 from tfposeidon.training.centres import Centres
-from tfposeidon.training.skip_batches import SkipBatches
+from tfposeidon.training.train_functions import OutsideOfFit, SkipBatches
 
 _distributed: tuple[type, ...] = ()
 """`OptimizerWrapper`, once there is one: its module imports this one, which cannot import it."""
@@ -235,6 +235,9 @@ class Session:
         """Forgets what a `fit` that was interrupted has left: its begin, and batches to drop."""
         self.begin_where_asked()
         self.only_reports = False
+        self._stop_skipping()
+
+    def _stop_skipping(self) -> None:
         left = self._model.train_function
         if isinstance(left, SkipBatches):
             self._model.train_function = left.train
@@ -399,6 +402,20 @@ class Session:
             optimizer.exchange.batch.are_equal = wanted
         before, self._weighs_alike = self._weighs_alike, wanted
         return bool(accumulating) and before != wanted
+
+    @contextlib.contextmanager
+    def weighing_as_agreed(self) -> Iterator[None]:
+        """Lets steps of `fit` weigh as ranks agree; batches outside of it may have other rows."""
+        left = self._model.train_function
+        if isinstance(left, OutsideOfFit):
+            self._model.train_function = left.train
+            self.weigh_alike(True)
+        try:
+            yield
+        finally:
+            self._stop_skipping()
+            if self.weigh_alike(False):
+                self._model.train_function = OutsideOfFit(self._model)
 
     @property
     def watches_absence(self) -> bool:

@@ -1,4 +1,4 @@
-"""Batches of a resumed epoch that were trained on before."""
+"""Train functions that take the place of a model's own for a while."""
 
 from __future__ import annotations
 
@@ -44,3 +44,25 @@ class SkipBatches:
             next(iterator)
         self.remaining -= self.model.steps_per_execution
         return {}
+
+
+class OutsideOfFit:
+    """Train function after a `fit` whose ranks weighed alike: the step is traced anew.
+
+    The next `fit` goes on with the model's own, which need not be traced again.
+
+    Args:
+      model: Model whose `fit` ends.
+
+    Attributes:
+      train: The model's own train function.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self.model = model
+        self.train: Callable[[Any], Any] = model.train_function
+
+    def __call__(self, iterator: Any) -> Any:
+        """Trains on the batches of one execution, of any number of rows; returns their logs."""
+        self.model.make_train_function(force=True)
+        return self.model.train_function(iterator)
