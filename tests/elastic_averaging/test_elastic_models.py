@@ -29,6 +29,7 @@ from tests.helpers.models import same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects
 from tests.helpers.several_optimizers import Gan, gan_data
 from tests.helpers.training import adam
+from tests.training.test_unbuilt_models import UNBUILT
 
 pytestmark = pytest.mark.ranks("3", server_rank=0)
 
@@ -52,6 +53,19 @@ def test_keras_hub_on_tf_data(wire):
         assert np.isfinite(moved).all()
         if is_server():
             assert np.isfinite(history["val_loss"]).all()
+
+
+@pytest.mark.parametrize("make", UNBUILT, ids=lambda make: make.__name__)
+def test_models_that_their_first_batch_builds(wire, make):
+    data, built = models.mlp.data(4 * BATCH), []
+    for given in (lambda x, y: (x, y), lambda x, y: (models.Batches(x, y, BATCH),)):
+        keras.utils.set_random_seed(tp.rank())
+        model = make()
+        model.compile(tp.ElasticAveraging(sgd(), every=1, alpha=ALPHA), models.LOSS)
+        model.fit(*given(*elastic_share(data)), batch_size=None, verbose=0)
+        same_on_all_ranks(elastic_state(model), wire)
+        built.append(len(model.get_weights()))
+    assert built == [4, 4]
 
 
 def test_a_dataset_of_python_in_half_precision(wire):

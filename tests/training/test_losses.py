@@ -112,7 +112,6 @@ def test_means_by_sample_weight(wire):
     assert one.distance(wire, tp.sample_counts.weights) < EXACT
 
 
-@ALSO_ON_FOUR_RANKS
 def test_means_over_tokens(wire):
     """Over those that are no padding: of the model's mask, or of labels that the loss ignores."""
     x, y = _tagged(BATCHES * BATCH)

@@ -87,12 +87,12 @@ def test_resume(wire):
     names = sorted(os.listdir(os.path.join(folder, "whole")))
     assert len(names) == 8
     model = None
-    for name in (names[0], names[3], names[5]):
+    for name in (names[0], names[5]):
         target = os.path.join(folder, f"from-{name}")
         if wire.topology.rank == 0:
             shutil.copytree(os.path.join(folder, "whole", name), os.path.join(target, name))
         exchange_objects(None, wire, "copied")
-        # The second and the third by what the first has trained on.
+        # The second by what the first has trained on.
         model, resumed = _job(target, 2, model=model)
         for a, b in zip(resumed, whole, strict=True):
             np.testing.assert_array_equal(a, b, f"resumed from {name}")

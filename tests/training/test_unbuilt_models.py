@@ -21,8 +21,11 @@ class Subclass(keras.Model):
         return self.outer(self.inner(x))
 
 
-def _sequential():
+def sequential():
     return keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(models.CLASSES)])
+
+
+UNBUILT = [Subclass, sequential]
 
 
 def _generator(x, y):
@@ -53,7 +56,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("make", [Subclass, _sequential], ids=["subclass", "sequential"])
+@pytest.mark.parametrize("make", UNBUILT, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     "train", [_by_arrays, _by_generator, _by_dataset], ids=lambda f: f.__name__
