@@ -1,6 +1,7 @@
 """Do the tests notice? Faults are put into the code, one at a time, and the tests of the line run.
 
     python -m tests.mutants cover                 # all tests once, with the lines that each covers
+    python -m tests.mutants cover --tests "fast or slow or ranks"   # without jobs of their own
     python -m tests.mutants run --seed 37 --count 40
     python -m tests.mutants show
 
@@ -147,14 +148,14 @@ def node_id(context):
     return "::".join([f"{'/'.join(words[:module])}.py", *words[module:]])
 
 
-def cover(_):
-    """Runs all tests with coverage, on all ranks, and joins what they say."""
+def cover(options):
+    """Runs tests with coverage, on all ranks, and joins what they say."""
     DATA.parent.mkdir(exist_ok=True)
     settings = DATA.with_suffix(".ini")
     settings.write_text(SETTINGS.format(data=DATA))
     command = [sys.executable, "-m", "coverage"]
     run = [*command, "run", f"--rcfile={settings}", "-m", "pytest", "-p", "no:cacheprovider"]
-    subprocess.run(run, cwd=ROOT)
+    subprocess.run([*run, *(["-m", options.tests] if options.tests else [])], cwd=ROOT)
     subprocess.run([*command, "combine", f"--rcfile={settings}"], cwd=ROOT, check=True)
     subprocess.run([*command, "report", f"--rcfile={settings}", "--skip-covered"], cwd=ROOT)
 
@@ -233,6 +234,7 @@ def main():
     parser.add_argument("what", choices=("cover", "run", "show"))
     parser.add_argument("--seed", type=int, default=37, help="of the choice of mutants")
     parser.add_argument("--count", type=int, default=40, help="of mutants")
+    parser.add_argument("--tests", metavar="MARKERS", help="that `cover` runs (all of them)")
     options = parser.parse_args()
     {"cover": cover, "run": run, "show": show}[options.what](options)
 

@@ -14,7 +14,7 @@ from tests.helpers.training import BATCH
 from tfposeidon.communication import runtime
 from tfposeidon.training import plan_again
 
-WIDTH, LAYERS = 400, 6
+WIDTH, LAYERS = 400, 4
 """Kernels of 640 kB: several share a bucket of the default size, and none a smaller one."""
 
 

@@ -56,7 +56,6 @@ def test_lars_with_the_other_ratio(wire):
     )
 
 
-@pytest.mark.ranks("2x2")
 def test_lamb(wire):
     _compare(wire, lamb, WAYS[::2])
 
