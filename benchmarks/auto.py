@@ -83,6 +83,7 @@ def show(cells):
         *("of all-reduce", "chose", "predicted"),
     )
     found = list(compared(cells))
+    print(f"steps {harness.emulated(cells)}")
     harness.show([header, *map(cells_of, found)])
     regrets = [row["steps"]["auto"] / row["best_s"] - 1 for row in found]
     within = sum(regret <= 0.05 for regret in regrets)

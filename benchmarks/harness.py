@@ -367,6 +367,14 @@ def _compiled(name, cuda):
     return program
 
 
+def emulated(cells):
+    """Returns what stands above figures of emulated accelerators."""
+    cores = {cell["machine"]["processor"].partition(" x ")[0] for cell in cells.values()}
+    return f"emulated on a {' or '.join(sorted(cores))}-core machine".replace(
+        " 2-core", " two-core"
+    )
+
+
 def machine():
     """Returns commit, CPU, kernel and versions of packages, which each answer is kept with."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -60,7 +60,7 @@ def by_case(cells):
 def show(cells):
     """Prints a line for each system, and then what `auto` chose and predicted."""
     found = by_case(cells)
-    print("\nmilliseconds per step")
+    print(f"\nmilliseconds per step, {harness.emulated(cells)}")
     header = ("system", *(f"{model}, {gbit:g} Gb/s" for model, _, gbit in found))
     lines = (
         (system, *(milliseconds(steps.get(system)) for steps in found.values()))

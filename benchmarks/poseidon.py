@@ -95,7 +95,7 @@ def speedups(cells):
 def show(cells):
     """Prints speed-ups, the paper's, the share of time that ranks stand still, and traffic."""
     print(
-        "\nspeed-up over one rank alone; "
+        f"\nspeed-up over one rank alone, {harness.emulated(cells)}; "
         "in brackets the share of time that the ranks stand still, on average"
     )
     rows = [("model", "Gb/s", "ranks", *SYSTEMS, "paper")]

@@ -215,11 +215,12 @@ def show(cells):
     for case, rows in groups(cells).items():
         cell = next(c for c in cells.values() if group(c) == case)
         task, dilation = cell["task"], case.dilation
+        megabits = cell["rate_bits_per_s"] / 1e6
         shrunk = f", shrunk by {task['shrink']:g}" if task["shrink"] != 1 else ""
         print(
             f"\n{case.model}{shrunk}, {case.layout} ranks, {case.network}, compute "
-            f"{1e3 * models.model(case.model).step_s:.0f} ms; measured {dilation:g} times as slow, "
-            f"with links of {cell['rate_bits_per_s'] / 1e6:.0f} Mb/s"
+            f"{1e3 * models.model(case.model).step_s:.0f} ms, {harness.emulated({case: cell})}; "
+            f"measured {dilation:g} times as slow, with links of {megabits:.0f} Mb/s"
         )
         header = (
             "system",
