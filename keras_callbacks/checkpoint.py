@@ -50,7 +50,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     When `fit` begins, all ranks resume from the newest whole snapshot. A resumed run equals one
     that was not interrupted if the data come in the same order: batches of an unfinished epoch that
-    were trained on before are read and skipped. On another number of ranks, the sums of accumulated
+    were trained on before are read and skipped. (Where `fit` shuffles, they are others, and one log
+    line says so.) On another number of ranks, the sums of accumulated
     gradients and residuals are kept, and training goes on between epochs; within one, a rank would
     skip other samples than those that were trained on, unless `CachePosition` follows a cache by
     the same global batch. What `scheme="auto"` has planned by is saved, too: on the same nodes a
@@ -280,6 +281,13 @@ class Checkpoint(keras.callbacks.Callback):
         batches = 0 if self.resume == "epoch" else snapshot.meta["batches"]
         if batches:
             self._check_samples(snapshot)
+        if batches and self._session.shuffles:
+            runtime.say(
+                "tfposeidon: `fit` shuffles, and draws another order than the run that is resumed: "
+                "the %d batches that are skipped have other samples than those that were trained "
+                'on. Pass shuffle=False to fit, or Checkpoint(..., resume="epoch").',
+                batches,
+            )
         _assign(self._shared(), to_array_list(snapshot.shared, "shared"))
         own = self._assign_own(snapshot)
         layers = snapshot.shared | snapshot.own.get(self._wire.topology.rank, {})

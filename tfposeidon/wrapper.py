@@ -139,6 +139,16 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
         return self.inner_optimizer.iterations
 
     @property
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """Optimizers of a `MultiOptimizer` inside, whose rates Keras's callbacks set one by one.
+
+        Raises:
+          AttributeError: If there is none inside.
+        """
+        found: list[keras.optimizers.Optimizer] = innermost(self).optimizers
+        return found
+
+    @property
     def plan(self) -> Plan:
         """Plan of the exchange: which variable goes by which scheme, with bytes and reason.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_callbacks
 import tfposeidon as tp
@@ -22,7 +23,7 @@ from tests.helpers.checkpoints import (
     checkpoint_job,
     saved_state,
 )
-from tests.helpers.checks import Raises
+from tests.helpers.checks import LogLines, Raises
 from tests.helpers.over_ranks import exchange_objects
 from tests.helpers.training import sgd
 from tfposeidon.state import snapshots
@@ -213,6 +214,35 @@ def test_other_samples_are_not_skipped_within_an_epoch(wire):
     exchange_objects(None, wire, "done")
     if wire.topology.rank == 0:
         shutil.rmtree(folder)
+
+
+def test_an_order_that_fit_draws_is_told_of(wire):
+    """Arrays and `PyDataset`s are shuffled unless `fit` is told not to."""
+    x, y = models.mlp.data(16)
+    arrays, batches = (x, y), (models.Batches(x, y, 4),)
+    ordered = (tf.data.Dataset.from_tensor_slices((x, y)).batch(4),)
+    for data, options, is_told in (
+        (arrays, {"batch_size": 4}, True),
+        (batches, {}, True),
+        (arrays, {"batch_size": 4, "shuffle": False}, False),
+        (ordered, {}, False),
+    ):
+        folder = shared_folder(wire)
+        model = models.mlp()
+        model.compile(tp.DistributedOptimizer(sgd()), models.LOSS)
+        checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps=3)
+        model.fit(*data, verbose=0, callbacks=[checkpoint], **options)
+        exchange_objects(None, wire, "stopped")
+        if wire.topology.rank == 0:
+            shutil.rmtree(sorted(Path(folder).iterdir())[-1])
+        exchange_objects(None, wire, "the one of its end is gone")
+        with LogLines() as lines:
+            model.fit(*data, verbose=0, callbacks=[keras_callbacks.Checkpoint(folder)], **options)
+        said = [line for line in lines if "draws another order" in line]
+        assert len(said) == (is_told and wire.topology.rank == 0), lines
+        exchange_objects(None, wire, "done")
+        if wire.topology.rank == 0:
+            shutil.rmtree(folder)
 
 
 class _Positioned(keras.callbacks.Callback):

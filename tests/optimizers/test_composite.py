@@ -87,6 +87,23 @@ def test_one_rank_trains_as_keras_does(kind, options):
     check_equal(model.get_weights(), reference)
 
 
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+def test_callbacks_of_keras_set_each_rate(precision):
+    keras.config.set_dtype_policy(precision)
+    try:
+        model = models.mlp()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    model.compile(tp.DistributedOptimizer(multi()), models.LOSS)
+    halves = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    tenths = keras.callbacks.ReduceLROnPlateau("loss", factor=0.1, patience=0, min_delta=100.0)
+    model.fit(*models.mlp.data(8), epochs=2, verbose=0, callbacks=[halves, tenths])
+    rates = [float(one.learning_rate) for one in model.optimizer.optimizers]
+    # A plateau is found in the second epoch.
+    assert rates == pytest.approx([0.05 / 40, 0.01 / 40])
+    assert not hasattr(tp.DistributedOptimizer(SGD(0.1)), "optimizers")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_by_a_sparse_scheme(kind):
     model = models.mlp()

@@ -218,6 +218,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     callbacks = call.arguments["callbacks"] = _as_list(call.arguments["callbacks"])
     session.of(model).begin_fit()
     session.of(model).note_callbacks(callbacks)
+    session.of(model).shuffles = call.arguments["shuffle"] and _can_shuffle(call.arguments["x"])
     _prepare(model, call.arguments)
     is_asynchronous = session.of(model).is_asynchronous
     if is_asynchronous:
@@ -237,6 +238,12 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         # `EqualSteps` logs what is right.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         return original(*call.args, **call.kwargs)
+
+
+def _can_shuffle(x: Any) -> bool:
+    """Returns whether `fit` draws the order of these data, if it is told to shuffle."""
+    is_dataset = isinstance(x, keras.utils.PyDataset)
+    return is_dataset or all(hasattr(array, "shape") for array in keras.tree.flatten(x))
 
 
 def _rows_of_batches(arguments: dict[str, Any]) -> int | None:

@@ -141,6 +141,7 @@ class Session:
       knows_lengths: False in a `fit` in which ranks may end an epoch after different steps.
       knows_position: True in a `fit` whose data follow one order over all ranks.
       only_reports: True in a `fit` whose ranks go on where their weights differ.
+      shuffles: True in a `fit` that draws the order of samples itself.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -159,6 +160,7 @@ class Session:
         self.knows_lengths = True
         self.knows_position = False
         self.only_reports = False
+        self.shuffles = False
         reference = self._reference
         self.centres = Centres(lambda: optimizers_of(reference()))
 
