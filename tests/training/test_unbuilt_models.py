@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfposeidon as tp
 from tests.helpers import models
@@ -50,6 +51,11 @@ def _by_dataset(model, x, y):
     model.fit(models.Batches(x, y, 4), epochs=2, verbose=0)
 
 
+def _by_tf_data(model, x, y):
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    model.fit(data, epochs=2, verbose=0)
+
+
 OPTIMIZERS = {
     "distributed": lambda: tp.DistributedOptimizer(keras.optimizers.Adam(0.01)),
     "local": lambda: tp.LocalUpdates(keras.optimizers.SGD(0.1), every=2),
@@ -68,6 +74,40 @@ def test_ranks_end_alike(wire, make, optimizer, train):
     train(model, *models.share(models.mlp.data(32), 8, wire.topology))
     # Keras's step that finds no data counts, too, where ranks train by themselves.
     assert int(model.optimizer.iterations) in (4, 5, 8)
+    same_on_all_ranks(model.get_weights(), wire)
+
+
+class ReadsValues(Subclass):
+    """Cannot be built by shapes alone."""
+
+    def call(self, x):
+        return super().call(x * float(np.sign(x.numpy()).max()))
+
+
+@pytest.mark.parametrize("make", [*UNBUILT, ReadsValues], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "train", [_by_arrays, _by_generator, _by_tf_data], ids=lambda f: f.__name__
+)
+def test_eager_steps(wire, make, train):
+    keras.utils.set_random_seed(wire.topology.rank)
+    model = make()
+    model.compile(OPTIMIZERS["distributed"](), models.LOSS, run_eagerly=True)
+    train(model, *models.share(models.mlp.data(16), 8, wire.topology))
+    same_on_all_ranks(model.get_weights(), wire)
+
+
+class Ragged(Subclass):
+    def call(self, x):
+        return super().call(x.to_tensor(shape=[None, 20]))
+
+
+def test_ragged_batches(wire):
+    """Symbolic tensors have no `to_tensor`."""
+    keras.utils.set_random_seed(wire.topology.rank)
+    model = Ragged()
+    model.compile(OPTIMIZERS["distributed"](), models.LOSS)
+    x, y = models.share(models.mlp.data(16), 8, wire.topology)
+    _by_tf_data(model, tf.RaggedTensor.from_tensor(x), y)
     same_on_all_ranks(model.get_weights(), wire)
 
 

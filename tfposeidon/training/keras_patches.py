@@ -46,6 +46,7 @@ from tfposeidon.training import (
     entries,
     equal_steps,
     one_writer,
+    replicated,
     session,
     verbosity,
 )
@@ -337,20 +338,41 @@ def _as_list(callbacks: Any) -> list[Any]:
 def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
     """Builds model, metrics and optimizer before callbacks broadcast or restore them.
 
-    Keras on TensorFlow leaves it to the first step, and trains models that cannot be built from
-    shapes alone. Those stay as they are; callbacks that need a built model say so.
+    Keras on TensorFlow leaves it to the first step. Models that can be built neither from shapes
+    nor by a sample stay as they are; callbacks that need a built model say so.
     """
     # Of eager models, too: a server, which takes no step, would be left without.
     _scale_losses(model)
-    if model.run_eagerly:
-        # Steps build the rest.
-        if model.built and not model.optimizer.built and _trains_all_together(model):
-            model.optimizer.build(model.trainable_variables)
-        return
-    with contextlib.suppress(Exception):
-        specification = _batch_specification(x, y, sample_weight)
-        if specification is not None:
-            model._symbolic_build(data_batch=specification)
+    if not model.run_eagerly:
+        with contextlib.suppress(Exception):
+            specification = _batch_specification(x, y, sample_weight)
+            if specification is not None:
+                model._symbolic_build(data_batch=specification)
+    if not replicated.has_weights(model):
+        with contextlib.suppress(Exception):
+            # A call may do what symbolic tensors cannot.
+            model(_first_sample(x), training=False)
+    if model.built and not model.optimizer.built and _trains_all_together(model):
+        model.optimizer.build(model.trainable_variables)
+
+
+def _first_sample(x: Any) -> Any:
+    """Returns a sample to call a model by; zeros where a dataset would have to be read."""
+    if isinstance(x, tf.data.Dataset):
+        specification, _, _ = keras.utils.unpack_x_y_sample_weight(x.element_spec)
+        return keras.tree.map_structure(_zeros, specification)
+    if isinstance(x, keras.utils.PyDataset):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(x[0])
+    return keras.tree.map_structure(lambda array: array[:1], x)
+
+
+def _zeros(specification: Any) -> Any:
+    shape = [1, *specification.shape[1:]]
+    if isinstance(specification, tf.RaggedTensorSpec):
+        dense = tf.zeros([size or 1 for size in shape], specification.dtype)
+        return tf.RaggedTensor.from_tensor(dense, ragged_rank=specification.ragged_rank)
+    # Refuses what layers may have to know: a size that the data do not tell.
+    return tf.zeros(shape, specification.dtype)
 
 
 def _first_batch(arguments: dict[str, Any]) -> tuple[Any, Any, Any] | None:

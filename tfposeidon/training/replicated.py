@@ -41,7 +41,9 @@ def replicated_variables(model: keras.Model) -> list[Any]:
 def has_weights(model: keras.Model) -> bool:
     """Returns whether a model is built, or all of its parts are."""
     # Models without a call of their own, such as GANs, are never built, though their parts are.
-    return model.built or (bool(model.layers) and all(layer.built for layer in model.layers))
+    # A trainer that is a layer has none.
+    layers = getattr(model, "layers", ())
+    return model.built or (bool(layers) and all(layer.built for layer in layers))
 
 
 def share(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
