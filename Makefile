@@ -71,6 +71,7 @@ test-versions: setup
 # The wheel of Keras brings its tests; those that are left out are listed in tests/keras_suite.py.
 test-keras: setup
 	$(BIN)/python -m tests.keras_suite
+	$(BIN)/horovodrun -np 2 $(BIN)/python -m tests.keras_suite trainers callbacks
 
 NATIVE_SOURCES = $(shell git ls-files '*.c' '*.cc' '*.cu' '*.h' '*.inc')
 SPHINX := $(BIN)/python -m sphinx -W --keep-going -q -b html docs
