@@ -6,13 +6,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, get_args
+from typing import Any, Self, cast, get_args
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from datacache.batches import EpochIterator, batches
+from datacache.errors import Closed
 from datacache.from_tfposeidon import ProgressBar, process_rank
 from datacache.levels.fingerprint import fingerprint, trace
 from datacache.levels.opening import open_levels
@@ -321,13 +322,22 @@ class Cache:
         self._levels.clear()
 
     def close(self) -> None:
-        """Ends threads and mappings; what is cached stays.
+        """Ends threads and mappings; what is cached stays, and nothing can be read any more.
 
-        On several nodes it waits until all ranks have closed the cache: they may ask for samples.
+        A `with` block does it at its end. On several nodes it waits until all ranks have closed the
+        cache: they may ask for samples.
         """
         if not self._closed:
             self._closed = True
-            self._reader.close()
+            reader, closed = self._reader, cast("Any", Closed())
+            self._source = self._levels = self._reader = self._positions = self._counts = closed
+            reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __len__(self) -> int:
         return len(self._source)
@@ -339,6 +349,8 @@ class Cache:
         )
 
     def __str__(self) -> str:
+        if self._closed:
+            return "datacache: closed"
         memory = self._levels.memory
         kept = (
             f"{memory.slots} of {len(self)} samples in {memory.folder}"
@@ -399,9 +411,13 @@ class RandomAccess:
     def __len__(self) -> int:
         return len(self._cache)
 
-    def __getitem__(self, sample: int) -> Any:
+    def __getitem__(self, sample: int | slice) -> Any:
+        """Returns a sample, or those of a slice, as a list does."""
+        chosen = range(len(self))[sample]
+        if isinstance(chosen, range):
+            return [self[index] for index in chosen]
         return tf.nest.map_structure(
-            lambda array: array[0], self._cache._nested_batch(np.array([sample]))
+            lambda array: array[0], self._cache._nested_batch(np.array([chosen]))
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 
 class CacheError(RuntimeError):
@@ -27,3 +28,16 @@ class DamagedError(CacheError):
     def __init__(self, what: str, folder: Path) -> None:
         super().__init__(f"{what} Remove it: python -m datacache rm {folder}")
         self.what = what
+
+
+class Closed:
+    """Takes the place of what a cache has let go of: each use of it is an error."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise CacheError(
+            "A cache is read before it is closed. Received: a call after close(). Open it again, "
+            "datacache.Cache(...); a `with` block closes it at its end."
+        )
+
+    def __len__(self) -> int:
+        return int(self.length)

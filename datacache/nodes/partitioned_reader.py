@@ -106,7 +106,7 @@ class PartitionedReader(Reader):
         try:
             self._exchange.close()
         finally:
-            self.levels.close()
+            self._close_levels()
 
     def close_at_exit(self) -> None:
         """Closes the reader when Python ends, unless the script has failed."""

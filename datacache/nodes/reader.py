@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 from typing_extensions import override
 
+from datacache.errors import Closed
 from datacache.levels.levels import Levels
 from datacache.pool.layout import Arrays, stack_samples
 
@@ -55,6 +57,10 @@ class Reader(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends threads and mappings."""
+
+    def _close_levels(self) -> None:
+        self.levels.close()
+        self.levels = cast("Levels", Closed())
 
     def batch(self, indices: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
         """Reads a batch.
@@ -118,4 +124,4 @@ class LocalReader(Reader):
 
     @override
     def close(self) -> None:
-        self.levels.close()
+        self._close_levels()

@@ -221,3 +221,58 @@ def test_cleared(images, opened):
     cache.clear()
     assert sorted(sample_numbers(cache.dataset(BATCH))) == list(range(SAMPLES))
     assert cache.stats().source_reads == 2 * SAMPLES
+
+
+class _Tens:
+    identity, signature = "multiples of ten", [tf.TensorSpec([], tf.int64)]
+
+    def __len__(self):
+        return 9
+
+    def name(self, sample):
+        return f"ten times {sample}"
+
+    def read(self, sample):
+        return [np.array(10 * sample)]
+
+    def decode(self, value):
+        return value
+
+
+@pytest.mark.parametrize("memory", [True, False], ids=["memory", "none"])
+def test_numbers_of_samples_are_those_of_a_list(tmp_path, memory):
+    expected = list(range(0, 90, 10))
+    with datacache.Cache(_Tens(), memory=tmp_path / "memory" if memory else None) as cache:
+        samples = cache.random_access()
+        for number in (-1, -9, np.int64(3), np.uint8(2), True):
+            assert samples[number] == expected[number], number
+        for number in (9, -10, 1.0, [1], None, np.bool_(True)):
+            with pytest.raises((IndexError, TypeError)):
+                samples[number]
+        batches = cache.pydataset(4, shuffle=False)
+        np.testing.assert_array_equal(batches[-1], batches[len(batches) - 1])
+        with pytest.raises(IndexError):
+            batches[len(batches)]
+        assert samples[3:-2:4] == expected[3:-2:4]
+        assert list(samples) == expected
+        # No sample has taken the place of another.
+        assert [int(value) for value in cache.dataset(1, shuffle=False).unbatch()] == expected
+
+
+def test_nothing_is_read_once_it_is_closed(tmp_path):
+    with datacache.Cache(_Tens(), memory=tmp_path / "memory") as cache:
+        data, batches, samples = cache.dataset(4), cache.pydataset(4), cache.random_access()
+        list(data)
+    cache.close()
+    for use in (
+        *(lambda: cache.dataset(4), lambda: cache.pydataset(4), lambda: cache.warm()),
+        *(lambda: cache.stats(), lambda: cache.state_dict(data), lambda: cache.count(1, data)),
+        *(lambda: cache.clear(), lambda: len(cache), lambda: cache.begin_epoch(1, data)),
+        *(lambda: next(cache.counted(data)), lambda: samples[0], lambda: batches[0]),
+        lambda: len(samples),
+    ):
+        with pytest.raises(CacheError, match=r"a call after close\(\)"):
+            use()
+    with pytest.raises(tf.errors.OpError, match=r"a call after close\(\)"):
+        next(iter(data))
+    assert str(cache) == "datacache: closed"

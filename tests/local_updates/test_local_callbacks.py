@@ -26,7 +26,7 @@ from tests.helpers.models import same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects
 from tests.helpers.training import BATCH, check_equal
 
-pytestmark = pytest.mark.ranks("2")
+pytestmark = pytest.mark.ranks("2", job="local")
 
 
 class Looking(keras.callbacks.Callback):

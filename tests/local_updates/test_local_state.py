@@ -18,7 +18,7 @@ from tests.helpers.local_updates import EVERY, SPARSE, batch_norm, fitted, own_w
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.training import BATCH, check_equal
 
-pytestmark = pytest.mark.ranks("2")
+pytestmark = pytest.mark.ranks("2", job="local")
 
 
 def test_momentum_inside_and_outside_of_short_rounds_is_warned_of(wire):

@@ -30,7 +30,7 @@ from tests.helpers.over_ranks import exchange_objects, on_one_rank
 from tests.helpers.several_optimizers import Gan, gan_batches, gan_data
 from tests.helpers.training import BATCH, check_equal, dense_rows
 
-pytestmark = pytest.mark.ranks("2")
+pytestmark = pytest.mark.ranks("2", job="local")
 
 
 def in_one_process(build, start, data, wire, rule="average", delay=0, make=sgd):

@@ -32,6 +32,8 @@ class World:
       processors: Number of CPU cores that each rank may use; by default all.
       environment: Variables of the job, beside `ENVIRONMENT`.
       init: Arguments of `tp.init`, beside `INIT`.
+      job: Name of a job of its own, where one for all tests would take too long: jobs run side by
+        side.
     """
 
     layout: str
@@ -41,6 +43,7 @@ class World:
     processors: int | None = None
     environment: tuple = ()
     init: tuple = ()
+    job: str = ""
 
     @classmethod
     def of(cls, *layouts, environment=(), **options):
@@ -55,6 +58,7 @@ class World:
         extras += ["network"] if self.own_network else []
         extras += [f"processors={self.processors}"] if self.processors else []
         extras += [f"{name}={value}" for name, value in (*self.environment, *self.init)]
+        extras += [self.job] if self.job else []
         return "-".join([self.layout, *extras])
 
     @property
