@@ -109,9 +109,11 @@ def open_levels(
 
     on_disk = in_memory = None
     if decoded is not None:
-        on_disk = _open_decoded_pool(Path(decoded) / fingerprint[:FOLDER_DIGITS], spec, access)
+        on_disk = _open_decoded_pool(
+            Path(decoded).expanduser() / fingerprint[:FOLDER_DIGITS], spec, access
+        )
     if memory is not None:
-        folder = Path(memory) / fingerprint[:FOLDER_DIGITS]
+        folder = Path(memory).expanduser() / fingerprint[:FOLDER_DIGITS]
         in_memory = _open_memory_pool(folder, spec, needed_bytes, budget, choose_shard, access)
         _prepare(in_memory, verify)
     _keep_index(source, access, [stored_on_disk, in_memory, on_disk])
@@ -146,7 +148,7 @@ def open_stored_pool(
         for spec in source.signature
     ]
     layout = Layout.of(samples, [range(spec.shape.rank) for spec in source.signature])
-    folder = Path(root) / f"stored-{digest(source.identity)[:FOLDER_DIGITS]}"
+    folder = Path(root).expanduser() / f"stored-{digest(source.identity)[:FOLDER_DIGITS]}"
     return Pool(folder, lambda: _pool_spec(layout, source, _disk_room_bytes(folder)), access)
 
 

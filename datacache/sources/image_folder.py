@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -14,6 +14,7 @@ from typing_extensions import override
 from datacache.native import read_file
 from datacache.sources.source import RandomSource, SourceError, digest
 
+_Answer = TypeVar("_Answer")
 IMAGE_EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 
 
@@ -116,8 +117,9 @@ def from_folder(
     `preprocess` receives the contents of a file, a scalar string, and the label, a scalar int64.
 
     Args:
-      path: Folder with a folder for each class. The label is the index of the folder in
-        alphabetical order, where folders without a file count; see `class_names` of the result.
+      path: Folder with a folder for each class, which hidden ones and `lost+found` are not. The
+        label is the index of the folder in alphabetical order, where folders without a file count;
+        see `class_names` of the result.
       extensions: Endings of the files to take, in upper or lower case; `None` takes all files.
       labels: True if samples have labels. Without them `preprocess` receives the contents only, and
         files may lie anywhere below the folder.
@@ -145,7 +147,7 @@ def from_folder(
       >>> contents.item(), source.class_names[label]
       (b'dog', 'dog')
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if isinstance(extensions, str):
         raise ValueError(
             f"`extensions` must be several. Received: extensions={extensions!r}. Say "
@@ -171,46 +173,48 @@ def _check_class_names(class_names: Sequence[str], labels: bool) -> None:
 
 
 def _folders(path: Path) -> list[str]:
-    """Returns the names of the folders in a folder, without hidden ones, in alphabetical order."""
-    with os.scandir(path) as entries:
-        return sorted(
-            entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
-        )
+    """Returns the names of the folders of data in a folder, in alphabetical order."""
+    return sorted(entry.name for entry in _entries(path) if _asked(entry.is_dir))
 
 
-def _checked_subfolder(folder: Path) -> Path:
-    """Returns the folder; refuses a link that leads back up, which would never end."""
-    # One part more, as the parents of a path are without the path itself.
-    if folder.is_symlink() and folder.resolve() in folder.parent.resolve().joinpath("x").parents:
+def _entries(path: Path) -> list[os.DirEntry[str]]:
+    """Returns what a folder holds, without what is hidden or of the file system's own."""
+    try:
+        with os.scandir(path) as entries:
+            return [one for one in entries if one.name[0] != "." and one.name != "lost+found"]
+    except OSError as error:
         raise SourceError(
-            f"A folder must not be in itself. Received: {folder}, a link to {folder.resolve()}. "
-            "Remove it."
-        )
-    return folder
+            f"Folders of data must be readable. Received: {error}. Let this user read it, or move "
+            "it elsewhere."
+        ) from error
 
 
 def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, int, int]]:
     """Returns path, bytes and time of change (ns) of each file below a folder."""
     endings = tuple(ending.lower() for ending in extensions) if extensions is not None else ("",)
-    found, folders = [], [path]
+    # Each folder with itself and those above it, where their links lead.
+    root = path.resolve()
+    found, folders = [], [(path, {root, *root.parents})]
     while folders:
-        with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir():
-                    folders.append(_checked_subfolder(Path(entry.path)))
-                elif entry.name.lower().endswith(endings):
-                    about = _state(entry)
-                    found.append(
-                        (os.path.relpath(entry.path, path), about.st_size, about.st_mtime_ns)
+        folder, above = folders.pop()
+        for entry in _entries(folder):
+            if _asked(entry.is_dir):
+                below = Path(entry.path)
+                if (real := below.resolve()) in above:
+                    raise SourceError(
+                        f"A folder must not be in itself. Received: {below}, a link to {real}. "
+                        "Remove it."
                     )
+                folders.append((below, above | {real}))
+            elif entry.name.lower().endswith(endings):
+                about = _asked(entry.stat)
+                found.append((os.path.relpath(entry.path, path), about.st_size, about.st_mtime_ns))
     return found
 
 
-def _state(entry: os.DirEntry[str]) -> os.stat_result:
+def _asked(ask: Callable[[], _Answer]) -> _Answer:
     try:
-        return entry.stat()
+        return ask()
     except OSError as error:
         raise SourceError(
             f"A file must be there. Received: {error}. Remove it if it is a link."

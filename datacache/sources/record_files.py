@@ -97,8 +97,8 @@ def from_tfrecords(
     microseconds on a local disk. Checksums within the files are not verified.
 
     Args:
-      files: Pattern such as `"/data/train-*"`, or the paths themselves. Files of a pattern are
-        taken in the order of their names.
+      files: Pattern such as `"/data/train-*"`, the path of one file, or the paths themselves. Files
+        of a pattern are taken in the order of their names.
       features: Features by name, as `tf.io.parse_single_example` takes them; `None` parses nothing.
 
     Returns:
@@ -117,9 +117,11 @@ def from_tfrecords(
         source = datacache.from_tfrecords("/data/imagenet/train-*", features)
     """
     if isinstance(files, str | os.PathLike):
-        paths = sorted(glob.glob(os.fspath(files)))
+        pattern = os.path.expanduser(files)
+        # A file that there is, whatever its name would match.
+        paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
     else:
-        paths = [os.fspath(path) for path in files]
+        paths = [os.path.expanduser(path) for path in files]
     if not paths:
         raise SourceError(
             f"There must be files. Received: files={files!r}, which matches none. Name others."

@@ -79,6 +79,21 @@ def test_other_files_or_features_are_another_cache(files):
     assert datacache.from_tfrecords(files, FEATURES).identity != before
 
 
+def test_a_file_that_there_is_is_no_pattern(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in (("a[1].tfrecord", b"bracketed"), ("a1.tfrecord", b"one")):
+        with tf.io.TFRecordWriter(str(tmp_path / name)) as writer:
+            writer.write(value)
+    for files, value in (
+        (tmp_path / "a[1].tfrecord", b"bracketed"),
+        ("~/a[1].tfrecord", b"bracketed"),
+        (["~/a[1].tfrecord"], b"bracketed"),
+        ("~/a[1]*", b"one"),
+    ):
+        (found,) = datacache.from_tfrecords(files).read(0)
+        assert found.item() == value, files
+
+
 def test_no_files(tmp_path):
     with pytest.raises(SourceError, match=r"must be files. Received: files=.*which matches none"):
         datacache.from_tfrecords(tmp_path / "train-*")

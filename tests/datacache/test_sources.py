@@ -130,10 +130,43 @@ def test_folders_that_mislead(tmp_path):
     ):
         datacache.from_folder(root)
     (root / "a" / "up").unlink()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "back").symlink_to(root)
+    (root / "a" / "there").symlink_to(tmp_path / "other")
+    with pytest.raises(SourceError, match=r"in itself. Received: .*there/back, a link to .*images"):
+        datacache.from_folder(root)
+    (root / "a" / "there").unlink()
+    (root / "itself").symlink_to(root / "itself")
+    with pytest.raises(SourceError, match=r"must be there. Received: .*symbolic links.*itself'"):
+        datacache.from_folder(root)
+    (root / "itself").unlink()
     (root / "a" / "gone.png").symlink_to(root / "nothing")
     with pytest.raises(
         SourceError, match=r"A file must be there. Received: .*gone.png'. Remove it if it is a link"
     ):
+        datacache.from_folder(root)
+
+
+def test_folders_of_the_file_system_and_of_others(tmp_path, monkeypatch):
+    root = _written(
+        tmp_path / "images", "dog/1.png", "lost+found/2.png", ".hidden/3.png", "ox/4.png"
+    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = datacache.from_folder("~/images")
+    assert source.class_names == ["dog", "ox"]
+    assert _names(source) == ["dog/1.png", "ox/4.png"]
+    with datacache.Cache(source, memory="~/memory") as cache:
+        assert len(cache) == 2
+    assert (tmp_path / "memory").is_dir()
+    scandir = os.scandir
+
+    def refused(path):
+        if str(path).endswith("dog"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(SourceError, match=r"must be readable. Received: .*denied.*dog'. Let this"):
         datacache.from_folder(root)
 
 
