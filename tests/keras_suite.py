@@ -40,6 +40,7 @@ _COMPILED = "jit_compile=True: collectives cannot be compiled"
 _BEYOND = "steps beyond the data: a warning of Keras's, and an error on several ranks"
 ON_SEVERAL_RANKS = {
     "_jit": _COMPILED,
+    "SwapEMAWeightsTest": _COMPILED,
     "test_fit_with_data_adapter": _COMPILED,
     "steps_per_execution_unrolled_steps": _COMPILED,
     "test_fit_flow_steps_per_epoch": _BEYOND,
