@@ -51,12 +51,11 @@ class Checkpoint(keras.callbacks.Callback):
     When `fit` begins, all ranks resume from the newest whole snapshot. A resumed run equals one
     that was not interrupted if the data come in the same order: batches of an unfinished epoch that
     were trained on before are read and skipped. (Where `fit` shuffles, they are others, and one log
-    line says so.) On another number of ranks, the sums of accumulated
-    gradients and residuals are kept, and training goes on between epochs; within one, a rank would
-    skip other samples than those that were trained on, unless `CachePosition` follows a cache by
-    the same global batch. What `scheme="auto"` has planned by is saved, too: on the same nodes a
-    resumed run follows the same plan. Callbacks that keep something of their own (`EarlyStopping`)
-    start anew.
+    line says so.) On another number of ranks, the sums of accumulated gradients and residuals are
+    kept, and training goes on between epochs; within one, a rank would skip other samples than
+    those that were trained on, unless `CachePosition` follows a cache by the same global batch.
+    What `scheme="auto"` has planned by is saved, too: on the same nodes a resumed run follows the
+    same plan. Callbacks that keep something of their own (`EarlyStopping`) start anew.
 
     Training goes on while files are written. A snapshot counts as soon as all ranks have found it
     whole: some steps later, and at the latest when the next one is due or training ends.

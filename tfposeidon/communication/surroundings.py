@@ -10,6 +10,9 @@ import tensorflow as tf
 
 from tfposeidon import native
 
+_OF_FUNCTIONS = 50
+"""Priority of what notes variables for `tf.function`; what users' own scopes make has another."""
+
 
 def check_surroundings() -> None:
     """Refuses other backends than TensorFlow's, and `tf.distribute`.
@@ -53,7 +56,7 @@ def made_before_the_trace() -> Iterator[None]:
     making any.
     """
     graph = tf.compat.v1.get_default_graph()
-    # Private: there is no public way. Creators of users' own have another priority.
+    # Private: there is no public way.
     before = graph._variable_creator_stack
     graph._variable_creator_stack = [one for one in before if one[0] != _OF_FUNCTIONS]
     try:
@@ -61,7 +64,3 @@ def made_before_the_trace() -> Iterator[None]:
             yield
     finally:
         graph._variable_creator_stack = before
-
-
-_OF_FUNCTIONS = 50
-"""Priority of what notes variables for `tf.function`."""
