@@ -1,5 +1,7 @@
 """LARS and LAMB on several ranks: as one process on the whole batch, whoever takes the norms."""
 
+from unittest import mock
+
 import keras
 import numpy as np
 import pytest
@@ -186,7 +188,10 @@ def test_the_plan_says_who_takes_norms(wire):
         ),
     ):
         optimizer = tp.DistributedOptimizer(lars(parallel=parallel), scheme=scheme)
-        train_together(models.mlp(), models.mlp.data(BATCH), optimizer, wire)
+        with mock.patch.object(wire, "all_gather", wraps=wire.all_gather) as spy:
+            train_together(models.mlp(), models.mlp.data(BATCH), optimizer, wire)
+        gathered = any("norms_of_layers" in str(call) for call in spy.call_args_list)
+        assert parallel == "auto" or gathered == parallel
         notes = [note for note in optimizer.plan.notes if words in note]
         assert len(notes) == 1, optimizer.plan.notes
         same_on_all_ranks([np.frombuffer(notes[0].encode(), np.uint8)], wire)
