@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 import keras_callbacks
 from keras_callbacks import Phase, ProgressiveResize
 from tests.phased import TRACED, compiled, data_of, train
+from tfposeidon.training.session import Session
 
 
 def test_each_phase_has_its_rate_momentum_and_decay():
@@ -40,8 +42,11 @@ def test_a_phase_is_traced_once_and_twice_with_a_new_scheme(scheme, traces):
         Phase(epochs=2, size=6, batch=4, scheme=first),
         Phase(epochs=2, size=8, batch=4, scheme=scheme),
     ]
-    train(model, ProgressiveResize(phases, 0.1), after=lambda phase: counts.append(len(TRACED)))
+    with mock.patch.object(Session, "forget_times") as forgotten:
+        train(model, ProgressiveResize(phases, 0.1), after=lambda phase: counts.append(len(TRACED)))
     assert counts[1] - counts[0] <= traces
+    # Steps of another size take another time, by which `auto` plans; not within a phase.
+    assert forgotten.call_count == len(phases)
 
 
 LEAK_BYTES = 10 * 2**20
