@@ -369,10 +369,10 @@ def _compiled(name, cuda):
 
 def emulated(cells):
     """Returns what stands above figures of emulated accelerators."""
-    cores = {cell["machine"]["processor"].partition(" x ")[0] for cell in cells.values()}
-    return f"emulated on a {' or '.join(sorted(cores))}-core machine".replace(
-        " 2-core", " two-core"
-    )
+    processors = [cell["machine"]["processor"] for cell in cells.values() if "machine" in cell]
+    cores = {processor.partition(" x ")[0] for processor in processors}
+    where = f" on a {' or '.join(sorted(cores))}-core machine" if cores else ""
+    return f"emulated{where}".replace(" 2-core", " two-core")
 
 
 def machine():

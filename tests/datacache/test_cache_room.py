@@ -108,10 +108,11 @@ def test_pools_that_nobody_has_open_go_where_room_is_needed(
         assert few._levels.memory is None or few._levels.memory.slots < SAMPLES
         few.close()
         assert "removed" not in caplog.text
+        folders = [cache._levels.memory.folder for cache in caches]
         for cache in caches:
             cache.warm(progress=False)
             cache.close()
-        os.utime(caches[1]._levels.memory.folder / "users", (0, 0))
+        os.utime(folders[1] / "users", (0, 0))
         again = opened(images, version=3)
     assert again._levels.memory.slots == SAMPLES
     assert "for room: " in caplog.text
