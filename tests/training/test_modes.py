@@ -90,34 +90,26 @@ def _where_placed():
 @pytest.mark.ranks("2")
 def test_deterministic_ops_give_the_same_bits(wire):
     with _deterministic():
-        by_rules, *others = _optimizers()
-        again = next(_optimizers())
-        for one, other in zip(_weights(by_rules, wire), _weights(again, wire), strict=True):
-            np.testing.assert_array_equal(one, other)
-        for optimizer in others:
-            _weights(optimizer, wire)
-            if optimizer.policy.leaves_open:
-                assert "deterministic ops: no plan follows measured times" in str(optimizer.plan)
+        for first, second in zip(_optimizers(), _optimizers(), strict=True):
+            once, again = _weights(first, wire), _weights(second, wire)
+            for one, other in zip(once, again, strict=True):
+                np.testing.assert_array_equal(one, other)
+            if first.policy.leaves_open:
+                assert "deterministic ops: no plan follows measured times" in str(first.plan)
         assert float(tp.all_reduce(tf.constant(2.0))) == 2.0
 
 
 @pytest.mark.ranks("2")
-def test_eager_functions_train_alike(wire):
+@pytest.mark.parametrize("mode", [_eager, _where_placed], ids=["eager", "without soft placement"])
+def test_modes_train_alike(wire, mode):
     # Eager gradients come without the factors that these two need.
-    others = {"factors": "asa", "adam": "asa"}
+    others = {"factors": "asa", "adam": "asa"} if mode is _eager else {}
     usual = [_weights(optimizer, wire) for optimizer in _optimizers(**others)]
-    with _eager():
-        eager = [_weights(optimizer, wire) for optimizer in _optimizers(**others)]
-    for one, another in zip(usual, eager, strict=True):
+    with mode():
+        other = [_weights(optimizer, wire) for optimizer in _optimizers(**others)]
+    for one, another in zip(usual, other, strict=True):
         for expected, found in zip(one, another, strict=True):
             np.testing.assert_allclose(found, expected, atol=2e-3)
-
-
-@pytest.mark.ranks("2")
-def test_ops_stay_where_they_are_placed(wire):
-    with _where_placed():
-        for optimizer in _optimizers():
-            _weights(optimizer, wire)
 
 
 @pytest.mark.ranks("2", environment=CLUSTERS)
