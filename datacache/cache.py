@@ -322,7 +322,7 @@ class Cache:
         self._levels.clear()
 
     def close(self) -> None:
-        """Ends threads and mappings; what is cached stays, and nothing can be read any more.
+        """Ends threads and mappings, and keeps the cached samples; later reads raise an error.
 
         A `with` block does it at its end. On several nodes it waits until all ranks have closed the
         cache: they may ask for samples.

@@ -150,7 +150,7 @@ def node_id(context):
 
 
 def cover(options):
-    """Runs tests with coverage, on all ranks, and joins what they say."""
+    """Runs tests with coverage on all ranks, and combines the data."""
     DATA.parent.mkdir(exist_ok=True)
     settings = DATA.with_suffix(".ini")
     settings.write_text(SETTINGS.format(data=DATA))

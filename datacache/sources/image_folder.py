@@ -178,7 +178,7 @@ def _folders(path: Path) -> list[str]:
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
-    """Returns what a folder holds, without what is hidden or of the file system's own."""
+    """Returns the entries of a folder without hidden ones and `lost+found`."""
     try:
         with os.scandir(path) as entries:
             return [one for one in entries if one.name[0] != "." and one.name != "lost+found"]

@@ -47,7 +47,7 @@ class SkipBatches:
 
 
 class OutsideOfFit:
-    """Train function after a `fit` whose ranks weighed alike: the step is traced anew.
+    """Train function for batches after a `fit` with equal batches: it traces the step again.
 
     The next `fit` goes on with the model's own, which need not be traced again.
 
