@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from datacache.epochs import EpochIterator
 from datacache.nodes.reader import Reader
-from datacache.order import Order, Position
+from datacache.order import Position
 from datacache.pool.layout import Layout
 from datacache.system.background import BackgroundSteps, populate_page_tables
 from datacache.windows import IN_FLIGHT
@@ -24,157 +25,6 @@ LARGE_PAGE = 2**21
 BUFFERS = IN_FLIGHT + 3
 """Batches of one iteration that exist at a time: those in flight, one that waits, and two that
 training holds."""
-REMEDY = (
-    "Give fit the callback keras_callbacks.CachePosition(cache, data), or iterate over "
-    "cache.counted(data); data to validate on takes shuffle=False."
-)
-
-
-class EpochIterator:
-    """Iterations of one rank over the samples, one epoch each, and the progress of training.
-
-    Batches are read ahead, and Keras looks at one to build a model, so what was read does not tell
-    what was trained. Whoever trains says which epoch begins (`begin_epoch` in `fit`, `go_on` in a
-    loop) and counts steps. If nobody does, the iteration after a complete one is the next epoch,
-    which ranks might see differently.
-
-    Args:
-      order: Order of the samples.
-      rank: Index of this rank.
-      ranks: Number of ranks.
-      state: State to go on from, as `state_dict` returns it.
-
-    Attributes:
-      order: Order of the samples.
-
-    Raises:
-      ValueError: If a batch, or the rest of the epoch, has fewer samples than there are ranks, or
-        the state is of other samples or of another order.
-    """
-
-    def __init__(
-        self, order: Order, rank: int, ranks: int, state: dict[str, Any] | None = None
-    ) -> None:
-        self.order, self._rank, self._ranks = order, rank, ranks
-        self._next = Position() if state is None else order.load_state_dict(state)
-        # Where the iteration in training began, and its steps so far. `_next` moves on when the
-        # last batch is read, which is before it is trained.
-        self._begin, self._trained = self._next, 0
-        self._told = self._handed_out = False
-        # For its error, which is due here and not at the first batch.
-        order.steps(self._next, ranks)
-
-    def __len__(self) -> int:
-        """Number of steps of the next iteration."""
-        return self.order.steps(self._next, self._ranks)
-
-    @property
-    def share(self) -> int:
-        """Most samples of this rank in a batch; one that took in the rest may have one more."""
-        return -(-min(self.order.global_batch, self.order.samples) // self._ranks)
-
-    @property
-    def begins_within_an_epoch(self) -> bool:
-        """True if the next iteration is shorter than those after it."""
-        return self._next.samples > 0
-
-    def begin(self) -> tuple[Position, list[np.ndarray]]:
-        """Begins the next iteration.
-
-        Returns:
-          A tuple of two: the position at its begin, and for each of its steps the indices of this
-          rank's samples, int64.
-
-        Raises:
-          RuntimeError: If nobody said which epoch it is, and ranks could see that differently.
-        """
-        ambiguous = self.begins_within_an_epoch or (self._ranks > 1 and self._handed_out)
-        if ambiguous and self.order.shuffle and not self._told:
-            raise RuntimeError(
-                f"On several ranks, or within an epoch, it must be said which pass begins. {REMEDY}"
-            )
-        self._handed_out = True
-        return self._next, self.shares(self._next)
-
-    def shares(self, begin: Position) -> list[np.ndarray]:
-        """Returns the indices of this rank's samples at each step of an iteration, int64.
-
-        Args:
-          begin: Position at the begin of the iteration.
-        """
-        return [share for share, _ in self.order.shares(begin, self._rank, self._ranks)]
-
-    @property
-    def position(self) -> Position:
-        """Position at which the next iteration begins."""
-        return self._next
-
-    def end(self, begin: Position) -> None:
-        """Says that an iteration is complete.
-
-        Args:
-          begin: Position at the begin of the iteration. It may be an old iteration that somebody
-            still reads, and then nothing changes.
-        """
-        if self._next == begin:
-            self._next = Position(epoch=begin.epoch + 1)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Says that the next iteration is a whole epoch, whose steps will be counted.
-
-        Args:
-          epoch: Index of the epoch.
-
-        Raises:
-          RuntimeError: If the next iteration begins within an epoch.
-        """
-        if self.begins_within_an_epoch:
-            raise RuntimeError(
-                f"In fit, epochs are whole. Received: {self._next.samples} samples done of epoch "
-                f"{self._next.epoch}. Let keras_callbacks.Checkpoint resume the job: it passes "
-                "over those; or iterate over cache.counted(data)."
-            )
-        self._begin = self._next = Position(epoch=epoch)
-        self._trained, self._told = 0, True
-
-    def go_on(self) -> None:
-        """Says that the next iteration begins where training is, and that steps will be counted.
-
-        Raises:
-          RuntimeError: If that is within an epoch, and the dataset has told TensorFlow that all its
-            iterations are whole epochs.
-        """
-        began_whole, position = not self._begin.samples, self._position()
-        if began_whole and position.samples:
-            raise RuntimeError(
-                "A loop that was left within an epoch goes on with a new dataset. Received: the "
-                "old one. Make it: cache.dataset(..., state=cache.state_dict(data))."
-            )
-        self._begin = self._next = position
-        self._trained, self._told = 0, True
-
-    def count(self, steps: int) -> None:
-        """Says that more steps were trained.
-
-        Args:
-          steps: Number of steps; those beyond the end of the epoch do not count.
-        """
-        self._trained = min(self._trained + steps, self.order.steps(self._begin, self._ranks))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the progress of training, as JSON can hold it.
-
-        Raises:
-          RuntimeError: If batches were handed out and nobody counted the steps.
-        """
-        if self._handed_out and not self._told:
-            raise RuntimeError(
-                f"Batches are read ahead, so steps must be counted where they are trained. {REMEDY}"
-            )
-        return self.order.state_dict(self._position())
-
-    def _position(self) -> Position:
-        return self.order.after(self._begin, self._trained, self._ranks)
 
 
 class Buffers:
@@ -273,22 +123,24 @@ def batches(
     if buffers and warm:
         buffers.prepare(min(BUFFERS, len(epochs)), epochs.share)
     types = [tf.as_dtype(component.dtype) for component in layout.components]
-    iterations = _Iterations(epochs, reader)
+    iterations = Iterations(epochs, reader)
 
-    def read(number: np.ndarray, step: np.ndarray) -> Sequence[np.ndarray]:
+    def read(number: np.ndarray, step: np.ndarray, steps: np.ndarray) -> Sequence[np.ndarray]:
         samples = iterations.samples(int(number), int(step))
+        if step == steps - 1:
+            iterations.end(int(number))
         return reader.batch(samples, buffers.take(len(samples)) if buffers else None)
 
-    def fetch(number: tf.Tensor, step: tf.Tensor) -> Any:
+    def fetch(*where: tf.Tensor) -> Any:
         # The shapes of what it returns are unknown to TensorFlow, and Keras builds models by them.
-        arrays = tf.numpy_function(read, [number, step], types)
+        arrays = tf.numpy_function(read, where, types)
         for array, component in zip(arrays, layout.components, strict=True):
             array.set_shape([None, *component.shape])
         return tf.nest.pack_sequence_as(structure, arrays)
 
     def steps(_: tf.Tensor) -> tf.data.Dataset:
         number, count = tf.numpy_function(iterations.begin, [], [tf.int64, tf.int64])
-        return tf.data.Dataset.range(count).map(lambda step: (number, step))
+        return tf.data.Dataset.range(count).map(lambda step: (number, step, count))
 
     # Python is called once for an iteration and once for a batch, as it does one thing at a time.
     data = (
@@ -298,7 +150,7 @@ def batches(
         .prefetch(1)
     )
     # TensorFlow holds every iteration to this length, also a first one that is shorter.
-    if not epochs.begins_within_an_epoch:
+    if epochs.all_whole:
         data = data.apply(tf.data.experimental.assert_cardinality(len(epochs)))
     options = tf.data.Options()
     # Autotuning stalls the ends of epochs for seconds.
@@ -308,7 +160,7 @@ def batches(
     return data.with_options(options)
 
 
-class _Iterations:
+class Iterations:
     """Iterations over a dataset that have begun, by index.
 
     Args:
@@ -333,18 +185,19 @@ class _Iterations:
         return np.int64(number), np.int64(len(shares))
 
     def samples(self, number: int, step: int) -> np.ndarray:
-        """Returns the indices of the samples of a step; the last step ends the iteration.
+        """Returns the indices of the samples of a step.
 
         Args:
           number: Index of the iteration.
           step: Index of the step.
         """
-        begin = self._begun[number]
         if number not in self._latest:
             # Somebody reads an old iterator after all: three or more are open on one dataset.
-            self._latest[number] = self._epochs.shares(begin), lambda _: None
+            self._latest[number] = self._epochs.shares(self._begun[number]), lambda _: None
         shares, look_ahead = self._latest[number]
         look_ahead(step)
-        if step == len(shares) - 1:
-            self._epochs.end(begin)
         return shares[step]
+
+    def end(self, number: int) -> None:
+        """Ends an iteration, so that the next one begins behind it."""
+        self._epochs.end(self._begun[number])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self, cast, get_args
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
-from datacache.batches import EpochIterator, batches
+from datacache.batches import Iterations, batches
+from datacache.epochs import EpochIterator
 from datacache.errors import Closed
 from datacache.from_tfposeidon import ProgressBar, process_rank
 from datacache.levels.fingerprint import fingerprint, trace
@@ -20,16 +24,18 @@ from datacache.levels.opening import open_levels
 from datacache.levels.pool_level import Verify
 from datacache.nodes import partitioning
 from datacache.nodes.partitioning import Partitioning
-from datacache.order import Order, Position
+from datacache.nodes.reader import Reader
+from datacache.order import Order
 from datacache.pool.budget import budget_bytes
 from datacache.pool.folder import own_memory
-from datacache.positions import Positions
+from datacache.positions import Positions, length
 from datacache.sources.source import Source, SourceError
 from datacache.statistics import Counts, Statistics
 from datacache.system.access import Access
 from datacache.windows import done_in_windows
 
 log = logging.getLogger("datacache")
+Read = Callable[[np.ndarray], Any]
 
 
 class Cache:
@@ -194,12 +200,15 @@ class Cache:
     ) -> keras.utils.PyDataset:
         """Returns the same batches as a Keras `PyDataset` of NumPy arrays.
 
+        `fit` trains on them in their order, whatever its `shuffle` is.
+
         Args:
           global_batch: Number of samples of one step over all ranks; see `dataset`.
           seed: Seed of the permutations; see `dataset`.
           shuffle: True to permute; see `dataset`.
           state: State to go on from; see `dataset`.
-          **arguments: Arguments of `keras.utils.PyDataset`; its `workers` are threads.
+          **arguments: Arguments of `keras.utils.PyDataset`. Its `workers` are threads, which read so
+            many batches at a time.
 
         Raises:
           ValueError: As `dataset`, and for `use_multiprocessing=True`.
@@ -211,8 +220,9 @@ class Cache:
                 "Received: use_multiprocessing=True. Leave it out; `workers` threads copy batches "
                 "at the same time."
             )
+        _keep_order()
         epochs = self._new_epochs(global_batch, seed, shuffle, state)
-        return self._positions.add(_PyDataset(epochs, self._nested_batch, arguments), epochs)
+        return self._positions.add(_PyDataset(epochs, self._reader, self._nested_batch, arguments), epochs)
 
     def random_access(self) -> RandomAccess:
         """Returns the samples as a sequence, for Grain's `MapDataset.source` or PyTorch."""
@@ -231,13 +241,15 @@ class Cache:
           The elements of `data`.
 
         Raises:
-          RuntimeError: If an iteration over the dataset was left within an epoch.
+          RuntimeError: If an iteration over the dataset was left within an epoch, or the data are
+            several epochs that end.
         """
         epochs = self._positions.of(data)
-        epochs.go_on()
+        epochs.go_on(length(data))
         for batch in data:
             yield batch
             epochs.count(1)
+        epochs.leave()
 
     def count(self, steps: int, data: Any = None) -> None:
         """Says that more steps were trained.
@@ -252,19 +264,49 @@ class Cache:
         """
         self._positions.of(data).count(steps)
 
-    def begin_epoch(self, epoch: int, data: Any = None) -> None:
-        """Says which epoch the next iteration over a dataset is, as `CachePosition` does in `fit`.
+    def begin_epoch(
+        self,
+        epoch: int,
+        data: Any = None,
+        steps: int | None = None,
+        *,
+        steps_per_execution: int = 1,
+        is_first: bool = True,
+    ) -> None:
+        """Says which epoch of `fit` begins, as `CachePosition` does.
+
+        Where an epoch of `fit` is all of `data`, epoch `e` of `fit` reads epoch `e` of the dataset.
+        With `steps_per_epoch` it goes on where training was: after `e` times so many steps.
 
         Args:
           epoch: Index of the epoch.
-          data: Dataset of this cache, or what `map` made of it; needed if the cache has made
-            several.
+          data: Dataset of this cache, or what `map` or `repeat` made of it; needed if the cache has
+            made several, or an epoch of `fit` is not all of it.
+          steps: Number of steps of each epoch of `fit`; `None` for those of the dataset.
+          steps_per_execution: Number of steps that Keras trains together.
+          is_first: True for the first epoch of a call of `fit`.
 
         Raises:
           RuntimeError: If the next iteration begins within an epoch, the cache has made no dataset,
-            or it is not clear which one is meant.
+            it is not clear which one is meant, or the position does not follow from the epoch.
         """
-        self._positions.of(data).begin_epoch(epoch)
+        epochs = self._positions.of(data)
+        epochs.begin_epoch(
+            epoch,
+            steps,
+            length(data),
+            steps_per_execution=steps_per_execution,
+            is_first=is_first,
+        )
+
+    def leave(self, data: Any = None) -> None:
+        """Says that training has ended, so that later iterations go on by themselves.
+
+        Args:
+          data: Dataset of this cache, or what `map` made of it; needed if the cache has made
+            several.
+        """
+        self._positions.of(data).leave()
 
     def warm(self, progress: bool = True) -> Statistics:
         """Fills memory with all samples that have room; ranks of a node share the work.
@@ -423,25 +465,48 @@ class RandomAccess:
 
 class _PyDataset(keras.utils.PyDataset):
     def __init__(
-        self, epochs: EpochIterator, read: Callable[[np.ndarray], Any], arguments: dict[str, Any]
+        self, epochs: EpochIterator, reader: Reader, read: Read, arguments: dict[str, Any]
     ) -> None:
-        super().__init__(**arguments)
+        # To Keras there is one worker, which asks for one batch after the other.
+        super().__init__(**arguments | {"workers": 1})
         self._epochs, self._read, self._lock = epochs, read, threading.Lock()
-        self._begin: Position | None = None
+        self._iterations = Iterations(epochs, reader)
+        self._ahead = max(1, arguments.get("workers", 1))
+        self._threads = ThreadPoolExecutor(self._ahead, "datacache")
+        self._begun: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self._epochs)
 
     def __getitem__(self, step: int) -> Any:
-        # Several `workers` of Keras ask at a time.
         with self._lock:
-            # Keras asks for the length, and maybe for a batch, before it says which epoch begins,
-            # so the epoch that was begun may not be the next one any more.
-            if self._begin != self._epochs.position:
-                self._begin, self._shares = self._epochs.begin()
-            samples = self._shares[step]
-        return self._read(samples)
+            # Whoever iterates begins with the first batch; the others are those of the same epoch.
+            if step == 0 or self._begun is None:
+                self._begun, self._coming = self._iterations.begin(), {}
+            number, steps = self._begun
+            step = range(steps)[step]
+            for coming in range(step, min(step + self._ahead, steps)):
+                if coming not in self._coming:
+                    samples = self._iterations.samples(number, coming)
+                    self._coming[coming] = self._threads.submit(self._read, samples)
+            batch = self._coming.pop(step)
+        return batch.result()
 
     def on_epoch_end(self) -> None:
-        if self._begin is not None:
-            self._epochs.end(self._begin)
+        if self._begun is not None:
+            self._iterations.end(self._begun[0])
+
+
+@functools.cache
+def _keep_order() -> None:
+    """Makes `fit` ask for the batches of a cache in their order, as it does with `tf.data`.
+
+    By default it shuffles those of each `PyDataset`, on each rank by itself.
+    """
+    make = PyDatasetAdapter.__init__
+
+    @functools.wraps(make)
+    def make_in_order(self: Any, x: Any, class_weight: Any = None, shuffle: bool = False) -> None:
+        make(self, x, class_weight, shuffle and not isinstance(x, _PyDataset))
+
+    PyDatasetAdapter.__init__ = make_in_order

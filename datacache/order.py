@@ -103,10 +103,11 @@ class Order:
           ranks: Number of ranks.
 
         Yields:
-          Indices of the rank's samples in each step, int64, and the position after the step.
+          Indices of the rank's samples in each step, int64, and the position after the step. Where
+          fewer samples are left than there are ranks, that is one step, and some ranks have none.
 
         Raises:
-          ValueError: If a batch, or the rest of the epoch, has fewer samples than there are ranks.
+          ValueError: If a batch has fewer samples than there are ranks.
         """
         order = self.permutation(position.epoch)
         for begin, end in self._batches(position.samples, ranks):
@@ -116,8 +117,33 @@ class Order:
             after = Position(epoch=position.epoch, samples=end)
             yield order[mine], after if end < self.samples else Position(epoch=position.epoch + 1)
 
+    def batches(
+        self, position: Position, rank: int, ranks: int
+    ) -> Iterator[tuple[np.ndarray, Position]]:
+        """Yields what a rank is trained on, epoch after epoch without end.
+
+        Args:
+          position: Position to begin at.
+          rank: Index of the rank.
+          ranks: Number of ranks.
+
+        Yields:
+          As `shares`, but every rank has samples at every step: an end of an epoch that is too
+          short for that, which a job on fewer ranks has left, joins the step after it.
+
+        Raises:
+          ValueError: If a batch has fewer samples than there are ranks.
+        """
+        short = np.empty(0, np.int64)
+        while True:
+            if self._is_short(position, ranks):
+                ((short, position),) = self.shares(position, rank, ranks)
+            for share, after in self.shares(position, rank, ranks):
+                yield np.concatenate([short, share]), after
+                short, position = short[:0], after
+
     def after(self, position: Position, steps: int, ranks: int) -> Position:
-        """Returns the position after so many more steps, over as many epochs as that takes.
+        """Returns the position after so many more steps of `batches`.
 
         Args:
           position: Position before these steps.
@@ -125,9 +151,11 @@ class Order:
           ranks: Number of ranks.
 
         Raises:
-          ValueError: If a batch, or the rest of an epoch, has fewer samples than there are ranks.
+          ValueError: If a batch has fewer samples than there are ranks.
         """
         while steps > 0:
+            if self._is_short(position, ranks):
+                position = Position(epoch=position.epoch + 1)
             ends = [end for _, end in self._batches(position.samples, ranks)]
             if steps < len(ends):
                 return Position(epoch=position.epoch, samples=ends[steps - 1])
@@ -136,16 +164,16 @@ class Order:
         return position
 
     def steps(self, position: Position, ranks: int) -> int:
-        """Returns the number of steps in the rest of an epoch, the same for every rank.
+        """Returns the number of steps of `batches` to the end of an epoch, the same for every rank.
 
         Args:
           position: Position to begin at.
           ranks: Number of ranks.
 
         Raises:
-          ValueError: If a batch, or the rest of the epoch, has fewer samples than there are ranks.
+          ValueError: If a batch has fewer samples than there are ranks.
         """
-        return len(self._batches(position.samples, ranks))
+        return len(self._batches(0 if self._is_short(position, ranks) else position.samples, ranks))
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Returns what it takes to go on from a position, as JSON can hold it.
@@ -175,16 +203,19 @@ class Order:
                 )
         return Position(epoch=state["epoch"], samples=state["samples"])
 
+    def _is_short(self, position: Position, ranks: int) -> bool:
+        """Returns whether fewer samples are left in the epoch than there are ranks."""
+        return self.samples - position.samples < ranks
+
     def _batches(self, done: int, ranks: int) -> list[tuple[int, int]]:
         """Returns begin and end of each global batch after the first `done` samples."""
-        left = self.samples - done
-        if min(self.global_batch, left) < ranks:
+        if min(self.global_batch, self.samples) < ranks:
             raise ValueError(
                 "Every rank must get a sample at each step. Received: "
-                f"global_batch={self.global_batch}, {left} samples left in the epoch, {ranks} "
-                "ranks. Use larger batches or fewer ranks."
+                f"global_batch={self.global_batch}, {self.samples} samples, {ranks} ranks. Use "
+                "larger batches or fewer ranks."
             )
         bounds = [*range(done, self.samples, self.global_batch), self.samples]
-        if bounds[-1] - bounds[-2] < ranks:
+        if len(bounds) > 2 and bounds[-1] - bounds[-2] < ranks:
             del bounds[-2]
         return list(itertools.pairwise(bounds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from datacache.batches import EpochIterator
+from datacache.epochs import EpochIterator
 
 Data = TypeVar("Data")
 
@@ -67,6 +68,19 @@ class Positions:
                 "cache.state_dict(data)."
             )
         return candidates[0]
+
+
+def length(data: Any) -> float | None:
+    """Returns the number of steps of data, infinity if they repeat, or `None` if it is unknown."""
+    if isinstance(data, keras.utils.PyDataset):
+        return len(data)
+    if not isinstance(data, tf.data.Dataset):
+        return None
+    steps = int(data.cardinality())
+    # TensorFlow's constants are negative.
+    return {tf.data.INFINITE_CARDINALITY: math.inf, tf.data.UNKNOWN_CARDINALITY: None}.get(
+        steps, steps
+    )
 
 
 def _made_of(data: Any) -> Iterator[Any]:

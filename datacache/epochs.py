@@ -1,0 +1,238 @@
+"""Iterations of one rank over the samples, and the progress of training."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+
+from datacache.order import Order, Position
+
+REMEDY = (
+    "Give fit the callback keras_callbacks.CachePosition(cache, data), or iterate over "
+    "cache.counted(data); data to validate on takes shuffle=False."
+)
+NAME = (
+    "It must be said what fit is given, where its epochs are not those of the data: "
+    "CachePosition(cache, data)."
+)
+
+
+class EpochIterator:
+    """Iterations of one rank over the samples, one epoch each, and the progress of training.
+
+    Batches are read ahead, and Keras looks at one to build a model, so what was read does not tell
+    what was trained. Whoever trains says where training begins (`begin_epoch` in `fit`, `go_on` in
+    a loop) and counts steps; until `leave`, iterations begin where training is. If nobody does, the
+    iteration after a complete one is the next epoch, which ranks might see differently.
+
+    Args:
+      order: Order of the samples.
+      rank: Index of this rank.
+      ranks: Number of ranks.
+      state: State to go on from, as `state_dict` returns it.
+
+    Attributes:
+      order: Order of the samples.
+      all_whole: True if each iteration has as many steps as an epoch; otherwise the first one is
+        the rest of an epoch.
+
+    Raises:
+      ValueError: If a batch has fewer samples than there are ranks, or the state is of other
+        samples or of another order.
+    """
+
+    def __init__(
+        self, order: Order, rank: int, ranks: int, state: dict[str, Any] | None = None
+    ) -> None:
+        self.order, self._rank, self._ranks = order, rank, ranks
+        self._next = Position() if state is None else order.load_state_dict(state)
+        self.all_whole = not self._next.samples
+        # For its error, which is due here and not at the first batch.
+        self._epoch_steps = order.steps(Position(), ranks)
+        # Where the iteration in training began, its steps so far, and how many it has. `_next`
+        # moves on when the last batch is read, which is before it is trained.
+        self._begin, self._trained, self._most = self._next, 0, math.inf
+        self._told = self._follows = self._handed_out = False
+        self._is_named, self._read_through = True, False
+
+    def __len__(self) -> int:
+        """Number of steps of the next iteration."""
+        return self._steps(self._start())
+
+    @property
+    def share(self) -> int:
+        """Most samples of this rank in a batch; one that took in the rest may have one more."""
+        return -(-min(self.order.global_batch, self.order.samples) // self._ranks)
+
+    def begin(self) -> tuple[Position, list[np.ndarray]]:
+        """Begins the next iteration.
+
+        Returns:
+          A tuple of two: the position at its begin, and for each of its steps the indices of this
+          rank's samples, int64.
+
+        Raises:
+          RuntimeError: If nobody said which epoch it is, and ranks could see that differently.
+        """
+        if self._follows and not self._is_named and self._read_through and self._trained < self._most:
+            raise RuntimeError(f"{NAME} Received: data that repeat.")
+        begin = self._start()
+        ambiguous = begin.samples > 0 or (self._ranks > 1 and self._handed_out)
+        if ambiguous and self.order.shuffle and not self._told:
+            raise RuntimeError(
+                f"On several ranks, or within an epoch, it must be said which pass begins. {REMEDY}"
+            )
+        self._handed_out = True
+        return begin, self.shares(begin)
+
+    def shares(self, begin: Position) -> list[np.ndarray]:
+        """Returns the indices of this rank's samples at each step of an iteration, int64.
+
+        Args:
+          begin: Position at the begin of the iteration.
+        """
+        batches = self.order.batches(begin, self._rank, self._ranks)
+        return [share for share, _ in itertools.islice(batches, self._steps(begin))]
+
+    def end(self, begin: Position) -> None:
+        """Says that all batches of an iteration were read.
+
+        Args:
+          begin: Position at the begin of the iteration. It may be an old iteration that somebody
+            still reads, and then nothing changes.
+        """
+        self._read_through = True
+        if self._next == begin:
+            self._next = self.order.after(begin, self._steps(begin), self._ranks)
+
+    def begin_epoch(
+        self,
+        epoch: int,
+        steps: int | None,
+        length: float | None,
+        *,
+        steps_per_execution: int = 1,
+        is_first: bool,
+    ) -> None:
+        """Says that an epoch of `fit` begins, whose steps will be counted.
+
+        Where an epoch of `fit` is all of the data, epoch `e` of the order begins. Otherwise `fit`
+        goes on where it was, which is after `e` times its steps.
+
+        Args:
+          epoch: Index of the epoch.
+          steps: Number of steps of an epoch of `fit`; `None` for those of the data.
+          length: Number of steps of the data, infinity if they repeat; `None` if it is not known
+            what `fit` was given.
+          steps_per_execution: Number of steps that Keras trains together.
+          is_first: True for the first epoch of a call of `fit`.
+
+        Raises:
+          RuntimeError: If the dataset begins within an epoch, or the position follows neither from
+            the epoch nor from what was counted.
+        """
+        if not self.all_whole:
+            raise RuntimeError(
+                f"In fit, epochs are whole. Received: {self._next.samples} samples done of epoch "
+                f"{self._next.epoch}. Let keras_callbacks.Checkpoint resume the job: it passes "
+                "over those; or iterate over cache.counted(data)."
+            )
+        if length is None and steps not in (None, self._epoch_steps):
+            raise RuntimeError(
+                f"{NAME} Received: {steps} steps per epoch of fit, {self._epoch_steps} of the data."
+            )
+        self._is_named = length is not None
+        length = self._length(length)
+        # Keras trains on whole executions until the data end.
+        steps = -(-steps // steps_per_execution) * steps_per_execution if steps else math.inf
+        steps = int(min(steps, length))
+        # Epochs of fit until the data end, where Keras begins to read them anew.
+        epochs = length if length == math.inf else -(-length // steps)
+        passes, within = divmod(epoch, epochs)
+        if is_first and within and length < math.inf and length % steps:
+            raise RuntimeError(
+                "Epochs of fit must divide the data to be resumed there. Received: "
+                f"initial_epoch={epoch}, {steps} steps per epoch of {length}. Repeat the data: "
+                "cache.dataset(...).repeat()."
+            )
+        if is_first or epochs == 1:
+            more, rest = divmod(int(within) * steps, self._epoch_steps)
+            begin = self.order.after(Position(epoch=int(passes) + more), rest, self._ranks)
+            self._begin_at(begin, length)
+        elif self._trained == self._most:
+            self._begin_at(self._position(), length)
+        self._read_through = False
+
+    def go_on(self, length: float | None) -> None:
+        """Says that a loop begins where training is, and that its steps will be counted.
+
+        Args:
+          length: Number of steps of the data, infinity if they repeat; `None` if unknown.
+
+        Raises:
+          RuntimeError: If that is within an epoch, and the dataset has told TensorFlow that all its
+            iterations are whole epochs.
+        """
+        position = self._position()
+        if self.all_whole and position.samples:
+            raise RuntimeError(
+                "A loop that was left within an epoch goes on with a new dataset. Received: the "
+                "old one. Make it: cache.dataset(..., state=cache.state_dict(data))."
+            )
+        self._begin_at(position, max(self._length(length), self._steps(position)))
+
+    def leave(self) -> None:
+        """Says that nobody trains any more: the next iteration begins there, without being told."""
+        self._follows, self._next = False, self._position()
+
+    def count(self, steps: int) -> None:
+        """Says that more steps were trained.
+
+        Args:
+          steps: Number of steps; those beyond the end of the data do not count.
+        """
+        self._trained = min(self._trained + steps, self._most)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the progress of training, as JSON can hold it.
+
+        Raises:
+          RuntimeError: If batches were handed out and nobody counted the steps.
+        """
+        if self._handed_out and not self._told:
+            raise RuntimeError(
+                f"Batches are read ahead, so steps must be counted where they are trained. {REMEDY}"
+            )
+        return self.order.state_dict(self._position())
+
+    def _length(self, length: float | None) -> float:
+        """Returns the number of steps of the data, those of an epoch by default."""
+        if length not in (None, math.inf) and length > self._epoch_steps:
+            raise RuntimeError(
+                "Data must be an epoch, or repeat without end. Received: data of "
+                f"{length} steps, for epochs of {self._epoch_steps}. Say repeat()."
+            )
+        return self._epoch_steps if length is None else length
+
+    def _begin_at(self, position: Position, length: float) -> None:
+        self._begin = self._next = position
+        self._trained, self._most = 0, length
+        # Data that repeat are read on before training is there.
+        self._told, self._follows = True, length != math.inf
+
+    def _start(self) -> Position:
+        """Returns the position at which the next iteration begins."""
+        if not self._follows:
+            return self._next
+        return self._begin if self._trained < self._most else self._position()
+
+    def _steps(self, begin: Position) -> int:
+        """Returns the number of steps of an iteration."""
+        return self._epoch_steps if self.all_whole else self.order.steps(begin, self._ranks)
+
+    def _position(self) -> Position:
+        """Returns the position of training."""
+        return self.order.after(self._begin, self._trained, self._ranks)
