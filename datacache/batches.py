@@ -133,7 +133,8 @@ def batches(
 
     def fetch(*where: tf.Tensor) -> Any:
         # The shapes of what it returns are unknown to TensorFlow, and Keras builds models by them.
-        arrays = tf.numpy_function(read, where, types)
+        # One array is no list in the debug mode of tf.data.
+        arrays = tf.nest.flatten(tf.numpy_function(read, where, types))
         for array, component in zip(arrays, layout.components, strict=True):
             array.set_shape([None, *component.shape])
         return tf.nest.pack_sequence_as(structure, arrays)
@@ -174,7 +175,7 @@ class Iterations:
         self._begun: dict[int, Position] = {}
         self._latest: dict[int, tuple[list[np.ndarray], Callable[[int], None]]] = {}
 
-    def begin(self) -> tuple[np.int64, np.int64]:
+    def begin(self) -> tuple[int, int]:
         """Begins an iteration, and returns its number and the number of its steps."""
         number = next(self._numbers)
         begin, shares = self._epochs.begin()
@@ -182,7 +183,7 @@ class Iterations:
         # The one before may have batches in flight; older iterators are mostly abandoned.
         self._latest = {n: latest for n, latest in self._latest.items() if n == number - 1}
         self._latest[number] = shares, self._reader.look_ahead(shares)
-        return np.int64(number), np.int64(len(shares))
+        return number, len(shares)
 
     def samples(self, number: int, step: int) -> np.ndarray:
         """Returns the indices of the samples of a step.

@@ -207,8 +207,8 @@ class Cache:
           seed: Seed of the permutations; see `dataset`.
           shuffle: True to permute; see `dataset`.
           state: State to go on from; see `dataset`.
-          **arguments: Arguments of `keras.utils.PyDataset`. Its `workers` are threads, which read so
-            many batches at a time.
+          **arguments: Arguments of `keras.utils.PyDataset`. Its `workers` are threads, which read
+            so many batches at a time.
 
         Raises:
           ValueError: As `dataset`, and for `use_multiprocessing=True`.
@@ -222,7 +222,9 @@ class Cache:
             )
         _keep_order()
         epochs = self._new_epochs(global_batch, seed, shuffle, state)
-        return self._positions.add(_PyDataset(epochs, self._reader, self._nested_batch, arguments), epochs)
+        return self._positions.add(
+            _PyDataset(epochs, self._reader, self._nested_batch, arguments), epochs
+        )
 
     def random_access(self) -> RandomAccess:
         """Returns the samples as a sequence, for Grain's `MapDataset.source` or PyTorch."""
@@ -474,6 +476,7 @@ class _PyDataset(keras.utils.PyDataset):
         self._ahead = max(1, arguments.get("workers", 1))
         self._threads = ThreadPoolExecutor(self._ahead, "datacache")
         self._begun: tuple[int, int] | None = None
+        self._coming: dict[int, Future[Any]] = {}
 
     def __len__(self) -> int:
         return len(self._epochs)
@@ -483,7 +486,7 @@ class _PyDataset(keras.utils.PyDataset):
             # Whoever iterates begins with the first batch; the others are those of the same epoch.
             if step == 0 or self._begun is None:
                 self._begun, self._coming = self._iterations.begin(), {}
-            number, steps = self._begun
+            number, steps = map(int, self._begun)
             step = range(steps)[step]
             for coming in range(step, min(step + self._ahead, steps)):
                 if coming not in self._coming:

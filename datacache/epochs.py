@@ -49,14 +49,18 @@ class EpochIterator:
     ) -> None:
         self.order, self._rank, self._ranks = order, rank, ranks
         self._next = Position() if state is None else order.load_state_dict(state)
-        self.all_whole = not self._next.samples
+        self._first = self._next
+        self.all_whole = not self._first.samples
         # For its error, which is due here and not at the first batch.
         self._epoch_steps = order.steps(Position(), ranks)
         # Where the iteration in training began, its steps so far, and how many it has. `_next`
         # moves on when the last batch is read, which is before it is trained.
-        self._begin, self._trained, self._most = self._next, 0, math.inf
+        self._begin, self._trained = self._next, 0
+        self._most = math.inf
         self._told = self._follows = self._handed_out = False
-        self._is_named, self._read_through = True, False
+        # Iteration that goes on by itself; one that began where training was does not.
+        self._chained: Position | None = None
+        self._is_named, self._has_begun = True, False
 
     def __len__(self) -> int:
         """Number of steps of the next iteration."""
@@ -77,15 +81,18 @@ class EpochIterator:
         Raises:
           RuntimeError: If nobody said which epoch it is, and ranks could see that differently.
         """
-        if self._follows and not self._is_named and self._read_through and self._trained < self._most:
+        if self._follows and not self._is_named and self._has_begun and self._trained < self._most:
             raise RuntimeError(f"{NAME} Received: data that repeat.")
+        self._has_begun = True
         begin = self._start()
-        ambiguous = begin.samples > 0 or (self._ranks > 1 and self._handed_out)
+        # Ranks that have only looked at a batch agree that it is the first one.
+        ambiguous = begin.samples > 0 or (self._ranks > 1 and begin.epoch > self._first.epoch)
         if ambiguous and self.order.shuffle and not self._told:
             raise RuntimeError(
                 f"On several ranks, or within an epoch, it must be said which pass begins. {REMEDY}"
             )
         self._handed_out = True
+        self._chained = None if self._follows else begin
         return begin, self.shares(begin)
 
     def shares(self, begin: Position) -> list[np.ndarray]:
@@ -104,8 +111,7 @@ class EpochIterator:
           begin: Position at the begin of the iteration. It may be an old iteration that somebody
             still reads, and then nothing changes.
         """
-        self._read_through = True
-        if self._next == begin:
+        if self._next == begin == self._chained:
             self._next = self.order.after(begin, self._steps(begin), self._ranks)
 
     def begin_epoch(
@@ -147,8 +153,8 @@ class EpochIterator:
         self._is_named = length is not None
         length = self._length(length)
         # Keras trains on whole executions until the data end.
-        steps = -(-steps // steps_per_execution) * steps_per_execution if steps else math.inf
-        steps = int(min(steps, length))
+        executions = -(-steps // steps_per_execution) if steps else math.inf
+        steps = int(min(executions * steps_per_execution, length))
         # Epochs of fit until the data end, where Keras begins to read them anew.
         epochs = length if length == math.inf else -(-length // steps)
         passes, within = divmod(epoch, epochs)
@@ -164,7 +170,7 @@ class EpochIterator:
             self._begin_at(begin, length)
         elif self._trained == self._most:
             self._begin_at(self._position(), length)
-        self._read_through = False
+        self._has_begun = False
 
     def go_on(self, length: float | None) -> None:
         """Says that a loop begins where training is, and that its steps will be counted.
@@ -194,7 +200,7 @@ class EpochIterator:
         Args:
           steps: Number of steps; those beyond the end of the data do not count.
         """
-        self._trained = min(self._trained + steps, self._most)
+        self._trained = int(min(self._trained + steps, self._most))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress of training, as JSON can hold it.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
 
 from datacache.epochs import EpochIterator
+from datacache.graphs import datasets
 
 Data = TypeVar("Data")
 
@@ -53,7 +53,8 @@ class Positions:
                 "Positions are those of a dataset. Received: a cache without one. Call dataset() "
                 "first."
             )
-        found = [self._of[made] for made in _made_of(data) if made in self._of]
+        made_of = [data] if isinstance(data, keras.utils.PyDataset) else datasets(data)
+        found = [self._of[made] for made in made_of if made in self._of]
         candidates = found or self._made
         if len(candidates) > 1:
             which = (
@@ -81,13 +82,3 @@ def length(data: Any) -> float | None:
     return {tf.data.INFINITE_CARDINALITY: math.inf, tf.data.UNKNOWN_CARDINALITY: None}.get(
         steps, steps
     )
-
-
-def _made_of(data: Any) -> Iterator[Any]:
-    """Yields all datasets that data takes elements from, and the data itself last."""
-    if isinstance(data, tf.data.Dataset):
-        # TensorFlow has no public name for the datasets that one was made of.
-        for below in data._inputs():
-            yield from _made_of(below)
-    if isinstance(data, (tf.data.Dataset, keras.utils.PyDataset)):
-        yield data

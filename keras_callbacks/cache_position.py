@@ -13,8 +13,9 @@ class CachePosition(keras.callbacks.Callback):
 
     Epoch `e` of `fit` then reads epoch `e` of the dataset, in that epoch's order, or with
     `steps_per_epoch` goes on after `e` times so many steps: a job that goes on at another
-    `initial_epoch`, or from a `Checkpoint`, sees the samples that it would have seen. And `cache.state_dict(data)` always says where training is. Every rank tells its own cache;
-    nothing is sent.
+    `initial_epoch`, or from a `Checkpoint`, sees the samples that it would have seen. And
+    `cache.state_dict(data)` always says where training is. Every rank tells its own cache; nothing
+    is sent.
 
     Args:
       cache: The `datacache.Cache` that made the dataset given to `fit`.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import graphlib
 import hashlib
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from datacache.graphs import PYTHON_OPS, drawing_ops, file_ops, nodes, warn_of_draws
 from datacache.sources.source import Source, digest
 
 log = logging.getLogger("datacache")
-PYTHON_OPS = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,7 @@ def trace(source: Source, preprocess: Callable[..., Any] | None) -> TracedPrepro
         decoded = source.decode(*stored)
         if preprocess is not None:
             decoded = preprocess(*decoded) if isinstance(decoded, tuple) else preprocess(decoded)
+        decoded = _without_lists(decoded)
         structure = tf.nest.map_structure(_component_spec, decoded)
         return [tf.convert_to_tensor(part) for part in tf.nest.flatten(decoded)]
 
@@ -89,7 +89,29 @@ def fingerprint(source: Source, traced: TracedPreprocess, version: Any) -> str:
     )
 
 
+def _without_lists(part: Any) -> Any:
+    """Returns a structure as `tf.data` has it, where a list is a tensor."""
+    if isinstance(part, list):
+        try:
+            return tf.convert_to_tensor(part)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "A list in a sample must be one tensor, as in tf.data. Received: "
+                f"{part!r:.200} from `preprocess`. Return a tuple or a dictionary of its parts."
+            ) from error
+    if isinstance(part, dict):
+        return type(part)((name, _without_lists(value)) for name, value in part.items())
+    if isinstance(part, tuple):
+        parts = map(_without_lists, part)
+        return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
+    return part
+
+
 def _component_spec(part: Any) -> tf.TensorSpec:
+    if part is None:
+        raise ValueError(
+            "A sample must be made of tensors. Received: None from `preprocess`. Leave it out."
+        )
     if isinstance(part, (tf.RaggedTensor, tf.SparseTensor)):
         raise ValueError(
             "A sample must be made of dense tensors. Received: "
@@ -205,23 +227,15 @@ def _capture_digest(captured: Any, variables: Any) -> str:
 
 
 def _warn_of_unseen(graph: Any) -> None:
-    operations = [*graph.get_operations()]
-    names = {op.type for op in operations}
-    for function in graph.as_graph_def().library.function:
-        names |= {node.op for node in function.node_def}
-    if names & PYTHON_OPS:
+    if {node.op for node in nodes(graph)} & PYTHON_OPS:
         log.warning(
             "datacache: `preprocess` calls Python code, which the cache cannot see: pass another "
             "`version` when it changes"
         )
-    random = sorted(
-        name
-        for name in names
-        if re.match(r"(Stateful)?(Random|Truncated|Parameterized|Multinomial)", name)
-    )
-    if random:
+    if files := file_ops(graph):
         log.warning(
-            "datacache: `preprocess` draws at random (%s): each sample is drawn once and kept. "
-            "Augment after the cache: cache.dataset(...).map(augment)",
-            ", ".join(random),
+            "datacache: `preprocess` reads files by itself (%s), which the cache cannot see: pass "
+            "another `version` when they change",
+            ", ".join(sorted(files)),
         )
+    warn_of_draws("`preprocess`", drawing_ops(graph))

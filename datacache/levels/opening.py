@@ -27,10 +27,10 @@ from datacache.pool.pool import Pool
 from datacache.pool.records import pack_samples
 from datacache.pool.shard import SampleShard
 from datacache.pool.spec import PoolSpec
-from datacache.sources.source import Source, digest
+from datacache.sources.source import Source, SourceError, digest
 from datacache.statistics import Counts
 from datacache.system.access import PRIVATE, Access
-from datacache.system.room import free_bytes
+from datacache.system.room import free_bytes, means_full
 
 log = logging.getLogger("datacache")
 DISK_BUDGET = "95%"
@@ -142,7 +142,14 @@ def open_stored_pool(
     Raises:
       CacheError: If the folder holds something else.
       NoRoomError: If there is no room for one sample.
+      SourceError: If the rank of a component is unknown.
     """
+    if any(spec.shape.rank is None for spec in source.signature):
+        raise SourceError(
+            "Samples on a disk must have a known rank. Received: "
+            f"{source} with {source.signature}. Say it: dataset.map(lambda x: tf.ensure_shape(x, "
+            "[None])), or leave `disk` out."
+        )
     samples = [
         np.zeros([size or 0 for size in spec.shape], spec.dtype.as_numpy_dtype)
         for spec in source.signature
@@ -241,7 +248,9 @@ def _keep_index(source: Source, access: Access, pools: list[Pool | None]) -> Non
     if pool is not None and hasattr(source, "keep_index"):
         try:
             source.keep_index(Index(pool.folder, len(source), access))
-        except NoRoomError as error:
+        except (NoRoomError, OSError) as error:
+            if isinstance(error, OSError) and not means_full(error):
+                raise
             log.warning("datacache: each process looks for records by itself. %s", error)
 
 
@@ -273,15 +282,23 @@ def _pool_spec(
 def _layout(sample: Arrays, traced: TracedPreprocess, variable_shapes: bool) -> Layout:
     if not variable_shapes:
         return Layout.of(sample)
+    # Of an unknown rank, that of the first sample is taken.
     return Layout.of(
         sample,
-        [[axis for axis, size in enumerate(shape) if size is None] for shape in traced.shapes],
+        [
+            range(np.ndim(array))
+            if shape.rank is None
+            else [axis for axis, size in enumerate(shape) if size is None]
+            for array, shape in zip(sample, traced.shapes, strict=True)
+        ],
     )
 
 
 def _open_if_room(open_pool: Callable[[], Pool]) -> Pool | None:
     try:
         return open_pool()
-    except NoRoomError as error:
+    except (NoRoomError, OSError) as error:
+        if isinstance(error, OSError) and not means_full(error):
+            raise
         log.warning("datacache: one level less. %s", error)
         return None

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from datacache.levels.level import Level, Stream
 from datacache.pool.layout import Arrays
-from datacache.sources.source import Source, SourceError, StreamSource
+from datacache.sources.source import Source, SourceError, StreamSource, stored_components
 from datacache.statistics import Counts
 from datacache.windows import windows
 
@@ -58,7 +58,8 @@ class SourceLevel(Level):
         self._readers.shutdown(cancel_futures=True)
 
     def _stream(self, indices: Collection[int]) -> Iterator[tuple[int, Arrays]]:
-        for sample, arrays in enumerate(cast("StreamSource", self._source).stream()):
+        for sample, read in enumerate(cast("StreamSource", self._source).stream()):
+            arrays = stored_components(self._source, sample, read)
             self._count([arrays])
             if sample in indices:
                 yield sample, arrays
@@ -76,7 +77,7 @@ class SourceLevel(Level):
             )
         for attempt in range(TRIES):
             try:
-                return self._read_one(sample)
+                return stored_components(self._source, sample, self._read_one(sample))
             except OSError as error:
                 if attempt == TRIES - 1:
                     raise SourceError(

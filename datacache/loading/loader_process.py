@@ -26,6 +26,10 @@ from datacache.pool.layout import ALIGNMENT
 
 GRACE_S = 1.0
 """Seconds that a loader has to finish its item when it is told to stop."""
+END_S = 60.0
+"""Seconds that a loader has to end after an error of its own: TensorFlow's end may take some."""
+FAILED = -1
+"""Turn of a reply that says that the loader cannot begin."""
 WATCH_S = 1.0
 """Seconds between two looks of a loader whether its training process is still there."""
 
@@ -134,7 +138,7 @@ class LoaderProcess:
         # A daemon, which is ended where the training process ends without `stop`.
         self._process = context.Process(
             target=_serve,
-            args=(end, load, self.buffers),
+            args=(end, _Unpickled(load), self.buffers),
             name="datacache parallel loader",
             daemon=True,
         )
@@ -198,24 +202,43 @@ class LoaderProcess:
             ):
                 raise EOFError
             reply: Reply = self._connection.recv()
-            if reply.turn == turn:
+            if reply.turn in (turn, FAILED):
                 return reply
 
-    def stop(self) -> int:
+    def stop(self, grace_s: float = GRACE_S) -> int:
         """Ends the process.
+
+        Args:
+          grace_s: Seconds that it has to end by itself.
 
         Returns:
           The exit code of the process; negative for a signal.
         """
         with contextlib.suppress(OSError):
             self._connection.send(None)
-        self._process.join(GRACE_S)
+        self._process.join(grace_s)
         self._process.kill()
         self._process.join()
         code = self._process.exitcode
         self._process.close()
         self._connection.close()
         return code or 0
+
+
+class _Unpickled:
+    """Function to unpickle in the loader, where an error can be answered."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+
+    def __getstate__(self) -> bytes:
+        return bytes(reduction.ForkingPickler.dumps(self._load))
+
+    def __setstate__(self, content: bytes) -> None:
+        self._content = content
+
+    def get(self) -> Load:
+        return pickle.loads(self._content)
 
 
 class Requests(threading.Thread):
@@ -263,12 +286,19 @@ class Requests(threading.Thread):
                 yield request
 
 
-def _serve(end: connection.Connection, load: Load, buffers: Sequence[SharedPages]) -> None:
+def _serve(
+    end: connection.Connection, unpickled: _Unpickled, buffers: Sequence[SharedPages]
+) -> None:
     # Ctrl-C reaches the whole group, and the training process decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = Requests(end)
     requests.start()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        try:
+            load = unpickled.get()
+        except Exception as error:  # noqa: BLE001 - the training process raises it
+            end.send(Reply(turn=FAILED, specs=[], error=f"{type(error).__name__}: {error}"))
+            return
         for turn, buffer, content in requests:
             end.send(_answer(turn, load, buffers[buffer], content))
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from datacache.from_tfposeidon import check_integer
-from datacache.loading.loader_process import Load, LoaderProcess, shared_arrays
+from datacache.loading.loader_process import END_S, FAILED, Load, LoaderProcess, shared_arrays
 
 REMEDIES = {
     1: "What it printed says why; it imports the main script, which must begin its work under "
@@ -28,10 +28,11 @@ class ParallelLoader:
     """Process that loads batches ahead of training.
 
     It runs `load` for the items of a pass in their order, and writes each batch to one of a few
-    buffers of shared memory. To ask for a batch is to hand back the one before, in whose buffer the
-    loader then begins the next. The process is spawned: it imports `load`, so a script that trains
-    must begin its work under `if __name__ == "__main__":`. It ends with the training process, even
-    a killed one, and its memory has no name that could be left in `/dev/shm`.
+    buffers of shared memory, from where it is copied. With `views` it is not: to ask for a batch is
+    then to hand back the one before, in whose buffer the loader begins the next. The process is
+    spawned: it imports `load`, so a script that trains must begin its work under
+    `if __name__ == "__main__":`. It ends with the training process, even a killed one, and its
+    memory has no name that could be left in `/dev/shm`.
 
     One thread at a time may use a loader; passes at the same time need a loader each.
 
@@ -41,12 +42,15 @@ class ParallelLoader:
         start processes with `multiprocessing`.
       buffers: Number of batches that have memory, each as much as the largest batch. The loader is
         up to `buffers - 1` batches ahead.
+      views: True for batches that are views of the buffers, which saves the copy. Each is valid
+        until the next one is asked for, which `fit` and `tf.data` do ahead of training; only a loop
+        that trains on a batch before it asks for another may take them.
 
     Raises:
       ValueError: If there are fewer than two buffers.
 
-    Cost: one copy of each batch, in the loader; about 0.2 ms of messages per batch; at the start,
-      the imports of `load`'s module and of the main script.
+    Cost: two copies of each batch, one with `views`; about 0.2 ms of messages per batch; at the
+      start, the imports of `load`'s module and of the main script.
 
     Source: Ma, Mao and Taylor 2016, section 3.3, Algorithm 1. Differs: batches stay in host memory,
       where the paper's loader puts them on the GPU through a second buffer there (steps 19 and 25);
@@ -63,7 +67,7 @@ class ParallelLoader:
       train on file 2
     """
 
-    def __init__(self, load: Load, buffers: int = 2) -> None:
+    def __init__(self, load: Load, buffers: int = 2, views: bool = False) -> None:
         self._buffers = check_integer(
             "buffers",
             buffers,
@@ -71,7 +75,7 @@ class ParallelLoader:
             "One batch is trained on while another is loaded. Call `load` itself to load without "
             "reading ahead.",
         )
-        self._load = load
+        self._load, self._views = load, views
         self._child: LoaderProcess | None = None
         self._turn = 0
 
@@ -113,13 +117,12 @@ class ParallelLoader:
             `buffers` of them are taken ahead, so there may be endlessly many.
 
         Yields:
-          Batches that `load(mode, item)` returns, as arrays in shared memory. They are valid until
-          the next batch is asked for, of this pass or of another. Copy what must last longer, and
-          beware of tensors made without a copy.
+          Batches that `load(mode, item)` returns, which may be kept; with `views` arrays in shared
+          memory, valid until the next batch is asked for, of this pass or of another.
 
         Raises:
-          LoaderError: If `load` raised, or the process ended. The pass is over; another one can
-            begin, with this process or a new one.
+          LoaderError: If `load` raised or cannot be imported, or the process ended. The pass is
+            over; another one can begin, with this process or a new one.
           RuntimeError: If another pass has begun, or `stop` was called, since the last batch.
           TypeError: If an item cannot be pickled.
         """
@@ -136,8 +139,8 @@ class ParallelLoader:
             if not requested:
                 return
             yield self._batch(turn, mode, *requested.popleft())
-            # Asking again is the handshake (steps 20 to 27): now the buffer of the last batch is
-            # free for another.
+            # Asking again is the handshake (steps 20 to 27): now nobody needs the buffer of the
+            # last batch.
             wanted = 1
 
     def _current_child(self, turn: int) -> LoaderProcess:
@@ -155,14 +158,22 @@ class ParallelLoader:
         try:
             reply = child.reply(turn)
         except (EOFError, OSError):
-            code, self._child = child.stop(), None
+            code, self._child = child.stop(END_S), None
             remedy = REMEDIES.get(code, "What it printed may say why.")
             raise LoaderError(
                 f"The loader process must run until `stop`. Received: exit code {code}, before the "
                 f"batch of {what}. {remedy} `batches` starts another."
             ) from None
         if reply.rebuild is not None:
-            return reply.rebuild(shared_arrays(child.buffers[buffer], reply.specs))
+            arrays = shared_arrays(child.buffers[buffer], reply.specs)
+            return reply.rebuild(arrays if self._views else [array.copy() for array in arrays])
+        if reply.turn == FAILED:
+            self.stop()
+            raise LoaderError(
+                "`load` must be importable in another process. Received: "
+                f"{reply.error}. Define it at the top level of a module, or of the main script "
+                'before `if __name__ == "__main__":`.'
+            )
         error = LoaderError(
             f"`load` must return a batch. Received: {reply.error} for {what}. Correct it, or leave "
             "the item out; the loader goes on with the next pass."

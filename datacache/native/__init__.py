@@ -13,7 +13,7 @@ import mmap
 import os
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -136,8 +136,38 @@ def populate_pages(pages: np.ndarray, write: bool = False) -> bool:
     return library is not None and bool(library.map_pages(pages.ctypes.data, size, write))
 
 
-def read_file(path: str, offset: int, length: int) -> bytes:
-    """Returns up to `length` bytes of a file, read in one call.
+class FileStatus(NamedTuple):
+    """What tells whether a file is another one than before.
+
+    Attributes:
+      size: Number of bytes.
+      time_ns: Time of the last change of the content, which programs may set, in ns.
+      inode_ns: Time of the last change of the content or of what is said about it, in ns.
+      inode: Number of the file in its file system, modulo 2**63.
+    """
+
+    size: int
+    time_ns: int
+    inode_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, about: os.stat_result) -> FileStatus:
+        """Returns it as `os.stat` says it."""
+        return cls(about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino % 2**63)
+
+    def is_of(self, other: FileStatus) -> bool:
+        """Returns whether it is of the same content.
+
+        A file that was renamed over has another number, one that was only moved another time. Some
+        file systems give another number at any time.
+        """
+        same_inode = self.inode == other.inode or self.inode_ns == other.inode_ns
+        return self[:2] == other[:2] and same_inode
+
+
+def read_file(path: str, offset: int, length: int) -> tuple[bytes, FileStatus]:
+    """Reads up to `length` bytes of a file in one call.
 
     Python's own way makes four system calls and lets other threads go first at each: of 32 threads
     that read, most would wait for the interpreter in between.
@@ -147,6 +177,9 @@ def read_file(path: str, offset: int, length: int) -> bytes:
       offset: Offset of the first byte to read.
       length: Number of bytes to read; there are fewer where the file ends.
 
+    Returns:
+      A tuple of two: the bytes, and the file's status after the read.
+
     Raises:
       OSError: If the file cannot be read.
     """
@@ -154,13 +187,33 @@ def read_file(path: str, offset: int, length: int) -> bytes:
     if library is None:
         with open(path, "rb") as stream:
             stream.seek(offset)
-            return stream.read(length)
-    content = np.empty(length, np.uint8)
-    count = library.read_file(os.fsencode(path), offset, length, content.ctypes.data)
+            content, about = stream.read(length), os.fstat(stream.fileno())
+        return content, FileStatus.of(about)
+    into, status = np.empty(length, np.uint8), (ctypes.c_int64 * 4)()
+    count = library.read_file(os.fsencode(path), offset, length, into.ctypes.data, status)
     if count < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), path)
-    return content[:count].tobytes()
+    return into[:count].tobytes(), FileStatus(status[0], status[1], status[2], status[3] % 2**63)
+
+
+def crc32c(content: bytes) -> int:
+    """Returns the CRC-32C of bytes, which TFRecord files have."""
+    library = _compiled()
+    if library is not None:
+        return library.crc32c(content, len(content))
+    checksum = 0xFFFFFFFF
+    for byte in content:
+        checksum = checksum >> 8 ^ _crc32c_table()[(checksum ^ byte) & 0xFF]
+    return checksum ^ 0xFFFFFFFF
+
+
+@functools.cache
+def _crc32c_table() -> list[int]:
+    table = list(range(256))
+    for _ in range(8):
+        table = [value >> 1 ^ (0x82F63B78 * (value & 1)) for value in table]
+    return table
 
 
 @functools.cache
@@ -178,7 +231,7 @@ def _compiled() -> Any:
         return None
     library: Any = ctypes.CDLL(str(LIBRARY), use_errno=True)
     # The latest of its functions: a library from before would be called with other arguments.
-    if not hasattr(library, "mark_words"):
+    if not hasattr(library, "crc32c"):
         _warn_slow(f"{LIBRARY} is old")
         return None
     _declare(library)
@@ -206,7 +259,8 @@ def _declare(library: Any) -> None:
         "in_memory": (number, [ctypes.c_char_p]),
         "map_pages": (number, [address, number, number]),
         "parts_at_a_time": (number, []),
-        "read_file": (number, [ctypes.c_char_p, number, number, address]),
+        "read_file": (number, [ctypes.c_char_p, number, number, address, address]),
+        "crc32c": (number, [ctypes.c_char_p, number]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

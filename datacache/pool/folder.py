@@ -28,7 +28,7 @@ from datacache.pool.header import (
     write_header,
 )
 from datacache.system.access import PRIVATE, Access, Directory
-from datacache.system.forks import closed_on_fork
+from datacache.system.forks import closed_on_fork, opened_again
 from datacache.system.room import means_full, reserve
 
 log = logging.getLogger("datacache")
@@ -124,7 +124,7 @@ class Folder:
         with _locked(lambda: Directory.create(self.path, access)) as self.directory:
             self._user = self.directory.open("users", make=True)
             try:
-                os.close(self.directory.open("claims", make=True))
+                self._claims = self.directory.open("claims", make=True)
                 self.is_only_user = _has_no_users(self._user)
                 # Made shared at once: a child that is forked while the pool is being made inherits
                 # this lock, and must keep nobody out. The change is not atomic; meanwhile the
@@ -150,8 +150,9 @@ class Folder:
           the context.
         """
         # A description of its own: these locks belong to open file descriptions, so that they also
-        # hold between threads, and the kernel ends them with the description.
-        with closed_on_fork(lambda: self.directory.open("claims")) as handle:
+        # hold between threads, and the kernel ends them with the description. Whoever cleans up
+        # temporary files may have removed its name.
+        with opened_again(self._claims) as handle:
             yield [lock_byte(handle, index) for index in indices]
 
     def map_file(self, name: str) -> mmap.mmap:
@@ -173,6 +174,7 @@ class Folder:
     def close(self) -> None:
         """Says that this object does not use the pool any more."""
         os.close(self._user)
+        os.close(self._claims)
         self.directory.close()
 
 

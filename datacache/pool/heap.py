@@ -13,7 +13,7 @@ import numpy as np
 from datacache.pool.folder import Folder, lock_byte
 from datacache.pool.header import TAIL_BYTES
 from datacache.system.boot import boot_number
-from datacache.system.forks import closed_on_fork
+from datacache.system.forks import opened_again
 from datacache.system.room import means_full, reserve
 
 CHUNK_BYTES = 2**24
@@ -45,13 +45,13 @@ class Heap:
     """
 
     def __init__(self, folder: Folder) -> None:
-        self._folder, self._lock = folder, threading.Lock()
+        self._lock = threading.Lock()
         self._handle = folder.directory.open("heap")
         self.capacity_bytes = os.fstat(self._handle).st_size - TAIL_BYTES
         self._bytes = mmap.mmap(self._handle, 0)
-        with self._open_state() as handle:
-            values = (os.fstat(handle).st_size - TAIL_BYTES) // 8
-            self._state = np.ndarray((values,), np.int64, mmap.mmap(handle, 0))
+        self._end = folder.directory.open("end")
+        values = (os.fstat(self._end).st_size - TAIL_BYTES) // 8
+        self._state = np.ndarray((values,), np.int64, mmap.mmap(self._end, 0))
         # A new file holds zeros, which would refuse every sample.
         self.note_freed()
 
@@ -79,7 +79,8 @@ class Heap:
         to others, all that is not published is a gap.
         """
         # The first lock is for threads of this process, which then need not open the file to wait.
-        with self._lock, self._open_state() as handle:
+        with self._lock, opened_again(self._end) as handle:
+            # Of a description of its own, with whose end the kernel ends the lock.
             lock_byte(handle, 0, wait=True)
             self._begin_boot()
             yield
@@ -135,10 +136,7 @@ class Heap:
     def close(self) -> None:
         """Closes the file; arrays into it keep the mapping."""
         os.close(self._handle)
-
-    def _open_state(self) -> contextlib.AbstractContextManager[int]:
-        # A description of its own, with whose end the kernel ends the lock.
-        return closed_on_fork(lambda: self._folder.directory.open("end"))
+        os.close(self._end)
 
     def _append(self, length: int) -> int | None:
         """Takes room behind the last sample; returns its offset, or `None` without room there."""

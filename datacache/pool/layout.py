@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+import ml_dtypes  # NumPy knows types such as bfloat16 by their names from now on.
 import numpy as np
 
 ALIGNMENT = 64
@@ -170,7 +171,7 @@ class Layout:
         axes = varying or [()] * len(arrays)
         components = []
         for i, (array, free) in enumerate(zip(arrays, axes, strict=True)):
-            if array.dtype.kind not in "biufcO":
+            if array.dtype.kind not in "biufcO" and not hasattr(ml_dtypes, array.dtype.name):
                 raise ValueError(
                     f"Samples are numbers or bytes. Received: {array.dtype} for component {i}."
                 )

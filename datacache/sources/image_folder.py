@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,9 +12,11 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from datacache.native import read_file
+from datacache.native import FileStatus
+from datacache.sources.files import contents_digest, read_listed
 from datacache.sources.source import RandomSource, SourceError, digest
 
+log = logging.getLogger("datacache")
 _Answer = TypeVar("_Answer")
 IMAGE_EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 
@@ -46,14 +49,14 @@ class FolderSource(RandomSource):
     ) -> None:
         self.path, self._labels = path, labels
         # Samples go by their index, and file systems list files in orders of their own.
-        found = sorted(_files(path, extensions))
+        found = dict(sorted(_files(path, extensions)))
         if not found:
             raise SourceError(
                 f"A source must have samples. Received: {path}, with no file ending in "
                 f"{', '.join(extensions) if extensions else 'anything'}. Name another folder, or "
                 "pass `extensions`."
             )
-        self._names, self._sizes = [name for name, _, _ in found], [size for _, size, _ in found]
+        self._names, self._listed = list(found), np.array(list(found.values()))
         classes = [name.partition(os.sep)[0] if os.sep in name else "" for name in self._names]
         if labels and "" in classes:
             raise SourceError(
@@ -73,7 +76,8 @@ class FolderSource(RandomSource):
         self.identity = {
             "kind": "folder",
             "labels": labels,
-            "files": digest(found),
+            "files": digest([(name, *listed[:2]) for name, listed in found.items()]),
+            "contents": contents_digest(len(found), self._file),
             "classes": self.class_names,
         }
         self.signature: Sequence[Any] = [
@@ -93,13 +97,13 @@ class FolderSource(RandomSource):
 
     @override
     def read(self, sample: int) -> list[np.ndarray]:
-        name, size = os.path.join(self.path, self._names[sample]), self._sizes[sample]
-        # One byte more is asked for: a file that has grown since it was listed is another source.
-        content = read_file(name, 0, size + 1)
-        if len(content) != size:
-            raise OSError(f"{name} has changed: it had {size} bytes when it was listed")
-        contents = np.array(content, object)
+        name, listed = self._file(sample)
+        contents = np.array(read_listed(name, 0, listed.size, listed), object)
         return [contents, self._classes[sample]] if self._labels else [contents]
+
+    def _file(self, sample: int) -> tuple[str, FileStatus]:
+        path = os.path.join(self.path, self._names[sample])
+        return path, FileStatus(*self._listed[sample].tolist())
 
     @override
     def decode(self, *stored: Any) -> Any:
@@ -181,16 +185,21 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
     """Returns the entries of a folder without hidden ones and `lost+found`."""
     try:
         with os.scandir(path) as entries:
-            return [one for one in entries if one.name[0] != "." and one.name != "lost+found"]
+            found = [entry for entry in entries if entry.name[0] != "."]
     except OSError as error:
         raise SourceError(
             f"Folders of data must be readable. Received: {error}. Let this user read it, or move "
             "it elsewhere."
         ) from error
+    # The root of a file system has one, which is nobody's data.
+    taken = [entry for entry in found if entry.name != "lost+found"]
+    if len(taken) < len(found):
+        log.info("datacache: left out %s", path / "lost+found")
+    return taken
 
 
-def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, int, int]]:
-    """Returns path, bytes and time of change (ns) of each file below a folder."""
+def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, FileStatus]]:
+    """Returns path and status of each file below a folder."""
     endings = tuple(ending.lower() for ending in extensions) if extensions is not None else ("",)
     # Each folder with itself and those above it, where their links lead.
     root = path.resolve()
@@ -207,8 +216,8 @@ def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, int,
                     )
                 folders.append((below, above | {real}))
             elif entry.name.lower().endswith(endings):
-                about = _asked(entry.stat)
-                found.append((os.path.relpath(entry.path, path), about.st_size, about.st_mtime_ns))
+                name = os.path.relpath(entry.path, path)
+                found.append((name, FileStatus.of(_asked(entry.stat))))
     return found
 
 

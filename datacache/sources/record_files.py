@@ -12,7 +12,9 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from datacache.native import FileStatus
 from datacache.pool.index import Index
+from datacache.sources.files import contents_digest
 from datacache.sources.source import IndexedSource, RandomSource, SourceError, digest
 from datacache.sources.tfrecord_format import TfRecords, find_all_records
 
@@ -42,7 +44,8 @@ class RecordFilesSource(RandomSource, IndexedSource):
         with ThreadPoolExecutor(SEARCHES) as threads:
             found = list(threads.map(_searched, paths))
         self._files = [
-            TfRecords.known(path, entries) for path, (entries, _) in zip(paths, found, strict=True)
+            TfRecords.known(path, entries, listed)
+            for path, (entries, listed) in zip(paths, found, strict=True)
         ]
         self._ends = np.cumsum([len(entries) for entries, _ in found])
         if not len(self):
@@ -50,8 +53,13 @@ class RecordFilesSource(RandomSource, IndexedSource):
                 f"A source must have samples. Received: {len(paths)} TFRecord file(s) without any "
                 f"record, {self._names[0]} first. Name other files."
             )
-        about = [(name, *size) for name, (_, size) in zip(self._names, found, strict=True)]
-        self.identity = {"kind": "tfrecords", "files": digest(about), "features": repr(features)}
+        files = [(name, *listed[:2]) for name, (_, listed) in zip(self._names, found, strict=True)]
+        self.identity = {
+            "kind": "tfrecords",
+            "files": digest(files),
+            "contents": contents_digest(len(paths), lambda file: (paths[file], found[file][1])),
+            "features": repr(features),
+        }
         self.signature: Sequence[Any] = [tf.TensorSpec([], tf.string)]
 
     def __len__(self) -> int:
@@ -94,7 +102,7 @@ def from_tfrecords(
 
     `preprocess` receives a dictionary of the features of an example, or without `features` the
     bytes of a record. Records are read by index: opening the source reads the header of each, some
-    microseconds on a local disk. Checksums within the files are not verified.
+    microseconds on a local disk. Checksums within the files are verified, as by `tf.data`.
 
     Args:
       files: Pattern such as `"/data/train-*"`, the path of one file, or the paths themselves. Files
@@ -129,11 +137,12 @@ def from_tfrecords(
     return RecordFilesSource(paths, features)
 
 
-def _searched(path: str) -> tuple[np.ndarray, tuple[int, int]]:
-    """Returns where the records of a file are, and its size and time of change."""
+def _searched(path: str) -> tuple[np.ndarray, FileStatus]:
+    """Returns where the records of a file are, and its status."""
     try:
-        about = os.stat(path)
-        return find_all_records(path), (about.st_size, about.st_mtime_ns)
+        # Before it is searched: what changes in between is seen by whoever reads it.
+        listed = FileStatus.of(os.stat(path))
+        return find_all_records(path), listed
     except OSError as error:
         raise SourceError(
             f"TFRecord files must be whole. Received: {error}. Copy or write {path} anew."

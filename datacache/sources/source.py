@@ -21,7 +21,9 @@ class Source(Protocol):
 
     Attributes:
       identity: All that the samples depend on, as JSON can hold it: another identity is another
-        cache.
+        cache, and sources of the same identity share their samples. Names, sizes and times of files
+        do not tell apart two folders of an archive; give a part or a version that does, or a digest
+        of contents. The place of the data does not belong in it.
       signature: `tf.TypeSpec` of each component of a stored sample.
     """
 
@@ -85,6 +87,54 @@ class IndexedSource(Source, Protocol):
           index: A `datacache.pool.index.Index` that the processes of a node share.
         """
         ...
+
+
+def stored_components(source: Source, sample: int, read: Sequence[Any]) -> list[np.ndarray]:
+    """Returns the components of a sample as the signature of its source says them.
+
+    Args:
+      source: Source of the sample.
+      sample: Index of the sample.
+      read: What the source read: arrays, numbers, bytes or texts.
+
+    Raises:
+      SourceError: If they are others than the signature says.
+    """
+    if len(read) != len(source.signature):
+        raise SourceError(
+            "A sample must have the components of its source's signature. Received: "
+            f"{len(read)} for {source.name(sample)}, not {len(source.signature)}."
+        )
+    return [
+        _stored(value, spec, source, sample)
+        for value, spec in zip(read, source.signature, strict=True)
+    ]
+
+
+def _stored(value: Any, spec: Any, source: Source, sample: int) -> np.ndarray:
+    wanted = np.dtype(spec.dtype.as_numpy_dtype)
+    is_text, dtype = spec.dtype.name == "string", getattr(value, "dtype", None)
+    # Most are: a file is one text.
+    if dtype == wanted and (not is_text or (value.ndim == 0 and isinstance(value.item(), bytes))):
+        return value
+    # NumPy's own type for bytes has lost zeros at their end.
+    if is_text and (dtype is None or dtype.kind != "S"):
+        texts = np.array(value, object)
+        if all(isinstance(text, (str, bytes)) for text in texts.flat):
+            return np.vectorize(_as_bytes, [object])(texts)
+    elif not is_text:
+        array = np.asarray(value)
+        if array.dtype.kind != "O" and np.can_cast(array.dtype, wanted, "same_kind"):
+            return array.astype(wanted, copy=False)
+    raise SourceError(
+        f"A component must be what the signature of its source says. Received: {value!r:.100} for "
+        f"{source.name(sample)}, not {spec.dtype.name}. Convert it where it is read, or leave it "
+        "out."
+    )
+
+
+def _as_bytes(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text
 
 
 def digest(content: Any) -> str:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from datacache.graphs import datasets, drawing_ops, functions, shuffling, warn_of_draws
 from datacache.pool.layout import as_array
-from datacache.sources.source import SourceError, StreamSource
+from datacache.sources.source import SourceError, StreamSource, digest
+from datacache.sources.tfrecord_format import find_damage
+
+FIRST = 4
+"""Elements that are looked at whenever a dataset is opened, to tell it from another one."""
 
 
 class DatasetSource(StreamSource):
@@ -25,11 +32,14 @@ class DatasetSource(StreamSource):
       signature: `tf.TypeSpec` of each component; see `Source`.
 
     Raises:
-      SourceError: If the number of elements is unknown, infinite or 0.
+      SourceError: If the number of elements is unknown, infinite or 0, the dataset shuffles, or its
+        first elements cannot be read.
     """
 
     def __init__(self, dataset: tf.data.Dataset, key: str) -> None:
-        self._dataset, self._spec = dataset, dataset.element_spec
+        options = tf.data.Options()
+        options.deterministic = True
+        self._dataset, self._spec = dataset.with_options(options), dataset.element_spec
         self._samples = int(dataset.cardinality())
         # TensorFlow's constants for infinite and unknown cardinalities are negative.
         if self._samples <= 0:
@@ -40,12 +50,22 @@ class DatasetSource(StreamSource):
                 f"A dataset must have a known number of samples. Received: one with {what}. Use "
                 "take(n), or apply(tf.data.experimental.assert_cardinality(n))."
             )
+        if unsteady := shuffling(dataset):
+            raise SourceError(
+                "A dataset must have the same elements in the same order each time. Received: one "
+                f"with {unsteady}."
+            )
+        draws = {op for graph in functions(dataset) for op in drawing_ops(graph)}
+        warn_of_draws("the dataset", draws)
         self.signature = tf.nest.flatten(self._spec)
+        self._first = [] if draws else list(self._read(FIRST))
         self.identity = {
             "kind": "dataset",
             "key": key,
             "samples": self._samples,
             "spec": repr(self._spec),
+            # What is drawn is another one each time.
+            "first": [self._digest(components) for components in self._first],
         }
 
     def __len__(self) -> int:
@@ -60,15 +80,53 @@ class DatasetSource(StreamSource):
 
     @override
     def stream(self) -> Iterator[list[np.ndarray]]:
+        # Whoever looks at the first only need not read the dataset once more.
+        yield from self._first
         count = 0
-        for element in self._dataset.as_numpy_iterator():
-            yield [as_array(array) for array in tf.nest.flatten(element)]
+        for components in self._read(self._samples + 1):
+            if count >= len(self._first):
+                yield components
+            elif self._digest(components) != self._digest(self._first[count]):
+                raise SourceError(
+                    "A dataset must have the same elements in the same order each time. Received: "
+                    f"another element {count} than before. Draw and shuffle after the cache."
+                )
             count += 1
         if count != self._samples:
             raise SourceError(
                 "A dataset must have as many samples as it says. Received: "
                 f"{count}, not {self._samples}."
             )
+
+    def _read(self, count: int) -> Iterator[list[np.ndarray]]:
+        """Yields the components of the first elements."""
+        number = 0
+        try:
+            for element in self._dataset.take(count).as_numpy_iterator():
+                yield [as_array(array) for array in tf.nest.flatten(element)]
+                number += 1
+        except tf.errors.OpError as error:
+            damage = [found for path in self._record_files() if (found := find_damage(path))]
+            cause = damage[0] if damage else error.message.splitlines()[0]
+            raise SourceError(
+                f"A dataset must be readable to its end. Received: {cause}, after {number} "
+                "elements. Mend that, or leave it out; what is cached stays."
+            ) from error
+
+    def _record_files(self) -> list[str]:
+        """Returns the names of the TFRecord files of a `TFRecordDataset`."""
+        names = [getattr(one, "_filenames", None) for one in datasets(self._dataset)]
+        paths = {path.decode() for name in names if name is not None for path in _texts(name)}
+        return sorted(path for path in paths if os.path.isfile(path))
+
+    @staticmethod
+    def _digest(components: list[np.ndarray]) -> str:
+        return digest(
+            [
+                (str(array.dtype), array.shape, sha256(_content(array)).hexdigest())
+                for array in components
+            ]
+        )
 
     @override
     def decode(self, *stored: Any) -> Any:
@@ -84,14 +142,15 @@ def from_dataset(dataset: tf.data.Dataset, *, key: str) -> DatasetSource:
     Args:
       dataset: Dataset that has the same elements in the same order each time: not batched, not
         repeated, not shuffled.
-      key: Name, in your words, of all that the elements depend on: the data and its version.
-        Another key is another cache.
+      key: Name, in your words, of all that the elements depend on: the data, its part and its
+        version. Another key is another cache, and so are other first elements.
 
     Returns:
       Source of all elements, in the order of the dataset.
 
     Raises:
-      SourceError: If the number of elements is unknown, infinite or 0.
+      SourceError: If the number of elements is unknown, infinite or 0, the dataset shuffles, or its
+        first elements cannot be read.
 
     Example:
       >>> source = from_dataset(tf.data.Dataset.range(3), key="range(3)")
@@ -99,3 +158,15 @@ def from_dataset(dataset: tf.data.Dataset, *, key: str) -> DatasetSource:
       (3, [0, 1, 2])
     """
     return DatasetSource(dataset, key)
+
+
+def _texts(names: Any) -> list[bytes]:
+    """Returns the file names that a dataset of TensorFlow was given."""
+    if isinstance(names, tf.data.Dataset):
+        return list(names.as_numpy_iterator())
+    return np.asarray(names).reshape(-1).tolist()
+
+
+def _content(array: np.ndarray) -> bytes:
+    # The bytes of an object array are pointers.
+    return repr(array.tolist()).encode() if array.dtype == object else array.tobytes()

@@ -11,7 +11,9 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from datacache.native import FileStatus
 from datacache.pool.index import Index
+from datacache.sources.files import contents_digest, refuse_changed
 from datacache.sources.source import IndexedSource, RandomSource, SourceError, digest
 from datacache.sources.tfrecord_format import TfRecords
 
@@ -36,16 +38,27 @@ class TfdsSource(RandomSource, IndexedSource):
     def __init__(self, builder: Any, split: Any, decoders: Any) -> None:
         self._features, self._decoders = _select_features(builder.info.features, decoders)
         parts, read = _file_instructions(builder, split), _shard_type(builder)
-        self._shards = [(read(part.filename, part.skip, part.take), part.skip) for part in parts]
+        listed = [_status(part.filename) for part in parts]
+        self._shards = [
+            (read(part.filename, part.skip, part.take, status), part.skip)
+            for part, status in zip(parts, listed, strict=True)
+        ]
         self._names = [os.path.basename(part.filename) for part in parts]
         self._ends = np.cumsum([part.take for part in parts])
         # Decoders are left out: what they do is in the traced graph, and their names in Python
         # differ between processes.
         files = [
-            (os.path.basename(part.filename), part.skip, part.take, *_size_and_time(part.filename))
-            for part in parts
+            (name, part.skip, part.take, *status[:2])
+            for name, part, status in zip(self._names, parts, listed, strict=True)
         ]
-        self.identity = {"kind": "tfds", "name": builder.info.full_name, "files": digest(files)}
+        self.identity = {
+            "kind": "tfds",
+            "name": builder.info.full_name,
+            "files": digest(files),
+            "contents": contents_digest(
+                len(parts), lambda file: (str(parts[file].filename), listed[file])
+            ),
+        }
         self.signature: Sequence[Any] = [tf.TensorSpec([], tf.string)]
 
     def __len__(self) -> int:
@@ -85,8 +98,8 @@ def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: An
 
     `preprocess` receives the dictionary of the builder's features. Records are read by index from
     the files that `download_and_prepare` left (TFRecord or ArrayRecord). Where the records of a
-    TFRecord file begin is searched once per file and node, and kept beside the pool. Checksums of
-    ArrayRecords are verified, those within TFRecords are not.
+    TFRecord file begin is searched once per file and node, and kept beside the pool. Checksums
+    within the files are verified.
 
     Args:
       builder: Name of a builder, or the builder itself.
@@ -169,23 +182,21 @@ def _shard_type(builder: Any) -> Any:
     return _SHARDS[form]
 
 
-def _size_and_time(path: str) -> tuple[int, int]:
-    """Returns bytes and time of change (ns) of a file."""
+def _status(path: str) -> FileStatus:
     try:
-        about = os.stat(path)
+        return FileStatus.of(os.stat(path))
     except OSError as error:
         raise SourceError(
             f"A split's files must be there. Received: {error}. Prepare it anew."
         ) from error
-    return about.st_size, about.st_mtime_ns
 
 
 class _ArrayRecords:
     """Records of an ArrayRecord file by index."""
 
-    def __init__(self, path: str, skip: int, take: int) -> None:
+    def __init__(self, path: str, skip: int, take: int, listed: FileStatus) -> None:
         del skip, take
-        self._path, self._lock = path, threading.Lock()
+        self._path, self._listed, self._lock = path, listed, threading.Lock()
         self._reader: Any = None
 
     def keep_index(self, index: Index, number: int, end: int) -> None:
@@ -199,6 +210,8 @@ class _ArrayRecords:
             if record >= reader.num_records():
                 raise IndexError(f"it has {reader.num_records()} records")
             return reader.read([record])[0]
+        except SourceError:
+            raise
         except (IndexError, RuntimeError, ValueError) as error:
             # A reader that failed once fails for good.
             self._reader = None
@@ -210,7 +223,10 @@ class _ArrayRecords:
 
         with self._lock:
             if self._reader is None:
-                self._reader = ArrayRecordReader(self._path)
+                reader = ArrayRecordReader(self._path)
+                # Whoever replaces it from now on leaves this open file as it is.
+                refuse_changed(self._path, FileStatus.of(os.stat(self._path)), self._listed)
+                self._reader = reader
             return self._reader
 
 

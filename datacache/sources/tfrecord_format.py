@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from datacache.native import read_file
+from datacache.native import FileStatus, crc32c
 from datacache.pool.index import Index
+from datacache.sources.files import read_listed, refuse_changed
 
 LENGTH_BYTES, HEADER_BYTES, CHECKSUM_BYTES = 8, 12, 4
 """Bytes of a TFRecord: of its length, of the length with its checksum, and of the checksum behind
@@ -26,12 +27,12 @@ class TfRecords:
       path: Path of the file.
       skip: Index of the first record that is read.
       take: Number of records from there on.
+      listed: The file as it was listed.
     """
 
-    def __init__(self, path: str, skip: int, take: int) -> None:
-        self._path, self._skip = path, skip
-        # Size 0, so that the first read looks at the file: a kept index may reach behind its end.
-        self._lock, self._size = threading.Lock(), 0
+    def __init__(self, path: str, skip: int, take: int, listed: FileStatus) -> None:
+        self._path, self._skip, self._listed = path, skip, listed
+        self._lock = threading.Lock()
         # Offset of the content and length of each record, zeros where unknown. Of this process
         # alone, until there is a pool beside which they are kept.
         self._entries = np.zeros((take, 2), np.int64)
@@ -40,15 +41,16 @@ class TfRecords:
         )
 
     @classmethod
-    def known(cls, path: str, entries: np.ndarray) -> TfRecords:
+    def known(cls, path: str, entries: np.ndarray, listed: FileStatus) -> TfRecords:
         """Returns all records of a file whose places are known.
 
         Args:
           path: Path of the file.
           entries: Result of `find_all_records`.
+          listed: The file as it was listed.
         """
-        records = cls(path, 0, len(entries))
-        records._entries, records._size = entries, os.path.getsize(path)
+        records = cls(path, 0, len(entries), listed)
+        records._entries = entries
         return records
 
     def keep_index(self, index: Index, number: int, end: int) -> None:
@@ -71,37 +73,64 @@ class TfRecords:
           record: Its index in the file.
 
         Raises:
-          OSError: If it cannot be read, or the file ends before.
+          OSError: If it cannot be read, the file ends before, or its checksum is another one.
+          SourceError: If the file was changed or replaced.
         """
-        content = self._content(record)
-        if content is None:
+        found = self._record(record)
+        if found is None:
             with self._lock, self._lock_index():
-                # Somebody else may have searched by now, or the file may have grown since.
-                self._size = os.path.getsize(self._path)
-                content = self._content(record)
-                if content is None:
+                # Somebody else may have searched by now.
+                found = self._record(record)
+                if found is None:
                     self._note(find_records(self._path, self._skip, len(self._entries)))
-                    content = self._content(record)
-        if content is None:
+                    found = self._record(record)
+        if found is None:
+            refuse_changed(self._path, FileStatus.of(os.stat(self._path)), self._listed)
             raise OSError(f"{self._path} ends before record {record}")
-        if len(content) < self._entries[record - self._skip, 1]:
-            raise OSError(f"{self._path} ends within record {record}")
+        content, checksum = found[:-CHECKSUM_BYTES], found[-CHECKSUM_BYTES:]
+        if struct.pack("<I", masked_checksum(content)) != checksum:
+            raise OSError(f"{self._path} is damaged at record {record}")
         return content
 
-    def _content(self, record: int) -> bytes | None:
-        """Returns a record; `None` if its begin is unknown, or something else is there."""
+    def _record(self, record: int) -> bytes | None:
+        """Returns a record and its checksum; `None` if it is not known where they are."""
         offset, length = self._entries[record - self._skip].tolist()
-        if not HEADER_BYTES <= offset <= offset + length <= self._size:
+        if not HEADER_BYTES <= offset <= offset + length <= self._listed.size - CHECKSUM_BYTES:
             return None
-        content = read_file(self._path, offset - HEADER_BYTES, HEADER_BYTES + length)
-        return (
-            content[HEADER_BYTES:] if content[:LENGTH_BYTES] == struct.pack("<Q", length) else None
+        found = read_listed(
+            self._path,
+            offset - HEADER_BYTES,
+            HEADER_BYTES + length + CHECKSUM_BYTES,
+            self._listed,
         )
+        # Something else is there if the index is of no use.
+        return found[HEADER_BYTES:] if found[:LENGTH_BYTES] == struct.pack("<Q", length) else None
 
     def _note(self, entries: np.ndarray) -> None:
         # An entry counts once it has an offset, and other processes read while this one writes.
         self._entries[:, 1] = entries[:, 1]
         self._entries[:, 0] = entries[:, 0]
+
+
+def masked_checksum(content: bytes) -> int:
+    """Returns the checksum that TFRecord files have of a content."""
+    checksum = crc32c(content)
+    return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def find_damage(path: str) -> str | None:
+    """Returns where a file is damaged, or `None`.
+
+    Args:
+      path: Path of the file.
+    """
+    try:
+        records = TfRecords.known(path, find_all_records(path), FileStatus.of(os.stat(path)))
+        for record in range(len(records._entries)):
+            records.read(record)
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def find_all_records(path: str) -> np.ndarray:

@@ -43,6 +43,18 @@ def closed_on_fork(open_file: Callable[[], int]) -> Iterator[int]:
                 os.close(handle)
 
 
+def opened_again(handle: int) -> contextlib.AbstractContextManager[int]:
+    """Opens an open file once more, for locks of its own; the file may have no name any more.
+
+    Args:
+      handle: Descriptor of the file.
+
+    Returns:
+      A context as that of `closed_on_fork`.
+    """
+    return closed_on_fork(lambda: os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_CLOEXEC))
+
+
 @functools.cache
 def _register() -> None:
     """Registers the handlers at the first use: nothing happens at import."""

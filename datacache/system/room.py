@@ -13,16 +13,19 @@ STEP_BYTES = 2**26
 """Bytes that are reserved at a time. Large enough for a file system to be fast; small enough that
 memory which others take meanwhile is noticed before it is too late."""
 
+SMALL_FILES_BYTES = 2**16
+"""Bytes that a pool takes beside its samples: a few pages for each of its small files."""
+
 
 def free_bytes(path: Path) -> int:
-    """Returns the free bytes of a file system, and at most those of memory if it lies there.
+    """Returns the bytes that a file system, or memory if it lies there, has for a pool.
 
     Args:
       path: A folder, which may not exist yet.
     """
     while not path.exists():
         path = path.parent
-    free = shutil.disk_usage(path).free
+    free = max(0, shutil.disk_usage(path).free - SMALL_FILES_BYTES)
     return min(free, available_memory()) if is_memory(path.stat().st_dev) else free
 
 

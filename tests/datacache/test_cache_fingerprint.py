@@ -2,10 +2,13 @@
 
 import logging
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import datacache
+from datacache.levels.fingerprint import trace
 from tests import drawn
 from tests.datacache.caches import BATCH
 
@@ -97,8 +100,77 @@ def test_what_the_graph_does_not_show_is_said(images, opened, caplog):
             tf.numpy_function(lambda x: x, [label], tf.int64), []
         )
 
+    def reads(contents, label):
+        return tf.io.read_file(tf.constant("mask.png")), label
+
     with caplog.at_level(logging.WARNING, "datacache"):
         opened(images, random)
         opened(images, python)
+        trace(datacache.from_folder(images), reads)
     assert "draws at random (RandomUniform" in caplog.text
     assert "calls Python code" in caplog.text
+    assert "reads files by itself (ReadFile)" in caplog.text
+
+
+FLIP, CROP = (
+    keras.layers.RandomFlip("horizontal", seed=1),
+    keras.layers.RandomCrop(4, 4, seed=1),
+)
+GENERATOR = tf.random.Generator.from_seed(1)
+NORMALIZE = keras.layers.Normalization(mean=1.0, variance=2.0)
+TABLE = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([0], [1]), 0)
+
+
+def _box(image):
+    box = tf.image.sample_distorted_bounding_box(
+        [8, 8, 3], tf.zeros([0, 0, 4]), use_image_if_no_bounding_boxes=True
+    )
+    return tf.slice(image, *box[:2])
+
+
+@pytest.mark.parametrize(
+    ("draws", "op"),
+    [
+        (lambda image: tf.random.shuffle(image), "RandomShuffle"),
+        (lambda image: tf.image.random_brightness(image, 0.1, seed=1), "RandomUniform"),
+        (_box, "SampleDistortedBoundingBoxV2"),
+        (lambda image: image + GENERATOR.normal([8, 8, 3]), "RngReadAndSkip"),
+        (lambda image: FLIP(image, training=True), "Assign"),
+        (lambda image: CROP(image, training=True), "Assign"),
+        (lambda image: image * tf.cast(tf.timestamp(), tf.float32), "Timestamp"),
+        (
+            lambda image: tf.cond(
+                tf.reduce_mean(image) > 0, lambda: image + tf.random.normal([]), lambda: image
+            ),
+            "RandomStandardNormal",
+        ),
+        (lambda image: tf.map_fn(lambda row: row + tf.random.normal([]), image), "RandomStandard"),
+    ],
+)
+def test_what_draws_is_said_once(draws, op, images, caplog):
+    with caplog.at_level(logging.WARNING, "datacache"):
+        trace(datacache.from_folder(images), lambda *stored: draws(_as_float(*stored)))
+    assert caplog.text.count("draws at random") == 1
+    assert op in caplog.text
+
+
+@pytest.mark.parametrize(
+    "steady",
+    [
+        lambda image: tf.image.stateless_random_crop(image, [4, 4, 3], seed=(1, 2)),
+        lambda image: tf.random.stateless_normal([], tf.cast(tf.shape(image)[:2], tf.int64)),
+        lambda image: FLIP(image, training=False),
+        lambda image: NORMALIZE(image[None]),
+        lambda image: image + tf.cast(TABLE.lookup(tf.constant(0)), tf.float32),
+        lambda image: tf.map_fn(lambda row: tf.sort(row), image),
+        lambda image: tf.debugging.assert_all_finite(image, "finite"),
+    ],
+)
+def test_what_draws_nothing_is_not_said_to(steady, images, caplog):
+    with caplog.at_level(logging.WARNING, "datacache"):
+        trace(datacache.from_folder(images), lambda *stored: steady(_as_float(*stored)))
+    assert "draws at random" not in caplog.text
+
+
+def _as_float(contents, label):
+    return tf.cast(drawn.decode(contents, label)[0], tf.float32)

@@ -2,6 +2,9 @@
 
 import logging
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,6 +90,75 @@ def test_what_has_no_room_is_said(images, opened, caplog):
         )
         == 1
     )
+
+
+@pytest.mark.parametrize("sizes", ["equal", "many"])
+@pytest.mark.parametrize("what", ["all", "locks"])
+def test_a_pool_whose_names_go_while_it_is_used(images, tmp_path, opened, sizes, what):
+    """Cleaners of temporary files remove it, in part or whole; others make another one."""
+
+    def preprocess(contents, label):
+        pixels, label = drawn.decode(contents, label)
+        return pixels[: label + 1] if sizes == "many" else pixels, label
+
+    cache = opened(images, preprocess, variable_shapes=sizes == "many")
+    batches = iter(cache.dataset(BATCH, shuffle=False))
+    read = [next(batches)]
+    for file in cache._levels.memory.folder.iterdir():
+        if what == "all" or file.name in ("users", "claims", "end"):
+            file.unlink()
+    read += batches
+    again = opened(images, preprocess, variable_shapes=sizes == "many")
+    for data in (cache.dataset(BATCH, shuffle=False), again.dataset(BATCH, shuffle=False)):
+        for batch, expected in zip(data, read, strict=True):
+            tf.nest.map_structure(np.testing.assert_array_equal, batch, expected)
+
+
+FULL = """
+import pathlib, sys
+import numpy as np, tensorflow as tf
+import datacache
+from datacache.sources.source import RandomSource
+
+class Numbers(RandomSource):
+    identity, signature = "numbers", [tf.TensorSpec([], tf.int64)]
+    def __len__(self): return 40
+    def name(self, sample): return str(sample)
+    def read(self, sample): return [np.array(sample)]
+    def decode(self, number): return number
+
+root = pathlib.Path({folder!r})
+sizes = {{"equal": lambda n: tf.fill([2000], n), "many": lambda n: tf.fill([1000 + n], n)}}
+for free in (0, 4096, 16384, 65536, 200_000):
+    (root / "other").write_bytes(bytes(2**19 - free))
+    for level in ("memory", "disk", "decoded"):
+        for kind, preprocess in sizes.items():
+            for budget in ("80%", "100%"):
+                folders = {{"memory": None}} | {{level: root / "cache"}}
+                with datacache.Cache(
+                    Numbers(), preprocess, variable_shapes=kind == "many", budget=budget, **folders
+                ) as cache:
+                    for _ in range(2):
+                        read = [int(n[0]) for b in cache.dataset(7, shuffle=False) for n in b]
+                        assert read == list(range(40)), (free, level, kind, budget, read)
+                for file in (root / "cache").rglob("*"):
+                    file.is_dir() or file.unlink()
+print("all read")
+"""
+
+
+def test_a_file_system_that_is_full_or_taken_whole(tmp_path):
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    inside = f"mount -t tmpfs -o size=512k none {tmp_path} && exec {sys.executable} -"
+    done = subprocess.run(
+        [*command, inside],
+        input=FULL.format(folder=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.stdout.strip().endswith("all read"), done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_pools_that_nobody_has_open_go_where_room_is_needed(

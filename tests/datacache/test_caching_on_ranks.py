@@ -168,6 +168,32 @@ def test_training_with_it(wire):
         cache.close()
 
 
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_pydataset_keeps_its_order_in_fit(wire, steps):
+    """By default `fit` shuffles its batches, on each rank by itself."""
+    numbers = tf.data.Dataset.range(SAMPLES).map(lambda n: (tf.cast([n], "float32"), [0.0]))
+    seen = []
+
+    class Note(keras.layers.Layer):
+        def call(self, x, training=None):
+            tf.py_function(lambda n: seen.append(n.numpy().ravel().tolist()), [x], [])
+            return x
+
+    with make_folder(wire) as folder:
+        memory = folder / f"memory{wire.topology.node_index}"
+        source = datacache.from_dataset(numbers, key="numbers")
+        with datacache.Cache(source, memory=memory) as cache:
+            data = cache.pydataset(BATCH)
+            model = keras.Sequential([keras.Input((1,)), Note(), keras.layers.Dense(1)])
+            model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse")
+            position = keras_callbacks.CachePosition(cache, data)
+            model.fit(data, epochs=2, steps_per_epoch=steps, callbacks=[position], verbose=0)
+            order = datacache.Order(samples=SAMPLES, global_batch=BATCH)
+            count = 2 * (steps or order.steps(datacache.Position(), wire.topology.size))
+            batches = order.batches(datacache.Position(), wire.topology.rank, wire.topology.size)
+            assert seen == [share.tolist() for share, _ in itertools.islice(batches, count)]
+
+
 def test_ranks_that_stop_in_between(wire):
     """A rank that leaves an epoch early neither waits for the others nor lets them wait."""
     with make_folder(wire) as folder:

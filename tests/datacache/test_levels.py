@@ -11,6 +11,7 @@ import threading
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from datacache.levels.level import Opener
 from datacache.levels.levels import Levels
@@ -46,7 +47,7 @@ def f(index):
 class Source:
     """Source of texts, each read of which leaves a record in a log that all processes share."""
 
-    identity, signature = "test", ()
+    identity, signature = "test", [tf.TensorSpec([], tf.string)]
 
     def __init__(self, log):
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -54,6 +54,21 @@ def test_checksums_are_those_of_zlib_at_any_address(size, at_a_time, monkeypatch
         assert checksums.tolist() == expected
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_checksums_of_records(compiled, monkeypatch):
+    """Values of RFC 3720, B.4."""
+    if not compiled:
+        monkeypatch.setattr(native, "_compiled", lambda: None)
+    for content, expected in (
+        (b"", 0),
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (b"123456789", 0xE3069283),
+    ):
+        assert native.crc32c(content) == expected
+
+
 def test_words_are_marked_where_nobody_else_has_been():
     words, places = np.array([0, 1, 2, 3, 4 + 128], np.uint64), np.array([1, 2, 3, 4])
     seen, agrees = np.array([1, 9, 3, 4 + 64], np.uint64), np.array([True, True, False, True])

@@ -5,6 +5,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,11 @@ def load(mode, item):
     texts = np.array([mode.encode(), b"x" * item])
     several = [images.T, labels[::-1], np.float32(item), texts]
     return (several, tuple(several), images, np.array(item), [])[item % 5]
+
+
+def in_columns(mode, item):
+    """Images and labels, all of them the item."""
+    return np.full([3, 1], item, "float32"), np.full([3, 1], item, "float32")
 
 
 def same_size(mode, item):
@@ -140,13 +146,60 @@ def test_it_reads_ahead_while_the_last_batch_stays(tmp_path, buffers):
 
 
 @pytest.mark.parametrize("buffers", [2, 3])
-def test_batches_take_turns_in_memory_without_a_copy(buffers):
-    with ParallelLoader(same_size, buffers) as loader:
+def test_views_take_turns_in_memory(buffers):
+    with ParallelLoader(same_size, buffers, views=True) as loader:
         batches = list(loader.batches("train", range(7)))
     for (place, one), (other_place, other) in itertools.combinations(enumerate(batches), 2):
         assert np.shares_memory(one, other) == ((place - other_place) % buffers == 0)
     assert [batch[0] for batch in batches[-buffers:]] == list(range(7 - buffers, 7)), (
         "they stay after `stop`"
+    )
+
+
+@pytest.mark.parametrize("buffers", [2, 3])
+def test_batches_may_be_kept_read_ahead_and_trained_on(buffers):
+    # Loaders import this module, and are to begin at once.
+    import keras
+    import tensorflow as tf
+
+    items = list(range(7))
+    seen = []
+
+    class Seen(keras.layers.Layer):
+        def call(self, x):
+            tf.py_function(lambda batch: seen.append(int(batch[0, 0])), [x], [])
+            return x
+
+    model = keras.Sequential([keras.Input((1,)), Seen(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with ParallelLoader(in_columns, buffers) as loader:
+        kept = list(loader.batches("train", items))
+        generated = tf.data.Dataset.from_generator(
+            lambda: loader.batches("train", items),
+            output_signature=(tf.TensorSpec([3, 1]), tf.TensorSpec([3, 1])),
+        ).prefetch(2)
+        ahead = [int(x[0, 0]) for x, _ in generated]
+        batches = loader.batches("train", items)
+        model.fit(batches, steps_per_epoch=len(items), shuffle=False, verbose=0)
+    assert [int(x[0, 0]) for x, _ in kept] == ahead == seen == items
+    assert all((x == y).all() for x, y in kept)
+
+
+def test_what_the_loader_cannot_import_is_its_own_error(tmp_path):
+    (tmp_path / "trains.py").write_text(
+        "import datacache\n"
+        'if __name__ == "__main__":\n'
+        "    def load(mode, item): return item\n"
+        "    next(datacache.ParallelLoader(load).batches('train', [0]))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, tmp_path / "trains.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.search(
+        r"LoaderError: `load` must be importable in another process. Received: AttributeError: "
+        r"Can't get attribute 'load'.*Define it at the top level",
+        done.stderr,
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import datacache
-from datacache import SourceError
+from datacache import SourceError, native
 from tests import drawn
 
 COUNTS = (5, 0, 8)
@@ -110,6 +110,27 @@ def test_a_file_that_is_cut_off(files, cut):
     path.write_bytes(path.read_bytes()[:-cut])
     with pytest.raises(SourceError, match=r"must be whole. Received: .*ends within record 7"):
         datacache.from_tfrecords(files)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("at", [0, 50, -1])
+def test_a_damaged_record_is_named(files, tmp_path, monkeypatch, compiled, at):
+    """In its content, or in its checksum."""
+    if not compiled:
+        monkeypatch.setattr(native, "_compiled", lambda: None)
+    monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
+    path = tmp_path / "train-00002-of-00003"
+    *_, record = tf.data.TFRecordDataset([str(path)])
+    content = bytearray(path.read_bytes())
+    begin = len(content) - 4 - len(record.numpy())
+    content[at if at < 0 else begin + at] ^= 4
+    path.write_bytes(content)
+    cache = datacache.Cache(datacache.from_tfrecords(files), memory=tmp_path / "memory")
+    samples = cache.random_access()
+    assert len(samples[-2]) > 0
+    with pytest.raises(SourceError, match=r"of-00003 is damaged at record 7 .* Check the file"):
+        samples[-1]
+    cache.close()
 
 
 def test_a_file_that_ends_in_zeros(files):

@@ -60,19 +60,71 @@ def test_folders_of_any_names(tmp_path):
     cache.close()
 
 
+def _packed(root, first, count=3, size=200_000):
+    """Writes files as an archive has them: of equal names, sizes and times."""
+    for number in range(count):
+        path = root / "a" / f"{number}.bmp"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(size // 2) + bytes([first + number]) * (size - size // 2))
+        os.utime(path, ns=(10**18, 10**18))
+    return root
+
+
+def _record_file(root, first):
+    path = root / "a.tfrecord"
+    root.mkdir(exist_ok=True)
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for number in range(first, first + 5):
+            writer.write(bytes([number]) * 99)
+    os.utime(path, ns=(10**18, 10**18))
+    return path
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda root, first: datacache.from_folder(_packed(root, first)),
+        lambda root, first: datacache.from_folder(_packed(root, first, count=200, size=8)),
+        lambda root, first: datacache.from_tfrecords(_record_file(root, first)),
+    ],
+)
+def test_sources_are_told_apart_by_their_contents(tmp_path, make):
+    train, val = make(tmp_path / "train", 0), make(tmp_path / "val", 9)
+    assert make(tmp_path / "moved", 0).identity == train.identity != val.identity
+    caches = [
+        datacache.Cache(source, lambda content, *_: content, memory=tmp_path / "memory")
+        for source in (train, val)
+    ]
+    for cache, source in zip(caches, (train, val), strict=True):
+        (read,) = cache.dataset(len(source), shuffle=False)
+        assert read.numpy().tolist() == [source.read(i)[0].item() for i in range(len(source))]
+        cache.close()
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_files_that_changed_since_they_were_listed(tmp_path, monkeypatch, compiled):
     if not compiled:
         monkeypatch.setattr(native, "_compiled", lambda: None)
-    root = _written(tmp_path / "images", "a/1.png", "a/2.png", "a/3.png", "a/4.png")
+    root = _written(tmp_path / "images", *(f"a/{number}.png" for number in range(1, 7)))
+    # A copy that keeps size and time is another file all the same.
+    for folder in (root, tmp_path / "new"):
+        _written(folder, "a/5.png")
+        os.utime(folder / "a/5.png", ns=(10**18, 10**18))
     source = datacache.from_folder(root)
     (root / "a/1.png").write_bytes(b"longer than it was")
     (root / "a/2.png").write_bytes(b"")
     (root / "a/3.png").unlink()
-    for number, problem in enumerate(("1.png has changed", "2.png has changed", "No such file")):
-        with pytest.raises(OSError, match=problem):
-            source.read(number)
-    assert source.read(3)[0].item() == b"a/4.png"
+    (tmp_path / "new/a/5.png").rename(root / "a/5.png")
+    os.utime(root / "a/6.png", ns=(0, 0))
+    (root / "a/4.png").rename(root / "moved")
+    (root / "moved").rename(root / "a/4.png")
+    changed = r"/a/%d.png, changed or replaced since it was listed .*Open the cache again"
+    for number in (1, 2, 5, 6):
+        with pytest.raises(SourceError, match=changed % number):
+            source.read(number - 1)
+    with pytest.raises(OSError, match="No such file"):
+        source.read(2)
+    assert source.read(3)[0].item() == b"a/4.png", "moved away and back"
 
 
 def test_folders_without_labels(tmp_path):

@@ -1,0 +1,88 @@
+"""Files of a source, which must stay as they were when they were listed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from datacache.native import FileStatus, read_file
+from datacache.sources.source import SourceError
+
+SAMPLED_BLOCKS = 64
+"""Blocks of the contents that tell sources apart whose files have the same names, sizes and times,
+as those of container images and archives often have."""
+LEAST_BLOCKS = 3
+"""Blocks of each file that is looked at: its begin, its middle and its end."""
+BLOCK_BYTES = 2**16
+READERS = 32
+"""Files that are read at a time: on a file system of the network each read waits."""
+
+
+def read_listed(path: str, offset: int, length: int, listed: FileStatus) -> bytes:
+    """Reads a part of a file that is still as it was listed.
+
+    Args:
+      path: Path of the file.
+      offset: Offset of the first byte to read.
+      length: Number of bytes to read, all of them within the file.
+      listed: The file as it was listed.
+
+    Raises:
+      OSError: If the file cannot be read.
+      SourceError: If it was changed or replaced.
+    """
+    content, now = read_file(path, offset, length)
+    refuse_changed(path, now, listed)
+    return content
+
+
+def refuse_changed(path: str, now: FileStatus, listed: FileStatus) -> None:
+    """Refuses a file that is not as it was listed.
+
+    Raises:
+      SourceError: If it was changed or replaced.
+    """
+    if not now.is_of(listed):
+        raise SourceError(
+            "Files must stay as they are while a cache reads them. Received: "
+            f"{path}, changed or replaced since it was listed ({listed.size} bytes then, "
+            f"{now.size} now). Open the cache again: samples of the files as they are now are "
+            "kept apart."
+        )
+
+
+def contents_digest(count: int, file: Callable[[int], tuple[str, FileStatus]]) -> str:
+    """Returns the SHA-256 of a sample of the contents of files, in hexadecimal.
+
+    Args:
+      count: Number of files.
+      file: Function from the index of a file to its path, and what it was listed as.
+
+    Raises:
+      SourceError: If a file cannot be read, or was changed.
+
+    Cost: reads at most 64 files, of each three blocks of 64 KiB, and of few files 64 in all.
+    """
+    chosen = np.linspace(0, count - 1, min(count, SAMPLED_BLOCKS)).astype(int)
+    blocks = max(LEAST_BLOCKS, SAMPLED_BLOCKS // len(chosen))
+
+    def sample(index: int) -> bytes:
+        path, listed = file(index)
+        size, last = listed.size, max(0, listed.size - BLOCK_BYTES)
+        parts = [(int(begin), BLOCK_BYTES) for begin in np.linspace(0, last, blocks)]
+        if size <= blocks * BLOCK_BYTES:
+            parts = [(0, size)]
+        content = b"".join(read_listed(path, *part, listed) for part in parts)
+        return hashlib.sha256(content).digest()
+
+    with ThreadPoolExecutor(READERS) as threads:
+        try:
+            return hashlib.sha256(b"".join(threads.map(sample, chosen.tolist()))).hexdigest()
+        except OSError as error:
+            raise SourceError(
+                f"Files of a source must be readable. Received: {error}. Check the file and the "
+                "mount."
+            ) from error

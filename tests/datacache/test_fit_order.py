@@ -1,0 +1,202 @@
+"""What `fit` trains on: the order of the cache, however its epochs and data are cut."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import datacache
+import keras_callbacks
+
+SAMPLES, BATCH = 24, 4
+STEPS = SAMPLES // BATCH
+ORDER = datacache.Order(samples=SAMPLES, global_batch=BATCH)
+
+
+@pytest.fixture
+def numbers(opened):
+    """Opens a cache of numbers."""
+    data = tf.data.Dataset.range(SAMPLES).map(lambda n: (tf.cast([n], "float32"), [0.0]))
+    return lambda: opened(datacache.from_dataset(data, key="numbers"), None)
+
+
+def _in_order(position=None):
+    """Yields the batches from a position on, without end."""
+    for share, _ in ORDER.batches(position or datacache.Position(), 0, 1):
+        yield share.tolist()
+
+
+def _trained(cache, data, callbacks=(), **arguments):
+    """Trains on data, and returns the numbers of each batch in the order of training."""
+    keras.backend.clear_session()
+    seen = []
+
+    class Note(keras.layers.Layer):
+        def call(self, x, training=None):
+            if training:
+                tf.py_function(
+                    lambda n: seen.append(n.numpy().ravel().astype(int).tolist()), [x], []
+                )
+            return x
+
+    model = keras.Sequential([keras.Input((1,)), Note(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=arguments.pop("steps_per_execution", 1))
+    position = keras_callbacks.CachePosition(cache, data)
+    # A dataset of tf.data warns of shuffling.
+    arguments.setdefault("shuffle", isinstance(data, keras.utils.PyDataset))
+    model.fit(data, verbose=0, callbacks=[position, *callbacks], **arguments)
+    return seen
+
+
+CUTS = {
+    "dataset": (lambda cache: cache.dataset(BATCH), None),
+    "half of an epoch": (lambda cache: cache.dataset(BATCH), STEPS // 2),
+    "named steps": (lambda cache: cache.dataset(BATCH), STEPS),
+    "repeated": (lambda cache: cache.dataset(BATCH).repeat(), STEPS),
+    "repeated, fewer": (lambda cache: cache.dataset(BATCH).repeat(), 4),
+    "repeated, more": (lambda cache: cache.dataset(BATCH).prefetch(2).repeat(), 9),
+    "pydataset": (lambda cache: cache.pydataset(BATCH), None),
+    "pydataset, half": (lambda cache: cache.pydataset(BATCH, workers=3), STEPS // 2),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_job_that_goes_on_sees_what_it_would_have_seen(numbers, cut):
+    make, steps = CUTS[cut]
+    epochs, each = 3, steps or STEPS
+    expected = list(itertools.islice(_in_order(), epochs * each))
+    for first in range(epochs):
+        cache = numbers()
+        data = make(cache)
+        before = _trained(cache, data, epochs=first, steps_per_epoch=steps) if first else []
+        assert before == expected[: first * each]
+        position = ORDER.after(datacache.Position(), first * each, 1)
+        assert cache.state_dict(data) == ORDER.state_dict(position)
+        again = numbers()
+        data = make(again)
+        after = _trained(again, data, epochs=epochs, initial_epoch=first, steps_per_epoch=steps)
+        assert before + after == expected
+        position = ORDER.after(datacache.Position(), epochs * each, 1)
+        assert again.state_dict(data) == ORDER.state_dict(position)
+
+
+@pytest.mark.parametrize("cut", ["dataset", "repeated, fewer", "pydataset"])
+def test_a_job_that_is_killed_within_an_epoch(numbers, tmp_path, cut):
+    make, steps = CUTS[cut]
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                raise KeyboardInterrupt
+
+    def trained(*more):
+        cache = numbers()
+        save = keras_callbacks.Checkpoint(tmp_path / "checkpoint", every_n_steps=1)
+        return _trained(cache, make(cache), [save, *more], epochs=2, steps_per_epoch=steps)
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(Kill())
+    expected = list(itertools.islice(_in_order(), 2 * (steps or STEPS)))
+    # The step that was not saved any more is trained again.
+    assert trained() == expected[2:]
+
+
+def test_a_part_of_each_epoch(numbers):
+    cache = numbers()
+    seen = _trained(cache, cache.dataset(BATCH).take(2), epochs=2)
+    assert seen == [
+        batch
+        for epoch in range(2)
+        for batch in itertools.islice(_in_order(datacache.Position(epoch=epoch)), 2)
+    ]
+
+
+def test_executions_beyond_an_epoch_of_fit(numbers):
+    """Keras trains on whole executions: six steps where four are asked for."""
+    cache = numbers()
+    data = cache.dataset(BATCH).repeat()
+    arguments = {"steps_per_epoch": 4, "steps_per_execution": 3}
+    assert _trained(cache, data, epochs=1, **arguments) == list(itertools.islice(_in_order(), 6))
+    assert _trained(cache, data, epochs=2, initial_epoch=1, **arguments) == list(
+        itertools.islice(_in_order(datacache.Position(epoch=1)), 6)
+    )
+
+
+def test_positions_that_do_not_follow(numbers):
+    cache = numbers()
+    repeated = cache.dataset(BATCH).repeat().prefetch(2)
+    position = keras_callbacks.CachePosition(cache)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    for steps, received in (
+        (4, "4 steps per epoch of fit, 6 of the data"),
+        (6, "data that repeat"),
+    ):
+        with pytest.raises(
+            Exception, match=rf"(?s)CachePosition\(cache, data\). Received: {received}"
+        ):
+            model.fit(
+                repeated,
+                epochs=3,
+                steps_per_epoch=steps,
+                callbacks=[position],
+                verbose=0,
+                shuffle=False,
+            )
+    with pytest.raises(RuntimeError, match=r"initial_epoch=1, 4 steps per epoch of 6. Repeat"):
+        _trained(cache, cache.dataset(BATCH), epochs=2, initial_epoch=1, steps_per_epoch=4)
+    twice = cache.dataset(BATCH).repeat(2)
+    for count in (lambda: next(cache.counted(twice)), lambda: _trained(cache, twice, epochs=1)):
+        with pytest.raises(RuntimeError, match=r"Data must be an epoch.*12 steps, for epochs of 6"):
+            count()
+
+
+def test_batches_are_those_of_a_list(numbers):
+    cache = numbers()
+    data = cache.pydataset(BATCH, workers=2)
+    batches = [np.ravel(data[step][0]).tolist() for step in range(-STEPS, STEPS)]
+    assert batches == 2 * list(itertools.islice(_in_order(), STEPS))
+    for step in (STEPS, -STEPS - 1):
+        with pytest.raises(IndexError):
+            data[step]
+
+
+def test_a_loop_over_data_that_repeat(numbers):
+    cache = numbers()
+    data = cache.dataset(BATCH).repeat()
+    seen = []
+    for step, (batch, _) in enumerate(cache.counted(data)):
+        position = ORDER.after(datacache.Position(), step, 1)
+        assert cache.state_dict(data) == ORDER.state_dict(position)
+        if step == 15:
+            break
+        seen.append(np.ravel(batch).astype(int).tolist())
+    assert seen == list(itertools.islice(_in_order(), 15))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("left", [1, 2, 3, 4, 5])
+def test_an_end_of_an_epoch_that_is_too_short_for_all_ranks(ranks, left):
+    """A job on other ranks has left it; it joins the first step of the next epoch."""
+    order = datacache.Order(samples=23, global_batch=7)
+    begin = datacache.Position(epoch=2, samples=23 - left)
+    rest = order.permutation(2)[-left:].tolist()
+    each = [list(order.shares(begin, rank, ranks)) for rank in range(ranks)]
+    assert sorted(n for rank in each for share, _ in rank for n in share.tolist()) == sorted(rest)
+    joined = rest if left < ranks else []
+    following = datacache.Position(epoch=3) if joined else begin
+    expected = [
+        [share.tolist() for share, _ in itertools.islice(order.batches(following, rank, ranks), 4)]
+        for rank in range(ranks)
+    ]
+    seen = [list(itertools.islice(order.batches(begin, rank, ranks), 4)) for rank in range(ranks)]
+    first = [n for rank in seen for n in rank[0][0].tolist()]
+    assert sorted(first) == sorted([*joined, *(n for rank in expected for n in rank[0])])
+    for mine, others in zip(seen, expected, strict=True):
+        assert len(mine[0][0]) > 0
+        assert [share.tolist() for share, _ in mine[1:]] == others[1:]
+        assert [order.after(begin, steps, ranks) for steps in range(1, 5)] == [
+            after for _, after in mine
+        ]

@@ -1,0 +1,133 @@
+"""Datasets as sources: one reading of theirs is as the other, or they are refused."""
+
+import logging
+import random
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import datacache
+from datacache import SourceError
+
+SAMPLES = 20
+RANGE = tf.data.Dataset.range(SAMPLES)
+
+
+def _within(name, **arguments):
+    return RANGE.batch(5).interleave(
+        lambda batch: getattr(tf.data.Dataset.from_tensor_slices(batch), name)(**arguments)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "received"),
+    [
+        (lambda folder: tf.data.Dataset.list_files(str(folder / "*")), "list_files"),
+        (lambda folder: RANGE.shuffle(9), "shuffle"),
+        (lambda folder: RANGE.shuffle(9, seed=1).map(lambda n: n + 1).prefetch(1), "shuffle"),
+        (lambda folder: RANGE.shuffle(9, reshuffle_each_iteration=False), "shuffle"),
+        (lambda folder: tf.data.Dataset.zip(RANGE, tf.data.Dataset.random()), "random"),
+        (lambda folder: tf.data.Dataset.sample_from_datasets([RANGE, RANGE]), "random"),
+        (lambda folder: _within("shuffle", buffer_size=5), "shuffle within a function"),
+        (
+            lambda folder: RANGE.map(abs, num_parallel_calls=2, deterministic=False),
+            "ParallelMapDataset with deterministic=False. Leave that out",
+        ),
+        (
+            lambda folder: RANGE.interleave(
+                tf.data.Dataset.from_tensors, 2, num_parallel_calls=2, deterministic=False
+            ),
+            "ParallelInterleaveDataset with deterministic=False",
+        ),
+        (
+            lambda folder: RANGE.filter(lambda n: tf.random.uniform([]) < 0.5),
+            "elements that are chosen at random",
+        ),
+    ],
+)
+def test_another_order_each_time_is_refused(tmp_path, make, received):
+    for number in range(SAMPLES):
+        (tmp_path / f"{number}").touch()
+    data = make(tmp_path).apply(tf.data.experimental.assert_cardinality(SAMPLES))
+    with pytest.raises(
+        SourceError,
+        match=rf"the same elements in the same order each time. Received: one with .*{received}",
+    ):
+        datacache.from_dataset(data, key="unsteady")
+
+
+def _drawn():
+    return iter(random.sample(range(SAMPLES), SAMPLES))
+
+
+def test_an_order_that_python_draws_is_refused(opened):
+    data = tf.data.Dataset.from_generator(_drawn, output_signature=tf.TensorSpec([], tf.int64))
+    data = data.apply(tf.data.experimental.assert_cardinality(SAMPLES))
+    cache = opened(datacache.from_dataset(data, key="drawn by Python"), None)
+    with pytest.raises(Exception, match=r"Received: another element \d than before"):
+        list(cache.dataset(5, shuffle=False))
+    assert cache._levels.memory.filled <= 4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RANGE.shuffle(SAMPLES, seed=3, reshuffle_each_iteration=False),
+        lambda: RANGE.map(lambda n: n, num_parallel_calls=4),
+        lambda: RANGE.interleave(tf.data.Dataset.from_tensors, 4, num_parallel_calls=4),
+        lambda: RANGE.map(lambda n: n, num_parallel_calls=4).with_options(_fast()),
+    ],
+)
+def test_what_is_the_same_each_time_is_read_once(opened, make):
+    data = make().apply(tf.data.experimental.assert_cardinality(SAMPLES))
+    cache = opened(datacache.from_dataset(data, key="steady"), None)
+    read = [int(n) for batch in cache.dataset(5, shuffle=False) for n in batch]
+    assert sorted(read) == list(range(SAMPLES))
+    if data.options().deterministic is not False:
+        assert read == [int(n) for n in data]
+
+
+def _fast():
+    options = tf.data.Options()
+    options.deterministic = False
+    return options
+
+
+def test_other_data_of_the_same_key_is_another_cache(opened):
+    for first in (0, 100):
+        data = tf.data.Dataset.range(first, first + SAMPLES)
+        cache = opened(datacache.from_dataset(data, key="mnist"), None)
+        assert [int(n) for batch in cache.dataset(5, shuffle=False) for n in batch] == list(
+            range(first, first + SAMPLES)
+        )
+    texts = [
+        datacache.from_dataset(tf.data.Dataset.from_tensor_slices([text, "b"]), key="texts")
+        for text in ("a", "aa")
+    ]
+    assert texts[0].identity != texts[1].identity
+
+
+def test_what_a_dataset_draws_is_said_and_kept(opened, caplog):
+    data = RANGE.map(lambda n: tf.cast(n, tf.float32) + tf.random.uniform([]))
+    with caplog.at_level(logging.WARNING, "datacache"):
+        cache = opened(datacache.from_dataset(data, key="drawn"), None)
+        epochs = [np.concatenate([*cache.dataset(5, shuffle=False)]) for _ in range(2)]
+    np.testing.assert_array_equal(*epochs)
+    assert caplog.text.count("draws at random (RandomUniform)") == 1
+
+
+def test_a_damaged_record_of_a_stream_is_named(tmp_path, opened):
+    path = tmp_path / "a.tfrecord"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for number in range(SAMPLES):
+            writer.write(bytes([number]) * 8)
+    content = bytearray(path.read_bytes())
+    content[24 * 7 + 12] ^= 1
+    path.write_bytes(content)
+    data = tf.data.TFRecordDataset([str(path)]).apply(
+        tf.data.experimental.assert_cardinality(SAMPLES)
+    )
+    cache = opened(datacache.from_dataset(data, key="damaged"), None)
+    with pytest.raises(Exception, match=r"a.tfrecord is damaged at record 7, after 7 elements"):
+        list(cache.dataset(5))
