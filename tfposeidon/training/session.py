@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -81,22 +81,27 @@ def optimizers_of(model: Any) -> list[Any]:
     own = getattr(model, "_tfposeidon_session", None)
     layers = model._flatten_layers(include_self=False)
     holders = [model, *(layer for layer in layers if not getattr(layer, "compiled", False))]
-    values = [
+    found = [
         getattr(model, "optimizer", None),
         *(value for holder in holders for value in _attributes(holder)),
         *(own.applied if own else ()),
     ]
-    return list({id(value): value for value in values if is_distributed(value)}.values())
+    return list({id(value): value for value in found if is_distributed(value)}.values())
 
 
-def _attributes(holder: Any) -> Iterator[Any]:
-    """Yields attributes of a layer, and the first items of lists and dictionaries among them."""
-    # A list, for other threads may assign attributes meanwhile.
+def _attributes(holder: Any) -> list[Any]:
+    """Returns attributes of a layer that may be optimizers, and first items of its collections."""
+    found = []
+    # A list, for other threads may assign attributes meanwhile. Layers have dozens of attributes,
+    # and `fit` asks often: nothing is made for each of them.
     for value in list(vars(holder).values()):
-        yield value
-        items = value.values() if isinstance(value, dict) else value
-        if isinstance(items, list | tuple | ValuesView):
-            yield from itertools.islice(items, _MOST_ITEMS)
+        if isinstance(value, _distributed):
+            found.append(value)
+        elif isinstance(value, dict):
+            found += itertools.islice(value.values(), _MOST_ITEMS)
+        elif isinstance(value, list | tuple):
+            found += itertools.islice(value, _MOST_ITEMS)
+    return found
 
 
 @contextlib.contextmanager
