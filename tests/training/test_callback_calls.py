@@ -1,5 +1,7 @@
 """Callbacks are called as by plain Keras: hooks, order, indices and logs."""
 
+import functools
+
 import keras
 import pytest
 import tensorflow as tf
@@ -7,6 +9,7 @@ import tensorflow as tf
 import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.models import same_on_all_ranks
+from tests.helpers.over_ranks import on_one_rank
 
 HOOKS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
 
@@ -59,22 +62,29 @@ def _data(batches, is_known):
     return data if is_known else data.filter(lambda x, y: True)
 
 
+BATCHES = 4
+
+
+@functools.cache
+def _usual_calls(is_known, steps_per_execution):
+    """Those of plain Keras, which equal and unequal ranks are compared with."""
+    data, validation = _data(BATCHES, is_known), _data(2, is_known)
+    sgd = keras.optimizers.SGD(0.1)
+    return on_one_rank(lambda: _calls(sgd, data, validation, steps_per_execution)[0])
+
+
 @pytest.mark.ranks("2")
 @pytest.mark.parametrize("more", [0, 2], ids=["equal", "unequal"])
 @pytest.mark.parametrize("is_known", [False, True], ids=["unknown", "known"])
 @pytest.mark.parametrize("steps_per_execution", [1, 2, 3])
 def test_calls_are_those_of_keras(wire, steps_per_execution, is_known, more):
     """Four batches an epoch, of which the last execution of three has one."""
-    batches = 4
-    mine = batches + more * wire.topology.rank
-    validation = _data(2, is_known)
-    usual, _ = _calls(
-        keras.optimizers.SGD(0.1), _data(batches, is_known), validation, steps_per_execution
-    )
+    usual = _usual_calls(is_known, steps_per_execution)
+    mine = _data(BATCHES + more * wire.topology.rank, is_known)
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    ours, model = _calls(optimizer, _data(mine, is_known), validation, steps_per_execution)
+    ours, model = _calls(optimizer, mine, _data(2, is_known), steps_per_execution)
     same_on_all_ranks(model.get_weights(), wire)
-    assert int(optimizer.iterations) == 2 * batches
+    assert int(optimizer.iterations) == 2 * BATCHES
     for number, (call, expected) in enumerate(zip(ours, usual, strict=False)):
         assert call == expected, (
             number,
