@@ -26,14 +26,14 @@ from tests.helpers.local_updates import (
     whole_state,
 )
 from tests.helpers.models import same_on_all_ranks
-from tests.helpers.over_ranks import exchange_objects
+from tests.helpers.over_ranks import exchange_objects, on_one_rank
 from tests.helpers.training import BATCH, check_equal
 
 pytestmark = pytest.mark.ranks("2+1")
 
 
 def _nodes_in_one_process(start, data, wire, rule, delay=0):
-    """A replica for each node, which trains on the shares of all its ranks."""
+    """The centre and the weights of each node: replicas train on the shares of all its ranks."""
     nodes, local = wire.topology.nodes, BATCH // wire.topology.size
     replicas = []
     for _ in nodes:
@@ -53,21 +53,23 @@ def _nodes_in_one_process(start, data, wire, rule, delay=0):
         if sent is not None and (step - (EVERY - 1)) % EVERY == delay:
             reference.settle(sent)
             sent = None
-    return reference
+    return reference.centre, [replica.get_weights() for replica in replicas]
 
 
 @pytest.mark.ranks("2+1", "2x2")
 def test_nodes_equal_replicas_in_one_process(wire):
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
     for rule, delay in (("elastic", 0), ("average", 2)):
-        reference = _nodes_in_one_process(start, data, wire, rule, delay)
+        centre, nodes = on_one_rank(
+            lambda rule=rule, delay=delay: _nodes_in_one_process(start, data, wire, rule, delay)
+        )
         options = {"within": "node", "delay": delay, "bucket_bytes": 512}
         optimizer = tp.LocalUpdates(sgd(), EVERY, RULES[rule](), **options)
         model = fitted(models.mlp, start, data, wire, optimizer)
-        check_equal(model.get_weights(), reference.centre)
+        check_equal(model.get_weights(), centre)
         same_on_all_ranks(model.get_weights(), wire)
         own = own_weights(model)
-        check_equal(own, reference.replicas[wire.topology.node_index].get_weights())
+        check_equal(own, nodes[wire.topology.node_index])
         digests = exchange_objects(models.digest(own), wire, "own")
         for node in wire.topology.nodes:
             assert len({digests[rank] for rank in node}) == 1

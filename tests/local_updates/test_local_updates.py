@@ -128,26 +128,31 @@ def test_unequal_ranks_weigh_by_samples_and_lose_nothing(wire):
         data = tf.data.Dataset.from_tensor_slices((x[pieces[rank]], y[pieces[rank]])).batch(4)
         model.fit(data.filter(lambda *_: True), epochs=2, verbose=0)
         same_on_all_ranks(model.get_weights(), wire)
-        replicas = []
-        for part in pieces:
-            replica = models.copy(models.mlp, start)
-            replica.compile(keras.optimizers.SGD(0.05), models.LOSS)
-            replicas.append((replica, part))
-        if delay:
-            # How late ranks notice depends on the delay: centres agree, and nothing hangs.
-            continue
-        for _ in range(2):
-            # Those with more than three batches have done a fourth when the round begins.
-            done = [min(n, 4) for n in batches]
-            for (replica, part), n in zip(replicas, done, strict=True):
-                for i in range(n):
-                    at = part.start + 4 * i
-                    replica.train_on_batch(x[at : at + 4], y[at : at + 4])
-            weights = [r.get_weights() for r, _ in replicas]
-            mean = [np.average(w, axis=0, weights=done) for w in zip(*weights, strict=True)]
-            for replica, _ in replicas:
-                replica.set_weights(mean)
-        check_equal(model.get_weights(), mean)
+        # How late ranks notice depends on the delay: centres agree, and nothing hangs.
+        if not delay:
+            mean = on_one_rank(lambda: _unequal_in_one_process(start, (x, y), pieces, batches))
+            check_equal(model.get_weights(), mean)
+
+
+def _unequal_in_one_process(start, data, pieces, batches):
+    """The mean after two rounds of replicas that have other numbers of batches of four."""
+    replicas = []
+    for part in pieces:
+        replica = models.copy(models.mlp, start)
+        replica.compile(keras.optimizers.SGD(0.05), models.LOSS)
+        replicas.append((replica, part))
+    for _ in range(2):
+        # Those with more than three batches have done a fourth when the round begins.
+        done = [min(n, 4) for n in batches]
+        for (replica, part), n in zip(replicas, done, strict=True):
+            for i in range(n):
+                at = part.start + 4 * i
+                replica.train_on_batch(*(array[at : at + 4] for array in data))
+        weights = [r.get_weights() for r, _ in replicas]
+        mean = [np.average(w, axis=0, weights=done) for w in zip(*weights, strict=True)]
+        for replica, _ in replicas:
+            replica.set_weights(mean)
+    return mean
 
 
 def test_an_overflow_on_one_rank_parts_nobody(wire):
@@ -186,8 +191,8 @@ def test_moving_statistics_travel_along(wire):
     data, start = models.mlp.data(9 * BATCH), batch_norm()
     model = fitted(batch_norm, start, data, wire, tp.LocalUpdates(sgd(), EVERY))
     same_on_all_ranks([v.numpy() for v in model.variables], wire)
-    reference = in_one_process(batch_norm, start, data, wire)
-    check_equal(model.get_weights(), reference.centre)
+    centre, _ = on_one_rank(lambda: ended(in_one_process(batch_norm, start, data, wire)))
+    check_equal(model.get_weights(), centre)
 
 
 RESUMED = {
