@@ -87,13 +87,14 @@ class TfRecords:
         if found is None:
             refuse_changed(self._path, FileStatus.of(os.stat(self._path)), self._listed)
             raise OSError(f"{self._path} ends before record {record}")
-        content, checksum = found[:-CHECKSUM_BYTES], found[-CHECKSUM_BYTES:]
-        if struct.pack("<I", masked_checksum(content)) != checksum:
+        content, checksum = found[HEADER_BYTES:-CHECKSUM_BYTES], found[-CHECKSUM_BYTES:]
+        checksums = found[LENGTH_BYTES:HEADER_BYTES], checksum
+        if checksums != (masked_checksum(found[:LENGTH_BYTES]), masked_checksum(content)):
             raise OSError(f"{self._path} is damaged at record {record}")
         return content
 
     def _record(self, record: int) -> bytes | None:
-        """Returns a record and its checksum; `None` if it is not known where they are."""
+        """Returns a record as it stands in the file; `None` if it is not known where it is."""
         offset, length = self._entries[record - self._skip].tolist()
         if not HEADER_BYTES <= offset <= offset + length <= self._listed.size - CHECKSUM_BYTES:
             return None
@@ -104,7 +105,7 @@ class TfRecords:
             self._listed,
         )
         # Something else is there if the index is of no use.
-        return found[HEADER_BYTES:] if found[:LENGTH_BYTES] == struct.pack("<Q", length) else None
+        return found if found[:LENGTH_BYTES] == struct.pack("<Q", length) else None
 
     def _note(self, entries: np.ndarray) -> None:
         # An entry counts once it has an offset, and other processes read while this one writes.
@@ -112,10 +113,10 @@ class TfRecords:
         self._entries[:, 0] = entries[:, 0]
 
 
-def masked_checksum(content: bytes) -> int:
-    """Returns the checksum that TFRecord files have of a content."""
+def masked_checksum(content: bytes) -> bytes:
+    """Returns the checksum that TFRecord files have of a content or its length."""
     checksum = crc32c(content)
-    return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    return struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def find_damage(path: str) -> str | None:

@@ -113,9 +113,9 @@ def test_a_file_that_is_cut_off(files, cut):
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("at", [0, 50, -1])
+@pytest.mark.parametrize("at", [-1, 0, 50, "end"])
 def test_a_damaged_record_is_named(files, tmp_path, monkeypatch, compiled, at):
-    """In its content, or in its checksum."""
+    """In its content, or in the checksum of its length or of its content."""
     if not compiled:
         monkeypatch.setattr(native, "_compiled", lambda: None)
     monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
@@ -123,7 +123,7 @@ def test_a_damaged_record_is_named(files, tmp_path, monkeypatch, compiled, at):
     *_, record = tf.data.TFRecordDataset([str(path)])
     content = bytearray(path.read_bytes())
     begin = len(content) - 4 - len(record.numpy())
-    content[at if at < 0 else begin + at] ^= 4
+    content[-1 if at == "end" else begin + at] ^= 4
     path.write_bytes(content)
     cache = datacache.Cache(datacache.from_tfrecords(files), memory=tmp_path / "memory")
     samples = cache.random_access()
