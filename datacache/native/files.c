@@ -11,8 +11,8 @@
 #endif
 
 // Reads up to `bytes` bytes from `offset` on. Returns how many there were, or -1 with the cause in
-// errno; `about` becomes size, time of change (ns), time of change of the inode (ns) and number of the
-// inode of the file after the read.
+// errno; `about` becomes size, time of change (ns), time of change of the inode (ns) and number of
+// the inode of the file after the read.
 __attribute__((visibility("default"))) int64_t read_file(const char* path, int64_t offset,
                                                          int64_t bytes, char* into,
                                                          int64_t* about) {
