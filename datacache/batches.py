@@ -31,9 +31,6 @@ class Buffers:
     """Memory of batches, which is used again once nobody else holds it.
 
     Fresh memory would cost as much time as the copy into it.
-
-    Args:
-      layout: Layout of the samples, none of whose components varies.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -45,9 +42,6 @@ class Buffers:
 
     def take(self, samples: int) -> list[np.ndarray]:
         """Takes memory that nobody else holds.
-
-        Args:
-          samples: Number of samples of the batch.
 
         Returns:
           An array `[samples, *shape]` for each component, at addresses that TensorFlow takes
@@ -67,10 +61,6 @@ class Buffers:
 
     def prepare(self, count: int, samples: int) -> BackgroundSteps:
         """Makes memory before it is asked for, and has the kernel provide its pages on a thread.
-
-        Args:
-          count: Number of batches.
-          samples: Number of samples of each batch.
 
         Returns:
           The steps of the thread.
@@ -92,9 +82,6 @@ def large_pages(size: int) -> mmap.mmap:
 
     The kernel stops whoever touches a page for the first time, and for pages of 4 KiB that takes
     longer than to fill them.
-
-    Args:
-      size: Bytes that must lie behind the first multiple of `LARGE_PAGE` in the memory.
     """
     rounded = -(-size // LARGE_PAGE) * LARGE_PAGE
     # Private, because a child that was forked must not see the pages change.
@@ -111,13 +98,6 @@ def batches(
     """Returns a dataset of this rank's share of each global batch.
 
     Each iteration over it is the next epoch.
-
-    Args:
-      epochs: Epoch iterator of this rank.
-      layout: Layout of the samples.
-      structure: Nested `tf.TensorSpec`s of a sample.
-      reader: Reader of batches.
-      warm: True if memory holds all samples; the memory of batches is made at once then.
     """
     buffers = None if layout.varies else Buffers(layout)
     if buffers and warm:
@@ -162,12 +142,7 @@ def batches(
 
 
 class Iterations:
-    """Iterations over a dataset that have begun, by index.
-
-    Args:
-      epochs: Epoch iterator of this rank.
-      reader: Reader of batches.
-    """
+    """Iterations over a dataset that have begun, by index."""
 
     def __init__(self, epochs: EpochIterator, reader: Reader) -> None:
         self._epochs, self._reader = epochs, reader
@@ -186,12 +161,7 @@ class Iterations:
         return number, len(shares)
 
     def samples(self, number: int, step: int) -> np.ndarray:
-        """Returns the indices of the samples of a step.
-
-        Args:
-          number: Index of the iteration.
-          step: Index of the step.
-        """
+        """Returns the indices of the samples of a step."""
         if number not in self._latest:
             # Somebody reads an old iterator after all: three or more are open on one dataset.
             self._latest[number] = self._epochs.shares(self._begun[number]), lambda _: None

@@ -28,12 +28,6 @@ class EpochIterator:
     a loop) and counts steps; until `leave`, iterations begin where training is. If nobody does, the
     iteration after a complete one is the next epoch, which ranks might see differently.
 
-    Args:
-      order: Order of the samples.
-      rank: Index of this rank.
-      ranks: Number of ranks.
-      state: State to go on from, as `state_dict` returns it.
-
     Attributes:
       order: Order of the samples.
       all_whole: True if each iteration has as many steps as an epoch; otherwise the first one is
@@ -77,9 +71,6 @@ class EpochIterator:
         Returns:
           A tuple of two: the position at its begin, and for each of its steps the indices of this
           rank's samples, int64.
-
-        Raises:
-          RuntimeError: If nobody said which epoch it is, and ranks could see that differently.
         """
         if self._follows and not self._is_named and self._has_begun and self._trained < self._most:
             raise RuntimeError(f"{NAME} Received: data that repeat.")
@@ -96,21 +87,12 @@ class EpochIterator:
         return begin, self.shares(begin)
 
     def shares(self, begin: Position) -> list[np.ndarray]:
-        """Returns the indices of this rank's samples at each step of an iteration, int64.
-
-        Args:
-          begin: Position at the begin of the iteration.
-        """
+        """Returns the indices of this rank's samples at each step of an iteration, int64."""
         batches = self.order.batches(begin, self._rank, self._ranks)
         return [share for share, _ in itertools.islice(batches, self._steps(begin))]
 
     def end(self, begin: Position) -> None:
-        """Says that all batches of an iteration were read.
-
-        Args:
-          begin: Position at the begin of the iteration. It may be an old iteration that somebody
-            still reads, and then nothing changes.
-        """
+        """Says that all batches of an iteration were read."""
         if self._next == begin == self._chained:
             self._next = self.order.after(begin, self._steps(begin), self._ranks)
 
@@ -127,18 +109,6 @@ class EpochIterator:
 
         Where an epoch of `fit` is all of the data, epoch `e` of the order begins. Otherwise `fit`
         goes on where it was, which is after `e` times its steps.
-
-        Args:
-          epoch: Index of the epoch.
-          steps: Number of steps of an epoch of `fit`; `None` for those of the data.
-          length: Number of steps of the data, infinity if they repeat; `None` if it is not known
-            what `fit` was given.
-          steps_per_execution: Number of steps that Keras trains together.
-          is_first: True for the first epoch of a call of `fit`.
-
-        Raises:
-          RuntimeError: If the dataset begins within an epoch, or the position follows neither from
-            the epoch nor from what was counted.
         """
         if not self.all_whole:
             raise RuntimeError(
@@ -173,15 +143,7 @@ class EpochIterator:
         self._has_begun = False
 
     def go_on(self, length: float | None) -> None:
-        """Says that a loop begins where training is, and that its steps will be counted.
-
-        Args:
-          length: Number of steps of the data, infinity if they repeat; `None` if unknown.
-
-        Raises:
-          RuntimeError: If that is within an epoch, and the dataset has told TensorFlow that all its
-            iterations are whole epochs.
-        """
+        """Says that a loop begins where training is, and that its steps will be counted."""
         position = self._position()
         if self.all_whole and position.samples:
             raise RuntimeError(
@@ -195,19 +157,11 @@ class EpochIterator:
         self._follows, self._next = False, self._position()
 
     def count(self, steps: int) -> None:
-        """Says that more steps were trained.
-
-        Args:
-          steps: Number of steps; those beyond the end of the data do not count.
-        """
+        """Says that more steps were trained."""
         self._trained = int(min(self._trained + steps, self._most))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the progress of training, as JSON can hold it.
-
-        Raises:
-          RuntimeError: If batches were handed out and nobody counted the steps.
-        """
+        """Returns the progress of training, as JSON can hold it."""
         if self._handed_out and not self._told:
             raise RuntimeError(
                 f"Batches are read ahead, so steps must be counted where they are trained. {REMEDY}"

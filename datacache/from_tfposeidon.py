@@ -42,9 +42,6 @@ def job_wire() -> Wire | None:
 
     One process needs no Horovod. Else the first call starts Horovod with default arguments, unless
     the script has called `tfposeidon.init`.
-
-    Raises:
-      ValueError: If a rank of the job serves and trains nothing.
     """
     if process_rank().size == 1:
         return None
@@ -60,16 +57,7 @@ def job_wire() -> Wire | None:
 
 
 def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
-    """Returns every rank's `value`, in rank order; all ranks must call it.
-
-    Args:
-      value: A small value that JSON can hold.
-      wire: The wire of the job.
-      name: Name of the collective, the same on all ranks.
-
-    Raises:
-      RuntimeError: On all ranks, if they are not in the same call.
-    """
+    """Returns every rank's `value`, in rank order; all ranks must call it."""
     from tfposeidon.communication import wire as communication
 
     return communication.exchange_objects(value, wire, name)

@@ -17,11 +17,6 @@ def permutation(length: int, seed: int, number: int) -> np.ndarray:
 
     It depends on the arguments alone, on any machine and with any release of NumPy.
 
-    Args:
-      length: Number of elements.
-      seed: Seed of a family of permutations, not negative.
-      number: Number of the permutation in this family, not negative.
-
     Cost: O(n log n) operations.
     """
     # NumPy promises the raw bits of a bit generator for good, but not what it makes of them. The

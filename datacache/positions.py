@@ -26,10 +26,6 @@ class Positions:
     def add(self, data: Data, epochs: EpochIterator) -> Data:
         """Notes the epoch iterator of a dataset.
 
-        Args:
-          data: Dataset that the cache has made.
-          epochs: Epoch iterator of the dataset.
-
         Returns:
           `data`.
         """
@@ -38,16 +34,7 @@ class Positions:
         return data
 
     def of(self, data: Any = None) -> EpochIterator:
-        """Returns the epoch iterator of a dataset.
-
-        Args:
-          data: Dataset that the cache has made, or what `map`, `prefetch` and the like made of it.
-            If the cache has made one dataset only, it is that one, whatever is given.
-
-        Raises:
-          RuntimeError: If the cache has made no dataset, or several, and `data` is made of none of
-            them or of more than one.
-        """
+        """Returns the epoch iterator of a dataset."""
         if not self._made:
             raise RuntimeError(
                 "Positions are those of a dataset. Received: a cache without one. Call dataset() "

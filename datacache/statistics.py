@@ -55,11 +55,7 @@ class Counts:
         self._lock, self._counts = threading.Lock(), Counter[str]()
 
     def add(self, **amounts: float) -> None:
-        """Adds to counters.
-
-        Args:
-          **amounts: Amounts to add, by the name of an attribute of `Statistics`.
-        """
+        """Adds to counters."""
         with self._lock:
             for name, amount in amounts.items():
                 self._counts[name] += amount  # type: ignore[assignment]

@@ -15,21 +15,12 @@ WINDOW_SAMPLES = 64
 
 
 def windows(samples: np.ndarray, size: int = WINDOW_SAMPLES) -> list[np.ndarray]:
-    """Returns samples in windows of even size.
-
-    Args:
-      samples: Indices of the samples, `[n]`.
-      size: Number of samples of a window, at most.
-    """
+    """Returns samples in windows of even size."""
     return np.array_split(samples, -(-len(samples) // size)) if len(samples) else []
 
 
 def done_in_windows(work: Callable[[np.ndarray], Any], samples: np.ndarray) -> Iterator[int]:
     """Does work for all samples, on a few threads.
-
-    Args:
-      work: Function to call with the indices of each window's samples.
-      samples: Indices of the samples, `[n]`.
 
     Yields:
       The number of samples of each window, in order, once its work is done.

@@ -53,9 +53,6 @@ A folder that holds anything else is left alone."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that was asked for.
 
-    Args:
-      argv: Arguments, by default those of the process.
-
     Returns:
       The exit status: 0, 1 for corrupt samples or missing room, 2 for errors, 130 for Ctrl-C.
     """

@@ -44,19 +44,8 @@ def warm(
 
     Samples that are there are not read again.
 
-    Args:
-      source: Source of all samples.
-      disk: Folder on a local disk, see `Cache`; the pool is a folder in it.
-      started: Function to call with the number of samples to be read. What it returns is called
-        with the number of samples that were read since the last call.
-      access: Users who may read the pool.
-
     Returns:
       Counts of what was read, and of what is on the disk now.
-
-    Raises:
-      CacheError: If the folder holds something else, or the disk has no room to begin with.
-      SourceError: If a sample cannot be read; the message names the sample.
     """
     pool = open_stored_pool(source, disk, access)
     # Checksums are looked at when samples are used, or by `verify`.

@@ -47,16 +47,8 @@ def trace(source: Source, preprocess: Callable[..., Any] | None) -> TracedPrepro
 
     Warnings name what the cache cannot follow: Python code, random numbers, lookup tables.
 
-    Args:
-      source: Source of the stored samples, whose `decode` comes first.
-      preprocess: Function from a stored sample to a cached one. It receives the elements of a tuple
-        as arguments, and anything else as one; `None` keeps what `decode` returns.
-
     Returns:
       The traced function, with the structure of cached samples and the fingerprint of the graph.
-
-    Raises:
-      ValueError: If it returns something that is not made of dense tensors.
     """
     structure: Any = None
 
@@ -76,13 +68,7 @@ def trace(source: Source, preprocess: Callable[..., Any] | None) -> TracedPrepro
 
 
 def fingerprint(source: Source, traced: TracedPreprocess, version: Any) -> str:
-    """Returns the fingerprint of a cache, 64 hexadecimal digits.
-
-    Args:
-      source: Source of the samples.
-      traced: Traced preprocessing function.
-      version: Anything JSON can hold that the user says samples depend on.
-    """
+    """Returns the fingerprint of a cache, 64 hexadecimal digits."""
     # Another release of TensorFlow may decode images to other pixels.
     return digest(
         [source.identity, repr(traced.structure), traced.fingerprint, tf.__version__, version]
@@ -143,13 +129,6 @@ def _outputs_digest(
 
     Each node is described by its op, its attributes and the digests of its inputs: names of nodes
     and functions, and the order of nodes, differ between processes.
-
-    Args:
-      nodes: `NodeDef`s of a graph or of a function's body.
-      arguments: Names of the nodes that are arguments.
-      outputs: Names of the tensors that are returned.
-      bodies: Definition of each function, by name.
-      within: Names of the functions whose bodies enclose these nodes.
     """
     known = {name: f"argument {index}" for index, name in enumerate(arguments)}
 

@@ -30,22 +30,11 @@ class Level(Protocol):
     stream: Stream | None
 
     def samples(self, indices: np.ndarray) -> list[Arrays]:
-        """Returns the components of samples, in the order of `indices`.
-
-        Args:
-          indices: Indices of the samples, `[n]` int64, without duplicates.
-
-        Raises:
-          SourceError: If a sample cannot be had; the error names it.
-        """
+        """Returns the components of samples, in the order of `indices`."""
         ...
 
     def put(self, index: int, arrays: Arrays) -> bool:
         """Keeps a sample that came from elsewhere, on each level below that has room, and on this.
-
-        Args:
-          index: Index of the sample.
-          arrays: Components of the sample.
 
         Returns:
           True if this level holds the sample now.
@@ -68,15 +57,7 @@ class Opener:
         self._process = os.getpid()
 
     def refuse_in_child(self, indices: np.ndarray) -> None:
-        """Refuses to make samples in a forked child.
-
-        Args:
-          indices: Indices of the samples to make, `[n]` int64.
-
-        Raises:
-          CacheError: If there are any, and this process was forked from the one that opened the
-            cache.
-        """
+        """Refuses to make samples in a forked child."""
         if indices.size and os.getpid() != self._process:
             raise CacheError(
                 "Samples must be made by the process that opened the cache: neither threads nor "

@@ -17,13 +17,6 @@ from datacache.windows import windows
 class Levels:
     """Chain of levels as readers of batches see it: memory, if there is any, and what is below.
 
-    Args:
-      memory: Level of the pool in memory; `None` if there is no room for one.
-      below: Level below memory: that of cached samples on a disk, or the one that makes them.
-      layout: Layout of cached samples.
-      counts: Counters of this process.
-      opener: Process that may make samples.
-
     Attributes:
       layout: Layout of cached samples.
       counts: Counters of this process.
@@ -52,46 +45,23 @@ class Levels:
         return self.memory is not None and self.memory.filled == self.memory.spec.shard.samples
 
     def refuse_in_child(self, indices: np.ndarray) -> None:
-        """Refuses to make samples in a forked child; see `Opener.refuse_in_child`.
-
-        Args:
-          indices: Indices of the samples to make, `[n]` int64.
-
-        Raises:
-          CacheError: If there are any, and this process is a forked child.
-        """
+        """Refuses to make samples in a forked child; see `Opener.refuse_in_child`."""
         self._opener.refuse_in_child(indices)
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
-        """Returns which samples memory does not hold, or holds corrupt, `[k]` int64.
-
-        Args:
-          indices: Indices of the samples, `[n]` int64.
-        """
+        """Returns which samples memory does not hold, or holds corrupt, `[k]` int64."""
         return indices if self._memory is None else self._memory.missing(indices)
 
     def not_ready(self, indices: np.ndarray) -> np.ndarray:
-        """Returns which samples memory does not hold, without verifying the others, `[k]` int64.
-
-        Args:
-          indices: Indices of the samples, `[n]` int64.
-        """
+        """Returns which samples memory does not hold, without verifying the others, `[k]` int64."""
         return indices if self._memory is None else self._memory.not_ready(indices)
 
     def can_copy(self, indices: np.ndarray) -> bool:
-        """Returns whether `gather` can copy a batch, once memory holds all its samples.
-
-        Args:
-          indices: Indices of the samples, `[n]` int64.
-        """
+        """Returns whether `gather` can copy a batch, once memory holds all its samples."""
         return self.memory is not None and self.memory.can_copy(indices)
 
     def gather(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays | None:
         """Copies a batch from memory; see `PoolLevel.gather`.
-
-        Args:
-          indices: Indices of the samples, `[n]` int64, for which `can_copy` is true.
-          into: Arrays to copy to in place of new ones.
 
         Returns:
           An array `[n, *shape]` for each component; `None` if some samples are not ready any more.
@@ -100,12 +70,7 @@ class Levels:
         return self._memory.gather(indices, into)
 
     def collect(self, indices: np.ndarray, made: dict[int, Arrays]) -> list[Arrays]:
-        """Returns samples that were just made, and the others from memory.
-
-        Args:
-          indices: Indices of the samples, `[n]` int64.
-          made: Samples by index; all those that memory did not take.
-        """
+        """Returns samples that were just made, and the others from memory."""
         if self._memory is None:
             return [made[sample] for sample in indices.tolist()]
         return self._memory.collect(indices, made)
@@ -113,15 +78,8 @@ class Levels:
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
         """Brings samples to memory.
 
-        Args:
-          indices: Indices of the samples, `[n]` int64, without duplicates.
-
         Returns:
           The samples that memory did not take, by index.
-
-        Raises:
-          CacheError: If this process was forked from the one that opened the cache.
-          SourceError: If a sample cannot be had; the error names it.
         """
         untaken: dict[int, Arrays] = {}
         for window in windows(indices):
@@ -130,10 +88,6 @@ class Levels:
 
     def put(self, index: int, arrays: Arrays) -> bool:
         """Puts a sample that came from elsewhere into the pools of cached samples.
-
-        Args:
-          index: Index of the sample.
-          arrays: Components of the sample.
 
         Returns:
           `True` if memory holds the sample now.

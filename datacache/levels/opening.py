@@ -64,28 +64,8 @@ def open_levels(
 
     Where there is no room for a pool, a warning says so and there is one level less.
 
-    Args:
-      source: Source of the samples.
-      traced: Traced preprocessing function.
-      fingerprint: Fingerprint of the cache, which names the folders of its pools.
-      memory: Folder of the pool in memory; `None` goes without.
-      disk: Folder on a local disk for stored samples; see `Cache`.
-      decoded: Folder on a local disk for preprocessed samples; see `Cache`.
-      budget: Memory of the pool on each node; see `Cache`.
-      variable_shapes: True if cached samples may differ in shape; see `Cache`.
-      access: Users who may use new pools.
-      verify: Policy for checksums; see `Cache`.
-      counts: Counters of this process.
-      choose_shard: Function that returns the index of this node and the number of nodes that share
-        the samples, (0, 1) if this node keeps all. It is given a function that tells whether all
-        samples fit in memory here, and takes the index of this node and the number of nodes.
-
     Returns:
       The levels, with one for each pool that there is.
-
-    Raises:
-      CacheError: If a folder holds something else, or a pool of a newer format or somebody else's.
-      SourceError: If there are no pools yet, and the first sample cannot be read.
     """
     stored_on_disk = _open_stored_pool(source, disk, access)
     opener, last = Opener(), SourceLevel(source, counts)
@@ -131,18 +111,8 @@ def open_stored_pool(
 ) -> Pool:
     """Opens the pool of stored samples, or makes it. Samples may differ in size in all dimensions.
 
-    Args:
-      source: Source of the samples.
-      root: Folder on a local disk that holds the folder of the pool.
-      access: Users who may use a new pool.
-
     Returns:
       The open pool.
-
-    Raises:
-      CacheError: If the folder holds something else.
-      NoRoomError: If there is no room for one sample.
-      SourceError: If the rank of a component is unknown.
     """
     if any(spec.shape.rank is None for spec in source.signature):
         raise SourceError(

@@ -23,17 +23,7 @@ Verify = Literal["first", "always", "never"]
 
 
 class PoolLevel(Level):
-    """Samples in a pool, which takes what it lacks from the level below.
-
-    Args:
-      pool: Pool that keeps the samples.
-      below: Level that has all samples, or streams them.
-      verify: Policy for checksums: "first" verifies them before the first use in each boot;
-        "always" or "never".
-      counts: Counters of this process.
-      hits: Name of the counter of samples that `samples` finds in the pool; `None` for no counter.
-      opener: Process that may fill the pool; this one by default.
-    """
+    """Samples in a pool, which takes what it lacks from the level below."""
 
     # Any sample of a pool can be read by its index, even if the source below streams.
     stream: Stream | None = None
@@ -59,16 +49,7 @@ class PoolLevel(Level):
         return self.collect(indices, made)
 
     def collect(self, indices: np.ndarray, made: dict[int, Arrays]) -> list[Arrays]:
-        """Returns samples that were just made, and the others from the pool.
-
-        Args:
-          indices: Indices of the samples, `[n]` int64.
-          made: Samples by index, which need not be in the pool. The pool must hold the others;
-            those that another process clears in the meantime are made again.
-
-        Raises:
-          SourceError: If a sample cannot be had; the error names it.
-        """
+        """Returns samples that were just made, and the others from the pool."""
         found = dict(made)
         while left := [sample for sample in indices.tolist() if sample not in found]:
             read = {sample: self.pool.read_sample(sample) for sample in left}
@@ -82,16 +63,9 @@ class PoolLevel(Level):
 
         Of several processes that want the same sample, the first one makes it, and the others wait.
 
-        Args:
-          indices: Indices of the samples, `[n]` int64, without duplicates.
-
         Returns:
           A tuple of two: the samples that were made here, by index, and the indices of those that
           the pool holds now.
-
-        Raises:
-          CacheError: If this process was forked from the one that opened the cache.
-          SourceError: If a sample cannot be had; the error names it.
         """
         # Before anything is claimed: a child has the locks of its parent.
         self._opener.refuse_in_child(indices)
@@ -111,11 +85,7 @@ class PoolLevel(Level):
         self.pool.clear()
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
-        """Returns which samples the pool does not hold, or holds corrupt, `[k]` int64.
-
-        Args:
-          indices: Indices of the samples, `[n]` int64.
-        """
+        """Returns which samples the pool does not hold, or holds corrupt, `[k]` int64."""
         if self._verify == "never":
             return self.not_ready(indices)
         ready = indices[self.pool.ready(indices)]
@@ -125,19 +95,11 @@ class PoolLevel(Level):
         return indices[~self.pool.ready(indices) | np.isin(indices, corrupt)]
 
     def not_ready(self, indices: np.ndarray) -> np.ndarray:
-        """Returns which samples the pool does not hold, without verifying the others, `[k]` int64.
-
-        Args:
-          indices: Indices of the samples, `[n]` int64.
-        """
+        """Returns which samples the pool does not hold, the others unverified, `[k]` int64."""
         return indices[~self.pool.ready(indices)]
 
     def gather(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays | None:
         """Copies a batch of samples that are ready, and verifies them on the way.
-
-        Args:
-          indices: Indices of the samples, `[n]` int64.
-          into: Arrays to copy to in place of new ones.
 
         Returns:
           An array `[n, *shape]` for each component; `None` if some samples were corrupt or cleared,

@@ -12,15 +12,7 @@ from datacache.pool.layout import Arrays, Layout
 
 
 class PreprocessedLevel(Level):
-    """Cached samples, made of the stored samples of the level below whenever they are asked for.
-
-    Args:
-      below: Level that has the stored samples, or streams them.
-      preprocess: Function that makes cached samples, given stored ones and their indices.
-      layout: Layout that every cached sample must have.
-      name: Function from the index of a sample to what a user would call it, for messages.
-      opener: Process that may make samples; this one by default.
-    """
+    """Cached samples, made of the stored samples of the level below whenever they are asked for."""
 
     def __init__(
         self,

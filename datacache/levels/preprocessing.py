@@ -17,13 +17,7 @@ PARALLEL_ITERATIONS = 8
 
 
 class Preprocessing:
-    """Traced function that takes lists of samples.
-
-    Args:
-      source: Source of the samples.
-      traced: Function from the components of a stored sample to those of a cached one.
-      variable_shapes: True if cached samples may differ in shape.
-    """
+    """Traced function that takes lists of samples."""
 
     def __init__(self, source: Source, traced: TracedPreprocess, variable_shapes: bool) -> None:
         self._function, self._name = traced.function, source.name
@@ -34,15 +28,7 @@ class Preprocessing:
         self._batched = _trace_batched(source, traced) if same_shapes else None
 
     def __call__(self, stored: list[Arrays], indices: np.ndarray) -> list[Arrays]:
-        """Returns the cached samples made of stored ones.
-
-        Args:
-          stored: Components of each stored sample.
-          indices: Indices of the samples, `[n]` int64, for messages.
-
-        Raises:
-          SourceError: If the function fails on a sample; the error names it.
-        """
+        """Returns the cached samples made of stored ones."""
         if self._batched is not None and len(stored) > 1:
             # After a failure they go one by one: the error of a batch does not say which it was.
             with contextlib.suppress(tf.errors.OpError):

@@ -28,12 +28,7 @@ FIRST_PAUSE_S = 0.1
 
 
 class SourceLevel(Level):
-    """Stored samples as the source has them.
-
-    Args:
-      source: Source of all samples.
-      counts: Counters of this process.
-    """
+    """Stored samples as the source has them."""
 
     def __init__(self, source: Source, counts: Counts) -> None:
         self._source, self._counts = source, counts

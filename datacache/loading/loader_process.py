@@ -58,11 +58,7 @@ class Reply:
 
 
 class SharedPages:
-    """Memory of two processes, which ends with the last of them as it has no name in a file system.
-
-    Args:
-      descriptor: Descriptor of a memory file, which this object closes.
-    """
+    """Memory of two processes, which ends with the last of them: no file system names it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -77,9 +73,6 @@ class SharedPages:
 
     def mapping(self, size: int) -> mmap.mmap:
         """Maps the memory, which grows as it must; arrays in an earlier mapping stay valid.
-
-        Args:
-          size: Least number of bytes.
 
         Returns:
           The mapping, of at least that size.
@@ -96,12 +89,7 @@ def _attach(descriptor: Any) -> SharedPages:
 
 
 def shared_arrays(pages: SharedPages, specs: ArraySpecs) -> list[np.ndarray]:
-    """Returns arrays that lie in shared memory, one behind the other.
-
-    Args:
-      pages: Memory for the arrays, which grows as it must.
-      specs: Type and shape of each array.
-    """
+    """Returns arrays that lie in shared memory, one behind the other."""
     sizes = [
         -(-dtype.itemsize * math.prod(shape) // ALIGNMENT) * ALIGNMENT for dtype, shape in specs
     ]
@@ -116,10 +104,6 @@ def shared_arrays(pages: SharedPages, specs: ArraySpecs) -> list[np.ndarray]:
 
 class LoaderProcess:
     """Loader process as the training process sees it.
-
-    Args:
-      load: Function that loads a batch, given the mode and an item; picklable.
-      buffers: Number of buffers for batches.
 
     Attributes:
       buffers: Memory of each buffer.
@@ -160,17 +144,7 @@ class LoaderProcess:
         return self._process.is_alive()
 
     def request(self, turn: int, buffer: int, mode: str, item: Any) -> None:
-        """Requests a batch.
-
-        Args:
-          turn: Index of the pass.
-          buffer: Index of the buffer for the batch.
-          mode: First argument of `load`.
-          item: Second argument of `load`; picklable.
-
-        Raises:
-          TypeError: If the item cannot be pickled.
-        """
+        """Requests a batch."""
         try:
             # Not by the connection: the loader unpickles it where an error is that of a batch.
             content = pickle.dumps((mode, item))
@@ -186,15 +160,8 @@ class LoaderProcess:
     def reply(self, turn: int) -> Reply:
         """Waits for the next reply of a pass; those of earlier passes are dropped.
 
-        Args:
-          turn: Index of the pass.
-
         Returns:
           The reply: a batch, or the error that `load` raised.
-
-        Raises:
-          EOFError: If the process has ended.
-          OSError: If the process has ended.
         """
         while True:
             if self._process.sentinel in connection.wait(
@@ -207,9 +174,6 @@ class LoaderProcess:
 
     def stop(self, grace_s: float = GRACE_S) -> int:
         """Ends the process.
-
-        Args:
-          grace_s: Seconds that it has to end by itself.
 
         Returns:
           The exit code of the process; negative for a signal.
@@ -248,9 +212,6 @@ class Requests(threading.Thread):
     while `load` is busy, and so that the training process never waits to hand over a request. A
     death signal from the kernel would come when the thread that started the loader ends, and not
     only when its process does.
-
-    Args:
-      end: Connection to the training process.
     """
 
     def __init__(self, end: connection.Connection) -> None:

@@ -27,19 +27,7 @@ def gather(
     into: np.ndarray | None,
     checksums: np.ndarray | None = None,
 ) -> None:
-    """Copies `into[i] = records[indices[i]]`, or updates checksums with these records, or both.
-
-    Args:
-      records: Records, `[n, ...]`, contiguous.
-      indices: Indices of records, `[k]` int64, each of them in `0..n-1`.
-      into: Array to copy to, `[k, ...]` of the same type and shape, contiguous; `None` copies
-        nothing.
-      checksums: CRC-32 of what came before, `[k]` uint32, contiguous, which is updated in place
-        with the bytes of each record; `None` computes none.
-
-    Raises:
-      IndexError: If an index is out of range.
-    """
+    """Copies `into[i] = records[indices[i]]`, or updates checksums with these records, or both."""
     indices = np.ascontiguousarray(indices, np.int64)
     # The library computes addresses without a look, so others would read foreign memory.
     if indices.size and (indices.min() < 0 or indices.max() >= len(records)):
@@ -86,14 +74,6 @@ def mark_words(
 
     A word becomes `seen & kept_bits | mark` where `intact`, else 0.
 
-    Args:
-      words: Words, `[n]` uint64, which other processes may write at the same time.
-      indices: Indices of words, `[k]` int64, each of them in `0..n-1`.
-      seen: Words as they were before, `[k]` uint64.
-      intact: True for each word to mark, false for each to clear, `[k]` bool.
-      kept_bits: Bits that are compared and kept.
-      mark: Bits to set in a word that is marked.
-
     Returns:
       True for each word that still was what was seen, `[k]` bool; `None` without the compiled
       library, and all words stay as they are.
@@ -112,21 +92,13 @@ def mark_words(
 
 
 def is_in_memory(folder: os.PathLike[str]) -> bool:
-    """Returns whether a folder lies in a tmpfs; `False` without the compiled library.
-
-    Args:
-      folder: Path of the folder.
-    """
+    """Returns whether a folder lies in a tmpfs; `False` without the compiled library."""
     library = _compiled()
     return library is not None and bool(library.in_memory(os.fsencode(folder)))
 
 
 def populate_pages(pages: np.ndarray, write: bool = False) -> bool:
     """Makes the page tables for a part of a mapping.
-
-    Args:
-      pages: Part of the mapping, `[bytes]` uint8, which begins with a page.
-      write: True for a part that will be written; otherwise it is mapped for reading.
 
     Returns:
       True if it was done; `False` for kernels before Linux 5.14, or without the compiled library.
@@ -172,16 +144,8 @@ def read_file(path: str, offset: int, length: int) -> tuple[bytes, FileStatus]:
     Python's own way makes four system calls and lets other threads go first at each: of 32 threads
     that read, most would wait for the interpreter in between.
 
-    Args:
-      path: Path of the file.
-      offset: Offset of the first byte to read.
-      length: Number of bytes to read; there are fewer where the file ends.
-
     Returns:
       A tuple of two: the bytes, and the file's status after the read.
-
-    Raises:
-      OSError: If the file cannot be read.
     """
     library = _compiled()
     if library is None:

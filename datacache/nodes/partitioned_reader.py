@@ -34,13 +34,6 @@ class PartitionedReader(Reader):
     pool is filled with samples claimed, and two nodes that wait for each other with samples claimed
     would wait forever. Here nothing is claimed while others are asked.
 
-    Args:
-      levels: Levels of this node.
-      wire: Wire between the ranks of the job.
-      name: Name of the collectives: the same on all ranks, another one for each cache.
-      owner_nodes: Index of the node that owns each sample, `[samples]` int64.
-      keep: True if this node keeps the samples of others, too.
-
     Attributes:
       levels: Levels of this node.
     """
@@ -150,12 +143,7 @@ class PartitionedReader(Reader):
 
 
 def _window_begins(shares: Sequence[np.ndarray], samples: int) -> list[int]:
-    """Returns the steps at which windows begin.
-
-    Args:
-      shares: Indices of the samples of each step.
-      samples: Least number of samples of a window, the last one excepted.
-    """
+    """Returns the steps at which windows begin."""
     begins, count = [], 0
     for step, share in enumerate(shares):
         if count == 0:

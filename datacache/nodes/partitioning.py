@@ -23,18 +23,9 @@ def choose_shard(
 ) -> tuple[int, int]:
     """Chooses which samples this node keeps; all ranks must call it.
 
-    Args:
-      fingerprint: Fingerprint of the cache.
-      fits: Function that tells whether all samples fit in memory here, given the index of this node
-        and the number of nodes. Called on one rank of each node, and only where the answer matters.
-      partition: Policy for what each node keeps: "replicate", "split" or "auto"; see `Cache`.
-
     Returns:
       The index of this node and the number of nodes that share the samples; (0, 1) if each node
       keeps all of them.
-
-    Raises:
-      ValueError: If ranks open different caches.
     """
     wire = job_wire()
     if wire is None:
@@ -62,11 +53,6 @@ def choose_shard(
 
 def open_reader(levels: Levels, samples: int, keeps_any: bool) -> Reader:
     """Opens the reader of this rank; all ranks must call it for the same caches in the same order.
-
-    Args:
-      levels: Levels of this node.
-      samples: Number of samples of the source.
-      keeps_any: True if nodes may keep preprocessed samples; the same on all ranks.
 
     Returns:
       A reader that asks other nodes if there are several, and else reads the levels alone.

@@ -18,9 +18,6 @@ from datacache.pool.layout import Arrays, stack_samples
 class Reader(ABC):
     """Reads batches from memory, and first brings there what it lacks.
 
-    Args:
-      levels: Levels of this node.
-
     Attributes:
       levels: Levels of this node.
     """
@@ -32,9 +29,6 @@ class Reader(ABC):
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
         """Gets ready for the batches of an epoch.
 
-        Args:
-          shares: Indices of the samples of each step, int64.
-
         Returns:
           A function to call with the index of a step before its batch is read.
         """
@@ -43,15 +37,8 @@ class Reader(ABC):
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
         """Brings samples to memory.
 
-        Args:
-          indices: Indices of the samples, `[n]` int64, without duplicates.
-
         Returns:
           The samples that memory did not take, by index.
-
-        Raises:
-          CacheError: If this process was forked from the one that opened the cache.
-          SourceError: If a sample cannot be had; the error names it.
         """
 
     @abstractmethod
@@ -65,18 +52,8 @@ class Reader(ABC):
     def batch(self, indices: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
         """Reads a batch.
 
-        Args:
-          indices: Indices of the samples, `[n]` int64.
-          into: Arrays to copy to in place of new ones, for samples that do not vary in size. They
-            are used where memory has room for the whole batch.
-
         Returns:
           An array `[n, *shape]` for each component; components that vary are padded at their end.
-
-        Raises:
-          CacheError: If samples must be made, and this process was forked from the one that opened
-            the cache.
-          SourceError: If a sample cannot be had; the error names it.
         """
         if self.levels.can_copy(indices):
             return self._copy(indices, into)

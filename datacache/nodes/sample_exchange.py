@@ -37,14 +37,6 @@ class SampleExchange:
     Rounds run on a thread of their own, so ranks need not be at the same step. A rank that needs
     nothing takes part all the same, until all ranks have closed or need nothing any more.
 
-    Args:
-      wire: Wire between the ranks of the job.
-      name: Name of the collectives: the same on all ranks, another one for each exchange.
-      layout: Layout of the samples.
-      answer: Function that returns the samples with these indices, `[n]` int64, with duplicates if
-        several ranks need the same one. Called on the thread of the exchange.
-      needs_nothing: Function that tells whether this rank will never ask again.
-
     Cost: 1 all-gather of 3 numbers per round; in rounds with requests 1 more all-gather of a number
       per rank, and 3 all-to-alls: 8 bytes per index, 8 per length, and the samples.
     """
@@ -71,16 +63,9 @@ class SampleExchange:
     def ask(self, samples: Sequence[int], owners: Sequence[int]) -> list[Future[Arrays]]:
         """Asks ranks for samples in the next round.
 
-        Args:
-          samples: Indices of the samples.
-          owners: Rank to ask, for each sample.
-
         Returns:
           A future for each sample; an empty list if the exchange has ended, as no rank answers any
           more. A future raises `SourceError` if the owner could not have the sample.
-
-        Raises:
-          Exception: Whatever ended the exchange before all ranks had closed.
         """
         requests = [
             _Request(sample, owner, Future()) for sample, owner in zip(samples, owners, strict=True)
@@ -95,11 +80,7 @@ class SampleExchange:
         return [request.future for request in requests]
 
     def close(self) -> None:
-        """Waits until all ranks have closed.
-
-        Raises:
-          Exception: Whatever ended the exchange before.
-        """
+        """Waits until all ranks have closed."""
         with self._wake:
             self._closing = True
             self._wake.notify()

@@ -8,14 +8,6 @@ from datacache.from_tfposeidon import parse_share, parse_size
 def budget_bytes(budget: int | str, free: int) -> int:
     """Returns the bytes of a budget, at most what is free.
 
-    Args:
-      budget: Bytes, a size as `tfposeidon.units.parse_size` reads it ("20GB", "512MiB"), or a
-        share of what is free ("80%").
-      free: Bytes that are free.
-
-    Raises:
-      ValueError: If `budget` is neither a size nor a share up to 100%, or is 0.
-
     Example:
       >>> budget_bytes("80%", 1000), budget_bytes("2kB", 10**6), budget_bytes(5000, 1000)
       (800, 2000, 1000)

@@ -21,11 +21,6 @@ class Columns:
     Components that differ in size lie in a heap; their columns have offset and length there, and
     the dimensions.
 
-    Args:
-      folder: Open folder of the pool.
-      layout: Components of the samples.
-      numbers: Index of the sample in each slot, `[slots]` int64.
-
     Attributes:
       arrays: The columns, each `[slots, ...]`.
       heap: Heap of the components that differ in size; `None` if none does.
@@ -41,11 +36,6 @@ class Columns:
     def write(self, index: int, rows: Sequence[np.ndarray]) -> int:
         """Writes a sample to its slot.
 
-        Args:
-          index: Slot of the sample.
-          rows: Row of the sample in each column: the component, or for those that vary what
-            `add_to_heap` returned.
-
         Returns:
           CRC-32 of the sample's bytes.
         """
@@ -59,10 +49,6 @@ class Columns:
         self, arrays: Sequence[np.ndarray], extents: Callable[[], np.ndarray]
     ) -> list[np.ndarray] | None:
         """Puts what varies into the heap, all or nothing; called within `heap.adding`.
-
-        Args:
-          arrays: Components of a sample.
-          extents: Function that returns what is in use; see `Heap.add`.
 
         Returns:
           The rows of the columns, or `None` if the heap has no room.
@@ -84,11 +70,7 @@ class Columns:
         ]
 
     def extents(self, ready: np.ndarray) -> np.ndarray:
-        """Returns offset and length in the heap of all components of some samples, `[k, 2]` int64.
-
-        Args:
-          ready: True for the slots that count, `[slots]` bool.
-        """
+        """Returns offset and length in the heap of components of some slots, `[k, 2]` int64."""
         pairs = zip(self.arrays, self._layout.components, strict=True)
         return np.concatenate(
             [column[ready, :2] for column, component in pairs if component.varies]
@@ -102,12 +84,6 @@ class Columns:
     ) -> list[np.ndarray]:
         """Copies rows into one array per component; no component may vary.
 
-        Args:
-          indices: Slots of the samples, `[n]` int64.
-          into: Arrays to copy to in place of new ones.
-          checksums: Checksums from `begin_checksums`, updated in place with the bytes that are
-            copied.
-
         Returns:
           An array for each component, `[n, *shape]`; those of `into` if it is given.
         """
@@ -120,24 +96,13 @@ class Columns:
         return list(into)
 
     def views(self, index: int) -> list[np.ndarray]:
-        """Returns the row of each column, without a copy.
-
-        Args:
-          index: Slot of the sample.
-        """
+        """Returns the row of each column, without a copy."""
         return [column[index] for column in self.arrays]
 
     def read(self, index: int) -> tuple[list[np.ndarray], list[bytes | None]]:
         """Returns copies of a sample's rows, and of what it has in the heap.
 
         Nothing of it is believed yet: the sample may be overwritten meanwhile, or be corrupt.
-
-        Args:
-          index: Slot of the sample.
-
-        Returns:
-          A tuple of two, for `decode`: the rows, and for each component its bytes in the heap, or
-          `None` if its row points outside of it.
         """
         rows = [np.array(row) for row in self.views(index)]
         return rows, list(map(self._heap_content, rows, self._layout.components))
@@ -151,12 +116,7 @@ class Columns:
     def decode(
         self, rows: Sequence[np.ndarray], contents: Sequence[bytes | None]
     ) -> list[np.ndarray]:
-        """Returns the components of a sample that `read` has read.
-
-        Args:
-          rows: Rows of the sample.
-          contents: Bytes of the sample in the heap, none of them `None`.
-        """
+        """Returns the components of a sample that `read` has read."""
         return [
             component.decode(content, row[2:].tolist()) if component.varies else row
             for component, content, row in zip(self._layout.components, contents, rows, strict=True)
@@ -166,9 +126,6 @@ class Columns:
         """Returns checksums of samples' indices, `[n]` uint32, to be updated with their bytes.
 
         They make a sample corrupt that is whole, but lies in the slot of another.
-
-        Args:
-          indices: Slots of the samples, `[n]` int64.
         """
         return self._number_checksums[indices]
 
@@ -179,11 +136,7 @@ class Columns:
         return checksums
 
     def checksums(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns checksums of samples, `[n]` uint32, and which lie inside the heap, `[n]` bool.
-
-        Args:
-          indices: Slots of the samples, `[n]` int64.
-        """
+        """Returns checksums of samples, `[n]` uint32, and which lie inside the heap, `[n]` bool."""
         checksums, inside = self.begin_checksums(indices), np.ones(len(indices), bool)
         for column, component in zip(self.arrays, self._layout.components, strict=True):
             gather(column, indices, None, checksums)

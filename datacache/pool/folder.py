@@ -60,15 +60,7 @@ def default_memory(access: Access = PRIVATE) -> str:
 
 
 def own_memory(access: Access = PRIVATE) -> Path:
-    """Returns the folder that `default_memory` names, which is made if it does not exist.
-
-    Args:
-      access: Users who share the folder.
-
-    Raises:
-      CacheError: If the machine has no shared memory, where the pool would lie on a disk, or the
-        folder belongs to another user.
-    """
+    """Returns the folder that `default_memory` names, which is made if it does not exist."""
     if not os.path.isdir(SHARED_MEMORY):
         raise CacheError(
             f"The pool in memory needs shared memory. Received: no {SHARED_MEMORY}. Mount a tmpfs "
@@ -99,11 +91,6 @@ class Folder:
 
     That it is open is a shared lock on the file `users`; the kernel ends it with the process. Who
     makes, opens or removes a pool holds an exclusive lock on the folder itself meanwhile.
-
-    Args:
-      path: Path of the folder, which is made if it does not exist.
-      make_blueprint: Function that describes the pool to make, if there is none.
-      access: Users who may read and write the pool.
 
     Attributes:
       path: Path of the folder.
@@ -142,9 +129,6 @@ class Folder:
     def claim(self, indices: Iterable[int]) -> Iterator[list[bool]]:
         """Claims slots among all threads and processes.
 
-        Args:
-          indices: Slots to claim.
-
         Yields:
           True for each slot that nobody else had claimed, in their order; these are claimed within
           the context.
@@ -157,9 +141,6 @@ class Folder:
 
     def map_file(self, name: str) -> mmap.mmap:
         """Maps a file of the pool for reading and writing.
-
-        Args:
-          name: Name of the file.
 
         Returns:
           The mapping of the whole file, shared with other processes.
@@ -227,15 +208,7 @@ def _clear(directory: Directory, names: Iterable[str]) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a pool that nobody has open, or what is left of one.
-
-    Args:
-      path: The pool's folder.
-
-    Raises:
-      CacheError: If a process has it open, there is none, the folder belongs to another user, or
-        it holds anything else.
-    """
+    """Removes a pool that nobody has open, or what is left of one."""
     with _locked(lambda: open_pool_folder(path, closed=False)) as directory:
         _remove(directory)
     directory.close()
@@ -292,11 +265,6 @@ def lock_byte(handle: int, index: int, wait: bool = False) -> bool:
 
     Such a lock needs no byte to be there, so one empty file has a lock for each sample.
 
-    Args:
-      handle: Descriptor of the file.
-      index: Index of the byte.
-      wait: True to wait until nobody else holds the lock.
-
     Returns:
       True if it is locked now; always `True` with `wait`.
     """
@@ -332,10 +300,6 @@ def _locked(open_folder: Callable[[], Directory]) -> Iterator[Directory]:
 @contextlib.contextmanager
 def lock_folder(directory: Directory, wait: bool = True) -> Iterator[bool]:
     """Locks a folder: within the context nobody else makes, opens or removes a pool there.
-
-    Args:
-      directory: Open folder.
-      wait: True to wait until nobody else holds the lock.
 
     Yields:
       True if it is locked now; always `True` with `wait`.

@@ -22,26 +22,15 @@ ID_BYTES = 16
 
 
 def is_pool(path: Path) -> bool:
-    """Returns whether a folder holds a finished pool.
-
-    Args:
-      path: Path of the folder.
-    """
+    """Returns whether a folder holds a finished pool."""
     return (path / HEADER).exists()
 
 
 def open_pool_folder(path: Path, *, closed: bool = True) -> Directory:
     """Opens the folder of a pool that was made before.
 
-    Args:
-      path: Path of the folder.
-      closed: True if the folder must be closed to all others; see `Directory`.
-
     Returns:
       The open folder.
-
-    Raises:
-      CacheError: If there is no such folder, or `Directory` refuses it.
     """
     try:
         return Directory(path, closed=closed)
@@ -50,15 +39,7 @@ def open_pool_folder(path: Path, *, closed: bool = True) -> Directory:
 
 
 def read_checked_header(directory: Directory) -> dict[str, Any]:
-    """Returns the header of a pool, after a check of the header and of the sizes of all files.
-
-    Args:
-      directory: The pool's folder.
-
-    Raises:
-      CacheError: If there is no header, or a newer version wrote it.
-      DamagedError: If the pool is not as it was made.
-    """
+    """Returns the header of a pool, after a check of the header and of the sizes of all files."""
     header = _read_header(directory)
     if header["name"] != directory.path.resolve().name:
         # The name is the fingerprint: under another one, samples of another source would be served.
@@ -144,32 +125,19 @@ def _digest(header: dict[str, Any]) -> str:
 
 
 def file_tail(header: dict[str, Any]) -> bytes:
-    """Returns the `TAIL_BYTES` bytes that stand behind the content of each file of a pool.
-
-    Args:
-      header: The pool's header.
-    """
+    """Returns the `TAIL_BYTES` bytes that stand behind the content of each file of a pool."""
     return bytes.fromhex(header["id"]) * (TAIL_BYTES // ID_BYTES)
 
 
 def not_a_pool(path: Path) -> CacheError:
-    """Returns the error for a folder that holds no pool.
-
-    Args:
-      path: Path of the folder.
-    """
+    """Returns the error for a folder that holds no pool."""
     return CacheError(
         f"A cache must have a {HEADER}. Received: {path}, without one. Name another folder."
     )
 
 
 def new_header(directory: Directory, files: dict[str, int]) -> dict[str, Any]:
-    """Returns what each header has: format, a random id, the folder's name and the files.
-
-    Args:
-      directory: Folder of the new pool.
-      files: Bytes of each file, by name.
-    """
+    """Returns what each header has: format, a random id, the folder's name and the files."""
     return {
         "format": FORMAT,
         "id": secrets.token_hex(ID_BYTES),
@@ -180,10 +148,6 @@ def new_header(directory: Directory, files: dict[str, int]) -> dict[str, Any]:
 
 def write_header(directory: Directory, header: dict[str, Any]) -> dict[str, Any]:
     """Writes the header, which makes a pool of the folder: last of all, and durably.
-
-    Args:
-      directory: Folder of the pool, whose files are complete and synced.
-      header: Header to write.
 
     Returns:
       The header as it is read back, with JSON's types.

@@ -37,9 +37,6 @@ class Heap:
     The words of the pool alone decide what is in use. What processes share besides is a cursor that
     saves the search, and is thrown away where it may be older than the words.
 
-    Args:
-      folder: Open folder of the pool.
-
     Attributes:
       capacity_bytes: Size limit of the heap.
     """
@@ -61,11 +58,7 @@ class Heap:
         return int(self._state[USED_BYTES])
 
     def reset(self, extents: np.ndarray) -> None:
-        """Discards the cursor of earlier processes, whose machine may have lost its power.
-
-        Args:
-          extents: Offset and length of all that is in use, `[n, 2]` int64.
-        """
+        """Discards the cursor of earlier processes, whose machine may have lost its power."""
         with self.adding():
             # An empty gap: the next sample searches.
             self._state[[NEXT_OFFSET, RESERVED_END, GAP_END]] = 0
@@ -96,11 +89,6 @@ class Heap:
     def add(self, content: bytes, extents: Callable[[], np.ndarray]) -> int | None:
         """Adds bytes; called within `adding`.
 
-        Args:
-          content: Bytes to add.
-          extents: Function that returns offset and length of all that is in use, `[n, 2]` int64, in
-            any order.
-
         Returns:
           Offset of the bytes in the heap, or `None` if no gap is long enough or the disk is full.
         """
@@ -123,12 +111,7 @@ class Heap:
         self._state[REFUSED_BYTES] = NONE_REFUSED
 
     def content(self, offset: int, length: int) -> memoryview | None:
-        """Returns the bytes at an offset without a copy, or `None` if they reach outside.
-
-        Args:
-          offset: Offset in the heap, in bytes; any number, as it may be from a corrupt row.
-          length: Length in bytes; any number, too.
-        """
+        """Returns the bytes at an offset without a copy, or `None` if they reach outside."""
         if not 0 <= offset <= offset + length <= self.capacity_bytes:
             return None
         return memoryview(self._bytes)[offset : offset + length]
@@ -184,12 +167,6 @@ def find_gaps(extents: np.ndarray, capacity: int, length: int = 1) -> list[tuple
     """Returns begin and end of each gap, the shortest first.
 
     Filling short gaps first keeps long ones for long samples.
-
-    Args:
-      extents: Offset and length of what is in use, `[n, 2]` int64. Extents that reach outside are
-        ignored, as they are corrupt.
-      capacity: Length of the heap in bytes, where the last gap ends.
-      length: Length of the shortest gap to return.
 
     Example:
       >>> find_gaps(np.array([[4, 2], [0, 1], [5, 3], [90, 20]]), 100)

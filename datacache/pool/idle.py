@@ -24,12 +24,7 @@ NOTICEABLE_BYTES = 2**20
 
 
 def find_idle_pools(root: Path, except_for: Path | None = None) -> list[PoolReport]:
-    """Returns the pools in memory that no process has open, the least recently opened first.
-
-    Args:
-      root: Folder of pools. What lies on a disk, or may be anything but a pool, is left out.
-      except_for: A pool to leave out.
-    """
+    """Returns the pools in memory that no process has open, the least recently opened first."""
     if not root.is_dir():
         return []
     paths = [path for path in find_pools(root) if path != except_for and _lies_in_memory(path)]
@@ -43,12 +38,6 @@ def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) 
 
     It also ends when a removal makes no more room: then something else is the limit, such as a
     quota, and other pools would go for nothing.
-
-    Args:
-      root: Folder of pools.
-      new_pool: The pool that is to be made there, which is not removed.
-      room: Function that returns the bytes that are free.
-      enough: Bytes that should be free.
     """
     left = room()
     for report in find_idle_pools(root, new_pool) if left < enough else ():

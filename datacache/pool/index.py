@@ -23,11 +23,6 @@ ENTRY_BYTES = 16
 class Index:
     """The `index` file of a pool.
 
-    Args:
-      folder: The pool's folder.
-      records: Number of records.
-      access: Users who may read and write the pool.
-
     Attributes:
       entries: Offset and length of each record in its file, `[records, 2]` int64, shared by all
         processes; 0, where no record begins, says that the offset is not known yet.
@@ -59,11 +54,7 @@ class Index:
 
     @contextlib.contextmanager
     def locked_part(self, part: int) -> Iterator[None]:
-        """Locks a part of the index: nobody else, in whatever process, looks for its records.
-
-        Args:
-          part: Index of the part, as the source divides its records.
-        """
+        """Locks a part of the index: nobody else, in whatever process, looks for its records."""
         with contextlib.ExitStack() as stack:
             # If somebody has removed the pool since, there is no lock, and each looks by itself.
             with contextlib.suppress(FileNotFoundError):

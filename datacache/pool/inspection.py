@@ -82,14 +82,7 @@ class PoolReport:
 
 
 def find_pools(root: Path) -> list[Path]:
-    """Returns the folder itself if it is a pool or what is left of one, else those directly in it.
-
-    Args:
-      root: Folder of a pool, or folder of pools.
-
-    Raises:
-      CacheError: If there is no such folder.
-    """
+    """Returns the folder itself if it is a pool or what is left of one, else those in it."""
     if not root.is_dir():
         raise CacheError(f"Pools are in folders. Received: {root}, which is none. Check the path.")
     if _looks_like_a_pool(root):
@@ -98,11 +91,7 @@ def find_pools(root: Path) -> list[Path]:
 
 
 def inspect_pool(folder: Path) -> PoolReport | None:
-    """Returns a report on a pool, or `None` if the pool has gone.
-
-    Args:
-      folder: The pool's folder.
-    """
+    """Returns a report on a pool, or `None` if the pool has gone."""
     try:
         with Directory(folder) as directory:
             return _report(directory)
@@ -113,14 +102,7 @@ def inspect_pool(folder: Path) -> PoolReport | None:
 
 
 def read_contents(folder: Path) -> Contents:
-    """Returns what is in a pool.
-
-    Args:
-      folder: The pool's folder.
-
-    Raises:
-      CacheError: If it is no pool, or cannot be used.
-    """
+    """Returns what is in a pool."""
     with open_pool_folder(folder) as directory:
         if not _looks_like_a_pool(folder):
             # For its error, which says what is missing.

@@ -23,12 +23,6 @@ def as_array(value: Any) -> np.ndarray:
     """Returns an array as NumPy makes it, but bytes as they are, in an object array.
 
     NumPy's own type for bytes drops zeros at their end.
-
-    Args:
-      value: An array, a number, bytes, or nested lists of them.
-
-    Raises:
-      ValueError: If it is an array of NumPy's type for bytes.
     """
     array = np.array(value, object) if isinstance(value, (bytes, str)) else np.asarray(value)
     if array.dtype.kind == "S":
@@ -80,9 +74,6 @@ class Component:
         """Returns whether a value is an array of this type and shape, as most are.
 
         It is quick; where it returns `False`, `matches` may still return `True`.
-
-        Args:
-          value: Value of any type.
         """
         return (
             isinstance(value, np.ndarray)
@@ -96,11 +87,7 @@ class Component:
         return np.dtype(object if self.dtype == TEXT else self.dtype)
 
     def matches(self, array: np.ndarray) -> bool:
-        """Returns whether an array is such a component.
-
-        Args:
-          array: Array from `as_array`.
-        """
+        """Returns whether an array is such a component."""
         dtype = TEXT if array.dtype.kind == "O" else array.dtype.name
         same = len(array.shape) == len(self.shape) and all(
             wanted in (None, size) for size, wanted in zip(array.shape, self.shape, strict=True)
@@ -111,9 +98,6 @@ class Component:
         """Returns the bytes of a component that varies.
 
         Texts are stored as the length of each, int64, and then their bytes.
-
-        Args:
-          array: Array of the component.
         """
         if self.dtype != TEXT:
             return array.tobytes()
@@ -121,12 +105,7 @@ class Component:
         return np.array([len(text) for text in texts], np.int64).tobytes() + b"".join(texts)
 
     def decode(self, content: Any, shape: Sequence[int]) -> np.ndarray:
-        """Returns the component that `encode` made bytes of; numbers are a view of the bytes.
-
-        Args:
-          content: Bytes from `encode`.
-          shape: Dimensions of the component, which `encode` does not keep.
-        """
+        """Returns the component that `encode` made bytes of; numbers are a view of the bytes."""
         if self.dtype != TEXT:
             return np.frombuffer(content, self.dtype).reshape(shape)
         count = int(np.prod(shape, dtype=int))
@@ -158,15 +137,7 @@ class Layout:
 
     @classmethod
     def of(cls, sample: Sequence[Any], varying: Sequence[Sequence[int]] | None = None) -> Layout:
-        """Returns the layout of a sample.
-
-        Args:
-          sample: Components of the sample: arrays, or what NumPy makes arrays of.
-          varying: Axes in which other samples may differ, for each component; none by default.
-
-        Raises:
-          ValueError: If a component holds neither numbers nor bytes.
-        """
+        """Returns the layout of a sample."""
         arrays = [as_array(array) for array in sample]
         axes = varying or [()] * len(arrays)
         components = []
@@ -191,11 +162,7 @@ class Layout:
         return sum(component.column_bytes for component in self.components)
 
     def offsets(self, samples: int) -> list[int]:
-        """Returns where each column begins, and where the last one ends, in bytes.
-
-        Args:
-          samples: Number of rows of each column.
-        """
+        """Returns where each column begins, and where the last one ends, in bytes."""
         sizes = [
             -(-samples * component.column_bytes // ALIGNMENT) * ALIGNMENT
             for component in self.components
@@ -203,12 +170,7 @@ class Layout:
         return list(itertools.accumulate(sizes, initial=0))
 
     def columns(self, buffer: Any, samples: int) -> list[np.ndarray]:
-        """Returns the column of each component: arrays `[samples, ...]` into the buffer.
-
-        Args:
-          buffer: Buffer of at least `offsets(samples)[-1]` bytes.
-          samples: Number of rows of each column.
-        """
+        """Returns the column of each component: arrays `[samples, ...]` into the buffer."""
         arrays = []
         for component, offset in zip(self.components, self.offsets(samples), strict=False):
             dtype, shape = component.column
@@ -218,17 +180,7 @@ class Layout:
     def check(
         self, sample: Sequence[Any], name: Callable[[int], str], number: int
     ) -> list[np.ndarray]:
-        """Returns the components of a sample as arrays, after a check that they have this layout.
-
-        Args:
-          sample: Components of the sample: arrays, or what NumPy makes arrays of.
-          name: Function from the index of a sample to what a user would call it; called for errors
-            only.
-          number: Index of the sample.
-
-        Raises:
-          ValueError: If the sample has another layout; it names the sample and the difference.
-        """
+        """Returns the components of a sample as arrays, and refuses another layout than this."""
         if len(sample) == len(self.components) and all(
             map(Component.matches_exactly, self.components, sample)
         ):
@@ -256,11 +208,7 @@ class Layout:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Layout:
-        """Returns the layout that `to_dict` wrote.
-
-        Args:
-          content: Dictionary as JSON returns it.
-        """
+        """Returns the layout that `to_dict` wrote."""
         components = [
             Component(dtype=component["dtype"], shape=tuple(component["shape"]))
             for component in content["components"]
@@ -272,10 +220,6 @@ def stack_samples(samples: Sequence[Sequence[Any]], layout: Layout) -> list[np.n
     """Returns one array per component, `[n, ...]`, of samples.
 
     What varies is padded at the end of each axis, with zeros or empty texts.
-
-    Args:
-      samples: Components of each sample.
-      layout: Layout of the samples.
 
     Example:
       >>> layout = Layout.of([np.zeros(1)], varying=[[0]])

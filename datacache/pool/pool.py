@@ -37,13 +37,6 @@ class Pool:
     Samples of one size lie in columns, one for each component, so that a batch is one copy per
     component. Components that differ in size lie in a heap, and their columns say where.
 
-    Args:
-      folder: Folder of the pool, which is made if it does not exist; a pool that is there is opened
-        as it was made, whatever `make_spec` would say.
-      make_spec: Function that describes the pool to make, if there is none; called in one process
-        of the node.
-      access: Users who may read and write the pool.
-
     Attributes:
       spec: Description with which the pool was made.
       layout: Components of its samples.
@@ -112,11 +105,7 @@ class Pool:
         return in_files + (self._heap.used_bytes if self._heap else 0)
 
     def prepare(self, verify: bool = True) -> None:
-        """Makes the page tables of a full pool in memory on a thread, while the job gets ready.
-
-        Args:
-          verify: True to verify checksums on that thread, too, unless somebody has in this boot.
-        """
+        """Makes the page tables of a full pool in memory on a thread, while the job gets ready."""
         # For a pool on a disk, making page tables would read all of it.
         if self._background is None and self.filled == self.slots and is_in_memory(self.folder):
             steps = self.verify_in_steps() if verify and self._heap is None else iter(())
@@ -147,27 +136,15 @@ class Pool:
             yield
 
     def has_room(self, samples: np.ndarray) -> np.ndarray:
-        """Returns which of these samples the pool keeps, `[n]` bool.
-
-        Args:
-          samples: Indices of the samples, `[n]` int64.
-        """
+        """Returns which of these samples the pool keeps, `[n]` bool."""
         return self._slot_indices[samples] >= 0
 
     def can_copy(self, samples: np.ndarray) -> bool:
-        """Returns whether a batch of these samples is a copy of columns, once they are ready.
-
-        Args:
-          samples: Indices of the samples, `[n]` int64.
-        """
+        """Returns whether a batch of these samples is a copy of columns, once they are ready."""
         return self._heap is None and bool(self.has_room(samples).all())
 
     def ready(self, samples: np.ndarray) -> np.ndarray:
-        """Returns which of these samples can be read, `[n]` bool.
-
-        Args:
-          samples: Indices of the samples, `[n]` int64.
-        """
+        """Returns which of these samples can be read, `[n]` bool."""
         indices = self._slot_indices[samples]
         # Words of slot 0 stand in for samples without room, which have none.
         return (indices >= 0) & self._words.ready(np.maximum(indices, 0))
@@ -175,15 +152,8 @@ class Pool:
     def put(self, sample: int, arrays: Sequence[Any]) -> bool:
         """Writes a sample that has room, and then says that it is ready.
 
-        Args:
-          sample: Index of the sample.
-          arrays: Components of the sample.
-
         Returns:
           `False` if the sample is too large for what is left of the heap.
-
-        Raises:
-          ValueError: If the sample has other shapes or types than the layout.
         """
         components = self.layout.check(arrays, "sample {}".format, sample)
         index = self._slot_indices[sample]
@@ -214,10 +184,6 @@ class Pool:
     ) -> list[np.ndarray] | None:
         """Copies samples that are ready into one array per component, without verifying them.
 
-        Args:
-          samples: Indices of the samples, `[n]` int64.
-          into: Arrays to copy to in place of new ones, if no component varies.
-
         Returns:
           An array `[n, *shape]` for each component, padded where samples differ in size; `None` if
           another process has cleared one of the samples in the meantime.
@@ -234,11 +200,6 @@ class Pool:
         """Copies samples for which `can_copy` holds, and verifies their checksums on the way.
 
         Checksums are taken of the copy's bytes as they pass, so that memory is read only once.
-
-        Args:
-          samples: Indices of the samples, `[n]` int64.
-          into: Arrays to copy to in place of new ones.
-          recheck: True to verify samples, too, that somebody has verified in this boot.
 
         Returns:
           A tuple of two. First an array `[n, *shape]` for each component, or `None` if a sample is
@@ -263,9 +224,6 @@ class Pool:
 
         Where samples differ in size it is a copy, because others may reuse the bytes in the heap;
         otherwise its arrays are views of the pool.
-
-        Args:
-          sample: Index of the sample.
         """
         index = self._slot_indices[sample]
         if self._heap is None:
@@ -283,15 +241,7 @@ class Pool:
         return self._columns.decode(rows, contents)
 
     def find_corrupt(self, samples: np.ndarray, recheck: bool = False) -> np.ndarray:
-        """Returns which of these ready samples are corrupt, and makes them not ready.
-
-        Args:
-          samples: Indices of samples that are ready, `[n]` int64.
-          recheck: True to verify samples, too, that somebody has verified in this boot.
-
-        Returns:
-          Indices of samples whose bytes are not those that were written, `[k]` int64.
-        """
+        """Returns which of these ready samples are corrupt, and makes them not ready."""
         indices = self._slot_indices[samples]
         if not recheck:
             unverified = self._words.unverified(indices, self._words.array[indices])
@@ -314,9 +264,6 @@ class Pool:
     @contextlib.contextmanager
     def claim(self, samples: np.ndarray) -> Iterator[np.ndarray]:
         """Claims samples for filling; the kernel ends the claims of a process that is killed.
-
-        Args:
-          samples: Indices of samples that have room, `[n]` int64.
 
         Yields:
           Indices of those that are not ready and that nobody else had claimed, `[k]` int64. Within
@@ -357,14 +304,7 @@ class Pool:
 
 
 def open_existing(folder: Path) -> Pool:
-    """Returns a pool that was made before.
-
-    Args:
-      folder: The pool's folder.
-
-    Raises:
-      CacheError: If there is none, or it is damaged.
-    """
+    """Returns a pool that was made before."""
     with open_pool_folder(folder) as directory:
         spec = PoolSpec.from_dict(read_checked_header(directory))
         return Pool(folder, lambda: spec, directory.access)

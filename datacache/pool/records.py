@@ -12,10 +12,6 @@ from datacache.pool.layout import Arrays, Component, Layout, as_array
 def pack_samples(samples: Sequence[Arrays], layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     """Returns all samples one after the other, `[bytes]` uint8, and the bytes of each, `[n]` int64.
 
-    Args:
-      samples: Components of each sample.
-      layout: Layout of the samples, which the receiver must know.
-
     Example:
       >>> layout = Layout.of([np.zeros(2, "uint8"), np.array(b"", object)])
       >>> content, lengths = pack_samples([[np.array([1, 2], "uint8"), b"text"]], layout)
@@ -39,12 +35,7 @@ def _pack(component: Component, array: np.ndarray) -> bytes:
 
 
 def unpack_sample(content: np.ndarray, layout: Layout) -> Arrays:
-    """Returns the components of one sample from its bytes.
-
-    Args:
-      content: Bytes of the sample from `pack_samples`, `[bytes]` uint8.
-      layout: Layout of the sample.
-    """
+    """Returns the components of one sample from its bytes."""
     arrays = []
     for component in layout.components:
         if component.varies:

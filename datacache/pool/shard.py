@@ -15,11 +15,6 @@ def owner_nodes(samples: int, nodes: int, seed: int) -> np.ndarray:
     Nodes own equally many samples, give or take one, drawn at random: samples of a class, which
     lie side by side, are spread over all nodes.
 
-    Args:
-      samples: Number of samples.
-      nodes: Number of nodes.
-      seed: Seed of the permutation.
-
     Example:
       >>> np.bincount(owner_nodes(10, 4, seed=0)).tolist()
       [3, 3, 2, 2]

@@ -59,11 +59,7 @@ class PoolSpec:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> PoolSpec:
-        """Returns the description that `to_dict` wrote.
-
-        Args:
-          content: Dictionary as JSON returns it; other keys are ignored.
-        """
+        """Returns the description that `to_dict` wrote."""
         return cls(
             layout=Layout.from_dict(content["layout"]),
             shard=SampleShard(**content["part"]),

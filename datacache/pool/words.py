@@ -27,10 +27,6 @@ class SampleWords:
     while the machine runs, but what a disk had not yet written when the machine lost its power is
     corrupt. So a word also holds the number of the boot in which somebody verified it.
 
-    Args:
-      mapping: Mapping of the file of words.
-      slots: Number of slots.
-
     Attributes:
       array: The words, `[slots]` uint64; other processes may write them at any time.
     """
@@ -43,11 +39,7 @@ class SampleWords:
         self._trusted = np.zeros(slots, bool)
 
     def ready(self, indices: np.ndarray) -> np.ndarray:
-        """Returns which of these slots hold a sample that can be read, `[n]` bool.
-
-        Args:
-          indices: Slots of the samples, `[n]` int64.
-        """
+        """Returns which of these slots hold a sample that can be read, `[n]` bool."""
         return self.array[indices] >= READY
 
     def count_ready(self) -> int:
@@ -55,21 +47,13 @@ class SampleWords:
         return int((self.array >= READY).sum())
 
     def withdraw(self, index: int) -> None:
-        """Says that a slot is not ready; called before its bytes change.
-
-        Args:
-          index: Slot of the sample.
-        """
+        """Says that a slot is not ready; called before its bytes change."""
         self.array[index] = 0
 
     def publish(self, index: int, checksum: int) -> None:
         """Says that a slot is ready; called after all its bytes are written.
 
         A process that is killed before leaves a slot that is not ready, and nothing to clean up.
-
-        Args:
-          index: Slot of the sample.
-          checksum: CRC-32 of the sample.
         """
         # Not marked as verified: others are to verify what this process wrote.
         self.array[index] = READY | checksum
@@ -81,30 +65,15 @@ class SampleWords:
         self._trusted[:] = False
 
     def unverified(self, indices: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """Returns which of these slots nobody has verified in this boot, `[n]` bool.
-
-        Args:
-          indices: Slots of the samples, `[n]` int64.
-          words: Words of the samples, `[n]` uint64.
-        """
+        """Returns which of these slots nobody has verified in this boot, `[n]` bool."""
         return ~self._trusted[indices] & (words >> BOOT_SHIFT != self._boot)
 
     def unchanged(self, indices: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """Returns which slots were ready and have been neither cleared nor rewritten, `[n]` bool.
-
-        Args:
-          indices: Slots of the samples, `[n]` int64.
-          words: Words of the samples as they were before, `[n]` uint64.
-        """
+        """Returns which slots were ready, and neither cleared nor rewritten since, `[n]` bool."""
         return (words >= READY) & ((self.array[indices] ^ words) & CONTENT == 0)
 
     def mark_verified(self, indices: np.ndarray, words: np.ndarray) -> None:
-        """Marks slots as verified in this boot, unless they have changed; needs the native library.
-
-        Args:
-          indices: Slots of the samples, `[n]` int64.
-          words: Words of the samples from before the bytes were read, `[n]` uint64.
-        """
+        """Marks slots that have not changed as verified in this boot; needs the native library."""
         intact = np.ones(len(indices), bool)
         mark_words(self.array, indices, words, intact, CONTENT, self._verified_mark)
 
@@ -113,11 +82,6 @@ class SampleWords:
 
         A slot that another process has cleared or rewritten since is left alone: the bytes that
         were read were then a mixture, and say nothing about either version.
-
-        Args:
-          indices: Slots of the samples, `[n]` int64.
-          words: Words of the samples from before the bytes were read, `[n]` uint64.
-          intact: True where the checksums of the bytes matched these words, `[n]` bool.
 
         Returns:
           True for samples that are corrupt, and not ready any more, `[n]` bool.
@@ -141,10 +105,5 @@ class SampleWords:
 
 
 def match_checksums(words: np.ndarray, checksums: np.ndarray) -> np.ndarray:
-    """Returns which samples are ready and have the checksum of what was written, `[n]` bool.
-
-    Args:
-      words: Words of the samples, `[n]` uint64.
-      checksums: CRC-32 of the samples' bytes, `[n]` uint32.
-    """
+    """Returns which samples are ready and have the checksum of what was written, `[n]` bool."""
     return (words & CHECKSUM == checksums) & (words >= READY)

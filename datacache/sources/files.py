@@ -22,29 +22,14 @@ READERS = 32
 
 
 def read_listed(path: str, offset: int, length: int, listed: FileStatus) -> bytes:
-    """Reads a part of a file that is still as it was listed.
-
-    Args:
-      path: Path of the file.
-      offset: Offset of the first byte to read.
-      length: Number of bytes to read, all of them within the file.
-      listed: The file as it was listed.
-
-    Raises:
-      OSError: If the file cannot be read.
-      SourceError: If it was changed or replaced.
-    """
+    """Reads a part of a file that is still as it was listed."""
     content, now = read_file(path, offset, length)
     refuse_changed(path, now, listed)
     return content
 
 
 def refuse_changed(path: str, now: FileStatus, listed: FileStatus) -> None:
-    """Refuses a file that is not as it was listed.
-
-    Raises:
-      SourceError: If it was changed or replaced.
-    """
+    """Refuses a file that is not as it was listed."""
     if not now.is_of(listed):
         raise SourceError(
             "Files must stay as they are while a cache reads them. Received: "
@@ -56,13 +41,6 @@ def refuse_changed(path: str, now: FileStatus, listed: FileStatus) -> None:
 
 def contents_digest(count: int, file: Callable[[int], tuple[str, FileStatus]]) -> str:
     """Returns the SHA-256 of a sample of the contents of files, in hexadecimal.
-
-    Args:
-      count: Number of files.
-      file: Function from the index of a file to its path, and what it was listed as.
-
-    Raises:
-      SourceError: If a file cannot be read, or was changed.
 
     Cost: reads at most 64 files, of each three blocks of 64 KiB, and of few files 64 in all.
     """

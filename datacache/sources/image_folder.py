@@ -24,12 +24,6 @@ IMAGE_EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 class FolderSource(RandomSource):
     """Files of a folder, see `from_folder`.
 
-    Args:
-      path: Path of the folder.
-      extensions: Endings of the files to take; `None` takes all.
-      labels: True if the folder of a file is its class.
-      class_names: Names of the classes by label; `None` for all folders in alphabetical order.
-
     Attributes:
       path: Path of the folder.
       class_names: Names of the classes, by label; empty without labels.

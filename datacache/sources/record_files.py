@@ -25,10 +25,6 @@ SEARCHES = 32
 class RecordFilesSource(RandomSource, IndexedSource):
     """Records of TFRecord files, see `from_tfrecords`.
 
-    Args:
-      paths: Paths of the files, in the order of the samples.
-      features: Features of each example; `None` for the bytes of records as they are.
-
     Attributes:
       identity: All that the samples depend on; see `Source`.
       signature: `tf.TypeSpec` of each component; see `Source`.

@@ -90,16 +90,7 @@ class IndexedSource(Source, Protocol):
 
 
 def stored_components(source: Source, sample: int, read: Sequence[Any]) -> list[np.ndarray]:
-    """Returns the components of a sample as the signature of its source says them.
-
-    Args:
-      source: Source of the sample.
-      sample: Index of the sample.
-      read: What the source read: arrays, numbers, bytes or texts.
-
-    Raises:
-      SourceError: If they are others than the signature says.
-    """
+    """Returns the components of a sample as the signature of its source says them."""
     if len(read) != len(source.signature):
         raise SourceError(
             "A sample must have the components of its source's signature. Received: "
@@ -138,9 +129,5 @@ def _as_bytes(text: str | bytes) -> bytes:
 
 
 def digest(content: Any) -> str:
-    """Returns the SHA-256 of anything that JSON can hold, in hexadecimal.
-
-    Args:
-      content: Anything that JSON can hold; the order of keys in dictionaries makes no difference.
-    """
+    """Returns the SHA-256 of anything that JSON can hold, in hexadecimal."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -23,10 +23,6 @@ FIRST = 4
 class DatasetSource(StreamSource):
     """Elements of a dataset, see `from_dataset`.
 
-    Args:
-      dataset: The dataset, whose number of elements is known.
-      key: Name of all that the elements depend on.
-
     Attributes:
       identity: All that the samples depend on; see `Source`.
       signature: `tf.TypeSpec` of each component; see `Source`.

@@ -21,11 +21,6 @@ from datacache.sources.tfrecord_format import TfRecords
 class TfdsSource(RandomSource, IndexedSource):
     """Records of a split, see `from_tfds`.
 
-    Args:
-      builder: Builder of tensorflow-datasets, whose files are prepared.
-      split: Split of the builder, with slices.
-      decoders: Decoders of features; see `tfds.load`.
-
     Attributes:
       identity: All that the samples depend on; see `Source`.
       signature: `tf.TypeSpec` of each component; see `Source`.

@@ -21,14 +21,7 @@ the content."""
 
 
 class TfRecords:
-    """Records of a TFRecord file by index.
-
-    Args:
-      path: Path of the file.
-      skip: Index of the first record that is read.
-      take: Number of records from there on.
-      listed: The file as it was listed.
-    """
+    """Records of a TFRecord file by index."""
 
     def __init__(self, path: str, skip: int, take: int, listed: FileStatus) -> None:
         self._path, self._skip, self._listed = path, skip, listed
@@ -42,40 +35,20 @@ class TfRecords:
 
     @classmethod
     def known(cls, path: str, entries: np.ndarray, listed: FileStatus) -> TfRecords:
-        """Returns all records of a file whose places are known.
-
-        Args:
-          path: Path of the file.
-          entries: Result of `find_all_records`.
-          listed: The file as it was listed.
-        """
+        """Returns all records of a file whose places are known."""
         records = cls(path, 0, len(entries), listed)
         records._entries = entries
         return records
 
     def keep_index(self, index: Index, number: int, end: int) -> None:
-        """Uses what an index knows of the records, and adds to it what is found out.
-
-        Args:
-          index: Index that the processes of a node share.
-          number: Number of this file among those of the source.
-          end: Number of records in this file and all before it.
-        """
+        """Uses what an index knows of the records, and adds to it what is found out."""
         known, self._entries = self._entries, index.entries[end - len(self._entries) : end]
         self._lock_index = functools.partial(index.locked_part, number)
         if known.any() and not self._entries.any():
             self._note(known)
 
     def read(self, record: int) -> bytes:
-        """Returns the content of a record.
-
-        Args:
-          record: Its index in the file.
-
-        Raises:
-          OSError: If it cannot be read, the file ends before, or its checksum is another one.
-          SourceError: If the file was changed or replaced.
-        """
+        """Returns the content of a record."""
         found = self._record(record)
         if found is None:
             with self._lock, self._lock_index():
@@ -120,11 +93,7 @@ def masked_checksum(content: bytes) -> bytes:
 
 
 def find_damage(path: str) -> str | None:
-    """Returns where a file is damaged, or `None`.
-
-    Args:
-      path: Path of the file.
-    """
+    """Returns where a file is damaged, or `None`."""
     try:
         records = TfRecords.known(path, find_all_records(path), FileStatus.of(os.stat(path)))
         for record in range(len(records._entries)):
@@ -138,12 +107,6 @@ def find_all_records(path: str) -> np.ndarray:
     """Returns offset and length of the content of all records, `[records, 2]` int64, in bytes.
 
     Only the headers of records are read.
-
-    Args:
-      path: Path of the file.
-
-    Raises:
-      OSError: If it cannot be read, or ends within a record.
     """
     size, offset = os.path.getsize(path), 0
     entries: list[tuple[int, int]] = []
@@ -165,11 +128,6 @@ def find_records(path: str, skip: int, take: int) -> np.ndarray:
     """Returns offset and length of the content of records, `[take, 2]` int64, in bytes.
 
     Rows are zeros where the file ends before. Only the headers of records are read.
-
-    Args:
-      path: Path of the file.
-      skip: Index of the first record.
-      take: Number of records.
     """
     size, offset = os.path.getsize(path), 0
     entries = np.zeros((take, 2), np.int64)

@@ -49,14 +49,7 @@ class Access:
 
     @classmethod
     def of(cls, group: str | int | None) -> Access:
-        """Returns the access for a group.
-
-        Args:
-          group: Name or id of the group; `None` for this user alone.
-
-        Raises:
-          ValueError: If there is no such group, or this user is not in it.
-        """
+        """Returns the access for a group."""
         if group is None:
             return cls()
         try:
@@ -74,11 +67,7 @@ class Access:
 
     @classmethod
     def of_folder(cls, status: os.stat_result) -> Access:
-        """Returns the access that a folder has been given.
-
-        Args:
-          status: Status of the folder.
-        """
+        """Returns the access that a folder has been given."""
         return cls(group=status.st_gid if stat.S_IMODE(status.st_mode) == GROUP_FOLDER else None)
 
     @property
@@ -97,11 +86,7 @@ class Access:
         return f"user {os.geteuid()}" if self.group is None else f"members of group {self.group}"
 
     def includes(self, user: int) -> bool:
-        """Returns whether files made by a user are trusted.
-
-        Args:
-          user: Id of the user.
-        """
+        """Returns whether files made by a user are trusted."""
         if user == os.geteuid():
             return True
         if self.group is None:
@@ -110,12 +95,7 @@ class Access:
         return user == 0 or self.group in _groups(user)
 
     def give(self, handle: int, mode: int) -> None:
-        """Sets group and permissions of what was just made, whatever the umask is.
-
-        Args:
-          handle: Descriptor of the folder or file.
-          mode: Permissions of the folder or file.
-        """
+        """Sets group and permissions of what was just made, whatever the umask is."""
         if self.group is not None:
             os.fchown(handle, -1, self.group)
         os.fchmod(handle, mode)
@@ -135,14 +115,6 @@ def _groups(user: int) -> list[int]:
 
 class Directory:
     """An open folder, and the files in it.
-
-    Args:
-      path: Path of the folder. It must not be a link itself; links above it are followed, because
-        users set them up.
-      access: Users who may read and write the folder; by default as it is found. If it is given,
-        what belongs to this user and others could read, but not write, is closed to them.
-      closed: True if the folder must be closed to all others. One that is to be removed need not
-        be.
 
     Attributes:
       path: Path of the folder.
@@ -172,15 +144,8 @@ class Directory:
     def create(cls, path: Path, access: Access) -> Self:
         """Opens a folder, which is made if there is none, with all folders above it.
 
-        Args:
-          path: Path of the folder.
-          access: Users who may read and write the folder.
-
         Returns:
           The open folder.
-
-        Raises:
-          CacheError: If it cannot be made or opened.
         """
         while True:
             try:
@@ -195,17 +160,8 @@ class Directory:
     def open(self, name: str, flags: int = os.O_RDWR, *, make: bool = False) -> int:
         """Opens a file in the folder.
 
-        Args:
-          name: Name of the file.
-          flags: Flags of open(2).
-          make: True to make the file if it does not exist.
-
         Returns:
           Descriptor of the file, which the caller closes.
-
-        Raises:
-          FileNotFoundError: If there is no such file, and none is to be made.
-          CacheError: If it is a link, belongs to another user, or is open to others.
         """
         path = self.path / name
         try:
@@ -223,31 +179,18 @@ class Directory:
         return set(os.listdir(self.descriptor))
 
     def remove(self, name: str) -> None:
-        """Removes a file, if it is there.
-
-        Args:
-          name: Name of the file.
-        """
+        """Removes a file, if it is there."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
 
     def rename(self, name: str, new: str) -> None:
-        """Gives a file another name, durably.
-
-        Args:
-          name: Name of the file, whose content has been synced.
-          new: New name of the file; a file of that name is replaced.
-        """
+        """Gives a file another name, durably."""
         os.replace(name, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
         # The name is content of the folder, which a loss of power would undo otherwise.
         os.fsync(self.descriptor)
 
     def stat(self, name: str) -> os.stat_result:
-        """Returns the status of a file in the folder; links are not followed.
-
-        Args:
-          name: Name of the file.
-        """
+        """Returns the status of a file in the folder; links are not followed."""
         return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
 
     @property
@@ -313,9 +256,6 @@ def _make_beside(path: Path, access: Access) -> bool:
 
     Returns:
       `False` where the file system cannot rename without replacing.
-
-    Raises:
-      FileExistsError: If there is a folder already.
     """
     # Saves the work; renaming refuses to replace it anyway.
     if os.path.lexists(path):
@@ -337,9 +277,6 @@ def rename_new(old: Path, new: Path) -> bool:
 
     Returns:
       `False` if the file system or the C library cannot do that.
-
-    Raises:
-      OSError: If there is something of the new name, or it fails otherwise.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:

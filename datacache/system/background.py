@@ -18,9 +18,6 @@ STEP_BYTES = 2**24
 class BackgroundSteps(threading.Thread):
     """Daemon thread that takes steps until all are done or it is closed.
 
-    Args:
-      steps: Iterator that does one step each time it is asked for the next element.
-
     Example:
       >>> done = []
       >>> steps = BackgroundSteps(done.append(i) for i in range(3))
@@ -52,11 +49,6 @@ def populate_page_tables(mappings: Sequence[mmap.mmap], new: bool = False) -> It
     A process that opens a warm pool finds its pages in memory, but has no page tables for them,
     and none for its batches. The kernel would stop it at each page that it touches for the first
     time, and the first epoch would take nearly twice as long.
-
-    Args:
-      mappings: Mappings whose page tables are made.
-      new: True for new memory that is to be written; otherwise they are mapped for reading, and
-        nothing is written.
 
     Yields:
       `None` after each step. It ends early where the kernel or the library cannot do it.

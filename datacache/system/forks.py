@@ -23,9 +23,6 @@ _opened: dict[object, int] = {}
 def closed_on_fork(open_file: Callable[[], int]) -> Iterator[int]:
     """Opens a file for locks, and closes it at the end of the context and in forked children.
 
-    Args:
-      open_file: Function that opens the file, and returns its descriptor.
-
     Yields:
       The descriptor.
     """
@@ -45,9 +42,6 @@ def closed_on_fork(open_file: Callable[[], int]) -> Iterator[int]:
 
 def opened_again(handle: int) -> contextlib.AbstractContextManager[int]:
     """Opens an open file once more, for locks of its own; the file may have no name any more.
-
-    Args:
-      handle: Descriptor of the file.
 
     Returns:
       A context as that of `closed_on_fork`.

@@ -18,11 +18,7 @@ SMALL_FILES_BYTES = 2**16
 
 
 def free_bytes(path: Path) -> int:
-    """Returns the bytes that a file system, or memory if it lies there, has for a pool.
-
-    Args:
-      path: A folder, which may not exist yet.
-    """
+    """Returns the bytes that a file system, or memory if it lies there, has for a pool."""
     while not path.exists():
         path = path.parent
     free = max(0, shutil.disk_usage(path).free - SMALL_FILES_BYTES)
@@ -35,14 +31,6 @@ def reserve(handle: int, offset: int, size: int) -> None:
     A file with holes would end the process (SIGBUS) that writes into one through a mapping when the
     disk is full. And a file in memory that grows beyond what there is would have the kernel end
     processes, so available memory is looked at before each step.
-
-    Args:
-      handle: Descriptor of the file.
-      offset: Offset of the part, in bytes.
-      size: Length of the part, in bytes.
-
-    Raises:
-      OSError: If there is too little room; see `means_full`.
     """
     in_memory = is_memory(os.fstat(handle).st_dev)
     room = os.fstatvfs(handle)
@@ -58,9 +46,6 @@ def reserve(handle: int, offset: int, size: int) -> None:
 
 def means_full(error: OSError) -> bool:
     """Returns whether an error says that there is no room, in the file system or for its owner.
-
-    Args:
-      error: Error of a system call.
 
     Example:
       >>> means_full(OSError(errno.ENOSPC, "")), means_full(OSError(errno.EACCES, ""))
