@@ -150,7 +150,7 @@ class Iterations:
         self._begun: dict[int, Position] = {}
         self._latest: dict[int, tuple[list[np.ndarray], Callable[[int], None]]] = {}
 
-    def begin(self) -> tuple[int, int]:
+    def begin(self) -> tuple[np.int64, np.int64]:
         """Begins an iteration, and returns its number and the number of its steps."""
         number = next(self._numbers)
         begin, shares = self._epochs.begin()
@@ -158,7 +158,7 @@ class Iterations:
         # The one before may have batches in flight; older iterators are mostly abandoned.
         self._latest = {n: latest for n, latest in self._latest.items() if n == number - 1}
         self._latest[number] = shares, self._reader.look_ahead(shares)
-        return number, len(shares)
+        return np.int64(number), np.int64(len(shares))
 
     def samples(self, number: int, step: int) -> np.ndarray:
         """Returns the indices of the samples of a step."""

@@ -475,7 +475,7 @@ class _PyDataset(keras.utils.PyDataset):
         self._iterations = Iterations(epochs, reader)
         self._ahead = max(1, arguments.get("workers", 1))
         self._threads = ThreadPoolExecutor(self._ahead, "datacache")
-        self._begun: tuple[int, int] | None = None
+        self._begun: tuple[np.int64, np.int64] | None = None
         self._coming: dict[int, Future[Any]] = {}
 
     def __len__(self) -> int:
@@ -497,7 +497,7 @@ class _PyDataset(keras.utils.PyDataset):
 
     def on_epoch_end(self) -> None:
         if self._begun is not None:
-            self._iterations.end(self._begun[0])
+            self._iterations.end(int(self._begun[0]))
 
 
 @functools.cache

@@ -5,6 +5,7 @@ import collections
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.data.ops import debug_mode
 
 import datacache
 from datacache import SourceError
@@ -143,3 +144,17 @@ def test_values_of_ones_own(opened, tmp_path, disk, read, spec, expected):
 def test_values_that_are_others_than_the_signature(opened, read, spec, received):
     with pytest.raises(SourceError, match=received):
         opened(Own(read, [tf.TensorSpec(None, spec)]), None)
+
+
+def test_the_debug_mode_of_tf_data(opened):
+    """Functions of datasets then run eagerly, where one array is no list."""
+    debug_mode.toggle_debug_mode(True)
+    try:
+        data = RANGE.map(lambda n: n + 1)
+        cache = opened(datacache.from_dataset(data, key="debugged"), lambda n: 2 * n)
+        assert [batch.numpy().tolist() for batch in cache.dataset(2, shuffle=False)] == [
+            [2, 4],
+            [6, 8],
+        ]
+    finally:
+        debug_mode.toggle_debug_mode(False)
