@@ -122,6 +122,10 @@ class EpochIterator:
             )
         self._is_named = length is not None
         length = self._length(length)
+        if length == math.inf and not steps:
+            raise RuntimeError(
+                "Data that repeat have no epochs. Received: no steps_per_epoch. Say it in fit."
+            )
         # Keras trains on whole executions until the data end.
         executions = -(-steps // steps_per_execution) if steps else math.inf
         steps = int(min(executions * steps_per_execution, length))

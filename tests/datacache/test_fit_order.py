@@ -147,6 +147,8 @@ def test_positions_that_do_not_follow(numbers):
             )
     with pytest.raises(RuntimeError, match=r"initial_epoch=1, 4 steps per epoch of 6. Repeat"):
         _trained(cache, cache.dataset(BATCH), epochs=2, initial_epoch=1, steps_per_epoch=4)
+    with pytest.raises(RuntimeError, match="Data that repeat have no epochs.*Say it in fit"):
+        cache.begin_epoch(0, repeated)
     twice = cache.dataset(BATCH).repeat(2)
     for count in (lambda: next(cache.counted(twice)), lambda: _trained(cache, twice, epochs=1)):
         with pytest.raises(RuntimeError, match=r"Data must be an epoch.*12 steps, for epochs of 6"):
