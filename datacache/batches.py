@@ -146,26 +146,28 @@ class Iterations:
 
     def __init__(self, epochs: EpochIterator, reader: Reader) -> None:
         self._epochs, self._reader = epochs, reader
-        self._numbers = itertools.count()
+        self._numbers, self._lock = itertools.count(), threading.Lock()
         self._begun: dict[int, Position] = {}
         self._latest: dict[int, tuple[list[np.ndarray], Callable[[int], None]]] = {}
 
     def begin(self) -> tuple[np.int64, np.int64]:
         """Begins an iteration, and returns its number and the number of its steps."""
-        number = next(self._numbers)
-        begin, shares = self._epochs.begin()
-        self._begun[number] = begin
-        # The one before may have batches in flight; older iterators are mostly abandoned.
-        self._latest = {n: latest for n, latest in self._latest.items() if n == number - 1}
-        self._latest[number] = shares, self._reader.look_ahead(shares)
+        with self._lock:
+            number = next(self._numbers)
+            begin, shares = self._epochs.begin()
+            self._begun[number] = begin
+            # The one before may have batches in flight; older iterators are mostly abandoned.
+            self._latest = {n: latest for n, latest in self._latest.items() if n == number - 1}
+            self._latest[number] = shares, self._reader.look_ahead(shares)
         return np.int64(number), np.int64(len(shares))
 
     def samples(self, number: int, step: int) -> np.ndarray:
         """Returns the indices of the samples of a step."""
-        if number not in self._latest:
-            # Somebody reads an old iterator after all: three or more are open on one dataset.
-            self._latest[number] = self._epochs.shares(self._begun[number]), lambda _: None
-        shares, look_ahead = self._latest[number]
+        with self._lock:
+            if number not in self._latest:
+                # Somebody reads an old iterator after all: three or more are open on one dataset.
+                self._latest[number] = self._epochs.shares(self._begun[number]), lambda _: None
+            shares, look_ahead = self._latest[number]
         look_ahead(step)
         return shares[step]
 

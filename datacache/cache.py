@@ -25,7 +25,7 @@ from datacache.levels.pool_level import Verify
 from datacache.nodes import partitioning
 from datacache.nodes.partitioning import Partitioning
 from datacache.nodes.reader import Reader
-from datacache.order import Order
+from datacache.order import Order, Position
 from datacache.pool.budget import budget_bytes
 from datacache.pool.folder import own_memory
 from datacache.positions import Positions, length
@@ -476,6 +476,8 @@ class _PyDataset(keras.utils.PyDataset):
         self._ahead = max(1, arguments.get("workers", 1))
         self._threads = ThreadPoolExecutor(self._ahead, "datacache")
         self._begun: tuple[np.int64, np.int64] | None = None
+        self._start: Position | None = None
+        self._asked: set[int] = set()
         self._coming: dict[int, Future[Any]] = {}
 
     def __len__(self) -> int:
@@ -483,11 +485,15 @@ class _PyDataset(keras.utils.PyDataset):
 
     def __getitem__(self, step: int) -> Any:
         with self._lock:
-            # Whoever iterates begins with the first batch; the others are those of the same epoch.
-            if step == 0 or self._begun is None:
+            # Whoever asks first, and for whatever step, begins an epoch; asked once more, it is
+            # the same one unless training has gone on.
+            if self._begun is None or self._epochs.start != self._start:
+                self._start = self._epochs.start
                 self._begun, self._coming = self._iterations.begin(), {}
+                self._asked = set()
             number, steps = map(int, self._begun)
             step = range(steps)[step]
+            self._asked.add(step)
             for coming in range(step, min(step + self._ahead, steps)):
                 if coming not in self._coming:
                     samples = self._iterations.samples(number, coming)
@@ -496,7 +502,8 @@ class _PyDataset(keras.utils.PyDataset):
         return batch.result()
 
     def on_epoch_end(self) -> None:
-        if self._begun is not None:
+        # Keras looks at some batches before it trains, and says that an epoch has ended.
+        if self._begun is not None and len(self._asked) == self._begun[1]:
             self._iterations.end(int(self._begun[0]))
 
 

@@ -15,8 +15,8 @@ REMEDY = (
     "cache.counted(data); data to validate on takes shuffle=False."
 )
 NAME = (
-    "It must be said what fit is given, where its epochs are not those of the data: "
-    "CachePosition(cache, data)."
+    "It must be said what fit is given, with its repeat() and take(), and nobody else may read it "
+    "within an epoch: CachePosition(cache, data)."
 )
 
 
@@ -54,11 +54,11 @@ class EpochIterator:
         self._told = self._follows = self._handed_out = False
         # Iteration that goes on by itself; one that began where training was does not.
         self._chained: Position | None = None
-        self._is_named, self._has_begun = True, False
+        self._has_begun = False
 
     def __len__(self) -> int:
         """Number of steps of the next iteration."""
-        return self._steps(self._start())
+        return self._steps(self.start)
 
     @property
     def share(self) -> int:
@@ -72,10 +72,13 @@ class EpochIterator:
           A tuple of two: the position at its begin, and for each of its steps the indices of this
           rank's samples, int64.
         """
-        if self._follows and not self._is_named and self._has_begun and self._trained < self._most:
-            raise RuntimeError(f"{NAME} Received: data that repeat.")
+        if self._follows and self._has_begun and self._trained < self._most:
+            raise RuntimeError(
+                f"{NAME} Received: data that are begun anew after {self._trained} of {self._most} "
+                "steps."
+            )
         self._has_begun = True
-        begin = self._start()
+        begin = self.start
         # Ranks that have only looked at a batch agree that it is the first one.
         ambiguous = begin.samples > 0 or (self._ranks > 1 and begin.epoch > self._first.epoch)
         if ambiguous and self.order.shuffle and not self._told:
@@ -120,7 +123,6 @@ class EpochIterator:
             raise RuntimeError(
                 f"{NAME} Received: {steps} steps per epoch of fit, {self._epoch_steps} of the data."
             )
-        self._is_named = length is not None
         length = self._length(length)
         if length == math.inf and not steps:
             raise RuntimeError(
@@ -144,7 +146,6 @@ class EpochIterator:
             self._begin_at(begin, length)
         elif self._trained == self._most:
             self._begin_at(self._position(), length)
-        self._has_begun = False
 
     def go_on(self, length: float | None) -> None:
         """Says that a loop begins where training is, and that its steps will be counted."""
@@ -183,12 +184,13 @@ class EpochIterator:
 
     def _begin_at(self, position: Position, length: float) -> None:
         self._begin = self._next = position
-        self._trained, self._most = 0, length
+        self._trained, self._most, self._has_begun = 0, length, False
         # Data that repeat are read on before training is there.
         self._told, self._follows = True, length != math.inf
 
-    def _start(self) -> Position:
-        """Returns the position at which the next iteration begins."""
+    @property
+    def start(self) -> Position:
+        """Position at which the next iteration begins."""
         if not self._follows:
             return self._next
         return self._begin if self._trained < self._most else self._position()

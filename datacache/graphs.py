@@ -13,8 +13,19 @@ from tensorflow.python.framework import op_def_registry
 log = logging.getLogger("datacache")
 PYTHON_OPS = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
 """Ops that call Python."""
-_UNSTEADY = {"Timestamp", "NonDeterministicInts"}
-"""Stateful ops that draw, although they have neither a seed nor a generator."""
+ONE_TO_ONE = {
+    *("MapDataset", "ParallelMapDataset", "PrefetchDataset", "OptionsDataset", "ZipDataset"),
+    *("AssertCardinalityDataset", "RangeDataset", "RestructuredDataset"),
+}
+"""Kinds of datasets of which an element is made of the one of the same place below."""
+_IN_ORDER = ONE_TO_ONE | {
+    *("TakeDataset", "SkipDataset", "ConcatenateDataset", "CacheDataset", "ShardDataset"),
+    *("BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset"),
+}
+"""Kinds of datasets whose order does not depend on the values of elements."""
+_UNSTEADY = {"Timestamp", "NonDeterministicInts", "FractionalMaxPool", "FractionalAvgPool"}
+"""Ops that draw, although they are not stateful or have neither a seed nor a generator."""
+_WRITES = "Assign.*VariableOp|Resource(Scatter|Apply|SparseApply|StridedSliceAssign|CountUpTo)"
 
 
 def nodes(graph: Any) -> Iterator[Any]:
@@ -58,41 +69,55 @@ def functions(dataset: tf.data.Dataset) -> Iterator[Any]:
         yield from (function.function.graph for function in one._functions())
 
 
+def kind_of(dataset: Any) -> str:
+    """Returns the name of a dataset's class without underscores."""
+    return type(dataset).__name__.strip("_")
+
+
 def shuffling(dataset: tf.data.Dataset) -> str | None:
     """Returns what gives elements of a dataset in another order each time, and its remedy."""
     causes = [cause for one in datasets(dataset) if (cause := _shuffling_itself(one))]
-    for node in (node for graph in functions(dataset) for node in nodes(graph)):
-        if node.op.startswith("Shuffle") and node.attr["reshuffle_each_iteration"].b:
-            causes.append("shuffle within a function. Leave it out: the cache shuffles")
-        if node.attr["deterministic"].s == b"false":
-            causes.append(f"{node.op} with deterministic=False. Leave that out")
+    causes += [
+        cause
+        for graph in functions(dataset)
+        for node in nodes(graph)
+        if (cause := _unsteady_node(node))
+    ]
     return causes[0] if causes else None
 
 
 def _shuffling_itself(one: Any) -> str | None:
-    kind = type(one).__name__.strip("_")
+    kind = kind_of(one)
     if hasattr(one, "_seed"):
-        again = getattr(one, "_reshuffle_each_iteration", getattr(one, "_rerandomize", False))
+        again = getattr(one, "_reshuffle_each_iteration", bool(getattr(one, "_rerandomize", 0)))
         if again or again is None or not (one._seed or one._seed2):
             return "shuffle, list_files or random. Leave it out: the cache shuffles"
-    if getattr(one, "_deterministic", None) == "false" or (
-        kind == "ParallelInterleaveDataset" and _is_interleaved_at_will(one)
-    ):
+    if getattr(one, "_deterministic", None) == "false":
         return f"{kind} with deterministic=False. Leave that out"
-    if kind in ("FilterDataset", "TakeWhileDataset") and any(
-        drawing_ops(function.function.graph) for function in one._functions()
-    ):
-        return "elements that are chosen at random. Choose them before"
+    if kind not in _IN_ORDER and any(map(drawing_ops, functions(one))):
+        return f"elements that {kind} chooses at random. Draw after the cache"
+    if kind in ("ParallelInterleaveDataset", "VariantDataset"):
+        return next(filter(None, map(_unsteady_node, _serialized(one))), None)
     return None
 
 
-def _is_interleaved_at_will(one: tf.data.Dataset) -> bool:
-    # Only the graph knows it; it holds the names of files, and seldom more.
+def _unsteady_node(node: Any) -> str | None:
+    if node.op.startswith(("Shuffle", "RandomDataset")):
+        return f"{node.op} within a dataset. Leave it out: the cache shuffles"
+    if node.attr["deterministic"].s == b"false":
+        return f"{node.op.rstrip('V0123456789')} with deterministic=False. Leave that out"
+    return None
+
+
+def _serialized(one: tf.data.Dataset) -> Iterator[Any]:
+    """Yields the nodes of a dataset's graph, which holds names of files, and seldom more."""
     content = tf.raw_ops.DatasetToGraphV2(
         input_dataset=tf.data.experimental.to_variant(one), external_state_policy=1
     )
     definition = tf.compat.v1.GraphDef.FromString(content.numpy())
-    return any(node.attr["deterministic"].s == b"false" for node in definition.node)
+    yield from definition.node
+    for function in definition.library.function:
+        yield from function.node_def
 
 
 def warn_of_draws(what: str, ops: set[str]) -> None:
@@ -108,11 +133,14 @@ def warn_of_draws(what: str, ops: set[str]) -> None:
 
 def _draws(name: str) -> bool:
     op = op_def_registry.get(name)
-    if op is None or not op.is_stateful:
+    if name in _UNSTEADY or op is None or not op.is_stateful:
+        return name in _UNSTEADY
+    # Datasets within a function are looked at as such.
+    if re.search(r"Dataset(V\d+)?$", name):
         return False
     attributes = {attribute.name for attribute in op.attr}
     has_seed = "seed" in attributes or bool(_inputs(name) & {"seed", "alg", "algorithm"})
-    return has_seed or name in _UNSTEADY or re.match("Assign.*VariableOp", name) is not None
+    return has_seed or re.match(_WRITES, name) is not None
 
 
 def _inputs(name: str) -> set[str]:

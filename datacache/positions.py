@@ -10,9 +10,11 @@ import keras
 import tensorflow as tf
 
 from datacache.epochs import EpochIterator
-from datacache.graphs import datasets
+from datacache.graphs import ONE_TO_ONE, datasets, kind_of
 
 Data = TypeVar("Data")
+SAME_STEPS = ONE_TO_ONE | {"FlatMapDataset", "RepeatDataset", "TakeDataset", "TensorDataset"}
+"""Kinds of datasets whose steps are those of the cache's dataset, which is made of the last."""
 
 
 class Positions:
@@ -64,6 +66,11 @@ def length(data: Any) -> float | None:
         return len(data)
     if not isinstance(data, tf.data.Dataset):
         return None
+    if others := {kind_of(one) for one in datasets(data)} - SAME_STEPS:
+        raise RuntimeError(
+            "Steps must be those of the cache, in its order, to be counted. Received: data with "
+            f"{min(others)}. Leave out what shuffles, leaves out, or makes other batches."
+        )
     steps = int(data.cardinality())
     # TensorFlow's constants are negative.
     return {tf.data.INFINITE_CARDINALITY: math.inf, tf.data.UNKNOWN_CARDINALITY: None}.get(

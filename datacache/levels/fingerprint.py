@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import graphlib
 import hashlib
 import logging
@@ -58,6 +59,10 @@ def trace(source: Source, preprocess: Callable[..., Any] | None) -> TracedPrepro
         if preprocess is not None:
             decoded = preprocess(*decoded) if isinstance(decoded, tuple) else preprocess(decoded)
         decoded = _without_lists(decoded)
+        if not tf.nest.flatten(decoded):
+            raise ValueError(
+                f"A sample must have a tensor. Received: {decoded!r} from `preprocess`."
+            )
         structure = tf.nest.map_structure(_component_spec, decoded)
         return [tf.convert_to_tensor(part) for part in tf.nest.flatten(decoded)]
 
@@ -86,7 +91,8 @@ def _without_lists(part: Any) -> Any:
                 f"{part!r:.200} from `preprocess`. Return a tuple or a dictionary of its parts."
             ) from error
     if isinstance(part, dict):
-        return type(part)((name, _without_lists(value)) for name, value in part.items())
+        kind = collections.OrderedDict if isinstance(part, collections.OrderedDict) else dict
+        return kind((name, _without_lists(value)) for name, value in part.items())
     if isinstance(part, tuple):
         parts = map(_without_lists, part)
         return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)

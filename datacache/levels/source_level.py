@@ -53,11 +53,20 @@ class SourceLevel(Level):
         self._readers.shutdown(cancel_futures=True)
 
     def _stream(self, indices: Collection[int]) -> Iterator[tuple[int, Arrays]]:
+        sample = -1
         for sample, read in enumerate(cast("StreamSource", self._source).stream()):
+            if sample == len(self._source):
+                break
             arrays = stored_components(self._source, sample, read)
             self._count([arrays])
             if sample in indices:
                 yield sample, arrays
+        if sample + 1 != len(self._source):
+            how_many = "more" if sample == len(self._source) else str(sample + 1)
+            raise SourceError(
+                "A source must have as many samples as it says. Received: "
+                f"{how_many} from {self._source}, not {len(self._source)}."
+            )
 
     def _read_some(self, indices: np.ndarray) -> list[Arrays]:
         read = [self._read(sample) for sample in indices.tolist()]

@@ -129,7 +129,9 @@ class ParallelLoader:
         self.start()
         self._turn += 1
         turn = self._turn
-        requests = zip(itertools.cycle(range(self._buffers)), items, strict=False)
+        failures: list[Exception] = []
+        taken = _until_it_fails(items, failures)
+        requests = zip(itertools.cycle(range(self._buffers)), taken, strict=False)
         requested: deque[tuple[int, Any]] = deque()
         wanted = self._buffers
         while True:
@@ -137,6 +139,8 @@ class ParallelLoader:
                 self._current_child(turn).request(turn, buffer, mode, item)
                 requested.append((buffer, item))
             if not requested:
+                if failures:
+                    raise failures[0]
                 return
             yield self._batch(turn, mode, *requested.popleft())
             # Asking again is the handshake (steps 20 to 27): now nobody needs the buffer of the
@@ -180,3 +184,11 @@ class ParallelLoader:
         )
         error.add_note(f"In the loader process:\n{reply.trace}")
         raise error
+
+
+def _until_it_fails(items: Iterable[Any], failures: list[Exception]) -> Iterator[Any]:
+    """Yields items; an error of theirs is due behind the batches of those before it."""
+    try:
+        yield from items
+    except Exception as error:  # noqa: BLE001 - raised there
+        failures.append(error)

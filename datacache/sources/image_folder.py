@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -210,8 +211,10 @@ def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, File
                     )
                 folders.append((below, above | {real}))
             elif entry.name.lower().endswith(endings):
-                name = os.path.relpath(entry.path, path)
-                found.append((name, FileStatus.of(_asked(entry.stat))))
+                about = _asked(entry.stat)
+                # Pipes and devices would be waited for.
+                if stat.S_ISREG(about.st_mode):
+                    found.append((os.path.relpath(entry.path, path), FileStatus.of(about)))
     return found
 
 

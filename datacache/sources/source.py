@@ -115,8 +115,10 @@ def _stored(value: Any, spec: Any, source: Source, sample: int) -> np.ndarray:
             return np.vectorize(_as_bytes, [object])(texts)
     elif not is_text:
         array = np.asarray(value)
-        if array.dtype.kind != "O" and np.can_cast(array.dtype, wanted, "same_kind"):
-            return array.astype(wanted, copy=False)
+        if array.dtype.kind != "O":
+            converted = array.astype(wanted, copy=False)
+            if np.can_cast(array.dtype, wanted, "same_kind") or (converted == array).all():
+                return converted
     raise SourceError(
         f"A component must be what the signature of its source says. Received: {value!r:.100} for "
         f"{source.name(sample)}, not {spec.dtype.name}. Convert it where it is read, or leave it "

@@ -11,7 +11,14 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from datacache.graphs import datasets, drawing_ops, functions, shuffling, warn_of_draws
+from datacache.graphs import (
+    datasets,
+    drawing_ops,
+    functions,
+    kind_of,
+    shuffling,
+    warn_of_draws,
+)
 from datacache.pool.layout import as_array
 from datacache.sources.source import SourceError, StreamSource, digest
 from datacache.sources.tfrecord_format import find_damage
@@ -39,12 +46,16 @@ class DatasetSource(StreamSource):
         self._samples = int(dataset.cardinality())
         # TensorFlow's constants for infinite and unknown cardinalities are negative.
         if self._samples <= 0:
-            what = {tf.data.INFINITE_CARDINALITY: "infinitely many", 0: "no"}.get(
-                self._samples, "unknown many"
+            what, remedy = {
+                tf.data.INFINITE_CARDINALITY: ("infinitely many", "Use take(n)."),
+                0: ("no", "Name other data."),
+            }.get(
+                self._samples,
+                ("unknown many", "Use apply(tf.data.experimental.assert_cardinality(n))."),
             )
             raise SourceError(
-                f"A dataset must have a known number of samples. Received: one with {what}. Use "
-                "take(n), or apply(tf.data.experimental.assert_cardinality(n))."
+                f"A dataset must have a known number of samples. Received: one with {what}. "
+                f"{remedy}"
             )
         if unsteady := shuffling(dataset):
             raise SourceError(
@@ -54,14 +65,25 @@ class DatasetSource(StreamSource):
         draws = {op for graph in functions(dataset) for op in drawing_ops(graph)}
         warn_of_draws("the dataset", draws)
         self.signature = tf.nest.flatten(self._spec)
-        self._first = [] if draws else list(self._read(FIRST))
+        self._draws = bool(draws)
+        first = list(self._read(FIRST))
+        if draws:
+            # What is drawn is another one each time.
+            first = [
+                [
+                    one
+                    for one, other in zip(*both, strict=True)
+                    if self._digest([one]) == self._digest([other])
+                ]
+                for both in zip(first, self._read(FIRST), strict=True)
+            ]
+        self._first = None if draws else first[0]
         self.identity = {
             "kind": "dataset",
             "key": key,
             "samples": self._samples,
             "spec": repr(self._spec),
-            # What is drawn is another one each time.
-            "first": [self._digest(components) for components in self._first],
+            "first": [self._digest(components) for components in first],
         }
 
     def __len__(self) -> int:
@@ -77,22 +99,17 @@ class DatasetSource(StreamSource):
     @override
     def stream(self) -> Iterator[list[np.ndarray]]:
         # Whoever looks at the first only need not read the dataset once more.
-        yield from self._first
-        count = 0
-        for components in self._read(self._samples + 1):
-            if count >= len(self._first):
-                yield components
-            elif self._digest(components) != self._digest(self._first[count]):
+        if self._first is not None:
+            yield self._first
+        for count, components in enumerate(self._read(self._samples + 1)):
+            looked_at = count < FIRST and not self._draws
+            if looked_at and self._digest(components) != self.identity["first"][count]:
                 raise SourceError(
                     "A dataset must have the same elements in the same order each time. Received: "
                     f"another element {count} than before. Draw and shuffle after the cache."
                 )
-            count += 1
-        if count != self._samples:
-            raise SourceError(
-                "A dataset must have as many samples as it says. Received: "
-                f"{count}, not {self._samples}."
-            )
+            if count or self._first is None:
+                yield components
 
     def _read(self, count: int) -> Iterator[list[np.ndarray]]:
         """Yields the components of the first elements."""
@@ -102,8 +119,9 @@ class DatasetSource(StreamSource):
                 yield [as_array(array) for array in tf.nest.flatten(element)]
                 number += 1
         except tf.errors.OpError as error:
-            damage = [found for path in self._record_files() if (found := find_damage(path))]
-            cause = damage[0] if damage else error.message.splitlines()[0]
+            cause = error.message.splitlines()[0]
+            if isinstance(error, tf.errors.DataLossError):
+                cause = next(filter(None, map(find_damage, self._record_files())), cause)
             raise SourceError(
                 f"A dataset must be readable to its end. Received: {cause}, after {number} "
                 "elements. Mend that, or leave it out; what is cached stays."
@@ -111,8 +129,9 @@ class DatasetSource(StreamSource):
 
     def _record_files(self) -> list[str]:
         """Returns the names of the TFRecord files of a `TFRecordDataset`."""
-        names = [getattr(one, "_filenames", None) for one in datasets(self._dataset)]
-        paths = {path.decode() for name in names if name is not None for path in _texts(name)}
+        files = [one for one in datasets(self._dataset) if "TFRecord" in kind_of(one)]
+        names = [one._filenames for one in files if hasattr(one, "_filenames")]
+        paths = {path.decode() for name in names for path in _texts(name)}
         return sorted(path for path in paths if os.path.isfile(path))
 
     @staticmethod

@@ -116,6 +116,7 @@ FLIP, CROP = (
     keras.layers.RandomFlip("horizontal", seed=1),
     keras.layers.RandomCrop(4, 4, seed=1),
 )
+COUNTER = tf.Variable([0.0])
 GENERATOR = tf.random.Generator.from_seed(1)
 NORMALIZE = keras.layers.Normalization(mean=1.0, variance=2.0)
 TABLE = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([0], [1]), 0)
@@ -144,6 +145,8 @@ def _box(image):
             ),
             "RandomStandardNormal",
         ),
+        (lambda image: tf.nn.fractional_max_pool(image[None], 1.5, True)[0], "FractionalMaxPool"),
+        (lambda image: COUNTER.scatter_nd_add([[0]], [1.0]) * image, "ResourceScatterNdAdd"),
         (lambda image: tf.map_fn(lambda row: row + tf.random.normal([]), image), "RandomStandard"),
     ],
 )

@@ -77,6 +77,7 @@ def test_a_list_is_a_tensor_in_each_way_of_reading(opened):
     [
         (lambda n: (n, None), "Received: None from `preprocess`. Leave it out"),
         (lambda n: [n, "text"], r"A list in a sample must be one tensor.* Return a tuple"),
+        (lambda n: (), r"must have a tensor. Received: \(\) from"),
         (lambda n: tf.ragged.constant([[1], [2, 3]]), "Received: RaggedTensor"),
     ],
 )
@@ -107,6 +108,7 @@ def test_an_unknown_rank(opened, tmp_path):
     [
         (lambda n: [n], tf.TensorSpec([], tf.int64), [0, 1, 2, 3]),
         (lambda n: [np.int32(n)], tf.TensorSpec([], tf.int64), [0, 1, 2, 3]),
+        (lambda n: [n], tf.TensorSpec([], tf.uint8), [0, 1, 2, 3]),
         (lambda n: ["é" * n], tf.TensorSpec([], tf.string), [b"", *("é" * n for n in (1, 2, 3))]),
         (lambda n: [bytes(n)], tf.TensorSpec([], tf.string), [bytes(n) for n in range(4)]),
         (
@@ -138,6 +140,7 @@ def test_values_of_ones_own(opened, tmp_path, disk, read, spec, expected):
         (lambda n: [np.array([b"a\0"])], tf.string, "for value 0, not string"),
         (lambda n: [None], tf.int64, "None for value 0, not int64"),
         (lambda n: [1.5], tf.int64, r"1.5 for value 0, not int64"),
+        (lambda n: [300], tf.uint8, "300 for value 0, not uint8"),
         (lambda n: [1, 2], tf.int64, "2 for value 0, not 1"),
     ],
 )

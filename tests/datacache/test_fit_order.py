@@ -43,10 +43,11 @@ def _trained(cache, data, callbacks=(), **arguments):
 
     model = keras.Sequential([keras.Input((1,)), Note(), keras.layers.Dense(1)])
     model.compile("sgd", "mse", steps_per_execution=arguments.pop("steps_per_execution", 1))
-    position = keras_callbacks.CachePosition(cache, data)
+    if arguments.pop("is_told", True):
+        callbacks = [keras_callbacks.CachePosition(cache, data), *callbacks]
     # A dataset of tf.data warns of shuffling.
     arguments.setdefault("shuffle", isinstance(data, keras.utils.PyDataset))
-    model.fit(data, verbose=0, callbacks=[position, *callbacks], **arguments)
+    model.fit(data, verbose=0, callbacks=[*callbacks], **arguments)
     return seen
 
 
@@ -126,28 +127,32 @@ def test_executions_beyond_an_epoch_of_fit(numbers):
 
 def test_positions_that_do_not_follow(numbers):
     cache = numbers()
-    repeated = cache.dataset(BATCH).repeat().prefetch(2)
-    position = keras_callbacks.CachePosition(cache)
+    plain = cache.dataset(BATCH)
+    repeated = plain.repeat().prefetch(2)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    for steps, received in (
-        (4, "4 steps per epoch of fit, 6 of the data"),
-        (6, "data that repeat"),
+    for named, given, steps, received in (
+        (None, repeated, 4, "4 steps per epoch of fit, 6 of the data"),
+        (None, repeated, 6, r"data that are begun anew after \d of 6 steps"),
+        (plain, repeated, 6, r"data that are begun anew after \d of 6 steps"),
+        (plain, plain.take(3), None, r"data that are begun anew after 3 of 6 steps"),
     ):
-        with pytest.raises(
-            Exception, match=rf"(?s)CachePosition\(cache, data\). Received: {received}"
-        ):
+        position = keras_callbacks.CachePosition(cache, named)
+        with pytest.raises(Exception, match=rf"CachePosition\(cache, data\). Received: {received}"):
             model.fit(
-                repeated,
+                given,
                 epochs=3,
                 steps_per_epoch=steps,
                 callbacks=[position],
                 verbose=0,
                 shuffle=False,
             )
+    for other in (plain.shuffle(3), plain.unbatch().batch(2), plain.skip(1)):
+        with pytest.raises(RuntimeError, match=r"Steps must be those of the cache.*Received: data"):
+            cache.begin_epoch(0, other)
     with pytest.raises(RuntimeError, match=r"initial_epoch=1, 4 steps per epoch of 6. Repeat"):
         _trained(cache, cache.dataset(BATCH), epochs=2, initial_epoch=1, steps_per_epoch=4)
-    with pytest.raises(RuntimeError, match="Data that repeat have no epochs.*Say it in fit"):
+    with pytest.raises(RuntimeError, match=r"Data that repeat have no epochs.*Say it in fit"):
         cache.begin_epoch(0, repeated)
     twice = cache.dataset(BATCH).repeat(2)
     for count in (lambda: next(cache.counted(twice)), lambda: _trained(cache, twice, epochs=1)):
@@ -176,6 +181,40 @@ def test_a_loop_over_data_that_repeat(numbers):
             break
         seen.append(np.ravel(batch).astype(int).tolist())
     assert seen == list(itertools.islice(_in_order(), 15))
+
+
+def test_a_pydataset_of_ones_own_around_it(numbers):
+    """Its batches may come in any order: those of each epoch of fit are an epoch's."""
+
+    class Augmented(keras.utils.PyDataset):
+        def __init__(self, data):
+            super().__init__()
+            self.data = data
+
+        def __len__(self):
+            return len(self.data)
+
+        def __getitem__(self, step):
+            return self.data[step]
+
+        def on_epoch_end(self):
+            self.data.on_epoch_end()
+
+    cache = numbers()
+    data = Augmented(cache.pydataset(BATCH))
+    in_order = list(itertools.islice(_in_order(), 3 * STEPS))
+    seen = _trained(cache, data, epochs=3)
+    for epoch in range(3):
+        part = slice(epoch * STEPS, (epoch + 1) * STEPS)
+        assert sorted(seen[part]) == sorted(in_order[part])
+    assert _trained(cache, data, epochs=3, shuffle=False) == in_order
+
+
+@pytest.mark.parametrize("kind", ["dataset", "pydataset"])
+def test_epochs_without_a_callback_follow_one_another(numbers, kind):
+    cache = numbers()
+    seen = _trained(cache, getattr(cache, kind)(BATCH), epochs=2, is_told=False)
+    assert seen == list(itertools.islice(_in_order(), 2 * STEPS))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

@@ -229,6 +229,18 @@ def test_errors_come_over_and_the_loader_goes_on():
         assert next(loader.batches("train", [20])) == 5
 
 
+def test_items_that_fail_do_so_behind_the_batches_before():
+    def items():
+        yield from (0, 1)
+        raise KeyError("two")
+
+    with ParallelLoader(same_size, buffers=3) as loader:
+        batches = loader.batches("train", items())
+        assert [int(next(batches)[0]) for _ in range(2)] == [0, 1]
+        with pytest.raises(KeyError, match="two"):
+            next(batches)
+
+
 def test_what_is_over_is_not_loaded():
     here, there = multiprocessing.Pipe()
     requests = Requests(there)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import datacache
 from datacache import SourceError
+from datacache.sources.source import StreamSource
 
 SAMPLES = 20
 RANGE = tf.data.Dataset.range(SAMPLES)
@@ -29,7 +30,7 @@ def _within(name, **arguments):
         (lambda folder: RANGE.shuffle(9, reshuffle_each_iteration=False), "shuffle"),
         (lambda folder: tf.data.Dataset.zip(RANGE, tf.data.Dataset.random()), "random"),
         (lambda folder: tf.data.Dataset.sample_from_datasets([RANGE, RANGE]), "random"),
-        (lambda folder: _within("shuffle", buffer_size=5), "shuffle within a function"),
+        (lambda folder: _within("shuffle", buffer_size=5), "ShuffleDatasetV3 within a dataset"),
         (
             lambda folder: RANGE.map(abs, num_parallel_calls=2, deterministic=False),
             "ParallelMapDataset with deterministic=False. Leave that out",
@@ -40,9 +41,22 @@ def _within(name, **arguments):
             ),
             "ParallelInterleaveDataset with deterministic=False",
         ),
+        (lambda folder: RANGE.batch(SAMPLES).map(tf.random.shuffle).unbatch(), "UnbatchDataset"),
+        (
+            lambda folder: RANGE.flat_map(
+                lambda n: tf.data.Dataset.from_tensors(n + tf.random.uniform([], 0, 9, tf.int64))
+            ),
+            "elements that FlatMapDataset chooses at random",
+        ),
+        (
+            lambda folder: tf.data.Dataset.choose_from_datasets(
+                [RANGE, RANGE], tf.data.Dataset.range(2).shuffle(2).repeat(SAMPLES)
+            ),
+            "huffle",
+        ),
         (
             lambda folder: RANGE.filter(lambda n: tf.random.uniform([]) < 0.5),
-            "elements that are chosen at random",
+            "elements that FilterDataset chooses at random",
         ),
     ],
 )
@@ -75,6 +89,10 @@ def test_an_order_that_python_draws_is_refused(opened):
     [
         lambda: RANGE.shuffle(SAMPLES, seed=3, reshuffle_each_iteration=False),
         lambda: RANGE.map(lambda n: n, num_parallel_calls=4),
+        lambda: tf.data.Dataset.zip(RANGE, tf.data.Dataset.random(seed=3)).map(lambda n, _: n),
+        lambda: tf.data.Dataset.choose_from_datasets(
+            [RANGE.take(10), RANGE.skip(10)], tf.data.Dataset.range(2).repeat(10)
+        ),
         lambda: RANGE.interleave(tf.data.Dataset.from_tensors, 4, num_parallel_calls=4),
         lambda: RANGE.map(lambda n: n, num_parallel_calls=4).with_options(_fast()),
     ],
@@ -86,6 +104,36 @@ def test_what_is_the_same_each_time_is_read_once(opened, make):
     assert sorted(read) == list(range(SAMPLES))
     if data.options().deterministic is not False:
         assert read == [int(n) for n in data]
+
+
+def test_a_parse_error_is_no_damage(tmp_path, opened):
+    (tmp_path / "a.txt").write_text("1\n2\nthree\n4\n")
+    data = tf.data.TextLineDataset(str(tmp_path / "a.txt")).map(tf.strings.to_number)
+    data = data.apply(tf.data.experimental.assert_cardinality(4))
+    with pytest.raises(SourceError, match=r"Received: .*could not correctly convert.*, after 2"):
+        datacache.from_dataset(data, key="lines")
+
+
+@pytest.mark.parametrize(("count", "received"), [(3, "3 from"), (7, "more from")])
+def test_a_stream_of_another_length(opened, count, received):
+    class Stream(StreamSource):
+        identity, signature = f"stream {count}", [tf.TensorSpec([], tf.int64)]
+
+        def __len__(self):
+            return 5
+
+        def name(self, sample):
+            return f"number {sample}"
+
+        def decode(self, number):
+            return number
+
+        def stream(self):
+            yield from ([np.array(number)] for number in range(count))
+
+    cache = opened(Stream(), None)
+    with pytest.raises(Exception, match=f"as many samples as it says. Received: {received}"):
+        list(cache.dataset(5))
 
 
 def _fast():
@@ -115,6 +163,12 @@ def test_what_a_dataset_draws_is_said_and_kept(opened, caplog):
         epochs = [np.concatenate([*cache.dataset(5, shuffle=False)]) for _ in range(2)]
     np.testing.assert_array_equal(*epochs)
     assert caplog.text.count("draws at random (RandomUniform)") == 1
+    others = [
+        tf.data.Dataset.range(first, first + 6).map(lambda n: (n, tf.random.uniform([])))
+        for first in (0, 0, 9)
+    ]
+    one, same, other = (datacache.from_dataset(data, key="drawn").identity for data in others)
+    assert one == same != other, "what is not drawn tells them apart"
 
 
 def test_a_damaged_record_of_a_stream_is_named(tmp_path, opened):
