@@ -18,6 +18,8 @@ NAME = (
     "It must be said what fit is given, with its repeat() and take(), and nobody else may read it "
     "within an epoch: CachePosition(cache, data)."
 )
+MOST_AHEAD = 32
+"""Steps that are read ahead of training at most: more are somebody else's."""
 
 
 class EpochIterator:
@@ -54,7 +56,8 @@ class EpochIterator:
         self._told = self._follows = self._handed_out = False
         # Iteration that goes on by itself; one that began where training was does not.
         self._chained: Position | None = None
-        self._has_begun = False
+        self._has_begun = self._is_endless = False
+        self._passes = 0
 
     def __len__(self) -> int:
         """Number of steps of the next iteration."""
@@ -78,6 +81,12 @@ class EpochIterator:
                 "steps."
             )
         self._has_begun = True
+        self._passes += 1
+        if self._is_endless and self._passes * self._epoch_steps > self._reach():
+            raise RuntimeError(
+                f"{NAME} Received: pass {self._passes} of data that repeat after {self._trained} "
+                f"steps, of {self._epoch_steps} in each."
+            )
         begin = self.start
         # Ranks that have only looked at a batch agree that it is the first one.
         ambiguous = begin.samples > 0 or (self._ranks > 1 and begin.epoch > self._first.epoch)
@@ -159,7 +168,8 @@ class EpochIterator:
 
     def leave(self) -> None:
         """Says that nobody trains any more: the next iteration begins there, without being told."""
-        self._follows, self._next = False, self._position()
+        self._follows = self._is_endless = False
+        self._next = self._position()
 
     def count(self, steps: int) -> None:
         """Says that more steps were trained."""
@@ -182,9 +192,14 @@ class EpochIterator:
             )
         return self._epoch_steps if length is None else length
 
+    def _reach(self) -> int:
+        """Returns the number of steps that may have begun to be read."""
+        return self._trained + self._epoch_steps + MOST_AHEAD
+
     def _begin_at(self, position: Position, length: float) -> None:
         self._begin = self._next = position
         self._trained, self._most, self._has_begun = 0, length, False
+        self._passes, self._is_endless = 0, length == math.inf
         # Data that repeat are read on before training is there.
         self._told, self._follows = True, length != math.inf
 

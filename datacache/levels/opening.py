@@ -96,6 +96,7 @@ def open_levels(
         folder = Path(memory).expanduser() / fingerprint[:FOLDER_DIGITS]
         in_memory = _open_memory_pool(folder, spec, needed_bytes, budget, choose_shard, access)
         _prepare(in_memory, verify)
+    _forget_interrupted(last, [stored_on_disk, on_disk, in_memory])
     _keep_index(source, access, [stored_on_disk, in_memory, on_disk])
     cached = in_memory.layout if in_memory else layout()
     below: Level = PreprocessedLevel(stored, make, cached, source.name, opener)
@@ -210,6 +211,19 @@ def _fits(whole: Path, shard: Path, needed_bytes: Callable[[], int], budget: int
 
 def _shard_folder(whole: Path, node: int, nodes: int) -> Path:
     return whole if nodes == 1 else whole.with_name(f"{whole.name}.{node}of{nodes}")
+
+
+def _forget_interrupted(last: SourceLevel, pools: list[Pool | None]) -> None:
+    """Clears pools, the lowest first, if the reading of a stream into it has ended too early.
+
+    A stream is read again from its begin anyway, and its order may be another one then.
+    """
+    lowest = next(filter(None, pools), None)
+    if last.stream is None or lowest is None or not lowest.is_only_user:
+        return
+    if 0 < lowest.filled < lowest.slots:
+        for pool in filter(None, pools):
+            pool.clear()
 
 
 def _keep_index(source: Source, access: Access, pools: list[Pool | None]) -> None:

@@ -156,7 +156,12 @@ class PoolLevel(Level):
             with self.pool.claim_all() as claimed:
                 if claimed:
                     every = np.arange(self.pool.spec.shard.samples)
-                    missing = self.missing(every[self.pool.has_room(every)])
+                    kept = every[self.pool.has_room(every)]
+                    missing = self.missing(kept)
+                    if len(missing) < len(kept):
+                        # What is there is of another reading, whose order may have been another.
+                        self.pool.clear()
+                        missing = kept
                     for sample, arrays in stream(set(missing.tolist())):
                         self.pool.put(sample, arrays)
                     return

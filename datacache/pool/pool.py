@@ -85,6 +85,11 @@ class Pool:
         return self._folder.path
 
     @property
+    def is_only_user(self) -> bool:
+        """True if no other process had the pool open when this one opened it."""
+        return self._folder.is_only_user
+
+    @property
     def filled(self) -> int:
         """Number of samples that are ready."""
         return self._words.count_ready()

@@ -183,6 +183,16 @@ def test_a_loop_over_data_that_repeat(numbers):
     assert seen == list(itertools.islice(_in_order(), 15))
 
 
+def test_data_that_repeat_are_read_by_nobody_else(numbers):
+    cache = numbers()
+    data = cache.dataset(BATCH).repeat()
+    peek = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: next(iter(data)))
+    with pytest.raises(
+        Exception, match=r"nobody else may read it.*Received: pass \d+ of data that"
+    ):
+        _trained(cache, data, [peek], epochs=20, steps_per_epoch=STEPS)
+
+
 def test_a_pydataset_of_ones_own_around_it(numbers):
     """Its batches may come in any order: those of each epoch of fit are an epoch's."""
 

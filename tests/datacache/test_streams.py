@@ -84,6 +84,31 @@ def test_an_order_that_python_draws_is_refused(opened):
     assert cache._levels.memory.filled <= 4
 
 
+def test_an_order_that_python_draws_after_an_interruption(opened):
+    """Each sample comes once all the same, as those of the first reading are read again."""
+    reads = []
+
+    def drawn():
+        reads.append(None)
+        yield from range(4)
+        for count, number in enumerate(random.sample(range(4, SAMPLES), SAMPLES - 4)):
+            # The first reading looks at the first elements, the second one is cut off.
+            assert len(reads) != 2 or count < 6, "the job ends"
+            yield number
+
+    data = tf.data.Dataset.from_generator(drawn, output_signature=tf.TensorSpec([], tf.int64))
+    data = data.apply(tf.data.experimental.assert_cardinality(SAMPLES))
+    source = datacache.from_dataset(data, key="interrupted")
+    cache = opened(source, None)
+    with pytest.raises(Exception, match="the job ends"):
+        cache.warm(progress=False)
+    assert cache._levels.memory.filled > 4
+    cache.close()
+    cache = opened(source, None)
+    read = [int(n) for batch in cache.dataset(5, shuffle=False) for n in batch]
+    assert sorted(read) == list(range(SAMPLES))
+
+
 @pytest.mark.parametrize(
     "make",
     [
