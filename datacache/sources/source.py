@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -103,8 +104,8 @@ def stored_components(source: Source, sample: int, read: Sequence[Any]) -> list[
 
 
 def _stored(value: Any, spec: Any, source: Source, sample: int) -> np.ndarray:
-    wanted = np.dtype(spec.dtype.as_numpy_dtype)
-    is_text, dtype = spec.dtype.name == "string", getattr(value, "dtype", None)
+    wanted, is_text = _numpy_type(spec.dtype)
+    dtype = getattr(value, "dtype", None)
     # Most are: a file is one text.
     if dtype == wanted and (not is_text or (value.ndim == 0 and isinstance(value.item(), bytes))):
         return value
@@ -124,6 +125,13 @@ def _stored(value: Any, spec: Any, source: Source, sample: int) -> np.ndarray:
         f"{source.name(sample)}, not {spec.dtype.name}. Convert it where it is read, or leave it "
         "out."
     )
+
+
+@functools.cache
+def _numpy_type(dtype: Any) -> tuple[np.dtype[Any], bool]:
+    """Returns the type of arrays for a type of TensorFlow, and whether it is of texts."""
+    # Kept, because asking TensorFlow takes as long as reading a small sample.
+    return np.dtype(dtype.as_numpy_dtype), dtype.name == "string"
 
 
 def _as_bytes(text: str | bytes) -> bytes:
