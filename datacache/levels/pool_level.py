@@ -158,11 +158,13 @@ class PoolLevel(Level):
                     every = np.arange(self.pool.spec.shard.samples)
                     kept = every[self.pool.has_room(every)]
                     missing = self.missing(kept)
+                    if not missing.size:
+                        # Another process has filled the pool since it was looked at.
+                        return
                     if len(missing) < len(kept):
-                        # What is there is of another reading, whose order may have been another.
+                        # The others are of another reading, which may have had another order.
                         self.pool.clear()
-                        missing = kept
-                    for sample, arrays in stream(set(missing.tolist())):
+                    for sample, arrays in stream(set(kept.tolist())):
                         self.pool.put(sample, arrays)
                     return
             time.sleep(POLL_S)

@@ -109,9 +109,11 @@ class Folder:
     ) -> None:
         self.path = Path(path)
         with _locked(lambda: Directory.create(self.path, access)) as self.directory:
-            self._user = self.directory.open("users", make=True)
-            try:
+            with contextlib.ExitStack() as on_error:
+                self._user = self.directory.open("users", make=True)
+                on_error.callback(os.close, self._user)
                 self._claims = self.directory.open("claims", make=True)
+                on_error.callback(os.close, self._claims)
                 self.is_only_user = _has_no_users(self._user)
                 # Made shared at once: a child that is forked while the pool is being made inherits
                 # this lock, and must keep nobody out. The change is not atomic; meanwhile the
@@ -119,9 +121,7 @@ class Folder:
                 fcntl.flock(self._user, fcntl.LOCK_SH)
                 header = _read_usable_header(self.directory, self.is_only_user)
                 self.header = header or _make(self.directory, make_blueprint)
-            except BaseException:
-                os.close(self._user)
-                raise
+                on_error.pop_all()
             # Reading through a mapping changes no times, so this is when the pool was last opened.
             os.utime(self._user)
 
