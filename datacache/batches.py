@@ -113,7 +113,7 @@ def batches(
 
     def fetch(*where: tf.Tensor) -> Any:
         # The shapes of what it returns are unknown to TensorFlow, and Keras builds models by them.
-        # One array is no list in the debug mode of tf.data.
+        # The debug mode of tf.data returns a single array without a list around it.
         arrays = tf.nest.flatten(tf.numpy_function(read, where, types))
         for array, component in zip(arrays, layout.components, strict=True):
             array.set_shape([None, *component.shape])
@@ -165,7 +165,7 @@ class Iterations:
         """Returns the indices of the samples of a step."""
         with self._lock:
             if number not in self._latest:
-                # Somebody reads an old iterator after all: three or more are open on one dataset.
+                # Three or more iterators are open on one dataset, and this is not among the last.
                 self._latest[number] = self._epochs.shares(self._begun[number]), lambda _: None
             shares, look_ahead = self._latest[number]
         look_ahead(step)

@@ -485,8 +485,8 @@ class _PyDataset(keras.utils.PyDataset):
 
     def __getitem__(self, step: int) -> Any:
         with self._lock:
-            # Whoever asks first, and for whatever step, begins an epoch; asked once more, it is
-            # the same one unless training has gone on.
+            # The first request begins an epoch, whatever its step. Later requests read that epoch
+            # until the position of training moves.
             if self._begun is None or self._epochs.start != self._start:
                 self._start = self._epochs.start
                 self._begun, self._coming = self._iterations.begin(), {}

@@ -19,7 +19,7 @@ NAME = (
     "within an epoch: CachePosition(cache, data)."
 )
 MOST_AHEAD = 32
-"""Steps that are read ahead of training at most: more are somebody else's."""
+"""Steps of prefetching at most; an iteration that begins further ahead is another reader's."""
 
 
 class EpochIterator:
@@ -49,19 +49,26 @@ class EpochIterator:
         self.all_whole = not self._first.samples
         # For its error, which is due here and not at the first batch.
         self._epoch_steps = order.steps(Position(), ranks)
-        # Where the iteration in training began, its steps so far, and how many it has. `_next`
-        # moves on when the last batch is read, which is before it is trained.
+        # Where the iteration in training began, its steps so far, and how many it has: infinity for
+        # data that repeat, `None` while nobody trains. `_next` moves on when the last batch is
+        # read, which is before it is trained.
         self._begin, self._trained = self._next, 0
-        self._most = math.inf
-        self._told = self._follows = self._handed_out = False
-        # Iteration that goes on by itself; one that began where training was does not.
-        self._chained: Position | None = None
-        self._has_begun = self._is_endless = False
+        self._length: float | None = None
+        self._told = self._handed_out = False
+        # Iterations that have begun since then, and the last one if the next follows it.
         self._passes = 0
+        self._chained: Position | None = None
 
     def __len__(self) -> int:
         """Number of steps of the next iteration."""
         return self._steps(self.start)
+
+    @property
+    def start(self) -> Position:
+        """Position at which the next iteration begins."""
+        if not self._trains_to_an_end:
+            return self._next
+        return self._position() if self._trained == self._length else self._begin
 
     @property
     def share(self) -> int:
@@ -75,18 +82,8 @@ class EpochIterator:
           A tuple of two: the position at its begin, and for each of its steps the indices of this
           rank's samples, int64.
         """
-        if self._follows and self._has_begun and self._trained < self._most:
-            raise RuntimeError(
-                f"{NAME} Received: data that are begun anew after {self._trained} of {self._most} "
-                "steps."
-            )
-        self._has_begun = True
+        self._refuse_others()
         self._passes += 1
-        if self._is_endless and self._passes * self._epoch_steps > self._reach():
-            raise RuntimeError(
-                f"{NAME} Received: pass {self._passes} of data that repeat after {self._trained} "
-                f"steps, of {self._epoch_steps} in each."
-            )
         begin = self.start
         # Ranks that have only looked at a batch agree that it is the first one.
         ambiguous = begin.samples > 0 or (self._ranks > 1 and begin.epoch > self._first.epoch)
@@ -95,7 +92,7 @@ class EpochIterator:
                 f"On several ranks, or within an epoch, it must be said which pass begins. {REMEDY}"
             )
         self._handed_out = True
-        self._chained = None if self._follows else begin
+        self._chained = None if self._trains_to_an_end else begin
         return begin, self.shares(begin)
 
     def shares(self, begin: Position) -> list[np.ndarray]:
@@ -132,7 +129,7 @@ class EpochIterator:
             raise RuntimeError(
                 f"{NAME} Received: {steps} steps per epoch of fit, {self._epoch_steps} of the data."
             )
-        length = self._length(length)
+        length = self._checked(length)
         if length == math.inf and not steps:
             raise RuntimeError(
                 "Data that repeat have no epochs. Received: no steps_per_epoch. Say it in fit."
@@ -140,7 +137,7 @@ class EpochIterator:
         # Keras trains on whole executions until the data end.
         executions = -(-steps // steps_per_execution) if steps else math.inf
         steps = int(min(executions * steps_per_execution, length))
-        # Epochs of fit until the data end, where Keras begins to read them anew.
+        # Epochs of fit in one iteration over the data, after which Keras makes another iterator.
         epochs = length if length == math.inf else -(-length // steps)
         passes, within = divmod(epoch, epochs)
         if is_first and within and length < math.inf and length % steps:
@@ -153,7 +150,7 @@ class EpochIterator:
             more, rest = divmod(int(within) * steps, self._epoch_steps)
             begin = self.order.after(Position(epoch=int(passes) + more), rest, self._ranks)
             self._begin_at(begin, length)
-        elif self._trained == self._most:
+        elif self._trained == self._length:
             self._begin_at(self._position(), length)
 
     def go_on(self, length: float | None) -> None:
@@ -164,16 +161,16 @@ class EpochIterator:
                 "A loop that was left within an epoch goes on with a new dataset. Received: the "
                 "old one. Make it: cache.dataset(..., state=cache.state_dict(data))."
             )
-        self._begin_at(position, max(self._length(length), self._steps(position)))
+        self._begin_at(position, max(self._checked(length), self._steps(position)))
 
     def leave(self) -> None:
-        """Says that nobody trains any more: the next iteration begins there, without being told."""
-        self._follows = self._is_endless = False
-        self._next = self._position()
+        """Ends training; the next iteration begins at its position without a callback."""
+        self._length, self._next = None, self._position()
 
     def count(self, steps: int) -> None:
         """Says that more steps were trained."""
-        self._trained = int(min(self._trained + steps, self._most))
+        most = math.inf if self._length is None else self._length
+        self._trained = int(min(self._trained + steps, most))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress of training, as JSON can hold it."""
@@ -183,7 +180,7 @@ class EpochIterator:
             )
         return self.order.state_dict(self._position())
 
-    def _length(self, length: float | None) -> float:
+    def _checked(self, length: float | None) -> float:
         """Returns the number of steps of the data, those of an epoch by default."""
         if length not in (None, math.inf) and length > self._epoch_steps:
             raise RuntimeError(
@@ -192,23 +189,28 @@ class EpochIterator:
             )
         return self._epoch_steps if length is None else length
 
-    def _reach(self) -> int:
-        """Returns the number of steps that may have begun to be read."""
-        return self._trained + self._epoch_steps + MOST_AHEAD
-
     def _begin_at(self, position: Position, length: float) -> None:
         self._begin = self._next = position
-        self._trained, self._most, self._has_begun = 0, length, False
-        self._passes, self._is_endless = 0, length == math.inf
-        # Data that repeat are read on before training is there.
-        self._told, self._follows = True, length != math.inf
+        self._trained, self._length, self._passes, self._told = 0, length, 0, True
 
     @property
-    def start(self) -> Position:
-        """Position at which the next iteration begins."""
-        if not self._follows:
-            return self._next
-        return self._begin if self._trained < self._most else self._position()
+    def _trains_to_an_end(self) -> bool:
+        """True in training, except on data that repeat: these are read before training is there."""
+        return self._length not in (None, math.inf)
+
+    def _refuse_others(self) -> None:
+        """Refuses an iteration that training does not need yet."""
+        if self._trains_to_an_end and self._passes and self._trained != self._length:
+            raise RuntimeError(
+                f"{NAME} Received: data that are begun anew after {self._trained} of "
+                f"{self._length} steps."
+            )
+        reach = self._trained + self._epoch_steps + MOST_AHEAD
+        if self._length == math.inf and (self._passes + 1) * self._epoch_steps > reach:
+            raise RuntimeError(
+                f"{NAME} Received: pass {self._passes + 1} of data that repeat after "
+                f"{self._trained} steps, of {self._epoch_steps} in each."
+            )
 
     def _steps(self, begin: Position) -> int:
         """Returns the number of steps of an iteration."""

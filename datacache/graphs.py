@@ -28,30 +28,30 @@ _UNSTEADY = {"Timestamp", "NonDeterministicInts", "FractionalMaxPool", "Fraction
 _WRITES = "Assign.*VariableOp|Resource(Scatter|Apply|SparseApply|StridedSliceAssign|CountUpTo)"
 
 
-def nodes(graph: Any) -> Iterator[Any]:
-    """Yields the `NodeDef` of each op of a graph, and of the functions that it calls."""
-    definition = graph.as_graph_def()
+def nodes(definition: Any) -> Iterator[Any]:
+    """Yields the `NodeDef` of each op of a `GraphDef`, and of the functions that it calls."""
     yield from definition.node
     for function in definition.library.function:
         yield from function.node_def
 
 
-def drawing_ops(graph: Any) -> set[str]:
-    """Returns the ops of a graph whose results may be others each time.
+def ops(graph: Any) -> set[str]:
+    """Returns the names of the ops of a graph, and of the functions that it calls."""
+    return {node.op for node in nodes(graph.as_graph_def())}
+
+
+def drawing_ops(names: set[str]) -> set[str]:
+    """Returns the ops whose results may be others each time.
 
     They are stateful and have a seed or a generator, read a clock, or change a variable, as the
     generators of Keras's random layers do.
     """
-    return {name for name in {node.op for node in nodes(graph)} if _draws(name)}
+    return set(filter(_draws, names))
 
 
-def file_ops(graph: Any) -> set[str]:
-    """Returns the ops of a graph that read files by their names."""
-    return {
-        name
-        for name in {node.op for node in nodes(graph)}
-        if _inputs(name) & {"filename", "filenames", "pattern"}
-    }
+def file_ops(names: set[str]) -> set[str]:
+    """Returns the ops that read files by their names."""
+    return {name for name in names if _inputs(name) & {"filename", "filenames", "pattern"}}
 
 
 def datasets(data: Any) -> Iterator[tf.data.Dataset]:
@@ -80,7 +80,7 @@ def shuffling(dataset: tf.data.Dataset) -> str | None:
     causes += [
         cause
         for graph in functions(dataset)
-        for node in nodes(graph)
+        for node in nodes(graph.as_graph_def())
         if (cause := _unsteady_node(node))
     ]
     return causes[0] if causes else None
@@ -94,7 +94,7 @@ def _shuffling_itself(one: Any) -> str | None:
             return "shuffle, list_files or random. Leave it out: the cache shuffles"
     if getattr(one, "_deterministic", None) == "false":
         return f"{kind} with deterministic=False. Leave that out"
-    if kind not in _IN_ORDER and any(map(drawing_ops, functions(one))):
+    if kind not in _IN_ORDER and any(drawing_ops(ops(graph)) for graph in functions(one)):
         return f"elements that {kind} chooses at random. Draw after the cache"
     if kind in ("ParallelInterleaveDataset", "VariantDataset"):
         return next(filter(None, map(_unsteady_node, _serialized(one))), None)
@@ -110,14 +110,11 @@ def _unsteady_node(node: Any) -> str | None:
 
 
 def _serialized(one: tf.data.Dataset) -> Iterator[Any]:
-    """Yields the nodes of a dataset's graph, which holds names of files, and seldom more."""
+    """Returns the nodes of a dataset's graph, which holds names of files, and seldom more."""
     content = tf.raw_ops.DatasetToGraphV2(
         input_dataset=tf.data.experimental.to_variant(one), external_state_policy=1
     )
-    definition = tf.compat.v1.GraphDef.FromString(content.numpy())
-    yield from definition.node
-    for function in definition.library.function:
-        yield from function.node_def
+    return nodes(tf.compat.v1.GraphDef.FromString(content.numpy()))
 
 
 def warn_of_draws(what: str, ops: set[str]) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from datacache.graphs import PYTHON_OPS, drawing_ops, file_ops, nodes, warn_of_draws
-from datacache.sources.source import Source, digest
+from datacache.graphs import PYTHON_OPS, drawing_ops, file_ops, ops, warn_of_draws
+from datacache.sources.source import Source, array_digest, digest
 
 log = logging.getLogger("datacache")
 
@@ -205,22 +205,20 @@ def _capture_digest(captured: Any, variables: Any) -> str:
             )
             return "resource"
         captured = variable.read_value()
-    array = np.asarray(captured)
-    # The bytes of an object array are pointers.
-    content = repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
-    return digest([str(array.dtype), array.shape, hashlib.sha256(content).hexdigest()])
+    return array_digest(np.asarray(captured))
 
 
 def _warn_of_unseen(graph: Any) -> None:
-    if {node.op for node in nodes(graph)} & PYTHON_OPS:
+    used = ops(graph)
+    if used & PYTHON_OPS:
         log.warning(
             "datacache: `preprocess` calls Python code, which the cache cannot see: pass another "
             "`version` when it changes"
         )
-    if files := file_ops(graph):
+    if files := file_ops(used):
         log.warning(
             "datacache: `preprocess` reads files by itself (%s), which the cache cannot see: pass "
             "another `version` when they change",
             ", ".join(sorted(files)),
         )
-    warn_of_draws("`preprocess`", drawing_ops(graph))
+    warn_of_draws("`preprocess`", drawing_ops(used))

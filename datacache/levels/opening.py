@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -230,12 +231,8 @@ def _keep_index(source: Source, access: Access, pools: list[Pool | None]) -> Non
     """Keeps the index of a source's records beside the first of these pools that there is."""
     pool = next(filter(None, pools), None)
     if pool is not None and hasattr(source, "keep_index"):
-        try:
+        with _warned_without_room("each process looks for records by itself"):
             source.keep_index(Index(pool.folder, len(source), access))
-        except (NoRoomError, OSError) as error:
-            if isinstance(error, OSError) and not means_full(error):
-                raise
-            log.warning("datacache: each process looks for records by itself. %s", error)
 
 
 def _estimate_bytes(first: Arrays, layout: Layout, source: Source) -> int:
@@ -279,10 +276,17 @@ def _layout(sample: Arrays, traced: TracedPreprocess, variable_shapes: bool) -> 
 
 
 def _open_if_room(open_pool: Callable[[], Pool]) -> Pool | None:
-    try:
+    with _warned_without_room("one level less"):
         return open_pool()
+    return None
+
+
+@contextlib.contextmanager
+def _warned_without_room(consequence: str) -> Iterator[None]:
+    """Warns where the context finds no room, and goes on behind it."""
+    try:
+        yield
     except (NoRoomError, OSError) as error:
         if isinstance(error, OSError) and not means_full(error):
             raise
-        log.warning("datacache: one level less. %s", error)
-        return None
+        log.warning("datacache: %s. %s", consequence, error)

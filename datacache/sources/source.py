@@ -141,3 +141,10 @@ def _as_bytes(text: str | bytes) -> bytes:
 def digest(content: Any) -> str:
     """Returns the SHA-256 of anything that JSON can hold, in hexadecimal."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def array_digest(array: np.ndarray) -> str:
+    """Returns the SHA-256 of an array's type, shape and content, in hexadecimal."""
+    # The bytes of an object array are pointers.
+    content = repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
+    return digest([str(array.dtype), array.shape, hashlib.sha256(content).hexdigest()])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,12 @@ from datacache.graphs import (
     drawing_ops,
     functions,
     kind_of,
+    ops,
     shuffling,
     warn_of_draws,
 )
 from datacache.pool.layout import as_array
-from datacache.sources.source import SourceError, StreamSource, digest
+from datacache.sources.source import SourceError, StreamSource, array_digest, digest
 from datacache.sources.tfrecord_format import find_damage
 
 FIRST = 4
@@ -62,10 +62,9 @@ class DatasetSource(StreamSource):
                 "A dataset must have the same elements in the same order each time. Received: one "
                 f"with {unsteady}."
             )
-        draws = {op for graph in functions(dataset) for op in drawing_ops(graph)}
+        draws = {op for graph in functions(dataset) for op in drawing_ops(ops(graph))}
         warn_of_draws("the dataset", draws)
         self.signature = tf.nest.flatten(self._spec)
-        self._draws = bool(draws)
         first = list(self._read(FIRST))
         if draws:
             # What is drawn is another one each time.
@@ -102,7 +101,7 @@ class DatasetSource(StreamSource):
         if self._first is not None:
             yield self._first
         for count, components in enumerate(self._read(self._samples + 1)):
-            looked_at = count < FIRST and not self._draws
+            looked_at = count < FIRST and self._first is not None
             if looked_at and self._digest(components) != self.identity["first"][count]:
                 raise SourceError(
                     "A dataset must have the same elements in the same order each time. Received: "
@@ -136,12 +135,7 @@ class DatasetSource(StreamSource):
 
     @staticmethod
     def _digest(components: list[np.ndarray]) -> str:
-        return digest(
-            [
-                (str(array.dtype), array.shape, sha256(_content(array)).hexdigest())
-                for array in components
-            ]
-        )
+        return digest(list(map(array_digest, components)))
 
     @override
     def decode(self, *stored: Any) -> Any:
@@ -180,8 +174,3 @@ def _texts(names: Any) -> list[bytes]:
     if isinstance(names, tf.data.Dataset):
         return list(names.as_numpy_iterator())
     return np.asarray(names).reshape(-1).tolist()
-
-
-def _content(array: np.ndarray) -> bytes:
-    # The bytes of an object array are pointers.
-    return repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
