@@ -192,7 +192,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _write(self, epoch: int, batches: int) -> None:
         # Where ranks train weights of their own, what is equal on all ranks is written once, and is
         # where they go on from if a callback has assigned it.
-        self._session.centres.go_on_from_assigned()
+        self._session.local_weights.restart_if_assigned()
         meta = {
             "format": FORMAT,
             "epoch": epoch,
@@ -218,7 +218,7 @@ class Checkpoint(keras.callbacks.Callback):
         # All ranks have to look at the same steps, and each look is an exchange: hence few, and
         # early ones.
         self._steps_since_start += 1
-        if not self._session.knows_lengths and self._session.centres.exist:
+        if not self._session.knows_lengths and self._session.local_weights.exist:
             # Ranks are not in step: files are waited for at the end of the epoch.
             return
         if self._steps_since_start == self._next_look:
@@ -275,7 +275,7 @@ class Checkpoint(keras.callbacks.Callback):
         # Before the comparison, which would miss the variables of an optimizer that is not built.
         self._build_optimizers(snapshot)
         # As it was written.
-        self._session.centres.show()
+        self._session.local_weights.show()
         self._check(snapshot)
         batches = 0 if self.resume == "epoch" else snapshot.meta["batches"]
         if batches:
@@ -303,7 +303,7 @@ class Checkpoint(keras.callbacks.Callback):
         _assign(self._parts()[0], self._redistributed(snapshot))
         self._pending_metrics = to_array_list(own, "metric") if batches else []
         self._steps, self._epoch = snapshot.meta["steps"], snapshot.meta["epoch"]
-        self._session.centres.note_restored()
+        self._session.local_weights.note_assigned()
         self._session.resume_at(snapshot.meta["epoch"], batches)
         runtime.say(
             "tfposeidon: resumed from %s at epoch %d, batch %d.",

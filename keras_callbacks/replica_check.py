@@ -65,7 +65,7 @@ class ReplicaCheck(keras.callbacks.Callback):
             self._check()
 
     def _check(self) -> None:
-        session.of(self.model).centres.show()
+        session.of(self.model).local_weights.show()
         variables = replicated_variables(self.model)
         wire = session.of(self.model).wire
         layers = layer_state.read(self.model, Placement.REPLICATED)
@@ -87,3 +87,4 @@ class ReplicaCheck(keras.callbacks.Callback):
         if repairs:
             replicas.broadcast(variables, wire)
             layer_state.broadcast(self.model, wire)
+            session.of(self.model).local_weights.note_assigned()

@@ -55,7 +55,7 @@ def test_it_is_saved_with_the_model(rule, tmp_path):
 def test_scripts_may_ask_for_the_centre_on_one_rank():
     model = _trained(tp.LocalUpdates(keras.optimizers.SGD(0.1)))
     before = model.get_weights()
-    with model.optimizer.centre():
+    with model.optimizer.global_weights():
         for one, other in zip(model.get_weights(), before, strict=True):
             np.testing.assert_array_equal(one, other)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tfposeidon.communication.runtime import init, rank, size, workers
     from tfposeidon.elastic_averaging import ElasticAveraging
     from tfposeidon.exchange.parallel_operator import parallel_tensor_operator
-    from tfposeidon.local_updates import LocalUpdates
+    from tfposeidon.local.optimizer import LocalUpdates
     from tfposeidon.optimizer import DistributedOptimizer
 
 __version__ = "0.1.0"
@@ -51,7 +51,7 @@ __all__ = [
 _HOME = {
     "DistributedOptimizer": "optimizer",
     "ElasticAveraging": "elastic_averaging",
-    "LocalUpdates": "local_updates",
+    "LocalUpdates": "local.optimizer",
     "all_gather": "collectives",
     "all_reduce": "collectives",
     "barrier": "collectives",

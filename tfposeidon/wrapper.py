@@ -429,29 +429,9 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
         return False
 
     @property
-    def has_centre(self) -> bool:
-        """True if ranks train weights of their own, beside a centre that is equal on all."""
+    def has_local_weights(self) -> bool:
+        """True if ranks train weights of their own, beside global ones that are equal on all."""
         return False
-
-    def show_centre(self) -> bool:
-        """Puts what is equal on all ranks into the variables, where each trains its own weights.
-
-        Returns:
-          True if it was not there yet.
-        """
-        return False
-
-    def hide_centre(self) -> None:
-        """Puts into the variables what this rank goes on from, if `show_centre` was called."""
-
-    def end_fit(self) -> None:
-        """Says so if what ranks have trained by themselves is nowhere to be seen."""
-
-    def report_loaded(self) -> None:
-        """Says so if weights that were just loaded are not where this rank goes on from."""
-
-    def forget_own(self) -> None:
-        """Makes this rank go on from what the variables hold, which becomes the centre."""
 
     def carry(self, statistics: Callable[[], Sequence[Any]]) -> None:
         """Makes layers' statistics travel along, where weights are exchanged.

@@ -215,9 +215,10 @@ class Trainer:
         self.optimizer = optimizer(self._steps)
         self._model = keras.Sequential(data.layers())
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        self._model.compile(
-            self.optimizer, loss, metrics=["accuracy"], steps_per_execution=EPOCH_STEPS
-        )
+        is_local = isinstance(self.optimizer, tp.LocalUpdates)
+        # Ranks synchronize between executions.
+        steps = self.optimizer.get_config()["every"] if is_local else EPOCH_STEPS
+        self._model.compile(self.optimizer, loss, metrics=["accuracy"], steps_per_execution=steps)
         self.optimizer.build(self._model.trainable_variables)
         self._at_first = {id(v): tf.convert_to_tensor(v) for v in self._state()}
 

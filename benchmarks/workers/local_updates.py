@@ -60,6 +60,8 @@ class Steps:
         for _ in range(count):
             time.sleep(compute_s)
             self._update(tf.constant(1e-3))
+            if isinstance(self._optimizer, tp.LocalUpdates):
+                self._optimizer.end_step()
         return max(exchange_objects(time.perf_counter() - begin, wire, "bench.end"))
 
 

@@ -64,7 +64,8 @@ def test_the_centre_has_the_largest_of_all_ranks(wire):
     for step in range(STEPS):
         values = tf.constant(_values(step, wire.topology.rank))
         optimizer.apply([tf.ones([4, 3]), values], [weight, history])
-    optimizer.show_centre()
+        optimizer.end_step()
+    optimizer.show_global_weights()
     np.testing.assert_allclose(history.numpy(), _largest([STEPS - 1], wire), rtol=1e-6)
 
 

@@ -89,9 +89,9 @@ def fitted(build, start, data, wire, optimizer, **fit):
 
 def own_weights(model):
     """Returns the weights that this rank goes on from."""
-    model.optimizer.hide_centre()
+    model.optimizer.hide_global_weights()
     own = model.get_weights()
-    model.optimizer.show_centre()
+    model.optimizer.show_global_weights()
     return own
 
 
@@ -168,5 +168,7 @@ class SpoilsStatistics(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         if batch == 1 and tp.rank() == 1:
+            # Callbacks see the global ones.
+            self.model.optimizer.hide_global_weights()
             statistic = self.model.layers[1].moving_mean
             statistic.assign(np.full(statistic.shape, np.inf))

@@ -55,5 +55,5 @@ def test_bytes_of_steps_are_those_of_their_rounds(wire):
                 f"{ROUNDS} x {of_round / 1000:.0f} kB by the plan",
                 flush=True,
             )
-        with optimizer.centre():
+        with optimizer.global_weights():
             same_on_all_ranks(model.get_weights(), wire)

@@ -23,9 +23,9 @@ def _check(model, start, wire):
     same_on_all_ranks([v.numpy() for v in model.trainable_variables], wire)
     assert all(np.isfinite(w).all() for w in weights)
     assert max(np.abs(a - b).max() for a, b in zip(weights, start, strict=True)) > 1e-4
-    model.optimizer.hide_centre()
+    model.optimizer.hide_global_weights()
     own = exchange_objects(models.digest(model.get_weights()), wire, "own")
-    model.optimizer.show_centre()
+    model.optimizer.show_global_weights()
     assert len(set(own)) == wire.topology.size
 
 
@@ -65,7 +65,7 @@ def test_a_dataset_of_python_in_half_precision(wire):
     model = models.mlp()
     start = model.get_weights()
     inner = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
-    model.compile(tp.LocalUpdates(inner, EVERY), models.LOSS, steps_per_execution=2)
+    model.compile(tp.LocalUpdates(inner, every=4), models.LOSS, steps_per_execution=2)
     model.fit(models.Batches(*models.mlp.data(10 * BATCH), BATCH, workers=2), epochs=2, verbose=0)
     same_on_all_ranks(model.get_weights(), wire)
     assert max(np.abs(a - b).max() for a, b in zip(model.get_weights(), start, strict=True)) > 1e-4

@@ -244,20 +244,32 @@ def test_hand_written_loops_and_several_steps_per_execution(wire):
     share, local = models.share(data, BATCH, wire.topology), BATCH // wire.topology.size
     for begin in range(0, len(share[0]), local):
         step(*(part[begin : begin + local] for part in share))
-    with optimizer.centre():
+        if not begin:
+            with Raises(RuntimeError, "no call of LocalUpdates.end_step"):
+                optimizer.show_global_weights()
+        optimizer.end_step()
+    with optimizer.global_weights():
         check_equal(model.get_weights(), expected.get_weights())
         same_on_all_ranks(model.get_weights(), wire)
     assert len(set(exchange_objects(models.digest(model.get_weights()), wire, "own"))) > 1
 
-    # Eleven steps in executions of four.
+    # Eleven steps in executions of three.
     unrolled = models.copy(models.mlp, start)
-    unrolled.compile(tp.LocalUpdates(sgd(), EVERY), models.LOSS, steps_per_execution=4)
+    unrolled.compile(tp.LocalUpdates(sgd(), EVERY), models.LOSS, steps_per_execution=EVERY)
     unrolled.fit(*share, batch_size=local, shuffle=False, verbose=0)
     check_equal(unrolled.get_weights(), expected.get_weights())
     eager = models.copy(models.mlp, start)
     eager.compile(tp.LocalUpdates(sgd(), EVERY, delay=1), models.LOSS, run_eagerly=True)
     eager.fit(*share, batch_size=local, shuffle=False, verbose=0)
     same_on_all_ranks(eager.get_weights(), wire)
+
+
+def test_executions_end_where_ranks_synchronize(wire):
+    for options, received in (({"every": 3}, "every=3"), ({"every": 4, "delay": 1}, "delay=1")):
+        model = models.mlp()
+        model.compile(tp.LocalUpdates(sgd(), **options), models.LOSS, steps_per_execution=2)
+        with Raises(ValueError, f"multiple of steps_per_execution.*{received}, steps_per_ex.*=2"):
+            model.fit(*models.mlp.data(8), batch_size=4, verbose=0)
 
 
 def _gan(make, d_steps=1):

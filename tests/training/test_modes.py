@@ -133,17 +133,7 @@ def test_one_processor_is_enough(wire):
 
 @pytest.mark.ranks("2", **ONE_PROCESSOR)
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"rule": "outer"},
-        {"within": "node"},
-        pytest.param(
-            {"delay": 1},
-            marks=pytest.mark.skip("hangs: an exchange beside steps needs a second thread"),
-        ),
-    ],
-    ids=str,
+    "options", [{}, {"rule": "outer"}, {"within": "node", "delay": 1}, {"delay": 1}], ids=str
 )
 def test_one_processor_is_enough_for_local_updates(wire, options):
     _weights(tp.LocalUpdates(keras.optimizers.SGD(0.05), every=2, **options), wire)

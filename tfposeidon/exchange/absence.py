@@ -52,6 +52,11 @@ class Absence:
         if self._ranks is not None:
             self._ranks.assign(0.0)
 
+    def note(self, ranks: int) -> None:
+        """Keeps a number that was found between two steps."""
+        if self._ranks is not None:
+            self._ranks.assign(max(self.ranks, ranks))
+
     def record(self, ranks: tf.Tensor) -> tf.Tensor | None:
         """Keeps the number that a step has found, as a part of the step.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from tfposeidon.local.rules import Rule
 from tfposeidon.local.schedule import Schedule
 from tfposeidon.planning.plan import Plan
@@ -28,19 +26,16 @@ def notes(plan: Plan, schedule: Schedule, rule: Rule, in_node: Plan | None) -> l
         f"{3 if is_late else 1} x {length} of memory for the centre"
         + (" and an exchange under way" if is_late else "")
         + ", and what the rule keeps",
-        *_of_node(in_node, schedule.delay, len(plan.buckets)),
+        *_of_node(in_node, schedule.delay),
         "replicas are equal in their centre only"
         + ("" if is_exact else "; the scheme rounds or selects"),
     ]
 
 
-def _of_node(plan: Plan | None, delay: int, buckets: int) -> list[str]:
+def _of_node(plan: Plan | None, delay: int) -> list[str]:
     if plan is None:
         return []
     note = f"gradients: all-reduce in the node at every step, {readable_size(plan.cost.bytes)}"
     if delay:
-        most = math.ceil(buckets / delay)
-        note += (
-            f"; while a round is under way, it waits for at most {most} of its {buckets} buckets"
-        )
+        note += "; while weights are exchanged, it waits for at most one of their buckets"
     return [note]

@@ -11,6 +11,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfposeidon import ranges
+from tfposeidon.communication import runtime
 from tfposeidon.optimizers.wrapping import leaves
 
 
@@ -254,6 +255,9 @@ class SlowMomentum(Outer):
     __repr__ = __str__ = Rule.__repr__
 
 
+FEWEST_WITH_MOMENTUM = 8
+"""Steps between synchronizations below which momentum inside and outside does harm."""
+
 NAMES = {
     "average": Average,
     "elastic": Elastic,
@@ -261,6 +265,30 @@ NAMES = {
     "slow_momentum": SlowMomentum,
 }
 """Rules that users may name."""
+
+
+def check_nothing_counts_twice(rule: Rule, policy: Any, keeps: bool) -> None:
+    """Refuses schemes that keep differences which are still there in the next exchange."""
+    if keeps and rule.pull(2) < 1.0:
+        raise ValueError(
+            "Where ranks stay apart, what a scheme keeps for later rounds would count twice. "
+            f"Received: rule={rule}, scheme={policy}. Use a scheme that keeps "
+            'nothing ("2dtar", "allreduce", "asa16"), or rule="average".'
+        )
+
+
+def warn_of_momentum(rule: Rule, inner: Any, every: int) -> None:
+    """Warns where momentum inside and outside add up within few steps."""
+    if rule.momentum and momentum_of(inner) and every < FEWEST_WITH_MOMENTUM:
+        runtime.say(
+            "tfposeidon: LocalUpdates(every=%d): with momentum inside (%g) and outside (%g), fewer "
+            "than %d steps in a round are known to do harm. Give a larger `every`, or an inner "
+            "optimizer without momentum.",
+            every,
+            momentum_of(inner),
+            rule.momentum,
+            FEWEST_WITH_MOMENTUM,
+        )
 
 
 def parse(rule: Any) -> Rule:

@@ -33,3 +33,12 @@ class Schedule:
                 "`delay` must be below `every`, so that a result is there before the next round. "
                 f"Received: delay={self.delay}, every={self.every}. Give at most {self.every - 1}."
             )
+
+    def check_steps_per_execution(self, steps: int) -> None:
+        """Refuses executions of several steps that do not end where ranks synchronize."""
+        for name, value in (("every", self.every), ("delay", self.delay)):
+            if value % steps:
+                raise ValueError(
+                    f"`{name}` must be a multiple of steps_per_execution, as ranks synchronize "
+                    f"between executions. Received: {name}={value}, steps_per_execution={steps}."
+                )

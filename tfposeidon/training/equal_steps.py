@@ -13,8 +13,9 @@ from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.optimizers.wrapping import leaves
 from tfposeidon.training import replicated, session
+from tfposeidon.training.local_weights import has_batch_hooks
 from tfposeidon.training.plan_again import PlanAgain
-from tfposeidon.training.show_centre import ShowCentre
+from tfposeidon.training.show_global_weights import ShowGlobalWeights
 
 log = logging.getLogger("tfposeidon")
 
@@ -31,15 +32,16 @@ def with_equal_epochs(callbacks: list[Any], rows: int | None) -> list[Any]:
     """Returns the callbacks of `fit` together with those that several ranks need.
 
     They make epochs equal, and plan again where the choice is left open. `EqualSteps` comes before
-    the others, because they may communicate at the end of an epoch, and `ShowCentre`, because they
-    may read weights there; `AgreedStop` comes after them, because they may ask to stop.
+    the others, because they may communicate at the end of an epoch, and `ShowGlobalWeights`,
+    because they may read weights there; `AgreedStop` comes after them, because they may ask to
+    stop.
 
     Args:
       callbacks: Callbacks of the user, the same ones on every rank.
       rows: Rows of each batch on this rank; `None` where they are not known or not the same.
     """
     first = EqualSteps(any(map(_may_stop, callbacks)), rows)
-    return [first, ShowCentre(), *callbacks, PlanAgain(), AgreedStop(first)]
+    return [first, ShowGlobalWeights(), *callbacks, PlanAgain(), AgreedStop(first)]
 
 
 def _may_stop(callback: Any) -> bool:
@@ -49,12 +51,7 @@ def _may_stop(callback: Any) -> bool:
     # All others of Keras, and our own, stop at the end of epochs only.
     if type(callback).__module__.split(".")[0] in ("keras", "keras_callbacks"):
         return False
-    hooks = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
-    base = keras.callbacks.Callback
-    return any(
-        getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook)
-        for hook in hooks
-    )
+    return has_batch_hooks(callback)
 
 
 class EqualSteps(keras.callbacks.Callback):
@@ -91,7 +88,9 @@ class EqualSteps(keras.callbacks.Callback):
         self._agree_on_limit([steps for steps, _, _ in ranks])
         self._session = session.of(self.model)
         self._session.knows_lengths = self._limit is not None
-        may_stop = any(may_stop for _, may_stop, _ in ranks) and not self._session.centres.exist
+        may_stop = (
+            any(may_stop for _, may_stop, _ in ranks) and not self._session.local_weights.exist
+        )
         self._watches = self._limit is None or may_stop
         kinds = sum(optimizer.kinds_of_exchange for optimizer in self._session.optimizers)
         if self.model.run_eagerly and kinds > 1:
@@ -159,7 +158,7 @@ class EqualSteps(keras.callbacks.Callback):
         self._session.finish_epoch()
         everybody = exchange_objects(has_trained, runtime.wire(), "tp.last_execution")
         # Ranks that train weights of their own are not in step.
-        return has_trained if self._session.centres.exist else all(everybody)
+        return has_trained if self._session.local_weights.exist else all(everybody)
 
     @override
     def on_test_begin(self, logs: Any = None) -> None:
@@ -216,7 +215,7 @@ class AgreedStop(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._has_begun = self._wants_to_stop = False
         self._session = session.of(self.model)
-        self._puts_off = self._session.centres.exist and self._session.knows_lengths
+        self._puts_off = self._session.local_weights.exist and self._session.knows_lengths
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -237,8 +236,7 @@ class AgreedStop(keras.callbacks.Callback):
         is_first = not self._session.has_begun
         if not self._has_begun:
             self._begin(epoch)
-        self._session.centres.go_on_from_assigned()
-        self._session.centres.stop_looking()
+        self._session.local_weights.restart_if_assigned()
         if not is_first:
             remedy = WHERE_SET if self._has_begun else WHERE_BEGUN
             self._compare_values(remedy, with_layers=not self._has_begun)
@@ -266,7 +264,7 @@ class AgreedStop(keras.callbacks.Callback):
     @override
     def on_train_end(self, logs: Any = None) -> None:
         # What others have restored.
-        self._session.centres.show()
+        self._session.local_weights.show()
         self._compare_values(WHERE_SET)
 
     def _compare_values(self, remedy: str, with_layers: bool = False) -> None:
@@ -280,9 +278,9 @@ class AgreedStop(keras.callbacks.Callback):
 def _check_limit_is_known(limit: int | None) -> None:
     if limit is None:
         raise ValueError(
-            "With run_eagerly=True and several optimizers, or LocalUpdates with `delay` or within "
-            "nodes, each rank must know its number of batches. Received: data of unknown length. "
-            "Leave run_eagerly out, or give fit steps_per_epoch."
+            "With run_eagerly=True and several optimizers, or LocalUpdates within nodes, each rank "
+            "must know its number of batches. Received: data of unknown length. Leave run_eagerly "
+            "out, or give fit steps_per_epoch."
         )
 
 
@@ -299,7 +297,7 @@ def _settings(model: keras.Model, epoch: int) -> dict[str, Any]:
             which += f", part {place}" if place else ""
             # Under a loss scale ranks that train by themselves skip steps by themselves, and so
             # does a rate that follows the steps.
-            if not optimizer.has_centre:
+            if not optimizer.has_local_weights:
                 settings[f"learning rate{which}"] = float(leaf.learning_rate)
             settings[f"momentum{which}"] = _as_float(getattr(leaf, "momentum", None))
             settings[f"weight decay{which}"] = _as_float(leaf.weight_decay)

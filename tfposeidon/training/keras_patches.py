@@ -1,7 +1,7 @@
 """Methods of `keras.Model` that know of the model's optimizers that communicate.
 
 Keras gives an optimizer no way to see the model it trains. So the first `DistributedOptimizer` or
-`LocalUpdates` of a process wraps nine methods of `keras.Model`; models with other optimizers pass
+`LocalUpdates` of a process wraps seven methods of `keras.Model`; models with other optimizers pass
 through untouched. They are methods that Keras looks up after the optimizer was made, even in one
 line such as `model.compile(optimizer=tp.DistributedOptimizer(...))`, for which `compile` itself is
 too early.
@@ -13,11 +13,10 @@ too early.
 - `fit`: output of one rank, and epochs that end on all ranks after the same step (`equal_steps`).
 - `fit`, `evaluate`, `predict`: `verbose="auto"` shows no progress bar where there is no terminal
   (`verbosity`).
-- `evaluate`, `predict`, `save`, `save_weights`, `export`: where each rank trains weights of its
-  own, they see what is equal on all ranks, and train functions go on from each rank's own.
+- `make_train_function`, `fit`: where each rank trains weights of its own, ranks synchronize between
+  executions, and the global weights are in the variables whenever code of users runs.
 - `save`, `save_weights`: files are written beside and renamed, so that ranks that write to one path
   leave a whole one.
-- `load_weights`: a line of the log where ranks would go on from other weights than these.
 """
 
 from __future__ import annotations
@@ -50,6 +49,7 @@ from tfposeidon.training import (
     session,
     verbosity,
 )
+from tfposeidon.training.local_weights import looks_after_batches
 from tfposeidon.training.train_functions import OutsideOfFit, SkipBatches
 
 _WITH_AUTOMATIC_XLA: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -91,8 +91,6 @@ def patch_keras(optimizer_class: type) -> None:
         "predict": _evaluate,
         "save": _save_file,
         "save_weights": _save_file,
-        "export": _save,
-        "load_weights": _load_weights,
     }
     for name, replacement in replacements.items():
         owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
@@ -142,25 +140,41 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     if model in _WITH_AUTOMATIC_XLA and model.jit_compile and not _suits_xla(model):
         model.jit_compile = False
     entries.carry_statistics(model)
+    own = session.of(model)
+    own.counts_steps = model.steps_per_execution != 1 and own.local_weights.exist
+    if own.counts_steps:
+        own.build_step_counter()
     made = original(*call.args, **call.kwargs)
-    _hide_centre(model)
+    _synchronize_between_executions(model)
     return made
 
 
-def _hide_centre(model: keras.Model) -> None:
-    """Makes the train function begin with what each rank goes on from, if it trains its own."""
-    optimizers = [one for one in session.optimizers_of(model) if one.has_centre]
-    train = model.train_function
+def _synchronize_between_executions(model: keras.Model) -> None:
+    """Makes the train function show and hide global weights, if ranks train weights of their own.
+
+    Ranks synchronize after it.
+    """
+    train, local_weights = model.train_function, session.of(model).local_weights
     is_other = isinstance(train, SkipBatches | OutsideOfFit)
-    if not optimizers or is_other or getattr(train, "_tfposeidon", False):
+    if not local_weights.exist or is_other or getattr(train, "_tfposeidon", False):
         return
 
-    centres = session.of(model).centres
+    own, optimizers, applied = session.of(model), local_weights.optimizers, -1
 
     @functools.wraps(train)
     def train_function(iterator: Any) -> Any:
-        centres.begin_step(optimizers)
-        return train(iterator)
+        nonlocal optimizers, applied
+        if model.steps_per_execution > 1:
+            for optimizer in optimizers:
+                optimizer.check_steps_per_execution(model.steps_per_execution)
+        before = own.steps_executed if own.counts_steps else 0
+        local_weights.begin_step(optimizers)
+        logs = train(iterator)
+        if applied != len(own.applied):
+            # Some optimizers are found in their first step only.
+            optimizers, applied = local_weights.optimizers, len(own.applied)
+        local_weights.end_step(optimizers, own.steps_executed - before if own.counts_steps else 1)
+        return logs
 
     train_function._tfposeidon = True  # type: ignore[attr-defined]
     model.train_function = train_function
@@ -219,6 +233,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     callbacks = call.arguments["callbacks"] = _as_list(call.arguments["callbacks"])
     session.of(model).begin_fit()
     session.of(model).note_callbacks(callbacks)
+    local_weights = session.of(model).local_weights
     session.of(model).shuffles = call.arguments["shuffle"] and _can_shuffle(call.arguments["x"])
     _prepare(model, call.arguments)
     is_asynchronous = session.of(model).is_asynchronous
@@ -234,7 +249,12 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     call.arguments["callbacks"] = equal_steps.with_equal_epochs(
         one_writer.with_one_writer(callbacks), _rows_of_batches(call.arguments)
     )
-    with session.of(model).weighing_as_agreed(), warnings.catch_warnings():
+    looks = any(map(looks_after_batches, callbacks))
+    with (
+        session.of(model).weighing_as_agreed(),
+        local_weights.in_fit(looks),
+        warnings.catch_warnings(),
+    ):
         # Keras's advice for epochs that end early is wrong where another rank has fewer batches;
         # `EqualSteps` logs what is right.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
@@ -273,12 +293,7 @@ def _evaluate(original: Any, call: inspect.BoundArguments) -> Any:
     # Unlike in `fit`, every rank prints: each evaluates its own share of the data.
     call.apply_defaults()
     call.arguments["verbose"] = verbosity.resolve(call.arguments["verbose"])
-    return _save(original, call)
-
-
-def _save(original: Any, call: inspect.BoundArguments) -> Any:
-    with session.of(call.arguments["self"]).centres.shown():
-        return original(*call.args, **call.kwargs)
+    return original(*call.args, **call.kwargs)
 
 
 def _save_file(original: Any, call: inspect.BoundArguments) -> Any:
@@ -289,22 +304,17 @@ def _save_file(original: Any, call: inspect.BoundArguments) -> Any:
     is_several = others.get("zipped") is False or others.get("max_shard_size")
     asks = not others.get("overwrite", True)
     if not is_file or is_several or asks or (os.path.exists(path) and not os.path.isfile(path)):
-        return _save(original, call)
+        return original(*call.args, **call.kwargs)
     folder, name = os.path.split(path)
     beside = os.path.join(folder, f".{uuid.uuid4().hex[:8]}.{name}")
     call.arguments["filepath"] = beside
     try:
-        result = _save(original, call)
+        result = original(*call.args, **call.kwargs)
         os.replace(beside, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.remove(beside)
     return result
-
-
-def _load_weights(original: Any, call: inspect.BoundArguments) -> None:
-    original(*call.args, **call.kwargs)
-    session.of(call.arguments["self"]).centres.report_loaded()
 
 
 def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:

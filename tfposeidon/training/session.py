@@ -16,7 +16,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.contributions import contribute_until_all_are_done
 from tfposeidon.policies import Policy
-from tfposeidon.training.centres import Centres
+from tfposeidon.training.local_weights import LocalWeights
 from tfposeidon.training.train_functions import OutsideOfFit, SkipBatches
 
 _distributed: tuple[type, ...] = ()
@@ -141,7 +141,8 @@ class Session:
       model: The model; it is not kept alive.
 
     Attributes:
-      centres: Centres of the optimizers by which ranks train weights of their own.
+      local_weights: Weights that each rank trains by itself, if there are any.
+      counts_steps: True if the steps of an execution are counted.
       has_begun: True once a `fit` has made all ranks begin alike.
       knows_lengths: False in a `fit` in which ranks may end an epoch after different steps.
       knows_position: True in a `fit` whose data follow one order over all ranks.
@@ -162,12 +163,13 @@ class Session:
         self._has_logged_xla = False
         self._has_scheme_changes = False
         self.has_begun = False
+        self.counts_steps = False
         self.knows_lengths = True
         self.knows_position = False
         self.only_reports = False
         self.shuffles = False
         reference = self._reference
-        self.centres = Centres(lambda: optimizers_of(reference()))
+        self.local_weights = LocalWeights(lambda: optimizers_of(reference()))
 
     @property
     def _model(self) -> Any:
@@ -332,7 +334,7 @@ class Session:
         Raises:
           ValueError: If ranks train by themselves, and do not know how long their epochs are.
         """
-        if not self.knows_lengths and self.centres.exist:
+        if not self.knows_lengths and self.local_weights.exist:
             raise ValueError(
                 "With LocalUpdates and epochs of unknown length ranks communicate at the end of "
                 f"epochs only. Received: {received}. Leave it out, or give fit steps_per_epoch."
@@ -349,7 +351,7 @@ class Session:
         """
         if runtime.size() > 1:
             _refuse_synchronized(self._model)
-        if self._watches_absence and self._step_counter is not None:
+        if (self._watches_absence or self.counts_steps) and self._step_counter is not None:
             # An op of the traced step, so it counts the steps within one execution, too.
             self._step_counter.assign_add(1)
         optimizers = self.optimizers
@@ -372,6 +374,14 @@ class Session:
         # Now that the step has built them.
         _check_variables_are_apart(optimizers)
 
+    def build_step_counter(self) -> None:
+        """Makes the variable that counts steps, before a step is traced."""
+        if self._step_counter is None:
+            with tf.init_scope():
+                self._step_counter = tf.Variable(
+                    tf.zeros([], tf.int64), trainable=False, name="steps"
+                )
+
     def watch_absence(self, wanted: bool) -> bool:
         """Makes steps tell whether ranks are out of data; all ranks drop the updates of such steps.
 
@@ -381,11 +391,8 @@ class Session:
         Returns:
           True if the step has to be traced anew.
         """
-        if wanted and self._step_counter is None:
-            with tf.init_scope():
-                self._step_counter = tf.Variable(
-                    tf.zeros([], tf.int64), trainable=False, name="steps"
-                )
+        if wanted:
+            self.build_step_counter()
         # Looking for them takes longer than a small step: they are kept as long as absence is
         # watched.
         self._watched = self.optimizers if wanted else []
@@ -430,10 +437,16 @@ class Session:
         return self._watches_absence
 
     @property
+    def steps_executed(self) -> int:
+        """Train steps so far, where they are counted."""
+        return 0 if self._step_counter is None else int(self._step_counter.numpy())
+
+    @property
     def steps_done(self) -> tuple[int, int]:
         """Train steps so far, and exchanges of all ranks, counted while absence is watched."""
-        steps = 0 if self._step_counter is None else int(self._step_counter.numpy())
-        return steps, sum(optimizer.exchange.absence.complete for optimizer in self._watched)
+        return self.steps_executed, sum(
+            optimizer.exchange.absence.complete for optimizer in self._watched
+        )
 
     @property
     def absent_ranks(self) -> int:
@@ -487,7 +500,7 @@ def _check_variables_are_apart(optimizers: list[Any]) -> None:
     """
     owners: dict[int, Any] = {}
     for optimizer in optimizers:
-        if not optimizer.built or not (optimizer.has_centre or optimizer.is_asynchronous):
+        if not optimizer.built or not (optimizer.has_local_weights or optimizer.is_asynchronous):
             continue
         for variable in optimizer._trainable_variables:
             other = owners.setdefault(id(variable), optimizer)

@@ -18,14 +18,11 @@ from tfposeidon.exchange import replicas
 from tfposeidon.exchange.contributions import contributions
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import with_merged_rows
-from tfposeidon.local import checks, rules
-from tfposeidon.local.adding import Adding
-from tfposeidon.local.centre import Centre
-from tfposeidon.local.meeting import Meeting
-from tfposeidon.local.node import Node
+from tfposeidon.local import exchanges, rules
+from tfposeidon.local.global_weights import GlobalWeights
 from tfposeidon.local.notes import notes
-from tfposeidon.local.rounds import Rounds
 from tfposeidon.local.schedule import Schedule
+from tfposeidon.local.synchronization import Synchronization
 from tfposeidon.optimizers.wrapping import settings
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.state.placement import by_dtype
@@ -99,9 +96,13 @@ class LocalUpdates(OptimizerWrapper):
     ) -> None:
         arguments.check_no_more_arguments("LocalUpdates", others)
         schedule = Schedule(every, delay, start_after)
-        checks.check_within(within)
+        if within not in ("node", None):
+            raise ValueError(
+                f'`within` must be "node" or None. Received: within={within!r}. Leave it out, and '
+                "every rank trains by itself."
+            )
         policy = policies.parse(scheme)
-        checks.check_policy(policy)
+        exchanges.check_policy(policy)
         super().__init__(
             inner_optimizer,
             policy,
@@ -116,12 +117,14 @@ class LocalUpdates(OptimizerWrapper):
         # Now, as a rule's own optimizer cannot tell its rate while a step is traced.
         self._rule_settings = settings(self._rule, "rule")
         # Rounds exchange differences, which the rule adds up, whatever the optimizer inside is.
-        self._exchange = Step(Adding(self), policy, bucket_bytes, sample_count)
+        self._exchange = Step(exchanges.Adding(self), policy, bucket_bytes, sample_count)
         self._within = within
         self._node = (
-            None if within is None else Node(self, self._exchange, bucket_bytes, sample_count)
+            None
+            if within is None
+            else exchanges.Node(self, self._exchange, bucket_bytes, sample_count)
         )
-        self._rounds: Rounds | None = None
+        self._synchronization: Synchronization | None = None
         self._statistics: Callable[[], Sequence[Any]] = list
         self._has_checked_start = False
 
@@ -145,29 +148,30 @@ class LocalUpdates(OptimizerWrapper):
         with tf.device("/CPU:0"):
             self._number = self.add_variable((), dtype="int64", name="rounds")
         if runtime.size() > 1:
-            self._build_rounds(variables)
+            self._build_synchronization(variables)
         else:
             # Of copies, as in rounds: Keras names what an optimizer keeps after them.
-            self._rule.build(Centre(variables).copies)
+            self._rule.build(GlobalWeights(variables).copies)
         if self._node is not None:
             self._node.exchange.build()
         self._adopt(variables)
 
-    def _build_rounds(self, variables: Sequence[Any]) -> None:
-        checks.warn_of_momentum(self._rule, self.inner_optimizer, self._schedule.every)
+    def _build_synchronization(self, variables: Sequence[Any]) -> None:
+        rules.warn_of_momentum(self._rule, self.inner_optimizer, self._schedule.every)
         topology = runtime.wire().topology
         in_node = self._node is not None
-        meeting = Meeting(
+        keeps = self._exchange.exchanger(variables).states.exist
+        rules.check_nothing_counts_twice(self._rule, self.policy, keeps)
+        self._synchronization = Synchronization(
             self._exchange,
             lambda: self.inner_optimizer,
             self._rule,
             variables,
+            self._schedule,
+            self._number,
             replicas=len(topology.nodes) if in_node else topology.size,
             share=1.0 / topology.node.size if in_node else 1.0,
         )
-        keeps = meeting.exchanger.states.exist
-        checks.check_nothing_counts_twice(self._rule, self.policy, keeps)
-        self._rounds = Rounds(meeting, self._schedule, self._number, spreads=in_node)
 
     @property
     @override
@@ -188,8 +192,8 @@ class LocalUpdates(OptimizerWrapper):
             (variable, StateDescription(name=f"inner {index}", placement=by_dtype(variable)))
             for index, variable in enumerate(self.inner_optimizer.variables)
         ]
-        in_rounds = [] if self._rounds is None else self._rounds.rank_state
-        return [*slots, *in_rounds, *self._exchange.plans.rank_state()]
+        own = [] if self._synchronization is None else self._synchronization.rank_state
+        return [*slots, *own, *self._exchange.plans.rank_state()]
 
     @property
     @override
@@ -200,7 +204,7 @@ class LocalUpdates(OptimizerWrapper):
           RuntimeError: If the optimizer is not built, and so does not know its variables.
         """
         plan = super().plan
-        if self._rounds is None:
+        if self._synchronization is None:
             return plan
         in_node = None if self._node is None else self._plan_of_node()
         own = notes(plan, self._schedule, self._rule, in_node)
@@ -259,21 +263,47 @@ class LocalUpdates(OptimizerWrapper):
         super().prepare(variables)
         if self._node is not None:
             self._node.exchange.exchanger(variables)
-        if self._rounds is not None:
-            self._rounds.prepare(self._statistics())
+        if self._synchronization is not None:
+            self._synchronization.prepare(self._statistics())
 
     @override
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         arguments.check_all_variables("LocalUpdates", variables, self._trainable_variables)
-        if self._rounds is None:
+        synchronization = self._synchronization
+        if synchronization is None:
             self._update(grads, variables, count)
             return
         self.prepare(variables)
-        values = [tf.convert_to_tensor(variable) for variable in variables]
-        with self._exchange.call(values, variables, count):
-            self._check_start()
-            self._rounds.begin()
-            self._rounds.step(self._update(grads, variables, count))
+        # Ranks agree when a step is traced; what they exchange follows between executions.
+        with self._exchange.call(variables, variables, count):
+            self._check_start(synchronization)
+        if not synchronization.weights.has_begun or tf.executing_eagerly():
+            synchronization.weights.begin()
+        synchronization.weights.check_hidden()
+        synchronization.count_samples(self._update(grads, variables, count))
+
+    def end_step(self, steps: int = 1) -> None:
+        """Counts a step, and synchronizes the ranks if it is time.
+
+        `fit` and `train_on_batch` call it. A loop of one's own calls it after each step, outside of
+        `tf.function`, on all ranks alike.
+
+        Args:
+          steps: Number of steps that were executed since the last call (default 1).
+
+        Example:
+          >>> import keras, tensorflow as tf, tfposeidon as tp
+          >>> weight = keras.Variable([1.0])
+          >>> optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.5), every=2)
+          >>> for _ in range(4):
+          ...     optimizer.apply([tf.ones([1])], [weight])
+          ...     optimizer.end_step()
+          >>> with optimizer.global_weights():
+          ...     print(weight.numpy())
+          [-1.]
+        """
+        if self._synchronization is not None:
+            self._synchronization.end_step(steps)
 
     def _update(self, grads: list[Any], variables: list[Any], count: Any) -> Any:
         """Updates this rank's weights, and returns the samples that count."""
@@ -282,14 +312,13 @@ class LocalUpdates(OptimizerWrapper):
         self.inner_optimizer.apply(with_merged_rows(grads), variables)
         return count
 
-    def _check_start(self) -> None:
-        """Checks, while the first step is traced, that all ranks begin at the same centre."""
+    def _check_start(self, synchronization: Synchronization) -> None:
+        """Checks, while the first step is traced, that all ranks begin with the same weights."""
         if self._has_checked_start:
             return
-        assert self._rounds is not None
         with tf.init_scope():
-            own = replicas.checksum(self._rounds.centre.equal_variables)
-            found = exchange_objects(own, runtime.wire(), "tp.centre")
+            own = replicas.checksum(synchronization.weights.equal_variables)
+            found = exchange_objects(own, runtime.wire(), "tp.start")
         agreement.require_equal(
             found,
             "All ranks must begin with the same weights",
@@ -308,7 +337,8 @@ class LocalUpdates(OptimizerWrapper):
     @override
     def exposed_s(self) -> float:
         """Communication that computation did not hide, in seconds over all steps so far."""
-        return super().exposed_s + (0.0 if self._node is None else self._node.exchange.exposed_s)
+        own = 0.0 if self._synchronization is None else self._synchronization.exposed_s
+        return own + (0.0 if self._node is None else self._node.exchange.exposed_s)
 
     @override
     def change_scheme(self, scheme: Any) -> None:
@@ -327,107 +357,115 @@ class LocalUpdates(OptimizerWrapper):
 
     @override
     def check_change(self, policy: policies.Policy) -> None:
-        checks.check_policy(policy)
-        checks.check_nothing_counts_twice(self._rule, policy, policy.keeps_state)
+        exchanges.check_policy(policy)
+        rules.check_nothing_counts_twice(self._rule, policy, policy.keeps_state)
         if self._schedule.delay and policy != self.policy:
             raise ValueError(
                 "With `delay` the scheme stays. Received: a change from "
                 f"{self.policy} to {policy} with delay={self._schedule.delay}. Use delay=0."
             )
 
-    # ------------------------------------------------------------------ the centre
+    # ------------------------------------------------------------------ global weights
 
     @contextlib.contextmanager
-    def centre(self) -> Iterator[None]:
-        """Puts the centre into the variables, within this context.
+    def global_weights(self) -> Iterator[None]:
+        """Puts the global weights into the variables, within this context.
 
-        It is for scripts that evaluate or save by themselves; `fit`, `evaluate`, `predict` and
-        `save` do it where it is needed.
+        Loops of one's own evaluate and save in it. `fit` and `train_on_batch` leave the global
+        weights in the variables, so that scripts need it nowhere else.
+
+        Raises:
+          RuntimeError: If steps were taken and none was counted by `end_step`.
 
         Example:
           >>> import keras, tfposeidon as tp
           >>> weight = keras.Variable([1.0])
           >>> optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.5))
           >>> optimizer.build([weight])
-          >>> with optimizer.centre():
+          >>> with optimizer.global_weights():
           ...     print(weight.numpy())
           [1.]
         """
-        was_shown = self.show_centre()
+        was_hidden = self.show_global_weights()
         try:
             yield
         finally:
-            if was_shown:
-                self.hide_centre()
+            if was_hidden:
+                self.hide_global_weights()
 
-    @override
-    def show_centre(self) -> bool:
-        return self._rounds is not None and self._rounds.centre.show()
+    def show_global_weights(self) -> bool:
+        """Puts the global weights into the variables; returns True if they were not there yet.
 
-    @override
-    def hide_centre(self) -> None:
-        if self._rounds is not None:
-            self._rounds.centre.hide()
+        Raises:
+          RuntimeError: If steps were taken and none was counted by `end_step`.
+        """
+        if self._synchronization is None:
+            return False
+        if self._synchronization.has_uncounted_steps:
+            raise RuntimeError(
+                "Steps must be counted, so that ranks synchronize. Received: steps since the last "
+                "synchronization, and no call of LocalUpdates.end_step(). Call it after each step "
+                "of a loop of your own."
+            )
+        return self._synchronization.weights.show()
 
-    @override
+    def hide_global_weights(self) -> None:
+        """Puts this rank's own weights into the variables again."""
+        if self._synchronization is not None:
+            self._synchronization.weights.hide()
+
+    @property
+    def weights_beside(self) -> GlobalWeights | None:
+        """Global weights, beside those of this rank; `None` on one rank, and before `build`."""
+        return None if self._synchronization is None else self._synchronization.weights
+
     def end_fit(self) -> None:
-        if self._rounds is not None and self._rounds.has_yet_to_settle:
+        """Warns if training ended before the first synchronization."""
+        if self._synchronization is not None and self._synchronization.has_yet_to_settle:
             runtime.say(
-                "tfposeidon: LocalUpdates(every=%d): training ended before its first round, so "
-                "that the model shows the weights it began with. Give a smaller `every`, or train "
-                "for longer.",
+                "tfposeidon: LocalUpdates(every=%d): training ended before the first "
+                "synchronization, so that the model shows the weights it began with. Give a "
+                "smaller `every`, or train for longer.",
                 self._schedule.every,
             )
 
     @property
     @override
-    def has_centre(self) -> bool:
+    def has_local_weights(self) -> bool:
         return runtime.size() > 1
 
     @override
     def carry(self, statistics: Callable[[], Sequence[Any]]) -> None:
         self._statistics = statistics
 
-    @override
-    def report_loaded(self) -> None:
-        if self._rounds is not None and self._rounds.centre.has_begun.numpy():
-            runtime.say(
-                "tfposeidon: weights were loaded, but ranks go on from their own. Load them before "
-                "fit or between epochs; in a loop of your own, call LocalUpdates.forget_own() "
-                "afterwards, on all ranks."
-            )
-
-    @override
-    def forget_own(self) -> None:
-        """Makes this rank go on from the weights that the variables hold, which are the new centre.
+    def restart_from_weights(self) -> None:
+        """Makes all ranks go on from the values of the variables, as the new global weights.
 
         `fit` calls it where weights were assigned before it or between two epochs. Loops of one's
-        own call it after `load_weights`, on all ranks, with the same weights. What a rank has
-        trained since the last round is dropped, and what schemes have kept; slots and what the rule
-        keeps stay.
+        own call it after `load_weights`, on all ranks, with the same weights. It drops what a rank
+        has trained since the last synchronization, and the state of the schemes; the state of inner
+        and outer optimizers stays.
         """
-        if self._rounds is not None:
-            self._rounds.forget()
+        if self._synchronization is not None:
+            self._synchronization.restart()
+
+    def check_steps_per_execution(self, steps: int) -> None:
+        """Refuses executions of several steps that do not end where ranks synchronize."""
+        self._schedule.check_steps_per_execution(steps)
 
     @property
     @override
     def kinds_of_exchange(self) -> int:
-        # What runs beside eager steps is a graph, whose collectives have other names.
-        return 1 + (self._node is not None) + bool(self._schedule.delay)
+        return 1 + (self._node is not None)
 
     @override
     def contributions(self, eagerly: bool) -> list[Callable[[], bool]]:
-        if self._rounds is None or not self._exchange.exchangers:
+        synchronization = self._synchronization
+        if synchronization is None or not self._exchange.exchangers:
             return []
-        rounds, centre = self._rounds, self._rounds.centre
 
-        def end_round() -> bool:
-            # Evaluation shows the centre before the epoch has ended.
-            was_shown = centre.hide()
-            absent = int(rounds.end(eagerly))
-            if was_shown:
-                centre.show()
-            return absent == runtime.size()
+        def join() -> bool:
+            return synchronization.join() == runtime.size()
 
         in_node = [] if self._node is None else contributions(self._node.exchange, eagerly)
-        return [*in_node, end_round]
+        return [*in_node, join]

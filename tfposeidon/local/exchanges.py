@@ -1,15 +1,33 @@
-"""Ranks of a node that train as one, by mean gradients at every step."""
+"""The two exchanges of `LocalUpdates`: of differences between replicas, of gradients in a node."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfposeidon import policies
 from tfposeidon.communication import runtime
 from tfposeidon.exchange.step import Step
+from tfposeidon.optimizers.wrapping import settings
 from tfposeidon.sample_counts import SampleCount
+
+
+class Adding:
+    """Stand-in optimizer for plans of differences: it is linear, as rules are."""
+
+    gradient_accumulation_steps = None
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.inner_optimizer = keras.optimizers.SGD(1.0)
+
+    @property
+    def agreed_settings(self) -> dict[str, Any]:
+        """Settings that have to be the same on all ranks, for JSON."""
+        inner = settings(self._optimizer.inner_optimizer, "inner optimizer")
+        return inner | self._optimizer.agreed_settings
 
 
 class Node:
@@ -58,3 +76,20 @@ class Node:
         # Where a rank of the node is out of data, all of them have dropped the update.
         own = tf.cast(1.0 if count is None else count, tf.float32)
         return tf.where(means.everybody, own, 0.0)
+
+
+def check_policy(policy: policies.Policy) -> None:
+    """Refuses schemes that need what differences of weights do not have."""
+    reasons = {
+        "it is chosen by steps that exchange gradients": policy.leaves_open,
+        "differences of weights have no factors": policy.reads_factors,
+        "servers would update the weights": policy.updates_at_servers,
+        "differences of weights have no velocity": policy.corrects_momentum,
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise ValueError(
+                "`scheme` must be one that can carry differences of weights. Received: "
+                f'scheme={policy}: {reason}. Use "2dtar" (the default), "allreduce", "asa16", '
+                '"onebit" or "hitopk".'
+            )

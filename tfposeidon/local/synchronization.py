@@ -1,0 +1,413 @@
+"""Synchronization: ranks exchange how far they are from the global weights, once in several steps.
+
+It happens in Python, between the executions of train functions. Think of three graphs: `contribute`
+takes the differences, `exchange` averages them over the ranks, and `settle` moves the global
+weights by the mean, and this rank after them. With `overlap_steps` a thread runs `exchange` during
+the next steps, and `settle` follows after so many of them on all ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import numbered_names
+from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.one_vector import joined, parted
+from tfposeidon.exchange.step import Step
+from tfposeidon.local.flight import Flight, Found, Sent
+from tfposeidon.local.global_weights import GlobalWeights, either, is_finite
+from tfposeidon.local.rules import Rule
+from tfposeidon.local.schedule import Schedule
+from tfposeidon.optimizers.wrapping import reset_slots
+from tfposeidon.state.placement import Placement
+from tfposeidon.state.rank_state import StateDescription
+
+log = logging.getLogger("tfposeidon")
+
+EXIT_PATIENCE_S = 3.0
+"""Seconds for which a process that ends waits for its last exchange."""
+
+
+class Synchronization:
+    """Counts steps, and synchronizes when enough have passed.
+
+    Args:
+      exchange: Agreement, plans and schemes of the differences.
+      inner: Function that returns the inner optimizer; `fit` may replace it.
+      rule: Outer optimizer, which is built here.
+      variables: Variables that the inner optimizer trains.
+      schedule: When to synchronize.
+      number: Keras variable that counts synchronizations.
+      replicas: Number of replicas that train by themselves: ranks, or nodes.
+      share: Share of this rank in its replica: 1, or one over the ranks of its node.
+
+    Attributes:
+      weights: Global weights, beside those that this rank trains.
+      exposed_s: Seconds for which steps have waited for an exchange.
+    """
+
+    def __init__(
+        self,
+        exchange: Step,
+        inner: Callable[[], Any],
+        rule: Rule,
+        variables: Sequence[Any],
+        schedule: Schedule,
+        number: Any,
+        replicas: int,
+        share: float,
+    ) -> None:
+        self._exchange_of, self._inner, self._rule = exchange, inner, rule
+        self._variables, self._schedule, self._number = list(variables), schedule, number
+        self._replicas, self._share = replicas, share
+        self.weights = GlobalWeights(variables)
+        rule.build(self.weights.copies)
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self._samples = tf.Variable(0.0, trainable=False, name="samples")
+            self._count = tf.Variable(0.0, trainable=False, name="sent_count")
+            self._finite = tf.Variable(True, trainable=False, name="sent_finite")
+        self._steps = 0
+        self._is_under_way = False
+        self._flight: Flight | None = None
+        # A checkpoint holds them, so that a resumed run makes the exchange once more.
+        self._sent: list[tf.Variable] = []
+        self._graphs: dict[str, Any] = {}
+        self._traced_for: tuple[Exchanger, int] | None = None
+        self.exposed_s = 0.0
+        # Before Horovod ends, which would take an exchange along.
+        atexit.register(_wait_at_exit, weakref.ref(self))
+
+    def prepare(self, statistics: Sequence[Any]) -> None:
+        """Makes the variables that are still missing; `statistics` travel with the weights."""
+        self.weights.carry(statistics)
+        if self._schedule.delay:
+            with tf.init_scope():
+                for variable in self.weights.variables[len(self._sent) :]:
+                    zeros = tf.zeros_like(tf.convert_to_tensor(variable))
+                    self._sent.append(tf.Variable(zeros, trainable=False, name="sent"))
+
+    # ------------------------------------------------------------------ steps
+
+    def count_samples(self, count: Any) -> None:
+        """Adds the samples of an update, as an op of the step; `None` weighs all steps the same."""
+        self._samples.assign_add(tf.cast(1.0 if count is None else count, tf.float32))
+
+    def end_step(self, steps: int = 1) -> None:
+        """Counts steps that were executed, and synchronizes if it is time."""
+        self._steps += steps
+        if self._is_under_way:
+            self._flight = self._flight or self._launched(self._sent_before())
+            if self._flight.has_failed or self._steps >= self._schedule.delay:
+                self._arrive()
+        is_warming_up = int(self._number.numpy()) < self._schedule.start_after
+        if self._steps < (1 if is_warming_up else self._schedule.every):
+            return
+        if self._schedule.delay and not is_warming_up:
+            self._send()
+        else:
+            self._synchronize(has_data=True)
+
+    def join(self) -> int:
+        """Takes part in the next synchronization of the other ranks, without data.
+
+        Returns the number of ranks without data.
+        """
+        # Evaluation shows the global weights before the epoch has ended.
+        was_shown = self.weights.is_shown
+        self.weights.begin()
+        self._arrive()
+        absent = self._synchronize(has_data=False)
+        if was_shown:
+            self.weights.show()
+        return absent
+
+    def restart(self) -> None:
+        """Goes on from the values of the variables, and drops what was trained and kept since."""
+        self.discard()
+        self.exchanger.states.drop()
+        self._restart_count()
+        self.weights.restart()
+
+    @property
+    def has_yet_to_settle(self) -> bool:
+        """True if steps were counted, and no synchronization has ended."""
+        has_none = int(self._number.numpy()) <= self._is_under_way
+        return has_none and (self._is_under_way or self._steps > 0)
+
+    @property
+    def has_uncounted_steps(self) -> bool:
+        """True if updates were made, and no step was counted since the last synchronization."""
+        return self._steps == 0 and float(self._samples.numpy()) > 0.0
+
+    # ------------------------------------------------------------------ one synchronization
+
+    def _synchronize(self, has_data: bool) -> int:
+        sent = self._contribute()
+        begin = time.perf_counter()
+        found = self._graph("exchange" if has_data else "join")(sent)
+        absent = self._settle(sent, found, is_late=False)
+        self.exposed_s += time.perf_counter() - begin
+        return absent
+
+    def _send(self) -> None:
+        sent = self._contribute()
+        kept = [*sent.differences, *sent.statistics, sent.count, sent.finite]
+        for variable, value in zip([*self._sent, self._count, self._finite], kept, strict=True):
+            variable.assign(value)
+        self._is_under_way = True
+        self._flight = self._launched(sent)
+
+    def _arrive(self) -> None:
+        """Waits for the exchange that is under way, if any, and settles it."""
+        if not self._is_under_way:
+            return
+        flight = self._flight or self._launched(self._sent_before())
+        self._is_under_way, self._flight = False, None
+        begin = time.perf_counter()
+        self._settle(flight.sent, flight.found(), is_late=True)
+        self.exposed_s += time.perf_counter() - begin
+
+    def discard(self, timeout_s: float | None = None) -> None:
+        """Drops the exchange that is under way, once it is done or the time is up."""
+        if self._flight is not None:
+            self._flight.wait(timeout_s)
+        self._is_under_way, self._flight = False, None
+
+    def _launched(self, sent: Sent) -> Flight:
+        graph = self._graph("exchange")
+        # In this thread: TensorFlow's traces are better off without another one.
+        graph.get_concrete_function(sent)
+        return Flight(sent, lambda: graph(sent))
+
+    def _sent_before(self) -> Sent:
+        values, trained = [v.read_value() for v in self._sent], self.weights.trained
+        count, finite = self._count.read_value(), self._finite.read_value()
+        return Sent(values[:trained], values[trained:], count, finite)
+
+    def _contribute(self) -> Sent:
+        sent: Sent = self._graph("contribute")()
+        self._number.assign_add(1)
+        self._restart_count()
+        return sent
+
+    def _restart_count(self) -> None:
+        self._steps = 0
+        self._samples.assign(0.0)
+
+    def _settle(self, sent: Sent, found: Found, is_late: bool) -> int:
+        graph = self._graph("settle late" if is_late else "settle")
+        are_finite = bool(graph(sent, found).numpy())
+        absent = int(found.absent.numpy())
+        self._exchange_of.absence.note(absent)
+        if not sent.finite.numpy():
+            reset_slots(self._inner())
+            _log_recovery("weights")
+        if not are_finite:
+            _log_recovery("statistics of layers")
+        return absent
+
+    # ------------------------------------------------------------------ graphs
+
+    @property
+    def exchanger(self) -> Exchanger:
+        """Exchanger of the differences, by the present scheme."""
+        return self._exchange_of.exchanger(self._variables)
+
+    def _graph(self, name: str) -> Any:
+        """Returns a graph, which is traced again for another scheme or more statistics."""
+        now = self.exchanger, len(self.weights.variables)
+        if self._traced_for != now:
+            partial = functools.partial
+            functions = {
+                "contribute": partial(self._contribution),
+                "exchange": partial(self._exchanged, has_data=True),
+                "join": partial(self._exchanged, has_data=False),
+                "settle": partial(self._settled, is_late=False),
+                "settle late": partial(self._settled, is_late=True),
+            }
+            self._graphs = {key: tf.function(f, autograph=False) for key, f in functions.items()}
+            self._traced_for = now
+        return self._graphs[name]
+
+    def _contribution(self) -> Sent:
+        differences, statistics = self.weights.differences, self.weights.own_statistics
+        samples, finite = self._samples.read_value(), _all_finite(differences)
+        # Of updates, and not of steps: the ranks of a node drop those that one of them lacks.
+        worked = self._share * tf.cast(samples > 0.0, tf.float32)
+        count = samples if self._rule.weighs_samples else worked
+        return Sent(differences, statistics, tf.where(finite, count, 0.0), finite)
+
+    def _exchanged(self, sent: Sent, has_data: bool) -> Found:
+        exchanger = self.exchanger
+        # In each graph the same names, which the graphs of other ranks have.
+        with numbered_names(0):
+            presence = exchanger.presence(sent.differences, sent.count, has_data)
+            assert presence.weight is not None
+            statistics = self._mean_statistics(exchanger, sent.statistics, presence.weight)
+            means, states = self._mean_differences(exchanger, sent.differences, presence.weight)
+        counts = tf.logical_and(_all_finite(means), presence.samples > 0.0)
+        # Means of bfloat16 come in float32.
+        means = [tf.cast(m, like.dtype) for m, like in zip(means, sent.differences, strict=True)]
+        return Found(means, statistics, states, presence.samples, counts, presence.absent)
+
+    def _mean_differences(
+        self, exchanger: Exchanger, differences: list[tf.Tensor], weight: tf.Tensor
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        if not self._schedule.delay:
+            means, states = exchanger.exchange(differences, weight)
+            return means, list(itertools.chain(*states))
+        found: dict[int, tf.Tensor] = {}
+        kept: list[tf.Tensor] = []
+        last = weight
+        for index, bucket in enumerate(exchanger.plan.buckets):
+            # One after the other, so that a collective of a step waits for one of them at most.
+            with tf.control_dependencies([last]):
+                own = [
+                    tf.identity(difference) if member in bucket.members else None
+                    for member, difference in enumerate(differences)
+                ]
+                means, states = exchanger.exchange(own, weight, buckets=[index])
+            found |= {member: means[member] for member in bucket.members}
+            kept += itertools.chain(*states)
+            last = means[bucket.members[0]]
+        return [found[index] for index in range(len(differences))], kept
+
+    def _mean_statistics(
+        self, exchanger: Exchanger, statistics: list[tf.Tensor], weight: tf.Tensor
+    ) -> list[tf.Tensor]:
+        if not statistics:
+            return []
+        wire = exchanger.wire
+        flat = joined(statistics)
+        # Those of a rank that does not count need not be finite.
+        flat = tf.where(weight > 0.0, flat * weight, tf.zeros_like(flat))
+        mean = wire.all_reduce(
+            flat, wire.topology.world, f"{exchanger.prefix}.statistics", 1.0 / wire.topology.size
+        )
+        return parted(mean, statistics)
+
+    def _settled(self, sent: Sent, found: Found, is_late: bool) -> tf.Tensor:
+        """Moves the global weights, and this rank; returns whether its statistics were finite."""
+        weights = self.weights
+        before = [tf.identity(copy) for copy in weights.copies] if is_late else []
+        are_finite = _all_finite(weights.variables[weights.trained :])
+        tf.cond(found.counts, lambda: self._move(found), lambda: None)
+        self._follow(sent, found.counts, before)
+        return are_finite
+
+    def _move(self, found: Found) -> None:
+        weights, means = self.weights, found.means
+        states = itertools.chain(*self.exchanger.states.variables)
+        for variable, value in zip(states, found.states, strict=True):
+            variable.assign(value)
+        if not self._rule.weighs_samples:
+            # Of all replicas: those that contribute nothing do not move the global weights either.
+            share = found.total / self._replicas
+            means = [mean * tf.cast(share, mean.dtype) for mean in means]
+        self._rule.move(weights.copies[: weights.trained], means)
+        for variable, copy in zip(self._variables, weights.copies, strict=False):
+            constraint = getattr(variable, "constraint", None)
+            if constraint is not None:
+                copy.assign(constraint(tf.convert_to_tensor(copy)))
+        for copy, mean in zip(weights.copies[weights.trained :], found.statistics, strict=True):
+            # Those that some rank began with are not finite.
+            copy.assign(either(is_finite(mean), mean, tf.convert_to_tensor(copy)))
+
+    def _follow(self, sent: Sent, counts: tf.Tensor, before: list[tf.Tensor]) -> None:
+        """Moves this rank's weights; `before` has the global ones before a late settlement."""
+        weights, pull = self.weights, self._rule.pull(self._replicas)
+        # A replica that processed no samples keeps its weights.
+        share = tf.where(tf.logical_and(counts, sent.count > 0.0), pull, 0.0)
+        pairs = zip(weights.variables, weights.copies, strict=True)
+        for index, (variable, copy) in enumerate(pairs):
+            own, now = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
+            is_trained = index < weights.trained
+            if is_trained and pull < 1.0:
+                moved = own - tf.cast(share, own.dtype) * sent.differences[index]
+            elif is_trained and before:
+                # What this rank has trained meanwhile stays.
+                late = own + (now - before[index]) - sent.differences[index]
+                moved = either(counts, late, own)
+            elif pull < 1.0 or before:
+                # Statistics of ranks that stay apart.
+                moved = own
+            else:
+                moved = either(counts, now, own)
+            # Statistics are each rank's own, also in a node whose ranks have the same weights.
+            stays = sent.finite if is_trained else tf.logical_and(sent.finite, is_finite(own))
+            variable.assign(either(stays, moved, now))
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def rank_state(self) -> list[tuple[Any, StateDescription]]:
+        """State that belongs to this rank, each with its description."""
+        variables = [Counters(self), self._samples, *self.weights.copies]
+        if self._schedule.delay:
+            variables += [self._count, self._finite, *self._sent]
+        descriptions = [
+            StateDescription(name=f"local {index}", placement=Placement.LOCAL)
+            for index, _ in enumerate(variables)
+        ]
+        return list(zip(variables, descriptions, strict=True))
+
+    @property
+    def counters(self) -> list[int]:
+        """Numbers of Python that a resumed run goes on with."""
+        return [int(self.weights.has_begun), self._steps, int(self._is_under_way)]
+
+    @counters.setter
+    def counters(self, values: Sequence[int]) -> None:
+        self.discard()
+        has_begun, self._steps, is_under_way = map(int, values)
+        self._is_under_way = bool(is_under_way)
+        self.weights.restore(bool(has_begun))
+
+
+class Counters:
+    """Counters of a `Synchronization`, which a checkpoint reads and assigns like a variable."""
+
+    name, shape, dtype = "local_counters", (3,), tf.int64
+
+    def __init__(self, synchronization: Synchronization) -> None:
+        self._synchronization = synchronization
+
+    def numpy(self) -> np.ndarray:
+        """Returns their values, `[3]` int64."""
+        return np.asarray(self._synchronization.counters, "int64")
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return self.numpy()
+
+    def assign(self, values: Any) -> None:
+        """Sets their values."""
+        self._synchronization.counters = np.asarray(values).tolist()
+
+
+def _wait_at_exit(reference: weakref.ref[Synchronization]) -> None:
+    # Not for ever: the other ranks may be gone.
+    if (synchronization := reference()) is not None:
+        synchronization.discard(EXIT_PATIENCE_S)
+
+
+def _all_finite(values: Sequence[Any]) -> tf.Tensor:
+    return tf.reduce_all([True, *map(is_finite, values)])
+
+
+def _log_recovery(what: str) -> None:
+    log.warning(
+        "tfposeidon: the %s of rank %d are not finite; it goes on from the global weights.",
+        what,
+        runtime.rank(),
+    )
