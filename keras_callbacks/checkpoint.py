@@ -190,9 +190,12 @@ class Checkpoint(keras.callbacks.Callback):
     # ---------------------------------------------------------------- writing
 
     def _write(self, epoch: int, batches: int) -> None:
-        # Where ranks train weights of their own, what is equal on all ranks is written once, and is
-        # where they go on from if a callback has assigned it.
-        self._session.local_weights.restart_if_assigned()
+        # Where ranks train weights of their own, the global ones are written once.
+        with self._session.global_weights():
+            self._start_write(epoch, batches)
+        self._steps_since_start, self._next_look = 0, 1
+
+    def _start_write(self, epoch: int, batches: int) -> None:
         meta = {
             "format": FORMAT,
             "epoch": epoch,
@@ -211,14 +214,13 @@ class Checkpoint(keras.callbacks.Callback):
         own |= {"pieces": _json_array([p.to_dict() for p in descriptions])}
         own |= self._layers(Placement.LOCAL)
         self._files.start(meta, self._written_once() if self._wire.topology.rank == 0 else {}, own)
-        self._steps_since_start, self._next_look = 0, 1
 
     def _look_at_files(self) -> None:
         """Looks whether the files are whole, 1, 2, 4, ... steps after they were begun."""
         # All ranks have to look at the same steps, and each look is an exchange: hence few, and
         # early ones.
         self._steps_since_start += 1
-        if not self._session.knows_lengths and self._session.local_weights.exist:
+        if not self._session.knows_lengths and not self._session.is_in_step:
             # Ranks are not in step: files are waited for at the end of the epoch.
             return
         if self._steps_since_start == self._next_look:
@@ -274,8 +276,6 @@ class Checkpoint(keras.callbacks.Callback):
     def _restore(self, snapshot: Snapshot) -> None:
         # Before the comparison, which would miss the variables of an optimizer that is not built.
         self._build_optimizers(snapshot)
-        # As it was written.
-        self._session.local_weights.show()
         self._check(snapshot)
         batches = 0 if self.resume == "epoch" else snapshot.meta["batches"]
         if batches:
@@ -303,7 +303,6 @@ class Checkpoint(keras.callbacks.Callback):
         _assign(self._parts()[0], self._redistributed(snapshot))
         self._pending_metrics = to_array_list(own, "metric") if batches else []
         self._steps, self._epoch = snapshot.meta["steps"], snapshot.meta["epoch"]
-        self._session.local_weights.note_assigned()
         self._session.resume_at(snapshot.meta["epoch"], batches)
         runtime.say(
             "tfposeidon: resumed from %s at epoch %d, batch %d.",

@@ -62,10 +62,10 @@ class ReplicaCheck(keras.callbacks.Callback):
         # One call stands for `steps_per_execution` steps, so that multiples may be stepped over.
         before, self._steps = self._steps, self._steps + self.model.steps_per_execution
         if self._steps // self.every_n_steps > before // self.every_n_steps:
-            self._check()
+            with session.of(self.model).global_weights(assign=True):
+                self._check()
 
     def _check(self) -> None:
-        session.of(self.model).local_weights.show()
         variables = replicated_variables(self.model)
         wire = session.of(self.model).wire
         layers = layer_state.read(self.model, Placement.REPLICATED)
@@ -87,4 +87,3 @@ class ReplicaCheck(keras.callbacks.Callback):
         if repairs:
             replicas.broadcast(variables, wire)
             layer_state.broadcast(self.model, wire)
-            session.of(self.model).local_weights.note_assigned()

@@ -26,6 +26,7 @@ from tfposeidon.state.placement import Placement
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training import asynchronous_begin
 from tfposeidon.training.entries import variables_of
+from tfposeidon.training.hooks import FitHooks
 from tfposeidon.units import readable_size
 from tfposeidon.wrapper import OptimizerWrapper
 
@@ -357,6 +358,10 @@ class ElasticAveraging(OptimizerWrapper):
         )
 
     # ------------------------------------------------------------------ roles
+
+    @override
+    def fit_hooks(self, model: Any) -> FitHooks:
+        return FitHooks(is_in_step=False)
 
     @property
     @override

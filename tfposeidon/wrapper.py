@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -19,6 +20,7 @@ from tfposeidon.planning import rules
 from tfposeidon.planning.plan import Plan
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training import keras_patches, session
+from tfposeidon.training.hooks import FitHooks
 
 
 class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
@@ -428,10 +430,21 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
         """True if ranks exchange with a server, each at its own pace."""
         return False
 
-    @property
-    def has_local_weights(self) -> bool:
-        """True if ranks train weights of their own, beside global ones that are equal on all."""
-        return False
+    def fit_hooks(self, model: Any) -> FitHooks:
+        """Returns what `fit` of a model does for this optimizer: callbacks, and hooks of steps.
+
+        Args:
+          model: Model that is about to be trained.
+        """
+        return FitHooks()
+
+    def global_weights(self, assign: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which the variables hold weights that are equal on all ranks.
+
+        Args:
+          assign: True where weights that are assigned within it are the new global ones.
+        """
+        return contextlib.nullcontext()
 
     def carry(self, statistics: Callable[[], Sequence[Any]]) -> None:
         """Makes layers' statistics travel along, where weights are exchanged.

@@ -1,5 +1,6 @@
 """The rules of `LocalUpdates` in NumPy, runs that are resumed, and models for them."""
 
+import contextlib
 import os
 import shutil
 
@@ -89,10 +90,17 @@ def fitted(build, start, data, wire, optimizer, **fit):
 
 def own_weights(model):
     """Returns the weights that this rank goes on from."""
-    model.optimizer.hide_global_weights()
-    own = model.get_weights()
-    model.optimizer.show_global_weights()
-    return own
+    with hidden(model):
+        return model.get_weights()
+
+
+@contextlib.contextmanager
+def hidden(model):
+    """Puts this rank's own weights into the variables, where the global ones are shown."""
+    weights = model.optimizer._synchronization.weights
+    weights.hide()
+    yield
+    weights.show()
 
 
 def batch_norm():
@@ -168,7 +176,7 @@ class SpoilsStatistics(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         if batch == 1 and tp.rank() == 1:
-            # Callbacks see the global ones.
-            self.model.optimizer.hide_global_weights()
             statistic = self.model.layers[1].moving_mean
-            statistic.assign(np.full(statistic.shape, np.inf))
+            # Callbacks see the global ones.
+            with hidden(self.model):
+                statistic.assign(np.full(statistic.shape, np.inf))

@@ -19,6 +19,7 @@ from tests.helpers.local_updates import (
     SpoilsStatistics,
     batch_norm,
     fitted,
+    hidden,
     own_weights,
     sgd,
 )
@@ -208,9 +209,8 @@ def test_assigned_weights_with_a_rank_out_of_data(wire):
     class Breaks(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             if wire.topology.rank == 1 and epoch == 0:
-                self.model.optimizer.hide_global_weights()
-                self.model.set_weights([w * np.nan for w in self.model.get_weights()])
-                self.model.optimizer.show_global_weights()
+                with hidden(self.model):
+                    self.model.set_weights([w * np.nan for w in self.model.get_weights()])
 
     # Whose first op waits for data, or TensorFlow would begin the step that finds none.
     model = batch_norm()

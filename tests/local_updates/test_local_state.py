@@ -14,7 +14,7 @@ from tests.helpers import models
 from tests.helpers.automatic import WIDTH, parallel_layers
 from tests.helpers.callbacks import shared_folder
 from tests.helpers.checks import LogLines, Raises
-from tests.helpers.local_updates import EVERY, SPARSE, batch_norm, fitted, own_weights, sgd
+from tests.helpers.local_updates import EVERY, SPARSE, batch_norm, fitted, hidden, own_weights, sgd
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.training import BATCH, check_equal
 
@@ -117,9 +117,9 @@ class Spoil(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == 4 and tp.rank() == 1:
-            self.model.optimizer.hide_global_weights()
-            copy = self.model.optimizer._synchronization.weights.copies[0]
-            copy.assign(copy + 1.0)
+            with hidden(self.model):
+                copy = self.model.optimizer._synchronization.weights.copies[0]
+                copy.assign(copy + 1.0)
 
 
 def test_replica_check_looks_at_the_centre(wire):

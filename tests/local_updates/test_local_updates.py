@@ -246,7 +246,7 @@ def test_hand_written_loops_and_several_steps_per_execution(wire):
         step(*(part[begin : begin + local] for part in share))
         if not begin:
             with Raises(RuntimeError, "no call of LocalUpdates.end_step"):
-                optimizer.show_global_weights()
+                optimizer.global_weights().__enter__()
         optimizer.end_step()
     with optimizer.global_weights():
         check_equal(model.get_weights(), expected.get_weights())

@@ -22,11 +22,13 @@ from tfposeidon.local import exchanges, rules
 from tfposeidon.local.global_weights import GlobalWeights
 from tfposeidon.local.notes import notes
 from tfposeidon.local.schedule import Schedule
+from tfposeidon.local.showing import Showing
 from tfposeidon.local.synchronization import Synchronization
 from tfposeidon.optimizers.wrapping import settings
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.state.placement import by_dtype
 from tfposeidon.state.rank_state import StateDescription
+from tfposeidon.training.hooks import FitHooks
 from tfposeidon.wrapper import OptimizerWrapper
 
 
@@ -125,6 +127,7 @@ class LocalUpdates(OptimizerWrapper):
             else exchanges.Node(self, self._exchange, bucket_bytes, sample_count)
         )
         self._synchronization: Synchronization | None = None
+        self._showing = Showing(lambda: self._synchronization, self._end_fit)
         self._statistics: Callable[[], Sequence[Any]] = list
         self._has_checked_start = False
 
@@ -277,8 +280,9 @@ class LocalUpdates(OptimizerWrapper):
         # Ranks agree when a step is traced; what they exchange follows between executions.
         with self._exchange.call(variables, variables, count):
             self._check_start(synchronization)
-        if not synchronization.weights.has_begun or tf.executing_eagerly():
-            synchronization.weights.begin()
+        if not synchronization.weights.has_begun:
+            with tf.init_scope():
+                synchronization.begin_step()
         synchronization.weights.check_hidden()
         synchronization.count_samples(self._update(grads, variables, count))
 
@@ -367,15 +371,21 @@ class LocalUpdates(OptimizerWrapper):
 
     # ------------------------------------------------------------------ global weights
 
+    @override
     @contextlib.contextmanager
-    def global_weights(self) -> Iterator[None]:
+    def global_weights(self, assign: bool = False) -> Iterator[None]:
         """Puts the global weights into the variables, within this context.
 
         Loops of one's own evaluate and save in it. `fit` and `train_on_batch` leave the global
         weights in the variables, so that scripts need it nowhere else.
 
+        Args:
+          assign: True where weights that are assigned within it are the new global ones; each rank
+            goes on from its own (default False).
+
         Raises:
-          RuntimeError: If steps were taken and none was counted by `end_step`.
+          RuntimeError: If steps were taken and none was counted by `end_step`; at the end, if
+            weights were assigned without `assign`.
 
         Example:
           >>> import keras, tfposeidon as tp
@@ -386,40 +396,33 @@ class LocalUpdates(OptimizerWrapper):
           ...     print(weight.numpy())
           [1.]
         """
-        was_hidden = self.show_global_weights()
+        synchronization = self._synchronization
+        if synchronization is None:
+            yield
+            return
+        synchronization.check_steps_are_counted()
+        was_hidden = synchronization.weights.show()
         try:
             yield
+            if assign:
+                synchronization.weights.note_assigned()
+            elif was_hidden and synchronization.weights.was_assigned:
+                raise RuntimeError(
+                    "Weights that are assigned while the global ones are shown would be lost. "
+                    "Received: other weights at the end of global_weights(). Assign them outside, "
+                    "and call LocalUpdates.restart_from_weights() afterwards, on all ranks."
+                )
         finally:
             if was_hidden:
-                self.hide_global_weights()
+                synchronization.weights.hide()
 
-    def show_global_weights(self) -> bool:
-        """Puts the global weights into the variables; returns True if they were not there yet.
+    @override
+    def fit_hooks(self, model: Any) -> FitHooks:
+        if runtime.size() == 1:
+            return FitHooks()
+        return self._showing.hooks(model, self._schedule.check_steps_per_execution)
 
-        Raises:
-          RuntimeError: If steps were taken and none was counted by `end_step`.
-        """
-        if self._synchronization is None:
-            return False
-        if self._synchronization.has_uncounted_steps:
-            raise RuntimeError(
-                "Steps must be counted, so that ranks synchronize. Received: steps since the last "
-                "synchronization, and no call of LocalUpdates.end_step(). Call it after each step "
-                "of a loop of your own."
-            )
-        return self._synchronization.weights.show()
-
-    def hide_global_weights(self) -> None:
-        """Puts this rank's own weights into the variables again."""
-        if self._synchronization is not None:
-            self._synchronization.weights.hide()
-
-    @property
-    def weights_beside(self) -> GlobalWeights | None:
-        """Global weights, beside those of this rank; `None` on one rank, and before `build`."""
-        return None if self._synchronization is None else self._synchronization.weights
-
-    def end_fit(self) -> None:
+    def _end_fit(self) -> None:
         """Warns if training ended before the first synchronization."""
         if self._synchronization is not None and self._synchronization.has_yet_to_settle:
             runtime.say(
@@ -428,11 +431,6 @@ class LocalUpdates(OptimizerWrapper):
                 "smaller `every`, or train for longer.",
                 self._schedule.every,
             )
-
-    @property
-    @override
-    def has_local_weights(self) -> bool:
-        return runtime.size() > 1
 
     @override
     def carry(self, statistics: Callable[[], Sequence[Any]]) -> None:
@@ -448,10 +446,6 @@ class LocalUpdates(OptimizerWrapper):
         """
         if self._synchronization is not None:
             self._synchronization.restart()
-
-    def check_steps_per_execution(self, steps: int) -> None:
-        """Refuses executions of several steps that do not end where ranks synchronize."""
-        self._schedule.check_steps_per_execution(steps)
 
     @property
     @override

@@ -103,6 +103,15 @@ class Synchronization:
         """Adds the samples of an update, as an op of the step; `None` weighs all steps the same."""
         self._samples.assign_add(tf.cast(1.0 if count is None else count, tf.float32))
 
+    def begin_step(self) -> None:
+        """Makes the variables hold this rank's own weights; the first step makes them."""
+        if not self.weights.has_begun:
+            # Weights that were assigned are where all begin: nothing that was kept belongs to them.
+            self._restart_count()
+            if self.exchanger.states.exist:
+                self.exchanger.states.drop()
+        self.weights.begin()
+
     def end_step(self, steps: int = 1) -> None:
         """Counts steps that were executed, and synchronizes if it is time."""
         self._steps += steps
@@ -125,7 +134,7 @@ class Synchronization:
         """
         # Evaluation shows the global weights before the epoch has ended.
         was_shown = self.weights.is_shown
-        self.weights.begin()
+        self.begin_step()
         self._arrive()
         absent = self._synchronize(has_data=False)
         if was_shown:
@@ -135,8 +144,6 @@ class Synchronization:
     def restart(self) -> None:
         """Goes on from the values of the variables, and drops what was trained and kept since."""
         self.discard()
-        self.exchanger.states.drop()
-        self._restart_count()
         self.weights.restart()
 
     @property
@@ -145,10 +152,14 @@ class Synchronization:
         has_none = int(self._number.numpy()) <= self._is_under_way
         return has_none and (self._is_under_way or self._steps > 0)
 
-    @property
-    def has_uncounted_steps(self) -> bool:
-        """True if updates were made, and no step was counted since the last synchronization."""
-        return self._steps == 0 and float(self._samples.numpy()) > 0.0
+    def check_steps_are_counted(self) -> None:
+        """Refuses updates of which no step was counted since the last synchronization."""
+        if self._steps == 0 and float(self._samples.numpy()) > 0.0:
+            raise RuntimeError(
+                "Steps must be counted, so that ranks synchronize. Received: steps since the last "
+                "synchronization, and no call of LocalUpdates.end_step(). Call it after each step "
+                "of a loop of your own."
+            )
 
     # ------------------------------------------------------------------ one synchronization
 
@@ -365,6 +376,9 @@ class Synchronization:
     @property
     def counters(self) -> list[int]:
         """Numbers of Python that a resumed run goes on with."""
+        if self.weights.was_assigned:
+            # A resumed run begins from them, as this one is about to.
+            return [0, 0, 0]
         return [int(self.weights.has_begun), self._steps, int(self._is_under_way)]
 
     @counters.setter

@@ -48,7 +48,7 @@ def carry_statistics(model: Any) -> None:
     """Makes averaged state travel with the weights, where these are exchanged."""
     # With one of these optimizers: each would have all of them.
     found = session.optimizers_of(model)
-    exchange = [one for one in found if one.has_local_weights or one.is_asynchronous]
+    exchange = [one for one in found if not one.fit_hooks(model).is_in_step]
     # The optimizer must not keep its model alive.
     reference = weakref.ref(model)
     for optimizer in exchange[:1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -13,9 +14,8 @@ from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.optimizers.wrapping import leaves
 from tfposeidon.training import replicated, session
-from tfposeidon.training.local_weights import has_batch_hooks
+from tfposeidon.training.hooks import FitHooks
 from tfposeidon.training.plan_again import PlanAgain
-from tfposeidon.training.show_global_weights import ShowGlobalWeights
 
 log = logging.getLogger("tfposeidon")
 
@@ -28,20 +28,19 @@ WHERE_SET = (
 )
 
 
-def with_equal_epochs(callbacks: list[Any], rows: int | None) -> list[Any]:
+def with_equal_epochs(
+    callbacks: list[Any], hooks: Sequence[FitHooks], rows: int | None
+) -> list[Any]:
     """Returns the callbacks of `fit` together with those that several ranks need.
 
-    They make epochs equal, and plan again where the choice is left open. `EqualSteps` comes before
-    the others, because they may communicate at the end of an epoch, and `ShowGlobalWeights`,
-    because they may read weights there; `AgreedStop` comes after them, because they may ask to
-    stop.
-
-    Args:
-      callbacks: Callbacks of the user, the same ones on every rank.
-      rows: Rows of each batch on this rank; `None` where they are not known or not the same.
+    `EqualSteps` comes before the others, because they may communicate at the end of an epoch;
+    `AgreedStop` comes after them, because they may ask to stop. `rows` is that of each batch on
+    this rank, `None` where it is not known or not the same.
     """
-    first = EqualSteps(any(map(_may_stop, callbacks)), rows)
-    return [first, ShowGlobalWeights(), *callbacks, PlanAgain(), AgreedStop(first)]
+    steps = EqualSteps(any(map(_may_stop, callbacks)), rows)
+    first = [callback for one in hooks for callback in one.first]
+    last = [callback for one in hooks for callback in one.last]
+    return [steps, *first, *callbacks, PlanAgain(), *last, AgreedStop(steps)]
 
 
 def _may_stop(callback: Any) -> bool:
@@ -52,6 +51,16 @@ def _may_stop(callback: Any) -> bool:
     if type(callback).__module__.split(".")[0] in ("keras", "keras_callbacks"):
         return False
     return has_batch_hooks(callback)
+
+
+def has_batch_hooks(callback: Any) -> bool:
+    """Returns whether a callback does anything in the middle of an epoch of training."""
+    hooks = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+    base = keras.callbacks.Callback
+    return any(
+        getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook)
+        for hook in hooks
+    )
 
 
 class EqualSteps(keras.callbacks.Callback):
@@ -88,9 +97,7 @@ class EqualSteps(keras.callbacks.Callback):
         self._agree_on_limit([steps for steps, _, _ in ranks])
         self._session = session.of(self.model)
         self._session.knows_lengths = self._limit is not None
-        may_stop = (
-            any(may_stop for _, may_stop, _ in ranks) and not self._session.local_weights.exist
-        )
+        may_stop = any(may_stop for _, may_stop, _ in ranks) and self._session.is_in_step
         self._watches = self._limit is None or may_stop
         kinds = sum(optimizer.kinds_of_exchange for optimizer in self._session.optimizers)
         if self.model.run_eagerly and kinds > 1:
@@ -158,7 +165,7 @@ class EqualSteps(keras.callbacks.Callback):
         self._session.finish_epoch()
         everybody = exchange_objects(has_trained, runtime.wire(), "tp.last_execution")
         # Ranks that train weights of their own are not in step.
-        return has_trained if self._session.local_weights.exist else all(everybody)
+        return all(everybody) if self._session.is_in_step else has_trained
 
     @override
     def on_test_begin(self, logs: Any = None) -> None:
@@ -215,7 +222,7 @@ class AgreedStop(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._has_begun = self._wants_to_stop = False
         self._session = session.of(self.model)
-        self._puts_off = self._session.local_weights.exist and self._session.knows_lengths
+        self._puts_off = not self._session.is_in_step and self._session.knows_lengths
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -236,7 +243,6 @@ class AgreedStop(keras.callbacks.Callback):
         is_first = not self._session.has_begun
         if not self._has_begun:
             self._begin(epoch)
-        self._session.local_weights.restart_if_assigned()
         if not is_first:
             remedy = WHERE_SET if self._has_begun else WHERE_BEGUN
             self._compare_values(remedy, with_layers=not self._has_begun)
@@ -263,8 +269,6 @@ class AgreedStop(keras.callbacks.Callback):
 
     @override
     def on_train_end(self, logs: Any = None) -> None:
-        # What others have restored.
-        self._session.local_weights.show()
         self._compare_values(WHERE_SET)
 
     def _compare_values(self, remedy: str, with_layers: bool = False) -> None:
@@ -297,7 +301,7 @@ def _settings(model: keras.Model, epoch: int) -> dict[str, Any]:
             which += f", part {place}" if place else ""
             # Under a loss scale ranks that train by themselves skip steps by themselves, and so
             # does a rate that follows the steps.
-            if not optimizer.has_local_weights:
+            if optimizer.fit_hooks(model).is_in_step:
                 settings[f"learning rate{which}"] = float(leaf.learning_rate)
             settings[f"momentum{which}"] = _as_float(getattr(leaf, "momentum", None))
             settings[f"weight decay{which}"] = _as_float(leaf.weight_decay)

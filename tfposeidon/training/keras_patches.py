@@ -13,8 +13,7 @@ too early.
 - `fit`: output of one rank, and epochs that end on all ranks after the same step (`equal_steps`).
 - `fit`, `evaluate`, `predict`: `verbose="auto"` shows no progress bar where there is no terminal
   (`verbosity`).
-- `make_train_function`, `fit`: where each rank trains weights of its own, ranks synchronize between
-  executions, and the global weights are in the variables whenever code of users runs.
+- `make_train_function`, `fit`: the hooks of optimizers (`hooks.FitHooks`) are called.
 - `save`, `save_weights`: files are written beside and renamed, so that ranks that write to one path
   leave a whole one.
 """
@@ -49,7 +48,7 @@ from tfposeidon.training import (
     session,
     verbosity,
 )
-from tfposeidon.training.local_weights import looks_after_batches
+from tfposeidon.training.hooks import FitHooks
 from tfposeidon.training.train_functions import OutsideOfFit, SkipBatches
 
 _WITH_AUTOMATIC_XLA: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -141,43 +140,45 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
         model.jit_compile = False
     entries.carry_statistics(model)
     own = session.of(model)
-    own.counts_steps = model.steps_per_execution != 1 and own.local_weights.exist
+    own.counts_steps = model.steps_per_execution != 1 and _have_steps(own.hooks)
     if own.counts_steps:
         own.build_step_counter()
     made = original(*call.args, **call.kwargs)
-    _synchronize_between_executions(model)
+    _call_step_hooks(model)
     return made
 
 
-def _synchronize_between_executions(model: keras.Model) -> None:
-    """Makes the train function show and hide global weights, if ranks train weights of their own.
-
-    Ranks synchronize after it.
-    """
-    train, local_weights = model.train_function, session.of(model).local_weights
+def _call_step_hooks(model: keras.Model) -> None:
+    """Makes the train function call the hooks of the model's optimizers around each execution."""
+    own, train, applied = session.of(model), model.train_function, -1
+    hooks = own.hooks
     is_other = isinstance(train, SkipBatches | OutsideOfFit)
-    if not local_weights.exist or is_other or getattr(train, "_tfposeidon", False):
+    if not _have_steps(hooks) or is_other or getattr(train, "_tfposeidon", False):
         return
-
-    own, optimizers, applied = session.of(model), local_weights.optimizers, -1
 
     @functools.wraps(train)
     def train_function(iterator: Any) -> Any:
-        nonlocal optimizers, applied
-        if model.steps_per_execution > 1:
-            for optimizer in optimizers:
-                optimizer.check_steps_per_execution(model.steps_per_execution)
+        nonlocal hooks, applied
         before = own.steps_executed if own.counts_steps else 0
-        local_weights.begin_step(optimizers)
+        for one in hooks:
+            if one.begin_step is not None:
+                one.begin_step()
         logs = train(iterator)
         if applied != len(own.applied):
             # Some optimizers are found in their first step only.
-            optimizers, applied = local_weights.optimizers, len(own.applied)
-        local_weights.end_step(optimizers, own.steps_executed - before if own.counts_steps else 1)
+            hooks, applied = own.hooks, len(own.applied)
+        steps = own.steps_executed - before if own.counts_steps else 1
+        for one in hooks:
+            if one.end_step is not None:
+                one.end_step(steps)
         return logs
 
     train_function._tfposeidon = True  # type: ignore[attr-defined]
     model.train_function = train_function
+
+
+def _have_steps(hooks: list[FitHooks]) -> bool:
+    return any(one.begin_step is not None or one.end_step is not None for one in hooks)
 
 
 def _scale_losses(model: Any) -> None:
@@ -233,7 +234,6 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     callbacks = call.arguments["callbacks"] = _as_list(call.arguments["callbacks"])
     session.of(model).begin_fit()
     session.of(model).note_callbacks(callbacks)
-    local_weights = session.of(model).local_weights
     session.of(model).shuffles = call.arguments["shuffle"] and _can_shuffle(call.arguments["x"])
     _prepare(model, call.arguments)
     is_asynchronous = session.of(model).is_asynchronous
@@ -246,15 +246,15 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         return asynchronous_fit.fit(original, call)
     if runtime.size() == 1:
         return original(*call.args, **call.kwargs)
+    hooks = session.of(model).hooks
     call.arguments["callbacks"] = equal_steps.with_equal_epochs(
-        one_writer.with_one_writer(callbacks), _rows_of_batches(call.arguments)
+        one_writer.with_one_writer(callbacks), hooks, _rows_of_batches(call.arguments)
     )
-    looks = any(map(looks_after_batches, callbacks))
-    with (
-        session.of(model).weighing_as_agreed(),
-        local_weights.in_fit(looks),
-        warnings.catch_warnings(),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(session.of(model).weighing_as_agreed())
+        stack.enter_context(warnings.catch_warnings())
+        for one in hooks:
+            stack.enter_context(one.around(callbacks))
         # Keras's advice for epochs that end early is wrong where another rank has fewer batches;
         # `EqualSteps` logs what is right.
         warnings.filterwarnings("ignore", message="Your input ran out of data")

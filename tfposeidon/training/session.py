@@ -16,7 +16,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.contributions import contribute_until_all_are_done
 from tfposeidon.policies import Policy
-from tfposeidon.training.local_weights import LocalWeights
+from tfposeidon.training.hooks import FitHooks
 from tfposeidon.training.train_functions import OutsideOfFit, SkipBatches
 
 _distributed: tuple[type, ...] = ()
@@ -141,7 +141,6 @@ class Session:
       model: The model; it is not kept alive.
 
     Attributes:
-      local_weights: Weights that each rank trains by itself, if there are any.
       counts_steps: True if the steps of an execution are counted.
       has_begun: True once a `fit` has made all ranks begin alike.
       knows_lengths: False in a `fit` in which ranks may end an epoch after different steps.
@@ -168,8 +167,6 @@ class Session:
         self.knows_position = False
         self.only_reports = False
         self.shuffles = False
-        reference = self._reference
-        self.local_weights = LocalWeights(lambda: optimizers_of(reference()))
 
     @property
     def _model(self) -> Any:
@@ -179,6 +176,24 @@ class Session:
     def optimizers(self) -> list[Any]:
         """The model's optimizers that communicate: see `optimizers_of`."""
         return optimizers_of(self._model)
+
+    @property
+    def hooks(self) -> list[FitHooks]:
+        """What `fit` does for each of the model's optimizers."""
+        return [optimizer.fit_hooks(self._model) for optimizer in self.optimizers]
+
+    @property
+    def is_in_step(self) -> bool:
+        """True if ranks exchange in each step, False if some train weights of their own."""
+        return all(hooks.is_in_step for hooks in self.hooks)
+
+    @contextlib.contextmanager
+    def global_weights(self, assign: bool = False) -> Iterator[None]:
+        """Puts weights that are equal on all ranks into the variables, within this context."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in self.optimizers:
+                stack.enter_context(optimizer.global_weights(assign))
+            yield
 
     @property
     def applied(self) -> list[Any]:
@@ -334,10 +349,11 @@ class Session:
         Raises:
           ValueError: If ranks train by themselves, and do not know how long their epochs are.
         """
-        if not self.knows_lengths and self.local_weights.exist:
+        if not self.knows_lengths and not self.is_in_step:
             raise ValueError(
-                "With LocalUpdates and epochs of unknown length ranks communicate at the end of "
-                f"epochs only. Received: {received}. Leave it out, or give fit steps_per_epoch."
+                "Where each rank trains its own weights, and epochs have an unknown length, ranks "
+                f"communicate at the end of epochs only. Received: {received}. Leave it out, or "
+                "give fit steps_per_epoch."
             )
 
     # ------------------------------------------------------------------ steps and the end of epochs
@@ -372,7 +388,7 @@ class Session:
             stack.enter_context(_joined(join))
             yield
         # Now that the step has built them.
-        _check_variables_are_apart(optimizers)
+        _check_variables_are_apart(self._model, optimizers)
 
     def build_step_counter(self) -> None:
         """Makes the variable that counts steps, before a step is traced."""
@@ -493,14 +509,14 @@ def _refuse_synchronized(model: Any) -> None:
             )
 
 
-def _check_variables_are_apart(optimizers: list[Any]) -> None:
+def _check_variables_are_apart(model: Any, optimizers: list[Any]) -> None:
     """Refuses optimizers that exchange weights and have some of them in common.
 
     Each would take what the other has moved for the updates of this rank.
     """
     owners: dict[int, Any] = {}
     for optimizer in optimizers:
-        if not optimizer.built or not (optimizer.has_local_weights or optimizer.is_asynchronous):
+        if not optimizer.built or optimizer.fit_hooks(model).is_in_step:
             continue
         for variable in optimizer._trainable_variables:
             other = owners.setdefault(id(variable), optimizer)

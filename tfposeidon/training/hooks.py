@@ -1,0 +1,33 @@
+"""What an optimizer adds to `fit`. Think of callbacks of Keras that come with the optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+def _around_nothing(callbacks: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitHooks:
+    """What `fit` does for an optimizer.
+
+    Attributes:
+      first: Callbacks before those of the user.
+      last: Callbacks after those of the user.
+      around: Function of the user's callbacks that returns a context around `fit`.
+      begin_step: Called before each execution of the train function, also by `train_on_batch`.
+      end_step: Called after each execution with its number of steps.
+      is_in_step: True if ranks exchange in each step, False if each trains weights of its own.
+    """
+
+    first: Sequence[Any] = ()
+    last: Sequence[Any] = ()
+    around: Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]] = _around_nothing
+    begin_step: Callable[[], None] | None = None
+    end_step: Callable[[int], None] | None = None
+    is_in_step: bool = True
