@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from benchmarks import structure_core
 from tfposeidon.text import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,7 +80,34 @@ def figures(root: Path) -> dict[str, object]:
         "public functions with complete Args": percent(complete_args(*entry) for entry in taking),
         "public functions with complete Returns": percent(map(complete_returns, returning)),
         "words of the README": len((root / "README.md").read_text().split()),
+        **{
+            f"lines of {package}": sum(map(lines, of_package(root, package)))
+            for package in PACKAGES
+        },
+        **{
+            f"statements of {package}": sum(map(statements, of_package(root, package)))
+            for package in PACKAGES
+        },
+        **structure_core.figures(root),
     }
+
+
+def of_package(root: Path, package: str) -> list[Path]:
+    """Returns the modules of a package."""
+    return sorted((root / package).rglob("*.py"))
+
+
+def lines(path: Path) -> int:
+    """Returns the number of lines of a module."""
+    return len(path.read_text().splitlines())
+
+
+def statements(path: Path) -> int:
+    """Returns the number of statements of a module, without docstrings."""
+    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.stmt)]
+    return sum(
+        not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in found
+    )
 
 
 def percent(complete: Iterable[bool]) -> str:
