@@ -9,10 +9,10 @@ import pytest
 
 import keras_callbacks
 from tests.helpers.checks import LogLines
-from tfposeidon.asynchronous.calls import Call
-from tfposeidon.asynchronous.last_centre import saved_at_failure
-from tfposeidon.asynchronous.server import Server
-from tfposeidon.training import asynchronous_callbacks
+from tfposeidon.elastic_averaging import callbacks as own_callbacks
+from tfposeidon.elastic_averaging.calls import Call
+from tfposeidon.elastic_averaging.last_centre import saved_at_failure
+from tfposeidon.elastic_averaging.server import Server
 
 
 class _Told:
@@ -86,7 +86,7 @@ def test_the_last_epoch_ends_where_a_worker_has_stopped_by_itself():
 )
 def test_callbacks_that_could_do_nothing_are_refused(callback, remedy):
     with pytest.raises(ValueError, match=f"Received: {type(callback).__name__}.*{remedy}"):
-        asynchronous_callbacks.check(callback)
+        own_callbacks.check(callback)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,11 @@ def test_callbacks_that_could_do_nothing_are_refused(callback, remedy):
     ids=lambda value: type(value).__name__,
 )
 def test_callbacks_that_act_are_not_refused(callback):
-    asynchronous_callbacks.check(callback)
+    own_callbacks.check(callback)
 
 
 def test_what_is_left_without_a_snapshot_is_said():
-    fate = asynchronous_callbacks.fate_without_snapshot
+    fate = own_callbacks.fate_without_snapshot
     assert fate([]).startswith("the centre is lost")
     kept = fate([keras.callbacks.ModelCheckpoint("x.keras")])
     assert "what ModelCheckpoint saved at the end of an epoch" in kept

@@ -9,12 +9,12 @@ import tensorflow as tf
 
 import tfposeidon as tp
 from tests.helpers import models
-from tfposeidon.asynchronous.calls import Call, make_call, sum_of_both, wait_for_call
-from tfposeidon.asynchronous.server import ServedCentre
-from tfposeidon.asynchronous.slots import ServedSlots, Slots, give_slots
 from tfposeidon.communication import runtime
 from tfposeidon.communication.group_wire import GroupWire
 from tfposeidon.communication.topology import Topology
+from tfposeidon.elastic_averaging.calls import Call, make_call, sum_of_both, wait_for_call
+from tfposeidon.elastic_averaging.server import ServedCentre
+from tfposeidon.elastic_averaging.slots import ServedSlots, Slots, give_slots
 
 
 def _sgd():

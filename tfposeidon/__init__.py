@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tfposeidon.collectives import all_gather, all_reduce, barrier, broadcast_variables
     from tfposeidon.communication.links import Link, Links, Rates
     from tfposeidon.communication.runtime import init, rank, size, workers
-    from tfposeidon.elastic_averaging import ElasticAveraging
+    from tfposeidon.elastic_averaging.optimizer import ElasticAveraging
     from tfposeidon.exchange.parallel_operator import parallel_tensor_operator
     from tfposeidon.local.optimizer import LocalUpdates
     from tfposeidon.optimizer import DistributedOptimizer
@@ -50,7 +50,7 @@ __all__ = [
 
 _HOME = {
     "DistributedOptimizer": "optimizer",
-    "ElasticAveraging": "elastic_averaging",
+    "ElasticAveraging": "elastic_averaging.optimizer",
     "LocalUpdates": "local.optimizer",
     "all_gather": "collectives",
     "all_reduce": "collectives",

@@ -425,11 +425,6 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
 
     # ------------------------------------------------------------------ weights of each rank
 
-    @property
-    def is_asynchronous(self) -> bool:
-        """True if ranks exchange with a server, each at its own pace."""
-        return False
-
     def fit_hooks(self, model: Any) -> FitHooks:
         """Returns what `fit` of a model does for this optimizer: callbacks, and hooks of steps.
 

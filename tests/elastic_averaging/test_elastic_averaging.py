@@ -30,9 +30,9 @@ from tests.helpers.elastic_averaging import (
 )
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects
-from tfposeidon.asynchronous import server
-from tfposeidon.asynchronous.worker import Worker
 from tfposeidon.communication.group_wire import GroupWire
+from tfposeidon.elastic_averaging import server
+from tfposeidon.elastic_averaging.worker import Worker
 from tfposeidon.units import readable_size
 
 pytestmark = pytest.mark.ranks("3", server_rank=0)

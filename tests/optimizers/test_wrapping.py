@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import tfposeidon as tp
-from tfposeidon.asynchronous import job
+from tfposeidon.elastic_averaging import job
 from tfposeidon.optimizers.wrapping import settings, slots
 
 OPTIMIZERS = {

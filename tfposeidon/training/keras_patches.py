@@ -40,7 +40,6 @@ import tensorflow as tf
 from tfposeidon.communication import runtime
 from tfposeidon.planning import rules
 from tfposeidon.training import (
-    asynchronous_fit,
     entries,
     equal_steps,
     one_writer,
@@ -236,17 +235,15 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     session.of(model).note_callbacks(callbacks)
     session.of(model).shuffles = call.arguments["shuffle"] and _can_shuffle(call.arguments["x"])
     _prepare(model, call.arguments)
-    is_asynchronous = session.of(model).is_asynchronous
-    if is_asynchronous:
-        asynchronous_fit.check(call.arguments)
     if call.arguments["verbose"] == "auto" and runtime.rank() != runtime.spokesman():
         call.arguments["verbose"] = 0
     call.arguments["verbose"] = verbosity.resolve(call.arguments["verbose"])
-    if is_asynchronous:
-        return asynchronous_fit.fit(original, call)
+    hooks = session.of(model).hooks
+    for one in hooks:
+        if one.run is not None:
+            return one.run(original, call)
     if runtime.size() == 1:
         return original(*call.args, **call.kwargs)
-    hooks = session.of(model).hooks
     call.arguments["callbacks"] = equal_steps.with_equal_epochs(
         one_writer.with_one_writer(callbacks), hooks, _rows_of_batches(call.arguments)
     )

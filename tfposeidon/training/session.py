@@ -212,14 +212,9 @@ class Session:
         return [callback for one in self._with_state if (callback := one()) is not None]
 
     @property
-    def is_asynchronous(self) -> bool:
-        """True if ranks train at their own pace, around what a server keeps."""
-        return any(optimizer.is_asynchronous for optimizer in self.optimizers)
-
-    @property
     def wire(self) -> Wire:
         """Wire between the ranks that train in step with this one: all, or this one alone."""
-        return runtime.own_wire() if self.is_asynchronous else runtime.wire()
+        return next((hooks.wire for hooks in self.hooks), runtime.wire)()
 
     def steps_until_exchange(self, optimizers: Iterable[Any]) -> int:
         """Returns after how many steps optimizers have exchanged for certain, from a call's end on.

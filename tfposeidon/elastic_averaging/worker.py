@@ -7,9 +7,9 @@ import time
 
 import tensorflow as tf
 
-from tfposeidon.asynchronous.calls import Call, make_call, receive, sum_of_both
-from tfposeidon.asynchronous.slots import Slots, give_slots, receive_slots
 from tfposeidon.communication.wire import Wire
+from tfposeidon.elastic_averaging.calls import Call, make_call, receive, sum_of_both
+from tfposeidon.elastic_averaging.slots import Slots, give_slots, receive_slots
 
 LONGEST_SILENCE_S = 15.0
 """Seconds after which a worker tells that it is alive, where limits are no shorter."""

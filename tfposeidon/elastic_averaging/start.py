@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tfposeidon.asynchronous import job
 from tfposeidon.communication import agreement, runtime
+from tfposeidon.elastic_averaging import job
 from tfposeidon.exchange import replicas
 from tfposeidon.state.placement import Placement, is_seed
 from tfposeidon.training import entries, layer_state, session
@@ -99,7 +99,7 @@ def _optimizers(model: Any) -> list[Any]:
       ValueError: If one does not, or is not built.
     """
     found = session.of(model).optimizers
-    if not all(optimizer.is_asynchronous for optimizer in found):
+    if not all(hasattr(optimizer, "exchanged_variables") for optimizer in found):
         raise ValueError(
             "All optimizers of a model exchange with the server, or none. Received: "
             f"{[type(optimizer).__name__ for optimizer in found]}. Use ElasticAveraging for each."

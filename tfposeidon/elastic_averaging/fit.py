@@ -8,20 +8,13 @@ from typing import Any
 import keras
 from typing_extensions import override
 
-from tfposeidon.asynchronous import job
-from tfposeidon.training import asynchronous_begin, asynchronous_callbacks, serving, session
+from tfposeidon.elastic_averaging import callbacks as own_callbacks
+from tfposeidon.elastic_averaging import job, serving, start
+from tfposeidon.training import session
 
 
-def check(arguments: dict[str, Any]) -> None:
-    """Refuses what `fit` cannot do with a server.
-
-    Args:
-      arguments: Arguments of `fit`, by name, with a list of callbacks.
-
-    Raises:
-      ValueError: In a job of one rank or without a server, with `validation_split`, or with a
-        callback that could not do what it is for.
-    """
+def _check(arguments: dict[str, Any]) -> None:
+    """Refuses what `fit` cannot do with a server."""
     job.check_roles()
     if arguments["validation_split"]:
         raise ValueError(
@@ -29,19 +22,15 @@ def check(arguments: dict[str, Any]) -> None:
             f"validation_split={arguments['validation_split']}. Give validation_data."
         )
     for callback in arguments["callbacks"]:
-        asynchronous_callbacks.check(callback)
+        own_callbacks.check(callback)
 
 
-def fit(original: Any, call: inspect.BoundArguments) -> Any:
+def run(original: Any, call: inspect.BoundArguments) -> Any:
     """Runs `fit` on a worker, or serves; all ranks call it together.
 
-    Args:
-      original: Keras's `fit`.
-      call: Its arguments, with a list of callbacks.
-
-    Returns:
-      The history: a worker's of training, the server's of the centre.
+    Returns the history: a worker's of training, the server's of the centre.
     """
+    _check(call.arguments)
     if job.is_server():
         return serving.serve(call.arguments)
     return _work(original, call)
@@ -52,7 +41,7 @@ def _work(original: Any, call: inspect.BoundArguments) -> Any:
     own = _Worker(arguments)
     # First at the end, as the others are to see the centre; last at the begin, after what the
     # server's have restored there.
-    callbacks = [c for c in arguments["callbacks"] if not asynchronous_callbacks.acts_at_server(c)]
+    callbacks = [c for c in arguments["callbacks"] if not own_callbacks.acts_at_server(c)]
     arguments["callbacks"] = [_Last(own), *callbacks, _First(own)]
     arguments["validation_data"] = None
     try:
@@ -75,7 +64,7 @@ class _Worker:
 
     def begin(self, model: keras.Model) -> None:
         """Begins with the server's weights, at its epoch."""
-        self._optimizers, epoch = asynchronous_begin.begin(self._arguments)
+        self._optimizers, epoch = start.begin(self._arguments)
         if epoch is not None:
             session.of(model).resume_at(epoch, 0)
         self._link = job.start_worker(self._optimizers)

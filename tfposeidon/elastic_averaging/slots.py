@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfposeidon.asynchronous.calls import give, receive
 from tfposeidon.communication.wire import Wire
+from tfposeidon.elastic_averaging.calls import give, receive
 
 
 class Slots(NamedTuple):

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tfposeidon.asynchronous.server import Server
 from tfposeidon.communication import failure
+from tfposeidon.elastic_averaging.server import Server
 
 log = logging.getLogger("tfposeidon")
 

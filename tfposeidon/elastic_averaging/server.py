@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
-from tfposeidon.asynchronous.calls import Call, give, sum_of_both, wait_for_call
-from tfposeidon.asynchronous.slots import ServedSlots, Slots
 from tfposeidon.communication.wire import Wire
+from tfposeidon.elastic_averaging.calls import Call, give, sum_of_both, wait_for_call
+from tfposeidon.elastic_averaging.slots import ServedSlots, Slots
 
 log = logging.getLogger("tfposeidon")
 

@@ -12,11 +12,11 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfposeidon import arguments, policies, ranges
-from tfposeidon.asynchronous import job
-from tfposeidon.asynchronous.slots import Slots
-from tfposeidon.asynchronous.worker import Worker
 from tfposeidon.communication import runtime, surroundings
 from tfposeidon.communication.wire import Wire
+from tfposeidon.elastic_averaging import fit, job, start
+from tfposeidon.elastic_averaging.slots import Slots
+from tfposeidon.elastic_averaging.worker import Worker
 from tfposeidon.exchange.one_vector import joined, parted
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import describe, with_merged_rows
@@ -24,7 +24,6 @@ from tfposeidon.optimizers.wrapping import rates, settings, step_counter
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.state.placement import Placement
 from tfposeidon.state.rank_state import StateDescription
-from tfposeidon.training import asynchronous_begin
 from tfposeidon.training.entries import variables_of
 from tfposeidon.training.hooks import FitHooks
 from tfposeidon.units import readable_size
@@ -336,7 +335,7 @@ class ElasticAveraging(OptimizerWrapper):
             optimizer.carry(list)
         self.carry(lambda: [v for model in models for v in variables_of(model, Placement.AVERAGED)])
         job.check_roles()
-        asynchronous_begin.begin_loop(optimizers, models)
+        start.begin_loop(optimizers, models)
         job.run(optimizers, train, on_failure)
 
     @property
@@ -361,12 +360,7 @@ class ElasticAveraging(OptimizerWrapper):
 
     @override
     def fit_hooks(self, model: Any) -> FitHooks:
-        return FitHooks(is_in_step=False)
-
-    @property
-    @override
-    def is_asynchronous(self) -> bool:
-        return True
+        return FitHooks(run=fit.run, wire=runtime.own_wire, is_in_step=False)
 
     @override
     def carry(self, statistics: Callable[[], Sequence[Any]]) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import keras
 
-from tfposeidon.asynchronous import job
-from tfposeidon.asynchronous.last_centre import saved_at_failure
 from tfposeidon.communication import runtime
-from tfposeidon.training import asynchronous_begin, asynchronous_callbacks, session
+from tfposeidon.elastic_averaging import callbacks as own_callbacks
+from tfposeidon.elastic_averaging import job, start
+from tfposeidon.elastic_averaging.last_centre import saved_at_failure
+from tfposeidon.training import session
 
 log = logging.getLogger("tfposeidon")
 
@@ -39,10 +40,10 @@ def serve(arguments: dict[str, Any]) -> Any:
     model.stop_training = False
     callbacks.on_train_begin()
     # Now, as callbacks such as Checkpoint may have restored an earlier run.
-    optimizers, epoch = asynchronous_begin.begin(arguments)
+    optimizers, epoch = start.begin(arguments)
     own = _Serving(arguments, callbacks, optimizers)
     savers = [c.on_job_failure for c in callbacks.callbacks if hasattr(c, "on_job_failure")]
-    without = asynchronous_callbacks.fate_without_snapshot(callbacks.callbacks)
+    without = own_callbacks.fate_without_snapshot(callbacks.callbacks)
     with saved_at_failure(own.server, own.show, savers, without):
         # As Keras takes it on workers.
         logs = own.end_epochs(epoch or arguments["initial_epoch"])
@@ -69,7 +70,7 @@ class _Serving:
     def __init__(self, arguments: dict[str, Any], callbacks: Any, optimizers: list[Any]) -> None:
         self._arguments, self._callbacks, self._optimizers = arguments, callbacks, optimizers
         self._model = arguments["self"]
-        callbacks.callbacks = asynchronous_callbacks.with_announced_metrics(
+        callbacks.callbacks = own_callbacks.with_announced_metrics(
             callbacks.callbacks, self._metrics_to_come
         )
         self.server = job.start_server(optimizers)
