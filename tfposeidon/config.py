@@ -11,7 +11,8 @@ import keras
 class Configured:
     """Base of frozen dataclasses that Keras saves with a model.
 
-    They are registered under names that begin with `tfposeidon>`.
+    They are registered under the package that defines them: `tfposeidon>AllReduce`, or
+    `my_schemes>AllReduce` for a class of a user's, which replaces none of ours.
 
     >>> import dataclasses
     >>> @dataclasses.dataclass(frozen=True)
@@ -24,10 +25,10 @@ class Configured:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # `@dataclass` runs later, but returns the registered class itself (`slots=True` would not).
-        keras.saving.register_keras_serializable("tfposeidon")(cls)
+        keras.saving.register_keras_serializable(cls.__module__.partition(".")[0])(cls)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the constructor's arguments."""
+        """Returns the constructor's arguments, which Keras serializes."""
         names = [field.name for field in fields(self)]  # type: ignore[arg-type]
         return {name: getattr(self, name) for name in names}
 
@@ -36,9 +37,16 @@ class Configured:
         """Makes an object from what `get_config` returned.
 
         Args:
-          config: Arguments of the constructor, by name.
+          config: Arguments of the constructor, by name, as Keras has serialized them.
 
         Returns:
           A new object with these arguments.
         """
-        return cls(**config)
+        return cls(**{name: _with_tuples(value) for name, value in config.items()})
+
+
+def _with_tuples(value: Any) -> Any:
+    """Returns what Keras has serialized; JSON has made lists of tuples, and lists have no hash."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_with_tuples, value))
+    return keras.saving.deserialize_keras_object(value)

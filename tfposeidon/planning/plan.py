@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import keras
+
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description
 from tfposeidon.planning.forecast import Forecast
@@ -272,7 +274,7 @@ class Plan:
     def _bucket_to_dict(self, bucket: Bucket) -> dict[str, Any]:
         return {
             "scheme": bucket.scheme.name,
-            "options": bucket.scheme.get_config(),
+            "options": keras.saving.serialize_keras_object(bucket.scheme)["config"],
             "dtype": bucket.dtype,
             "variables": [
                 {

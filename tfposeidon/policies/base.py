@@ -5,9 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import keras
 from typing_extensions import override
 
 from tfposeidon.communication.links import Links
@@ -173,12 +172,3 @@ class Uniform(Policy):
     @override
     def corrects_momentum(self) -> bool:
         return self.scheme.corrects_momentum
-
-    @override
-    def get_config(self) -> dict[str, Any]:
-        return {"scheme": keras.saving.serialize_keras_object(self.scheme)}
-
-    @override
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Uniform:
-        return cls(keras.saving.deserialize_keras_object(config["scheme"]))

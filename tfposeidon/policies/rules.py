@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 from typing_extensions import override
 
 from tfposeidon.communication.links import Links
@@ -125,19 +124,6 @@ class Rules(Policy):
     def corrects_momentum(self) -> bool:
         return any(policy.corrects_momentum for _, policy in self.rules)
 
-    @override
-    def get_config(self) -> dict[str, Any]:
-        return {
-            "rules": [[p, keras.saving.serialize_keras_object(policy)] for p, policy in self.rules]
-        }
-
-    @override
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Rules:
-        return cls(
-            [(p, keras.saving.deserialize_keras_object(policy)) for p, policy in config["rules"]]
-        )
-
 
 POLICIES: dict[str, Callable[[], Policy]] = {"auto": Auto, "hybcomm": HybComm}
 """Makes a policy with its defaults, by the name that users pass as `scheme=`."""
@@ -162,7 +148,7 @@ def parse(scheme: Any) -> Policy:
     if isinstance(scheme, Policy):
         return scheme
     if isinstance(scheme, Scheme):
-        return Uniform(scheme)
+        return Uniform(_checked_scheme(scheme))
     if isinstance(scheme, str) and scheme in POLICIES:
         return POLICIES[scheme]()
     if isinstance(scheme, str) and scheme in REGISTRY:
@@ -171,9 +157,22 @@ def parse(scheme: Any) -> Policy:
         return _parse_rules(scheme)
     names = ", ".join(f'"{name}"' for name in (*POLICIES, *REGISTRY))
     raise ValueError(
-        f"`scheme` must be one of {names}, an object of tfposeidon.schemes or tfposeidon.policies, "
+        f"`scheme` must be one of {names}, an object of a class of tfposeidon.schemes or "
+        "tfposeidon.policies, or of your own with one of their bases (VectorScheme, ...), "
         f"or rules [(pattern, scheme), ...]. Received: scheme={scheme!r}"
     )
+
+
+def _checked_scheme(scheme: Scheme) -> Scheme:
+    # Of the class itself: what a base has would leave out options that are attributes here.
+    parameters = vars(type(scheme)).get("__dataclass_params__")
+    if parameters is None or not parameters.frozen:
+        raise ValueError(
+            "A scheme must be a frozen dataclass: ranks compare its options, and models are saved "
+            f"with them. Received: scheme={scheme!r}. Put @dataclasses.dataclass(frozen=True, "
+            f"kw_only=True) before the class {type(scheme).__name__}."
+        )
+    return scheme
 
 
 def _parse_rules(rules: Any) -> Rules:

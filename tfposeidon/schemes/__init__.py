@@ -1,16 +1,21 @@
-"""Communication schemes, and the names under which `scheme=` finds them."""
+"""Communication schemes, the names under which `scheme=` finds them, and what a new one needs."""
 
 from collections.abc import Callable
 
+from tfposeidon.communication.topology import Group, Topology
+from tfposeidon.communication.wire import Wire
+from tfposeidon.gradients.factors import Factors, FactorShape
+from tfposeidon.schemes import stages
 from tfposeidon.schemes.all_reduce import AllReduce
 from tfposeidon.schemes.all_to_all import AllToAll
-from tfposeidon.schemes.base import FactorScheme, Scheme, VectorScheme
+from tfposeidon.schemes.base import FactorScheme, Scheme, Slot, State, VectorScheme
 from tfposeidon.schemes.by_rows import ByRows
 from tfposeidon.schemes.cost import Cost, Stage, Transfer, Work
 from tfposeidon.schemes.factor_broadcast import FactorBroadcast
 from tfposeidon.schemes.factor_server import FactorServer
 from tfposeidon.schemes.hierarchical_top_k import HierarchicalTopK
 from tfposeidon.schemes.one_bit import OneBit
+from tfposeidon.schemes.residual import ResidualScheme
 from tfposeidon.schemes.sharded_server import ShardedServer
 from tfposeidon.schemes.top_k_all_gather import TopKAllGather
 from tfposeidon.schemes.torus_2d import Torus2D
@@ -38,14 +43,23 @@ __all__ = [
     "FactorBroadcast",
     "FactorScheme",
     "FactorServer",
+    "FactorShape",
+    "Factors",
+    "Group",
     "HierarchicalTopK",
     "OneBit",
+    "ResidualScheme",
     "Scheme",
     "ShardedServer",
+    "Slot",
     "Stage",
+    "State",
     "TopKAllGather",
+    "Topology",
     "Torus2D",
     "Transfer",
     "VectorScheme",
+    "Wire",
     "Work",
+    "stages",
 ]

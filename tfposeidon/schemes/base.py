@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import tensorflow as tf
 from typing_extensions import override
@@ -47,7 +47,8 @@ class Scheme(Configured, ABC):
     and keep nothing between calls: what has to last is `state`, which the optimizer stores.
 
     Policies, plans and exchanges ask for the properties declared here, not for the class: a new
-    scheme overrides those in which it differs.
+    scheme overrides those in which it differs. Its options have hashes, and are what ranks compare
+    and what is saved with a model; to load one, Python must have imported the scheme's module.
 
     Example:
       >>> from tfposeidon import schemes
@@ -57,7 +58,7 @@ class Scheme(Configured, ABC):
     """
 
     name: ClassVar[str]
-    """Name that users pass as `scheme=`, and that the plan prints."""
+    """Name that plans print; where a class has none of its own, that of the class in lower case."""
 
     has_gpu_kernels: ClassVar[bool] = True
     """True if its native ops, if it has any, run on GPUs too."""
@@ -73,6 +74,10 @@ class Scheme(Configured, ABC):
 
     loads_evenly: ClassVar[bool] = True
     """True if nodes of one size send and receive as much as each other."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.name = vars(cls).get("name", cls.__name__.lower())
 
     def __str__(self) -> str:
         """Returns the name, and the options that differ from their defaults."""
@@ -235,25 +240,22 @@ class VectorScheme(Scheme):
     Example:
       >>> import dataclasses, tensorflow as tf
       >>> from tfposeidon import schemes
-      >>> from tfposeidon.communication.topology import Topology
-      >>> from tfposeidon.schemes import cost
       >>> @dataclasses.dataclass(frozen=True, kw_only=True)
       ... class GatheredMean(schemes.VectorScheme):
-      ...     name = "gathered"
       ...     def exchange(self, gradient, state, wire, name):
       ...         gathered = wire.all_gather(gradient[tf.newaxis], wire.topology.world, name)
       ...         return tf.reduce_mean(gathered, 0), state
       ...     def stages(self, length, itemsize, topology):
       ...         parts_bytes = (float(length * itemsize),) * topology.size
-      ...         gather = cost.Transfer(
+      ...         gather = schemes.Transfer(
       ...             name="", operation="all_gather", group=topology.world, parts_bytes=parts_bytes
       ...         )
       ...         added = length * topology.size
-      ...         mean = cost.Work(name="mean", kind="sum", elements=added, operations=added)
+      ...         mean = schemes.Work(name="mean", kind="sum", elements=added, operations=added)
       ...         return gather, mean
-      >>> topology = Topology.regular(rank=0, size=4, ranks_per_node=1)
-      >>> GatheredMean().cost(1000, itemsize=4, topology=topology).cross_bytes
-      12000.0
+      >>> scheme, topology = GatheredMean(), schemes.Topology.regular(0, 4, ranks_per_node=1)
+      >>> str(scheme), scheme.cost(1000, itemsize=4, topology=topology).cross_bytes
+      ('gatheredmean', 12000.0)
     """
 
     @abstractmethod
@@ -322,26 +324,19 @@ class FactorScheme(Scheme):
     Example:
       >>> import dataclasses, tensorflow as tf
       >>> from tfposeidon import schemes
-      >>> from tfposeidon.communication.topology import Topology
-      >>> from tfposeidon.gradients.factors import FactorShape
-      >>> from tfposeidon.schemes import cost
       >>> @dataclasses.dataclass(frozen=True, kw_only=True)
       ... class GatheredFactors(schemes.FactorScheme):
-      ...     name = "gathered_factors"
       ...     def exchange_factors(self, factors, wire, name):
       ...         rows = wire.all_gather(factors.packed, wire.topology.world, name)
       ...         return factors.product(rows) / float(wire.topology.size)
       ...     def factor_stages(self, factors, topology):
       ...         parts_bytes = (float(factors.bytes),) * topology.size
-      ...         gather = cost.Transfer(
+      ...         gather = schemes.Transfer(
       ...             name="", operation="all_gather", group=topology.world, parts_bytes=parts_bytes
       ...         )
-      ...         rows = topology.size * (factors.rows or 0)
-      ...         operations = 2.0 * rows * factors.left_columns * factors.right
-      ...         product = cost.Work(name="product", kind="multiply", operations=operations)
-      ...         return gather, product
-      >>> factors = FactorShape(rows=32, left=1000, right=1000, dtype="float32")
-      >>> topology = Topology.regular(rank=0, size=4, ranks_per_node=1)
+      ...         return gather, schemes.stages.product(factors, ranks=topology.size)
+      >>> factors = schemes.FactorShape(rows=32, left=1000, right=1000, dtype="float32")
+      >>> topology = schemes.Topology.regular(0, 4, ranks_per_node=1)
       >>> GatheredFactors().factor_cost(factors, topology).cross_bytes
       768000.0
     """

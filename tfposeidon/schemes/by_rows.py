@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import keras
 import tensorflow as tf
 from typing_extensions import override
 
@@ -72,19 +71,3 @@ class ByRows(Scheme):
             lambda: self.few.exchange_products(factors, rows, dtype, wire, name),
             lambda: self.many.exchange_products(factors, rows, dtype, wire, name),
         )
-
-    @override
-    def get_config(self) -> dict[str, Any]:
-        schemes = {
-            part: keras.saving.serialize_keras_object(getattr(self, part))
-            for part in ("few", "many")
-        }
-        return {**schemes, "limit": self.limit}
-
-    @override
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> ByRows:
-        schemes = {
-            part: keras.saving.deserialize_keras_object(config[part]) for part in ("few", "many")
-        }
-        return cls(**{**config, **schemes})

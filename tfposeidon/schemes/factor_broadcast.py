@@ -14,7 +14,7 @@ from tfposeidon.gradients.factors import Factors, FactorShape
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import FactorScheme, Scheme
 from tfposeidon.schemes.by_rows import ByRows
-from tfposeidon.schemes.cost import Stage, Work
+from tfposeidon.schemes.cost import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class FactorBroadcast(FactorScheme):
             made += stages.gathering(group, [held_bytes] * group.size, name, factors.itemsize)
             held_bytes *= group.size
             gathered_ranks *= group.size
-        made += (product_work(factors, gathered_ranks),)
+        made += (stages.product(factors, gathered_ranks),)
         if self._sums_in_node_of(topology):
             shards = stages.Shards.even(factors.left * factors.right, topology.node)
             itemsize = factors.matrix_bytes // (factors.left * factors.right)
@@ -114,26 +114,6 @@ class FactorBroadcast(FactorScheme):
 
     def _sums_in_node_of(self, topology: Topology) -> bool:
         return bool(self.sums_in_node) and not _is_uneven(topology)
-
-
-def product_work(factors: FactorShape, ranks: int) -> Work:
-    """Describes the product of the factors of several ranks.
-
-    Args:
-      factors: Shape of one rank's factors; without rows nothing is multiplied.
-      ranks: Number of ranks whose rows are multiplied.
-
-    Returns:
-      The work: a multiplication and an addition for each row and element of the product.
-    """
-    rows = ranks * (factors.rows or 0)
-    operations = 2.0 * rows * factors.left_columns * factors.right
-    return Work(
-        name="product",
-        kind="multiply",
-        elements=factors.left * factors.right,
-        operations=operations,
-    )
 
 
 def _is_uneven(topology: Topology) -> bool:

@@ -11,9 +11,9 @@ from typing_extensions import override
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.gradients.factors import Factors, FactorShape
+from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import FactorScheme
 from tfposeidon.schemes.cost import Stage, Transfer
-from tfposeidon.schemes.factor_broadcast import product_work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class FactorServer(FactorScheme):
     def factor_stages(self, factors: FactorShape, topology: Topology) -> tuple[Stage, ...]:
         world, root = topology.world, self.server or 0
         if world.size == 1:
-            return (product_work(factors, 1),)
+            return (stages.product(factors, 1),)
         pushed = [float(factors.bytes) if rank == root else 0.0 for rank in world.ranks]
         push = Transfer(
             name="push",
@@ -91,4 +91,4 @@ class FactorServer(FactorScheme):
         )
         if topology.rank != root:
             return push, pull
-        return push, product_work(factors, world.size), pull
+        return push, stages.product(factors, world.size), pull

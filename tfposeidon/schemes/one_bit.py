@@ -14,7 +14,7 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import Slot, State
 from tfposeidon.schemes.cost import Stage, Work
-from tfposeidon.schemes.residual import FLUSHED, ResidualScheme
+from tfposeidon.schemes.residual import ResidualScheme
 
 SENDING_BITS = 0.0
 """Value of the slot "mode" unless the scheme is being flushed."""
@@ -102,7 +102,7 @@ class OneBit(ResidualScheme):
             tf.cond(flushes, everything, bits) if _sends_across(topology) else everything()
         )
         mean = stages.gather(total / topology.size, node, wire, f"{name}.node_gather")
-        return tf.cast(mean, gradient.dtype), (tf.where(flushes, FLUSHED, mode), kept)
+        return tf.cast(mean, gradient.dtype), (tf.where(flushes, self.FLUSHED, mode), kept)
 
     def _dense_sum(self, shard: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:
         if not _sends_across(wire.topology):

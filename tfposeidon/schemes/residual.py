@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from abc import ABC
+from typing import ClassVar
 
 import tensorflow as tf
 from typing_extensions import override
 
 from tfposeidon.schemes.base import State, VectorScheme
 
-FLUSHING, FLUSHED = -1.0, -2.0
-"""First number of the state while all is to be sent: before an exchange has done so, and after.
-
-Two numbers, because a step that is skipped leaves the state as it was: what it sent does not count.
-"""
-
 
 class ResidualScheme(VectorScheme, ABC):
-    """A scheme that sends a part of the gradient and keeps the rest for later steps.
+    """Scheme that sends a part of the gradient and keeps the rest, its residual, for later steps.
 
-    The first of its slots is one number, from 0 up while it sends parts, `FLUSHING` or `FLUSHED`
-    otherwise; `exchange` turns the former into the latter. All other slots are in the gradient's
-    unit.
+    The first of its slots is one number of shape `()`: 0 or more while it sends parts, `FLUSHING`
+    where the next exchange is to send everything, and `FLUSHED` after an exchange that did so,
+    which `exchange` returns. All other slots are in the gradient's unit.
+
+    `benchmarks/baselines/one_bit.py` is an example.
+
+    Attributes:
+      min_elements: Option of each such scheme: variables with fewer elements are sent densely.
     """
+
+    # Two numbers, as a step that is skipped leaves the state as it was: what it sent counts not.
+    FLUSHING: ClassVar[float] = -1.0
+    """First number of the state where everything is to be sent."""
+    FLUSHED: ClassVar[float] = -2.0
+    """First number of the state where everything has been sent."""
 
     min_elements: int
 
@@ -45,8 +51,8 @@ class ResidualScheme(VectorScheme, ABC):
     @override
     def flushing(self, state: State) -> State:
         progress, *kept = state
-        return (tf.fill(tf.shape(progress), FLUSHING), *kept)
+        return (tf.fill(tf.shape(progress), self.FLUSHING), *kept)
 
     @override
     def has_flushed(self, state: State) -> bool:
-        return float(state[0]) == FLUSHED
+        return float(state[0]) == self.FLUSHED

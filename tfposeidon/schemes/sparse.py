@@ -17,7 +17,7 @@ from tfposeidon.schemes import pairs, stages
 from tfposeidon.schemes.base import Scheme, Slot, State
 from tfposeidon.schemes.cost import Stage, Work
 from tfposeidon.schemes.error_feedback import ErrorFeedback, FeedbackState, Selection
-from tfposeidon.schemes.residual import FLUSHED, ResidualScheme
+from tfposeidon.schemes.residual import ResidualScheme
 from tfposeidon.schemes.wire_format import check_wire_dtype, wire_itemsize
 
 MAX_LENGTH = 2**31
@@ -143,7 +143,7 @@ class SparseScheme(ResidualScheme):
         else:
             mean, kept = tf.cond(self._sends_everything(layout, steps), dense, sparse)
         # A negative number is no count but a mode: all was sent now, so the scheme is flushed.
-        steps = tf.where(steps < 0.0, FLUSHED, steps + 1.0)
+        steps = tf.where(steps < 0.0, self.FLUSHED, steps + 1.0)
         return tf.cast(mean, gradient.dtype), (steps, *kept)
 
     def _dense_mean(

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfposeidon.communication import partition
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
+from tfposeidon.gradients.factors import FactorShape
 from tfposeidon.schemes.cost import Stage, Transfer, Work
 from tfposeidon.schemes.wire_format import decode, decode_sum, encode, wire_itemsize
 
@@ -201,6 +202,26 @@ def encoding(length: int, wire_dtype: str | None, name: str) -> tuple[Stage, ...
       The work; nothing where values cross the wire as they are.
     """
     return () if wire_dtype is None else (Work(name=name, kind="encode", elements=length),)
+
+
+def product(factors: FactorShape, ranks: int) -> Work:
+    """Describes the product of the factors of several ranks.
+
+    Args:
+      factors: Shape of one rank's factors; without rows nothing is multiplied.
+      ranks: Number of ranks whose rows are multiplied.
+
+    Returns:
+      The work: a multiplication and an addition for each row and element of the product.
+    """
+    rows = ranks * (factors.rows or 0)
+    operations = 2.0 * rows * factors.left_columns * factors.right
+    return Work(
+        name="product",
+        kind="multiply",
+        elements=factors.left * factors.right,
+        operations=operations,
+    )
 
 
 def shards_by_level(length: int, topology: Topology) -> tuple[Shards, Shards | None]:

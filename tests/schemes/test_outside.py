@@ -1,0 +1,137 @@
+"""Schemes of a user's own, made from `tp.schemes` alone: registered nowhere, passed as objects."""
+
+import dataclasses
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.checks import Raises
+from tests.helpers.models import same_on_all_ranks
+from tests.helpers.training import BATCH, STEPS, check_equal, sgd, train_alone, train_together
+from tfposeidon.planning.seconds import exchange_seconds
+
+MOST = 2**20
+RING = tp.schemes.AllReduce()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gathered(tp.schemes.VectorScheme):
+    """The mean of what each rank has gathered of all, but of the ranks named `without`."""
+
+    without: tuple[int, ...] = ()
+    small: tp.schemes.Scheme = RING
+
+    @property
+    def exact(self):
+        return not self.without
+
+    @property
+    def min_length(self):
+        return 16
+
+    @property
+    def for_small_variables(self):
+        return self.small
+
+    def exchange(self, gradient, state, wire, name):
+        gathered = wire.all_gather(gradient[tf.newaxis], wire.topology.world, name)
+        others = [rank for rank in range(wire.topology.size) if rank not in self.without]
+        return tf.reduce_mean(tf.gather(gathered, others), 0), state
+
+    def stages(self, length, itemsize, topology):
+        parts_bytes = (float(length * itemsize),) * topology.size
+        return tp.schemes.stages.gathering(topology.world, parts_bytes, "", itemsize)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllReduce(Gathered):
+    """Has the name of a class of ours."""
+
+
+def _sgd(scheme):
+    return tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=scheme)
+
+
+RULES = [("kernel", AllReduce(without=(7,))), (".*", "2dtar")]
+
+
+@pytest.mark.parametrize("scheme", [Gathered(), AllReduce(without=(1, 2)), RULES], ids=str)
+def test_it_is_saved_with_the_optimizer(scheme):
+    optimizer = _sgd(scheme)
+    config = json.loads(json.dumps(optimizer.get_config()))
+    assert tp.DistributedOptimizer.from_config(config).policy == optimizer.policy
+    optimizer.build(models.mlp().trainable_variables)
+    assert json.loads(optimizer.plan.to_json())["buckets"]
+
+
+def test_a_model_is_loaded_with_it(tmp_path):
+    model = models.mlp()
+    model.compile(_sgd(RULES), models.LOSS)
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras").optimizer
+    assert again.policy == model.optimizer.policy
+    (_, policy), _ = again.policy.rules
+    assert type(policy.scheme) is AllReduce
+    assert type(policy.scheme.small) is tp.schemes.AllReduce
+
+
+def test_a_name_comes_from_the_class():
+    assert (str(Gathered()), str(AllReduce(without=(1,)))) == (
+        "gathered",
+        "allreduce(without=(1,))",
+    )
+    assert Gathered.name != tp.schemes.VectorScheme.name
+
+
+def test_what_ranks_could_not_compare_is_refused():
+    class Plain(Gathered):
+        def __init__(self, without):
+            object.__setattr__(self, "without", without)
+
+    with pytest.raises(
+        ValueError,
+        match=r"must be a frozen dataclass.*Received: scheme=.*\. Put @dataclasses\.dataclass\("
+        r"frozen=True, kw_only=True\) before the class Plain\.",
+    ):
+        _sgd([("kernel", Plain((1,)))])
+    with pytest.raises(ValueError, match=r"of your own.*Received: scheme=<class '.*Gathered'>"):
+        _sgd(Gathered)
+
+
+@pytest.mark.ranks("2")
+def test_it_trains_as_any_other(wire):
+    data, start = models.mlp.data(STEPS * BATCH), models.mlp()
+    reference = train_alone(models.copy(models.mlp, start), data, sgd())
+    for scheme in (Gathered(), [("kernel", Gathered()), (".*", "ps")]):
+        optimizer = tp.DistributedOptimizer(sgd(), scheme=scheme)
+        weights = train_together(models.copy(models.mlp, start), data, optimizer, wire)
+        check_equal(weights, reference)
+        same_on_all_ranks(weights, wire)
+        kernels = [b for b in optimizer.plan.buckets if "kernel" in b.descriptions[0].path]
+        assert {bucket.scheme for bucket in kernels} == {Gathered()}
+        # Each kernel to the one other rank.
+        assert sum(bucket.cost(wire.topology).bytes for bucket in kernels) == sum(
+            bucket.bytes for bucket in kernels
+        )
+
+
+@pytest.mark.ranks("2")
+def test_its_options_are_compared(wire):
+    weight = keras.Variable(np.zeros(20, "float32"), name="weight")
+    optimizer = _sgd(Gathered(without=(wire.topology.rank,)))
+    with Raises(RuntimeError, r"Gathered\(without=\(0,\).*Gathered\(without=\(1,\)"):
+        optimizer.apply([tf.ones(20)], [weight])
+
+
+def test_its_seconds_are_predicted():
+    """By its stages: two ranks gather with half the messages of a ring."""
+    topology, links = tp.schemes.Topology.regular(0, 2, 1), tp.Links.of("1gbit", ranks_per_node=1)
+    own, ours = (
+        exchange_seconds(scheme, MOST, 4, [], topology, links) for scheme in (Gathered(), RING)
+    )
+    assert 0 < own < ours
