@@ -1,13 +1,16 @@
 """Exchanges by name: what a benchmark measures, and what it should send."""
 
 import dataclasses
+import re
 
+from benchmarks import baselines
 from tfposeidon import ops
 from tfposeidon.gradients.factors import FactorShape
 from tfposeidon.schemes import REGISTRY
 from tfposeidon.schemes.cost import Transfer, total_cost
 from tfposeidon.schemes.wire_format import WIRE_DTYPES
 
+SCHEMES = {**REGISTRY, **baselines.SYSTEMS}
 ITEMSIZE = 4
 DENSITIES, PRODUCT_ROWS = {"select": 0.01, "select_many": 0.1, "scatter": 0.01}, 256
 """Share of elements in the local work on pairs, and rows of the factors in that on products."""
@@ -20,7 +23,7 @@ def scheme_named(name):
       name: Name such as "2dtar:float16" or "hitopk:0.001:exact".
     """
     name, *options = name.split(":")
-    scheme = REGISTRY[name]()
+    scheme = SCHEMES[name]()
     for option in options:
         scheme = dataclasses.replace(scheme, **{_field(option): _value(option)})
     return scheme
@@ -36,6 +39,18 @@ def _value(option):
     return option if option in (*ops.METHODS, *WIRE_DTYPES) else float(option)
 
 
+def one_server_each(lengths, ranks):
+    """Returns the rules of "ps-adam": a server for each dense kernel, and the store for the rest.
+
+    Args:
+      lengths: Elements of each variable by its path, in the order of the layers.
+      ranks: Number of ranks.
+    """
+    # The last first, as their gradients come.
+    kernels = [item for item in lengths.items() if re.search("dense[0-9]+/kernel", item[0])]
+    return [*baselines.balanced(reversed(kernels), ranks), (".*", "ps")]
+
+
 def factors_named(system, size):
     """Returns a scheme of factors, and the shape of one rank's factors.
 
@@ -45,7 +60,7 @@ def factors_named(system, size):
     """
     name, rows = system.split(":")
     left, right = map(int, size.split("x"))
-    return REGISTRY[name](), FactorShape(int(rows), left, right, "float32")
+    return SCHEMES[name](), FactorShape(int(rows), left, right, "float32")
 
 
 def transfer_named(system, length, topology):

@@ -5,7 +5,7 @@ import json
 import statistics
 
 from benchmarks import grid, harness
-from benchmarks.exchanges import scheme_named
+from benchmarks.exchanges import one_server_each, scheme_named
 from tfposeidon import policies, schemes
 from tfposeidon.gradients.description import Description
 from tfposeidon.gradients.factors import FactorShape
@@ -20,7 +20,6 @@ SHOWS = 1.15
 
 SYSTEMS = {
     "hybcomm": "hybcomm",
-    "ps-adam": [("dense[0-9]+/kernel", "adam"), (".*", "ps")],
     "sfb": [("dense[0-9]+/kernel", "sfb"), (".*", "allreduce")],
 }
 HOROVOD = {
@@ -77,14 +76,18 @@ def predicted_step(cell, system, links):
     name = system.removesuffix("-late")
     if name != system:
         ready_s = (compute_s,) * len(ready_s)
+    descriptions = [description for description, _ in descriptions_of(model)]
+    topology = grid.topology_of(cell["layout"])
     scheme, bucket_bytes = SYSTEMS.get(name), DEFAULT_BUCKET_BYTES / task["shrink"] ** 2
+    if name == "ps-adam":
+        scheme = one_server_each({d.path: d.length for d in descriptions}, topology.size)
     if name in HOROVOD:
         # A gradient each, which Horovod fuses.
         scheme, bucket_bytes = HOROVOD[name], 0
     plan = make_plan(
-        [description for description, _ in descriptions_of(model)],
+        descriptions,
         policies.parse(scheme or scheme_named(name)),
-        grid.topology_of(cell["layout"]),
+        topology,
         round(bucket_bytes),
     )
     timeline = Timeline(ready_s=ready_s, compute_s=compute_s)

@@ -7,6 +7,7 @@ each), "sfb" (factors of dense layers, all-reduce for the others), "auto" ("auto
 gradient, fused by Horovod), and "alone" (nothing is exchanged).
 """
 
+import math
 import os
 import time
 
@@ -18,7 +19,7 @@ from typing_extensions import override
 
 import keras_callbacks
 import tfposeidon as tp
-from benchmarks.exchanges import scheme_named
+from benchmarks.exchanges import one_server_each, scheme_named
 from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
@@ -33,7 +34,6 @@ COMPRESSION = {"horovod": "none", "horovod-fp16": "fp16"}
 SCHEMES = {
     "hybcomm": "hybcomm",
     "ps-late": "ps",
-    "ps-adam": [("dense[0-9]+/kernel", "adam"), (".*", "ps")],
     "sfb": [("dense[0-9]+/kernel", "sfb"), (".*", "allreduce")],
     "auto": tp.policies.Auto(),
     "auto:halves": tp.policies.Auto(halves=True),
@@ -107,7 +107,11 @@ class Late(tp.DistributedOptimizer):
 def ours(task, system, model, wire):
     """Measures steps of `fit` with the wrapper, as users run them."""
     wrapper = Late if system.endswith("-late") else tp.DistributedOptimizer
-    scheme = SCHEMES.get(system) or scheme_named(system)
+    scheme = SCHEMES.get(system)
+    if system == "ps-adam":
+        lengths = {v.path: math.prod(v.shape) for v in model.trainable_variables}
+        scheme = one_server_each(lengths, wire.topology.size)
+    scheme = scheme or scheme_named(system)
     options = {"scheme": scheme}
     # A bucket of a model that was shrunk is the same part of it; `auto` finds its own.
     if not is_auto(system):

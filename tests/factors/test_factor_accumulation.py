@@ -35,7 +35,7 @@ def _by_variable(plan):
 
 def test_equal_to_one_process(wire):
     for build, data, scheme in (
-        (models.mlp, models.mlp.data(STEPS * BATCH), [("kernel", "adam"), (".*", "ps")]),
+        (models.mlp, models.mlp.data(STEPS * BATCH), [("kernel", "sfb"), (".*", "ps")]),
         (large_table, token_batches(STEPS * BATCH), [("embeddings", "sfb"), (".*", "allreduce")]),
     ):
         start, (variable, name) = build(), scheme[0]
@@ -173,7 +173,7 @@ def _looped(wire, scheme, calls, changes=()):
 def test_hand_written_loops(wire):
     """Steps of two losses in turn, which trace twice; two updates."""
     calls = [(_fit_loss,), (_fit_loss, _bias_loss)] * 2
-    scheme = [("kernel", "adam"), (".*", "ps")]
+    scheme = [("kernel", "sfb"), (".*", "ps")]
     check_equal(_looped(wire, scheme, calls), _looped(wire, "allreduce", calls))
 
 

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfposeidon as tp
+from benchmarks.baselines import FactorServer
 from tests.helpers import models
 from tests.helpers.factors import KERNELS, large_table, token_batches
 from tests.helpers.models import same_on_all_ranks
@@ -23,9 +24,10 @@ from tests.helpers.training import (
     train_together,
 )
 from tests.helpers.wait_free import ancestors, check_independent, traced
+from tfposeidon import policies
 
 pytestmark = pytest.mark.ranks("2x1")
-SERVED = [("kernel", "adam"), (".*", "ps")]
+SERVED = [("kernel", FactorServer(server=1)), (".*", "ps")]
 
 
 @pytest.mark.ranks("2x2")
@@ -39,14 +41,15 @@ def test_factors_train_like_matrices(wire):
         check_equal(weights, reference)
         same_on_all_ranks(weights, wire)
         schemes = [bucket.scheme.name for bucket in optimizer.plan.buckets for _ in bucket.members]
-        assert sorted(schemes) == sorted([rules[0][1], rules[1][1]] * 2)
+        expected = [policies.parse(scheme).scheme.name for _, scheme in rules]
+        assert sorted(schemes) == sorted(expected * 2)
 
 
 def test_embeddings_send_rows(wire):
     start, data = large_table(), token_batches(STEPS * BATCH)
     for make_optimizer in (sgd, adam):
         reference = train_alone(models.copy(large_table, start), data, make_optimizer())
-        for scheme in ("hybcomm", [("embeddings", "adam"), (".*", "ps")]):
+        for scheme in ("hybcomm", [("embeddings", FactorServer()), (".*", "ps")]):
             optimizer = tp.DistributedOptimizer(make_optimizer(), scheme=scheme)
             weights = train_together(models.copy(large_table, start), data, optimizer, wire)
             check_equal(weights, reference)
@@ -54,7 +57,7 @@ def test_embeddings_send_rows(wire):
             (bucket,) = [
                 b for b in optimizer.plan.buckets if "embeddings" in b.descriptions[0].path
             ]
-            assert bucket.scheme.name == ("sfb" if scheme == "hybcomm" else "adam")
+            assert bucket.scheme.name == ("sfb" if scheme == "hybcomm" else "factorserver")
             assert bucket.descriptions[0].factors.rows == 4 * BATCH // wire.topology.size
             assert "sent as a dense matrix" not in str(optimizer.plan)
 
@@ -161,16 +164,15 @@ def test_what_has_no_factors_is_reduced(wire):
     ):
         start, data = build(), build.data(STEPS * BATCH)
         reference = train_alone(models.copy(build, start), data, sgd())
-        for scheme in ("sfb", "adam"):
-            optimizer = tp.DistributedOptimizer(sgd(), scheme=scheme, bucket_bytes=0)
-            weights = train_together(models.copy(build, start), data, optimizer, wire)
-            check_equal(weights, reference)
-            same_on_all_ranks(weights, wire)
-            buckets = {bucket.descriptions[0].path: bucket for bucket in optimizer.plan.buckets}
-            (without,) = [bucket for name, bucket in buckets.items() if re.search(path, name)]
-            assert without.scheme.name == "allreduce"
-            assert f"no factors for {scheme}: {why}" in without.choices[0].reason
-            assert scheme in {bucket.scheme.name for bucket in buckets.values()}
+        optimizer = tp.DistributedOptimizer(sgd(), scheme="sfb", bucket_bytes=0)
+        weights = train_together(models.copy(build, start), data, optimizer, wire)
+        check_equal(weights, reference)
+        same_on_all_ranks(weights, wire)
+        buckets = {bucket.descriptions[0].path: bucket for bucket in optimizer.plan.buckets}
+        (without,) = [bucket for name, bucket in buckets.items() if re.search(path, name)]
+        assert without.scheme.name == "allreduce"
+        assert f"no factors for sfb: {why}" in without.choices[0].reason
+        assert "sfb" in {bucket.scheme.name for bucket in buckets.values()}
 
 
 def test_no_factors_at_all(wire):

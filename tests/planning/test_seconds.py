@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from benchmarks.baselines import FactorServer
 from tests import contract
 from tfposeidon import schemes
 from tfposeidon.communication.links import CPU, Link, Links, Rates
@@ -24,7 +25,7 @@ LAYOUTS = {
 }
 SCHEMES = {name: scheme for name, (scheme, _) in contract.SCHEMES.items()} | {
     "sfb": schemes.FactorBroadcast(),
-    "adam": schemes.FactorServer(server=1),
+    "one server": FactorServer(server=1),
 }
 
 
@@ -131,9 +132,7 @@ def test_the_server_of_a_matrix_is_the_busiest():
     push = {
         rank: next(
             stage
-            for stage in schemes.FactorServer(server=1).factor_stages(
-                FACTORS, topology.seen_from(rank)
-            )
+            for stage in FactorServer(server=1).factor_stages(FACTORS, topology.seen_from(rank))
             if isinstance(stage, Transfer)
         )
         for rank in range(4)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from benchmarks.baselines import FactorServer
 from tests import contract
 from tests.in_process import Cluster, InProcessWire
 from tfposeidon import policies, schemes
@@ -79,8 +80,8 @@ def test_families_are_told_by_properties():
     """Policies and plans ask for these, so a family must not lack one."""
     by_rows = schemes.ByRows(few=schemes.FactorBroadcast(), many=schemes.AllReduce(), limit=3)
     made = [make() for make in schemes.REGISTRY.values()]
-    assert {s.name for s in made if s.needs_factors} == {"sfb", "adam"}
-    assert [s.name for s in (*made, by_rows) if s.takes_factors] == ["sfb", "adam", "by rows"]
+    assert {s.name for s in made if s.needs_factors} == {"sfb"}
+    assert [s.name for s in (*made, by_rows) if s.takes_factors] == ["sfb", "by rows"]
     assert not any(s.updates_at_servers for s in made)
     assert schemes.ShardedServer(update="server").updates_at_servers
     assert all(s.for_rows(1) is s for s in made)
@@ -313,8 +314,8 @@ def test_schemes_print_what_differs_from_their_defaults():
 FACTOR_SCHEMES = (
     schemes.FactorBroadcast(),
     schemes.FactorBroadcast(sums_in_node=True),
-    schemes.FactorServer(),
-    schemes.FactorServer(server=1),
+    FactorServer(),
+    FactorServer(server=1),
 )
 
 

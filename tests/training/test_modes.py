@@ -10,6 +10,7 @@ from tensorflow.python.framework import config as private_config
 
 import keras_callbacks
 import tfposeidon as tp
+from benchmarks.baselines import FactorServer
 from tests.helpers import models
 from tests.helpers.models import same_on_all_ranks
 
@@ -20,7 +21,7 @@ SCHEMES = {
     "torus": "2dtar",
     "ps": "ps",
     "factors": "sfb",
-    "adam": "adam",
+    "server": FactorServer(),
     "hybrid": "hybcomm",
     "onebit": "onebit",
     "exact": tp.schemes.HierarchicalTopK(density=0.1, min_elements=0, select="exact"),
@@ -107,7 +108,7 @@ def test_deterministic_ops_give_the_same_bits(wire):
 @pytest.mark.parametrize("mode", [_eager, _where_placed], ids=["eager", "without soft placement"])
 def test_modes_train_alike(wire, mode):
     # Eager gradients come without the factors that these two need.
-    others = {"factors": "asa", "adam": "asa"} if mode is _eager else {}
+    others = {"factors": "asa", "server": "asa"} if mode is _eager else {}
     usual = [_weights(optimizer, wire) for optimizer in _optimizers(**others)]
     with mode():
         other = [_weights(optimizer, wire) for optimizer in _optimizers(**others)]

@@ -423,12 +423,11 @@ def _fused(singles: Iterable[Bucket], bucket_bytes: int) -> list[Bucket]:
 
 def _fitted(buckets: Iterable[Bucket], topology: Topology) -> list[Bucket]:
     """Replaces schemes by those that suit the factors of their variables."""
-    served_bytes = [0.0] * topology.size
     fitted = []
     for bucket in buckets:
         scheme, factors = bucket.scheme, bucket.descriptions[0].factors
         if factors is not None:
-            scheme = scheme.fitted(factors, topology, served_bytes)
+            scheme = scheme.fitted(factors, topology)
         fitted.append(dataclasses.replace(bucket, scheme=scheme))
     return fitted
 

@@ -53,7 +53,7 @@ class Rules(Policy):
             raise ValueError(
                 "What servers update has to be known before the first step, and factors are known "
                 f"only then. Received: rules with both: {self.rules}. "
-                'Use update="worker", or other schemes than "hybcomm", "sfb" and "adam".'
+                'Use update="worker", or other schemes than "hybcomm" and "sfb".'
             )
 
     @override

@@ -12,7 +12,6 @@ from tfposeidon.schemes.base import FactorScheme, Scheme, Slot, State, VectorSch
 from tfposeidon.schemes.by_rows import ByRows
 from tfposeidon.schemes.cost import Cost, Stage, Transfer, Work
 from tfposeidon.schemes.factor_broadcast import FactorBroadcast
-from tfposeidon.schemes.factor_server import FactorServer
 from tfposeidon.schemes.hierarchical_top_k import HierarchicalTopK
 from tfposeidon.schemes.one_bit import OneBit
 from tfposeidon.schemes.residual import ResidualScheme
@@ -27,7 +26,6 @@ REGISTRY: dict[str, Callable[[], Scheme]] = {
     "2dtar": Torus2D,
     "ps": ShardedServer,
     "sfb": FactorBroadcast,
-    "adam": FactorServer,
     "onebit": OneBit,
     "hitopk": HierarchicalTopK,
     "topk": TopKAllGather,
@@ -42,7 +40,6 @@ __all__ = [
     "Cost",
     "FactorBroadcast",
     "FactorScheme",
-    "FactorServer",
     "FactorShape",
     "Factors",
     "Group",

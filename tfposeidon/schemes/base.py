@@ -114,14 +114,12 @@ class Scheme(Configured, ABC):
 
     # ------------------------------------------------------------------ planning
 
-    def fitted(self, factors: FactorShape, topology: Topology, served_bytes: list[float]) -> Scheme:
+    def fitted(self, factors: FactorShape, topology: Topology) -> Scheme:
         """Returns the scheme that suits one variable: this one, or another in its place.
 
         Args:
           factors: Shape of the variable's factors; with the rows of a step, where these are known.
           topology: The ranks of the job; the result is the same on each.
-          served_bytes: Bytes that each rank serves already; a scheme that gives the variable to a
-            server adds the variable's bytes in place.
         """
         return self
 

@@ -56,7 +56,7 @@ class FactorBroadcast(FactorScheme):
         return f"{self.name}(sums_in_node=True)" if self.sums_in_node else self.name
 
     @override
-    def fitted(self, factors: FactorShape, topology: Topology, served_bytes: list[float]) -> Scheme:
+    def fitted(self, factors: FactorShape, topology: Topology) -> Scheme:
         if self.sums_in_node is not None or _is_uneven(topology):
             return self
         few, many = (replace(self, sums_in_node=sums) for sums in (False, True))

@@ -1,0 +1,87 @@
+"""Project Adam's way: factors are pushed to one server, the whole matrix is pulled."""
+
+import dataclasses
+import re
+
+import tensorflow as tf
+from typing_extensions import override
+
+from tfposeidon import schemes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FactorServer(schemes.FactorScheme):
+    """Sends all factors to the server of the variable, which sends their product to all ranks.
+
+    This is what Poseidon is compared with: the server's link carries far more than the others'.
+
+    Args:
+      server: The rank that serves (default 0); `balanced` gives each variable one of its own.
+
+    Cost: K (M + N) values pushed by each of P - 1 ranks; M N values pulled, P - 1 times in all,
+    down a binomial tree.
+    Source: Chilimbi et al. 2014 (Project Adam), as compared in Zhang et al. 2017 (Poseidon),
+    sections 3.2 and 5.3. Differs: the matrix comes down Horovod's tree, so that the server sends it
+    log2 P times and not P - 1 times.
+
+    Example:
+      >>> factors = schemes.FactorShape(rows=32, left=1024, right=1024, dtype="float32")
+      >>> worker = schemes.Topology.regular(1, size=4, ranks_per_node=1)
+      >>> int(FactorServer(server=0).factor_cost(factors, worker).bytes) // 2**10
+      4352
+    """
+
+    loads_evenly = False
+    server: int = 0
+
+    @override
+    def exchange_factors(self, factors, wire, name):
+        world, rows = wire.topology.world, factors.packed
+        # A gather to one rank, which Horovod has not: an all-to-all that is empty for all others.
+        splits = [tf.shape(rows)[0] if rank == self.server else 0 for rank in world.ranks]
+        # The others multiply no rows, and get zeros of the right size to receive into.
+        total = factors.product(wire.all_to_all(rows, splits, world, f"{name}.push"))
+        return wire.broadcast(total / tf.cast(world.size, total.dtype), self.server, f"{name}.pull")
+
+    @override
+    def factor_stages(self, factors, topology):
+        world, product = topology.world, schemes.stages.product(factors, topology.size)
+        if world.size == 1:
+            return (product,)
+        pushed = [float(factors.bytes) if rank == self.server else 0.0 for rank in world.ranks]
+        push = schemes.Transfer(
+            name="push",
+            operation="all_to_all",
+            group=world,
+            parts_bytes=tuple(pushed),
+            itemsize=factors.itemsize,
+        )
+        pull = schemes.Transfer(
+            name="pull",
+            operation="broadcast",
+            group=world,
+            parts_bytes=(float(factors.matrix_bytes),),
+            itemsize=factors.matrix_bytes // (factors.left * factors.right),
+            root=self.server,
+        )
+        return (push, product, pull) if topology.rank == self.server else (push, pull)
+
+
+def balanced(kernels, ranks):
+    """Returns rules that give each kernel to the rank that serves fewest elements so far.
+
+    Args:
+      kernels: Path and number of elements of each kernel; the same order on all ranks.
+      ranks: Number of ranks.
+
+    Example:
+      >>> rules = balanced([("dense1/kernel", 10), ("dense2/kernel", 30), ("out/kernel", 5)], 2)
+      >>> [(pattern, scheme.server) for pattern, scheme in rules]
+      [('dense1/kernel$', 0), ('dense2/kernel$', 1), ('out/kernel$', 0)]
+    """
+    served, rules = [0] * ranks, []
+    for path, length in kernels:
+        server = served.index(min(served))
+        served[server] += length
+        rules.append((f"{re.escape(path)}$", FactorServer(server=server)))
+    return rules
