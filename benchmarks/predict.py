@@ -27,12 +27,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import figures, grid, harness, predict_steps
+from benchmarks.baselines import one_bit
 from benchmarks.exchanges import factors_named, scheme_named
 from tfposeidon.lab.cluster import BURST_S
 from tfposeidon.planning import seconds
 from tfposeidon.planning.search import RACED_WITHIN
 from tfposeidon.policies import Auto
-from tfposeidon.schemes import one_bit
 
 GRID = harness.RESULTS / "exchange_grid.json"
 LINK_BOUND = 0.8

@@ -1,10 +1,14 @@
-"""Table of what every scheme promises. A new scheme adds one row to SCHEMES."""
+"""Table of what every scheme promises. A new scheme adds one row to SCHEMES.
+
+One of the benchmarks is among them, which is made and passed as a scheme of a user's own.
+"""
 
 import functools
 
 import numpy as np
 import tensorflow as tf
 
+from benchmarks.baselines import OneBit
 from tfposeidon import schemes
 
 SCHEMES = {
@@ -16,7 +20,7 @@ SCHEMES = {
     "2dtar": (schemes.Torus2D(), 0.0),
     "2dtar bfloat16": (schemes.Torus2D(wire_dtype="bfloat16"), 1.2e-2),
     "ps": (schemes.ShardedServer(), 0.0),
-    "onebit": (schemes.OneBit(min_elements=0), None),
+    "onebit": (OneBit(min_elements=0), None),
     "hitopk": (schemes.HierarchicalTopK(density=0.02, min_elements=0), None),
     "hitopk bfloat16": (
         schemes.HierarchicalTopK(

@@ -43,10 +43,10 @@ class DistributedOptimizer(OptimizerWrapper):
       inner_optimizer: A Keras optimizer that is not distributed yet. If it has
         `gradient_accumulation_steps`, there is one exchange per update.
       scheme: Scheme by which gradients are exchanged (default `"auto"`): a name (`"auto"`,
-        `"allreduce"`, `"asa"`, `"asa16"`, `"2dtar"`, `"ps"`, `"sfb"`, `"hybcomm"`, `"onebit"`,
-        `"hitopk"`, `"topk"`), an object of `tfposeidon.schemes`, of `tfposeidon.policies` or of a
-        scheme of your own, or rules `[(pattern, scheme), ...]`, of which the first whose pattern is
-        found in a variable's path decides. The same on all ranks.
+        `"allreduce"`, `"asa"`, `"asa16"`, `"2dtar"`, `"ps"`, `"sfb"`, `"hybcomm"`, `"hitopk"`,
+        `"topk"`), an object of `tfposeidon.schemes`, of `tfposeidon.policies` or of a scheme of
+        your own, or rules `[(pattern, scheme), ...]`, of which the first whose pattern is found in
+        a variable's path decides. The same on all ranks.
       bucket_bytes: Bytes up to which small gradients are fused into a bucket (default 4 MiB);
         gradients of a quarter of it or more go by themselves. Smaller buckets start earlier, larger
         ones cost fewer messages, which `"asa"` and `"2dtar"` feel more than `"allreduce"`; 0 sends

@@ -4,8 +4,9 @@ They stand in no registry of tfposeidon: benchmarks and tests pass objects of th
 """
 
 from benchmarks.baselines.factor_server import FactorServer, balanced
+from benchmarks.baselines.one_bit import OneBit
 
-SYSTEMS = {"adam": FactorServer}
+SYSTEMS = {"adam": FactorServer, "onebit": OneBit}
 """Makes a scheme with its defaults, by the name that results have for it."""
 
-__all__ = ["SYSTEMS", "FactorServer", "balanced"]
+__all__ = ["SYSTEMS", "FactorServer", "OneBit", "balanced"]

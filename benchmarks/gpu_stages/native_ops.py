@@ -6,7 +6,7 @@ import re
 import numpy as np
 import tensorflow as tf
 
-from benchmarks.gpu_stages.device import at_most, device, gpus, median_ms, off
+from benchmarks.gpu_stages.device import device, gpus, median_ms
 from tfposeidon import native
 from tfposeidon import ops as tp_ops
 from tfposeidon.exchange import replicas
@@ -76,7 +76,6 @@ def ops(checks):
     checks("many_calls_at_once", _many_calls)
     checks("checksums", _checksums)
     tf.config.set_soft_device_placement(True)
-    checks("one_bit", _one_bit)
 
 
 def _kernels(say):
@@ -228,14 +227,6 @@ def _checksums(say):
     with tf.device(device()):
         v = tf.random.normal([25_000_000])
     say(f"{median_ms(lambda: replicas.sums([v]), 3):.1f} ms for 100 MB")
-
-
-def _one_bit(say):
-    """One-bit codes have CPU kernels only: TensorFlow copies there and back."""
-    r, g = draw("normal", 10_000, 1), draw("mostly zero", 10_000, 2)
-    code, kept = on(device(), tf.function(tp_ops.one_bit_encode), r, g)
-    total = tf.function(lambda c: tp_ops.one_bit_sum(c, 10_000))(code) + kept
-    at_most(say, 1e-5, off(total, r + g))
 
 
 def times(checks):

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import keras_callbacks
 import tfposeidon as tp
+from benchmarks import baselines
 from benchmarks.gpu_stages.device import at_most, device, gpus, median_ms, off, whole_float32
 
 CLASSES, BATCH, STEPS = 5, 12, 6
@@ -28,7 +29,7 @@ def schemes_by_name(names):
         "bfloat16": tp.schemes.Torus2D(wire_dtype="bfloat16"),
         "hitopk": tp.schemes.HierarchicalTopK(density=0.1, min_elements=0),
         "topk": tp.schemes.TopKAllGather(density=0.1, wire_dtype="float16", min_elements=0),
-        "onebit": tp.schemes.OneBit(min_elements=0),
+        "onebit": baselines.OneBit(min_elements=0),
     }
     return {name: own.get(name, name) for name in names}
 

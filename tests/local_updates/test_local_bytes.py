@@ -18,7 +18,7 @@ TALK = 200_000
 OPTIONS = {
     "dense": {},
     "16 bits, late": {"scheme": "asa16", "delay": LATE},
-    "one bit": {"scheme": "onebit"},
+    "a tenth": {"scheme": tp.schemes.TopKAllGather(density=0.1, min_elements=0)},
     "a tenth, of nodes": {
         "scheme": tp.schemes.HierarchicalTopK(density=0.1, min_elements=0),
         "within": "node",

@@ -76,7 +76,7 @@ def test_rows_of_embeddings_and_weights_in_use_twice(wire):
     model = models.embedding()
     start = model.get_weights()
     x, y = models.embedding.data(4 * BATCH)
-    model.compile(tp.LocalUpdates(adam(), EVERY, scheme="onebit"), models.LOSS)
+    model.compile(tp.LocalUpdates(adam(), EVERY, scheme="topk"), models.LOSS)
     share = models.share((x, y), BATCH, wire.topology)
     data = tf.data.Dataset.from_tensor_slices(share).batch(BATCH // wire.topology.size)
     callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.MetricAverage()]

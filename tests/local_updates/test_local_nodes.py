@@ -83,7 +83,7 @@ def test_nodes_are_resumed(wire):
     """In the middle of a round, and with an exchange under way."""
 
     def make():
-        return tp.LocalUpdates(sgd(), EVERY, "outer", "onebit", within="node", delay=1)
+        return tp.LocalUpdates(sgd(), EVERY, "outer", "topk", within="node", delay=1)
 
     check_resumes(wire, make, slice(1, 6, 2))
 

@@ -197,8 +197,8 @@ def test_moving_statistics_travel_along(wire):
 
 RESUMED = {
     "elastic": lambda: tp.LocalUpdates(sgd(), EVERY, "elastic"),
-    "average and one bit": lambda: tp.LocalUpdates(
-        keras.optimizers.Adam(0.01), EVERY, "average", "onebit"
+    "average and top k": lambda: tp.LocalUpdates(
+        keras.optimizers.Adam(0.01), EVERY, "average", "topk"
     ),
     "outer, sparse, late": lambda: tp.LocalUpdates(sgd(), EVERY, "outer", SPARSE, delay=2),
 }

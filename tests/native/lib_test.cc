@@ -8,7 +8,6 @@
 #include "tests/native/threads.h"
 #include "tfposeidon/native/lib/error_feedback.h"
 #include "tfposeidon/native/lib/norms.h"
-#include "tfposeidon/native/lib/one_bit.h"
 #include "tfposeidon/native/lib/scatter_add.h"
 #include "tfposeidon/native/lib/top_k.h"
 
@@ -76,62 +75,6 @@ void check_scatter_add(const Case& c, const Engine& engine, const std::string& a
                        static_cast<int64_t>(s.counts.size()), static_cast<int64_t>(c.x.size()),
                        engine.parallel, out);
   });
-}
-
-void check_one_bit(const Case& c, const Engine& engine, const std::string& about) {
-  const int64_t n = static_cast<int64_t>(c.x.size()), count = 1 + below(3);
-  std::vector<uint32_t> codes;
-  Floats expected(n, 0), sum(n, -7);
-  for (int64_t rank = 0; rank < count; ++rank) {
-    const Floats residual = draw(n, rank % 2 == 0 ? "zero" : "normal");
-    Floats kept(n, -7);
-    std::vector<uint32_t> code(one_bit_limit(n), 7);
-    code.resize(
-        one_bit_encode(residual.data(), c.x.data(), n, engine.parallel, code.data(), kept.data()));
-    size_t size = one_bit_size(n);
-    for (int64_t begin = 0; begin < n; begin += kOneBitBlock) {
-      const int64_t end = std::min(n, begin + kOneBitBlock);
-      double sums[2] = {}, largest = 0;
-      int64_t counts[2] = {};
-      for (int64_t i = begin; i < end; ++i) {
-        const float value = residual[i] + c.x[i];
-        if (value == 0) continue;
-        sums[value < 0] += value;
-        ++counts[value < 0];
-        largest = std::max<double>(largest, std::fabs(value));
-      }
-      const int64_t zeros = end - begin - counts[0] - counts[1];
-      if (0 < zeros && zeros < end - begin) size += one_bit_words(end - begin);
-      const uint32_t* said = code.data() + one_bit_words(n) + 3 * (begin / kOneBitBlock);
-      expect(said[2] == zeros, "zeros are counted", about);
-      for (int64_t i = begin; i < end; ++i) {
-        const float value = residual[i] + c.x[i];
-        if (value == 0) {
-          expect(kept[i] == 0, "zeros stay zeros", about);
-          continue;
-        }
-        const bool sign = std::signbit(value);
-        expect((code[i / 32] >> (i % 32) & 1) == sign, "a bit is the sign", about);
-        const float mean = float_of(said[sign]);
-        expected[i] += mean;
-        if (!std::isfinite(sums[0]) || !std::isfinite(sums[1]) || largest > 1e30) continue;
-        expect(std::fabs(mean - sums[sign] / counts[sign]) <= 1e-4 * largest,
-               "two means of a block", about);
-        expect(kept[i] == value - mean, "said + residual = sum", about);
-      }
-    }
-    expect(code.size() == size, "a second bit only where some are zero, and others not", about);
-    if (n % 32 != 0)
-      expect(code[n / 32] >> (n % 32) == 0, "nothing is said of what is not there", about);
-    codes.insert(codes.end(), code.begin(), code.end());
-  }
-  const auto split = one_bit_split(codes.data(), static_cast<int64_t>(codes.size()), n);
-  expect(static_cast<int64_t>(split.size()) == (n == 0 ? 0 : count), "codes are told apart", about);
-  if (n > 0)
-    expect(one_bit_split(codes.data(), codes.size() - 1, n).empty(), "parts of codes are refused",
-           about);
-  one_bit_sum(split, n, engine.parallel, sum.data());
-  check_sum(sum, expected, about);
 }
 
 // Zeros but for a few, without the memory that so many elements would take.
@@ -326,7 +269,6 @@ void run(int cases) {
         check_selection(c, engine, about);
         check_error_feedback(c, engine, about);
         check_scatter_add(c, engine, about);
-        check_one_bit(c, engine, about);
         check_norms(c, engine, about);
       }
     }

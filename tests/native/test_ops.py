@@ -256,58 +256,6 @@ def test_a_missing_library_is_named(monkeypatch, tmp_path):
         native.library.__wrapped__()
 
 
-@pytest.mark.parametrize("zeros", ["none", "some", "in a block", "all"])
-@pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 4096, 4097, 10_000])
-def test_one_bit(n, zeros):
-    draw = np.random.default_rng(n)
-    residual, gradient = (draw.normal(size=n).astype("float32") for _ in range(2))
-    places = {
-        "none": [],
-        "some": draw.integers(0, max(n, 1), n // 2),
-        "in a block": slice(4096),
-        "all": slice(None),
-    }
-    residual[places[zeros]] = gradient[places[zeros]] = 0.0
-    code, kept = ops.one_bit_encode(residual, gradient)
-    if zeros != "some":
-        assert code.shape == (ops.one_bit_size(n),)
-    total = residual + gradient
-    said = np.zeros(n, "float32")
-    for begin in range(0, n, 4096):
-        block = total[begin : begin + 4096]
-        for chosen in (block > 0, block < 0):
-            said[begin : begin + 4096][chosen] = block[chosen].mean() if chosen.any() else 0
-    np.testing.assert_allclose(ops.one_bit_sum(code, n), said, atol=1e-6)
-    np.testing.assert_allclose(ops.one_bit_sum(code, n) + kept, total, atol=1e-6)
-    assert not np.any(kept.numpy()[total == 0])
-    twice = tf.concat([code, code], 0)
-    np.testing.assert_array_equal(ops.one_bit_sum(twice, n), 2 * ops.one_bit_sum(code, n))
-
-
-def test_zeros_do_not_dilute_the_mean_of_one_bit():
-    gradient = np.zeros(4096, "float32")
-    gradient[:10] = 1.5
-    gradient[10:13] = -4.0
-    code, kept = ops.one_bit_encode(np.zeros_like(gradient), gradient)
-    np.testing.assert_array_equal(ops.one_bit_sum(code, 4096), gradient)
-    assert not np.any(kept)
-
-
-def test_bad_input_to_one_bit():
-    with pytest.raises(ValueError, match=r"`gradient` must be float32. Received: dtype=float64"):
-        ops.one_bit_encode(tf.zeros([3]), tf.zeros([3], tf.float64))
-    with pytest.raises(
-        tf.errors.InvalidArgumentError,
-        match=r"must be vectors of one length. Received: \[3\] and \[4\]",
-    ):
-        ops.one_bit_encode(tf.zeros([3]), tf.zeros([4]))
-    with pytest.raises(
-        tf.errors.InvalidArgumentError,
-        match=r"whole codes, 4 words for size=5.*Received: shape \[5\]",
-    ):
-        ops.one_bit_sum(tf.zeros([5], tf.int32), 5)
-
-
 # ---------------------------------------------------------------------- norms
 
 

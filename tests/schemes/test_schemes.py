@@ -128,28 +128,6 @@ def test_conservation(kind, options, density, layout):
         np.testing.assert_array_equal(mean, ends[0], "ranks differ")
 
 
-@pytest.mark.parametrize("layout", ["1", "2x1", "1x3", "2+1", "2x2", "3+1+2"])
-@pytest.mark.parametrize("length", [1, 31, 9_001])
-def test_conservation_of_one_bit(length, layout):
-    cluster = Cluster(LAYOUTS[layout])
-    scheme = schemes.OneBit()
-    ends = cluster.run(
-        lambda wire: contract.check_conservation(scheme, length, wire, 5, "x", flush_at=4)[0]
-    )
-    for mean in ends:
-        np.testing.assert_array_equal(mean, ends[0], "ranks differ")
-
-
-def test_one_bit_is_a_bit():
-    bits = 8 * schemes.OneBit().cost(2**24, 4, Topology.regular(0, 8, 1)).cross_bytes
-    assert bits / 7 / 2**24 == pytest.approx(1 + 96 / 4096)
-    with pytest.raises(
-        ValueError,
-        match=r"`min_elements` must be a finite number from 0\. Received: min_elements=-1",
-    ):
-        schemes.OneBit(min_elements=-1)
-
-
 @pytest.mark.parametrize("scheme", contract.SCHEMES)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_non_finite_input_reaches_every_rank(scheme, poison):

@@ -23,7 +23,6 @@ SCHEMES = {
     "factors": "sfb",
     "server": FactorServer(),
     "hybrid": "hybcomm",
-    "onebit": "onebit",
     "exact": tp.schemes.HierarchicalTopK(density=0.1, min_elements=0, select="exact"),
     "mstopk": tp.schemes.HierarchicalTopK(density=0.1, min_elements=0, select="mstopk"),
     "gathered": tp.schemes.TopKAllGather(density=0.1, min_elements=0),

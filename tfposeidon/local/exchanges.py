@@ -91,5 +91,5 @@ def check_policy(policy: policies.Policy) -> None:
             raise ValueError(
                 "`scheme` must be one that can carry differences of weights. Received: "
                 f'scheme={policy}: {reason}. Use "2dtar" (the default), "allreduce", "asa16", '
-                '"onebit" or "hitopk".'
+                '"topk" or "hitopk".'
             )

@@ -21,26 +21,14 @@ def cpu_advice(plan: Plan) -> str:
     Returns:
       One line that names the schemes and the remedy; empty where there is nothing to say.
     """
-    # Schemes with slots are those that select or code, by native ops.
-    schemes = {
-        bucket.scheme.name: bucket.scheme for bucket in plan.buckets if bucket.slots(plan.topology)
-    }
-    if not schemes or not tf.config.list_physical_devices("GPU"):
+    # Schemes with slots are those that select, by native ops.
+    names = {bucket.scheme.name for bucket in plan.buckets if bucket.slots(plan.topology)}
+    if not names or not tf.config.list_physical_devices("GPU") or native.has_gpu_kernels():
         return ""
-    is_built_for_gpus = native.has_gpu_kernels()
-    on_cpu = [
-        name
-        for name, scheme in schemes.items()
-        if not (is_built_for_gpus and scheme.has_gpu_kernels)
-    ]
-    if not on_cpu:
-        return ""
-    why = (
-        "there is no GPU kernel"
-        if is_built_for_gpus
-        else "tfposeidon was built without nvcc: install CUDA and build again"
+    return (
+        f"{', '.join(sorted(names))}: what is sent is made on the CPU, as tfposeidon was built "
+        "without nvcc: install CUDA and build again"
     )
-    return f"{', '.join(sorted(on_cpu))}: what is sent is made on the CPU, as {why}"
 
 
 def sparsity_advice(plan: Plan, inner: Any) -> str:

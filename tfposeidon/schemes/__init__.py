@@ -13,7 +13,6 @@ from tfposeidon.schemes.by_rows import ByRows
 from tfposeidon.schemes.cost import Cost, Stage, Transfer, Work
 from tfposeidon.schemes.factor_broadcast import FactorBroadcast
 from tfposeidon.schemes.hierarchical_top_k import HierarchicalTopK
-from tfposeidon.schemes.one_bit import OneBit
 from tfposeidon.schemes.residual import ResidualScheme
 from tfposeidon.schemes.sharded_server import ShardedServer
 from tfposeidon.schemes.top_k_all_gather import TopKAllGather
@@ -26,7 +25,6 @@ REGISTRY: dict[str, Callable[[], Scheme]] = {
     "2dtar": Torus2D,
     "ps": ShardedServer,
     "sfb": FactorBroadcast,
-    "onebit": OneBit,
     "hitopk": HierarchicalTopK,
     "topk": TopKAllGather,
 }
@@ -44,7 +42,6 @@ __all__ = [
     "Factors",
     "Group",
     "HierarchicalTopK",
-    "OneBit",
     "ResidualScheme",
     "Scheme",
     "ShardedServer",

@@ -60,9 +60,6 @@ class Scheme(Configured, ABC):
     name: ClassVar[str]
     """Name that plans print; where a class has none of its own, that of the class in lower case."""
 
-    has_gpu_kernels: ClassVar[bool] = True
-    """True if its native ops, if it has any, run on GPUs too."""
-
     needs_factors: ClassVar[bool] = False
     """True if it can exchange only gradients that are products of two thin matrices."""
 
