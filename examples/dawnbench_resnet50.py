@@ -314,7 +314,7 @@ def main():
 
 def report(model, kept, options):
     """Prints the plan and the time to the target, and draws the plot."""
-    print(f"\n{model.optimizer.plan}\n")
+    print(f"\n{tp.unwrap(model.optimizer).plan}\n")
     reached, last = kept.reached, kept.lines[-1]
     checksum = replicas.checksum(model.trainable_variables)
     print(f"accuracy after all epochs: {100 * last[kept.metric]:.2f} %, weights {checksum}")

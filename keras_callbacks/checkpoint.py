@@ -29,7 +29,7 @@ from tfposeidon.state.snapshots import (
     to_named_arrays,
 )
 from tfposeidon.training import layer_state, session
-from tfposeidon.training.entries import optimizers, parts, variables_of
+from tfposeidon.training.entries import held_optimizers, parts, variables_of
 from tfposeidon.training.replicated import replicated_variables
 
 FORMAT = 4
@@ -203,7 +203,7 @@ class Checkpoint(keras.callbacks.Callback):
             "steps": self._steps,
             "steps_per_epoch": self.params.get("steps"),
             "variables": as_json(replicas.describe_any(self._shared())),
-            "optimizers": [self._optimizer_meta(optimizer) for optimizer in optimizers(self.model)],
+            "optimizers": [self._optimizer_meta(held) for held in held_optimizers(self.model)],
         }
         # Not between epochs: Keras resets metrics when the next one begins.
         metrics = self._metrics() if batches else []
@@ -234,14 +234,15 @@ class Checkpoint(keras.callbacks.Callback):
         found = layer_state.read(self.model, placement)
         return {f"{_LAYER}{name}": value for name, value in found.items()}
 
-    def _optimizer_meta(self, optimizer: Any) -> dict[str, Any]:
+    def _optimizer_meta(self, held: Any) -> dict[str, Any]:
         """Returns an optimizer's scheme, and the indices of the variables that it trains.
 
         The indices are those in `model.variables`, and `None` for an optimizer that is not built
         yet.
         """
+        optimizer = session.without_loss_scale(held)
         policy = keras.saving.serialize_keras_object(getattr(optimizer, "policy", None))
-        if not optimizer.built:
+        if not held.built:
             return {"scheme": policy, "trains": None, "planning": None}
         exchange = getattr(optimizer, "exchange", None)
         planning = exchange and exchange.plans.to_dict()
@@ -362,14 +363,15 @@ class Checkpoint(keras.callbacks.Callback):
         Those of a GAN, say, learn only in their first step which variables they train.
         """
         variables = self.model.variables
-        for optimizer, saved in self._with_saved(snapshot):
+        for held, saved in self._with_saved(snapshot):
             # Where indices do not fit, the model is another one, which `_check` reports.
-            if not optimizer.built and saved["trains"] and max(saved["trains"]) < len(variables):
-                optimizer.build([variables[index] for index in saved["trains"]])
+            if not held.built and saved["trains"] and max(saved["trains"]) < len(variables):
+                held.build([variables[index] for index in saved["trains"]])
 
     def _restore_schemes(self, snapshot: Snapshot) -> None:
         """Returns to the schemes that made the saved state, where something changes schemes."""
-        for optimizer, saved in self._with_saved(snapshot):
+        for held, saved in self._with_saved(snapshot):
+            optimizer = session.without_loss_scale(held)
             policy = keras.saving.deserialize_keras_object(saved["scheme"])
             if self._session.has_scheme_changes and policy != optimizer.policy:
                 optimizer.change_scheme(policy)
@@ -380,7 +382,7 @@ class Checkpoint(keras.callbacks.Callback):
                 self._session.retrace()
 
     def _with_saved(self, snapshot: Snapshot) -> list[tuple[Any, dict[str, Any]]]:
-        found, saved = optimizers(self.model), snapshot.meta["optimizers"]
+        found, saved = held_optimizers(self.model), snapshot.meta["optimizers"]
         if len(found) != len(saved):
             raise SnapshotError(
                 "A checkpoint must be of the same model and optimizer. Received: "

@@ -91,7 +91,8 @@ class LearningRateSchedule(keras.callbacks.Callback):
     @property
     def optimizer(self) -> Any:
         """Optimizer whose rate is set."""
-        return self.model.optimizer if self.given_optimizer is None else self.given_optimizer
+        given = self.given_optimizer
+        return session.without_loss_scale(self.model.optimizer if given is None else given)
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
@@ -127,7 +128,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
     def _check_optimizer(self) -> None:
         count = len(optimizers(self.model))
         if self.given_optimizer is None and (
-            count > 1 or self.model.optimizer not in optimizers(self.model)
+            count > 1 or self.optimizer not in optimizers(self.model)
         ):
             raise ValueError(
                 "The callback has to know whose rate it sets. Received: a model with "

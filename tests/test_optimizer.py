@@ -12,7 +12,7 @@ import tensorflow as tf
 import keras_callbacks
 import tfposeidon as tp
 from tests.helpers import models
-from tfposeidon import policies, schemes
+from tfposeidon import native, policies, schemes
 from tfposeidon.training import layer_state
 from tfposeidon.training.session import optimizers_of
 
@@ -167,23 +167,6 @@ def test_slots_are_saved_once(tmp_path):
     assert ours < 1.2 * plain
 
 
-def test_mixed_precision_scales_inside():
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
-        scaled, bare = models.mlp(), models.mlp()
-        for model, factor in ((scaled, None), (bare, 1.0)):
-            model.compile(
-                optimizer=tp.DistributedOptimizer(SGD(0.1, loss_scale_factor=factor)),
-                loss=models.LOSS,
-            )
-            model.fit(*models.mlp.data(8), verbose=0)
-    finally:
-        keras.config.set_dtype_policy("float32")
-    assert type(scaled.optimizer) is tp.DistributedOptimizer
-    assert type(scaled.optimizer.inner_optimizer) is keras.optimizers.LossScaleOptimizer
-    assert type(bare.optimizer.inner_optimizer) is SGD
-
-
 @pytest.fixture
 def mixed_float16():
     keras.config.set_dtype_policy("mixed_float16")
@@ -199,27 +182,6 @@ def test_auto_scale_loss_false_is_heard():
     )
     model.fit(*models.mlp.data(8), verbose=0)
     assert type(model.optimizer.inner_optimizer) is SGD
-
-
-@pytest.mark.usefixtures("mixed_float16")
-def test_what_else_asks_for_an_optimizer_does_not_scale(capsys):
-    model = models.mlp()
-    model.compile(
-        optimizer=tp.DistributedOptimizer(SGD(0.1)), loss=models.LOSS, auto_scale_loss=False
-    )
-    model.summary()
-    assert model.optimizer
-    model.fit(*models.mlp.data(8), verbose=0)
-    assert type(model.optimizer.inner_optimizer) is SGD
-
-
-@pytest.mark.usefixtures("mixed_float16")
-def test_an_optimizer_that_was_built_without_a_loss_scale_is_refused():
-    model, optimizer = models.mlp(), tp.DistributedOptimizer(SGD(0.1))
-    optimizer.build(model.trainable_variables)
-    model.compile(optimizer=optimizer, loss=models.LOSS)
-    with pytest.raises(ValueError, match="built without one"):
-        model.fit(*models.mlp.data(8), verbose=0)
 
 
 @pytest.mark.usefixtures("mixed_float16")
@@ -246,20 +208,38 @@ def test_swapped_averages_of_weights_under_a_loss_scale(swap_on_epoch):
     assert len(model.optimizer.variables) < 30, "averages are counted once"
 
 
-def test_one_rank_leaves_xla_to_keras_unless_schemes_keep_something():
+class _SeesXla(keras.layers.Layer):
+    """Notes for each step that is traced whether XLA compiles it."""
+
+    def __init__(self):
+        super().__init__(name="sees_xla")
+        self.seen = []
+
+    def call(self, inputs):
+        if isinstance(inputs, tf.Tensor) and not tf.executing_eagerly():
+            self.seen.append(native.in_xla())
+        return inputs
+
+
+@pytest.mark.parametrize("asked", [True, "auto", False])
+@pytest.mark.parametrize(
+    ("scheme", "suits"),
+    [("allreduce", True), ("hybcomm", True), ("hitopk", False), ([("x", "topk")], False)],
+)
+def test_one_rank_leaves_xla_to_keras_unless_schemes_keep_something(scheme, suits, asked):
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    noting = _SeesXla()
+    model = keras.Sequential([models.mlp(), noting])
     with mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]):
-        for scheme, wanted in (
-            ("allreduce", True),
-            ("hybcomm", True),
-            ("hitopk", False),
-            ([("x", "topk")], False),
-        ):
-            model = models.mlp()
-            model.compile(
-                optimizer=tp.DistributedOptimizer(SGD(0.1), scheme=scheme), loss=models.LOSS
-            )
-            assert model.jit_compile is wanted, scheme
+        optimizer = tp.DistributedOptimizer(SGD(0.1), scheme=scheme)
+        model.compile(optimizer=optimizer, loss=models.LOSS, jit_compile=asked)
+    noting.seen.clear()
+    model.train_on_batch(*models.mlp.data(4))
+    assert set(noting.seen) == {bool(asked) and suits}
+    noting.seen.clear()
+    model.test_on_batch(*models.mlp.data(4))
+    assert set(noting.seen) == {bool(asked)}, "evaluation keeps XLA"
+    assert model.jit_compile is bool(asked)
 
 
 class _CompilesItself(keras.Model):
@@ -267,7 +247,7 @@ class _CompilesItself(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.inside = models.mlp()
+        self.inside, self.noting = models.mlp(), _SeesXla()
 
     def compile(self, own):
         super().compile()
@@ -275,7 +255,7 @@ class _CompilesItself(keras.Model):
 
     def train_step(self, data):
         with tf.GradientTape() as tape:
-            loss = models.LOSS(data[1], self.inside(data[0]))
+            loss = models.LOSS(data[1], self.noting(self.inside(data[0])))
         weights = self.inside.trainable_variables
         self.own.apply(tape.gradient(loss, weights), weights)
         return {"loss": loss}
@@ -288,8 +268,8 @@ def test_xla_is_off_for_optimizers_that_come_after_compile(scheme, wanted):
     with mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]):
         model.compile(tp.DistributedOptimizer(SGD(0.1), scheme=scheme))
         assert model.jit_compile
-        model.make_train_function()
-    assert model.jit_compile is wanted
+    model.train_on_batch(*models.mlp.data(4))
+    assert set(model.noting.seen) == {wanted}
 
 
 def test_a_compiled_model_inside_keeps_its_optimizer():

@@ -99,11 +99,20 @@ def test_variables_must_be_floating(dtype):
         tp.DistributedOptimizer(SGD()).apply([tf.zeros([2], dtype)], [variable])
 
 
-def test_a_loss_scale_around_ours_is_refused():
+@pytest.mark.parametrize(
+    "wrap", [tp.DistributedOptimizer, tp.LocalUpdates, tp.ElasticAveraging], ids=str
+)
+def test_a_loss_scale_inside_ours_is_refused(wrap):
     with pytest.raises(
-        ValueError, match=r"Write DistributedOptimizer\(LossScaleOptimizer\(optimizer\)\)"
+        ValueError, match=r"Write LossScaleOptimizer\(DistributedOptimizer\(optimizer\)\)"
     ):
-        keras.optimizers.LossScaleOptimizer(tp.DistributedOptimizer(SGD()))
+        wrap(keras.optimizers.LossScaleOptimizer(SGD()))
+
+
+def test_unwrap_refuses_what_does_not_communicate():
+    for value in (SGD(), keras.optimizers.LossScaleOptimizer(SGD()), None):
+        with pytest.raises(TypeError, match="`optimizer` must be a DistributedOptimizer"):
+            tp.unwrap(value)
 
 
 def test_local_updates_take_all_variables_in_each_call():

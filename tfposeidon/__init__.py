@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tfposeidon.exchange.parallel_operator import parallel_tensor_operator
     from tfposeidon.local.optimizer import LocalUpdates
     from tfposeidon.optimizer import DistributedOptimizer
+    from tfposeidon.wrapper import unwrap
 
 __version__ = "0.1.0"
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "schemes",
     "size",
     "state",
+    "unwrap",
     "workers",
 ]
 
@@ -65,6 +67,7 @@ _HOME = {
     "local_size": "communication.runtime",
     "rank": "communication.runtime",
     "size": "communication.runtime",
+    "unwrap": "wrapper",
     "workers": "communication.runtime",
 }
 

@@ -38,7 +38,7 @@ CALLBACKS = {
 
 
 def check_inner(inner: Any, wrapper: type) -> None:
-    """Refuses what is not a Keras optimizer, and one that is wrapped already.
+    """Refuses what is not a Keras optimizer, and one that is wrapped or scaled already.
 
     Args:
       inner: Value given as the inner optimizer.
@@ -57,6 +57,13 @@ def check_inner(inner: Any, wrapper: type) -> None:
             "An optimizer must be wrapped once, in DistributedOptimizer, LocalUpdates or "
             "ElasticAveraging. Received: one that is already. Use it as it is, or wrap its "
             "inner_optimizer."
+        )
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "A loss scale must be around the optimizer that communicates, for gradients are "
+            f"averaged before it asks whether they are finite. Received: {type(inner).__name__} as "
+            "the inner optimizer. Write LossScaleOptimizer(DistributedOptimizer(optimizer)), or "
+            "leave it to compile, which does so under mixed_float16."
         )
 
 

@@ -21,7 +21,6 @@ from tfposeidon.optimizers.wrapping import (
     accumulated_steps,
     innermost,
     leaves,
-    skips_calls,
     step_counter,
 )
 from tfposeidon.planning import rules
@@ -35,9 +34,9 @@ from tfposeidon.wrapper import OptimizerWrapper
 class DistributedOptimizer(OptimizerWrapper):
     """Averages gradients over all ranks, then lets the optimizer inside apply them.
 
-    It works in `fit`, `train_on_batch` and hand-written loops. Under `mixed_float16`, `fit` puts
-    Keras's `LossScaleOptimizer` *inside*: gradients must be averaged before anybody asks whether
-    they are finite.
+    It works in `fit`, `train_on_batch` and hand-written loops. Under `mixed_float16`, `compile`
+    puts Keras's `LossScaleOptimizer` around it: gradients are averaged before that asks whether
+    they are finite, and `tp.unwrap(model.optimizer)` returns this optimizer.
 
     Args:
       inner_optimizer: A Keras optimizer that is not distributed yet. If it has
@@ -189,18 +188,18 @@ class DistributedOptimizer(OptimizerWrapper):
 
         It accumulates, too: zeros, and so many times the mean in the call that makes the update.
         """
-        inner = self.inner_optimizer
+        inner, updater = self.inner_optimizer, self.updater
         # As in Keras, calls weigh alike unless somebody has said how.
         batch = self._exchange.batch
         own = None if batch.is_of_rows(count) else count
         rows = None if batch.are_equal or own is not None else count
         share, finite, everybody = self._exchange.join_call(
-            grads, variables, rows, skips_calls(inner)
+            grads, variables, rows, skips=updater is not inner
         )
         call = Call(
             weight=share if own is None else own,
             is_due=self._is_due(),
-            scale=inner.scale_loss(1.0),
+            scale=updater.scale_loss(1.0),
             # A loss scale skips a call by the means, and a rank that is out of data all of them.
             counter=None if finite is None and everybody is None else step_counter(inner),
         )
@@ -225,11 +224,13 @@ class DistributedOptimizer(OptimizerWrapper):
     def _apply_to_all(self, variables: list[Any], value: Any) -> None:
         targets = variables if self._shards is None else self._shards.refreshed()
         grads = [tf.fill(tuple(v.shape), tf.cast(value, v.dtype)) for v in targets]
-        self.inner_optimizer.apply(grads, targets)
+        self.updater.apply(grads, targets)
 
     def _update(
         self, variables: list[Any], grads: list[Any], count: Any, factor: Any = None
     ) -> None:
+        if self._shards is not None:
+            self._shards.use(self.updater)
         means = self._exchange.means(grads, variables, count, self._shards)
         if factor is not None:
             means = means.times(factor, variables)
@@ -237,7 +238,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self.inner_optimizer, self._exchange.plans.norms(variables)
         ):
             if self._shards is None:
-                means.update(lambda found: self.inner_optimizer.apply(found, variables))
+                means.update(lambda found: self.updater.apply(found, variables))
             else:
                 self._shards.apply(means)
         # Last, as a step that is skipped must leave it as it was: the means tell whether one is.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -23,14 +24,14 @@ from tfposeidon.training import keras_patches, session
 from tfposeidon.training.hooks import FitHooks
 
 
-class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
+class OptimizerWrapper(keras.optimizers.Optimizer):
     """Base of optimizers that communicate, and let a Keras optimizer inside apply updates.
 
-    It is a `LossScaleOptimizer` by type only, so that `compile` does not put one around it. Under
-    `mixed_float16`, `fit` puts Keras's real one *inside*.
+    Under `mixed_float16`, `compile` puts Keras's `LossScaleOptimizer` around it, as around any
+    optimizer; see `apply_under`.
 
     Args:
-      inner_optimizer: A Keras optimizer that is not wrapped in one of these yet.
+      inner_optimizer: A Keras optimizer that is not wrapped yet.
       policy: Choice of the scheme by which a variable is exchanged.
       bucket_bytes: Bytes up to which small tensors are fused, at least 0.
       sample_count: Function from a batch to the number that ranks weigh by; `None` counts samples.
@@ -46,6 +47,8 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
     built: bool
     _serialized: ClassVar[tuple[str, ...]] = ("inner_optimizer", "scheme", "sample_count")
     """Arguments in `get_config` that are objects, serialized by Keras."""
+    has_own_inner: ClassVar[bool] = False
+    """True if each rank has its own state of the inner optimizer, and of a loss scale."""
 
     def __init__(
         self,
@@ -60,28 +63,18 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
         arguments.check_inner(inner_optimizer, OptimizerWrapper)
         bucket_bytes = ranges.check_integer("bucket_bytes", bucket_bytes, 0)
         arguments.check_sample_count(sample_count)
-        # Not LossScaleOptimizer's own: that would make state for a loss scale of this wrapper.
-        keras.optimizers.Optimizer.__init__(
-            self,
-            # Nobody reads it: `learning_rate` is the inner one's, as in LossScaleOptimizer.
+        super().__init__(
+            # Not read: `learning_rate` is that of the inner optimizer.
             learning_rate=0.0,
             gradient_accumulation_steps=gradient_accumulation_steps,
             name=name,
         )
         self.inner_optimizer = inner_optimizer
+        self._around: Callable[[], keras.optimizers.LossScaleOptimizer | None] = lambda: None
         self._exchange = Step(self, policy, bucket_bytes, sample_count)
         # Here and not at import, which must change nothing for those who only load a module.
         keras_patches.patch_keras(OptimizerWrapper)
         session.note_made(self)
-
-    def __bool__(self) -> bool:
-        """Returns True, and notes whether Keras's `compile` asks.
-
-        Under `mixed_float16` it does, unless `auto_scale_loss=False`; nothing else tells whether
-        losses are to be scaled.
-        """
-        keras_patches.note_question_of_compile(self)
-        return True
 
     # ------------------------------------------------------------------ state
 
@@ -99,27 +92,18 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
     def _adopt(self, variables: Sequence[Any]) -> None:
         """Finishes `build`, once the inner optimizer is built: Keras's bookkeeping.
 
-        Keras's own `build` would make a loss scale's state for this wrapper.
+        Keras's own `build` would make accumulators for this wrapper, too.
         """
         # It serves replicas of tf.distribute, which is refused. It joins all gradients for them, so
         # that the first update, or pull from servers, waits for the last exchange, and registers a
         # gradient function, for ever, that holds the graph of each traced step.
         for leaf in leaves(self.inner_optimizer):
             leaf._all_reduce_sum_gradients = list
-        # After the inner optimizer's own `build`, which makes the averages.
-        self._show_averages()
         # Past Keras, which would take the weights for variables of this optimizer's own.
         self.__dict__["_trainable_variables"] = list(variables)
         self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
         self._exchange.build()
         self.built = True
-
-    def _show_averages(self) -> None:
-        """Shows averages of weights on a loss scale, where `SwapEMAWeights` looks for them."""
-        inner, rule = self.inner_optimizer, innermost(self)
-        if inner is not rule and rule.use_ema:
-            # Past Keras, which would take them for the loss scale's own.
-            vars(inner)["_model_variables_moving_average"] = rule._model_variables_moving_average
 
     @property
     def rank_variables(self) -> list[Any]:
@@ -139,6 +123,21 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
     @override
     def iterations(self) -> Any:
         return self.inner_optimizer.iterations
+
+    @property
+    @override
+    def learning_rate(self) -> Any:
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def _model_variables_moving_average(self) -> list[Any]:
+        """Averages of weights: under a loss scale, `SwapEMAWeights` looks for them here."""
+        averages: list[Any] = innermost(self)._model_variables_moving_average
+        return averages
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
@@ -262,13 +261,55 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
             and variables differ, or for variables that it cannot train.
           RuntimeError: At the first step, if ranks differ in their variables or settings.
         """
+        if self._around() is not None:
+            # Means, which the loss scale has found finite, and has unscaled.
+            self.inner_optimizer.apply(grads, trainable_variables)
+        else:
+            self._take_step(grads, trainable_variables, sample_count)
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_under(
+        self,
+        loss_scale: keras.optimizers.LossScaleOptimizer,
+        grads: Iterable[Any],
+        trainable_variables: Any = None,
+        sample_count: Any = None,
+    ) -> None:
+        """Takes a step as `apply` does, for Keras's loss scale around this optimizer.
+
+        Gradients are averaged first, so that all ranks see the same infinity. The loss scale then
+        is the `updater`: it asks whether the means are finite, and gives them to `apply`.
+
+        Args:
+          loss_scale: The loss scale, by which the gradients are scaled.
+          grads: Gradients, as `apply` takes them.
+          trainable_variables: Trainable variables, as `apply` takes them.
+          sample_count: Number of samples, as `apply` takes it.
+
+        Raises:
+          ValueError: As `apply` does.
+          RuntimeError: As `apply` does.
+        """
+        # As Keras does to what it puts a loss scale around: gradients are unscaled once.
+        self.inner_optimizer.loss_scale_factor = None
+        # A reference: neither Keras nor `leaves` must take it for an optimizer inside.
+        before, self._around = self._around, weakref.ref(loss_scale)
+        try:
+            self._take_step(grads, trainable_variables, sample_count)
+        finally:
+            self._around = before
+
+    @property
+    def updater(self) -> keras.optimizers.Optimizer:
+        """Optimizer that applies the means: the loss scale in a step of it, or the inner one."""
+        return self._around() or self.inner_optimizer
+
+    def _take_step(self, grads: Iterable[Any], variables: Any, sample_count: Any) -> None:
         grads = list(grads)
         if not grads:
             return
-        variables = list(
-            self._trainable_variables if trainable_variables is None else trainable_variables
-        )
-        session.note_applied(self, variables)
+        variables = list(self._trainable_variables if variables is None else variables)
+        session.note_applied(self._around() or self, variables)
         self._check(grads, variables)
         count = self._exchange.batch.current if sample_count is None else sample_count
         self._step(grads, variables, count)
@@ -284,9 +325,10 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
         raise NotImplementedError
 
     def _check(self, grads: list[Any], variables: list[Any]) -> None:
-        if not self.built:
-            with surroundings.made_before_the_trace():
-                self.build(variables)
+        for optimizer in (self, self._around()):
+            if optimizer is not None and not optimizer.built:
+                with surroundings.made_before_the_trace():
+                    optimizer.build(variables)
         self._check_variables_are_known(variables)
         if len(grads) != len(variables):
             raise ValueError(
@@ -313,28 +355,21 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
 
     @override
     def scale_loss(self, loss: Any) -> Any:
-        """Multiplies a loss by the inner optimizer's loss scale, if it has one.
+        """Multiplies a loss by the inner optimizer's `loss_scale_factor`, if it has one.
 
         Args:
           loss: Loss, a scalar tensor.
         """
         return self.inner_optimizer.scale_loss(loss)
 
-    @property
-    def loss_scale_factor(self) -> float:
-        """Always 1: scaling is for the inner optimizer."""
-        return 1.0
+    @override
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Ends `fit` as the inner optimizer does.
 
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, value: Any) -> None:
-        # The one thing that Keras's LossScaleOptimizer does to an optimizer that it is put around.
-        # Keras's constructor of this wrapper does it, too, before there is an exchange.
-        if hasattr(self, "_exchange"):
-            raise ValueError(
-                f"{type(self).__name__} must be the outermost optimizer. Received: a loss scale, "
-                "or a LossScaleOptimizer, around it. "
-                f"Write {type(self).__name__}(LossScaleOptimizer(optimizer))."
-            )
+        Args:
+          var_list: The trainable variables.
+        """
+        self.inner_optimizer.finalize_variable_values(var_list)
 
     @override
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
@@ -463,3 +498,35 @@ class OptimizerWrapper(keras.optimizers.LossScaleOptimizer):
         Args:
           rank: The rank that has loaded the model (default 0).
         """
+
+
+def unwrap(optimizer: keras.optimizers.Optimizer) -> OptimizerWrapper:
+    """Returns the optimizer that communicates, without Keras's loss scale around it.
+
+    Under `mixed_float16`, `compile` puts a `LossScaleOptimizer` around the optimizer that it is
+    given: then `model.optimizer` is the loss scale.
+
+    Args:
+      optimizer: A `DistributedOptimizer`, `LocalUpdates` or `ElasticAveraging`, or a
+        `LossScaleOptimizer` around one.
+
+    Returns:
+      The optimizer itself, or the one inside.
+
+    Raises:
+      TypeError: For any other value.
+
+    Example:
+      >>> import keras, tfposeidon as tp
+      >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1))
+      >>> tp.unwrap(keras.optimizers.LossScaleOptimizer(optimizer)) is optimizer
+      True
+    """
+    found = session.without_loss_scale(optimizer)
+    if not isinstance(found, OptimizerWrapper):
+        raise TypeError(
+            "`optimizer` must be a DistributedOptimizer, LocalUpdates or ElasticAveraging, or a "
+            f"LossScaleOptimizer around one. Received: {optimizer!r} of type "
+            f"{type(optimizer).__name__}. Pass `model.optimizer` of a model compiled with one."
+        )
+    return found

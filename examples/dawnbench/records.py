@@ -77,7 +77,10 @@ class Records(keras.callbacks.Callback):
         phase = self.resize.phase_at(epoch)
         line = {"epoch": epoch, "seconds": self._before_s + trained_s}
         line |= {"pixels": phase.size, "batch": phase.batch * tp.size()}
-        line |= {"scheme": str(self.model.optimizer.policy), "interrupted": self._interrupted}
+        line |= {
+            "scheme": str(tp.unwrap(self.model.optimizer).policy),
+            "interrupted": self._interrupted,
+        }
         self.lines.append(line | {name: float(value) for name, value in (logs or {}).items()})
         if tp.rank() == 0:
             self._write()

@@ -52,7 +52,8 @@ def checkpoint_job(
 
 
 def saved_state(model):
-    variables = [*model.variables, *model.optimizer.variables, *model.optimizer.rank_variables]
+    own = tp.unwrap(model.optimizer).rank_variables
+    variables = [*model.variables, *model.optimizer.variables, *own]
     return [v.numpy() for v in variables]
 
 

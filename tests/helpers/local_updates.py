@@ -97,7 +97,7 @@ def own_weights(model):
 @contextlib.contextmanager
 def hidden(model):
     """Puts this rank's own weights into the variables, where the global ones are shown."""
-    weights = model.optimizer._synchronization.weights
+    weights = tp.unwrap(model.optimizer)._synchronization.weights
     weights.hide()
     yield
     weights.show()

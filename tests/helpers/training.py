@@ -34,7 +34,9 @@ def dense_rows(optimizer):
         optimizer.apply,
         lambda g: tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g,
     )
-    optimizer.apply = lambda grads, variables=None: apply([dense(g) for g in grads], variables)
+    optimizer.apply = lambda grads, trainable_variables=None: apply(
+        [dense(g) for g in grads], trainable_variables
+    )
     return optimizer
 
 

@@ -8,9 +8,9 @@ from tests.helpers.models import same_on_all_ranks
 from tests.helpers.training import sgd
 
 
-def compiled_for_lengths(scheme="asa", inner=None, **options):
+def compiled_for_lengths(scheme="asa", inner=None, around=lambda optimizer: optimizer, **options):
     model = models.mlp()
-    optimizer = tp.DistributedOptimizer(inner or sgd(), scheme=scheme)
+    optimizer = around(tp.DistributedOptimizer(inner or sgd(), scheme=scheme))
     model.compile(optimizer=optimizer, loss=models.LOSS, **options)
     return model, optimizer
 

@@ -42,7 +42,7 @@ keras.config.set_dtype_policy("mixed_float16")
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
 model.train_on_batch(np.zeros((2, 4), "float32"), np.zeros((2, 1), "float32"))
-print(type(model.optimizer.inner_optimizer).__name__, hasattr(model.train_step, "_tfposeidon"))
+print(hasattr(type(model.optimizer).apply, "_tfposeidon"), hasattr(model.train_step, "_tfposeidon"))
 """
 
 
@@ -51,7 +51,7 @@ def test_the_first_line_of_a_process_is_enough():
     done = subprocess.run(
         [sys.executable, "-c", ONE_LINE], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
-    assert done.stdout.split() == ["LossScaleOptimizer", "True"], done.stderr
+    assert done.stdout.split() == ["True", "True"], done.stderr
 
 
 PIPED = """

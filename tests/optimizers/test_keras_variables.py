@@ -10,7 +10,7 @@ from tests.helpers import models
 Adam, Scaled = keras.optimizers.Adam, keras.optimizers.LossScaleOptimizer
 OPTIMIZERS = {
     "plain": lambda: tp.DistributedOptimizer(Adam()),
-    "scaled": lambda: tp.DistributedOptimizer(Scaled(Adam())),
+    "scaled": lambda: Scaled(tp.DistributedOptimizer(Adam())),
     "accumulating": lambda: tp.DistributedOptimizer(Adam(), gradient_accumulation_steps=2),
     "sparse": lambda: tp.DistributedOptimizer(
         keras.optimizers.SGD(momentum=0.9), tp.schemes.TopKAllGather(min_elements=0)

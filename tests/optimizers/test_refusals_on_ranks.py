@@ -27,9 +27,20 @@ def test_different_accumulation_is_refused(wire):
 
 def test_different_settings_inside_are_refused(wire):
     inner = keras.optimizers.Adam(0.1, beta_1=(0.9, 0.8)[wire.topology.rank])
-    optimizer = tp.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner))
-    with Raises(RuntimeError, r"optimizer.inner_optimizer.beta_1 0.9 on rank 0, 0.8 on rank 1"):
+    optimizer = tp.DistributedOptimizer(inner)
+    with Raises(RuntimeError, r"optimizer.beta_1 0.9 on rank 0, 0.8 on rank 1"):
         optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
+
+
+def test_different_loss_scales_are_refused(wire):
+    steps, optimizer = 2 + wire.topology.rank, tp.DistributedOptimizer(SGD())
+    scaled = keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=steps)
+    with Raises(RuntimeError, r"loss scale.dynamic_growth_steps 2 on rank 0, 3 on rank 1"):
+        scaled.apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
+    other = tp.DistributedOptimizer(SGD())
+    apply = keras.optimizers.LossScaleOptimizer(other).apply if wire.topology.rank else other.apply
+    with Raises(RuntimeError, "loss scale None on rank 0, 'LossScaleOptimizer' on rank 1"):
+        apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
 
 
 def test_different_callbacks_are_refused(wire):
@@ -66,11 +77,23 @@ def test_different_schemes_are_refused(wire):
         optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
 
 
-def test_xla_is_refused_when_asked_for(wire):
+def test_xla_is_refused_in_hand_written_steps(wire):
+    weight, optimizer = keras.Variable([1.0], name="w"), tp.DistributedOptimizer(sgd())
+    step = tf.function(lambda: optimizer.apply([tf.ones([1])], [weight]), jit_compile=True)
+    with Raises(ValueError, "cannot be compiled by XLA.*jit_compile"):
+        step()
+
+
+def test_xla_that_was_asked_for_is_kept_off_for_steps_alone(wire):
     model = models.mlp()
     model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS, jit_compile=True)
-    with Raises(ValueError, "cannot be compiled by XLA.*jit_compile"):
+    with LogLines() as lines:
         model.fit(*models.mlp.data(8), verbose=0)
+        model.make_train_function(force=True)
+    said = [line for line in lines if "XLA is off" in line]
+    assert len(said) == (wire.topology.rank == 0)
+    assert model.jit_compile is True
+    model.evaluate(*models.mlp.data(8), verbose=0)
 
 
 def test_xla_is_kept_off_where_a_gpu_would_turn_it_on(wire):
@@ -84,9 +107,10 @@ def test_xla_is_kept_off_where_a_gpu_would_turn_it_on(wire):
         plain.compile(optimizer=sgd(), loss=models.LOSS)
         assert plain.jit_compile, "the simulated GPU does not turn XLA on, so nothing was tested"
         model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
-    assert model.jit_compile is False
-    assert len(lines) == (1 if wire.topology.rank == 0 else 0), lines
-    model.fit(*models.mlp.data(8), verbose=0)
+        assert model.jit_compile is True
+        model.fit(*models.mlp.data(8), verbose=0)
+    said = [line for line in lines if "XLA is off" in line]
+    assert len(said) == (1 if wire.topology.rank == 0 else 0), lines
 
 
 def test_means_over_rows_of_what_was_selected_are_refused(wire):

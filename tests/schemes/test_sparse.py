@@ -48,12 +48,14 @@ def test_conservation(wire):
 class _Given:
     """A weight, and gradients that do not depend on it: dense SGD's end is known."""
 
-    def __init__(self, wire, scheme, rate, inner=None):
+    def __init__(self, wire, scheme, rate, initial_scale=None):
         self.wire = wire
         self.weight = keras.Variable(np.zeros(LENGTH, "float32"), name="weight")
         self.expected = np.zeros(LENGTH)
-        self.optimizer = tp.DistributedOptimizer(inner or keras.optimizers.SGD(rate), scheme)
-        self.step = tf.function(lambda gradient: self.optimizer.apply([gradient], [self.weight]))
+        self.optimizer = self.outer = tp.DistributedOptimizer(keras.optimizers.SGD(rate), scheme)
+        if initial_scale:
+            self.outer = keras.optimizers.LossScaleOptimizer(self.optimizer, initial_scale)
+        self.step = tf.function(lambda gradient: self.outer.apply([gradient], [self.weight]))
         self.turn = 0
 
     def go(self, rate, steps, scale=1.0):
@@ -85,14 +87,13 @@ def test_a_changed_learning_rate_does_not_change_what_was_kept(wire):
 
 
 def test_a_changed_loss_scale_does_not_change_what_was_kept(wire):
-    inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
-    given = _Given(wire, HierarchicalTopK(density=0.02, min_elements=0), 0.1, inner)
+    given = _Given(wire, HierarchicalTopK(density=0.02, min_elements=0), 0.1, initial_scale=64.0)
     given.go(0.1, 3, scale=64.0)
     # One rank overflows: the step is skipped everywhere, and the scale falls.
     given.step(
         tf.fill([LENGTH], np.float32(np.inf) if wire.topology.rank == 0 else np.float32(1.0))
     )
-    assert float(inner.dynamic_scale) == 32.0
+    assert float(given.outer.dynamic_scale) == 32.0
     given.go(0.1, 3, scale=32.0)
     given.optimizer.exchange.flush()
     given.go(0.1, 1, scale=32.0)

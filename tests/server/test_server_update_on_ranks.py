@@ -199,13 +199,12 @@ def test_some_variables_served(wire):
 
 
 def test_clipped_under_a_loss_scale(wire):
-    inner = keras.optimizers.LossScaleOptimizer(SGD(0.5, global_clipnorm=0.1), initial_scale=64.0)
+    served = tp.DistributedOptimizer(SGD(0.5, global_clipnorm=0.1), scheme=SERVED)
+    scaled = keras.optimizers.LossScaleOptimizer(served, initial_scale=64.0)
     data = models.mlp.data(4 * BATCH)
     start = models.mlp()
     reference = train_alone(models.copy(models.mlp, start), data, SGD(0.5, global_clipnorm=0.1))
-    weights = train_together(
-        models.copy(models.mlp, start), data, tp.DistributedOptimizer(inner, scheme=SERVED), wire
-    )
+    weights = train_together(models.copy(models.mlp, start), data, scaled, wire)
     check_equal(weights, reference)
 
 

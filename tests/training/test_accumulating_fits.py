@@ -115,31 +115,30 @@ def test_a_rank_out_of_data_in_the_middle_of_an_update_is_told_of(wire):
 
 def test_a_call_that_is_not_finite_is_skipped_on_all_ranks(wire):
     model = models.mlp()
-    inner = keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), initial_scale=8.0
-    )
-    model.compile(tp.DistributedOptimizer(inner), models.LOSS)
+    inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    scaled = keras.optimizers.LossScaleOptimizer(tp.DistributedOptimizer(inner), initial_scale=8.0)
+    model.compile(scaled, models.LOSS)
     x, y = models.mlp.data(4)
     broken = np.full_like(x, np.inf) if wire.topology.rank else x
     for batch in (x, broken, x, broken, x, x):
         model.train_on_batch(batch, y)
     assert int(model.optimizer.iterations) == 2
-    assert float(inner.dynamic_scale) == 2.0
+    assert float(scaled.dynamic_scale) == 2.0
     same_on_all_ranks(model.get_weights(), wire)
     assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
 def test_an_update_that_overflows_on_the_wire_is_tried_again(wire):
     """The loss scale skips the update by its means, and the accumulated gradients stay."""
-    inner = keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), initial_scale=2.0**17
+    inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        tp.DistributedOptimizer(inner, scheme="asa16"), initial_scale=2.0**17
     )
-    optimizer = tp.DistributedOptimizer(inner, scheme="asa16")
     weight = keras.Variable([0.0], name="weight")
     # 16 bits hold up to 65504; the scale halves until the mean fits.
     for _ in range(2 + 2):
-        optimizer.apply([tf.constant([1.0]) * inner.scale_loss(1.0)], [weight])
-    assert float(inner.dynamic_scale) < 2.0**17
+        optimizer.apply([tf.constant([1.0]) * optimizer.scale_loss(1.0)], [weight])
+    assert float(optimizer.dynamic_scale) < 2.0**17
     assert int(optimizer.iterations) == 1
     np.testing.assert_allclose(weight.numpy(), [-1.0], rtol=1e-3)
 

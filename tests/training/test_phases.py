@@ -69,9 +69,9 @@ def _sgd():
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
-def _train(model, schemes, data_of, inner=None):
+def _train(model, schemes, data_of, scaled=None):
     """Trains all phases, on what `data_of` returns for each."""
-    optimizer = tp.DistributedOptimizer(inner or _sgd(), scheme=schemes[0])
+    optimizer = scaled or tp.DistributedOptimizer(_sgd(), scheme=schemes[0])
     model.compile(optimizer=optimizer, loss=models.LOSS)
     resize = keras_callbacks.ProgressiveResize(_phases(schemes), momentum_correction=False)
     for phase in resize.remaining():
@@ -117,7 +117,9 @@ def test_phases_in_mixed_precision(wire):
     """The loss scale goes on from phase to phase, and an overflow on one rank is one on all."""
     keras.config.set_dtype_policy("mixed_float16")
     model, scales, shares = _model(), [], _shares(wire)
-    scaled = keras.optimizers.LossScaleOptimizer(_sgd(), initial_scale=1024.0)
+    schemes = (SPARSE, "2dtar", "2dtar")
+    inside = tp.DistributedOptimizer(_sgd(), scheme=schemes[0])
+    scaled = keras.optimizers.LossScaleOptimizer(inside, initial_scale=1024.0)
     scaled.build(model.trainable_variables)
 
     def overflowing(phase):
@@ -132,7 +134,7 @@ def test_phases_in_mixed_precision(wire):
             .map(lambda n, pair: (pair[0] * tf.where(n == 0, factor, 1.0), pair[1]))
         )
 
-    optimizer = _train(model, (SPARSE, "2dtar", "2dtar"), overflowing, scaled)
+    optimizer = _train(model, schemes, overflowing, scaled)
     same_on_all_ranks([*model.get_weights(), *(v.numpy() for v in optimizer.variables)], wire)
     assert np.isfinite(model.layers[-1].kernel.numpy()).all()
     # It overflows in each of the phase's two epochs.

@@ -1,5 +1,7 @@
 """Ranks with different numbers of batches end their epochs together."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.checks import LogLines, Raises
 from tests.helpers.over_ranks import exchange_objects
-from tests.helpers.training import SERVED, sgd
+from tests.helpers.training import SERVED
 from tests.helpers.uneven import check_together, compiled_for_lengths, of_unknown_length
 
 pytestmark = pytest.mark.ranks("3")
@@ -86,11 +88,17 @@ def test_steps_per_execution_and_callbacks_that_communicate(wire):
 
 def test_servers_that_update(wire):
     """Ranks without data push nothing, and take part in norms and pulls all the same."""
-    scaled = keras.optimizers.LossScaleOptimizer
-    for inner in (keras.optimizers.SGD(0.1, global_clipnorm=0.1), scaled(sgd(), initial_scale=8.0)):
-        model, optimizer = compiled_for_lengths(SERVED, inner)
+    scaled = functools.partial(keras.optimizers.LossScaleOptimizer, initial_scale=8.0)
+    for given in ({"inner": keras.optimizers.SGD(0.1, global_clipnorm=0.1)}, {"around": scaled}):
+        model, optimizer = compiled_for_lengths(SERVED, **given)
         model.fit(of_unknown_length(3 + wire.topology.rank), epochs=2, verbose=0)
         check_together(model, optimizer, wire, 6)
+    # The loss scale comes and goes: servers then agree on what is finite, or do not.
+    inside = tp.unwrap(optimizer)
+    for optimizer, updates in ((inside, 12), (scaled(inside), 18)):
+        model.compile(optimizer=optimizer, loss=models.LOSS)
+        model.fit(of_unknown_length(3 + wire.topology.rank), epochs=2, verbose=0)
+        check_together(model, optimizer, wire, updates)
 
 
 def test_accumulation(wire):

@@ -42,9 +42,8 @@ def check_graph() -> None:
     check_surroundings()
     if native.in_xla():
         raise ValueError(
-            "Collectives cannot be compiled by XLA. Received: a train step with jit_compile=True. "
-            "Leave jit_compile out of model.compile (or pass False): tfposeidon keeps XLA off for "
-            "that step."
+            "Collectives cannot be compiled by XLA. Received: a step within "
+            "tf.function(jit_compile=True). Leave jit_compile out; fit keeps XLA off for its steps."
         )
 
 

@@ -240,7 +240,7 @@ class ElasticAveraging(OptimizerWrapper):
                 f"The server trains nothing. Received: a step on rank {runtime.rank()}, which "
                 "serves. Train with fit, or within ElasticAveraging.run on all ranks."
             )
-        self.inner_optimizer.apply(with_merged_rows(grads), variables)
+        self.updater.apply(with_merged_rows(grads), variables)
         # Of calls, as a loss scale skips updates.
         self._since.assign_add(1)
         tf.cond(self._since >= self._every, self._exchange_now, lambda: None)

@@ -21,8 +21,9 @@ def contribute_zeros(exchanger: Exchanger, call: int, eagerly: bool) -> bool:
       call: Index of the exchange among those of a step.
       eagerly: True for steps that run eagerly.
     """
-    contribute = exchanger.contribute_nothing
-    absent, _ = exchanger.contribute_nothing_eagerly(call) if eagerly else contribute(call)
+    contribute = exchanger.contribute_nothing_eagerly if eagerly else exchanger.contribute_nothing
+    # As an argument, so that another function is traced anew.
+    absent, _ = contribute(call, exchanger.afterwards)
     return int(absent) == exchanger.wire.topology.size
 
 

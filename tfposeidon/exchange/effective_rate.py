@@ -30,7 +30,7 @@ class EffectiveRate:
         """Returns the rate of the step that is being made, a float32 scalar.
 
         Args:
-          optimizer: Keras optimizer, which may scale losses.
+          optimizer: Keras optimizer, or loss scale around one.
         """
         # Of several optimizers the mean, which is exact where their rates change alike.
         found = [tf.cast(leaf.learning_rate, tf.float32) for leaf in leaves(optimizer)]

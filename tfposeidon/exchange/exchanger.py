@@ -37,6 +37,9 @@ from tfposeidon.gradients.description import dense
 from tfposeidon.planning.plan import Bucket, Plan
 from tfposeidon.schemes.base import State, VectorScheme
 
+Afterwards = Callable[[list[Any]], list[Any]]
+"""Function from means to means, for collectives that follow the exchange in each step."""
+
 
 class Exchanger:
     """Exchanges the gradients of one list of variables.
@@ -56,8 +59,7 @@ class Exchanger:
         index the sum over its variables and all ranks.
       own_rows: Rows of factors of each variable in this rank's last step, `[variables]` float32,
         where the choice of schemes is left open; 0 for gradients without factors.
-      afterwards: Function from means to means, for collectives that follow the exchange in each
-        step; mostly `None`.
+      afterwards: See `Afterwards`; mostly `None`.
       calls: Number of exchanges in a traced step, at most.
       times: Times of the steps that exchanged by it.
     """
@@ -76,7 +78,7 @@ class Exchanger:
         self.calls = 0
         # By graph: one that is traced anew counts from 0, and none is kept alive for its count.
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.afterwards: Callable[[list[Any]], list[Any]] | None = None
+        self.afterwards: Afterwards | None = None
         # For counts of samples and rows, and for `opaque`. All are made now: see `Zeros`.
         dtypes = {"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}
         dtypes |= {
@@ -331,25 +333,31 @@ class Exchanger:
             return self.join_call(0.0, True, has_batch=False).absent
 
     @tf.function(autograph=False)
-    def contribute_nothing(self, number: int = 0) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    def contribute_nothing(
+        self, number: int, afterwards: Afterwards | None
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Takes part in one exchange with zeros, for a rank that is out of data.
 
         Args:
           number: Index of the exchange among the `calls` of a step.
+          afterwards: The attribute.
 
         Returns:
           Number of ranks that are absent like this one, and tensors to fetch with it: TensorFlow
           leaves out a collective whose result nobody uses, even as a control dependency.
         """
-        return self.contribute_nothing_eagerly(number)
+        return self.contribute_nothing_eagerly(number, afterwards)
 
-    def contribute_nothing_eagerly(self, number: int = 0) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    def contribute_nothing_eagerly(
+        self, number: int, afterwards: Afterwards | None
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Does as `contribute_nothing` for steps that run eagerly.
 
         Their collectives have other names than those of graphs, and match only eager ones.
 
         Args:
           number: Index of the exchange among the `calls` of a step.
+          afterwards: The attribute.
 
         Returns:
           The same as `contribute_nothing`.
@@ -359,8 +367,8 @@ class Exchanger:
             absent = self.presence(nothing, 0.0, has_batch=False).absent
             # Zeros need no weight, and no rank keeps state of a step that somebody was absent from.
             means, _ = self.exchange(nothing, None)
-            if self.afterwards is not None:
-                means = self.afterwards(means)
+            if afterwards is not None:
+                means = afterwards(means)
         return absent, [tf.reduce_sum(mean) for mean in means]
 
     def _flatten(self, bucket: Bucket, gradients: Sequence[Any]) -> tf.Tensor:

@@ -53,8 +53,7 @@ class Step:
     `optimizer.exchange`.
 
     Args:
-      optimizer: The `DistributedOptimizer`. Its inner optimizer may still be replaced, by one that
-        scales losses.
+      optimizer: The `DistributedOptimizer`. Its `updater` is given the means.
       policy: Choice of the scheme by which a variable is exchanged.
       bucket_bytes: Bytes up to which small gradients are fused; see `DistributedOptimizer`.
       sample_count: Function from a batch to the number that ranks weigh by; see
@@ -128,10 +127,10 @@ class Step:
             yield gradients
             return
         surroundings.check_graph()
-        inner = self._optimizer.inner_optimizer
-        self.plans.agree(gradients, variables, inner, self._settings(count))
+        updater = self._optimizer.updater
+        self.plans.agree(gradients, variables, updater, self._settings(count))
         exchanger = self.exchanger(variables)
-        replicated = [*variables, *inner.variables]
+        replicated = [*variables, *updater.variables]
         if self.plans.planner.leaves_open:
             descriptions = exchanger.plan.descriptions
             rows = factor_agreement.count_rows(gradients, descriptions, replicated)
@@ -260,7 +259,7 @@ class Step:
         if not self.exchanger(variables).states.exist:
             return None
         effective = self.plans.effective_rate(variables)
-        now = effective.current(self._optimizer.inner_optimizer)
+        now = effective.current(self._optimizer.updater)
         return _Rate(effective.variable, now, effective.rescale(now))
 
     def _settings(self, count: Any) -> dict[str, Any]:
@@ -273,6 +272,7 @@ class Step:
             "calls since the last update": _calls_since_update(optimizer) if steps else 0,
             "sample_count": counts and sample_counts.name(counts),
             **settings(optimizer.inner_optimizer),
+            **_settings_of_loss_scale(optimizer),
             "gradient_accumulation_steps": steps,
             **optimizer.agreed_settings,
             **layer_norms.norm_settings(optimizer.inner_optimizer),
@@ -335,6 +335,13 @@ def _calls_since_update(optimizer: Any) -> int:
     with tf.init_scope():
         calls = int(step_counter(optimizer.inner_optimizer).numpy())
     return calls % int(optimizer.gradient_accumulation_steps)
+
+
+def _settings_of_loss_scale(optimizer: Any) -> dict[str, Any]:
+    if optimizer.updater is optimizer.inner_optimizer:
+        return {"loss scale": None}
+    found = settings(optimizer.updater, "loss scale")
+    return {name: value for name, value in found.items() if ".inner_optimizer" not in name}
 
 
 def _all_finite(gradients: Sequence[Any]) -> tf.Tensor:

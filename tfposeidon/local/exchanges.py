@@ -21,7 +21,7 @@ class Adding:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self.inner_optimizer = keras.optimizers.SGD(1.0)
+        self.inner_optimizer = self.updater = keras.optimizers.SGD(1.0)
 
     @property
     def agreed_settings(self) -> dict[str, Any]:
@@ -67,10 +67,10 @@ class Node:
           variables: Variables of the gradients, in the same order.
           count: Number of samples behind the gradients, a scalar; `None` for equal weights.
         """
-        inner = self._optimizer.inner_optimizer
+        updater = self._optimizer.updater
         with self.exchange.call(grads, variables, count) as sent:
             means = self.exchange.means(sent, variables, count)
-            means.update(lambda found: inner.apply(found, variables))
+            means.update(lambda found: updater.apply(found, variables))
         if means.everybody is None:
             return count
         # Where a rank of the node is out of data, all of them have dropped the update.

@@ -80,6 +80,7 @@ class LocalUpdates(OptimizerWrapper):
     """
 
     _serialized: ClassVar[tuple[str, ...]] = (*OptimizerWrapper._serialized, "rule")
+    has_own_inner: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -313,7 +314,7 @@ class LocalUpdates(OptimizerWrapper):
         """Updates this rank's weights, and returns the samples that count."""
         if self._node is not None:
             return self._node.update(grads, variables, count)
-        self.inner_optimizer.apply(with_merged_rows(grads), variables)
+        self.updater.apply(with_merged_rows(grads), variables)
         return count
 
     def _check_start(self, synchronization: Synchronization) -> None:

@@ -64,19 +64,6 @@ def accumulated_steps(optimizer: Any) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def skips_calls(optimizer: Any) -> bool:
-    """Returns whether an optimizer skips calls whose gradients are not finite, as loss scales do.
-
-    Args:
-      optimizer: A Keras optimizer, wrapped or not.
-    """
-    while hasattr(optimizer, "inner_optimizer"):
-        if hasattr(optimizer, "dynamic_scale"):
-            return True
-        optimizer = optimizer.inner_optimizer
-    return False
-
-
 def settings(optimizer: Any, prefix: str = "optimizer") -> dict[str, Any]:
     """Returns an optimizer's class and configuration at any depth, flat, for JSON; without names.
 

@@ -7,6 +7,7 @@ saved and loaded whole.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -114,7 +115,7 @@ class ServerShards:
         Args:
           inner_optimizer: The optimizer inside `DistributedOptimizer`; not built.
         """
-        self._optimizer, self._inner = inner_optimizer, innermost(inner_optimizer)
+        self._updater, self._inner = inner_optimizer, innermost(inner_optimizer)
         self._exclude_from_weight_decay()
         with self._recording_slots():
             inner_optimizer.build(self.targets)
@@ -123,6 +124,17 @@ class ServerShards:
         self._load_whole = self._inner.load_own_variables
         self._inner.save_own_variables = self._save
         self._inner.load_own_variables = self._load
+
+    def use(self, updater: Any) -> None:
+        """Gives means to another optimizer from this step on: a loss scale, or the inner one.
+
+        Args:
+          updater: Optimizer that applies means; see `OptimizerWrapper.updater`.
+        """
+        if updater is not self._updater:
+            self._updater = updater
+            # Another object: what ranks out of data take part in is traced anew.
+            self._exchanger.afterwards = functools.partial(self._contribute_nothing)
 
     @property
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
@@ -169,7 +181,7 @@ class ServerShards:
         values = [m for m, v in enumerate(self._variables) if is_overwritten(v)]
         clipped = whole_gradients.clip_by_whole_norms(
             [None if m in values else mean for m, mean in enumerate(means)],
-            *(served, self._optimizer, wire, name),
+            *(served, self._updater, wire, name),
         )
         return [means[m] if m in values else mean for m, mean in enumerate(clipped)]
 
@@ -186,7 +198,7 @@ class ServerShards:
             _set_to_none(self._inner, "clipnorm", "global_clipnorm"),
             layer_norms.override_norms(self._inner, self._norms()),
         ):
-            means.update(lambda found: self._optimizer.apply(found, self.targets))
+            means.update(lambda found: self._updater.apply(found, self.targets))
         # Also where the update is dropped: ranks that are out of data take part in this pull.
         updated = {member for member, mean in enumerate(means.values) if mean is not None}
         self._pull(updated, means.everybody)
@@ -210,7 +222,7 @@ class ServerShards:
 
     def finalize(self) -> None:
         """Ends `fit` as the inner optimizer does: `use_ema` turns variables into their averages."""
-        self._optimizer.finalize_variable_values(self.targets)
+        self._inner.finalize_variable_values(self.targets)
         self._pull(constrained=set())
 
     def own_parts(self, gradients: Sequence[Any]) -> list[Any]:

@@ -9,22 +9,30 @@ from typing import Any
 
 import keras
 
-from tfposeidon.state.placement import Placement, StateEntry, entries_of_layers, placed
+from tfposeidon.state.placement import Placement, StateEntry, by_dtype, entries_of_layers, placed
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training import layer_state, session
 
 
-def optimizers(model: Any) -> list[Any]:
-    """Returns a model's optimizers that communicate, or else the one of `compile`, if any."""
+def held_optimizers(model: Any) -> list[Any]:
+    """Returns a model's optimizers that communicate, or else the one of `compile`, if any.
+
+    They are as the model holds them: those that communicate may be in Keras's loss scale.
+    """
     own = getattr(model, "optimizer", None)
-    return session.optimizers_of(model) or ([] if own is None else [own])
+    return session.held_by(model) or ([] if own is None else [own])
+
+
+def optimizers(model: Any) -> list[Any]:
+    """Returns the optimizers of `held_optimizers`, without loss scales around those of ours."""
+    return [session.without_loss_scale(held) for held in held_optimizers(model)]
 
 
 def entries(model: Any) -> list[StateEntry]:
     """Returns all state of a model in training, but for `parts`; in the same order on all ranks."""
     replicated = [
         *model.trainable_variables,
-        *(variable for optimizer in optimizers(model) for variable in optimizer.variables),
+        *(variable for held in held_optimizers(model) for variable in _replicated(held)),
     ]
     callbacks = session.of(model).callbacks_with_state
     return [
@@ -33,6 +41,17 @@ def entries(model: Any) -> list[StateEntry]:
         *placed([pair for callback in callbacks for pair in callback.state()]),
         *layer_state.entries(model),
     ]
+
+
+def _replicated(held: Any) -> list[Any]:
+    optimizer = session.without_loss_scale(held)
+    variables: list[Any] = (optimizer if _has_own_inner(optimizer) else held).variables
+    return variables
+
+
+def _has_own_inner(optimizer: Any) -> bool:
+    # Keras's own optimizers are replicated.
+    return getattr(optimizer, "has_own_inner", False)
 
 
 def variables_of(model: Any, *placements: Placement) -> list[Any]:
@@ -60,8 +79,22 @@ def parts(model: Any) -> Iterator[tuple[Any, StateDescription]]:
 
     An optimizer without a plan makes it, with all ranks.
     """
-    for number, optimizer in enumerate(optimizers(model)):
-        # Keras's own optimizers have none.
-        for variable, part in getattr(optimizer, "rank_state", ()):
+    for number, held in enumerate(held_optimizers(model)):
+        for variable, part in _parts(held):
             name = f"{part.name} of optimizer {number}" if number else part.name
             yield variable, dataclasses.replace(part, name=name)
+
+
+def _parts(held: Any) -> list[tuple[Any, StateDescription]]:
+    """State of an optimizer, and of a loss scale around it, that differs from rank to rank."""
+    optimizer = session.without_loss_scale(held)
+    # Keras's own optimizers have none.
+    found = list(getattr(optimizer, "rank_state", ()))
+    if held is not optimizer and _has_own_inner(optimizer):
+        known = {id(variable) for variable in optimizer.variables}
+        of_scale = [variable for variable in held.variables if id(variable) not in known]
+        found += [
+            (variable, StateDescription(name=f"loss scale {index}", placement=by_dtype(variable)))
+            for index, variable in enumerate(of_scale)
+        ]
+    return found

@@ -1,21 +1,22 @@
 """Methods of `keras.Model` that know of the model's optimizers that communicate.
 
 Keras gives an optimizer no way to see the model it trains. So the first `DistributedOptimizer` or
-`LocalUpdates` of a process wraps seven methods of `keras.Model`; models with other optimizers pass
+`LocalUpdates` of a process wraps six methods of `keras.Model`; models with other optimizers pass
 through untouched. They are methods that Keras looks up after the optimizer was made, even in one
 line such as `model.compile(optimizer=tp.DistributedOptimizer(...))`, for which `compile` itself is
 too early.
 
-- `_resolve_auto_jit_compile`: `jit_compile="auto"` means no XLA, which cannot compile what schemes
-  do.
-- `make_train_function`: under `mixed_float16` the loss scale goes inside; the train step tells the
-  optimizer how many samples a batch has, so that unequal batches are weighed right.
+- `make_train_function`: the train step is made without XLA, which cannot compile what schemes do,
+  and tells the optimizer how many samples a batch has, so that unequal batches are weighed right.
 - `fit`: output of one rank, and epochs that end on all ranks after the same step (`equal_steps`).
 - `fit`, `evaluate`, `predict`: `verbose="auto"` shows no progress bar where there is no terminal
   (`verbosity`).
 - `make_train_function`, `fit`: the hooks of optimizers (`hooks.FitHooks`) are called.
 - `save`, `save_weights`: files are written beside and renamed, so that ranks that write to one path
   leave a whole one.
+
+`LossScaleOptimizer.apply` is the seventh: around one of these optimizers it averages gradients
+first.
 """
 
 from __future__ import annotations
@@ -25,11 +26,9 @@ import functools
 import inspect
 import math
 import os
-import sys
 import types
 import uuid
 import warnings
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,31 +49,9 @@ from tfposeidon.training import (
 from tfposeidon.training.hooks import FitHooks
 from tfposeidon.training.train_functions import OutsideOfFit, SkipBatches
 
-_WITH_AUTOMATIC_XLA: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Models for which `jit_compile="auto"` chose XLA."""
-
-
-_SCALED_BY_COMPILE: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers that Keras's `compile` would have wrapped in a loss scale under `mixed_float16`."""
-
-
-def note_question_of_compile(optimizer: Any) -> None:
-    """Notes that losses are to be scaled, if the caller's caller is Keras's own `compile`.
-
-    `compile(auto_scale_loss=False)` does not ask whether there is an optimizer.
-
-    Args:
-      optimizer: Optimizer whose `__bool__` was called.
-    """
-    # Python gives `__bool__` no arguments: only the stack tells who asks.
-    asking = sys._getframe(2)
-    module = str(asking.f_globals.get("__name__"))
-    if asking.f_code.co_name == "compile" and module.startswith("keras."):
-        _SCALED_BY_COMPILE.add(optimizer)
-
 
 def patch_keras(optimizer_class: type) -> None:
-    """Wraps the methods of `keras.Model`; the second call does nothing.
+    """Wraps the methods of `keras.Model` and of its loss scale; the second call does nothing.
 
     Args:
       optimizer_class: `OptimizerWrapper`; methods of models with other optimizers do what they did
@@ -82,7 +59,6 @@ def patch_keras(optimizer_class: type) -> None:
     """
     session.register_optimizer_class(optimizer_class)
     replacements = {
-        "_resolve_auto_jit_compile": _resolve_auto_jit_compile,
         "make_train_function": _make_train_function,
         "fit": _fit,
         "evaluate": _evaluate,
@@ -93,17 +69,33 @@ def patch_keras(optimizer_class: type) -> None:
     for name, replacement in replacements.items():
         owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
         if not hasattr(getattr(owner, name), "_tfposeidon"):
-            # Keras chooses XLA while it compiles, and a model may get its optimizers later.
-            of_all = replacement is _resolve_auto_jit_compile
-            setattr(owner, name, _wrapped(getattr(owner, name), replacement, of_all))
+            setattr(owner, name, _wrapped(getattr(owner, name), replacement))
+    scale = keras.optimizers.LossScaleOptimizer
+    if not hasattr(scale.apply, "_tfposeidon"):
+        scale.apply = _averaging_first(scale.apply)
 
 
-def _wrapped(original: Any, replacement: Any, of_all_models: bool) -> Any:
+def _averaging_first(original: Any) -> Any:
+    @functools.wraps(original)
+    @tf.autograph.experimental.do_not_convert
+    def apply(self: Any, grads: Any, trainable_variables: Any = None, **others: Any) -> None:
+        inner = self.inner_optimizer
+        # Within its own step, the loss scale is given means.
+        if not session.is_distributed(inner) or inner.updater is self:
+            original(self, grads, trainable_variables, **others)
+        else:
+            inner.apply_under(self, grads, trainable_variables, **others)
+
+    apply._tfposeidon = True  # type: ignore[attr-defined]
+    return apply
+
+
+def _wrapped(original: Any, replacement: Any) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not of_all_models and not session.optimizers_of(self):
+        if not session.optimizers_of(self):
             if replacement is not _fit:
                 return original(self, *args, **kwargs)
             with session.refusing_hidden_optimizers(self):
@@ -114,37 +106,35 @@ def _wrapped(original: Any, replacement: Any, of_all_models: bool) -> Any:
     return method
 
 
-def _resolve_auto_jit_compile(original: Any, call: inspect.BoundArguments) -> bool:
-    model = call.arguments["self"]
-    wanted = original(*call.args, **call.kwargs)
-    if wanted and _suits_xla(model):
-        _WITH_AUTOMATIC_XLA.add(model)
-        return True
-    return False
-
-
-def _suits_xla(model: Any) -> bool:
-    if all(optimizer.exchange.suits_xla for optimizer in session.optimizers_of(model)):
-        return True
-    session.of(model).log_xla_is_off()
-    return False
-
-
 def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     model = call.arguments["self"]
-    _scale_losses(model)
     _count_samples(model)
-    # A compile of the model's own mostly assigns optimizers after Keras's has chosen.
-    if model in _WITH_AUTOMATIC_XLA and model.jit_compile and not _suits_xla(model):
-        model.jit_compile = False
     entries.carry_statistics(model)
     own = session.of(model)
     own.counts_steps = model.steps_per_execution != 1 and _have_steps(own.hooks)
     if own.counts_steps:
         own.build_step_counter()
-    made = original(*call.args, **call.kwargs)
+    with _without_xla(model):
+        made = original(*call.args, **call.kwargs)
     _call_step_hooks(model)
     return made
+
+
+@contextlib.contextmanager
+def _without_xla(model: Any) -> Iterator[None]:
+    """Keeps XLA off for functions that are made within this context, if it cannot compile steps.
+
+    `jit_compile` stays what it was, for evaluation. That True was not chosen by "auto", nothing
+    tells.
+    """
+    wanted = model.jit_compile
+    if wanted and not all(one.exchange.suits_xla for one in session.optimizers_of(model)):
+        session.of(model).log_xla_is_off()
+        model.jit_compile = False
+    try:
+        yield
+    finally:
+        model.jit_compile = wanted
 
 
 def _call_step_hooks(model: keras.Model) -> None:
@@ -178,38 +168,6 @@ def _call_step_hooks(model: keras.Model) -> None:
 
 def _have_steps(hooks: list[FitHooks]) -> bool:
     return any(one.begin_step is not None or one.end_step is not None for one in hooks)
-
-
-def _scale_losses(model: Any) -> None:
-    # A model with a compile or a train step of its own, whose optimizer is elsewhere, has to scale
-    # losses itself, as with Keras's optimizers.
-    optimizer = model.optimizer
-    if model.dtype_policy.name != "mixed_float16" or not session.is_distributed(optimizer):
-        return
-    if optimizer in _SCALED_BY_COMPILE:
-        _put_scale_inside(optimizer)
-
-
-def _put_scale_inside(optimizer: Any) -> None:
-    """Puts Keras's `LossScaleOptimizer` inside, unless something scales already.
-
-    An inner optimizer with a `loss_scale_factor` of its own (1.0 for none at all) stays as it is.
-    """
-    inner = optimizer.inner_optimizer
-    if (
-        isinstance(inner, keras.optimizers.LossScaleOptimizer)
-        or inner.loss_scale_factor is not None
-    ):
-        return
-    scaled = keras.optimizers.LossScaleOptimizer(inner)
-    if optimizer.built:
-        raise ValueError(
-            "Under mixed_float16 the optimizer needs a loss scale. Received: a "
-            f"{type(optimizer).__name__} that was built without one. Put "
-            "keras.optimizers.LossScaleOptimizer around its inner optimizer, compile before it is "
-            "built, or give the inner one loss_scale_factor=1.0 to train without."
-        )
-    optimizer.inner_optimizer = scaled
 
 
 def _count_samples(model: Any) -> None:
@@ -318,14 +276,15 @@ def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
     """Tells the optimizers what can be known before the first step, so that it is traced once."""
     for optimizer in session.optimizers_of(model):
         rules.check_callbacks(optimizer.policy, arguments["callbacks"])
-    if session.is_distributed(model.optimizer):
+    optimizer = session.without_loss_scale(model.optimizer)
+    if session.is_distributed(optimizer):
         first = _first_batch(arguments) if not model.built else None
         _build(model, *first or (arguments[name] for name in ("x", "y", "sample_weight")))
         if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
             # Otherwise the first trace makes the exchange's variables, and TensorFlow traces the
             # step once more.
             entries.carry_statistics(model)
-            model.optimizer.prepare(model.trainable_weights)
+            optimizer.prepare(model.trainable_weights)
 
 
 def _trains_all_together(model: keras.Model) -> bool:
@@ -348,8 +307,6 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
     Keras on TensorFlow leaves it to the first step. Models that can be built neither from shapes
     nor by a sample stay as they are; callbacks that need a built model say so.
     """
-    # Of eager models, too: a server, which takes no step, would be left without.
-    _scale_losses(model)
     if not model.run_eagerly:
         with contextlib.suppress(Exception):
             specification = _batch_specification(x, y, sample_weight)

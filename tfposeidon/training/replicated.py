@@ -13,7 +13,7 @@ from tfposeidon.exchange import replicas
 from tfposeidon.exchange.variable_agreement import as_json, check_same_variables
 from tfposeidon.state.placement import Placement, another_seed, seeds_of_layers
 from tfposeidon.training import layer_state
-from tfposeidon.training.entries import optimizers, variables_of
+from tfposeidon.training.entries import held_optimizers, optimizers, variables_of
 
 
 def replicated_variables(model: keras.Model) -> list[Any]:
@@ -31,7 +31,7 @@ def replicated_variables(model: keras.Model) -> list[Any]:
             "is not built, and data that do not tell their shapes. Call the model on one batch, or "
             "model.build(input_shape), before fit."
         )
-    found = optimizers(model)
+    found = held_optimizers(model)
     # Which of several optimizers trains which variables is known only in their first step.
     if found == [getattr(model, "optimizer", None)] and not found[0].built:
         model.optimizer.build(model.trainable_variables)

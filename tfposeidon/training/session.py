@@ -49,19 +49,43 @@ def is_distributed(optimizer: Any) -> bool:
     return isinstance(optimizer, _distributed)
 
 
+def without_loss_scale(optimizer: Any) -> Any:
+    """Returns the optimizer that communicates inside Keras's loss scale, or else the argument."""
+    is_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    inner = optimizer.inner_optimizer if is_scale else optimizer
+    return inner if is_distributed(inner) else optimizer
+
+
 def note_made(optimizer: Any) -> None:
     """Notes that there is an optimizer that communicates."""
     _alive.add(optimizer)
 
 
 def note_applied(optimizer: Any, variables: list[Any]) -> None:
-    """Tells the model whose train step this is, if any, that an optimizer takes part in it."""
+    """Tells the model whose train step this is, if any, that an optimizer takes part in it.
+
+    Args:
+      optimizer: Optimizer that communicates, or Keras's loss scale around it.
+      variables: Variables that it updates.
+    """
     if join := _joined_by.get():
         join(optimizer, variables)
 
 
 def optimizers_of(model: Any) -> list[Any]:
     """Finds every optimizer of a model that communicates, such as a `DistributedOptimizer`.
+
+    Args:
+      model: A Keras model.
+
+    Returns:
+      The optimizers of `held_by`, without the loss scales around them.
+    """
+    return [without_loss_scale(one) for one in held_by(model)]
+
+
+def held_by(model: Any) -> list[Any]:
+    """Finds every optimizer of a model that communicates, as the model holds it.
 
     Models with a `compile` of their own, such as GANs, call their optimizers what they like. So all
     attributes of the model and of the layers and models inside it are looked at, and items of lists
@@ -73,8 +97,8 @@ def optimizers_of(model: Any) -> list[Any]:
       model: A Keras model.
 
     Returns:
-      Each optimizer once: `model.optimizer` first, the others in the order in which they were
-      assigned, which is the same on all ranks.
+      Each optimizer once, in Keras's loss scale if the model has one around it: `model.optimizer`
+      first, the others in the order in which they were assigned, which is the same on all ranks.
     """
     if not _alive:
         return []
@@ -86,7 +110,12 @@ def optimizers_of(model: Any) -> list[Any]:
         *(value for holder in holders for value in _attributes(holder)),
         *(own.applied if own else ()),
     ]
-    return list({id(value): value for value in found if is_distributed(value)}.values())
+    held: dict[int, Any] = {}
+    for value in found:
+        ours = without_loss_scale(value)
+        if is_distributed(ours) and held.get(id(ours), ours) is ours:
+            held[id(ours)] = value
+    return list(held.values())
 
 
 def _attributes(holder: Any) -> list[Any]:
@@ -95,7 +124,7 @@ def _attributes(holder: Any) -> list[Any]:
     # A list, for other threads may assign attributes meanwhile. Layers have dozens of attributes,
     # and `fit` asks often: nothing is made for each of them.
     for value in list(vars(holder).values()):
-        if isinstance(value, _distributed):
+        if isinstance(value, (*_distributed, keras.optimizers.LossScaleOptimizer)):
             found.append(value)
         elif isinstance(value, dict):
             found += itertools.islice(value.values(), _MOST_ITEMS)
@@ -112,9 +141,10 @@ def refusing_hidden_optimizers(model: Any) -> Iterator[None]:
         # A callback may train another model meanwhile.
         if not {id(v) for v in variables} & {id(v) for v in model.trainable_variables}:
             return
+        name = without_loss_scale(optimizer).name
         raise ValueError(
             "An optimizer that communicates must be an attribute of its model, or an item of a "
-            f"list or dictionary there. Received: {optimizer.name!r}, which trains "
+            f"list or dictionary there. Received: {name!r}, which trains "
             f"{model.name!r} and was found only in its first step. Assign it to an attribute of "
             "the model before fit."
         )
@@ -197,7 +227,7 @@ class Session:
 
     @property
     def applied(self) -> list[Any]:
-        """Optimizers that were found because they took part in a train step."""
+        """Optimizers that were found in a train step, or the loss scales around them."""
         return [optimizer for one in self._applied if (optimizer := one()) is not None]
 
     def note_callbacks(self, callbacks: Sequence[Any]) -> None:
@@ -368,11 +398,12 @@ class Session:
         optimizers = self.optimizers
         with contextlib.ExitStack() as stack:
 
-            def join(optimizer: Any, variables: list[Any]) -> None:
+            def join(held: Any, variables: list[Any]) -> None:
+                optimizer = without_loss_scale(held)
                 if any(one is optimizer for one in optimizers):
                     return
                 optimizers.append(optimizer)
-                self._applied.append(weakref.ref(optimizer))
+                self._applied.append(weakref.ref(held))
                 optimizer.exchange.absence.watch(self._watches_absence)
                 if self._watches_absence:
                     self._watched.append(optimizer)
