@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -13,8 +13,8 @@ from typing_extensions import override
 from tfposeidon import arguments, policies, sample_counts
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import layer_norms
-from tfposeidon.exchange.contributions import contribute_zeros, contributions
 from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.joining import JoinHook, join_hooks, join_with_zeros
 from tfposeidon.gradients.accumulation import Accumulation, Call
 from tfposeidon.gradients.description import describe
 from tfposeidon.optimizers.wrapping import (
@@ -27,6 +27,7 @@ from tfposeidon.planning import rules
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
 from tfposeidon.server.shards import ServerShards
 from tfposeidon.state.rank_state import StateDescription
+from tfposeidon.training.hooks import FitHooks
 from tfposeidon.wrapper import OptimizerWrapper
 
 
@@ -256,7 +257,6 @@ class DistributedOptimizer(OptimizerWrapper):
             return
         self._shards.finalize()
 
-    @override
     def gather_state(self, rank: int = 0) -> None:
         """Brings the optimizer's whole state to one rank.
 
@@ -270,7 +270,6 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._shards is not None:
             self._shards.gather_state(rank)
 
-    @override
     def scatter_state(self, rank: int = 0) -> None:
         """Gives every server its part of the state, after a model was loaded on one rank alone.
 
@@ -283,20 +282,19 @@ class DistributedOptimizer(OptimizerWrapper):
             self._shards.scatter_state(rank)
 
     @override
-    def contributions(self, eagerly: bool) -> list[Callable[[], bool]]:
+    def join_hooks(self) -> list[JoinHook]:
         if self._accumulation is None:
-            return super().contributions(eagerly)
-        return contributions(self._exchange, eagerly, self._contribute)
+            return super().join_hooks()
+        return join_hooks(self._exchange, self._join)
 
-    def _contribute(self, exchanger: Exchanger, call: int, eagerly: bool) -> bool:
-        """Takes part in a call whose gradients may wait for an update."""
+    def _join(self, exchanger: Exchanger, call: int, eagerly: bool) -> int:
+        """Joins a call whose gradients may wait for an update."""
         tell = exchanger.contribute_to_call_eagerly if eagerly else exchanger.contribute_to_call
-        if int(tell(call)) == exchanger.wire.topology.size:
-            return True
+        absent = int(tell(call))
         # As the others have found before their call, which does not count.
-        if self._is_due().numpy():
-            contribute_zeros(exchanger, call, eagerly)
-        return False
+        if absent < exchanger.wire.topology.size and self._is_due().numpy():
+            join_with_zeros(exchanger, call, eagerly)
+        return absent
 
     def _is_due(self) -> tf.Tensor:
         """Returns whether the next call makes an update."""
@@ -304,22 +302,26 @@ class DistributedOptimizer(OptimizerWrapper):
         return calls % self.gradient_accumulation_steps == 0
 
     @override
-    def drop_accumulated(self) -> int:
-        """Drops gradients that were accumulated for an update that no longer comes.
+    def fit_hooks(self, model: Any) -> FitHooks:
+        return FitHooks(abandon_update=self._abandon_update if self._accumulation else None)
 
-        Returns:
-          Number of calls whose gradients were dropped, the same on all ranks.
-        """
-        steps = self.gradient_accumulation_steps
-        if self._accumulation is None or steps is None:
-            return 0
-        calls = int(step_counter(self.inner_optimizer).numpy()) % steps
-        if calls:
-            self._accumulation.reset()
-            for leaf in leaves(self.inner_optimizer):
-                if leaf.built:
-                    leaf._iterations.assign_sub(calls)
-        return calls
+    def _abandon_update(self) -> None:
+        """Drops gradients that were accumulated for an update that no longer comes."""
+        assert self._accumulation is not None
+        assert self.gradient_accumulation_steps is not None
+        steps = int(step_counter(self.inner_optimizer).numpy())
+        calls = steps % self.gradient_accumulation_steps
+        if not calls:
+            return
+        self._accumulation.reset()
+        for leaf in leaves(self.inner_optimizer):
+            if leaf.built:
+                leaf._iterations.assign_sub(calls)
+        runtime.say(
+            "tfposeidon: a rank was out of data in the middle of an update: the gradients of %d "
+            "call(s) are dropped on all ranks.",
+            calls,
+        )
 
     @property
     @override

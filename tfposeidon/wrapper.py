@@ -13,14 +13,14 @@ from typing_extensions import override
 
 from tfposeidon import arguments, policies, ranges, sample_counts
 from tfposeidon.communication import surroundings
-from tfposeidon.exchange.contributions import contributions
+from tfposeidon.exchange.joining import JoinHook, join_hooks
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import describe
 from tfposeidon.optimizers.wrapping import innermost, leaves
 from tfposeidon.planning import rules
 from tfposeidon.planning.plan import Plan
 from tfposeidon.state.rank_state import StateDescription
-from tfposeidon.training import keras_patches, session
+from tfposeidon.training import keras_patches, one_writer, session
 from tfposeidon.training.hooks import FitHooks
 
 
@@ -78,17 +78,6 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     # ------------------------------------------------------------------ state
 
-    def _build_inner(self, variables: Sequence[Any]) -> None:
-        """Builds the inner optimizer, where weights themselves are exchanged.
-
-        Raises:
-          ValueError: If a variable is not floating point.
-        """
-        for variable in variables:
-            describe(variable)
-        if not self.inner_optimizer.built:
-            self.inner_optimizer.build(variables)
-
     def _adopt(self, variables: Sequence[Any]) -> None:
         """Finishes `build`, once the inner optimizer is built: Keras's bookkeeping.
 
@@ -107,16 +96,16 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     @property
     def rank_variables(self) -> list[Any]:
-        """Variables whose values differ from rank to rank.
-
-        They hold accumulated gradients, what schemes keep, and this rank's part of servers' state.
-        `keras_callbacks.Checkpoint` saves it per rank; `.keras` files do not hold it.
-        """
+        """Variables of `rank_state`."""
         return [variable for variable, _ in self.rank_state]
 
     @property
     def rank_state(self) -> list[tuple[Any, StateDescription]]:
-        """Each of `rank_variables` with what is needed to move it onto other ranks."""
+        """State that differs from rank to rank: variables, each with its description.
+
+        It holds accumulated gradients, the state of schemes, and this rank's shards of the inner
+        optimizer. `keras_callbacks.Checkpoint` saves it per rank; `.keras` files do not hold it.
+        """
         raise NotImplementedError
 
     @property
@@ -224,6 +213,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     @override
     def save_own_variables(self, store: Any) -> None:
         """Saves nothing: Keras saves the inner optimizer as a part of this one."""
+        if self._exchange.exchangers:
+            one_writer.warn_if_all_save()
 
     @override
     def load_own_variables(self, store: Any) -> None:
@@ -433,30 +424,9 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         """Settings of its own that have to be the same on all ranks, for JSON."""
         return {}
 
-    def drop_accumulated(self) -> int:
-        """Drops gradients that were accumulated for an update that no longer comes.
-
-        Returns:
-          Number of calls whose gradients were dropped, the same on all ranks.
-        """
-        return 0
-
-    def contributions(self, eagerly: bool) -> list[Callable[[], bool]]:
-        """Returns what a rank that is out of data takes part in, until all ranks are.
-
-        Args:
-          eagerly: True for steps that run eagerly.
-
-        Returns:
-          Functions that take part in the next exchange of one kind, and return whether all ranks
-          are out of data; empty before the first step.
-        """
-        return contributions(self._exchange, eagerly)
-
-    @property
-    def kinds_of_exchange(self) -> int:
-        """Number of exchanges that do not come one for one in each step."""
-        return 1
+    def join_hooks(self) -> list[JoinHook]:
+        """Returns the exchanges that this rank joins once it has no data; none before a step."""
+        return join_hooks(self._exchange)
 
     # ------------------------------------------------------------------ weights of each rank
 
@@ -476,28 +446,13 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         """
         return contextlib.nullcontext()
 
-    def carry(self, statistics: Callable[[], Sequence[Any]]) -> None:
-        """Makes layers' statistics travel along, where weights are exchanged.
 
-        Args:
-          statistics: Function that returns floating-point variables that no gradient moves.
-        """
-
-    # ------------------------------------------------------------------ state of servers
-
-    def gather_state(self, rank: int = 0) -> None:
-        """Brings the optimizer's whole state to one rank, where it lies on several.
-
-        Args:
-          rank: Rank that gets the state (default 0).
-        """
-
-    def scatter_state(self, rank: int = 0) -> None:
-        """Gives every rank its part of the state, after a model was loaded on one rank alone.
-
-        Args:
-          rank: The rank that has loaded the model (default 0).
-        """
+def build_inner(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Builds an inner optimizer, where weights themselves are exchanged: all floating point."""
+    for variable in variables:
+        describe(variable)
+    if not optimizer.built:
+        optimizer.build(variables)
 
 
 def unwrap(optimizer: keras.optimizers.Optimizer) -> OptimizerWrapper:

@@ -248,6 +248,8 @@ def test_hand_written_loops_and_several_steps_per_execution(wire):
             with Raises(RuntimeError, "no call of LocalUpdates.end_step"):
                 optimizer.global_weights().__enter__()
         optimizer.end_step()
+    with Raises(RuntimeError, "is saved with its global weights"):
+        optimizer.save_own_variables({})
     with optimizer.global_weights():
         check_equal(model.get_weights(), expected.get_weights())
         same_on_all_ranks(model.get_weights(), wire)

@@ -4,7 +4,6 @@ import io
 import sys
 
 import keras
-import numpy as np
 import pytest
 
 import tfposeidon as tp
@@ -46,17 +45,6 @@ def test_fit_prints_one_line_per_epoch_into_a_pipe(capsys):
     assert not _has_bar("\n".join(lines))
 
 
-def test_evaluate_and_predict_print_one_line_into_a_pipe(capsys):
-    model = _model()
-    x, y = models.mlp.data(16)
-    model.evaluate(x, y, batch_size=4)
-    model.predict(x, batch_size=4)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert len(lines) == 2
-    assert all(line.startswith("4/4 - ") for line in lines)
-    assert not _has_bar("\n".join(lines))
-
-
 def test_validation_within_fit_prints_nothing_of_its_own(capsys):
     _fit(_model(), validation_data=models.mlp.data(8))
     results = [line for line in capsys.readouterr().out.splitlines() if "loss:" in line]
@@ -74,7 +62,7 @@ def test_explicit_verbosity_stays(capsys, verbose, bar, words):
 
 def test_positional_verbosity_stays(capsys):
     x, y = models.mlp.data(16)
-    _model().evaluate(x, y, 4, 0)
+    _model().fit(x, y, 4, 1, 0)
     assert capsys.readouterr().out == ""
 
 
@@ -94,10 +82,3 @@ def test_notebooks_get_the_bar(monkeypatch, capsys):
 def test_models_with_other_optimizers_print_as_keras_does(capsys):
     _fit(_model(distributed=False))
     assert _has_bar(capsys.readouterr().out)
-
-
-def test_return_values_stay(capsys):
-    model = _model()
-    x, y = models.mlp.data(8)
-    assert model.evaluate(x, y) == model.evaluate(x, y, verbose=0)
-    np.testing.assert_array_equal(model.predict(x), model.predict(x, verbose=0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,10 +25,10 @@ from tfposeidon.optimizers.wrapping import rates, settings, step_counter
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.state.placement import Placement
 from tfposeidon.state.rank_state import StateDescription
-from tfposeidon.training.entries import variables_of
+from tfposeidon.training import entries
 from tfposeidon.training.hooks import FitHooks
 from tfposeidon.units import readable_size
-from tfposeidon.wrapper import OptimizerWrapper
+from tfposeidon.wrapper import OptimizerWrapper, build_inner
 
 BETA = 0.9
 """Default of workers x alpha, by Zhang et al. 2015."""
@@ -126,7 +127,7 @@ class ElasticAveraging(OptimizerWrapper):
         # Keras gives none when it loads an .h5 file.
         if self.built or not variables:
             return
-        self._build_inner(variables)
+        build_inner(self.inner_optimizer, variables)
         # On the CPU, as branches and Python read them.
         with tf.init_scope(), tf.device("/CPU:0"):
             zero = tf.zeros([], tf.int64)
@@ -332,8 +333,10 @@ class ElasticAveraging(OptimizerWrapper):
                 )
         # With one of them, as `fit` does.
         for optimizer in others:
-            optimizer.carry(list)
-        self.carry(lambda: [v for model in models for v in variables_of(model, Placement.AVERAGED)])
+            optimizer._carry(list)
+        self._carry(
+            lambda: [v for model in models for v in entries.variables_of(model, Placement.AVERAGED)]
+        )
         job.check_roles()
         start.begin_loop(optimizers, models)
         job.run(optimizers, train, on_failure)
@@ -360,10 +363,11 @@ class ElasticAveraging(OptimizerWrapper):
 
     @override
     def fit_hooks(self, model: Any) -> FitHooks:
+        reference = weakref.ref(model)
+        self._carry(lambda: entries.statistics_of(reference(), self))
         return FitHooks(run=fit.run, wire=runtime.own_wire, is_in_step=False)
 
-    @override
-    def carry(self, statistics: Callable[[], Sequence[Any]]) -> None:
+    def _carry(self, statistics: Callable[[], Sequence[Any]]) -> None:
         # Centres keep the length that they have begun with.
         if self._worker is None:
             self._statistics = statistics

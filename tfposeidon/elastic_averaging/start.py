@@ -112,5 +112,4 @@ def _optimizers(model: Any) -> list[Any]:
             "an optimizer that is not built. Call model.build(input_shape) and, where a model has "
             "several, optimizer.build(variables) for each before fit."
         )
-    entries.carry_statistics(model)
     return found

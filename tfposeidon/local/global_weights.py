@@ -88,6 +88,11 @@ class GlobalWeights:
             self._set_shown(False)
 
     @property
+    def is_apart(self) -> bool:
+        """True if the variables hold this rank's own weights, and the copies the global ones."""
+        return self.has_begun and not self.is_shown
+
+    @property
     def was_assigned(self) -> bool:
         """True if other weights were assigned since they are shown."""
         if not self.is_shown:
@@ -142,8 +147,7 @@ class GlobalWeights:
     @property
     def equal_variables(self) -> list[Any]:
         """Variables that hold the global values of the trained weights."""
-        is_apart = self.has_begun and not self.is_shown
-        return list(self.copies if is_apart else self.variables)[: self.trained]
+        return list(self.copies if self.is_apart else self.variables)[: self.trained]
 
     @property
     def differences(self) -> list[tf.Tensor]:

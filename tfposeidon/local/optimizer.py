@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +16,7 @@ from tfposeidon import arguments, policies, sample_counts
 from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
-from tfposeidon.exchange.contributions import contributions
+from tfposeidon.exchange.joining import JoinHook, join_hooks
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import with_merged_rows
 from tfposeidon.local import exchanges, rules
@@ -28,8 +29,9 @@ from tfposeidon.optimizers.wrapping import settings
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.state.placement import by_dtype
 from tfposeidon.state.rank_state import StateDescription
+from tfposeidon.training import entries
 from tfposeidon.training.hooks import FitHooks
-from tfposeidon.wrapper import OptimizerWrapper
+from tfposeidon.wrapper import OptimizerWrapper, build_inner
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
@@ -129,7 +131,7 @@ class LocalUpdates(OptimizerWrapper):
         )
         self._synchronization: Synchronization | None = None
         self._showing = Showing(lambda: self._synchronization, self._end_fit)
-        self._statistics: Callable[[], Sequence[Any]] = list
+        self._model: Callable[[], Any] = lambda: None
         self._has_checked_start = False
 
     # ------------------------------------------------------------------ state
@@ -147,7 +149,7 @@ class LocalUpdates(OptimizerWrapper):
         # Keras gives none when it loads an .h5 file.
         if self.built or not variables:
             return
-        self._build_inner(variables)
+        build_inner(self.inner_optimizer, variables)
         # On the CPU, as branches follow from it.
         with tf.device("/CPU:0"):
             self._number = self.add_variable((), dtype="int64", name="rounds")
@@ -245,7 +247,16 @@ class LocalUpdates(OptimizerWrapper):
 
         Args:
           store: Keras's store for this optimizer.
+
+        Raises:
+          RuntimeError: If the variables hold this rank's own weights.
         """
+        super().save_own_variables(store)
+        if self._synchronization is not None and self._synchronization.weights.is_apart:
+            raise RuntimeError(
+                "A model is saved with its global weights. Received: one whose variables hold the "
+                "weights of this rank. Save it within `with optimizer.global_weights():`."
+            )
         for index, variable in enumerate(self._rule.variables):
             store[str(index)] = variable.numpy()
 
@@ -268,7 +279,9 @@ class LocalUpdates(OptimizerWrapper):
         if self._node is not None:
             self._node.exchange.exchanger(variables)
         if self._synchronization is not None:
-            self._synchronization.prepare(self._statistics())
+            model = self._model()
+            statistics = [] if model is None else entries.statistics_of(model, self)
+            self._synchronization.prepare(statistics)
 
     @override
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
@@ -421,6 +434,8 @@ class LocalUpdates(OptimizerWrapper):
     def fit_hooks(self, model: Any) -> FitHooks:
         if runtime.size() == 1:
             return FitHooks()
+        # The optimizer must not keep its model alive.
+        self._model = weakref.ref(model)
         return self._showing.hooks(model, self._schedule.check_steps_per_execution)
 
     def _end_fit(self) -> None:
@@ -433,10 +448,6 @@ class LocalUpdates(OptimizerWrapper):
                 self._schedule.every,
             )
 
-    @override
-    def carry(self, statistics: Callable[[], Sequence[Any]]) -> None:
-        self._statistics = statistics
-
     def restart_from_weights(self) -> None:
         """Makes all ranks go on from the values of the variables, as the new global weights.
 
@@ -448,19 +459,11 @@ class LocalUpdates(OptimizerWrapper):
         if self._synchronization is not None:
             self._synchronization.restart()
 
-    @property
     @override
-    def kinds_of_exchange(self) -> int:
-        return 1 + (self._node is not None)
-
-    @override
-    def contributions(self, eagerly: bool) -> list[Callable[[], bool]]:
-        synchronization = self._synchronization
-        if synchronization is None or not self._exchange.exchangers:
+    def join_hooks(self) -> list[JoinHook]:
+        if self._synchronization is None or not self._exchange.exchangers:
             return []
-
-        def join() -> bool:
-            return synchronization.join() == runtime.size()
-
-        in_node = [] if self._node is None else contributions(self._node.exchange, eagerly)
-        return [*in_node, join]
+        join = self._synchronization.join
+        in_node = [] if self._node is None else join_hooks(self._node.exchange)
+        # Always a graph, whose collectives have names.
+        return [*in_node, JoinHook(lambda eagerly: join(), is_ordered=False)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,15 +62,11 @@ def variables_of(model: Any, *placements: Placement) -> list[Any]:
     ]
 
 
-def carry_statistics(model: Any) -> None:
-    """Makes averaged state travel with the weights, where these are exchanged."""
-    # With one of these optimizers: each would have all of them.
-    found = session.optimizers_of(model)
-    exchange = [one for one in found if not one.fit_hooks(model).is_in_step]
-    # The optimizer must not keep its model alive.
-    reference = weakref.ref(model)
-    for optimizer in exchange[:1]:
-        optimizer.carry(lambda: variables_of(reference(), Placement.AVERAGED))
+def statistics_of(model: Any, optimizer: Any) -> list[Any]:
+    """Returns the averaged state that travels with the weights that an optimizer exchanges."""
+    # With the first such optimizer: each would have all of them.
+    found = [one for one in session.optimizers_of(model) if not one.fit_hooks(model).is_in_step]
+    return variables_of(model, Placement.AVERAGED) if found[:1] == [optimizer] else []
 
 
 def parts(model: Any) -> Iterator[tuple[Any, StateDescription]]:

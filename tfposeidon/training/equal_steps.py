@@ -99,8 +99,7 @@ class EqualSteps(keras.callbacks.Callback):
         self._session.knows_lengths = self._limit is not None
         may_stop = any(may_stop for _, may_stop, _ in ranks) and self._session.is_in_step
         self._watches = self._limit is None or may_stop
-        kinds = sum(optimizer.kinds_of_exchange for optimizer in self._session.optimizers)
-        if self.model.run_eagerly and kinds > 1:
+        if self.model.run_eagerly and len(self._session.optimizers) > 1:
             # Eager collectives match by their order alone, and a rank out of data does not know the
             # order in which several optimizers exchange.
             self._watches = self._limit is None
@@ -282,9 +281,9 @@ class AgreedStop(keras.callbacks.Callback):
 def _check_limit_is_known(limit: int | None) -> None:
     if limit is None:
         raise ValueError(
-            "With run_eagerly=True and several optimizers, or LocalUpdates within nodes, each rank "
-            "must know its number of batches. Received: data of unknown length. Leave run_eagerly "
-            "out, or give fit steps_per_epoch."
+            "With run_eagerly=True and several optimizers each rank must know its number of "
+            "batches. Received: data of unknown length. Leave run_eagerly out, or give fit "
+            "steps_per_epoch."
         )
 
 

@@ -1,7 +1,7 @@
 """Methods of `keras.Model` that know of the model's optimizers that communicate.
 
 Keras gives an optimizer no way to see the model it trains. So the first `DistributedOptimizer` or
-`LocalUpdates` of a process wraps six methods of `keras.Model`; models with other optimizers pass
+`LocalUpdates` of a process wraps two methods of `keras.Model`; models with other optimizers pass
 through untouched. They are methods that Keras looks up after the optimizer was made, even in one
 line such as `model.compile(optimizer=tp.DistributedOptimizer(...))`, for which `compile` itself is
 too early.
@@ -9,13 +9,10 @@ too early.
 - `make_train_function`: the train step is made without XLA, which cannot compile what schemes do,
   and tells the optimizer how many samples a batch has, so that unequal batches are weighed right.
 - `fit`: output of one rank, and epochs that end on all ranks after the same step (`equal_steps`).
-- `fit`, `evaluate`, `predict`: `verbose="auto"` shows no progress bar where there is no terminal
-  (`verbosity`).
+- `fit`: `verbose="auto"` shows no progress bar where there is no terminal (`verbosity`).
 - `make_train_function`, `fit`: the hooks of optimizers (`hooks.FitHooks`) are called.
-- `save`, `save_weights`: files are written beside and renamed, so that ranks that write to one path
-  leave a whole one.
 
-`LossScaleOptimizer.apply` is the seventh: around one of these optimizers it averages gradients
+`LossScaleOptimizer.apply` is the third: around one of these optimizers it averages gradients
 first.
 """
 
@@ -25,9 +22,7 @@ import contextlib
 import functools
 import inspect
 import math
-import os
 import types
-import uuid
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -39,7 +34,6 @@ import tensorflow as tf
 from tfposeidon.communication import runtime
 from tfposeidon.planning import rules
 from tfposeidon.training import (
-    entries,
     equal_steps,
     one_writer,
     replicated,
@@ -61,10 +55,6 @@ def patch_keras(optimizer_class: type) -> None:
     replacements = {
         "make_train_function": _make_train_function,
         "fit": _fit,
-        "evaluate": _evaluate,
-        "predict": _evaluate,
-        "save": _save_file,
-        "save_weights": _save_file,
     }
     for name, replacement in replacements.items():
         owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
@@ -109,9 +99,8 @@ def _wrapped(original: Any, replacement: Any) -> Any:
 def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     model = call.arguments["self"]
     _count_samples(model)
-    entries.carry_statistics(model)
     own = session.of(model)
-    own.counts_steps = model.steps_per_execution != 1 and _have_steps(own.hooks)
+    own.counts_steps = _have_steps(own.hooks) and model.steps_per_execution != 1
     if own.counts_steps:
         own.build_step_counter()
     with _without_xla(model):
@@ -244,34 +233,6 @@ def _rows_of_batches(arguments: dict[str, Any]) -> int | None:
     return None if count % batch else batch
 
 
-def _evaluate(original: Any, call: inspect.BoundArguments) -> Any:
-    # Unlike in `fit`, every rank prints: each evaluates its own share of the data.
-    call.apply_defaults()
-    call.arguments["verbose"] = verbosity.resolve(call.arguments["verbose"])
-    return original(*call.args, **call.kwargs)
-
-
-def _save_file(original: Any, call: inspect.BoundArguments) -> Any:
-    given, others = call.arguments["filepath"], call.arguments
-    path = os.path.realpath(given) if isinstance(given, str | os.PathLike) else ""
-    is_file = path.endswith((".keras", ".h5", ".hdf5")) and "://" not in str(given)
-    # Keras asks before it overwrites; folders and several files are not one to rename.
-    is_several = others.get("zipped") is False or others.get("max_shard_size")
-    asks = not others.get("overwrite", True)
-    if not is_file or is_several or asks or (os.path.exists(path) and not os.path.isfile(path)):
-        return original(*call.args, **call.kwargs)
-    folder, name = os.path.split(path)
-    beside = os.path.join(folder, f".{uuid.uuid4().hex[:8]}.{name}")
-    call.arguments["filepath"] = beside
-    try:
-        result = original(*call.args, **call.kwargs)
-        os.replace(beside, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(beside)
-    return result
-
-
 def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
     """Tells the optimizers what can be known before the first step, so that it is traced once."""
     for optimizer in session.optimizers_of(model):
@@ -283,7 +244,6 @@ def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
         if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
             # Otherwise the first trace makes the exchange's variables, and TensorFlow traces the
             # step once more.
-            entries.carry_statistics(model)
             optimizer.prepare(model.trainable_weights)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +14,8 @@ from typing_extensions import override
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.training import replicated, session
+
+log = logging.getLogger("tfposeidon")
 
 _PATHS = {
     keras.callbacks.ModelCheckpoint: "filepath",
@@ -45,6 +49,17 @@ def with_one_writer(callbacks: Sequence[Any]) -> list[Any]:
         elif not shared or ranks[str(path)][0] == runtime.rank():
             kept.append(callback)
     return kept
+
+
+@functools.cache
+def warn_if_all_save() -> None:
+    """Warns once where a rank other than the lowest saves a model: ranks might share the path."""
+    if runtime.rank() != runtime.spokesman():
+        log.warning(
+            "tfposeidon: rank %d saves a model. Ranks that save to one path at the same time may "
+            "leave a broken file: save where tp.rank() == 0, or give each rank a path of its own.",
+            runtime.rank(),
+        )
 
 
 def _written(callback: Any) -> str | None:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
-from tfposeidon.exchange.contributions import contribute_until_all_are_done
+from tfposeidon.exchange.joining import join_until_all_have_ended
 from tfposeidon.policies import Policy
 from tfposeidon.training.hooks import FitHooks
 from tfposeidon.training.train_functions import OutsideOfFit, SkipBatches
@@ -507,21 +507,18 @@ class Session:
         """
         eagerly = self._model.run_eagerly
         # A step may exchange several times.
-        contributions = [one for o in self._watched for one in o.contributions(eagerly)]
-        if not contributions:
+        hooks = [hook for optimizer in self._watched for hook in optimizer.join_hooks()]
+        if not hooks:
             raise RuntimeError(
                 "A rank without a single batch cannot end an epoch. Give every rank data."
             )
-        others_went_on = contribute_until_all_are_done(contributions, eagerly)
+        others_went_on = join_until_all_have_ended(hooks, eagerly, runtime.size())
         were_absent = others_went_on or self.absent_ranks
         for optimizer in self._watched:
             optimizer.exchange.absence.forget()
-            if were_absent and (calls := optimizer.drop_accumulated()):
-                runtime.say(
-                    "tfposeidon: a rank was out of data in the middle of an update: the gradients "
-                    "of %d call(s) are dropped on all ranks.",
-                    calls,
-                )
+            abandon = optimizer.fit_hooks(self._model).abandon_update
+            if were_absent and abandon is not None:
+                abandon()
 
 
 def _refuse_synchronized(model: Any) -> None:

@@ -20,7 +20,7 @@ def resolve(verbose: Any) -> Any:
     them.
 
     Args:
-      verbose: Value of `verbose` as given to `fit`, `evaluate` or `predict`.
+      verbose: Value of `verbose` as given to `fit`.
 
     >>> resolve(1), resolve(0)
     (1, 0)
