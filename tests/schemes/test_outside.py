@@ -89,6 +89,11 @@ def test_a_name_comes_from_the_class():
 
 
 def test_what_ranks_could_not_compare_is_refused():
+    class Slower(Gathered):
+        """Adds no options, so that those of its base are all."""
+
+    assert str(_sgd(Slower(without=(1,))).policy) == "slower(without=(1,))"
+
     class Plain(Gathered):
         def __init__(self, without):
             object.__setattr__(self, "without", without)

@@ -164,8 +164,9 @@ def parse(scheme: Any) -> Policy:
 
 
 def _checked_scheme(scheme: Scheme) -> Scheme:
-    # Of the class itself: what a base has would leave out options that are attributes here.
-    parameters = vars(type(scheme)).get("__dataclass_params__")
+    # Of the class whose constructor it is: a class that adds one may have options of its own.
+    made_by = next(cls for cls in type(scheme).__mro__ if "__init__" in vars(cls))
+    parameters = vars(made_by).get("__dataclass_params__")
     if parameters is None or not parameters.frozen:
         raise ValueError(
             "A scheme must be a frozen dataclass: ranks compare its options, and models are saved "
