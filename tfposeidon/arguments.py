@@ -37,10 +37,11 @@ CALLBACKS = {
 """Arguments of Horovod's callbacks of rates, and what to write in their place."""
 
 
-def check_inner(inner: Any, wrapper: type) -> None:
+def check_inner(owner: str, inner: Any, wrapper: type) -> None:
     """Refuses what is not a Keras optimizer, and one that is wrapped or scaled already.
 
     Args:
+      owner: Name of the class that it was given to.
       inner: Value given as the inner optimizer.
       wrapper: `OptimizerWrapper`, which this module does not import.
 
@@ -62,8 +63,8 @@ def check_inner(inner: Any, wrapper: type) -> None:
         raise ValueError(
             "A loss scale must be around the optimizer that communicates, for gradients are "
             f"averaged before it asks whether they are finite. Received: {type(inner).__name__} as "
-            "the inner optimizer. Write LossScaleOptimizer(DistributedOptimizer(optimizer)), or "
-            "leave it to compile, which does so under mixed_float16."
+            f"the inner optimizer. Write LossScaleOptimizer({owner}(optimizer)), or leave it to "
+            "compile, which does so under mixed_float16."
         )
 
 

@@ -60,7 +60,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         name: str,
     ) -> None:
         surroundings.check_surroundings()
-        arguments.check_inner(inner_optimizer, OptimizerWrapper)
+        arguments.check_inner(type(self).__name__, inner_optimizer, OptimizerWrapper)
         bucket_bytes = ranges.check_integer("bucket_bytes", bucket_bytes, 0)
         arguments.check_sample_count(sample_count)
         super().__init__(
