@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import keras
 import pytest
 
 import keras_callbacks
@@ -21,10 +22,12 @@ def records_of(example, tmp_path, monkeypatch):
     ]
     resize = keras_callbacks.ProgressiveResize(phases, learning_rate=0.1)
 
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(), "2dtar")
+
     def begin(epoch):
         path = tmp_path / "records.jsonl"
         kept = example.records.Records(path, resize, "val_accuracy", target=0.9)
-        kept.set_model(SimpleNamespace(optimizer=SimpleNamespace(policy="2dtar")))
+        kept.set_model(SimpleNamespace(optimizer=optimizer))
         kept.resume(epoch)
         return kept
 
