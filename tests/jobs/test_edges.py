@@ -1,0 +1,52 @@
+"""Features at the edge: the package trains without them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EDGES = ("local", "elastic_averaging")
+README = "tests/test_readme.py::test_the_example_runs"
+CORE = ("tests/test_optimizer.py", "tests/optimizers/test_accumulating.py")
+"""Tests of the core on one rank."""
+COPY = """
+import tfposeidon
+
+def test_it_is_the_copy():
+    assert tfposeidon.__file__.startswith({folder!r})
+"""
+
+
+def _run(folder, *arguments):
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "fast", "-p", "no:cacheprovider"]
+    return subprocess.run(
+        [*command, *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+
+
+@pytest.mark.parametrize("without", [EDGES, *((edge,) for edge in EDGES)], ids=" ".join)
+def test_the_core_works_without(without, tmp_path):
+    """All edges are deleted from a copy at once, and each of them alone."""
+    # Copies, not links: pytest follows these, and would import what they lead to.
+    for name in ("tfposeidon", "keras_callbacks", "datacache", "tests", "docs"):
+        left_out = without if name == "tfposeidon" else ()
+        ignored = shutil.ignore_patterns("__pycache__", *left_out)
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "tests" / "test_copy.py").write_text(COPY.format(folder=str(tmp_path)))
+    more = CORE if without == EDGES else ()
+    done = _run(tmp_path, "tests/test_copy.py", README, *more)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout or "100%" in done.stdout, done.stdout
