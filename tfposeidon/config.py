@@ -11,8 +11,8 @@ import keras
 class Configured:
     """Base of frozen dataclasses that Keras saves with a model.
 
-    They are registered under the package that defines them: `tfposeidon>AllReduce`, or
-    `my_schemes>AllReduce` for a class of a user's, which replaces none of ours.
+    They are registered under the package `tfposeidon`, or the module of a user that defines them:
+    `my_schemes.dense>AllReduce` replaces none of ours, and no other of the user's.
 
     >>> import dataclasses
     >>> @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Configured:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # `@dataclass` runs later, but returns the registered class itself (`slots=True` would not).
-        keras.saving.register_keras_serializable(cls.__module__.partition(".")[0])(cls)
+        is_ours = cls.__module__.partition(".")[0] == "tfposeidon"
+        keras.saving.register_keras_serializable("tfposeidon" if is_ours else cls.__module__)(cls)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments, which Keras serializes."""

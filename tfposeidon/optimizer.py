@@ -287,14 +287,14 @@ class DistributedOptimizer(OptimizerWrapper):
             return super().join_hooks()
         return join_hooks(self._exchange, self._join)
 
-    def _join(self, exchanger: Exchanger, call: int, eagerly: bool) -> int:
+    def _join(self, exchanger: Exchanger, call: int, eagerly: bool) -> bool:
         """Joins a call whose gradients may wait for an update."""
         tell = exchanger.contribute_to_call_eagerly if eagerly else exchanger.contribute_to_call
-        absent = int(tell(call))
+        have_all_ended = int(tell(call)) == exchanger.wire.topology.size
         # As the others have found before their call, which does not count.
-        if absent < exchanger.wire.topology.size and self._is_due().numpy():
+        if not have_all_ended and self._is_due().numpy():
             join_with_zeros(exchanger, call, eagerly)
-        return absent
+        return have_all_ended
 
     def _is_due(self) -> tf.Tensor:
         """Returns whether the next call makes an update."""

@@ -316,10 +316,14 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         raise NotImplementedError
 
     def _check(self, grads: list[Any], variables: list[Any]) -> None:
-        for optimizer in (self, self._around()):
-            if optimizer is not None and not optimizer.built:
-                with surroundings.made_before_the_trace():
-                    optimizer.build(variables)
+        if not self.built:
+            with surroundings.made_before_the_trace():
+                self.build(variables)
+        scale = self._around()
+        if scale is not None and not scale.built:
+            # In the trace: the step is traced again, as `scale_loss` did not know its variables.
+            with tf.init_scope():
+                scale.build(variables)
         self._check_variables_are_known(variables)
         if len(grads) != len(variables):
             raise ValueError(

@@ -30,11 +30,14 @@ from tests.helpers.training import BATCH, check_equal
 pytestmark = pytest.mark.ranks("2", job="local")
 
 
-class Looking(keras.callbacks.Callback):
-    """Saves in the middle of epochs, and notes the weights that are seen there and at their end."""
+class Looking(keras.callbacks.ModelCheckpoint):
+    """Saves in the middle of epochs, and notes the weights that are seen there and at their end.
+
+    It adds to a callback of Keras's that looks at the end of epochs only.
+    """
 
     def __init__(self, path):
-        super().__init__()
+        super().__init__(path)
         self.path, self.saved, self.seen, self.ends = path, [], [], []
 
     def on_train_batch_end(self, batch, logs=None):

@@ -254,6 +254,17 @@ def test_hand_written_loops_and_several_steps_per_execution(wire):
         check_equal(model.get_weights(), expected.get_weights())
         same_on_all_ranks(model.get_weights(), wire)
     assert len(set(exchange_objects(models.digest(model.get_weights()), wire, "own"))) > 1
+    with Raises(RuntimeError, "must begin with the same weights"):
+        optimizer.restart_from_weights()
+    with Raises(RuntimeError, "within a tf.function"):
+        tf.function(optimizer.end_step)()
+    # The step is traced already.
+    model.set_weights(start.get_weights())
+    optimizer.restart_from_weights()
+    step(*(part[:local] for part in share))
+    optimizer.end_step()
+    with optimizer.global_weights():
+        check_equal(model.get_weights(), start.get_weights())
 
     # Eleven steps in executions of three.
     unrolled = models.copy(models.mlp, start)
@@ -267,10 +278,14 @@ def test_hand_written_loops_and_several_steps_per_execution(wire):
 
 
 def test_executions_end_where_ranks_synchronize(wire):
-    for options, received in (({"every": 3}, "every=3"), ({"every": 4, "delay": 1}, "delay=1")):
+    for options, received in (
+        ({"every": 3}, "every=3"),
+        ({"every": 4, "delay": 1}, "delay=1"),
+        ({"every": 4, "start_after": 2}, "start_after=2"),
+    ):
         model = models.mlp()
         model.compile(tp.LocalUpdates(sgd(), **options), models.LOSS, steps_per_execution=2)
-        with Raises(ValueError, f"multiple of steps_per_execution.*{received}, steps_per_ex.*=2"):
+        with Raises(ValueError, f"Received: {received}, steps_per_execution=2"):
             model.fit(*models.mlp.data(8), batch_size=4, verbose=0)
 
 

@@ -219,6 +219,23 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("wrap", [lambda inner: inner, tp.DistributedOptimizer, tp.LocalUpdates])
+def test_an_overflow_where_it_is_built_in_the_first_step(wrap):
+    """Losses are scaled by what the update is divided by."""
+    weight = keras.Variable([1.0], name="weight")
+    optimizer = keras.optimizers.LossScaleOptimizer(wrap(keras.optimizers.SGD(1.0)))
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(weight.value * x))
+        optimizer.apply(tape.gradient(loss, [weight.value]), [weight])
+
+    for value, expected in ((1.0, 0.0), (np.inf, 0.0), (1.0, -1.0)):
+        step(tf.constant([value], "float32"))
+        assert weight.numpy() == expected
+
+
 @pytest.mark.ranks("2", core=True)
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_train_as_keras_alone(wire, case):

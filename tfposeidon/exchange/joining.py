@@ -10,8 +10,8 @@ from typing import NamedTuple
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.step import Step
 
-Join = Callable[[bool], int]
-"""Joins the next exchange, eagerly or as a graph; returns the number of ranks without data."""
+Join = Callable[[bool], bool]
+"""Joins the next exchange, eagerly or as a graph; returns True once none of its ranks has data."""
 
 
 class JoinHook(NamedTuple):
@@ -26,16 +26,16 @@ class JoinHook(NamedTuple):
     is_ordered: bool = True
 
 
-def join_with_zeros(exchanger: Exchanger, call: int, eagerly: bool) -> int:
-    """Joins one exchange of a step with zeros."""
+def join_with_zeros(exchanger: Exchanger, call: int, eagerly: bool) -> bool:
+    """Joins one exchange of a step with zeros; returns True if all of its ranks do."""
     join = exchanger.contribute_nothing_eagerly if eagerly else exchanger.contribute_nothing
     # As an argument, so that another function is traced anew.
     absent, _ = join(call, exchanger.afterwards)
-    return int(absent)
+    return int(absent) == exchanger.wire.topology.size
 
 
 def join_hooks(
-    exchange: Step, join: Callable[[Exchanger, int, bool], int] = join_with_zeros
+    exchange: Step, join: Callable[[Exchanger, int, bool], bool] = join_with_zeros
 ) -> list[JoinHook]:
     """Returns a hook for each exchange of a traced step; none before the first step."""
     return [
@@ -45,7 +45,7 @@ def join_hooks(
     ]
 
 
-def join_until_all_have_ended(hooks: Sequence[JoinHook], eagerly: bool, size: int) -> bool:
+def join_until_all_have_ended(hooks: Sequence[JoinHook], eagerly: bool) -> bool:
     """Joins the other ranks' exchanges until no rank has data; returns whether others had some."""
     # How often, and in which order, the others' step exchanges by each is not known here: so all
     # are joined at once, but for those that match by their order.
@@ -53,16 +53,16 @@ def join_until_all_have_ended(hooks: Sequence[JoinHook], eagerly: bool, size: in
     groups = [[hook] for hook in hooks if hook not in ordered] + ([ordered] if ordered else [])
 
     def join(group: list[JoinHook]) -> bool:
-        return _join_in_turn(group, eagerly, size)
+        return _join_in_turn(group, eagerly)
 
     with ThreadPoolExecutor(len(groups)) as threads:
         # A list, for `map` raises a thread's error only where its result is asked for.
         return any(list(threads.map(join, groups)))
 
 
-def _join_in_turn(hooks: Sequence[JoinHook], eagerly: bool, size: int) -> bool:
+def _join_in_turn(hooks: Sequence[JoinHook], eagerly: bool) -> bool:
     others_went_on = False
     # A list, as all are joined in each turn.
-    while not all([hook.join(eagerly) == size for hook in hooks]):  # noqa: C419
+    while not all([hook.join(eagerly) for hook in hooks]):  # noqa: C419
         others_went_on = True
     return others_went_on

@@ -28,13 +28,12 @@ class GlobalWeights:
       copies: A Keras variable for each of `variables`.
       trained: Number of variables that the optimizer trains.
       has_begun: True once a step has told the two apart.
-      is_shown: True while the variables hold the global weights.
     """
 
     def __init__(self, variables: Sequence[Any]) -> None:
         self.variables: list[Any] = []
         self.copies: list[keras.Variable] = []
-        self.has_begun = self.is_shown = False
+        self.has_begun = False
         self._shown: list[tf.Tensor] = []
         with tf.init_scope(), tf.device("/CPU:0"):
             self._is_shown = tf.Variable(False, trainable=False, name="is_shown")
@@ -76,7 +75,6 @@ class GlobalWeights:
         if self.is_shown or not self.has_begun:
             return False
         self._swap()
-        self._set_shown(True)
         self.note_assigned()
         return True
 
@@ -85,7 +83,11 @@ class GlobalWeights:
         if self.is_shown:
             self._shown = []
             self._swap()
-            self._set_shown(False)
+
+    @property
+    def is_shown(self) -> bool:
+        """True while the variables hold the global weights, and the copies this rank's own."""
+        return bool(self._is_shown.numpy())
 
     @property
     def is_apart(self) -> bool:
@@ -97,13 +99,17 @@ class GlobalWeights:
         """True if other weights were assigned since they are shown."""
         if not self.is_shown:
             return False
-        pairs = zip(self._shown, self._values(), strict=True)
-        return not all(_is_same(then, now) for then, now in pairs)
+        now = self._values()
+        if all(_lie_together(*pair) for pair in zip(self._shown, now, strict=True)):
+            return False
+        # Elsewhere, or on a GPU, whose memory has no address here.
+        one, other = (replicas.checksum(each, on_device=True) for each in (self._shown, now))
+        return one != other
 
     def restore(self, has_begun: bool) -> None:
         """Goes on from a checkpoint, which was saved while the global weights were shown."""
         self.has_begun = has_begun
-        self._set_shown(has_begun)
+        self._is_shown.assign(has_begun)
         self.note_assigned()
 
     def note_assigned(self) -> None:
@@ -114,7 +120,7 @@ class GlobalWeights:
     def restart(self) -> None:
         """Takes the values of the variables for the global weights and for this rank's own."""
         self.has_begun = False
-        self._set_shown(False)
+        self._is_shown.assign(False)
         self._shown = []
 
     def check_hidden(self) -> None:
@@ -126,10 +132,6 @@ class GlobalWeights:
         )
         with tf.device("/CPU:0"):
             tf.debugging.Assert(tf.logical_not(self._is_shown), [rule])
-
-    def _set_shown(self, is_shown: bool) -> None:
-        self.is_shown = is_shown
-        self._is_shown.assign(is_shown)
 
     def checksum(self) -> str:
         """Returns a checksum of the values of the trained variables."""
@@ -143,6 +145,8 @@ class GlobalWeights:
             own, other = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
             variable.assign(other)
             copy.assign(own)
+        # In the same graph: an interruption finds both done, or none.
+        self._is_shown.assign(tf.logical_not(self._is_shown))
 
     @property
     def equal_variables(self) -> list[Any]:
@@ -167,13 +171,10 @@ class GlobalWeights:
         ]
 
 
-def _is_same(then: tf.Tensor, now: tf.Tensor) -> bool:
-    """Returns whether two tensors have the same bits; mostly they lie in the same memory."""
+def _lie_together(then: tf.Tensor, now: tf.Tensor) -> bool:
+    """Returns whether two tensors of the host lie in the same memory."""
     is_on_host = "CPU" in then.device and "CPU" in now.device
-    if is_on_host and np.asarray(then).ctypes.data == np.asarray(now).ctypes.data:
-        return True
-    one, other = (replicas.checksum([tensor], on_device=True) for tensor in (then, now))
-    return one == other
+    return is_on_host and bool(np.asarray(then).ctypes.data == np.asarray(now).ctypes.data)
 
 
 def is_finite(values: Any) -> tf.Tensor:

@@ -259,6 +259,8 @@ class LocalUpdates(OptimizerWrapper):
             )
         for index, variable in enumerate(self._rule.variables):
             store[str(index)] = variable.numpy()
+        if self.built:
+            store["synchronizations"] = self._number.numpy()
 
     @override
     def load_own_variables(self, store: Any) -> None:
@@ -270,6 +272,8 @@ class LocalUpdates(OptimizerWrapper):
         for index, variable in enumerate(self._rule.variables):
             if str(index) in store:
                 variable.assign(store[str(index)])
+        if self.built and "synchronizations" in store:
+            self._number.assign(store["synchronizations"][()])
 
     # ------------------------------------------------------------------ steps
 
@@ -309,6 +313,9 @@ class LocalUpdates(OptimizerWrapper):
         Args:
           steps: Number of steps that were executed since the last call (default 1).
 
+        Raises:
+          RuntimeError: Within a `tf.function`; if an exchange in the background has failed.
+
         Example:
           >>> import keras, tensorflow as tf, tfposeidon as tp
           >>> weight = keras.Variable([1.0])
@@ -320,6 +327,11 @@ class LocalUpdates(OptimizerWrapper):
           ...     print(weight.numpy())
           [-1.]
         """
+        if tf.inside_function():
+            raise RuntimeError(
+                "Ranks synchronize between steps, in Python. Received: LocalUpdates.end_step() "
+                "within a tf.function. Call it after the function, on all ranks."
+            )
         if self._synchronization is not None:
             self._synchronization.end_step(steps)
 
@@ -332,18 +344,19 @@ class LocalUpdates(OptimizerWrapper):
 
     def _check_start(self, synchronization: Synchronization) -> None:
         """Checks, while the first step is traced, that all ranks begin with the same weights."""
-        if self._has_checked_start:
-            return
-        with tf.init_scope():
-            own = replicas.checksum(synchronization.weights.equal_variables)
-            found = exchange_objects(own, runtime.wire(), "tp.start")
+        if not self._has_checked_start:
+            with tf.init_scope():
+                self._check_equal(synchronization.weights.equal_variables)
+            self._has_checked_start = True
+
+    def _check_equal(self, variables: Sequence[Any]) -> None:
+        found = exchange_objects(replicas.checksum(variables), runtime.wire(), "tp.start")
         agreement.require_equal(
             found,
             "All ranks must begin with the same weights",
             "Give fit keras_callbacks.BroadcastVariables(), or call "
             "tfposeidon.broadcast_variables(model.variables) before the first step.",
         )
-        self._has_checked_start = True
 
     @property
     @override
@@ -455,15 +468,21 @@ class LocalUpdates(OptimizerWrapper):
         own call it after `load_weights`, on all ranks, with the same weights. It drops what a rank
         has trained since the last synchronization, and the state of the schemes; the state of inner
         and outer optimizers stays.
+
+        Raises:
+          RuntimeError: On all ranks, if their weights differ.
         """
         if self._synchronization is not None:
+            self._check_equal(self._trainable_variables)
             self._synchronization.restart()
+            # Now: a step that is traced already would not.
+            self._synchronization.begin_step()
 
     @override
     def join_hooks(self) -> list[JoinHook]:
         if self._synchronization is None or not self._exchange.exchangers:
             return []
-        join = self._synchronization.join
+        synchronization = self._synchronization
         in_node = [] if self._node is None else join_hooks(self._node.exchange)
         # Always a graph, whose collectives have names.
-        return [*in_node, JoinHook(lambda eagerly: join(), is_ordered=False)]
+        return [*in_node, JoinHook(lambda eagerly: synchronization.join(), is_ordered=False)]

@@ -36,6 +36,12 @@ class Schedule:
 
     def check_steps_per_execution(self, steps: int) -> None:
         """Refuses executions of several steps that do not end where ranks synchronize."""
+        if steps > 1 and self.start_after:
+            raise ValueError(
+                "With `start_after` ranks synchronize after each step. Received: "
+                f"start_after={self.start_after}, steps_per_execution={steps}. Leave "
+                "steps_per_execution out."
+            )
         for name, value in (("every", self.every), ("delay", self.delay)):
             if value % steps:
                 raise ValueError(

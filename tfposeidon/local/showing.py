@@ -165,7 +165,8 @@ class Last(keras.callbacks.Callback):
 
 def looks_after_batches(callback: Any) -> bool:
     """Returns whether a callback may look at weights, or save them, after batches."""
-    if isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore):
+    # Subclasses may do more.
+    if type(callback) in (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore):
         return bool(callback.save_freq != "epoch")
     # All others of Keras look at the end of epochs only; our own know of global weights.
     is_known = type(callback).__module__.split(".")[0] in ("keras", "keras_callbacks")

@@ -78,7 +78,7 @@ class Synchronization:
             self._count = tf.Variable(0.0, trainable=False, name="sent_count")
             self._finite = tf.Variable(True, trainable=False, name="sent_finite")
         self._steps = 0
-        self._is_under_way = False
+        self._has_counted = self._have_agreed = self._is_under_way = False
         self._flight: Flight | None = None
         # A checkpoint holds them, so that a resumed run makes the exchange once more.
         self._sent: list[tf.Variable] = []
@@ -114,12 +114,19 @@ class Synchronization:
 
     def end_step(self, steps: int = 1) -> None:
         """Counts steps that were executed, and synchronizes if it is time."""
+        self._has_counted = True
+        if not self._have_agreed:
+            # On the exchange, as they do in the optimizer's first step.
+            self._have_agreed = self.exchanger.prefix is not None
+            if not self._have_agreed:
+                return
         self._steps += steps
         if self._is_under_way:
             self._flight = self._flight or self._launched(self._sent_before())
             if self._flight.has_failed or self._steps >= self._schedule.delay:
                 self._arrive()
-        is_warming_up = int(self._number.numpy()) < self._schedule.start_after
+        starts = self._schedule.start_after
+        is_warming_up = starts > 0 and int(self._number.numpy()) < starts
         if self._steps < (1 if is_warming_up else self._schedule.every):
             return
         if self._schedule.delay and not is_warming_up:
@@ -127,10 +134,10 @@ class Synchronization:
         else:
             self._synchronize(has_data=True)
 
-    def join(self) -> int:
+    def join(self) -> bool:
         """Takes part in the next synchronization of the other ranks, without data.
 
-        Returns the number of ranks without data.
+        Returns True once no rank has data.
         """
         # Evaluation shows the global weights before the epoch has ended.
         was_shown = self.weights.is_shown
@@ -139,7 +146,7 @@ class Synchronization:
         absent = self._synchronize(has_data=False)
         if was_shown:
             self.weights.show()
-        return absent
+        return absent == self.exchanger.wire.topology.size
 
     def restart(self) -> None:
         """Goes on from the values of the variables, and drops what was trained and kept since."""
@@ -153,12 +160,12 @@ class Synchronization:
         return has_none and (self._is_under_way or self._steps > 0)
 
     def check_steps_are_counted(self) -> None:
-        """Refuses updates of which no step was counted since the last synchronization."""
-        if self._steps == 0 and float(self._samples.numpy()) > 0.0:
+        """Refuses updates of which no step was ever counted."""
+        has_steps = self._steps > 0 or self._has_counted
+        if not has_steps and float(self._samples.numpy()) > 0.0:
             raise RuntimeError(
-                "Steps must be counted, so that ranks synchronize. Received: steps since the last "
-                "synchronization, and no call of LocalUpdates.end_step(). Call it after each step "
-                "of a loop of your own."
+                "Steps must be counted, so that ranks synchronize. Received: steps, and no call of "
+                "LocalUpdates.end_step(). Call it after each step of a loop of your own."
             )
 
     # ------------------------------------------------------------------ one synchronization
@@ -191,9 +198,12 @@ class Synchronization:
 
     def discard(self, timeout_s: float | None = None) -> None:
         """Drops the exchange that is under way, once it is done or the time is up."""
-        if self._flight is not None:
-            self._flight.wait(timeout_s)
-        self._is_under_way, self._flight = False, None
+        flight, self._flight, self._is_under_way = self._flight, None, False
+        if flight is not None:
+            flight.wait(timeout_s)
+            if timeout_s is None:
+                # Raises its error, if it has failed.
+                flight.found()
 
     def _launched(self, sent: Sent) -> Flight:
         graph = self._graph("exchange")

@@ -152,7 +152,8 @@ class EqualSteps(keras.callbacks.Callback):
         # Fewer steps than one execution has: this rank's data ended within it.
         self.is_over = are_absent or bool(steps < self.model.steps_per_execution)
         # No callback sees the end of what was dropped on all ranks.
-        if self.is_over and not self._finish(bool(complete if are_absent else steps)):
+        counts_exchanges = are_absent and self._session.is_in_step
+        if self.is_over and not self._finish(bool(complete if counts_exchanges else steps)):
             raise StopIteration
 
     def _finish(self, has_trained: bool) -> bool:

@@ -402,6 +402,7 @@ class Session:
                 optimizer = without_loss_scale(held)
                 if any(one is optimizer for one in optimizers):
                     return
+                _check_is_in_step(optimizer, self._model)
                 optimizers.append(optimizer)
                 self._applied.append(weakref.ref(held))
                 optimizer.exchange.absence.watch(self._watches_absence)
@@ -419,7 +420,8 @@ class Session:
     def build_step_counter(self) -> None:
         """Makes the variable that counts steps, before a step is traced."""
         if self._step_counter is None:
-            with tf.init_scope():
+            # On the CPU: Python reads it after each execution.
+            with tf.init_scope(), tf.device("/CPU:0"):
                 self._step_counter = tf.Variable(
                     tf.zeros([], tf.int64), trainable=False, name="steps"
                 )
@@ -512,13 +514,24 @@ class Session:
             raise RuntimeError(
                 "A rank without a single batch cannot end an epoch. Give every rank data."
             )
-        others_went_on = join_until_all_have_ended(hooks, eagerly, runtime.size())
+        others_went_on = join_until_all_have_ended(hooks, eagerly)
         were_absent = others_went_on or self.absent_ranks
         for optimizer in self._watched:
             optimizer.exchange.absence.forget()
             abandon = optimizer.fit_hooks(self._model).abandon_update
             if were_absent and abandon is not None:
                 abandon()
+
+
+def _check_is_in_step(optimizer: Any, model: Any) -> None:
+    """Refuses to find an optimizer in its first step that `fit` should have known before."""
+    if not optimizer.fit_hooks(model).is_in_step:
+        raise ValueError(
+            "An optimizer by which each rank trains its own weights must be an attribute of its "
+            f"model, or an item of a list or dictionary there. Received: {optimizer.name!r}, which "
+            f"was found only in its first step of {model.name!r}. Assign it to an attribute of the "
+            "model before fit."
+        )
 
 
 def _refuse_synchronized(model: Any) -> None:
