@@ -130,7 +130,9 @@ class LocalUpdates(OptimizerWrapper):
             else exchanges.Node(self, self._exchange, bucket_bytes, sample_count)
         )
         self._synchronization: Synchronization | None = None
-        self._showing = Showing(lambda: self._synchronization, self._end_fit)
+        self._showing = Showing(
+            lambda: self._synchronization, self._carry_statistics, self._end_fit
+        )
         self._model: Callable[[], Any] = lambda: None
         self._has_checked_start = False
 
@@ -282,6 +284,10 @@ class LocalUpdates(OptimizerWrapper):
         super().prepare(variables)
         if self._node is not None:
             self._node.exchange.exchanger(variables)
+        self._carry_statistics()
+
+    def _carry_statistics(self) -> None:
+        """Makes averaged state of the model's layers travel with the weights."""
         if self._synchronization is not None:
             model = self._model()
             statistics = [] if model is None else entries.statistics_of(model, self)

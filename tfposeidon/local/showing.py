@@ -24,13 +24,17 @@ class Showing:
 
     Args:
       find: Function that returns the synchronization; `None` before the optimizer is built.
+      prepare: Called before the first step, to carry averaged state of layers.
       end_fit: Called at the end of `fit`.
     """
 
     def __init__(
-        self, find: Callable[[], Synchronization | None], end_fit: Callable[[], None]
+        self,
+        find: Callable[[], Synchronization | None],
+        prepare: Callable[[], None],
+        end_fit: Callable[[], None],
     ) -> None:
-        self._find, self._end_fit = find, end_fit
+        self._find, self._prepare, self._end_fit = find, prepare, end_fit
         # After `fit` all ranks take the first step, which may communicate.
         self._looks_once = False
         self._shows_after_steps = True
@@ -71,6 +75,9 @@ class Showing:
                 "fit or between epochs; in a loop of your own, call "
                 "LocalUpdates.restart_from_weights() afterwards, on all ranks."
             )
+        if not synchronization.weights.has_begun:
+            # Statistics move in the step, before it comes to the optimizer.
+            self._prepare()
         synchronization.begin_step()
 
     def _end_step(self, steps: int) -> None:

@@ -181,11 +181,12 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     session.of(model).begin_fit()
     session.of(model).note_callbacks(callbacks)
     session.of(model).shuffles = call.arguments["shuffle"] and _can_shuffle(call.arguments["x"])
+    # Before anything is built: optimizers learn of their model.
+    hooks = session.of(model).hooks
     _prepare(model, call.arguments)
     if call.arguments["verbose"] == "auto" and runtime.rank() != runtime.spokesman():
         call.arguments["verbose"] = 0
     call.arguments["verbose"] = verbosity.resolve(call.arguments["verbose"])
-    hooks = session.of(model).hooks
     for one in hooks:
         if one.run is not None:
             return one.run(original, call)
