@@ -98,12 +98,13 @@ def test_what_ranks_could_not_compare_is_refused():
         def __init__(self, without):
             object.__setattr__(self, "without", without)
 
-    with pytest.raises(
-        ValueError,
-        match=r"must be a frozen dataclass.*Received: scheme=.*\. Put @dataclasses\.dataclass\("
-        r"frozen=True, kw_only=True\) before the class Plain\.",
-    ):
-        _sgd([("kernel", Plain((1,)))])
+    for given in ([("kernel", Plain((1,)))], lambda: tp.policies.Uniform(Plain((1,)))):
+        with pytest.raises(
+            ValueError,
+            match=r"must be a frozen dataclass.*Received: scheme=.*\. Put @dataclasses\.dataclass\("
+            r"frozen=True, kw_only=True\) before the class Plain\.",
+        ):
+            _sgd(given() if callable(given) else given)
     with pytest.raises(ValueError, match=r"of your own.*Received: scheme=<class '.*Gathered'>"):
         _sgd(Gathered)
 

@@ -144,6 +144,9 @@ class Uniform(Policy):
 
     scheme: Scheme
 
+    def __post_init__(self) -> None:
+        _check_is_frozen(self.scheme)
+
     def __str__(self) -> str:
         return str(self.scheme)
 
@@ -172,3 +175,16 @@ class Uniform(Policy):
     @override
     def corrects_momentum(self) -> bool:
         return self.scheme.corrects_momentum
+
+
+def _check_is_frozen(scheme: Scheme) -> None:
+    """Refuses a scheme whose options cannot be compared and saved."""
+    # Of the class whose constructor it is: a class that adds one may have options of its own.
+    made_by = next(cls for cls in type(scheme).__mro__ if "__init__" in vars(cls))
+    parameters = vars(made_by).get("__dataclass_params__")
+    if parameters is None or not parameters.frozen:
+        raise ValueError(
+            "A scheme must be a frozen dataclass: ranks compare its options, and models are saved "
+            f"with them. Received: scheme={scheme!r}. Put @dataclasses.dataclass(frozen=True, "
+            f"kw_only=True) before the class {type(scheme).__name__}."
+        )

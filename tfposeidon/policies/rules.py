@@ -148,7 +148,7 @@ def parse(scheme: Any) -> Policy:
     if isinstance(scheme, Policy):
         return scheme
     if isinstance(scheme, Scheme):
-        return Uniform(_checked_scheme(scheme))
+        return Uniform(scheme)
     if isinstance(scheme, str) and scheme in POLICIES:
         return POLICIES[scheme]()
     if isinstance(scheme, str) and scheme in REGISTRY:
@@ -161,19 +161,6 @@ def parse(scheme: Any) -> Policy:
         "tfposeidon.policies, or of your own with one of their bases (VectorScheme, ...), "
         f"or rules [(pattern, scheme), ...]. Received: scheme={scheme!r}"
     )
-
-
-def _checked_scheme(scheme: Scheme) -> Scheme:
-    # Of the class whose constructor it is: a class that adds one may have options of its own.
-    made_by = next(cls for cls in type(scheme).__mro__ if "__init__" in vars(cls))
-    parameters = vars(made_by).get("__dataclass_params__")
-    if parameters is None or not parameters.frozen:
-        raise ValueError(
-            "A scheme must be a frozen dataclass: ranks compare its options, and models are saved "
-            f"with them. Received: scheme={scheme!r}. Put @dataclasses.dataclass(frozen=True, "
-            f"kw_only=True) before the class {type(scheme).__name__}."
-        )
-    return scheme
 
 
 def _parse_rules(rules: Any) -> Rules:
