@@ -48,11 +48,12 @@ def test_conservation(wire):
 class _Given:
     """A weight, and gradients that do not depend on it: dense SGD's end is known."""
 
-    def __init__(self, wire, scheme, rate, initial_scale=None):
+    def __init__(self, wire, scheme, rate, inner=None, initial_scale=None):
         self.wire = wire
         self.weight = keras.Variable(np.zeros(LENGTH, "float32"), name="weight")
         self.expected = np.zeros(LENGTH)
-        self.optimizer = self.outer = tp.DistributedOptimizer(keras.optimizers.SGD(rate), scheme)
+        inner = keras.optimizers.SGD(rate) if inner is None else inner
+        self.optimizer = self.outer = tp.DistributedOptimizer(inner, scheme)
         if initial_scale:
             self.outer = keras.optimizers.LossScaleOptimizer(self.optimizer, initial_scale)
         self.step = tf.function(lambda gradient: self.outer.apply([gradient], [self.weight]))
