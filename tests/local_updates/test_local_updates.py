@@ -265,6 +265,8 @@ def test_hand_written_loops_and_several_steps_per_execution(wire):
     optimizer.end_step()
     with optimizer.global_weights():
         check_equal(model.get_weights(), start.get_weights())
+        with Raises(tf.errors.InvalidArgumentError, "while the global weights are in"):
+            step(*(part[:local] for part in share))
 
     # Eleven steps in executions of three.
     unrolled = models.copy(models.mlp, start)

@@ -123,15 +123,17 @@ class GlobalWeights:
         self._is_shown.assign(False)
         self._shown = []
 
-    def check_hidden(self) -> None:
-        """Makes a traced step fail that would train the global weights, if they are shown then."""
+    def check_hidden(self) -> Any:
+        """Returns an op that fails if the global weights are shown when the step runs."""
         rule = (
             "A step trains this rank's own weights. Received: one while the global weights are in "
             "the variables, as after fit. Call LocalUpdates.restart_from_weights() on all ranks "
             "before a loop that goes on from them."
         )
         with tf.device("/CPU:0"):
-            tf.debugging.Assert(tf.logical_not(self._is_shown), [rule])
+            # The op itself: `tf.debugging.Assert` puts a branch around it into each step.
+            is_hidden = tf.logical_not(self._is_shown.read_value())
+            return tf.raw_ops.Assert(condition=is_hidden, data=[rule])
 
     def checksum(self) -> str:
         """Returns a checksum of the values of the trained variables."""

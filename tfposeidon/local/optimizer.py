@@ -307,8 +307,8 @@ class LocalUpdates(OptimizerWrapper):
         if not synchronization.weights.has_begun:
             with tf.init_scope():
                 synchronization.begin_step()
-        synchronization.weights.check_hidden()
-        synchronization.count_samples(self._update(grads, variables, count))
+        with tf.control_dependencies([synchronization.weights.check_hidden()]):
+            synchronization.count_samples(self._update(grads, variables, count))
 
     def end_step(self, steps: int = 1) -> None:
         """Counts a step, and synchronizes the ranks if it is time.
