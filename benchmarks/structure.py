@@ -59,7 +59,7 @@ def figures_at(revision: str) -> dict[str, object]:
 
 
 def figures(root: Path) -> dict[str, object]:
-    """Returns the figures of a tree by what they say."""
+    """Returns the figures of a tree, by their label."""
     sources = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
     functions = [entry for path in sources for entry in public_functions(path)]
     taking = [entry for entry in functions if parameters(entry[0])]

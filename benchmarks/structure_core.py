@@ -31,7 +31,7 @@ print(sum(hasattr(value, "_tfposeidon") for one in of for value in vars(one).val
 
 
 def figures(root: Path) -> dict[str, object]:
-    """Returns the figures of a tree by what they say."""
+    """Returns the figures of a tree, by their label."""
     package = root / "tfposeidon"
     sources = {name_of(path, root): path for path in sorted(package.rglob("*.py"))}
     imports = {name: imported(path, set(sources)) - {name} for name, path in sources.items()}

@@ -17,7 +17,7 @@ exchanges of docs/results/exchange_grid.json."""
 BLOCK = 4096
 """Values that share two means."""
 HEADER_BYTES = 12
-"""Of each block: its two means and the number of its zeros, as float32."""
+"""Per block: two means and the number of zeros, as float32."""
 BITS = np.unpackbits(np.arange(256, dtype="uint8")[:, None], axis=1).astype(bool)
 """The eight bits of each byte."""
 
@@ -27,8 +27,8 @@ class OneBit(schemes.ResidualScheme):
     """Sums in the node, then sends one bit for each value across nodes, with error feedback.
 
     Every 4096 values of a bucket share two means, of those that are positive and of those that are
-    negative; what the bits do not say joins the next gradient. Zeros (of what is frozen, masked, or
-    never met) are in neither mean, and stay zeros.
+    negative; the residual is added to the next gradient. Zeros (of frozen, masked or
+    unused weights) count for neither mean, and stay zeros.
 
     Args:
       min_elements: Variables with fewer elements are sent densely, by `AllReduce` (default 4096).
@@ -89,7 +89,7 @@ class OneBit(schemes.ResidualScheme):
     @override
     def stages(self, length, itemsize, topology):
         node = _node_shards(length, topology)
-        # What is gathered is float32, whatever the gradient is.
+        # The gather carries float32, whatever the dtype of the gradient.
         scatter = stages.scatter_sum_stages(node, itemsize, topology, None, "node_scatter")
         back = stages.gather_stages(node, 4, None, "node_gather")
         if not _sends_across(topology):
@@ -130,7 +130,7 @@ def encode(values):
     Returns:
       `code`, uint8: the signs, eight to a byte; then for each block the means of its positive and
       of its negative values and the number of its zeros; then, for each block with zeros and other
-      values, which are zeros. And what it does not say: `values - decoded_sum(code, 1, n)`.
+      values, a mask of the zeros. And the residual: `values - decoded_sum(code, 1, n)`.
 
     Example:
       >>> code, kept = encode(tf.constant([1.0, 3.0, -4.0]))
@@ -139,7 +139,7 @@ def encode(values):
     """
     length, blocks = values.shape[0], _blocks(values.shape[0])
     rows = tf.reshape(tf.pad(values, [[0, blocks * BLOCK - length]]), [blocks, BLOCK])
-    # What is not a number counts as positive, so that all ranks see it.
+    # NaN counts as positive, so that all ranks see it.
     negative, zero = rows < 0.0, tf.equal(rows, 0.0)
     below, zeros = _count(negative), _count(zero) - _padding(length)
     above = _lengths(length) - below - zeros
@@ -196,7 +196,7 @@ def code_bytes(length):
 
 
 def _with_zeros(said, masks, is_mixed):
-    """Returns the values with zeros where the masks of the mixed blocks say so."""
+    """Sets the masked values of mixed blocks to zero."""
     none = tf.zeros([1, BLOCK // 8], tf.uint8)
     rows = tf.concat([none, tf.reshape(masks, [-1, BLOCK // 8])], 0)
     zero = _unpacked(tf.gather(rows, is_mixed * tf.cumsum(is_mixed)))

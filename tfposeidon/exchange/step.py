@@ -201,7 +201,8 @@ class Step:
         if server is not None:
             values = server.clip_by_whole_norms(values)
         end = time_after(values)
-        self.add_exposed(end - ready)
+        assert self._exposed_s is not None
+        self._exposed_s.assign_add(end - ready)
         exchanger.times.record(first, ready, end)
         everybody = self.absence.record(presence.absent)
         kept = itertools.chain(*exchanger.states.variables)
@@ -238,15 +239,6 @@ class Step:
             order.
         """
         return self.plans.exchanger(list(variables), self._optimizer.inner_optimizer)
-
-    def add_exposed(self, seconds: tf.Tensor) -> None:
-        """Adds up communication that computation did not hide, as a part of a step.
-
-        Args:
-          seconds: Seconds for which the step has waited, a float64 scalar.
-        """
-        assert self._exposed_s is not None
-        self._exposed_s.assign_add(seconds)
 
     def _exchanges(self, variables: list[Any]) -> bool:
         """Returns whether there is anything to do.

@@ -33,7 +33,7 @@ class GlobalWeights:
     def __init__(self, variables: Sequence[Any]) -> None:
         self.variables: list[Any] = []
         self.copies: list[keras.Variable] = []
-        self.has_begun = False
+        self.has_begun = self._may_be_shown = False
         self._shown: list[tf.Tensor] = []
         with tf.init_scope(), tf.device("/CPU:0"):
             self._is_shown = tf.Variable(False, trainable=False, name="is_shown")
@@ -63,17 +63,17 @@ class GlobalWeights:
 
     def begin(self) -> None:
         """Makes the variables hold this rank's own weights, before a step."""
-        with tf.init_scope():
-            if not self.has_begun:
-                for copy, variable in zip(self.copies, self.variables, strict=True):
-                    copy.assign(tf.convert_to_tensor(variable))
-                self.has_begun = True
-            self.hide()
+        if not self.has_begun:
+            for copy, variable in zip(self.copies, self.variables, strict=True):
+                copy.assign(tf.convert_to_tensor(variable))
+            self.has_begun = True
+        self.hide()
 
     def show(self) -> bool:
         """Makes the variables hold the global weights; returns True if they did not."""
         if self.is_shown or not self.has_begun:
             return False
+        self._may_be_shown = True
         self._swap()
         self.note_assigned()
         return True
@@ -83,11 +83,13 @@ class GlobalWeights:
         if self.is_shown:
             self._shown = []
             self._swap()
+            self._may_be_shown = False
 
     @property
     def is_shown(self) -> bool:
         """True while the variables hold the global weights, and the copies this rank's own."""
-        return bool(self._is_shown.numpy())
+        # The variable is not read in each step: mostly it is known to be False.
+        return self._may_be_shown and bool(self._is_shown.numpy())
 
     @property
     def is_apart(self) -> bool:
@@ -108,7 +110,7 @@ class GlobalWeights:
 
     def restore(self, has_begun: bool) -> None:
         """Goes on from a checkpoint, which was saved while the global weights were shown."""
-        self.has_begun = has_begun
+        self.has_begun = self._may_be_shown = has_begun
         self._is_shown.assign(has_begun)
         self.note_assigned()
 
@@ -119,7 +121,7 @@ class GlobalWeights:
 
     def restart(self) -> None:
         """Takes the values of the variables for the global weights and for this rank's own."""
-        self.has_begun = False
+        self.has_begun = self._may_be_shown = False
         self._is_shown.assign(False)
         self._shown = []
 

@@ -122,8 +122,8 @@ class Synchronization:
                 return
         self._steps += steps
         if self._is_under_way:
-            self._flight = self._flight or self._launched(self._sent_before())
-            if self._flight.has_failed or self._steps >= self._schedule.delay:
+            has_failed = self._present_flight().has_failed
+            if has_failed or self._steps >= self._schedule.delay:
                 self._arrive()
         starts = self._schedule.start_after
         is_warming_up = starts > 0 and int(self._number.numpy()) < starts
@@ -190,7 +190,7 @@ class Synchronization:
         """Waits for the exchange that is under way, if any, and settles it."""
         if not self._is_under_way:
             return
-        flight = self._flight or self._launched(self._sent_before())
+        flight = self._present_flight()
         self._is_under_way, self._flight = False, None
         begin = time.perf_counter()
         self._settle(flight.sent, flight.found(), is_late=True)
@@ -204,6 +204,12 @@ class Synchronization:
             if timeout_s is None:
                 # Raises its error, if it has failed.
                 flight.found()
+
+    def _present_flight(self) -> Flight:
+        """Returns the exchange that is under way; a run that was resumed makes it once more."""
+        if self._flight is None:
+            self._flight = self._launched(self._sent_before())
+        return self._flight
 
     def _launched(self, sent: Sent) -> Flight:
         graph = self._graph("exchange")

@@ -8,9 +8,9 @@ too early.
 
 - `make_train_function`: the train step is made without XLA, which cannot compile what schemes do,
   and tells the optimizer how many samples a batch has, so that unequal batches are weighed right.
-- `fit`: output of one rank, and epochs that end on all ranks after the same step (`equal_steps`).
-- `fit`: `verbose="auto"` shows no progress bar where there is no terminal (`verbosity`).
-- `make_train_function`, `fit`: the hooks of optimizers (`hooks.FitHooks`) are called.
+- `fit`: output of one rank, without a progress bar where there is no terminal (`verbosity`), and
+  epochs that end on all ranks after the same step (`equal_steps`).
+- Both call the hooks of optimizers (`hooks.FitHooks`).
 
 `LossScaleOptimizer.apply` is the third: around one of these optimizers it averages gradients
 first.
@@ -128,7 +128,8 @@ def _without_xla(model: Any) -> Iterator[None]:
 
 def _call_step_hooks(model: keras.Model) -> None:
     """Makes the train function call the hooks of the model's optimizers around each execution."""
-    own, train, applied = session.of(model), model.train_function, -1
+    own, train = session.of(model), model.train_function
+    # All of them: an optimizer with such hooks that is found in its first step only is refused.
     hooks = own.hooks
     is_other = isinstance(train, SkipBatches | OutsideOfFit)
     if not _have_steps(hooks) or is_other or getattr(train, "_tfposeidon", False):
@@ -136,15 +137,11 @@ def _call_step_hooks(model: keras.Model) -> None:
 
     @functools.wraps(train)
     def train_function(iterator: Any) -> Any:
-        nonlocal hooks, applied
         before = own.steps_executed if own.counts_steps else 0
         for one in hooks:
             if one.begin_step is not None:
                 one.begin_step()
         logs = train(iterator)
-        if applied != len(own.applied):
-            # Some optimizers are found in their first step only.
-            hooks, applied = own.hooks, len(own.applied)
         steps = own.steps_executed - before if own.counts_steps else 1
         for one in hooks:
             if one.end_step is not None:
