@@ -411,10 +411,14 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     @property
     def exposed_s(self) -> float:
-        """Communication that computation did not hide, in seconds over all steps so far.
+        """Communication that computation did not hide, in seconds over all steps that were timed.
 
         It is the time between a step's last gradient and its last mean; on GPUs, where ops are
-        queued, only a hint.
+        queued, only a hint. Steps are timed in a `fit` with `keras_callbacks.Throughput`, while
+        `auto` may still change its plan, and after `optimizer.exchange.is_timed = True`.
+
+        Raises:
+          RuntimeError: If no steps are timed.
         """
         return self._exchange.exposed_s
 

@@ -150,6 +150,7 @@ def _exposed_s(delayed, backward_s):
     optimizer = tp.DistributedOptimizer(
         sgd(), scheme=[(delayed, Delayed()), (".*", "allreduce")], bucket_bytes=0
     )
+    optimizer.exchange.is_timed = True
     model.compile(optimizer=optimizer, loss="mse")
     batch = np.ones((4, 512), "float32")
     model.train_on_batch(batch, batch)

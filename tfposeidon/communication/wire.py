@@ -25,21 +25,18 @@ from tfposeidon.communication.topology import Group, Topology
 _MORE_THAN_A_CONSTANT = 256
 """Elements of a tensor that a function takes as an input; TensorFlow's bound is 128."""
 
-# Ends the names of all collectives that are called, or traced, within `numbered_names`.
+# Ends the names of all collectives that are called, or traced, within `names_ending_in`.
 _suffix = contextvars.ContextVar("suffix", default="")
 
 
 @contextlib.contextmanager
-def numbered_names(number: int) -> Iterator[None]:
-    """Gives collectives names of their own, within this context.
+def names_ending_in(suffix: str) -> Iterator[None]:
+    """Gives collectives names of their own, within this context, also within another one.
 
     It is for code that one graph calls several times. TensorFlow would make names unique by itself,
     but in other ways in branches and on ranks that are out of data.
-
-    Args:
-      number: Index of the call; 0 leaves names as they are.
     """
-    token = _suffix.set(f".{number}" if number else "")
+    token = _suffix.set(suffix + _suffix.get())
     try:
         yield
     finally:

@@ -18,22 +18,25 @@ from tfposeidon.communication.wire import (
     Wire,
     Zeros,
     exchange_objects,
-    numbered_names,
+    names_ending_in,
     opaque,
     zeros,
 )
 from tfposeidon.exchange import factor_exchange
 from tfposeidon.exchange.presence import (
     CallPresence,
+    ExpectedSamples,
     Presence,
     check_regularised,
     count_call,
     count_presence,
+    weight_of,
 )
 from tfposeidon.exchange.scheme_states import SchemeStates
 from tfposeidon.exchange.step_times import StepTimes
 from tfposeidon.exchange.variable_agreement import REMEDY, as_json, check_same_variables
 from tfposeidon.gradients.description import dense
+from tfposeidon.gradients.factors import Factors
 from tfposeidon.planning.plan import Bucket, Plan
 from tfposeidon.schemes.base import State, VectorScheme
 
@@ -97,6 +100,7 @@ class Exchanger:
         self.rows: tf.Variable = _rows(count) if other is None else other.rows
         self.own_rows: tf.Variable = _rows(count) if other is None else other.own_rows
         self.times: StepTimes = StepTimes() if other is None else other.times
+        self._expected: ExpectedSamples = ExpectedSamples() if other is None else other._expected
         self.states = SchemeStates(plan)
 
     def take_over(self, other: Exchanger) -> None:
@@ -169,27 +173,85 @@ class Exchanger:
         number = 0 if tf.executing_eagerly() else self._calls.get(graph, 0)
         self._calls[graph] = number + 1
         self.calls = max(self.calls, number + 1)
-        with numbered_names(number):
+        with names_ending_in(_number(number)):
             yield
 
     def presence(
-        self, gradients: Sequence[Any], sample_count: Any = None, has_batch: bool = True
+        self,
+        gradients: Sequence[Any],
+        count: Any,
+        has_batch: bool = True,
+        with_means: bool = False,
     ) -> Presence:
-        """Counts samples, ranks and gradients over the job, when the step starts.
-
-        Args:
-          gradients: Gradients of this rank; `None` where there is none.
-          sample_count: Number of samples behind the gradients, a scalar; `None` for equal weights.
-          has_batch: True if this rank has a batch, which may be one in which nothing counts.
-
-        Returns:
-          The participation of ranks in the step.
-        """
+        """Counts ranks and gradients over the job, and sums a count; see `count_presence`."""
         name, zero = f"{self.prefix}.samples", self._zeros["float32"]
-        presence = count_presence(gradients, sample_count, has_batch, self.wire, name, zero)
+        presence = count_presence(
+            count, gradients, has_batch, self.wire, name, zero, with_means=with_means
+        )
         with tf.device("/CPU:0"):
             check_regularised(self.plan, presence, self.wire.topology.size)
         return presence
+
+    def weighted_means(
+        self,
+        gradients: Sequence[Any],
+        count: Any,
+        rescale: tf.Tensor | None = None,
+        has_batch: bool = True,
+    ) -> tuple[Presence, list[Any], list[State]]:
+        """Exchanges all buckets, ranks weighing by their samples.
+
+        Args:
+          gradients: Gradients, one per variable: a tensor, `IndexedSlices`, `Factors` or `None`.
+          count: Number of samples behind the gradients, a scalar; `None` for equal weights.
+          rescale: Factor for what schemes have kept of earlier gradients; see `exchange`.
+          has_batch: True if this rank has a batch, which may be one in which nothing counts.
+
+        Returns:
+          The participation of ranks in the step; means and new states as `exchange` returns them.
+        """
+        if any(bucket.takes_factors or bucket.server for bucket in self.plan.buckets):
+            # Factors have their weight before they are sent, and servers their own exchanges.
+            return self._means_after_count(gradients, count, rescale, has_batch)
+        ranks, expected = float(self.wire.topology.size), self._expected
+        # After the first gradient: Horovod mostly carries it in one cycle with the first bucket,
+        # and a rank whose data have ended does not count.
+        first = [_any_tensor(gradient) for gradient in gradients if gradient is not None][-1:]
+        with tf.device("/CPU:0"), tf.control_dependencies(first):
+            zero = self._zeros["float32"].read_value()
+            count = tf.cast(1.0 if count is None else count, tf.float32) + zero
+            asks = expected.are_unknown.read_value()
+            total = tf.cond(asks, lambda: self._sum(count), expected.total.read_value)
+            is_as_expected = count * ranks == total
+            presence = self.presence(gradients, is_as_expected, has_batch, with_means=True)
+            weight = tf.where(asks, weight_of(count, total, self.wire.topology.size), 1.0)
+        sent = self.exchange(gradients, weight, rescale)
+        with tf.device("/CPU:0"):
+            were_equal, were_all = presence.total == ranks, presence.absent == 0.0
+            were_wrong = were_all & ~were_equal & ~asks
+            expected.update(total, were_equal, were_all)
+
+        def again() -> tuple[list[Any], list[State]]:
+            with names_ending_in(".again"):
+                weight = weight_of(count, self._sum(count), self.wire.topology.size)
+                return self.exchange(gradients, weight, rescale)
+
+        return presence, *tf.cond(were_wrong, again, lambda: sent)
+
+    def _means_after_count(
+        self, gradients: Sequence[Any], count: Any, rescale: tf.Tensor | None, has_batch: bool
+    ) -> tuple[Presence, list[Any], list[State]]:
+        presence = self.presence(gradients, 1.0 if count is None else count, has_batch)
+        weight = None
+        if count is not None and has_batch:
+            count = tf.cast(count, tf.float32)
+            weight = weight_of(count, presence.total, self.wire.topology.size)
+        return presence, *self.exchange(gradients, weight, rescale)
+
+    def _sum(self, count: tf.Tensor) -> tf.Tensor:
+        with tf.device("/CPU:0"):
+            name = f"{self.prefix}.all_samples"
+            return self.wire.all_reduce(count[tf.newaxis], self.wire.topology.world, name)[0]
 
     def join_call(self, count: Any, finite: Any, has_batch: bool = True) -> CallPresence:
         """Counts what a call weighs over the job, where gradients wait for an update.
@@ -329,7 +391,7 @@ class Exchanger:
         Returns:
           The same as `contribute_to_call`.
         """
-        with numbered_names(number):
+        with names_ending_in(_number(number)):
             return self.join_call(0.0, True, has_batch=False).absent
 
     @tf.function(autograph=False)
@@ -363,13 +425,12 @@ class Exchanger:
           The same as `contribute_nothing`.
         """
         nothing = [None] * len(self.plan.descriptions)
-        with numbered_names(number):
-            absent = self.presence(nothing, 0.0, has_batch=False).absent
-            # Zeros need no weight, and no rank keeps state of a step that somebody was absent from.
-            means, _ = self.exchange(nothing, None)
+        with names_ending_in(_number(number)):
+            # No rank keeps state of a step that somebody was absent from.
+            presence, means, _ = self.weighted_means(nothing, 0.0, has_batch=False)
             if afterwards is not None:
                 means = afterwards(means)
-        return absent, [tf.reduce_sum(mean) for mean in means]
+        return presence.absent, [tf.reduce_sum(mean) for mean in means]
 
     def _flatten(self, bucket: Bucket, gradients: Sequence[Any]) -> tf.Tensor:
         zero = self._zeros[bucket.dtype]
@@ -379,6 +440,16 @@ class Exchanger:
         # Gradients of linear losses are constants, on some ranks or on all: TensorFlow would fold
         # the collective.
         return opaque(vector, self._zeros["int32"])
+
+
+def _number(call: int) -> str:
+    return f".{call}" if call else ""
+
+
+def _any_tensor(gradient: Any) -> tf.Tensor:
+    if isinstance(gradient, Factors):
+        return gradient.left
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def _rows(buckets: int) -> tf.Variable:

@@ -1,4 +1,10 @@
-"""Counts of the samples, ranks and gradients of a step over the job."""
+"""Counts of the samples, ranks and gradients of a step over the job.
+
+Each rank weighs by its share of all samples, which it does not know before they are counted. To
+wait for that in each step takes as long as a small step itself. So ranks expect as many samples as
+in the step before, exchange by that, and count in the same cycle of Horovod's: only where a rank
+had another number, they exchange once more.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +18,17 @@ from tfposeidon.planning.plan import Plan
 
 
 class Presence(NamedTuple):
-    """Participation of ranks in a step; all but the weight is the same on every rank.
+    """Participation of ranks in a step, the same on every rank.
 
     Attributes:
-      weight: Share of this rank in all samples, times the number of ranks, a float32 scalar; `None`
-        for equal weights.
+      total: Sum over ranks of the number that was counted, a float32 scalar.
       absent: Number of ranks that had no batch left and contributed nothing, a float32 scalar.
       gradients: Number of ranks with a gradient, `[variables]` float32.
-      samples: Number of samples on all ranks, or of ranks for equal weights, a float32 scalar.
     """
 
-    weight: tf.Tensor | None
+    total: tf.Tensor
     absent: tf.Tensor
     gradients: tf.Tensor
-    samples: tf.Tensor
 
     @property
     def any_gradient(self) -> tf.Tensor:
@@ -33,42 +36,68 @@ class Presence(NamedTuple):
         return self.gradients > 0.0
 
 
+class ExpectedSamples:
+    """Samples that ranks expect of the next step: those of the last, if all had as many.
+
+    Attributes:
+      total: Samples of all ranks together, a float32 variable.
+      are_unknown: True if ranks had different numbers, or there was no step, a bool variable.
+    """
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self.total = tf.Variable(0.0, trainable=False, name="samples")
+            self.are_unknown = tf.Variable(True, trainable=False, name="samples_unknown")
+
+    def update(self, total: tf.Tensor, were_equal: tf.Tensor, were_all: tf.Tensor) -> None:
+        """Notes a step's samples, whether ranks had as many, and whether all had a batch."""
+        self.total.assign(tf.where(were_all, total, self.total))
+        are_unknown = tf.where(were_all, tf.logical_not(were_equal), self.are_unknown)
+        self.are_unknown.assign(are_unknown)
+
+
+def weight_of(count: tf.Tensor, total: tf.Tensor, ranks: int) -> tf.Tensor:
+    """Returns the weight of a rank with `count` of `total` samples, a float32 scalar."""
+    return tf.math.divide_no_nan(count * float(ranks), total)
+
+
 def count_presence(
+    number: Any,
     gradients: Sequence[Any],
-    sample_count: Any,
     has_batch: bool,
     wire: Wire,
     name: str,
     zero: tf.Variable,
+    with_means: bool = False,
 ) -> Presence:
-    """Counts samples, ranks and gradients with one small all-reduce, sent when the step starts.
+    """Counts ranks and gradients, and sums a number, with one small all-reduce.
 
     Args:
+      number: Number to sum over ranks, a scalar.
       gradients: Gradients of this rank; `None` where there is none.
-      sample_count: Number of samples behind the gradients, a scalar; `None` for equal weights.
       has_batch: True if this rank has a batch, which may be one in which nothing counts.
       wire: Collectives that join the ranks.
       name: Name of the all-reduce.
       zero: Float32 variable that holds 0.
+      with_means: True to be carried together with means of gradients; `number` is 0 or 1.
 
     Returns:
-      The participation of ranks in the step; its weight is `None` for equal weights.
+      The participation of ranks in the step.
     """
-    # On the CPU: a GPU would have to be waited for before anybody can branch on the weight.
+    # On the CPU: a GPU would have to be waited for before anybody can branch on it.
     with tf.device("/CPU:0"):
         # A static batch size is a constant, which must not reach a collective.
         unknown = zero.read_value()
-        count = tf.cast(1.0 if sample_count is None else sample_count, tf.float32) + unknown
         has_gradient = [float(has_batch and gradient is not None) for gradient in gradients]
         flags = tf.constant([float(has_batch), *has_gradient]) + unknown
-        mine = tf.concat([count[tf.newaxis], flags], 0)
-        total = wire.all_reduce(mine, wire.topology.world, name)
-        samples, present, with_gradient = total[0], total[1], total[2:]
-        ranks = tf.cast(wire.topology.size, tf.float32)
-        weight = None
-        if sample_count is not None:
-            weight = tf.math.divide_no_nan(count * ranks, samples)
-        return Presence(weight, ranks - present, with_gradient, samples)
+        mine = tf.concat([(tf.cast(number, tf.float32) + unknown)[tf.newaxis], flags], 0)
+        ranks, world = float(wire.topology.size), wire.topology.world
+        if with_means:
+            # Horovod fuses all-reduces of one scale only.
+            found = tf.round(ranks * wire.all_reduce(mine, world, name, scale=1.0 / ranks))
+        else:
+            found = wire.all_reduce(mine, world, name)
+        return Presence(found[0], ranks - found[1], found[2:])
 
 
 class CallPresence(NamedTuple):

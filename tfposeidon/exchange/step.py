@@ -48,8 +48,8 @@ class Server(Protocol):
 class Step:
     """Exchanges gradients in each step of one `DistributedOptimizer`.
 
-    It makes ranks agree when a step is traced, finds factors, counts samples, exchanges, and
-    measures how long the step waited. Training loops and callbacks reach it as
+    It makes ranks agree when a step is traced, finds factors, counts samples, exchanges, and where
+    it is asked measures how long the step waited. Training loops and callbacks reach it as
     `optimizer.exchange`.
 
     Args:
@@ -66,11 +66,13 @@ class Step:
       plans: Plans that its steps follow.
       absence: Ranks that are out of data, if the training loop watches for them.
       batch: Count of the batch that the training loop trains on.
+      is_timed: True if steps that are traced from now on measure `exposed_s`.
 
     Example:
       >>> import keras, tensorflow as tf, tfposeidon as tp
       >>> weight = keras.Variable([1.0, 2.0])
       >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.5))
+      >>> optimizer.exchange.is_timed = True
       >>> x, y = tf.zeros([8, 2]), tf.zeros([8])
       >>> with optimizer.exchange.batch.counting((x, y)):  # this rank weighs by its samples
       ...     optimizer.apply([tf.ones([2])], [weight])
@@ -92,6 +94,7 @@ class Step:
         self.absence = Absence()
         self.batch = BatchCount(sample_count)
         self._exposed_s: tf.Variable | None = None
+        self.is_timed = False
 
     def build(self) -> None:
         """Makes the variables in which steps leave what they have measured.
@@ -189,21 +192,15 @@ class Step:
                 rows if server is None else server.clip_by_whole_norms(server.own_parts(rows))
             )
         exchanger = self.exchanger(variables)
-        presence = exchanger.presence(gradients, count)
         sent = factor_agreement.convert_to_factors(gradients, exchanger.plan)
-        # What passes between the last gradient and the last mean is communication that nothing
-        # hides.
-        first, ready = _time_after_first(sent), time_after(sent)
         rate = self._rate(variables)
-        values, states = exchanger.exchange(
-            sent, presence.weight, None if rate is None else rate.rescale
+        presence, values, states = exchanger.weighted_means(
+            sent, count, None if rate is None else rate.rescale
         )
         if server is not None:
             values = server.clip_by_whole_norms(values)
-        end = time_after(values)
-        assert self._exposed_s is not None
-        self._exposed_s.assign_add(end - ready)
-        exchanger.times.record(first, ready, end)
+        if self._times_steps:
+            self._time(exchanger, sent, values)
         everybody = self.absence.record(presence.absent)
         kept = itertools.chain(*exchanger.states.variables)
         state = list(zip(kept, itertools.chain(*states), strict=True))
@@ -227,6 +224,15 @@ class Step:
             moves=True if rate is None else rate.now > 0.0,
             state=tuple(state),
         )
+
+    def _time(self, exchanger: Exchanger, gradients: list[Any], means: list[Any]) -> None:
+        # What passes between the last gradient and the last mean is communication that nothing
+        # hides.
+        first, ready = _time_after_first(gradients), time_after(gradients)
+        end = time_after(means)
+        assert self._exposed_s is not None
+        self._exposed_s.assign_add(end - ready)
+        exchanger.times.record(first, ready, end)
 
     def exchanger(self, variables: Sequence[Any]) -> Exchanger:
         """Returns the exchanger of `variables`, with the variables that it needs.
@@ -284,8 +290,22 @@ class Step:
 
     @property
     def exposed_s(self) -> float:
-        """Communication that computation did not hide, in seconds over all steps so far."""
+        """Communication that computation did not hide, in seconds over all steps that were timed.
+
+        Raises:
+          RuntimeError: If no steps are timed.
+        """
+        if not self._times_steps:
+            raise RuntimeError(
+                "Steps are timed where somebody asks for it. Received: an optimizer whose steps "
+                "are not. Give fit keras_callbacks.Throughput(), or set "
+                "optimizer.exchange.is_timed = True before the first step."
+            )
         return 0.0 if self._exposed_s is None else float(self._exposed_s.numpy())
+
+    @property
+    def _times_steps(self) -> bool:
+        return self.is_timed or self.plans.planner.leaves_open
 
     def flush(self) -> bool:
         """Makes all steps from now on send everything, what schemes have kept included.

@@ -46,7 +46,7 @@ class Node:
     def __init__(
         self, optimizer: Any, rounds: Step, bucket_bytes: int, sample_count: SampleCount | None
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._rounds = optimizer, rounds
         self.exchange = Step(
             optimizer,
             policies.parse("allreduce"),
@@ -68,6 +68,7 @@ class Node:
           count: Number of samples behind the gradients, a scalar; `None` for equal weights.
         """
         updater = self._optimizer.updater
+        self.exchange.is_timed = self._rounds.is_timed
         with self.exchange.call(grads, variables, count) as sent:
             means = self.exchange.means(sent, variables, count)
             means.update(lambda found: updater.apply(found, variables))

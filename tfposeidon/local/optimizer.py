@@ -375,7 +375,8 @@ class LocalUpdates(OptimizerWrapper):
     def exposed_s(self) -> float:
         """Communication that computation did not hide, in seconds over all steps so far."""
         own = 0.0 if self._synchronization is None else self._synchronization.exposed_s
-        return own + (0.0 if self._node is None else self._node.exchange.exposed_s)
+        node = self._node
+        return own + (node.exchange.exposed_s if node and node.exchange.is_timed else 0.0)
 
     @override
     def change_scheme(self, scheme: Any) -> None:

@@ -21,9 +21,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
-from tfposeidon.communication.wire import numbered_names
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.one_vector import joined, parted
+from tfposeidon.exchange.presence import weight_of
 from tfposeidon.exchange.step import Step
 from tfposeidon.local.flight import Flight, Found, Sent
 from tfposeidon.local.global_weights import GlobalWeights, either, is_finite
@@ -277,16 +277,14 @@ class Synchronization:
 
     def _exchanged(self, sent: Sent, has_data: bool) -> Found:
         exchanger = self.exchanger
-        # In each graph the same names, which the graphs of other ranks have.
-        with numbered_names(0):
-            presence = exchanger.presence(sent.differences, sent.count, has_data)
-            assert presence.weight is not None
-            statistics = self._mean_statistics(exchanger, sent.statistics, presence.weight)
-            means, states = self._mean_differences(exchanger, sent.differences, presence.weight)
-        counts = tf.logical_and(_all_finite(means), presence.samples > 0.0)
+        presence = exchanger.presence(sent.differences, sent.count, has_data)
+        weight = weight_of(sent.count, presence.total, exchanger.wire.topology.size)
+        statistics = self._mean_statistics(exchanger, sent.statistics, weight)
+        means, states = self._mean_differences(exchanger, sent.differences, weight)
+        counts = tf.logical_and(_all_finite(means), presence.total > 0.0)
         # Means of bfloat16 come in float32.
         means = [tf.cast(m, like.dtype) for m, like in zip(means, sent.differences, strict=True)]
-        return Found(means, statistics, states, presence.samples, counts, presence.absent)
+        return Found(means, statistics, states, presence.total, counts, presence.absent)
 
     def _mean_differences(
         self, exchanger: Exchanger, differences: list[tf.Tensor], weight: tf.Tensor
