@@ -1,9 +1,10 @@
-"""Measures memory of optimizers whose state lies whole on every rank, or in shards on the servers.
+"""Measures memory of optimizers whose state lies whole on every rank, or in shards.
 
     python -m benchmarks.memory      # momentum, Adam and AdamW on 2 and 4 ranks; 5 minutes
 
-Each line is a job of its own that makes three updates of one variable of 33.6 M values with the
-store, `ShardedServer(update="worker")` or `"server"`. An interrupted run goes on.
+Each line is a job of its own that makes three updates of one variable of 33.6 M values by "ps",
+with `DistributedOptimizer` ("worker" updates) or `ShardedOptimizer` ("server"). An interrupted run
+goes on.
 """
 
 import itertools
@@ -93,7 +94,7 @@ OPTIMIZER_NAMES = {"momentum": "SGD, momentum", "adam": "Adam", "adamw": "AdamW"
 def plot(cells, path):
     """Saves a panel for each layout, with resident memory as bars and slots as marks on them."""
     (elements,) = {cell.get("task", {}).get("elements", ELEMENTS) for cell in cells.values()}
-    labels = {update: f'resident, ShardedServer(update="{update}")' for update in UPDATES}
+    labels = {"worker": "resident, DistributedOptimizer", "server": "resident, ShardedOptimizer"}
     found = {}
     for (layout, *about), slots, resident in rows(cells):
         found.setdefault(layout, []).append((*about, slots / 1e6, resident / 1e6))

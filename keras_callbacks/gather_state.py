@@ -1,4 +1,4 @@
-"""Brings state that servers keep together on the rank that saves."""
+"""Brings state that ranks keep in parts together on the rank that saves."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tfposeidon.training.entries import optimizers
 class GatherState(keras.callbacks.Callback):
     """Gathers the optimizer state on one rank after each epoch, for callbacks that save there.
 
-    `ShardedServer(update="server")` keeps it in parts on all ranks. With this callback,
+    `tfposeidon.ShardedOptimizer` keeps it in parts on all ranks. With this callback,
     `keras.callbacks.ModelCheckpoint` on that rank writes an ordinary file. All ranks need this
-    callback, as each sends its part, and need it before the callback that saves. With other schemes
-    it does nothing, and `keras_callbacks.Checkpoint` does not need it.
+    callback, as each sends its part, and need it before the callback that saves. With other
+    optimizers it does nothing, and `keras_callbacks.Checkpoint` does not need it.
 
     Args:
       rank: Rank that saves; the same on every rank.
@@ -37,7 +37,7 @@ class GatherState(keras.callbacks.Callback):
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         for optimizer in optimizers(self.model):
-            # Keras's own optimizers keep nothing at servers.
+            # Others keep the whole of it on each rank.
             gather = getattr(optimizer, "gather_state", None)
             if gather is not None:
                 gather(self.rank)

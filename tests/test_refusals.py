@@ -65,10 +65,6 @@ from tfposeidon import schemes
         (lambda: tp.LocalUpdates(SGD(), scheme="auto"), "can carry differences.*scheme=Auto"),
         (lambda: tp.LocalUpdates(SGD(), scheme="sfb"), "differences of weights have no factors"),
         (
-            lambda: tp.LocalUpdates(SGD(), scheme=schemes.ShardedServer(update="server")),
-            "servers would update the weights",
-        ),
-        (
             lambda: tp.LocalUpdates(SGD(), scheme=schemes.HierarchicalTopK(momentum=0.9)),
             "differences of weights have no velocity",
         ),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tfposeidon.exchange.parallel_operator import parallel_tensor_operator
     from tfposeidon.local.optimizer import LocalUpdates
     from tfposeidon.optimizer import DistributedOptimizer
+    from tfposeidon.sharded.optimizer import ShardedOptimizer
     from tfposeidon.wrapper import unwrap
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "Links",
     "LocalUpdates",
     "Rates",
+    "ShardedOptimizer",
     "all_gather",
     "all_reduce",
     "barrier",
@@ -54,6 +56,7 @@ _HOME = {
     "DistributedOptimizer": "optimizer",
     "ElasticAveraging": "elastic_averaging.optimizer",
     "LocalUpdates": "local.optimizer",
+    "ShardedOptimizer": "sharded.optimizer",
     "all_gather": "collectives",
     "all_reduce": "collectives",
     "barrier": "collectives",

@@ -13,19 +13,17 @@ from typing_extensions import override
 from tfposeidon import arguments, policies, sample_counts
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import layer_norms
-from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.exchanger import Afterwards, Exchanger
 from tfposeidon.exchange.joining import JoinHook, join_hooks, join_with_zeros
+from tfposeidon.exchange.means import Means
 from tfposeidon.gradients.accumulation import Accumulation, Call
 from tfposeidon.gradients.description import describe
 from tfposeidon.optimizers.wrapping import (
     accumulated_steps,
-    innermost,
     leaves,
     step_counter,
 )
-from tfposeidon.planning import rules
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
-from tfposeidon.server.shards import ServerShards
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training.hooks import FitHooks
 from tfposeidon.wrapper import OptimizerWrapper
@@ -103,9 +101,8 @@ class DistributedOptimizer(OptimizerWrapper):
         if gradient_accumulation_steps and not accumulated_steps(inner_optimizer):
             _accumulate_inside(inner_optimizer, gradient_accumulation_steps)
         self.gradient_accumulation_steps = accumulated_steps(inner_optimizer)
-        rules.check_server_update(policy, inner_optimizer)
         self._accumulation: Accumulation | None = None
-        self._shards: ServerShards | None = None
+        self._afterwards: Afterwards | None = None
 
     # ------------------------------------------------------------------ state
 
@@ -117,8 +114,7 @@ class DistributedOptimizer(OptimizerWrapper):
           variables: The trainable variables.
 
         Raises:
-          ValueError: If a variable is not floating point, or, where servers update, if the inner
-            optimizer is built already.
+          ValueError: If a variable is not floating point.
         """
         # Keras gives none when it loads an .h5 file.
         if self.built or not variables:
@@ -126,15 +122,15 @@ class DistributedOptimizer(OptimizerWrapper):
         for variable in variables:
             # Refuses what cannot be trained before any state is made.
             describe(variable)
-        self._shards = self._server_shards(variables)
-        if self._shards is not None:
-            self._shards.build(self.inner_optimizer)
-        elif not self.inner_optimizer.built:
-            self.inner_optimizer.build(variables)
+        self._build_inner(variables)
         if self.gradient_accumulation_steps:
             self._check_accumulates_inside()
             self._accumulation = Accumulation(self, variables, self.gradient_accumulation_steps)
         self._adopt(variables)
+
+    def _build_inner(self, variables: Sequence[Any]) -> None:
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(variables)
 
     def _check_accumulates_inside(self) -> None:
         steps, inner = self.gradient_accumulation_steps, self.inner_optimizer
@@ -145,19 +141,13 @@ class DistributedOptimizer(OptimizerWrapper):
                 f"gradient_accumulation_steps={steps}, and an optimizer inside that was made later "
                 "without. Give gradient_accumulation_steps to its constructor."
             )
-        if self._shards is not None and innermost(self).ema_overwrite_frequency:
-            raise ValueError(
-                'With update="server" and accumulation averages of weights take their place at the '
-                "end of fit only. Received: ema_overwrite_frequency. Leave it out, or use "
-                'update="worker".'
-            )
 
     @property
     @override
     def variables(self) -> list[Any]:
-        """Variables of the inner optimizer that are equal on all ranks: all but servers' state."""
-        variables = self.inner_optimizer.variables
-        return variables if self._shards is None else self._shards.without_slots(variables)
+        """Variables of the inner optimizer, which are equal on all ranks."""
+        variables: list[Any] = self.inner_optimizer.variables
+        return variables
 
     @override
     def get_config(self) -> dict[str, Any]:
@@ -175,7 +165,6 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @override
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
-        rules.check_all_variables(variables, self._trainable_variables, self._shards is not None)
         with self._exchange.call(grads, variables, count) as sent:
             if self._accumulation is None:
                 self._update(variables, sent, count)
@@ -223,77 +212,45 @@ class DistributedOptimizer(OptimizerWrapper):
         accumulation.add(indices, grads, call, update, wait)
 
     def _apply_to_all(self, variables: list[Any], value: Any) -> None:
-        targets = variables if self._shards is None else self._shards.refreshed()
-        grads = [tf.fill(tuple(v.shape), tf.cast(value, v.dtype)) for v in targets]
-        self.updater.apply(grads, targets)
+        grads = [tf.fill(tuple(v.shape), tf.cast(value, v.dtype)) for v in variables]
+        self.updater.apply(grads, variables)
 
     def _update(
         self, variables: list[Any], grads: list[Any], count: Any, factor: Any = None
     ) -> None:
-        if self._shards is not None:
-            self._shards.use(self.updater)
-        means = self._exchange.means(grads, variables, count, self._shards)
+        means = self._means(grads, variables, count)
         if factor is not None:
             means = means.times(factor, variables)
         with layer_norms.override_norms(
             self.inner_optimizer, self._exchange.plans.norms(variables)
         ):
-            if self._shards is None:
-                means.update(lambda found: self.updater.apply(found, variables))
-            else:
-                self._shards.apply(means)
+            self._apply(means, variables)
         # Last, as a step that is skipped must leave it as it was: the means tell whether one is.
         means.keep_state()
 
-    @override
-    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Ends `fit` as the inner optimizer does: `use_ema` turns variables into their averages.
+    def _means(self, grads: list[Any], variables: list[Any], count: Any) -> Means:
+        """Exchanges gradients; the values are what the inner optimizer takes."""
+        return self._exchange.means(grads, variables, count)
 
-        Args:
-          var_list: The trainable variables.
-        """
-        if self._shards is None or not innermost(self).use_ema:
-            self.inner_optimizer.finalize_variable_values(var_list)
-            return
-        self._shards.finalize()
-
-    def gather_state(self, rank: int = 0) -> None:
-        """Brings the optimizer's whole state to one rank.
-
-        That rank can then save the model, until the next step. All ranks call it together. Only
-        `ShardedServer(update="server")` needs it; with other schemes it does nothing. It takes the
-        memory of the whole state on that rank's host.
-
-        Args:
-          rank: Rank that gets the state (default 0).
-        """
-        if self._shards is not None:
-            self._shards.gather_state(rank)
-
-    def scatter_state(self, rank: int = 0) -> None:
-        """Gives every server its part of the state, after a model was loaded on one rank alone.
-
-        All ranks call it together, before the next step; `keras_callbacks.BroadcastVariables` does.
-
-        Args:
-          rank: The rank that has loaded the model (default 0).
-        """
-        if self._shards is not None:
-            self._shards.scatter_state(rank)
+    def _apply(self, means: Means, variables: list[Any]) -> None:
+        """Updates the variables by the means of all ranks."""
+        means.update(lambda found: self.updater.apply(found, variables))
 
     @override
     def join_hooks(self) -> list[JoinHook]:
-        if self._accumulation is None:
-            return super().join_hooks()
-        return join_hooks(self._exchange, self._join)
+        join = self._join_exchange if self._accumulation is None else self._join_call
+        return join_hooks(self._exchange, join)
 
-    def _join(self, exchanger: Exchanger, call: int, eagerly: bool) -> bool:
+    def _join_exchange(self, exchanger: Exchanger, call: int, eagerly: bool) -> bool:
+        return join_with_zeros(exchanger, call, eagerly, self._afterwards)
+
+    def _join_call(self, exchanger: Exchanger, call: int, eagerly: bool) -> bool:
         """Joins a call whose gradients may wait for an update."""
         tell = exchanger.contribute_to_call_eagerly if eagerly else exchanger.contribute_to_call
         have_all_ended = int(tell(call)) == exchanger.wire.topology.size
         # As the others have found before their call, which does not count.
         if not have_all_ended and self._is_due().numpy():
-            join_with_zeros(exchanger, call, eagerly)
+            self._join_exchange(exchanger, call, eagerly)
         return have_all_ended
 
     def _is_due(self) -> tf.Tensor:
@@ -335,15 +292,7 @@ class DistributedOptimizer(OptimizerWrapper):
             if self._accumulation
             else []
         )
-        served = self._shards.rank_state if self._shards else ()
-        return [*accumulated, *self._exchange.plans.rank_state(), *served]
-
-    def _server_shards(self, variables: Sequence[Any]) -> ServerShards | None:
-        if not self.policy.updates_at_servers:
-            return None
-        # Unbuilt, so that it builds its state for this rank's part and never for whole variables.
-        rules.check_not_built(self.inner_optimizer)
-        return ServerShards(self._exchange.exchanger(variables), variables)
+        return [*accumulated, *self._exchange.plans.rank_state()]
 
 
 def _accumulate_inside(optimizer: Any, steps: int) -> None:

@@ -34,9 +34,8 @@ def main():
     tp.init()
     (name,) = task.systems
     weight = keras.Variable(np.zeros(task.elements, "float32"), name="weight")
-    optimizer = tp.DistributedOptimizer(
-        OPTIMIZERS[name](), scheme=tp.schemes.ShardedServer(update=task.update)
-    )
+    kind = tp.ShardedOptimizer if task.update == "server" else tp.DistributedOptimizer
+    optimizer = kind(OPTIMIZERS[name](), "ps")
 
     @tf.function
     def step(x):

@@ -241,19 +241,6 @@ def test_loops_of_ones_own(wire):
     assert not optimizer.plan.forecasts[0].knows_computation
 
 
-def test_beside_servers_it_needs_given_links(wire):
-    served = tp.schemes.ShardedServer(update="server", pair_bytes=256)
-    rules = [("kernel", served), (".", "auto")]
-    for found in (None, given(wire, "1gbit")):
-        model, data = small()
-        optimizer = tp.DistributedOptimizer(sgd(), scheme=rules)
-        with links(found):
-            train_together(model, data, optimizer, wire)
-            assert runtime.links() is found, "nothing may be measured after the cut"
-        assert bool(optimizer.plan.forecasts) == (found is not None)
-        assert ("the links are not known" in str(optimizer.plan)) == (found is None)
-
-
 def test_ranks_must_be_given_the_same_links(wire):
     rate = "1gbit" if wire.topology.rank == 0 else "2gbit"
     model, data = small()

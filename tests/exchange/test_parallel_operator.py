@@ -55,25 +55,3 @@ def test_norms_in_parallel_are_those_of_one_rank_bit_by_bit(ranks):
         np.testing.assert_array_equal(found, expected)
     # Two numbers a layer reach each other rank, and nothing else does.
     assert sum(cluster.sent.values()) == 4 * 2 * len(TENSORS) * (ranks - 1)
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e25, 1e-25])
-def test_norms_of_parts_are_those_of_the_whole(scale):
-    ranks = 3
-    whole = [scale * TENSORS[0].reshape(-1), scale * TENSORS[4]]
-    expected = [np.linalg.norm(t.astype("float64")) for t in whole]
-
-    def run(wire):
-        mine = np.array_split(whole[0], ranks)[wire.topology.rank]
-        variables, rows = (
-            ["in parts", "whole"],
-            [[tf.constant(mine)] * 2, [tf.constant(whole[1])] * 2],
-        )
-        return layer_norms.sharded_norms(wire, lambda variable: variable == "in parts", "squares")(
-            variables, rows
-        )
-
-    results = Cluster(Topology.regular(0, ranks, ranks).nodes).run(run)
-    for found in results:
-        np.testing.assert_array_equal(found, results[0])
-        np.testing.assert_allclose(found, np.transpose([expected] * 2), rtol=1e-6)

@@ -11,11 +11,12 @@ import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.checks import Raises
 from tests.helpers.models import same_on_all_ranks
+from tests.helpers.training import SERVED, distributed
 
 pytestmark = pytest.mark.ranks("2")
 
 SHAPE = (4, 3)
-SCHEMES = ("allreduce", "2dtar", "hybcomm", tp.schemes.ShardedServer(update="server"))
+SCHEMES = ("allreduce", "2dtar", "hybcomm", SERVED)
 
 
 class _Trained:
@@ -50,7 +51,7 @@ def _check_like_one_process(wire, scheme, presence):
     """Compares with one process; `presence(step, rank)` says which gradients a rank has."""
     make = lambda: keras.optimizers.AdamW(0.1, weight_decay=0.05)  # noqa: E731
     ours, alone = (
-        _Trained(tp.DistributedOptimizer(make(), scheme), "ours"),
+        _Trained(distributed(make(), scheme), "ours"),
         _Trained(make(), "alone", is_eager=True),
     )
     ranks = range(wire.topology.size)
@@ -108,7 +109,7 @@ def test_what_a_sparse_scheme_kept_still_arrives(wire):
     """A residual is sent even when its variable has no gradient any more; none of it is lost."""
     shape = (64, 32)
     scheme = tp.schemes.TopKAllGather(density=0.1, min_elements=0)
-    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1.0), scheme)
+    optimizer = distributed(keras.optimizers.SGD(1.0), scheme)
     variables = [
         keras.Variable(np.ones(shape, "float32"), name=f"kept_{place}") for place in range(2)
     ]

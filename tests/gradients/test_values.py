@@ -9,7 +9,7 @@ import tfposeidon as tp
 from tests import contract
 from tests.helpers import models
 from tests.helpers.models import same_on_all_ranks
-from tests.helpers.training import BATCH, SERVED, sgd, train_alone, train_together
+from tests.helpers.training import BATCH, SERVED, distributed, sgd, train_alone, train_together
 
 pytestmark = pytest.mark.ranks("2")
 
@@ -47,13 +47,13 @@ def _check(optimizer, wire, steps_of_update=1):
 
 def test_the_largest_of_all_ranks_by_every_scheme(wire):
     for scheme in (*contract.OF_EACH_CLASS, SERVED, "hybcomm"):
-        _check(tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme), wire)
+        _check(distributed(keras.optimizers.SGD(0.1), scheme), wire)
 
 
 def test_the_largest_of_all_calls_of_an_update(wire):
     for scheme in ("allreduce", SERVED):
         inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
-        _check(tp.DistributedOptimizer(inner, scheme), wire, 2)
+        _check(distributed(inner, scheme), wire, 2)
 
 
 def test_the_centre_has_the_largest_of_all_ranks(wire):

@@ -4,10 +4,9 @@ import tempfile
 
 import keras
 
-import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.over_ranks import exchange_objects
-from tests.helpers.training import sgd
+from tests.helpers.training import distributed, sgd
 
 SGD = keras.optimizers.SGD
 
@@ -27,9 +26,7 @@ def noisy():
 
 def compiled(build=models.mlp, optimizer=None, scheme="auto", **options):
     model = build()
-    model.compile(
-        optimizer=tp.DistributedOptimizer(optimizer or sgd(), scheme), loss=models.LOSS, **options
-    )
+    model.compile(optimizer=distributed(optimizer or sgd(), scheme), loss=models.LOSS, **options)
     return model
 
 

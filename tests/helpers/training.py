@@ -10,8 +10,14 @@ from tests.helpers.over_ranks import on_one_rank
 
 STEPS = 10
 BATCH = 12
-# Pairs so small that every rank serves a part of most variables.
-SERVED = tp.schemes.ShardedServer(update="server", pair_bytes=256)
+SERVED = tp.schemes.ShardedServer(pair_bytes=256)
+"""Stands for a `ShardedOptimizer`, see `distributed`."""
+
+
+def distributed(inner, scheme="auto", **options):
+    """Returns a `DistributedOptimizer`, or for `SERVED` a `ShardedOptimizer`."""
+    kind = tp.ShardedOptimizer if scheme is SERVED else tp.DistributedOptimizer
+    return kind(inner, scheme, **options)
 
 
 def train_alone(model, data, optimizer, **fit):

@@ -2,15 +2,14 @@
 
 import tensorflow as tf
 
-import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.models import same_on_all_ranks
-from tests.helpers.training import sgd
+from tests.helpers.training import distributed, sgd
 
 
 def compiled_for_lengths(scheme="asa", inner=None, around=lambda optimizer: optimizer, **options):
     model = models.mlp()
-    optimizer = around(tp.DistributedOptimizer(inner or sgd(), scheme=scheme))
+    optimizer = around(distributed(inner or sgd(), scheme=scheme))
     model.compile(optimizer=optimizer, loss=models.LOSS, **options)
     return model, optimizer
 

@@ -29,7 +29,9 @@ def ancestors(op):
 def bucket_of(op, graph):
     """The bucket that an op exchanges: itself, or in a branch."""
     if op.type.startswith("Horovod"):
-        return op.name.split(".")[1] if "bucket" in op.name else None
+        # What is exchanged again, where samples were others than expected, comes after all.
+        is_first = "bucket" in op.name and ".again" not in op.name
+        return op.name.split(".")[1] if is_first else None
     if op.type not in ("If", "StatelessIf"):
         return None
     branch = graph._get_function(op.get_attr("then_branch").name).graph

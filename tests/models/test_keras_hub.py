@@ -19,7 +19,7 @@ from tests.helpers.hub import (
     text_model,
 )
 from tests.helpers.models import same_on_all_ranks
-from tests.helpers.training import BATCH, SERVED, adam, check_equal, sgd, train_alone
+from tests.helpers.training import BATCH, SERVED, adam, check_equal, distributed, sgd, train_alone
 
 keras_hub = pytest.importorskip("keras_hub")
 
@@ -61,9 +61,7 @@ def _check(wire, build, data, make_optimizer, schemes):
     )
     for scheme in schemes:
         model = models.copy(build, start)
-        model.compile(
-            optimizer=tp.DistributedOptimizer(make_optimizer(), scheme=scheme), loss=models.LOSS
-        )
+        model.compile(optimizer=distributed(make_optimizer(), scheme=scheme), loss=models.LOSS)
         model.fit(mine, shuffle=False, verbose=0)
         same_on_all_ranks(
             [*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)], wire

@@ -15,7 +15,7 @@ OPTIMIZERS = {
     "sparse": lambda: tp.DistributedOptimizer(
         keras.optimizers.SGD(momentum=0.9), tp.schemes.TopKAllGather(min_elements=0)
     ),
-    "served": lambda: tp.DistributedOptimizer(Adam(), tp.schemes.ShardedServer(update="server")),
+    "served": lambda: tp.ShardedOptimizer(Adam()),
     "local": lambda: tp.LocalUpdates(Adam(), 2, "outer"),
 }
 

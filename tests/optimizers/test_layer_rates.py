@@ -11,7 +11,14 @@ import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.checks import Raises
 from tests.helpers.models import same_on_all_ranks
-from tests.helpers.training import BATCH, SERVED, check_equal, train_alone, train_together
+from tests.helpers.training import (
+    BATCH,
+    SERVED,
+    check_equal,
+    distributed,
+    train_alone,
+    train_together,
+)
 from tfposeidon.optimizers import LAMB, LARS
 from tfposeidon.optimizers.layer_wise import local_norms
 
@@ -37,7 +44,7 @@ def _compare(wire, make_optimizer, ways, build=models.mlp):
     start = build()
     reference = train_alone(models.copy(build, start), data, make_optimizer())
     for scheme, parallel in ways:
-        optimizer = tp.DistributedOptimizer(make_optimizer(parallel=parallel), scheme=scheme)
+        optimizer = distributed(make_optimizer(parallel=parallel), scheme=scheme)
         weights = train_together(models.copy(build, start), data, optimizer, wire)
         check_equal(weights, reference)
         same_on_all_ranks(weights, wire)
@@ -95,7 +102,7 @@ def test_mixed_precision_with_an_overflow(wire):
     for scheme, parallel in (("asa", True), (SERVED, "auto")):
         model = models.mlp()
         model.compile(
-            optimizer=tp.DistributedOptimizer(lars(parallel=parallel), scheme=scheme),
+            optimizer=distributed(lars(parallel=parallel), scheme=scheme),
             loss=models.LOSS,
         )
         before = model.get_weights()
@@ -187,7 +194,7 @@ def test_the_plan_says_who_takes_norms(wire):
             "norms of layers: of the servers' parts, their squares are summed over the ranks",
         ),
     ):
-        optimizer = tp.DistributedOptimizer(lars(parallel=parallel), scheme=scheme)
+        optimizer = distributed(lars(parallel=parallel), scheme=scheme)
         with mock.patch.object(wire, "all_gather", wraps=wire.all_gather) as spy:
             train_together(models.mlp(), models.mlp.data(BATCH), optimizer, wire)
         gathered = any("norms_of_layers" in str(call) for call in spy.call_args_list)

@@ -15,7 +15,15 @@ from tests.helpers import models
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects
 from tests.helpers.several_optimizers import gan_data, make_gan
-from tests.helpers.training import BATCH, SERVED, check_equal, sgd, train_alone, train_together
+from tests.helpers.training import (
+    BATCH,
+    SERVED,
+    check_equal,
+    distributed,
+    sgd,
+    train_alone,
+    train_together,
+)
 
 pytestmark = pytest.mark.ranks("2")
 
@@ -38,7 +46,7 @@ def _compare(
         models.copy(build, start), data, make_optimizer(), **(reference_fit or {})
     )
     for scheme in schemes:
-        optimizer = tp.DistributedOptimizer(make_optimizer(), scheme=scheme)
+        optimizer = distributed(make_optimizer(), scheme=scheme)
         weights = train_together(models.copy(build, start), data, optimizer, wire, compile, **fit)
         check_equal(weights, reference)
         same_on_all_ranks([*weights, *(v.numpy() for v in optimizer.variables)], wire)
@@ -84,7 +92,7 @@ def test_fit_traces_the_step_once(wire):
         (accumulating, "allreduce"),
     ):
         model = models.mlp()
-        optimizer = tp.DistributedOptimizer(inner, scheme=scheme)
+        optimizer = distributed(inner, scheme=scheme)
         model.compile(optimizer=optimizer, loss=models.LOSS, metrics=["accuracy"])
         traces = _counted(model)
         for _ in range(2):
@@ -144,7 +152,7 @@ def test_mixed_precision_overflow_of_what_servers_update(wire):
 
 def _check_overflow(wire, scheme):
     model = models.mlp()
-    optimizer = tp.DistributedOptimizer(sgd(), scheme=scheme)
+    optimizer = distributed(sgd(), scheme=scheme)
     model.compile(optimizer=optimizer, loss=models.LOSS)
     x, y = models.mlp.data(8)
     model.fit(x, y, batch_size=8, verbose=0)
@@ -260,7 +268,7 @@ def test_gradients_without_a_static_shape(wire):
     )
     for scheme in (*contract.OF_EACH_CLASS, SERVED, "hybcomm"):
         model = models.copy(_cut_and_tiled, start)
-        optimizer = tp.DistributedOptimizer(SGD(0.1), scheme=scheme)
+        optimizer = distributed(SGD(0.1), scheme=scheme)
         shapes = _shapes_of_gradients(optimizer)
         model.compile(optimizer=optimizer, loss=models.LOSS)
         model.fit(mine, verbose=0)
@@ -359,7 +367,7 @@ def test_unequal_batches_in_fit(wire):
     )
     for scheme in ("allreduce", SERVED, "hybcomm"):
         model = models.copy(models.mlp, start)
-        model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme=scheme), loss=models.LOSS)
+        model.compile(optimizer=distributed(sgd(), scheme=scheme), loss=models.LOSS)
         model.fit(x[mine], y[mine], batch_size=6, shuffle=False, verbose=0)
         check_equal(model.get_weights(), reference)
 

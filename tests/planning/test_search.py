@@ -163,15 +163,6 @@ def test_rules_that_decide_by_rows_beside_what_is_open():
     assert not by_rows[0].candidates
 
 
-def test_servers_and_auto_go_together_without_factors():
-    store = schemes.ShardedServer(update="server")
-    policy = policies.Rules([("layer_3", store), (".", "auto")])
-    assert policy.updates_at_servers
-    assert not policy.reads_factors
-    with pytest.raises(ValueError, match="known before the first step"):
-        policies.Rules([("layer_3", store), (".", "hybcomm")])
-
-
 def test_every_plan_has_a_prediction_where_links_are_known():
     plan = choose(policies.parse("2dtar"))
     assert plan.forecasts[0].others == ()

@@ -7,8 +7,7 @@ import tensorflow as tf
 
 from tests import contract
 from tests.helpers import counting
-from tfposeidon import DistributedOptimizer
-from tfposeidon.schemes import ShardedServer
+from tests.helpers.training import SERVED, distributed
 
 pytestmark = [
     pytest.mark.ranks("2", "2x2", core=True),
@@ -39,14 +38,13 @@ def test_on_every_layout(wire):
 
 def test_constant_gradients(wire):
     """Those of a linear loss: TensorFlow must not take a collective's result for a constant."""
-    served = ShardedServer(update="server", pair_bytes=256)
-    for scheme in (*(scheme for scheme, _ in contract.SCHEMES.values() if scheme.exact), served):
+    for scheme in (*(scheme for scheme, _ in contract.SCHEMES.values() if scheme.exact), SERVED):
         _check_constant_gradient(scheme)
 
 
 def _check_constant_gradient(scheme):
     weight = keras.Variable(np.zeros(40, "float32"), name="weight")
-    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), scheme=scheme)
+    optimizer = distributed(keras.optimizers.SGD(1.0), scheme=scheme)
     step = tf.function(lambda: optimizer.apply([tf.ones(40)], [weight]), autograph=False)
     step()
     weight.assign(weight + 7.0)

@@ -82,8 +82,6 @@ def test_families_are_told_by_properties():
     made = [make() for make in schemes.REGISTRY.values()]
     assert {s.name for s in made if s.needs_factors} == {"sfb"}
     assert [s.name for s in (*made, by_rows) if s.takes_factors] == ["sfb", "by rows"]
-    assert not any(s.updates_at_servers for s in made)
-    assert schemes.ShardedServer(update="server").updates_at_servers
     assert all(s.for_rows(1) is s for s in made)
     assert (by_rows.for_rows(3), by_rows.for_rows(4)) == (by_rows.few, by_rows.many)
 

@@ -39,6 +39,5 @@ def fit_with_checkpoint(optimizer, folder, epochs, samples=24, rank=0, ranks=1):
 
 
 def sharded_adam():
-    """Returns an optimizer whose servers keep its state."""
-    scheme = tp.schemes.ShardedServer(update="server", pair_bytes=256)
-    return tp.DistributedOptimizer(adam(), scheme=scheme)
+    """Returns an optimizer of whose state each rank keeps a part."""
+    return tp.ShardedOptimizer(adam())

@@ -12,7 +12,7 @@ import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.checkpoints import check_resumes
 from tests.helpers.over_ranks import exchange_objects
-from tests.helpers.training import sgd
+from tests.helpers.training import SERVED, sgd
 from tests.helpers.wait_free import check_independent, traced
 from tfposeidon.schemes import VectorScheme
 from tfposeidon.schemes.base import Slot
@@ -80,8 +80,7 @@ def test_resume(wire):
 
 
 def test_layer_rates_at_servers_resume(wire):
-    served = tp.schemes.ShardedServer(update="server", pair_bytes=256)
-    check_resumes(wire, models.mlp, lambda: tp.optimizers.LAMB(0.01), scheme=served)
+    check_resumes(wire, models.mlp, lambda: tp.optimizers.LAMB(0.01), scheme=SERVED)
 
 
 def test_no_bucket_waits_for_the_state_of_another(wire):

@@ -13,6 +13,7 @@ import tfposeidon as tp
 from benchmarks.baselines import FactorServer
 from tests.helpers import models
 from tests.helpers.models import same_on_all_ranks
+from tests.helpers.training import SERVED, distributed
 
 SCHEMES = {
     "allreduce": "allreduce",
@@ -58,9 +59,8 @@ def _weights(optimizer, wire, **options):
 
 def _optimizers(**others):
     rules = [(f"{name}/", scheme) for name, scheme in (SCHEMES | others).items()]
-    served = tp.schemes.ShardedServer(update="server")
-    for scheme in (rules, served, "auto"):
-        yield tp.DistributedOptimizer(keras.optimizers.SGD(0.05), scheme=scheme)
+    for scheme in (rules, SERVED, "auto"):
+        yield distributed(keras.optimizers.SGD(0.05), scheme)
 
 
 @contextlib.contextmanager

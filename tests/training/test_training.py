@@ -13,6 +13,7 @@ from tests.helpers.training import (
     adam,
     check_close,
     check_equal,
+    distributed,
     sgd,
     train_alone,
     train_together,
@@ -26,7 +27,7 @@ def _compare(build, make_optimizer, wire, schemes):
     start = build()
     reference = train_alone(models.copy(build, start), data, make_optimizer())
     for scheme in schemes:
-        optimizer = tp.DistributedOptimizer(make_optimizer(), scheme=scheme, bucket_bytes=1024)
+        optimizer = distributed(make_optimizer(), scheme=scheme, bucket_bytes=1024)
         weights = train_together(models.copy(build, start), data, optimizer, wire)
         check_equal(weights, reference)
         same_on_all_ranks(weights, wire)
@@ -68,6 +69,6 @@ def test_sixteen_bits_come_close(wire):
         (tp.schemes.Torus2D(wire_dtype="bfloat16"), 0.02),
     ):
         model = models.copy(models.mlp, start)
-        weights = train_together(model, data, tp.DistributedOptimizer(sgd(), scheme=scheme), wire)
+        weights = train_together(model, data, distributed(sgd(), scheme=scheme), wire)
         same_on_all_ranks(weights, wire)
         check_close(weights, reference, start.get_weights(), share)

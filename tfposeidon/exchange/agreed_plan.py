@@ -52,6 +52,7 @@ class AgreedPlans:
 
     Attributes:
       planner: Makes the plans.
+      choose_norms: Function that chooses how norms of layers are computed; see `layer_norms`.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class AgreedPlans:
         prefix: Callable[[], str] = next_prefix,
     ) -> None:
         self.planner, self._wire = Planner(policy, bucket_bytes, wire), wire
+        self.choose_norms: Callable[..., layer_norms.NormMethod] = layer_norms.choose_norms
         self._prefix = prefix
         self._exchangers: dict[Any, Exchanger] = {}
         self._effective_rates: dict[Any, EffectiveRate] = {}
@@ -392,9 +394,8 @@ class AgreedPlans:
     def _choose_norms(self, variables: list[Any], inner_optimizer: Any) -> None:
         key = _key(variables)
         exchanger = self._exchangers[key]
-        served = any(bucket.server for bucket in exchanger.plan.buckets)
-        self._norms[key] = layer_norms.choose_norms(
-            inner_optimizer, variables, served, exchanger.wire, f"{exchanger.prefix}"
+        self._norms[key] = self.choose_norms(
+            inner_optimizer, variables, exchanger.wire, f"{exchanger.prefix}"
         )
         if self._norms[key].note:
             self._note(key, self._norms[key].note)

@@ -20,7 +20,6 @@ from tfposeidon.communication.wire import (
     exchange_objects,
     names_ending_in,
     opaque,
-    zeros,
 )
 from tfposeidon.exchange import factor_exchange
 from tfposeidon.exchange.presence import (
@@ -62,7 +61,6 @@ class Exchanger:
         index the sum over its variables and all ranks.
       own_rows: Rows of factors of each variable in this rank's last step, `[variables]` float32,
         where the choice of schemes is left open; 0 for gradients without factors.
-      afterwards: See `Afterwards`; mostly `None`.
       calls: Number of exchanges in a traced step, at most.
       times: Times of the steps that exchanged by it.
     """
@@ -81,7 +79,6 @@ class Exchanger:
         self.calls = 0
         # By graph: one that is traced anew counts from 0, and none is kept alive for its count.
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.afterwards: Afterwards | None = None
         # For counts of samples and rows, and for `opaque`. All are made now: see `Zeros`.
         dtypes = {"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}
         dtypes |= {
@@ -90,10 +87,6 @@ class Exchanger:
         self._zeros = Zeros() if zeros is None else zeros
         for dtype in sorted(dtypes):
             self._zeros[dtype]
-        sinks = Zeros()
-        self._push_sinks = {
-            bucket.dtype: sinks[bucket.dtype] for bucket in plan.buckets if bucket.server
-        }
         # For as many buckets as there might be: which there are is known in a trace, and TensorFlow
         # traces a step once more whose first trace makes variables.
         count = len(self.plan.descriptions)
@@ -210,8 +203,8 @@ class Exchanger:
         Returns:
           The participation of ranks in the step; means and new states as `exchange` returns them.
         """
-        if any(bucket.takes_factors or bucket.server for bucket in self.plan.buckets):
-            # Factors have their weight before they are sent, and servers their own exchanges.
+        if any(bucket.takes_factors for bucket in self.plan.buckets):
+            # Factors have their weight before they are sent.
             return self._means_after_count(gradients, count, rescale, has_batch)
         ranks, expected = float(self.wire.topology.size), self._expected
         # After the first gradient: Horovod mostly carries it in one cycle with the first bucket,
@@ -284,9 +277,8 @@ class Exchanger:
           buckets: Indices of the buckets to exchange, the same on every rank; all if left out.
 
         Returns:
-          The mean gradient of each variable (zeros where no rank has any; of what servers update,
-          this rank's part as a vector, a zero where it has none; `None` in other buckets), and the
-          new state of each bucket's scheme.
+          The mean gradient of each variable (as its scheme unpacks it; zeros where no rank has any;
+          `None` in other buckets), and the new state of each bucket's scheme.
         """
         means: list[Any] = [None] * len(gradients)
         states: list[State] = []
@@ -300,8 +292,8 @@ class Exchanger:
             else:
                 mean, state = self._exchange_bucket(index, bucket, gradients, weight, rescale)
             states.append(state)
-            split = self._own_parts if bucket.server else _split
-            tensors = split(mean, bucket)
+            topology = self.wire.topology
+            tensors = bucket.scheme.unpack(mean, bucket.descriptions, topology)
             for member, tensor in zip(bucket.members, tensors, strict=True):
                 means[member] = tensor
         self._keep_rows(rows)
@@ -335,40 +327,8 @@ class Exchanger:
         vector = self._flatten(bucket, gradients)
         if weight is not None:
             vector = _weighted(vector, weight if bucket.scheme.averages else tf.sign(weight))
-        if bucket.server:
-            own = bucket.server.push(vector, self.wire, name)
-            # TensorFlow leaves out a collective whose result nobody uses, as that of a rank which
-            # serves nothing of the bucket; the others would wait for it.
-            self._push_sinks[bucket.dtype].assign(tf.reduce_sum(own[:1]))
-            return own, ()
         assert isinstance(bucket.scheme, VectorScheme)
         return bucket.scheme.exchange(vector, self.states.read(index, rescale), self.wire, name)
-
-    def _own_parts(self, own: tf.Tensor, bucket: Bucket) -> list[tf.Tensor]:
-        lengths = [end - begin for begin, end in bucket.served_parts(self.wire.topology)]
-        pairs = zip(tf.split(own, lengths), lengths, strict=True)
-        return [part if length else zeros([1], self._zeros[bucket.dtype]) for part, length in pairs]
-
-    def pull(self, bucket: Bucket, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Gathers the whole variables of a bucket that servers update.
-
-        Args:
-          bucket: One of the plan's buckets.
-          parts: Vectors that this rank serves, in the order of members; see `exchange`.
-
-        Returns:
-          Each member in its shape, the same bits on every rank.
-        """
-        ranges = bucket.served_parts(self.wire.topology)
-        # The others are single zeros, see `exchange`.
-        served = [part for part, (begin, end) in zip(parts, ranges, strict=True) if begin < end]
-        if served:
-            own = tf.cast(tf.concat(served, 0), bucket.dtype)
-        else:
-            own = zeros([0], self._zeros[bucket.dtype])
-        name = f"{self.prefix}.bucket_{self.plan.buckets.index(bucket)}"
-        assert bucket.server is not None
-        return _split(bucket.server.pull(own, bucket.length, self.wire, name), bucket)
 
     @tf.function(autograph=False)
     def contribute_to_call(self, number: int = 0) -> tf.Tensor:
@@ -402,7 +362,7 @@ class Exchanger:
 
         Args:
           number: Index of the exchange among the `calls` of a step.
-          afterwards: The attribute.
+          afterwards: Collectives of the others after the exchange.
 
         Returns:
           Number of ranks that are absent like this one, and tensors to fetch with it: TensorFlow
@@ -419,7 +379,7 @@ class Exchanger:
 
         Args:
           number: Index of the exchange among the `calls` of a step.
-          afterwards: The attribute.
+          afterwards: Collectives of the others after the exchange.
 
         Returns:
           The same as `contribute_nothing`.
@@ -467,9 +427,3 @@ def _weighted(vector: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
             weight > 0.0, vector * tf.cast(weight, vector.dtype), tf.zeros_like(vector)
         ),
     )
-
-
-def _split(vector: tf.Tensor, bucket: Bucket) -> list[tf.Tensor]:
-    members = bucket.descriptions
-    parts = tf.split(vector, [d.length for d in members]) if len(members) > 1 else [vector]
-    return [tf.reshape(part, d.shape) for part, d in zip(parts, members, strict=True)]

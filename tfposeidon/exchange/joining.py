@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.exchanger import Afterwards, Exchanger
 from tfposeidon.exchange.step import Step
 
 Join = Callable[[bool], bool]
@@ -26,11 +26,13 @@ class JoinHook(NamedTuple):
     is_ordered: bool = True
 
 
-def join_with_zeros(exchanger: Exchanger, call: int, eagerly: bool) -> bool:
+def join_with_zeros(
+    exchanger: Exchanger, call: int, eagerly: bool, afterwards: Afterwards | None = None
+) -> bool:
     """Joins one exchange of a step with zeros; returns True if all of its ranks do."""
     join = exchanger.contribute_nothing_eagerly if eagerly else exchanger.contribute_nothing
     # As an argument, so that another function is traced anew.
-    absent, _ = join(call, exchanger.afterwards)
+    absent, _ = join(call, afterwards)
     return int(absent) == exchanger.wire.topology.size
 
 

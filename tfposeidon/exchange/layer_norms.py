@@ -1,10 +1,10 @@
-"""Norms for layer-wise optimizers: each rank computes all, a share, or those of servers' parts."""
+"""Norms for layer-wise optimizers: each rank computes all of them, or a share."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -50,35 +50,11 @@ def parallel_norms(wire: Wire, name: str) -> Norms:
     return norms
 
 
-def sharded_norms(wire: Wire, served: Callable[[Any], bool], name: str) -> Norms:
-    """Returns a function for norms of variables of which ranks hold parts: it sums their squares.
-
-    Args:
-      wire: Collectives that join the ranks.
-      served: Function that returns whether this rank has only a part of a variable.
-      name: Name of the one small all-reduce.
-    """
-
-    def norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
-        own = local_norms(variables, rows)
-        parts = [index for index, variable in enumerate(variables) if served(variable)]
-        if not parts:
-            return own
-        # In 64 bits: a square of what float32 holds may be more than it holds.
-        squares = tf.square(tf.cast(tf.gather(own, parts), tf.float64))
-        total = wire.all_reduce(tf.reshape(squares, [-1]), wire.topology.world, name)
-        whole = tf.cast(tf.sqrt(tf.reshape(total, squares.shape)), own.dtype)
-        return tf.tensor_scatter_nd_update(own, [[index] for index in parts], whole)
-
-    return norms
-
-
 class NormMethod(NamedTuple):
     """Method by which the norms of one list of variables are computed.
 
     Attributes:
-      norms: Function for `override_norms`; `None` where the optimizer asks for no norms, or servers
-        sum them.
+      norms: Function for `override_norms`; `None` where the optimizer asks for no norms.
       note: Line for the plan; may be empty.
     """
 
@@ -86,9 +62,7 @@ class NormMethod(NamedTuple):
     note: str = ""
 
 
-def choose_norms(
-    optimizer: Any, variables: Sequence[Any], served: bool, wire: Wire, prefix: str
-) -> NormMethod:
+def choose_norms(optimizer: Any, variables: Sequence[Any], wire: Wire, prefix: str) -> NormMethod:
     """Chooses how norms of a layer-wise optimizer are computed, at the first trace of a step.
 
     With `parallel="auto"` it measures both ways, which takes a few milliseconds for each.
@@ -97,7 +71,6 @@ def choose_norms(
       optimizer: Optimizer inside `DistributedOptimizer`; it need not be layer-wise.
       variables: Variables that the optimizer trains; ranks have agreed on them, and on
         `norm_settings`.
-      served: True if servers update some of the variables.
       wire: Collectives that join the ranks.
       prefix: Prefix of the names of collectives.
 
@@ -107,10 +80,6 @@ def choose_norms(
     inner = innermost(optimizer)
     if not isinstance(inner, LayerWiseOptimizer) or wire.topology.size == 1:
         return NormMethod()
-    if served:
-        return NormMethod(
-            note="norms of layers: of the servers' parts, their squares are summed over the ranks"
-        )
     layers = inner.scaled_variables(variables)
     parallel = parallel_norms(wire, f"{prefix}.norms_of_layers")
     wanted, why = inner.parallel, f"parallel={inner.parallel}"

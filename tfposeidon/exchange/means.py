@@ -19,8 +19,7 @@ class Means:
     """Mean gradients over all ranks, and whether they count.
 
     Attributes:
-      values: Mean of each variable: a tensor, `IndexedSlices` on one rank, or `None`; of variables
-        that servers update, this rank's part as a vector.
+      values: Mean of each variable: a tensor, `IndexedSlices` on one rank, or `None`.
       missing: Groups of indices of variables without a gradient on this rank in the step that is
         traced. Other ranks may have one for all of a group or for none.
       expected: True for each variable that has a mean to apply, `[variables]` bool; `None` on one

@@ -71,8 +71,7 @@ class Planner:
             # A plan that follows measured times is another one in the next run.
             return False
         knows_links = runtime.links() is not None or runtime.measures_links()
-        # What servers update was cut when the optimizer was built, and stays.
-        return knows_links and self.policy.leaves_open and not self.policy.updates_at_servers
+        return knows_links and self.policy.leaves_open
 
     @property
     def may_learn(self) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -24,25 +24,6 @@ from tfposeidon.gradients.description import with_merged_rows
 from tfposeidon.gradients.factors import Factors
 from tfposeidon.optimizers.wrapping import settings, step_counter
 from tfposeidon.policies import Policy
-
-
-class Server(Protocol):
-    """Handles means of variables that servers update; see `server.shards.ServerShards`."""
-
-    def own_parts(self, gradients: Sequence[Any]) -> list[Any]:
-        """Returns the parts that this rank serves, where it is the only one.
-
-        Args:
-          gradients: Gradients, one for each variable; `None` for none.
-        """
-
-    def clip_by_whole_norms(self, means: list[Any]) -> list[Any]:
-        """Returns means as the inner optimizer may see them: clipped by norms over all ranks.
-
-        Args:
-          means: Mean gradients, one for each variable; `None` without a gradient, and parts where
-            they are served.
-        """
 
 
 class Step:
@@ -172,33 +153,25 @@ class Step:
             everybody,
         )
 
-    def means(
-        self, gradients: list[Any], variables: list[Any], count: Any, server: Server | None = None
-    ) -> Means:
+    def means(self, gradients: list[Any], variables: list[Any], count: Any) -> Means:
         """Exchanges gradients.
 
         Args:
           gradients: Gradients from `call`, or means of them over several calls.
           variables: Variables of the gradients, in the same order.
           count: Number of samples behind the gradients, a scalar; `None` for equal weights.
-          server: Shards that this rank serves, if variables are updated at servers.
 
         Returns:
           Means over all samples of all ranks.
         """
         if not self._exchanges(variables):
-            rows = with_merged_rows(gradients)
-            return Means(
-                rows if server is None else server.clip_by_whole_norms(server.own_parts(rows))
-            )
+            return Means(with_merged_rows(gradients))
         exchanger = self.exchanger(variables)
         sent = factor_agreement.convert_to_factors(gradients, exchanger.plan)
         rate = self._rate(variables)
         presence, values, states = exchanger.weighted_means(
             sent, count, None if rate is None else rate.rescale
         )
-        if server is not None:
-            values = server.clip_by_whole_norms(values)
         if self._times_steps:
             self._time(exchanger, sent, values)
         everybody = self.absence.record(presence.absent)

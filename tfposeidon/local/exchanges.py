@@ -84,7 +84,6 @@ def check_policy(policy: policies.Policy) -> None:
     reasons = {
         "it is chosen by steps that exchange gradients": policy.leaves_open,
         "differences of weights have no factors": policy.reads_factors,
-        "servers would update the weights": policy.updates_at_servers,
         "differences of weights have no velocity": policy.corrects_momentum,
     }
     for reason, is_so in reasons.items():

@@ -49,7 +49,7 @@ class LAMB(LayerWiseOptimizer):
 
     State: both moments ("momentum", "velocity"), in the order of Keras's Lamb; float32 for 16-bit
     variables. Norms are those of whole variables, also where servers
-    (`ShardedServer(update="server")`) hold them in parts.
+    (`tfposeidon.ShardedOptimizer`) hold them in parts.
 
     Memory: beside the state, the steps of all variables at once, because all norms are taken in one
     call.

@@ -59,7 +59,7 @@ class LARS(LayerWiseOptimizer):
 
     State: the velocity ("momentum"), as Keras's SGD has it, so that
     `keras_callbacks.LearningRateSchedule` can correct it; float32 for 16-bit variables. Norms are
-    those of whole variables, also where servers (`ShardedServer(update="server")`) hold them in
+    those of whole variables, also where ranks (`tfposeidon.ShardedOptimizer`) hold them in
     parts.
 
     Memory: beside the state, the steps of all variables at once, because all norms are taken in one

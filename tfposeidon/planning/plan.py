@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description
 from tfposeidon.planning.forecast import Forecast
 from tfposeidon.policies import Choice, Policy
-from tfposeidon.schemes import AllReduce, Scheme, ShardedServer
+from tfposeidon.schemes import AllReduce, Scheme
 from tfposeidon.schemes.base import Slot
 from tfposeidon.schemes.cost import Cost
 from tfposeidon.schemes.largest import Largest
@@ -102,14 +101,6 @@ class Bucket:
         """True if no other variable may share the bucket."""
         return self.scheme.needs_factors
 
-    @property
-    def server(self) -> ShardedServer | None:
-        """Scheme of the bucket, if servers update its variables; else `None`."""
-        if not self.scheme.updates_at_servers:
-            return None
-        assert isinstance(self.scheme, ShardedServer)
-        return self.scheme
-
     def joined(self, other: Bucket) -> Bucket:
         """Returns both in one bucket, this one's variables first.
 
@@ -122,26 +113,6 @@ class Bucket:
             descriptions=self.descriptions + other.descriptions,
             choices=self.choices + other.choices,
         )
-
-    def served_parts(self, topology: Topology) -> tuple[tuple[int, int], ...]:
-        """Returns what `topology.rank` serves of each member, where servers update.
-
-        Args:
-          topology: Topology of the job; `topology.rank` is the rank in question.
-
-        Returns:
-          Begin and end of the part of each member, in elements; (0, 0) for nothing.
-        """
-        assert self.server is not None
-        begin, end = self.server.own_range(self.length, topology)
-        # A bucket is cut as one vector, wherever variables begin: a part may hold the end of one
-        # and the beginning of the next. There is one start more than members: the end of the last.
-        starts = itertools.accumulate((d.length for d in self.descriptions), initial=0)
-        parts = [
-            (max(begin - start, 0), min(end - start, d.length))
-            for start, d in zip(starts, self.descriptions, strict=False)
-        ]
-        return tuple((first, last) if first < last else (0, 0) for first, last in parts)
 
     def slots(self, topology: Topology) -> tuple[Slot, ...]:
         """Describes what the scheme keeps for the bucket from step to step, on `topology.rank`.

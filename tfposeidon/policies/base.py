@@ -86,11 +86,6 @@ class Policy(Configured, ABC):
         return False
 
     @property
-    def updates_at_servers(self) -> bool:
-        """True if servers update some variables, and keep the optimizer's state for them."""
-        return False
-
-    @property
     def keeps_state(self) -> bool:
         """True if some of its schemes keep something from step to step, even on one rank."""
         return False
@@ -158,11 +153,6 @@ class Uniform(Policy):
     @override
     def reads_factors(self) -> bool:
         return self.scheme.needs_factors
-
-    @property
-    @override
-    def updates_at_servers(self) -> bool:
-        return self.scheme.updates_at_servers
 
     @property
     @override

@@ -29,8 +29,7 @@ class Rules(Policy):
       rules: Pairs of a regular expression and a scheme (a name or an object), or a dict of them.
 
     Raises:
-      ValueError: If a pattern is not a regular expression, a scheme is unknown, or some are to be
-        updated at servers while others depend on factors.
+      ValueError: If a pattern is not a regular expression, or a scheme is unknown.
 
     Example:
       >>> from tfposeidon.communication.topology import Topology
@@ -49,12 +48,6 @@ class Rules(Policy):
         parsed = tuple((_checked_pattern(pattern), parse(scheme)) for pattern, scheme in pairs)
         # The dataclass is frozen, so that plans and configurations can be compared.
         object.__setattr__(self, "rules", parsed)
-        if self.updates_at_servers and self.reads_factors:
-            raise ValueError(
-                "What servers update has to be known before the first step, and factors are known "
-                f"only then. Received: rules with both: {self.rules}. "
-                'Use update="worker", or other schemes than "hybcomm" and "sfb".'
-            )
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
@@ -108,11 +101,6 @@ class Rules(Policy):
     @override
     def reads_factors(self) -> bool:
         return any(policy.reads_factors for _, policy in self.rules)
-
-    @property
-    @override
-    def updates_at_servers(self) -> bool:
-        return any(policy.updates_at_servers for _, policy in self.rules)
 
     @property
     @override

@@ -16,6 +16,7 @@ from typing_extensions import override
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.config import Configured
+from tfposeidon.gradients.description import Description
 from tfposeidon.gradients.factors import Factors, FactorShape
 from tfposeidon.schemes.cost import Cost, Stage, renamed, total_cost
 
@@ -88,11 +89,6 @@ class Scheme(Configured, ABC):
     def exact(self) -> bool:
         """True if the result is the mean to rounding in the gradient's own dtype."""
         return True
-
-    @property
-    def updates_at_servers(self) -> bool:
-        """True if servers update the variables, and not every rank."""
-        return False
 
     @property
     def min_length(self) -> int:
@@ -188,6 +184,23 @@ class Scheme(Configured, ABC):
           The mean products over all ranks, one after the other, `[n]` in `dtype` with the same
           bits on every rank.
         """
+
+    def unpack(
+        self, mean: tf.Tensor, descriptions: Sequence[Description], topology: Topology
+    ) -> list[tf.Tensor]:
+        """Splits a bucket that was exchanged into its variables.
+
+        Args:
+          mean: Result of the exchange, `[n]`.
+          descriptions: Descriptions of the bucket's gradients.
+          topology: The ranks of the job.
+
+        Returns:
+          A tensor for each variable, by default in its shape.
+        """
+        lengths = [d.length for d in descriptions]
+        parts = tf.split(mean, lengths) if len(lengths) > 1 else [mean]
+        return [tf.reshape(part, d.shape) for part, d in zip(parts, descriptions, strict=True)]
 
     # ------------------------------------------------------------------ state
 

@@ -26,19 +26,15 @@ class ShardedServer(VectorScheme):
     Every node is worker and server. A bucket is cut into equal parts, one for each server. Nodes of
     several ranks sum inside first, and each rank serves its shard of the node's part.
 
-    With `update="server"` each rank keeps the optimizer's state for its own values only, applies
-    the optimizer there, and pulls parameters in place of gradients: as many bytes, and a P-th of
-    the memory and of the update's work. `DistributedOptimizer` sees to it, for optimizers whose
-    rule works element by element.
+    Every rank updates its variables by the means. `tfposeidon.ShardedOptimizer` leaves means and
+    optimizer state with their servers, and pulls variables.
 
     Args:
       pair_bytes: Bytes, over all buckets, that a server may hold more than another (default 2 MiB).
         Parts that differ by one element keep within it anyway, so it changes nothing.
-      update: Place where the optimizer is applied: `"worker"` (default), on every rank, or
-        `"server"`.
 
     Raises:
-      ValueError: If `pair_bytes` is not positive, or `update` is neither "worker" nor "server".
+      ValueError: If `pair_bytes` is not positive.
 
     Cost: 2 (P - 1) steps; over all buckets 2 d (P - 1) / P elements sent per node and as many
     received, for P nodes and d elements.
@@ -52,27 +48,15 @@ class ShardedServer(VectorScheme):
       >>> from tfposeidon.communication.topology import Topology
       >>> schemes.ShardedServer().own_range(10, Topology.regular(1, size=4, ranks_per_node=1))
       (3, 6)
-      >>> schemes.ShardedServer(update="server").updates_at_servers
-      True
     """
 
     name: ClassVar[str] = "ps"
     pair_bytes: int = PAIR_BYTES
-    update: str = "worker"
 
     def __post_init__(self) -> None:
         ranges.check_number(
             "pair_bytes", self.pair_bytes, ranges.POSITIVE, "Leave it out for 2 MB."
         )
-        if self.update not in ("worker", "server"):
-            raise ValueError(
-                f'`update` must be "worker" or "server". Received: update={self.update!r}'
-            )
-
-    @property
-    @override
-    def updates_at_servers(self) -> bool:
-        return self.update == "server"
 
     @override
     def exchange(
@@ -80,36 +64,6 @@ class ShardedServer(VectorScheme):
     ) -> tuple[tf.Tensor, State]:
         node, across = stages.shards_by_level(gradient.shape[0], wire.topology)
         return stages.mean_by_levels(gradient, node, across, wire, name, None), state
-
-    def push(self, gradient: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:
-        """Makes the first half of `exchange`: averages what this rank serves.
-
-        Args:
-          gradient: Gradient of the bucket, `[n]` floating point, `n` static and the same on every
-            rank.
-          wire: The collectives to use.
-          name: Prefix of the names of collectives, the same on every rank.
-
-        Returns:
-          The mean, `[end - begin]` of `own_range`, in the gradient's dtype.
-        """
-        node, across = stages.shards_by_level(gradient.shape[0], wire.topology)
-        return stages.own_mean_by_levels(gradient, node, across, wire, name, None)
-
-    def pull(self, own: tf.Tensor, length: int, wire: Wire, name: str) -> tf.Tensor:
-        """Makes the second half of `exchange`: gathers what all ranks serve.
-
-        Args:
-          own: Values that this rank serves, `[end - begin]` of `own_range`.
-          length: Elements of the whole bucket.
-          wire: The collectives to use.
-          name: Prefix of the names of collectives, the same on every rank.
-
-        Returns:
-          `[length]` in the dtype of `own`, the same bits on every rank.
-        """
-        node, across = stages.shards_by_level(length, wire.topology)
-        return stages.gather_by_levels(own, node, across, wire, name, None)
 
     def own_range(self, length: int, topology: Topology) -> tuple[int, int]:
         """Returns begin and end of what a rank serves of a bucket; (0, 0) for nothing.

@@ -12,6 +12,10 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
 
 
+def _accept(callbacks: Sequence[Any]) -> None:
+    pass
+
+
 def _around_nothing(callbacks: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
@@ -21,6 +25,7 @@ class FitHooks:
     """What `fit` does for an optimizer.
 
     Attributes:
+      check: Refuses callbacks of the user that do not go with the optimizer.
       first: Callbacks before those of the user.
       last: Callbacks after those of the user.
       around: Function of the user's callbacks that returns a context around `fit`.
@@ -32,6 +37,7 @@ class FitHooks:
       is_in_step: True if ranks exchange in each step, False if each trains weights of its own.
     """
 
+    check: Callable[[Sequence[Any]], None] = _accept
     first: Sequence[Any] = ()
     last: Sequence[Any] = ()
     around: Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]] = _around_nothing

@@ -32,7 +32,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
-from tfposeidon.planning import rules
 from tfposeidon.training import (
     equal_steps,
     one_writer,
@@ -180,6 +179,8 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     session.of(model).shuffles = call.arguments["shuffle"] and _can_shuffle(call.arguments["x"])
     # Before anything is built: optimizers learn of their model.
     hooks = session.of(model).hooks
+    for one in hooks:
+        one.check(callbacks)
     _prepare(model, call.arguments)
     if call.arguments["verbose"] == "auto" and runtime.rank() != runtime.spokesman():
         call.arguments["verbose"] = 0
@@ -233,8 +234,6 @@ def _rows_of_batches(arguments: dict[str, Any]) -> int | None:
 
 def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
     """Tells the optimizers what can be known before the first step, so that it is traced once."""
-    for optimizer in session.optimizers_of(model):
-        rules.check_callbacks(optimizer.policy, arguments["callbacks"])
     optimizer = session.without_loss_scale(model.optimizer)
     if session.is_distributed(optimizer):
         first = _first_batch(arguments) if not model.built else None

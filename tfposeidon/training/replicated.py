@@ -69,7 +69,7 @@ def share(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
         replicas.clear(variables_of(model, Placement.PARTIAL))
     layer_state.broadcast(model, wire, root_rank)
     for optimizer in optimizers(model):
-        # Keras's own optimizers keep nothing at servers.
+        # Others keep the whole of their state on each rank.
         scatter = getattr(optimizer, "scatter_state", None)
         if scatter is not None:
             scatter(root_rank)

@@ -1,4 +1,4 @@
-"""Parameter server on each rank (Poseidon, section 4.1): optimizer state for its shards alone.
+"""Shards of variables on each rank, and the optimizer's state for them alone.
 
 The inner optimizer is built on shards in place of variables, and must not notice: shards have the
 names of their variables, norms and non-finite values are those of whole gradients, and the state is
@@ -17,14 +17,18 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.communication.wire import Wire, Zeros, exchange_objects, zeros
 from tfposeidon.exchange import layer_norms
-from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.exchanger import Afterwards, Exchanger
 from tfposeidon.exchange.means import Means
 from tfposeidon.gradients.description import describe, is_overwritten, of_tensorflow
-from tfposeidon.optimizers.layer_wise import Norms
+from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
 from tfposeidon.optimizers.wrapping import innermost
-from tfposeidon.server import whole_gradients
+from tfposeidon.planning.plan import Bucket
+from tfposeidon.schemes import Scheme
+from tfposeidon.sharded import whole_gradients
+from tfposeidon.sharded.scheme import OwnParts
+from tfposeidon.sharded.whole_gradients import sharded_norms
 from tfposeidon.state.placement import Placement
 from tfposeidon.state.rank_state import StateDescription
 
@@ -78,24 +82,32 @@ class Shard(keras.Variable):
         return self._whole_path
 
 
-class ServerShards:
-    """Shards of variables that this rank serves and updates.
+class Shards:
+    """Shards of variables that this rank updates.
 
     Args:
       exchanger: Exchanger of the gradients of all variables that the optimizer trains.
-      variables: Variables that the optimizer trains; those that the plan does not give to servers
+      variables: Variables that the optimizer trains; those that go by other schemes than `OwnParts`
         stay whole.
 
     Attributes:
       targets: Shards, and variables that stay whole, in the order of `variables`: the inner
         optimizer is built on them and applied to them.
+      afterwards: Collectives after each exchange; another object where they have changed.
     """
 
     def __init__(self, exchanger: Exchanger, variables: Sequence[Any]) -> None:
         self._exchanger = exchanger
         self._variables = variables
-        self._buckets = [bucket for bucket in exchanger.plan.buckets if bucket.server]
-        exchanger.afterwards = self._contribute_nothing
+        self._buckets = [
+            (index, bucket, bucket.scheme)
+            for index, bucket in enumerate(exchanger.plan.buckets)
+            if isinstance(bucket.scheme, OwnParts)
+        ]
+        self._zeros, self._sinks = Zeros(), Zeros()
+        for _, bucket, _ in self._buckets:
+            self._zeros[bucket.dtype], self._sinks[bucket.dtype]
+        self.afterwards: Afterwards = self._contribute_nothing
         self._parts = self._parts_of(exchanger.wire.topology.rank)
         # Where a rank serves nothing of a variable it has a single zero, which can be clipped and
         # decayed like any value, and can carry a NaN that another rank has found.
@@ -109,11 +121,16 @@ class ServerShards:
         self._gathered: tuple[int, dict[int, np.ndarray]] | None = None
         self._loaded: dict[int, np.ndarray] = {}
 
+    @property
+    def has_any(self) -> bool:
+        """True if any variable is sharded."""
+        return bool(self._parts)
+
     def build(self, inner_optimizer: Any) -> None:
         """Builds the inner optimizer on shards, and has its state saved and loaded whole.
 
         Args:
-          inner_optimizer: The optimizer inside `DistributedOptimizer`; not built.
+          inner_optimizer: The optimizer inside `ShardedOptimizer`; not built.
         """
         self._updater, self._inner = inner_optimizer, innermost(inner_optimizer)
         self._exclude_from_weight_decay()
@@ -133,8 +150,7 @@ class ServerShards:
         """
         if updater is not self._updater:
             self._updater = updater
-            # Another object: what ranks out of data take part in is traced anew.
-            self._exchanger.afterwards = functools.partial(self._contribute_nothing)
+            self.afterwards = functools.partial(self._contribute_nothing)
 
     @property
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
@@ -166,15 +182,34 @@ class ServerShards:
         own = {id(slot.variable) for slot in self._slots}
         return [variable for variable in variables if id(variable) not in own]
 
-    def clip_by_whole_norms(self, means: list[Any]) -> list[Any]:
-        """Clips by norms of whole gradients, as the inner optimizer would, which has parts of some.
+    def received(self, means: Sequence[Any]) -> list[Any]:
+        """Brings means into the form in which the inner optimizer takes them.
 
         Args:
-          means: Mean gradients, as `Exchanger.exchange` returns them.
+          means: Mean gradients from the exchange, or on one rank gradients; `None` where there is
+            none.
 
         Returns:
-          The same, clipped; NaN in place of what some rank has found not to be finite.
+          Dense means, those of shards as vectors, a zero where this rank has nothing of a variable,
+          clipped by norms of whole gradients as the inner optimizer would; NaN in place of what
+          some rank has found not to be finite.
         """
+        found = [None if mean is None else tf.convert_to_tensor(mean) for mean in means]
+        for member, (begin, end) in self._parts.items():
+            mean = found[member]
+            if mean is None:
+                continue
+            if begin < end:
+                found[member] = tf.reshape(mean, [-1])
+            else:
+                dtype = mean.dtype.name
+                # TensorFlow leaves out a collective whose result nobody uses, as that of a rank
+                # which owns nothing of a bucket; the others would wait for it.
+                self._sinks[dtype].assign(tf.reduce_sum(mean))
+                found[member] = zeros([1], self._zeros[dtype])
+        return self._clipped(found)
+
+    def _clipped(self, means: list[Any]) -> list[Any]:
         served = [member for member in self._parts if means[member] is not None]
         name = f"{self._exchanger.prefix}.norms"
         wire = self._exchanger.wire
@@ -189,15 +224,12 @@ class ServerShards:
         """Applies the inner optimizer to what this rank serves and to what stays whole, and pulls.
 
         Args:
-          means: Mean gradients, with values from `clip_by_whole_norms`.
+          means: Mean gradients, with values from `received`.
         """
         self._loaded = {}
         self._refresh()
         # What was clipped by norms of whole gradients must not be clipped by norms of parts again.
-        with (
-            _set_to_none(self._inner, "clipnorm", "global_clipnorm"),
-            layer_norms.override_norms(self._inner, self._norms()),
-        ):
+        with _set_to_none(self._inner, "clipnorm", "global_clipnorm"):
             means.update(lambda found: self._updater.apply(found, self.targets))
         # Also where the update is dropped: ranks that are out of data take part in this pull.
         updated = {member for member, mean in enumerate(means.values) if mean is not None}
@@ -208,13 +240,17 @@ class ServerShards:
         self._refresh()
         return self.targets
 
-    def _norms(self) -> Norms | None:
-        # Not made in `build`: collectives have their names once ranks have agreed.
-        name = f"{self._exchanger.prefix}.norms_of_layers"
-        return (
-            layer_norms.sharded_norms(self._exchanger.wire, self._is_served, name)
-            if self._parts
-            else None
+    def choose_norms(
+        self, optimizer: Any, variables: Sequence[Any], wire: Wire, prefix: str
+    ) -> layer_norms.NormMethod:
+        """Returns the method for norms of layers of which ranks have parts; see `layer_norms`."""
+        if not self._parts or wire.topology.size == 1:
+            return layer_norms.choose_norms(optimizer, variables, wire, prefix)
+        if not isinstance(self._inner, LayerWiseOptimizer):
+            return layer_norms.NormMethod()
+        return layer_norms.NormMethod(
+            sharded_norms(wire, self._is_served, f"{prefix}.norms_of_layers"),
+            "norms of layers: of the servers' parts, their squares are summed over the ranks",
         )
 
     def _is_served(self, variable: Any) -> bool:
@@ -224,23 +260,6 @@ class ServerShards:
         """Ends `fit` as the inner optimizer does: `use_ema` turns variables into their averages."""
         self._inner.finalize_variable_values(self.targets)
         self._pull(constrained=set())
-
-    def own_parts(self, gradients: Sequence[Any]) -> list[Any]:
-        """Brings gradients into the form in which `Exchanger.exchange` returns means, on one rank.
-
-        Args:
-          gradients: Gradients, one per variable: tensors, `IndexedSlices` or `None`.
-
-        Returns:
-          Dense gradients, those of variables that servers update as vectors.
-        """
-        dense = [
-            None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients
-        ]
-        return [
-            g if g is None or m not in self._parts else tf.reshape(g, [-1])
-            for m, g in enumerate(dense)
-        ]
 
     def _refresh(self) -> None:
         """Copies values from the variables, which callbacks or loading may have changed."""
@@ -256,20 +275,34 @@ class ServerShards:
           constrained: Indices of variables that were updated, to which constraints are applied.
           counts: True if they were updated in this step, a bool scalar; `None` if they always are.
         """
-        for bucket in self._buckets:
-            shards = [tf.convert_to_tensor(self.targets[member]) for member in bucket.members]
-            for member, value in zip(
-                bucket.members, self._exchanger.pull(bucket, shards), strict=True
-            ):
+        for index, bucket, scheme in self._buckets:
+            pulled = self._gather_bucket(index, bucket, scheme)
+            for member, value in zip(bucket.members, pulled, strict=True):
                 variable = self._variables[member]
                 value = tf.cast(value, variable.dtype)
                 # Not on shards: a constraint may take norms of the whole variable.
                 constraint = variable.constraint if member in constrained else None
                 variable.assign(_constrained(value, constraint, counts))
 
+    def _gather_bucket(self, index: int, bucket: Bucket, scheme: OwnParts) -> list[tf.Tensor]:
+        parts = [self._parts[member] for member in bucket.members]
+        own = [
+            tf.convert_to_tensor(self.targets[member])
+            for member, (begin, end) in zip(bucket.members, parts, strict=True)
+            # The others are single zeros, see `received`.
+            if begin < end
+        ]
+        vector = zeros([0], self._zeros[bucket.dtype])
+        if own:
+            vector = tf.cast(tf.concat(own, 0), bucket.dtype)
+        wire, name = self._exchanger.wire, f"{self._exchanger.prefix}.bucket_{index}"
+        whole = scheme.gather(vector, bucket.length, wire, name)
+        # As any other scheme unpacks what it has exchanged.
+        return Scheme.unpack(scheme, whole, bucket.descriptions, wire.topology)
+
     def _contribute_nothing(self, means: list[Any]) -> list[Any]:
         """Takes part in what other ranks do after the exchange, and leaves values as they are."""
-        means = self.clip_by_whole_norms(means)
+        means = self.received(means)
         self._refresh()
         self._pull(constrained=set())
         return means
@@ -337,7 +370,7 @@ class ServerShards:
                 else "not gathered on this rank"
             )
             raise RuntimeError(
-                "The optimizer's state lies on all ranks, because servers update, and has to be "
+                "The optimizer's state lies on all ranks, in parts, and has to be "
                 f"gathered before it is saved. Received: saving at step {self._step()}, {gathered}."
                 " Have all ranks call optimizer.gather_state(), give fit "
                 "keras_callbacks.GatherState() before what saves, or save with "
@@ -367,8 +400,10 @@ class ServerShards:
         topology = self._exchanger.wire.topology.seen_from(rank)
         return {
             member: part
-            for bucket in self._buckets
-            for member, part in zip(bucket.members, bucket.served_parts(topology), strict=True)
+            for _, bucket, scheme in self._buckets
+            for member, part in zip(
+                bucket.members, scheme.parts(bucket.descriptions, topology), strict=True
+            )
         }
 
     def _exclude_from_weight_decay(self) -> None:

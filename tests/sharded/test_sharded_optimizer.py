@@ -1,4 +1,4 @@
-"""Servers that update keep a P-th of the optimizer's state per rank; all else looks the same."""
+"""Each rank keeps a P-th of the optimizer's state; all else looks the same."""
 
 import os
 import tempfile
@@ -38,7 +38,7 @@ def _trained(wire, make_optimizer=sgd, build=models.mlp, batches=4):
     start = build()
     reference_optimizer = make_optimizer()
     reference = train_alone(models.copy(build, start), data, reference_optimizer)
-    optimizer = tp.DistributedOptimizer(make_optimizer(), scheme=SERVED)
+    optimizer = tp.ShardedOptimizer(make_optimizer(), SERVED)
     model = models.copy(build, start)
     weights = train_together(model, data, optimizer, wire)
     check_equal(weights, reference)
@@ -116,7 +116,7 @@ def _check_goes_on_alike(model, loaded, wire):
 
 def test_gathered_for_what_saves_on_one_rank(wire):
     model = models.mlp()
-    model.compile(optimizer=tp.DistributedOptimizer(adam(), scheme=SERVED), loss=models.LOSS)
+    model.compile(optimizer=tp.ShardedOptimizer(adam(), SERVED), loss=models.LOSS)
     with tempfile.TemporaryDirectory() as folder:
         callbacks = [keras_callbacks.GatherState()]
         if wire.topology.rank == 0:
@@ -144,7 +144,7 @@ def test_constraints_see_whole_variables(wire):
 def test_constraints_where_a_rank_is_out_of_data(wire):
     constrained = keras.layers.Dense(models.CLASSES, kernel_constraint=keras.constraints.UnitNorm())
     model = keras.Sequential([keras.Input((20,)), constrained])
-    model.compile(optimizer=tp.DistributedOptimizer(SGD(0.5), scheme=SERVED), loss=models.LOSS)
+    model.compile(optimizer=tp.ShardedOptimizer(SGD(0.5), SERVED), loss=models.LOSS)
     batches = 2 if wire.topology.rank == 0 else 1
     x, y = models.mlp.data(8 * batches)
     callbacks = [keras_callbacks.BroadcastVariables()]
@@ -168,14 +168,14 @@ def test_weight_decay_spares_what_is_excluded(wire):
     weights = [keras.Variable(np.ones(40, "float32"), name=name) for name in "ab"]
     inner = SGD(0.1, weight_decay=1.0)
     inner.exclude_from_weight_decay(var_list=[weights[1]])
-    tp.DistributedOptimizer(inner, scheme=SERVED).apply([tf.zeros(40), tf.zeros(40)], weights)
+    tp.ShardedOptimizer(inner, SERVED).apply([tf.zeros(40), tf.zeros(40)], weights)
     np.testing.assert_allclose(weights[0].numpy(), 0.9)
     np.testing.assert_array_equal(weights[1].numpy(), 1.0)
 
 
 def test_gradient_missing_on_all_ranks(wire):
     weights = [keras.Variable(np.ones(40, "float32"), name=name) for name in "ab"]
-    optimizer = tp.DistributedOptimizer(SGD(0.1), scheme=SERVED)
+    optimizer = tp.ShardedOptimizer(SGD(0.1), SERVED)
     tf.function(lambda: optimizer.apply([tf.ones(40), None], weights))()
     np.testing.assert_allclose(weights[0].numpy(), 0.9)
     np.testing.assert_array_equal(weights[1].numpy(), 1.0)
@@ -190,16 +190,16 @@ def test_some_variables_served(wire):
             models.copy(models.mlp, start), data, SGD(0.5, momentum=0.9, **clip)
         )
         inner = SGD(0.5, momentum=0.9, **clip)
-        optimizer = tp.DistributedOptimizer(inner, scheme=[("kernel", SERVED), (".*", "allreduce")])
+        optimizer = tp.ShardedOptimizer(inner, [("kernel", SERVED), (".*", "allreduce")])
         weights = train_together(models.copy(models.mlp, start), data, optimizer, wire)
         check_equal(weights, reference)
         same_on_all_ranks([*weights, *(v.numpy() for v in optimizer.variables)], wire)
         assert len(optimizer.variables) == 2 + 2
-        assert "ps(pair_bytes=256, update=server)" in str(optimizer.plan)
+        assert "ps(pair_bytes=256)" in str(optimizer.plan)
 
 
 def test_clipped_under_a_loss_scale(wire):
-    served = tp.DistributedOptimizer(SGD(0.5, global_clipnorm=0.1), scheme=SERVED)
+    served = tp.ShardedOptimizer(SGD(0.5, global_clipnorm=0.1), SERVED)
     scaled = keras.optimizers.LossScaleOptimizer(served, initial_scale=64.0)
     data = models.mlp.data(4 * BATCH)
     start = models.mlp()
@@ -211,9 +211,9 @@ def test_clipped_under_a_loss_scale(wire):
 @pytest.mark.ranks("2x2")
 def test_one_server_has_nearly_all(wire):
     """Each rank has one part of the norm and must not clip whole variables by that part."""
-    scheme = [("kernel", tp.schemes.ShardedServer(update="server")), (".*", "allreduce")]
+    scheme = [("kernel", "ps"), (".*", "allreduce")]
     model = models.mlp()
-    optimizer = tp.DistributedOptimizer(SGD(0.5, momentum=0.9, global_clipnorm=1e-3), scheme=scheme)
+    optimizer = tp.ShardedOptimizer(SGD(0.5, momentum=0.9, global_clipnorm=1e-3), scheme)
     model.compile(optimizer=optimizer, loss=models.LOSS)
     model.fit(*models.mlp.data(40 * BATCH), batch_size=BATCH, verbose=0)
     same_on_all_ranks([*model.get_weights(), *(v.numpy() for v in optimizer.variables)], wire)
@@ -224,7 +224,7 @@ def test_state_loaded_on_one_rank_is_spread(wire):
     optimizer.gather_state()
     keras.utils.clear_session(free_memory=False)
     loaded = models.mlp()
-    loaded.compile(optimizer=tp.DistributedOptimizer(adam(), scheme=SERVED), loss=models.LOSS)
+    loaded.compile(optimizer=tp.ShardedOptimizer(adam(), SERVED), loss=models.LOSS)
     loaded.optimizer.build(loaded.trainable_variables)
     if wire.topology.rank == 0:
         with tempfile.TemporaryDirectory() as folder:
@@ -251,7 +251,7 @@ def test_averages_are_not_constrained(wire):
 
 def test_changes_from_outside_count(wire):
     weight = keras.Variable(np.zeros(40, "float32"), name="weight")
-    optimizer = tp.DistributedOptimizer(SGD(1.0), scheme=SERVED)
+    optimizer = tp.ShardedOptimizer(SGD(1.0), SERVED)
     step = tf.function(lambda: optimizer.apply([tf.ones(40)], [weight]))
     step()
     weight.assign(np.full(40, 7.0))
@@ -262,19 +262,19 @@ def test_changes_from_outside_count(wire):
 def test_bfloat16_variables(wire):
     keras.config.set_dtype_policy("bfloat16")
     model = models.cnn()
-    model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme=SERVED), loss=models.LOSS)
+    model.compile(optimizer=tp.ShardedOptimizer(sgd(), SERVED), loss=models.LOSS)
     model.fit(*models.cnn.data(16), batch_size=8, verbose=0)
     same_on_all_ranks([np.asarray(w, "float32") for w in model.get_weights()], wire)
 
 
 def test_no_bucket_waits_for_another(wire):
-    optimizer = tp.DistributedOptimizer(sgd(), scheme=SERVED, bucket_bytes=0)
+    optimizer = tp.ShardedOptimizer(sgd(), SERVED, bucket_bytes=0)
     check_independent(traced(models.mlp(), optimizer, models.mlp.data(4)), 4)
 
 
 def test_refused(wire):
     weights = [keras.Variable(np.ones(40, "float32"), name=name) for name in "ab"]
-    optimizer = tp.DistributedOptimizer(SGD(0.1), scheme=SERVED)
+    optimizer = tp.ShardedOptimizer(SGD(0.1), SERVED)
     optimizer.build(weights)
     with Raises(ValueError, "all variables are updated together.*1 of 2"):
         optimizer.apply([tf.ones(40)], weights[:1])
@@ -284,8 +284,8 @@ def test_refused(wire):
     inner.build(weights)
     with Raises(ValueError, "SwapEMAWeights"):
         model = models.mlp()
-        served = tp.DistributedOptimizer(SGD(0.1, use_ema=True), scheme=SERVED)
+        served = tp.ShardedOptimizer(SGD(0.1, use_ema=True), SERVED)
         model.compile(optimizer=served, loss=models.LOSS)
         model.fit(*models.mlp.data(8), callbacks=[keras.callbacks.SwapEMAWeights()])
     with Raises(ValueError, "built already"):
-        tp.DistributedOptimizer(inner, scheme=SERVED).build(weights)
+        tp.ShardedOptimizer(inner, SERVED).build(weights)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfposeidon.communication.wire import Wire
+from tfposeidon.optimizers.layer_wise import Norms, local_norms
 from tfposeidon.optimizers.wrapping import innermost
 
 
@@ -79,3 +80,26 @@ def _clipped(gradient: tf.Tensor, norm: tf.Tensor, limit: tf.Tensor) -> tf.Tenso
 
 def _square(gradient: Any) -> tf.Tensor:
     return tf.reduce_sum(tf.square(tf.cast(gradient, tf.float32)))
+
+
+def sharded_norms(wire: Wire, served: Callable[[Any], bool], name: str) -> Norms:
+    """Returns a function for norms of variables of which ranks hold parts: it sums their squares.
+
+    Args:
+      wire: Collectives that join the ranks.
+      served: Function that returns whether this rank has only a part of a variable.
+      name: Name of the one small all-reduce.
+    """
+
+    def norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
+        own = local_norms(variables, rows)
+        parts = [index for index, variable in enumerate(variables) if served(variable)]
+        if not parts:
+            return own
+        # In 64 bits: a square of what float32 holds may be more than it holds.
+        squares = tf.square(tf.cast(tf.gather(own, parts), tf.float64))
+        total = wire.all_reduce(tf.reshape(squares, [-1]), wire.topology.world, name)
+        whole = tf.cast(tf.sqrt(tf.reshape(total, squares.shape)), own.dtype)
+        return tf.tensor_scatter_nd_update(own, [[index] for index in parts], whole)
+
+    return norms

@@ -1,4 +1,4 @@
-"""Servers that update: their state on other ranks, one rank alone, and what is refused."""
+"""Shards: their state on other ranks, one rank alone, and what is refused."""
 
 import keras
 import numpy as np
@@ -17,19 +17,23 @@ from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.gradients.description import describe
 from tfposeidon.planning.plan import make_plan
 from tfposeidon.policies import Uniform
-from tfposeidon.server.shards import ServerShards
+from tfposeidon.sharded.scheme import Sharded
+from tfposeidon.sharded.shards import Shards
 from tfposeidon.state.rank_state import redistribute
 from tfposeidon.state.snapshots import SnapshotError
 
-SERVED = tp.schemes.ShardedServer(update="server", pair_bytes=256)
+SERVED = tp.schemes.ShardedServer(pair_bytes=256)
 SHAPES = [(30, 10), (7,), (8, 8), (501,)]
 
 
 def _shards(nodes, rank, variables, bucket_bytes):
     plan = make_plan(
-        [describe(v) for v in variables], Uniform(SERVED), Topology(rank, nodes), bucket_bytes
+        [describe(v) for v in variables],
+        Sharded(Uniform(SERVED)),
+        Topology(rank, nodes),
+        bucket_bytes,
     )
-    shards = ServerShards(Exchanger(plan, InProcessWire(Cluster(nodes), rank)), variables)
+    shards = Shards(Exchanger(plan, InProcessWire(Cluster(nodes), rank)), variables)
     shards.build(keras.optimizers.Adam())
     return shards
 
@@ -102,9 +106,7 @@ def test_one_rank_alone_trains_as_keras_does(tmp_path):
     for make_optimizer in (sgd, adam, lambda: keras.optimizers.SGD(0.5, clipnorm=0.05)):
         reference = train_alone(models.copy(models.mlp, start), data, make_optimizer(), epochs=2)
         model = models.copy(models.mlp, start)
-        model.compile(
-            optimizer=tp.DistributedOptimizer(make_optimizer(), scheme=SERVED), loss=models.LOSS
-        )
+        model.compile(optimizer=tp.ShardedOptimizer(make_optimizer(), SERVED), loss=models.LOSS)
         model.fit(*data, batch_size=12, shuffle=False, verbose=0)
         model.save(tmp_path / "model.keras")
         loaded = keras.saving.load_model(tmp_path / "model.keras")
@@ -115,7 +117,7 @@ def test_one_rank_alone_trains_as_keras_does(tmp_path):
 def test_variables_of_tensorflow():
     with tf.name_scope("layer"):
         weight, inner = tf.Variable(tf.ones([4, 5]), name="weight"), keras.optimizers.Adam(0.1)
-    optimizer = tp.DistributedOptimizer(inner, scheme=SERVED)
+    optimizer = tp.ShardedOptimizer(inner, SERVED)
     tf.function(lambda: optimizer.apply([tf.ones([4, 5])], [weight]))()
     np.testing.assert_allclose(weight.numpy(), 0.9, atol=1e-5)
     assert [piece.members for _, piece in optimizer.rank_state] == [(("layer/weight:0", 20),)] * 2
@@ -123,7 +125,7 @@ def test_variables_of_tensorflow():
 
 
 def test_state_is_saved_in_its_own_type():
-    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), scheme=SERVED)
+    optimizer = tp.ShardedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), SERVED)
     weight = keras.Variable(np.zeros(3), dtype="float64", name="weight")
     optimizer.apply([tf.constant([1 / 3, 1e-30, 2.0], tf.float64)], [weight])
     store = {}
@@ -147,18 +149,18 @@ class _Elementwise(keras.optimizers.Lamb):
     "optimizer", [keras.optimizers.Lamb, keras.optimizers.Adafactor, keras.optimizers.Muon]
 )
 def test_rules_that_need_whole_variables_are_refused(optimizer):
-    message = (
-        f"SGD, .* can work on. Received: {optimizer.__name__}, "
-        '.*Use ShardedServer\\(update="worker"\\)'
-    )
+    message = f"SGD, .* can work on. Received: {optimizer.__name__}, .*Use DistributedOptimizer"
     with pytest.raises(ValueError, match=message):
-        tp.DistributedOptimizer(optimizer(), scheme=SERVED)
+        tp.ShardedOptimizer(optimizer(), SERVED)
     tp.DistributedOptimizer(optimizer(), scheme="ps")
-    tp.DistributedOptimizer(_Elementwise(), scheme=SERVED)
+    tp.ShardedOptimizer(_Elementwise(), SERVED)
 
 
 def test_bad_settings_are_refused():
-    with pytest.raises(ValueError, match=r"`update` must be .*Received: update='both'"):
-        tp.schemes.ShardedServer(update="both")
-    with pytest.raises(ValueError, match="factors are known only then"):
-        tp.DistributedOptimizer(sgd(), scheme=[("kernel", SERVED), (".*", "hybcomm")])
+    for other, why in (("hybcomm", "it depends on factors"), ("auto", "the predicted step")):
+        with pytest.raises(ValueError, match=f"known before the first step.*{why}"):
+            tp.ShardedOptimizer(sgd(), [("kernel", "ps"), (".*", other)])
+    weight = keras.Variable(np.zeros(3), name="weight")
+    for scheme in ("allreduce", [("kernel", "ps")]):
+        with pytest.raises(ValueError, match=r"must send some variables by .*'weight'"):
+            tp.ShardedOptimizer(sgd(), scheme).build([weight])

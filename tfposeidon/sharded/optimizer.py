@@ -1,0 +1,261 @@
+"""`ShardedOptimizer`: each rank keeps the optimizer's state for its own part of the variables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import keras
+import tensorflow as tf
+from typing_extensions import override
+
+from tfposeidon import arguments, policies, sample_counts
+from tfposeidon.exchange.means import Means
+from tfposeidon.gradients.description import describe
+from tfposeidon.optimizer import DistributedOptimizer
+from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
+from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
+from tfposeidon.sharded.scheme import Sharded
+from tfposeidon.sharded.shards import Shards
+from tfposeidon.state.rank_state import StateDescription
+from tfposeidon.training.hooks import FitHooks
+
+ELEMENTWISE = (
+    keras.optimizers.SGD,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adam,
+    keras.optimizers.Adamax,
+    keras.optimizers.Nadam,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Lion,
+)
+"""Optimizers whose rule updates each element by itself.
+
+Not Keras's Lamb, Adafactor and Muon: these take norms, rows or products of whole variables.
+"""
+
+
+@keras.saving.register_keras_serializable("tfposeidon")
+class ShardedOptimizer(DistributedOptimizer):
+    """Averages gradients as `DistributedOptimizer` does, with a P-th of the optimizer's state.
+
+    Each rank keeps the state for its own part of the variables, applies the inner optimizer there,
+    and gathers the new values of the others: as many bytes as an all-reduce, a P-th of the memory
+    and of the update's work. Training is that of `DistributedOptimizer`, to rounding.
+
+    The state is saved by `keras_callbacks.Checkpoint`, in parts. For a `.keras` file all ranks give
+    `fit` a `keras_callbacks.GatherState`, or call `gather_state`, first.
+
+    Args:
+      inner_optimizer: A Keras optimizer that is neither distributed nor built yet, and updates each
+        element by itself (not Lamb, Adafactor, Muon), or `tfposeidon.optimizers.LARS` or `LAMB`.
+        One of your own says so by an attribute `updates_elementwise = True`.
+      scheme: `"ps"` (default), for all variables, or rules `[(pattern, scheme), ...]`: variables
+        that go by another scheme than `"ps"` are updated by every rank.
+      bucket_bytes: Bytes up to which small gradients are fused; see `DistributedOptimizer`.
+      gradient_accumulation_steps: Calls of `apply` for one update; see `DistributedOptimizer`.
+      sample_count: Function by which ranks weigh; see `DistributedOptimizer`.
+      name: Name of the optimizer (default `"sharded_optimizer"`).
+      **others: Any other arguments, which are all refused.
+
+    Raises:
+      TypeError: For unknown arguments, or if `sample_count` is no function.
+      ValueError: If an argument is out of its range, if the inner optimizer needs whole variables,
+        or if the scheme leaves nothing to shard, or depends on factors.
+
+    Cost: each step sends 2 (P - 1) / P of the gradients' bytes, as `ParameterServer` does; where
+    norms of gradients or layers are needed, one small all-reduce more.
+    Source: Zhang et al. 2017 (Poseidon), section 4.1, whose store updates at the server;
+    Rajbhandari et al. 2020 (ZeRO), stage 1.
+
+    Example:
+      >>> import keras, tfposeidon as tp
+      >>> optimizer = tp.ShardedOptimizer(keras.optimizers.Adam(1e-3))
+      >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+      >>> model.compile(optimizer=optimizer, loss="mse")
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer,
+        scheme: Any = "ps",
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        gradient_accumulation_steps: int | None = None,
+        sample_count: sample_counts.SampleCount | None = None,
+        name: str | None = None,
+        **others: Any,
+    ) -> None:
+        arguments.check_no_more_arguments("ShardedOptimizer", others)
+        policy = policies.parse(scheme)
+        _check_policy(policy)
+        super().__init__(
+            inner_optimizer,
+            policy if isinstance(policy, Sharded) else Sharded(policy),
+            bucket_bytes=bucket_bytes,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            sample_count=sample_count,
+            name=name or "sharded_optimizer",
+        )
+        _check_elementwise(inner_optimizer)
+        self._shards: Shards | None = None
+
+    # ------------------------------------------------------------------ state
+
+    @override
+    def _build_inner(self, variables: Sequence[Any]) -> None:
+        inner = self.inner_optimizer
+        # Unbuilt, so that it builds its state for this rank's part and never for whole variables.
+        if inner.built:
+            raise ValueError(
+                "The optimizer's state is made by ShardedOptimizer, in parts. Received: "
+                f"{type(innermost(inner)).__name__}, built already. Pass a new one."
+            )
+        if self.gradient_accumulation_steps and innermost(inner).ema_overwrite_frequency:
+            raise ValueError(
+                "With ShardedOptimizer and accumulation averages of weights take their place at "
+                "the end of fit only. Received: ema_overwrite_frequency. Leave it out, or use "
+                "DistributedOptimizer."
+            )
+        self._shards = Shards(self._exchange.exchanger(variables), variables)
+        if not self._shards.has_any:
+            raise ValueError(
+                '`scheme` must send some variables by "ps", which are sharded. Received: '
+                f"scheme={self.policy}, by which none goes so, such as "
+                f"{describe(variables[0]).path!r}. Use DistributedOptimizer."
+            )
+        self._shards.build(inner)
+        self._exchange.plans.choose_norms = self._shards.choose_norms
+
+    @property
+    @override
+    def variables(self) -> list[Any]:
+        """Variables of the inner optimizer that are equal on all ranks: all but those of shards."""
+        variables = super().variables
+        return variables if self._shards is None else self._shards.without_slots(variables)
+
+    @property
+    @override
+    def rank_state(self) -> list[tuple[Any, StateDescription]]:
+        return [*super().rank_state, *(self._shards.rank_state if self._shards else ())]
+
+    def gather_state(self, rank: int = 0) -> None:
+        """Brings the optimizer's whole state to one rank, which can save the model until it trains.
+
+        All ranks call it together. It takes the memory of the whole state on that rank's host.
+
+        Args:
+          rank: Rank that gets the state (default 0).
+        """
+        if self._shards is not None:
+            self._shards.gather_state(rank)
+
+    def scatter_state(self, rank: int = 0) -> None:
+        """Gives every rank its part of the state, after a model was loaded on one rank alone.
+
+        All ranks call it together, before the next step; `keras_callbacks.BroadcastVariables` does.
+
+        Args:
+          rank: The rank that has loaded the model (default 0).
+        """
+        if self._shards is not None:
+            self._shards.scatter_state(rank)
+
+    # ------------------------------------------------------------------ steps
+
+    @override
+    def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
+        known = self._trainable_variables
+        if [id(v) for v in variables] != [id(v) for v in known]:
+            raise ValueError(
+                "With ShardedOptimizer all variables are updated together. Received: gradients for "
+                f"{len(variables)} of {len(known)} variables, or in another order. Use an "
+                "optimizer for each list, or DistributedOptimizer."
+            )
+        assert self._shards is not None
+        self._shards.use(self.updater)
+        self._afterwards = self._shards.afterwards
+        super()._step(grads, variables, count)
+
+    @override
+    def _means(self, grads: list[Any], variables: list[Any], count: Any) -> Means:
+        assert self._shards is not None
+        means = super()._means(grads, variables, count)
+        return replace(means, values=self._shards.received(means.values))
+
+    @override
+    def _apply(self, means: Means, variables: list[Any]) -> None:
+        assert self._shards is not None
+        self._shards.apply(means)
+
+    @override
+    def _apply_to_all(self, variables: list[Any], value: Any) -> None:
+        assert self._shards is not None
+        super()._apply_to_all(self._shards.refreshed(), value)
+
+    @override
+    @tf.autograph.experimental.do_not_convert
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Ends `fit` as the inner optimizer does: `use_ema` turns variables into their averages.
+
+        Args:
+          var_list: The trainable variables.
+        """
+        if self._shards is not None and innermost(self).use_ema:
+            self._shards.finalize()
+        else:
+            super().finalize_variable_values(var_list)
+
+    @override
+    def check_change(self, policy: policies.Policy) -> None:
+        if Sharded(policy) != self.policy:
+            raise ValueError(
+                "The scheme of a ShardedOptimizer stays for the whole training, for its state lies "
+                f"where the scheme has it. Received: a change from {self.policy} to {policy}. Use "
+                "DistributedOptimizer."
+            )
+
+    @override
+    def fit_hooks(self, model: Any) -> FitHooks:
+        return replace(super().fit_hooks(model), check=_check_callbacks)
+
+
+def _check_policy(policy: policies.Policy) -> None:
+    if policy.reads_factors or policy.leaves_open:
+        why = "it depends on factors" if policy.reads_factors else "the predicted step decides"
+        raise ValueError(
+            "What is sharded has to be known before the first step, and some schemes are known "
+            f'only then. Received: scheme={policy}: {why}. Use "ps", or rules with "ps" and '
+            'schemes that are fixed, such as "allreduce".'
+        )
+
+
+def _check_elementwise(inner: keras.optimizers.Optimizer) -> None:
+    optimizer = innermost(inner)
+    # A list of rules, not `isinstance`: a subclass with a rule of its own may need whole variables.
+    # Subclasses that change only their constructor keep the rule: AdamW has Adam's.
+    rule = next(cls for cls in type(optimizer).__mro__ if "update_step" in vars(cls))
+    # Norms of layers are summed over the parts.
+    sums_norms = isinstance(optimizer, LayerWiseOptimizer)
+    declared = getattr(optimizer, "updates_elementwise", False)
+    if rule not in ELEMENTWISE and not sums_norms and not declared:
+        names = ", ".join([*(cls.__name__ for cls in ELEMENTWISE), "LARS", "LAMB"])
+        raise ValueError(
+            f"ShardedOptimizer gives the optimizer parts of variables, which {names} can work on. "
+            f"Received: {type(optimizer).__name__}, whose rule needs whole variables, or is not "
+            "known not to. Use DistributedOptimizer, or, if each element is updated by itself, set "
+            "updates_elementwise = True on the optimizer."
+        )
+
+
+def _check_callbacks(callbacks: Sequence[Any]) -> None:
+    if any(isinstance(one, keras.callbacks.SwapEMAWeights) for one in callbacks):
+        raise ValueError(
+            "With ShardedOptimizer averages of weights lie on all ranks, in parts. Received: "
+            "SwapEMAWeights. Leave it out (at the end of fit the weights become their averages), "
+            "or use DistributedOptimizer."
+        )

@@ -1,0 +1,89 @@
+"""Exchange by halves: each rank keeps its own part of the means, and gathers whole variables."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import tensorflow as tf
+from typing_extensions import override
+
+from tfposeidon.communication.topology import Topology
+from tfposeidon.communication.wire import Wire
+from tfposeidon.gradients.description import Description
+from tfposeidon.policies import Choice, Policy
+from tfposeidon.schemes import ShardedServer, stages
+from tfposeidon.schemes.base import State
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnParts(ShardedServer):
+    """Parameter server whose means stay with their servers."""
+
+    name: ClassVar[str] = "ps"
+
+    @override
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
+        node, across = stages.shards_by_level(gradient.shape[0], wire.topology)
+        return stages.own_mean_by_levels(gradient, node, across, wire, name, None), state
+
+    @override
+    def unpack(
+        self, mean: tf.Tensor, descriptions: Sequence[Description], topology: Topology
+    ) -> list[tf.Tensor]:
+        return tf.split(mean, [end - begin for begin, end in self.parts(descriptions, topology)])
+
+    def gather(self, own: tf.Tensor, length: int, wire: Wire, name: str) -> tf.Tensor:
+        """Returns a whole bucket, `[length]`, of what each rank owns of it, such as `own`."""
+        node, across = stages.shards_by_level(length, wire.topology)
+        return stages.gather_by_levels(own, node, across, wire, name, None)
+
+    def parts(
+        self, descriptions: Sequence[Description], topology: Topology
+    ) -> list[tuple[int, int]]:
+        """Returns what `topology.rank` owns of each variable: begin and end; (0, 0) for nothing."""
+        # A bucket is cut as one vector, wherever variables begin: a part may hold the end of one
+        # and the beginning of the next. There is one start more than variables: the end of the
+        # last.
+        starts = itertools.accumulate((d.length for d in descriptions), initial=0)
+        begin, end = self.own_range(sum(d.length for d in descriptions), topology)
+        parts = [
+            (max(begin - start, 0), min(end - start, d.length))
+            for start, d in zip(starts, descriptions, strict=False)
+        ]
+        return [(first, last) if first < last else (0, 0) for first, last in parts]
+
+
+@dataclass(frozen=True)
+class Sharded(Policy):
+    """Policy by which what goes by the parameter server stays there."""
+
+    policy: Policy
+
+    def __str__(self) -> str:
+        return str(self.policy)
+
+    @override
+    def choose(self, description: Description, topology: Topology) -> Choice:
+        choice = self.policy.choose(description, topology)
+        if not isinstance(choice.scheme, ShardedServer):
+            return choice
+        return choice._replace(scheme=OwnParts(pair_bytes=choice.scheme.pair_bytes))
+
+    @override
+    def notes(self, descriptions: Sequence[Description]) -> list[str]:
+        return self.policy.notes(descriptions)
+
+    @property
+    @override
+    def keeps_state(self) -> bool:
+        return self.policy.keeps_state
+
+    @property
+    @override
+    def corrects_momentum(self) -> bool:
+        return self.policy.corrects_momentum
