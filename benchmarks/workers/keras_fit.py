@@ -27,7 +27,7 @@ from tfposeidon.lab.accelerator import emulated_model
 from tfposeidon.lab.network import payload_bytes
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
 from tfposeidon.planning.simulation import FUSION_BYTES, FUSION_THRESHOLD
-from tfposeidon.training import plan_again
+from tfposeidon.training import choose_plan
 
 COMPRESSION = {"horovod": "none", "horovod-fp16": "fp16"}
 # What is no scheme of that name; "dense..." are the dense layers of the emulated models.
@@ -39,7 +39,7 @@ SCHEMES = {
     "auto:halves": tp.policies.Auto(halves=True),
     "auto:density": tp.policies.Auto(halves=True, density=0.01),
 }
-STEPS_OF_AUTO = plan_again.UNTIMED_STEPS + plan_again.TIMED_STEPS
+STEPS_OF_AUTO = choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS
 """Steps after which `auto` plans again by what they took, at the beginning of the next epoch."""
 
 

@@ -12,7 +12,7 @@ import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.training import BATCH
 from tfposeidon.communication import runtime
-from tfposeidon.training import plan_again
+from tfposeidon.training import choose_plan
 
 WIDTH, LAYERS = 400, 4
 """Kernels of 640 kB: several share a bucket of the default size, and none a smaller one."""
@@ -34,14 +34,14 @@ def planning(**constants):
     """Sets constants by which running jobs plan again, within this context.
 
     Args:
-      **constants: Values, by the names in `tfposeidon.training.plan_again`.
+      **constants: Values, by the names in `tfposeidon.training.choose_plan`.
     """
-    before = {name: getattr(plan_again, name) for name in constants}
-    vars(plan_again).update(constants)
+    before = {name: getattr(choose_plan, name) for name in constants}
+    vars(choose_plan).update(constants)
     try:
         yield
     finally:
-        vars(plan_again).update(before)
+        vars(choose_plan).update(before)
 
 
 def given(wire, rate, **options):

@@ -15,15 +15,36 @@ def traced(model, optimizer, batch):
     ).graph
 
 
-def ancestors(op):
-    seen, left = set(), [op]
+def ancestors(op, graph):
+    seen, left = set(), [*op.inputs, *op.control_inputs]
     while left:
         current = left.pop()
-        for parent in [tensor.op for tensor in current.inputs] + list(current.control_inputs):
-            if parent not in seen:
-                seen.add(parent)
-                left.append(parent)
+        parent = getattr(current, "op", current)
+        if parent in seen and not _exchanges_again(parent, graph):
+            continue
+        seen.add(parent)
+        left += _inputs(current, parent, graph)
     return seen
+
+
+def _inputs(current, parent, graph):
+    if not _exchanges_again(parent, graph):
+        return [*parent.inputs, *parent.control_inputs]
+    # TensorFlow lowers the branches: an output needs the condition, and what it is in the branch
+    # that hands on what was exchanged before.
+    branch = graph._get_function(parent.get_attr("else_branch").name).graph
+    above = branch.outputs[current.value_index]
+    while above.op.type == "Identity":
+        (above,) = above.op.inputs
+    place = [tensor.name for tensor in branch.inputs].index(above.name)
+    return [parent.inputs[0], parent.inputs[1 + place]]
+
+
+def _exchanges_again(op, graph):
+    if op.type not in ("If", "StatelessIf"):
+        return False
+    branch = graph._get_function(op.get_attr("then_branch").name).graph
+    return any(".again" in inner.name for inner in branch.get_operations())
 
 
 def bucket_of(op, graph):
@@ -45,5 +66,5 @@ def check_independent(graph, buckets):
     collectives = list(bucket)
     assert len(set(bucket.values())) == buckets > 1, sorted(set(bucket.values()))
     for op in collectives:
-        above = {bucket[a] for a in ancestors(op) if a in bucket}
+        above = {bucket[a] for a in ancestors(op, graph) if a in bucket}
         assert above <= {bucket[op]}, f"{op.name} waits for {above}"

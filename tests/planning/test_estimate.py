@@ -126,7 +126,7 @@ def test_a_packet_that_was_sent_again_makes_no_link_uncertain(name):
     times[name] = [times[name][0] + 0.2, *times[name][1:]]
     links = estimate.estimate_links(probes, times, topology, CPU)
     assert links.across.bytes_per_s == pytest.approx(ACROSS, rel=0.01)
-    assert not links.is_uncertain
+    assert links.uncertainty < 0.25
 
 
 def test_uncertainty_is_that_of_the_rate_which_counts():
@@ -137,7 +137,7 @@ def test_uncertainty_is_that_of_the_rate_which_counts():
     times = {one.name: [_seconds(one, topology)] * 2 for one in probes}
     times["rate.flow"] = [_seconds(flow, topology, flow=ACROSS)] * 2
     times["rate.across"] = [times["rate.across"][0], 5 * times["rate.across"][0]]
-    assert not estimate.estimate_links(probes, times, topology, CPU).is_uncertain
+    assert estimate.estimate_links(probes, times, topology, CPU).uncertainty < 0.25
     # A connection with a limit counts, and so do both.
     times["rate.flow"] = [_seconds(flow, topology) * 8] * 2
-    assert estimate.estimate_links(probes, times, topology, CPU).is_uncertain
+    assert estimate.estimate_links(probes, times, topology, CPU).uncertainty > 0.25

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -60,7 +59,7 @@ def test_never_slower_than_uniform_plans():
     for links in (SLOW, FAST):
         for policy in (policies.Auto(margin=0.0), policies.Auto(halves=True, margin=0.0)):
             chosen = choose(policy, links).forecasts[0].chosen
-            for candidate in policy.candidates(CLUSTER, links).values():
+            for candidate in policy.candidates(CLUSTER).values():
                 plan = make_plan(LAYERS, candidate, CLUSTER, DEFAULT_BUCKET_BYTES)
                 assert chosen.step_s <= predict(plan, links, TIMELINE).step_s
 
@@ -160,7 +159,6 @@ def test_rules_that_decide_by_rows_beside_what_is_open():
     assert sorted(member for bucket in plan.buckets for member in bucket.members) == [*range(12)]
     by_rows = [bucket for bucket in plan.buckets if "rule 'layer_[0-5]/'" in str(bucket.choices)]
     assert [bucket.members for bucket in by_rows] == [tuple(reversed(range(6)))]
-    assert not by_rows[0].candidates
 
 
 def test_every_plan_has_a_prediction_where_links_are_known():
@@ -205,18 +203,6 @@ def test_it_explains_itself():
     assert content["links"]["across"]["bytes_per_s"] == SLOW.across.bytes_per_s
 
 
-def test_it_says_what_would_change_the_choice():
-    """Small layers: from some rate on the ring's latency counts for more than the bytes."""
-    layers = [dataclasses.replace(layer, shape=(256, 256)) for layer in LAYERS]
-    plan = choose(links=Links.of("1gbit", ranks_per_node=8, device="v100"), layers=layers)
-    assert plan.forecasts[0].chosen.name == "2dtar"
-    (line,) = (line for line in str(plan).splitlines() if line.endswith(" up"))
-    rate = re.fullmatch("allreduce from (.*) Gb/s up", line)[1]
-    for factor, scheme in ((0.9, "2dtar"), (1.1, "allreduce")):
-        links = Links.of(f"{factor * float(rate)}gbit", ranks_per_node=8, device="v100")
-        assert choose(links=links, layers=layers).forecasts[0].chosen.name == scheme
-
-
 def _race(*slowdowns, links=SLOW):
     """A race in which exchanges take so many times as long as predicted, by the scheme."""
     known, calls = dict(slowdowns), []
@@ -253,11 +239,25 @@ def test_close_plans_are_raced():
     assert f"1.50 ({first})" in str(plan)
 
 
-def test_whoever_becomes_one_of_the_best_is_timed_too():
-    """Slowed down in turn: each scheme that seems best and has not been timed is."""
+def test_what_was_not_timed_is_no_better_than_what_was():
+    """Slowed down together, the best stay the best."""
     race, calls = _race(("allreduce", 5.0), ("2dtar", 5.0), links=NEAR)
-    choose(links=NEAR, race=race)
-    assert calls == [["2dtar", "allreduce"], ["asa"]]
+    chosen = choose(links=NEAR, race=race).forecasts[0].chosen
+    assert calls == [["2dtar", "allreduce"]]
+    assert chosen.name in ("allreduce", "2dtar")
+
+
+def test_uncertain_links_widen_what_is_timed():
+    """All candidates count, and the best of them are timed along with all-reduce."""
+    wide = dataclasses.replace(SLOW, uncertainty=2.0, measured_at="2026-11-23T22:00:00+00:00")
+    race, calls = _race(("hitopk", 99.0), ("topk", 99.0))
+    plan = choose(policies.Auto(density=0.01), wide, race=race)
+    (names,) = calls
+    assert "allreduce" in names
+    assert {"hitopk", "2dtar"} <= set(names)
+    assert _schemes(plan) == {"2dtar"}
+    race, calls = _race()
+    assert "hitopk" in str(_schemes(choose(policies.Auto(density=0.01), race=race)))
 
 
 def test_no_race_where_predictions_differ_or_nobody_wants_one():
@@ -273,34 +273,6 @@ def test_no_race_where_predictions_differ_or_nobody_wants_one():
     many = [dataclasses.replace(d, shape=(10240, 1024)) for d in LAYERS]
     choose(links=NEAR, layers=many, race=race)
     assert not calls
-
-
-def test_buckets_tell_what_other_schemes_would_have_taken():
-    plan = choose()
-    for bucket in plan.buckets:
-        assert bucket.candidates[0].name == str(bucket.scheme)
-        assert {c.name for c in bucket.candidates} == {"2dtar", "allreduce", "asa"}
-        by_name = {c.name: c for c in bucket.candidates}
-        ring = make_plan(
-            list(bucket.descriptions), policies.parse("allreduce"), CLUSTER, bucket.bytes
-        )
-        assert by_name["allreduce"].cross_bytes == pytest.approx(ring.cost.cross_bytes)
-        assert by_name["allreduce"].seconds == pytest.approx(predict(ring, SLOW).step_s)
-    assert "; alone 2dtar " in str(plan)
-    content = json.loads(plan.to_json())["buckets"][0]["candidates"][0]
-    assert set(content) == {"name", "cross_bytes", "seconds"}
-    assert choose(policies.parse("2dtar")).buckets[0].candidates == ()
-
-
-def test_scattered_measurements_decide_between_ring_and_torus_only():
-    wide = dataclasses.replace(SLOW, uncertainty=0.8, measured_at="2026-11-23T22:00:00+00:00")
-    plan = choose(policies.Auto(density=0.01), wide)
-    assert _schemes(plan) == {"2dtar"}
-    forecast = plan.forecasts[0]
-    assert {one.name for one in (forecast.chosen, *forecast.others)} == {"2dtar", "allreduce"}
-    assert "rates are uncertain by 80%: nothing but all-reduce and the torus was considered" in str(
-        plan
-    )
 
 
 def test_many_ranks_per_core_are_not_validated():

@@ -278,7 +278,7 @@ def test_refused(wire):
     optimizer.build(weights)
     with Raises(ValueError, "all variables are updated together.*1 of 2"):
         optimizer.apply([tf.ones(40)], weights[:1])
-    with Raises(ValueError, "stay for the whole training"):
+    with Raises(ValueError, "stays for the whole training"):
         optimizer.change_scheme("allreduce")
     inner = SGD(0.1)
     inner.build(weights)

@@ -18,9 +18,6 @@ FORMAT = 1
 HEADERS = 1514 / 1448
 """Bytes on the wire for one of payload: Ethernet frames around TCP segments."""
 
-MOST_UNCERTAIN = 0.25
-"""Uncertainty of measured times above which plans are not made by fine differences."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -211,11 +208,6 @@ class Links:
                 flow_bytes_per_s=None if flow is None else _payload_rate(flow),
             ),
         )
-
-    @property
-    def is_uncertain(self) -> bool:
-        """True if measured times differ so much that they tell little."""
-        return self.uncertainty > MOST_UNCERTAIN
 
     def to_json(self) -> str:
         """Returns the text of a file that `from_json` reads."""

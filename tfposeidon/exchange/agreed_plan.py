@@ -253,7 +253,7 @@ class AgreedPlans:
             best = self.planner.plan(exchanger.plan.descriptions, measured, together=True)
             if best.buckets == exchanger.plan.buckets:
                 exchanger.plan = best
-            elif not self.planner.has_left(best):
+            else:
                 self._changing.add(paths)
                 before, (after,) = self._prediction(exchanger, links, measured), best.forecasts
                 self._kept.append((exchanger, after.kept(before)))
@@ -276,36 +276,11 @@ class AgreedPlans:
             slowdown=slowdown,
         )
 
-    def slowness(self, found: Mapping[tuple[str, ...], Measured]) -> float:
-        """Returns how much longer steps take than predicted, as a multiple; 0 without predictions.
-
-        Args:
-          found: What was measured, by the paths of a list of variables.
-        """
-        ratios = [0.0]
-        for exchanger in self.agreed_exchangers:
-            measured = found.get(exchanger.plan.paths)
-            if measured is not None:
-                ratios += [
-                    measured.step_s / forecast.chosen.step_s
-                    for forecast in exchanger.plan.forecasts
-                    if forecast.knows_computation
-                ]
-        return max(ratios)
-
-    @property
-    def exposed_s(self) -> float:
-        """Seconds that a step waits for communication, as the plans predict it."""
-        return sum(
-            forecast.chosen.simulated.exposed_s
-            for exchanger in self.agreed_exchangers
-            for forecast in exchanger.plan.forecasts
-        )
-
     def keep(self) -> None:
         """Keeps the plans so far, though others were predicted to be faster."""
         for exchanger, forecast in self._kept:
             exchanger.plan = replace(exchanger.plan, forecasts=(forecast,))
+        self.planner.has_decided = True
         self._kept.clear()
         self._changing.clear()
 
@@ -317,7 +292,6 @@ class AgreedPlans:
         self.planner.keep(self._learnt)
         for key, exchanger in list(self._exchangers.items()):
             if self._changes(exchanger):
-                self.planner.leave(exchanger.plan)
                 self._forget(key)
         self._changing.clear()
 

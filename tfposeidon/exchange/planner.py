@@ -39,6 +39,7 @@ class Planner:
       policy: Choice of the scheme by which a variable is exchanged; `change_policy` replaces it.
       bucket_bytes: Bytes up to which small gradients are fused.
       spent_s: Seconds in which links were measured and exchanges raced so far.
+      has_decided: True once plans were chosen by what steps have measured.
     """
 
     def __init__(
@@ -49,9 +50,9 @@ class Planner:
         self.bucket_bytes = bucket_bytes
         self._measured: dict[Paths, Measured] = {}
         self._race, self._raced_over = Race(), runtime.links()
-        self._left: set[str] = set()
         self._resumed: dict[Paths, Resumed] = {}
         self.spent_s = 0.0
+        self.has_decided = False
 
     def change_policy(self, policy: Policy) -> None:
         """Plans by another policy from now on.
@@ -60,8 +61,7 @@ class Planner:
           policy: Policy of later steps, the same on all ranks.
         """
         self.policy = policy
-        self._measured.clear()
-        self._left.clear()
+        self.forget_times()
         self._resumed.clear()
 
     @property
@@ -75,8 +75,8 @@ class Planner:
 
     @property
     def may_learn(self) -> bool:
-        """True if plans depend on what steps measure, and none has measured anything yet."""
-        return self.leaves_open and not self._measured
+        """True if plans depend on what steps measure, and were not chosen by that yet."""
+        return self.leaves_open and not self.has_decided
 
     def plan(
         self,
@@ -159,14 +159,6 @@ class Planner:
             with self._spending():
                 _measure_links()
 
-    def measure_links_again(self) -> None:
-        """Measures links that were measured before; those that were given stay.
-
-        All ranks call it together.
-        """
-        if runtime.measures_links():
-            _measure_links()
-
     def keep(self, measured: Mapping[Paths, Measured]) -> None:
         """Plans from now on by what steps have measured, in resumed runs too.
 
@@ -174,27 +166,13 @@ class Planner:
           measured: What was measured, by the paths of a list of variables; the same on all ranks.
         """
         self._measured |= measured
+        self._resumed.clear()
+        self.has_decided = True
 
     def forget_times(self) -> None:
         """Forgets what steps have measured, so that they are timed and planned by once more."""
         self._measured.clear()
-
-    def leave(self, plan: Plan) -> None:
-        """Notes that steps no longer follow a plan: none comes back.
-
-        Args:
-          plan: The plan that they followed.
-        """
-        self._left.add(plan.digest)
-        self._resumed.clear()
-
-    def has_left(self, plan: Plan) -> bool:
-        """Returns whether steps have followed a plan before, and no longer do.
-
-        Args:
-          plan: Plan that might be followed.
-        """
-        return plan.digest in self._left
+        self.has_decided = False
 
     def to_dict(self, learnt: Mapping[Paths, Measured] | None = None) -> dict[str, Any]:
         """Returns what plans are made by, for JSON: links, and what steps and races measured.
@@ -211,7 +189,7 @@ class Planner:
             "links": links and links.to_json(),
             "measured": [{"paths": paths, **asdict(one)} for paths, one in measured.items()],
             "raced": self._race.known,
-            "left": sorted(self._left),
+            "has_decided": self.has_decided or learnt is not None,
         }
 
     def resume(self, saved: dict[str, Any]) -> bool:
@@ -247,7 +225,7 @@ class Planner:
             for one in saved["measured"]
         }
         self._race, self._raced_over = Race(saved["raced"]), links
-        self._left = set(saved["left"])
+        self.has_decided = saved["has_decided"]
         plans = [Resumed.from_dict(one) for one in saved["plans"]]
         self._resumed = {plan.paths: plan for plan in plans}
         return True

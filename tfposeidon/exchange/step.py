@@ -115,7 +115,7 @@ class Step:
         self.plans.agree(gradients, variables, updater, self._settings(count))
         exchanger = self.exchanger(variables)
         replicated = [*variables, *updater.variables]
-        if self.plans.planner.leaves_open:
+        if self.plans.planner.may_learn:
             descriptions = exchanger.plan.descriptions
             rows = factor_agreement.count_rows(gradients, descriptions, replicated)
             exchanger.own_rows.assign(rows)
@@ -278,7 +278,7 @@ class Step:
 
     @property
     def _times_steps(self) -> bool:
-        return self.is_timed or self.plans.planner.leaves_open
+        return self.is_timed or self.plans.planner.may_learn
 
     def flush(self) -> bool:
         """Makes all steps from now on send everything, what schemes have kept included.

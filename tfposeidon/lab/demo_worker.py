@@ -20,9 +20,9 @@ from tfposeidon.lab.accelerator import emulated_model
 from tfposeidon.lab.demo import MODEL
 from tfposeidon.lab.network import payload_bytes
 from tfposeidon.planning.plan import Plan
-from tfposeidon.training import plan_again
+from tfposeidon.training import choose_plan
 
-STEPS_OF_AUTO = plan_again.UNTIMED_STEPS + plan_again.TIMED_STEPS
+STEPS_OF_AUTO = choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS
 """Steps of an epoch after which `auto` plans again by what they took."""
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from tfposeidon.communication.links import Links, readable_rate_of_payload
+from tfposeidon.communication.links import Links
 from tfposeidon.planning.simulation import Simulated
 from tfposeidon.units import readable_size
 
 MOST_RANKS, MOST_RANKS_PER_CORE = 16, 2
 """Ranks, and ranks of a node per core of it, up to which predictions have been compared with
 measured steps."""
-SLOWEST, FASTEST, STEPS = 1 / 64, 64.0, 8
-"""Rates, as multiples of the present one, among which another choice is looked for, and the number
-of times that an interval of a factor of two is halved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +62,6 @@ def decide(predictions: Sequence[Prediction], margin: float) -> int:
     return best
 
 
-Predict = Callable[[Links], Sequence[Prediction]]
-"""Predicts the steps of all plans over other links; the chosen one is the first."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
     """Predicted step of a plan, with what it was chosen among and by.
@@ -78,11 +71,9 @@ class Forecast:
       others: Predictions for the other plans, the shortest step first.
       links: Links that the predictions are for.
       ranks: Number of ranks.
-      margin: Share by which a step must be shorter than that of the default plan.
       measured_s: Mean seconds of the steps that followed the plan; `None` where none was measured.
       knows_computation: True if the times of forward and backward pass are known. Otherwise the
         predictions are of a step that computes nothing.
-      predict: Makes the predictions again, over other links.
       is_kept: True if the plan stays although another is predicted to be faster, because the steps
         that are left would save less than it takes to trace a step anew.
     """
@@ -91,9 +82,7 @@ class Forecast:
     others: tuple[Prediction, ...]
     links: Links
     ranks: int
-    margin: float
     knows_computation: bool
-    predict: Predict = field(compare=False, repr=False)
     measured_s: float | None = None
     is_kept: bool = False
 
@@ -137,19 +126,12 @@ class Forecast:
         if self.measured_s is not None:
             yield f"measured step: {1e3 * self.measured_s:.4g} ms, on this rank"
         yield f"links: {self.links}"
-        if self.links.is_uncertain and self.others:
-            yield (
-                f"rates are uncertain by {self.links.uncertainty:.0%}: nothing but all-reduce and "
-                "the torus was considered"
-            )
         if self.others:
             best = self.others[0]
             slower = best.step_s / self.chosen.step_s - 1 if self.chosen.step_s else 0.0
             yield f"next best: {best}, {abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
             if self.is_kept:
                 yield "kept: the steps that are left would save less than tracing a step takes"
-            else:
-                yield from self._changes()
         raced = {one.name: one.slowdown for one in (self.chosen, *self.others)}
         found = [f"{slowdown:.2f} ({name})" for name, slowdown in raced.items() if slowdown != 1.0]
         if found:
@@ -169,51 +151,6 @@ class Forecast:
                 f"compared with steps of up to {MOST_RANKS_PER_CORE}"
             )
         return ""
-
-    def _changes(self) -> Iterator[str]:
-        """Yields lines on the rates between nodes with which another plan would be chosen."""
-        if self.links.across is None:
-            return
-        for limit, direction in ((SLOWEST, "down"), (FASTEST, "up")):
-            found = self._turning_point(limit)
-            if found is not None:
-                factor, name = found
-                assert self.links.across is not None
-                rate = readable_rate_of_payload(factor * self.links.across.bytes_per_s, digits=2)
-                yield f"{name} from {rate} {direction}"
-
-    def _turning_point(self, limit: float) -> tuple[float, str] | None:
-        """Returns the factor nearest to 1 with which another plan is best, and that plan's name."""
-        same, step = 1.0, 2.0 if limit > 1 else 0.5
-        while max(same * step, 1 / (same * step)) <= max(limit, 1 / limit):
-            name = self._best_at(same * step)
-            if name != self.chosen.name:
-                return self._halved(same, same * step, name)
-            same *= step
-        return None
-
-    def _halved(self, same: float, other: float, name: str) -> tuple[float, str]:
-        for _ in range(STEPS):
-            middle = (same * other) ** 0.5
-            found = self._best_at(middle)
-            if found == self.chosen.name:
-                same = middle
-            else:
-                other, name = middle, found
-        return other, name
-
-    def _best_at(self, factor: float) -> str:
-        """Returns the name of the plan to take where nodes have another rate."""
-        across = self.links.across
-        assert across is not None
-        flow = across.flow_bytes_per_s
-        faster = dataclasses.replace(
-            across,
-            bytes_per_s=factor * across.bytes_per_s,
-            flow_bytes_per_s=None if flow is None else min(flow, factor * across.bytes_per_s),
-        )
-        found = self.predict(dataclasses.replace(self.links, across=faster))
-        return found[decide(found, self.margin)].name
 
 
 def _to_dict(prediction: Prediction) -> dict[str, Any]:

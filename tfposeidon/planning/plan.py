@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 
@@ -43,20 +43,6 @@ COLUMNS = (
 """Columns of a printed plan."""
 
 
-class Candidate(NamedTuple):
-    """Scheme that a bucket might have gone by, with what it would have taken.
-
-    Attributes:
-      name: Scheme with its options.
-      cross_bytes: Payload bytes that this rank would send to other nodes.
-      seconds: Predicted seconds of the exchange by itself.
-    """
-
-    name: str
-    cross_bytes: float
-    seconds: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
     """Gradients that are exchanged together, as one vector or each as its factors.
@@ -66,15 +52,12 @@ class Bucket:
       descriptions: Descriptions of their gradients, in the same order; all of one dtype.
       scheme: Scheme by which the bucket is exchanged.
       choices: Reason for each variable, and the schemes that were weighed, in the same order.
-      candidates: Schemes that were compared by predicted steps, its own first; empty where nothing
-        was left open, or links are not known.
     """
 
     members: tuple[int, ...]
     descriptions: tuple[Description, ...]
     scheme: Scheme
     choices: tuple[Choice, ...]
-    candidates: tuple[Candidate, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def length(self) -> int:
@@ -257,7 +240,6 @@ class Plan:
                 for d, choice in zip(bucket.descriptions, bucket.choices, strict=True)
             ],
             "cost": dataclasses.asdict(bucket.cost(self.topology)),
-            "candidates": [candidate._asdict() for candidate in bucket.candidates],
         }
 
     def __str__(self) -> str:
@@ -288,9 +270,6 @@ class Plan:
             number, shown = ("", ("", "", "")) if rows else (str(index), figures)
             # A reason that several variables of a bucket have in common is shown once.
             reason = "" if choice.reason == reason_above else choice.reason
-            if bucket.candidates and not rows:
-                compared = (f"{c.name} {1e3 * c.seconds:.3g} ms" for c in bucket.candidates)
-                reason += f"; alone {', '.join(compared)}"
             reason_above = choice.reason
             rows.append((number, d.path, shape, d.dtype, *shown, reason))
         return rows

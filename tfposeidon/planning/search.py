@@ -13,8 +13,8 @@ from tfposeidon.communication.links import Links
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description
 from tfposeidon.planning.forecast import Forecast, Prediction, decide
-from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Bucket, Candidate, Plan, make_plan
-from tfposeidon.planning.seconds import StageTime, alone_seconds, stage_times
+from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Bucket, Plan, make_plan
+from tfposeidon.planning.seconds import StageTime, stage_times
 from tfposeidon.planning.simulation import Simulated, Timeline, fusion_bytes_of, simulate
 from tfposeidon.policies import Choice, Policy
 
@@ -25,9 +25,11 @@ LARGEST_VARIABLES = 20
 LEAST_GAIN = 0.001
 """Share of the step that another scheme for one variable must save."""
 RACED_WITHIN = 0.10
-"""Share by which the predicted steps of two plans may differ that are raced."""
-
-RACE_S = 2.0
+"""Share by which predicted steps may differ whose plans are raced; more where links are uncertain
+by more."""
+RUNNERS = 3
+"""Plans that are raced, at most, besides that of the default scheme."""
+RACE_S = 6.0
 """Seconds that three exchanges of each plan of a race may be predicted to take."""
 
 Race = Callable[[Sequence[Plan]], Sequence[float]]
@@ -49,9 +51,10 @@ def choose_plan(
     """Makes the plan with the shortest predicted step of those that a policy leaves open.
 
     Each of the policy's candidates is tried with five bucket sizes, unless `bucket_bytes` is not
-    the default; then each of the largest variables with the schemes of the others. Where the two
-    best candidates are close, they are raced. Where a candidate gains less than `policy.margin`,
-    the first is kept, and where mixing does, it is not done.
+    the default; then each of the largest variables with the schemes of the others. Where some of
+    the best are close, or the links too uncertain to tell, they and all-reduce are raced. Where a
+    candidate gains less than `policy.margin`, the first is kept, and where mixing does, it is not
+    done.
 
     Args:
       descriptions: Descriptions of the gradients, in the order of the variables. Factors count
@@ -72,7 +75,7 @@ def choose_plan(
     if links is None or topology.size == 1:
         return make_plan(descriptions, policy, topology, bucket_bytes, notes)
     search = _Search(descriptions, topology, links, timeline, tuple(notes), policy.margin)
-    candidates = policy.candidates(topology, links) or {"as asked for": policy}
+    candidates = policy.candidates(topology) or {"as asked for": policy}
     options = search.known(candidates)
     if not options:
         # Factors without rows have no cost yet.
@@ -92,7 +95,7 @@ def choose_plan(
     attempts = search.with_default(attempts)
     chosen = attempts.pop(decide([attempt.prediction for attempt in attempts], policy.margin))
     ordered = [chosen, *sorted(attempts, key=lambda attempt: attempt.step_s)]
-    return search.with_forecast(ordered, list(options.values()))
+    return search.with_forecast(ordered)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +117,6 @@ class _Attempt:
     @property
     def step_s(self) -> float:
         return self.prediction.step_s
-
-    def predicted(self, links: Links, timeline: Timeline | None) -> Simulated:
-        """Returns the step over links, with what a race has told about the plan."""
-        return predict(self.plan, links, timeline, self.prediction.slowdown)
 
     def changed(self, **changes: Any) -> _Attempt:
         """Returns the attempt with another prediction for its plan."""
@@ -198,58 +197,49 @@ class _Search:
         return best
 
     def raced(self, attempts: Sequence[_Attempt], race: Race) -> list[_Attempt]:
-        """Returns attempts with what a race tells about the best schemes, as long as two are close.
+        """Returns attempts with what a race tells about the best schemes, where some are close.
 
         What it tells about a scheme holds for all bucket sizes.
         """
-        slowdowns: dict[str, float] = {}
         found = list(attempts)
-        while True:
-            best: dict[str, _Attempt] = {}
-            for attempt in sorted(found, key=lambda attempt: attempt.step_s):
-                best.setdefault(attempt.name, attempt)
-            fastest_s = min(attempt.step_s for attempt in found)
-            close = [one for one in best.values() if one.step_s <= (1 + RACED_WITHIN) * fastest_s]
-            runners = [one for one in close[:2] if one.name not in slowdowns]
-            # One that nobody is close to needs no race, unless the others have had theirs.
-            if not runners or (len(close) == 1 and not slowdowns):
-                return found
-            alone = [predict(attempt.plan, self.links).step_s for attempt in runners]
-            if 3 * sum(alone) > RACE_S:
-                # Bytes decide about exchanges that long, and bytes are predicted well.
-                return found
-            times = race([attempt.plan for attempt in runners])
-            if not times:
-                return found
-            for attempt, seconds, alone_s in zip(runners, times, alone, strict=True):
-                slowdowns[attempt.name] = seconds / alone_s if alone_s else 1.0
-            found = [self.slowed(one, slowdowns.get(one.name)) for one in attempts]
+        best: dict[str, _Attempt] = {}
+        for attempt in sorted(found, key=lambda attempt: attempt.step_s):
+            best.setdefault(attempt.name, attempt)
+        fastest = next(iter(best.values()))
+        limit_s = (1 + max(RACED_WITHIN, self.links.uncertainty)) * fastest.step_s
+        close = [one for one in best.values() if one.step_s <= limit_s][:RUNNERS]
+        default = best[found[0].name]
+        runners = close if any(one is default for one in close) else [*close, default]
+        alone = [predict(attempt.plan, self.links).step_s for attempt in runners]
+        # Bytes decide about exchanges that take long, and bytes are predicted well.
+        if len(close) == 1 or 3 * sum(alone) > RACE_S:
+            return found
+        times = race([attempt.plan for attempt in runners])
+        if not times:
+            return found
+        slowdowns = {
+            attempt.name: seconds / alone_s if alone_s else 1.0
+            for attempt, seconds, alone_s in zip(runners, times, alone, strict=True)
+        }
+        # What was not timed is not taken for a better prediction than what was.
+        slowest = max(1.0, *slowdowns.values())
+        return [self.slowed(one, slowdowns.get(one.name, slowest)) for one in found]
 
-    def slowed(self, attempt: _Attempt, slowdown: float | None) -> _Attempt:
-        """Returns the attempt with its step as a race has told; as it is without a race."""
-        if slowdown is None:
-            return attempt
+    def slowed(self, attempt: _Attempt, slowdown: float) -> _Attempt:
+        """Returns the attempt with its step as a race has told."""
         simulated = predict(attempt.plan, self.links, self.timeline, slowdown)
         return attempt.changed(simulated=simulated, slowdown=slowdown)
 
-    def with_forecast(self, attempts: Sequence[_Attempt], options: Sequence[Policy]) -> Plan:
+    def with_forecast(self, attempts: Sequence[_Attempt]) -> Plan:
         """Returns the plan of the first attempt, with predictions for all."""
         chosen, *others = (attempt.prediction for attempt in attempts)
-
-        def predict_all(links: Links) -> list[Prediction]:
-            return [
-                attempt.changed(simulated=attempt.predicted(links, self.timeline)).prediction
-                for attempt in attempts
-            ]
 
         forecast = Forecast(
             chosen=chosen,
             others=tuple(others),
             links=self.links,
             ranks=self.topology.size,
-            margin=self.margin,
             knows_computation=self.timeline is not None,
-            predict=predict_all,
         )
         # Steps decide for themselves by the rows that they have; the plan knows of none.
         best = attempts[0]
@@ -260,42 +250,7 @@ class _Search:
             best.bucket_bytes,
             self.notes,
         )
-        # Policies that decide by rows may cut other buckets without them.
-        with_rows = {bucket.members: bucket for bucket in best.plan.buckets}
-        buckets = [
-            dataclasses.replace(bucket, candidates=self.candidates(known, options))
-            if (known := with_rows.get(bucket.members))
-            else bucket
-            for bucket in plan.buckets
-        ]
-        return dataclasses.replace(plan, buckets=tuple(buckets), forecasts=(forecast,))
-
-    def candidates(self, bucket: Bucket, options: Iterable[Policy]) -> tuple[Candidate, ...]:
-        """Returns what the exchange of one bucket takes by each scheme that was open to it."""
-        first = bucket.descriptions[0]
-        if first.is_value:
-            return ()
-        schemes = {str(bucket.scheme): bucket.scheme}
-        for policy in options:
-            # Schemes that decide by rows are called by the one for few rows.
-            scheme = policy.choose(first, self.topology).scheme
-            schemes.setdefault(str(scheme), scheme)
-        found = []
-        for name, scheme in schemes.items():
-            if scheme.takes_factors and not all(d.factors for d in bucket.descriptions):
-                continue
-            if bucket.length < scheme.min_length:
-                continue
-            other = dataclasses.replace(bucket, scheme=scheme)
-            times = bucket_times(other, self.topology, self.links)
-            found.append(
-                Candidate(
-                    name=name,
-                    cross_bytes=other.cost(self.topology).cross_bytes,
-                    seconds=alone_seconds(times, self.links),
-                )
-            )
-        return tuple(found) if len(found) > 1 else ()
+        return dataclasses.replace(plan, forecasts=(forecast,))
 
 
 def _first(policies: Mapping[str, Policy]) -> Policy:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing_extensions import override
 
 from tfposeidon import ranges
-from tfposeidon.communication.links import Links
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description
 from tfposeidon.policies.base import Choice, Policy
@@ -38,7 +37,8 @@ class Auto(Policy):
       margin: Share by which a predicted step must be shorter than with all-reduce, in [0, 1)
         (default 0.02).
       race: True (default) to time the exchanges of the best candidates, where their predicted steps
-        differ by less than 10 %. Without it the plan is a pure function of links, model and ranks.
+        differ by less than 10 %, or than what links are uncertain by. Without it the plan is a pure
+        function of links, model and ranks.
 
     Raises:
       ValueError: If `density` or `margin` is out of its range.
@@ -68,14 +68,8 @@ class Auto(Policy):
         return Choice(AllReduce(), reason)
 
     @override
-    def candidates(self, topology: Topology, links: Links | None) -> dict[str, Policy]:
-        schemes = self._schemes(topology)
-        if links is not None and links.is_uncertain:
-            # What differs by more than noise: how many connections carry the bytes, and how many
-            # bytes there are.
-            schemes = [scheme for scheme in schemes if isinstance(scheme, AllReduce | Torus2D)]
-            return {str(one): one for one in map(Considered, schemes)}
-        found = [Considered(scheme) for scheme in schemes]
+    def candidates(self, topology: Topology) -> dict[str, Policy]:
+        found = [Considered(scheme) for scheme in self._schemes(topology)]
         with_factors = [Considered(one.scheme, sends_factors=True) for one in found]
         return {str(one): one for one in (*found, *with_factors)}
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
-from tfposeidon.communication.links import Links
 from tfposeidon.communication.topology import Topology
 from tfposeidon.config import Configured
 from tfposeidon.gradients.description import Description
@@ -95,12 +94,11 @@ class Policy(Configured, ABC):
         """True if some of its schemes accumulate velocity, so that the optimizer must not."""
         return False
 
-    def candidates(self, topology: Topology, links: Links | None) -> dict[str, Policy]:
+    def candidates(self, topology: Topology) -> dict[str, Policy]:
         """Returns the policies among which the predicted step decides, by a name for each.
 
         Args:
           topology: Topology of the job; the result is the same on all ranks.
-          links: Links of the job; `None` where they are not known.
 
         Returns:
           Policies that leave nothing open; empty if this one leaves nothing open itself. The first
@@ -111,7 +109,7 @@ class Policy(Configured, ABC):
     @property
     def leaves_open(self) -> bool:
         """True if some of what it decides is left to the predicted step."""
-        return bool(self.candidates(Topology(0, ((0,),)), None))
+        return bool(self.candidates(Topology(0, ((0,),))))
 
     @property
     def races(self) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from tfposeidon.communication.links import Links
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description
 from tfposeidon.policies.auto import Auto
@@ -73,8 +72,8 @@ class Rules(Policy):
         ]
 
     @override
-    def candidates(self, topology: Topology, links: Links | None) -> dict[str, Policy]:
-        found = [policy.candidates(topology, links) for _, policy in self.rules]
+    def candidates(self, topology: Topology) -> dict[str, Policy]:
+        found = [policy.candidates(topology) for _, policy in self.rules]
         names = dict.fromkeys(itertools.chain(*found))
         return {name: self._with_candidates(name, found) for name in names}
 

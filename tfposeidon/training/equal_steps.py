@@ -14,8 +14,8 @@ from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.optimizers.wrapping import leaves
 from tfposeidon.training import replicated, session
+from tfposeidon.training.choose_plan import ChoosePlan
 from tfposeidon.training.hooks import FitHooks
-from tfposeidon.training.plan_again import PlanAgain
 
 log = logging.getLogger("tfposeidon")
 
@@ -40,7 +40,7 @@ def with_equal_epochs(
     steps = EqualSteps(any(map(_may_stop, callbacks)), rows)
     first = [callback for one in hooks for callback in one.first]
     last = [callback for one in hooks for callback in one.last]
-    return [steps, *first, *callbacks, PlanAgain(), *last, AgreedStop(steps)]
+    return [steps, *first, *callbacks, ChoosePlan(), *last, AgreedStop(steps)]
 
 
 def _may_stop(callback: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Further looks at plans, once steps have told how long they compute and how long they take."""
+"""Choice of plans by what the first steps have measured, where `auto` decides."""
 
 from __future__ import annotations
 
@@ -19,21 +19,11 @@ from tfposeidon.exchange.planner import Paths
 from tfposeidon.training import session
 
 UNTIMED_STEPS, TIMED_STEPS = 2, 5
-"""Updates that are not timed, the first of which is traced, and those after them by which plans are
-made again."""
-WATCHED_STEPS, MOST_WATCHED_STEPS = 20, 640
-"""Updates after which steps are compared with predictions: twice as many each time, up to these."""
-SLOWER, SLOW_TIMES = 1.3, 2
-"""Time of steps, as a multiple of the predicted one, that makes plans anew if it is found so many
-times in turn."""
-MOST_CHANGES = 3
-"""Times that plans are made again in one `fit`, the first included."""
-MOST_MEASUREMENTS = 3
-"""Times that links are measured again in one `fit` because they are known too little."""
+"""Updates that are not timed, the first of which is traced, and those after them that decide."""
 LEAST_GAIN = 3.0
 """Time to be saved in the steps that are left, as a multiple of that of tracing a step."""
-MEASURING_S = 2.0
-"""Seconds that measuring links takes, about."""
+CLOCKS_S = 1e-4
+"""Seconds that clocks take in a step, about: of the small model of `benchmarks.wrapper`."""
 LEAST_TRACE_S = 0.5
 """Seconds that tracing a step takes at least; unknown where it was traced in an earlier `fit`."""
 
@@ -43,13 +33,12 @@ whose paths may be others on each rank, the times of its first and last gradient
 step, and the rows of each gradient's factors in an exchange."""
 
 
-class PlanAgain(keras.callbacks.Callback):
-    """Plans again, by measured times of forward and backward pass, where `auto` decides.
+class ChoosePlan(keras.callbacks.Callback):
+    """Chooses plans once, by measured times of forward and backward pass, where `auto` decides.
 
-    All ranks do it at the same batch: after the first steps, and when steps stay slower than
-    predicted, where links are measured anew unless they were given. Links that a busy machine let
-    nobody know are measured anew after more steps, too. The step is traced anew only if
-    the new plan is predicted to save more time than that takes.
+    All ranks do it at the same batch, after the first steps, which follow a plan for exchanges
+    alone. The step is traced anew, then without clocks, only if that is predicted to save more time
+    than it takes. The choice stays until a schedule changes the policy.
 
     What schemes have kept is sent by the step before. Where an epoch ends with the first rank that
     is out of data, plans change between epochs only: that step is then the last one of an epoch, if
@@ -60,12 +49,10 @@ class PlanAgain(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_skipping = self._is_watching = self._has_planned = False
+        self._is_skipping = self._is_watching = False
         self._steps = self._epoch = self._batches = self._batches_before = 0
-        # The step after which the times of a window begin, and its last one.
+        # The step after which times begin, and the last one that is timed.
         self._begin = self._end = 0
-        self._window, self._slow, self._changes = WATCHED_STEPS, 0, 0
-        self._measurements = 0
         self._trace_s = LEAST_TRACE_S
         self._on_gpu: bool | None = None
         self._open: dict[str, AgreedPlans] = {}
@@ -76,17 +63,18 @@ class PlanAgain(keras.callbacks.Callback):
         self._session = session.of(self.model)
 
     def _watch(self) -> None:
-        """Begins to time steps, if there are optimizers whose plans may change."""
-        if not self._find_open():
+        """Begins to time steps, if there are optimizers whose plans are not chosen yet."""
+        if not any(plans.planner.may_learn for plans in self._find_open().values()):
             return
         if self._on_gpu is None:
             own = bool(tf.config.list_physical_devices("GPU"))
             # All ranks watch or none does, also where one of them lacks its GPU.
-            self._on_gpu = any(exchange_objects(own, runtime.wire(), "tp.plan_again.gpu"))
+            self._on_gpu = any(exchange_objects(own, runtime.wire(), "tp.choose_plan.gpu"))
         self._is_watching = not self._on_gpu
-        self._has_planned = not any(plans.planner.may_learn for plans in self._open.values())
-        timed = WATCHED_STEPS if self._has_planned else TIMED_STEPS
-        self._time(UNTIMED_STEPS, timed)
+        # An optimizer that accumulates exchanges once in several steps.
+        self._begin = self._steps + UNTIMED_STEPS * self._calls
+        self._end = self._begin + TIMED_STEPS * self._calls
+        self._found = None
 
     def _find_open(self) -> dict[str, AgreedPlans]:
         """Finds the plans that may change, by the number of their optimizer.
@@ -97,20 +85,6 @@ class PlanAgain(keras.callbacks.Callback):
         self._open = {n: plans for n, plans in every.items() if plans.planner.leaves_open}
         return self._open
 
-    def _time(self, untimed: int, timed: int) -> None:
-        """Sets the next updates to be timed, after some that are not."""
-        # An optimizer that accumulates exchanges once in several steps.
-        self._begin = self._steps + untimed * self._calls
-        self._end = self._begin + timed * self._calls
-        self._found = None
-        if not untimed:
-            self._reset_times()
-
-    def _reset_times(self) -> None:
-        for plans in self._open.values():
-            for exchanger in plans.agreed_exchangers:
-                exchanger.times.reset()
-
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batches_before, self._batches = epoch, self._batches, 0
@@ -119,7 +93,7 @@ class PlanAgain(keras.callbacks.Callback):
             for exchanger in optimizer.exchange.exchangers:
                 exchanger.times.pause()
         # A schedule may leave plans open from a later epoch on.
-        if not self._is_watching and not self._changes:
+        if not self._is_watching:
             self._watch()
         if self._steps and self._session.watches_absence:
             self._continue()
@@ -145,11 +119,13 @@ class PlanAgain(keras.callbacks.Callback):
     def _time_step(self) -> None:
         self._steps += 1
         if self._steps == 1:
-            # To trace a step anew is no reason to measure links again.
+            # To measure links is no part of tracing a step.
             traced_s = time.perf_counter() - self._spent_s - self._begin_s
             self._trace_s = max(LEAST_TRACE_S, traced_s)
         if self._steps == self._begin:
-            self._reset_times()
+            for plans in self._open.values():
+                for exchanger in plans.agreed_exchangers:
+                    exchanger.times.reset()
         elif self._steps == self._end:
             self._found = self._measured()
 
@@ -194,87 +170,36 @@ class PlanAgain(keras.callbacks.Callback):
             self._change_or_flush()
         # Where epochs end early on some ranks, all are asked whether they have timed enough.
         elif self._is_watching and (self._session.watches_absence or self._steps == self._end):
-            self._look()
+            self._choose()
 
-    def _look(self) -> None:
-        """Plans for the first time by what steps have measured, or if they are slow, once more."""
-        everybody = exchange_objects([self._found, self._trace_s], runtime.wire(), "tp.plan_again")
+    def _choose(self) -> None:
+        everybody = exchange_objects([self._found, self._trace_s], runtime.wire(), "tp.choose_plan")
         ranks = [found for found, _ in everybody]
         if any(found is None for found in ranks):
             # Too few steps on one of them; the next epoch may have more.
             return
+        self._is_watching = False
         joined = _joined(ranks)
-        found: dict[str, dict[Paths, Measured]] = {
-            number: {
+        saved_s = 0.0
+        for number, plans in self._find_open().items():
+            found: Mapping[Paths, Measured] = {
                 exchanger.plan.paths: joined[f"{number} {place}"]
                 for place, exchanger in enumerate(plans.agreed_exchangers)
                 if f"{number} {place}" in joined
             }
-            for number, plans in self._find_open().items()
-        }
-        if self._has_planned and not (self._stay_slow(found) or self._know_links_better()):
-            self._window = min(MOST_WATCHED_STEPS, 2 * self._window)
-            self._time(0, self._window)
-            return
-        self._has_planned = True
-        self._changes += 1
-        # What is slow for a reason that no plan changes is not looked at for ever.
-        self._is_watching = self._changes < MOST_CHANGES
-        self._plan(found, max(trace_s for _, trace_s in everybody))
-
-    def _stay_slow(self, found: Mapping[str, Mapping[Paths, Measured]]) -> bool:
-        """Returns whether steps were slow some times in turn; if so, links are measured anew."""
-        slowness = max(
-            (plans.slowness(found.get(number, {})) for number, plans in self._find_open().items()),
-            default=0.0,
-        )
-        self._slow = self._slow + 1 if slowness > SLOWER else 0
-        if self._slow < SLOW_TIMES:
-            return False
-        self._slow = 0
-        runtime.say("tfposeidon: steps take %.2f times as long as predicted.", slowness)
-        # Links belong to the job, not to an optimizer.
-        next(iter(self._open.values())).planner.measure_links_again()
-        return True
-
-    def _know_links_better(self) -> bool:
-        """Measures links again that were known too little; returns whether they are known now.
-
-        A job begins with work that its later steps do not have, such as filling a cache.
-        """
-        links = runtime.links()
-        if links is None or not links.is_uncertain or not runtime.measures_links():
-            return False
-        if self._measurements == MOST_MEASUREMENTS or not self._could_save(MEASURING_S):
-            return False
-        self._measurements += 1
-        next(iter(self._open.values())).planner.measure_links_again()
-        found = runtime.links()
-        return found is not None and not found.is_uncertain
-
-    def _could_save(self, seconds: float) -> bool:
-        """Returns whether another plan could save so much time, times `LEAST_GAIN`."""
-        exposed_s = sum(plans.exposed_s for plans in self._open.values())
-        return exposed_s * self._steps_left / self._calls > LEAST_GAIN * seconds
-
-    def _plan(self, found: Mapping[str, Mapping[Paths, Measured]], trace_s: float) -> None:
-        saved_s = sum(
-            plans.learn(found.get(number, {})) for number, plans in self._find_open().items()
-        )
+            saved_s += plans.learn(found)
         waits_for_epoch = self._session.watches_absence and not self._has_flushed
         steps_left = self._steps_left - (self._batches_before if waits_for_epoch else 0)
-        if saved_s * steps_left / self._calls <= LEAST_GAIN * trace_s:
-            self._time(0, self._window)
+        trace_s = max(trace_s for _, trace_s in everybody)
+        if (saved_s + CLOCKS_S) * steps_left / self._calls <= LEAST_GAIN * trace_s:
             for plans in self._open.values():
-                if plans.are_changing:
-                    plans.keep()
-                else:
-                    plans.adopt()
+                plans.keep()
             return
-        runtime.say(
-            "tfposeidon: planned again by measured times: steps should take %.3g ms less.",
-            1e3 * saved_s,
-        )
+        if self._is_changing:
+            runtime.say(
+                "tfposeidon: planned again by measured times: steps should take %.3g ms less.",
+                1e3 * saved_s,
+            )
         self._change_or_flush()
 
     @property
@@ -289,7 +214,9 @@ class PlanAgain(keras.callbacks.Callback):
 
     def _change_or_flush(self) -> None:
         if self._has_flushed:
-            self._change()
+            for plans in self._open.values():
+                plans.adopt()
+            self._session.retrace()
             return
         # An epoch of a single exchange has no step before its last one.
         is_last = 0 < self._batches_before <= self._until_exchange
@@ -299,12 +226,6 @@ class PlanAgain(keras.callbacks.Callback):
     def _flush(self) -> None:
         for plans in self._open.values():
             plans.flush()
-
-    def _change(self) -> None:
-        for plans in self._open.values():
-            plans.adopt()
-        self._session.retrace()
-        self._time(UNTIMED_STEPS, self._window)
 
     @property
     def _steps_left(self) -> int:
