@@ -2,8 +2,11 @@
 
 Systems: "fit" (one rank, beside plain Keras), or a scheme and the MiB of its buckets, as "asa 4" (a
 model's gradients, beside Horovod's `grouped_allreduce` and the plain optimizer). Either way the
-wrapper does what `fit` has it do. "comparison" is that of values over ranks, beside a step.
+wrapper does what `fit` has it do. "comparison" is that of values over ranks, beside a step. "small
+10" is a step of `fit` with ten per execution, beside one that exchanges by hand.
 """
+
+import time
 
 import horovod.tensorflow as hvd
 import keras
@@ -14,18 +17,21 @@ import tfposeidon as tp
 from benchmarks.workers.exchange import slowest
 from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.training import replicated
 
 BATCH, STEPS = 64, 10
+SMALL_BATCH, SMALL_STEPS, UNTIMED = 32, 200, 20
 
 
-def in_turn(ours, theirs, pairs):
+def in_turn(ours, theirs, pairs, measure=slowest):
     """Times two functions in turn.
 
     Args:
       ours: Function that makes a step by the wrapper.
       theirs: Function that makes it by other means.
       pairs: Number of pairs; the order in each is A B B A.
+      measure: Function of the wire and one of the two that returns seconds on the slowest rank.
 
     Returns:
       Seconds of the slowest rank, each the mean of two calls, for each pair.
@@ -34,11 +40,15 @@ def in_turn(ours, theirs, pairs):
     # The first calls trace.
     for function in order:
         function()
-    turns = [[slowest(wire, function) for function in order] for _ in range(pairs)]
+    turns = [[measure(wire, function) for function in order] for _ in range(pairs)]
     return {
         "ours_s": [(first + last) / 2 for first, _, _, last in turns],
         "theirs_s": [(second + third) / 2 for _, second, third, _ in turns],
     }
+
+
+def _as_measured(wire, function):
+    return max(exchange_objects(function(), wire, "seconds"))
 
 
 # ------------------------------------------------------------------ exchanges
@@ -121,6 +131,56 @@ def _fit(optimizer):
     return lambda: model.fit(data, steps_per_epoch=STEPS, verbose=0)
 
 
+class _ByHand(keras.Sequential):
+    """A model whose train step exchanges gradients by Horovod's op."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self._loss_tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+        gradients = tape.gradient(loss, self.trainable_weights)
+        means = hvd.grouped_allreduce(gradients, op=hvd.Average, name="by_hand")
+        self.optimizer.apply(means, self.trainable_weights)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+class _Clock(keras.callbacks.Callback):
+    """Notes the times of the begins of executions."""
+
+    async_safe = True
+
+    def on_train_begin(self, logs=None):
+        self.begins = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.begins.append((batch, time.perf_counter()))
+
+    @property
+    def step_s(self):
+        """Seconds of a step: the mean of all but the first."""
+        begins = [one for one in self.begins if one[0] >= UNTIMED]
+        (first, begin_s), (last, end_s) = begins[0], begins[-1]
+        return (end_s - begin_s) / (last - first)
+
+
+def _small(kind, optimizer, steps_per_execution):
+    """Returns a function that trains a small model and returns the seconds of a step."""
+    layers = keras.layers
+    hidden = [layers.Dense(64, activation="relu") for _ in range(3)]
+    model = kind([keras.Input((64,)), *hidden, layers.Dense(64)])
+    model.compile(optimizer, "mse", steps_per_execution=steps_per_execution)
+    x = np.random.default_rng(0).normal(size=(SMALL_BATCH * SMALL_STEPS, 64)).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((x, x)).batch(SMALL_BATCH)
+
+    def timed():
+        clock = _Clock()
+        model.fit(data, verbose=0, callbacks=[clock])
+        return clock.step_s
+
+    return timed
+
+
 def _compared():
     """Returns functions that compare ResNet-50's values over ranks, and that make a step of it."""
     keras.utils.set_random_seed(0)
@@ -139,6 +199,10 @@ def sides(system, model):
     """Returns ours and theirs: functions that make a step, or ten."""
     if system == "comparison":
         return _compared()
+    if system.startswith("small"):
+        steps = int(system.split()[1])
+        ours = tp.DistributedOptimizer(_sgd(), scheme="allreduce")
+        return _small(keras.Sequential, ours, steps), _small(_ByHand, _sgd(), steps)
     if system == "fit":
         return _fit(tp.DistributedOptimizer(_sgd())), _fit(_sgd())
     scheme, bucket_mib = system.rsplit(" ", 1)
@@ -149,7 +213,8 @@ def main():
     task = Task.from_argument()
     tp.init()
     for system in task.systems:
-        task.note(system, in_turn(*sides(system, task.emulated()), task.pairs))
+        measure = _as_measured if system.startswith("small") else slowest
+        task.note(system, in_turn(*sides(system, task.emulated()), task.pairs, measure))
 
 
 if __name__ == "__main__":
