@@ -17,7 +17,14 @@ import numpy as np
 from benchmarks import figures, harness
 
 FULL = {
-    "systems": ["allreduce", "allreduce:float16", "asa", "asa16", "2dtar", "2dtar:bfloat16"],
+    "systems": [
+        "allreduce",
+        "allreduce:float16",
+        "alltoall",
+        "alltoall:float16",
+        "torus2d",
+        "torus2d:bfloat16",
+    ],
     "seeds": [0, 1, 2],
 }
 SPARSE = {
@@ -32,7 +39,7 @@ SPARSE = {
     "seeds": [0, 1, 2],
 }
 ONE_BIT = {"systems": ["allreduce", "hybcomm", "onebit"], "seeds": [0, 1, 2]}
-SHORT = {"systems": ["allreduce", "asa16"], "seeds": [0]}
+SHORT = {"systems": ["allreduce", "alltoall:float16"], "seeds": [0]}
 SMALLEST = {"systems": ["allreduce", "hitopk:0.1"], "seeds": [0], "layout": "2x1", "epochs": 1}
 RATE = "100mbit"
 TARGET, EPOCHS = 0.98, 30

@@ -13,7 +13,7 @@ import argparse
 
 from benchmarks import figures, harness, scaling
 
-FIXED = ("allreduce", "asa", "2dtar", "ps", "hybcomm", "sfb")
+FIXED = ("allreduce", "alltoall", "torus2d", "ps", "hybcomm", "factors")
 SYSTEMS = (*FIXED, "auto")
 CELLS = (
     # Model, layout, Gb/s between nodes, Gb/s per connection.

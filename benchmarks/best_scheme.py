@@ -57,7 +57,7 @@ def rows_of(model, batch, workers):
 def cell(choice):
     """Returns the chosen scheme, and bytes of the store / bytes of the factors."""
     sizes = dict(choice.candidates)
-    return f"{choice.scheme.name} ({sizes['ps'] / sizes['sfb']:.2g})"
+    return f"{choice.scheme.name} ({sizes['ps'] / sizes['factors']:.2g})"
 
 
 def main():

@@ -24,13 +24,13 @@ RATE = "32mbit"
 """The 25 GbE equivalent. On 16 nodes, 2D torus takes 61 ms for the gradients of ResNet-50 (1.875 x
 102 MB per node), beside 58 ms that a V100 computes in the first phase (table 4 of the paper). The
 small model computes 75 ms there, on two cores for four ranks, and sends 315 kB per node."""
-SYSTEMS = ("horovod", "allreduce", "allreduce16", "2dtar", "hitopk", "paper", "auto")
+SYSTEMS = ("horovod", "allreduce", "allreduce16", "torus2d", "hitopk", "paper", "auto")
 LOOKS = {
     # What a system is called, and whose line it has.
     "horovod": ("Horovod called directly", "horovod"),
     "allreduce": ("all-reduce in buckets, as DDP", "allreduce"),
     "allreduce16": ("the same in 16 bits, as DDP's hook", "allreduce:float16"),
-    "2dtar": ("2D torus", "2dtar"),
+    "torus2d": ("2D torus", "torus2d"),
     "hitopk": ("hierarchical top 1 %", "hitopk:0.01"),
     "paper": ("the paper's schedule", "hitopk:0.01:float16"),
     "auto": ("auto", "auto"),

@@ -3,7 +3,7 @@
     python -m benchmarks.exchange            # short: 2 x 2 ranks, 200 Mb/s, 2^14 to 2^22 values
     python -m benchmarks.exchange --full     # the grid below: hours
     python -m benchmarks.exchange --layouts 2x2 4x2 --rates 200mbit --lengths 24
-    python -m benchmarks.exchange --systems sfb:32 --shapes 4096x4096   # factors of 32 rows a rank
+    python -m benchmarks.exchange --systems factors:32 --shapes 4096x4096    # of 32 rows a rank
     python -m benchmarks.exchange --flow 100mbit --rates 400mbit        # a limit per connection
     python -m benchmarks.exchange --sparse   # 25.6 M values, sparse, dense and DDP; 20 minutes
 
@@ -33,12 +33,28 @@ from tfposeidon.lab.cluster import burst_bytes
 from tfposeidon.schemes.cost import Transfer, Work
 from tfposeidon.units import parse_rate, readable_size
 
-SYSTEMS = ("allreduce", "allreduce:float16", "asa", "asa16", "2dtar", "2dtar:float16")
+SYSTEMS = (
+    "allreduce",
+    "allreduce:float16",
+    "alltoall",
+    "alltoall:float16",
+    "torus2d",
+    "torus2d:float16",
+)
 SPARSE_SYSTEMS = (
     *("ps", "onebit", "topk:0.01"),
     *("hitopk:0.1", "hitopk:0.01", "hitopk:0.01:float16", "hitopk:0.001"),
 )
-FACTORS = ("sfb:4", "sfb:32", "sfb:128", "sfb:512", "adam:4", "adam:32", "adam:128", "adam:512")
+FACTORS = (
+    "factors:4",
+    "factors:32",
+    "factors:128",
+    "factors:512",
+    "adam:4",
+    "adam:32",
+    "adam:128",
+    "adam:512",
+)
 COLLECTIVES = (
     *(
         "all_reduce@world",
@@ -67,7 +83,7 @@ SPARSE = {
     "rates": ["200mbit", "1gbit"],
     "lengths": [25_557_032],
     "systems": [
-        *("allreduce", "2dtar", "2dtar:float16", "topk:0.01", "topk:0.001"),
+        *("allreduce", "torus2d", "torus2d:float16", "topk:0.01", "topk:0.001"),
         *("hitopk:0.1", "hitopk:0.01", "hitopk:0.01:float16", "hitopk:0.001"),
         *("ddp", "ddp-fp16", "ddp-powersgd"),
     ],
@@ -85,7 +101,7 @@ SMALLEST = {
     "lengths": [10],
     "shapes": ["64x64"],
     "systems": [
-        *("allreduce", "asa16", "hitopk:0.1", "sfb:4", "adam:4"),
+        *("allreduce", "alltoall:float16", "hitopk:0.1", "factors:4", "adam:4"),
         *("all_reduce@world", "all_to_all@across", *LOCAL_WORK),
     ],
 }
@@ -128,7 +144,7 @@ def parse_arguments():
     parser.add_argument(
         "--systems",
         nargs="*",
-        help="schemes with options, such as hitopk:0.01:float16 or sfb:32, and peers",
+        help="schemes with options, such as hitopk:0.01:float16 or factors:32, and peers",
     )
     parser.add_argument(
         "--sparse", action="store_true", help="measure sparse and dense exchanges of 25.6 M values"
@@ -202,7 +218,7 @@ def asked_for(systems, options):
     lengths = [2**length if length < 64 else length for length in named]
     for system in systems:
         name = system.partition(":")[0]
-        if name in ("sfb", "adam"):
+        if name in ("factors", "adam"):
             sizes = options.shapes or SHORT["shapes"]
         else:
             # Peers exchange the gradients of one model.

@@ -20,7 +20,7 @@ def scheme_named(name):
     """Returns a scheme by its name, with options behind colons.
 
     Args:
-      name: Name such as "2dtar:float16" or "hitopk:0.001:exact".
+      name: Name such as "torus2d:float16" or "hitopk:0.001:exact".
     """
     name, *options = name.split(":")
     scheme = SCHEMES[name]()
@@ -55,7 +55,7 @@ def factors_named(system, size):
     """Returns a scheme of factors, and the shape of one rank's factors.
 
     Args:
-      system: Name such as "sfb:32", for 32 rows on each rank.
+      system: Name such as "factors:32", for 32 rows on each rank.
       size: Shape of the matrix, such as "1024x4096".
     """
     name, rows = system.split(":")

@@ -60,7 +60,7 @@ SYSTEMS = {
         System(EACH_STEP, LIKE_BASE, "adamw", 1, "allreduce", "allreduce:float16"),
         System(EACH_STEP, "top 1 %", "sgd", 1, "hitopk:0.01", "hitopk:0.01"),
         *(
-            System(method, method, rule, every, "2dtar", method)
+            System(method, method, rule, every, "torus2d", method)
             for method, rule in (
                 ("local SGD", "average"),
                 ("EASGD", "elastic"),
@@ -69,8 +69,8 @@ SYSTEMS = {
             for every in (4, 16, 64)
         ),
         # With neither an outer optimizer nor SGD: tells which of the two DiLoCo owes its result to.
-        System(VARIANTS, "local AdamW", "average by adamw", 16, "2dtar", "local AdamW"),
-        System(VARIANTS, "local SGD in 16 bits", "average", 16, "asa16", "auto:halves"),
+        System(VARIANTS, "local AdamW", "average by adamw", 16, "torus2d", "local AdamW"),
+        System(VARIANTS, "local SGD in 16 bits", "average", 16, "alltoall:float16", "auto:halves"),
         System(
             VARIANTS, "local SGD by top 1 %", "average", 16, "hitopk:0.01", "hitopk:0.01:float16"
         ),

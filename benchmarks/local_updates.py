@@ -16,14 +16,14 @@ SYSTEMS = {
     # Scheme, steps between rounds, delay, seconds that a step computes.
     "all-reduce in each step": ("allreduce", EVERY_STEP, 0, 0.0),
     "weights every 32 steps": ("allreduce", 32, 0, 0.0),
-    "weights every 32, by 2D torus": ("2dtar", 32, 0, 0.0),
-    "weights every 32, 31 steps late": ("2dtar", 32, 31, 0.3),
+    "weights every 32, by 2D torus": ("torus2d", 32, 0, 0.0),
+    "weights every 32, 31 steps late": ("torus2d", 32, 31, 0.3),
     "top 1 % of weights every 16": ("hitopk:0.01", 16, 0, 0.0),
 }
 LOOKS = dict(
     zip(
         SYSTEMS,
-        ("allreduce", "allreduce:float16", "2dtar", "2dtar:float16", "hitopk:0.01"),
+        ("allreduce", "allreduce:float16", "torus2d", "torus2d:float16", "hitopk:0.01"),
         strict=True,
     )
 )

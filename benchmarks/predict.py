@@ -133,7 +133,15 @@ HEADER = ("exchanges", "number", "median", "p90", "worst", "bias")
 def is_considered(row):
     """Returns whether `auto` may choose the scheme of a row."""
     system = row["system"].partition(":")[0]
-    return system in ("allreduce", "asa", "asa16", "2dtar", "hitopk", "topk", "sfb")
+    return system in (
+        "allreduce",
+        "alltoall",
+        "alltoall:float16",
+        "torus2d",
+        "hitopk",
+        "topk",
+        "factors",
+    )
 
 
 def show(rows, some, holds):
@@ -221,9 +229,16 @@ def show_worst(rows, number):
 
 
 CHOICES = {
-    "exact": ("allreduce", "asa", "2dtar"),
-    "with halves": ("allreduce", "asa", "2dtar", "allreduce:float16", "asa16", "2dtar:float16"),
-    "with the top 1 %": ("allreduce", "asa", "2dtar", "hitopk:0.01", "topk:0.01"),
+    "exact": ("allreduce", "alltoall", "torus2d"),
+    "with halves": (
+        "allreduce",
+        "alltoall",
+        "torus2d",
+        "allreduce:float16",
+        "alltoall:float16",
+        "torus2d:float16",
+    ),
+    "with the top 1 %": ("allreduce", "alltoall", "torus2d", "hitopk:0.01", "topk:0.01"),
 }
 """Schemes among which an exchange is chosen."""
 
@@ -256,7 +271,7 @@ def considered(systems, layout):
     nodes, per_node = map(int, layout.split("x"))
     # On nodes of one rank, and on one node, the torus is an all-to-all.
     has_levels = nodes > 1 and per_node > 1
-    return [system for system in systems if has_levels or not system.startswith("2dtar")]
+    return [system for system in systems if has_levels or not system.startswith("torus2d")]
 
 
 def show_choices(rows):
@@ -307,7 +322,7 @@ def outcome(cells, races):
 def drawn_as(row):
     """Returns the system that a row is drawn as: factors of any number of rows as one."""
     name = row["system"].partition(":")[0]
-    return name if name in ("sfb", "adam") else row["system"]
+    return name if name in ("factors", "adam") else row["system"]
 
 
 def plot(cells, path):

@@ -20,7 +20,7 @@ SHOWS = 1.15
 
 SYSTEMS = {
     "hybcomm": "hybcomm",
-    "sfb": [("dense[0-9]+/kernel", "sfb"), (".*", "allreduce")],
+    "factors": [("dense[0-9]+/kernel", "factors"), (".*", "allreduce")],
 }
 HOROVOD = {
     "horovod": "allreduce",

@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling            # short: ResNet-50 on 2 x 2 ranks, one bandwidth
     python -m benchmarks.scaling --full     # two models, 4 and 8 ranks, three bandwidths; 2 hours
-    python -m benchmarks.scaling --models vgg19 --layouts 4x4 --gbits 25 --systems 2dtar hitopk:0.01
+    python -m benchmarks.scaling --models vgg19 --layouts 4x4 --gbits 25 --systems torus2d hitopk
     python -m benchmarks.scaling --gbits 25 --flow-gbit 5   # a limit per connection, as in clouds
 
 Accelerators are emulated: compute takes the papers' times, dilated (everything is D times slower,
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from benchmarks import figures, harness
 from tfposeidon.lab import models
 
-SYSTEMS = ("alone", "allreduce", "asa", "asa16", "2dtar", "2dtar:float16")
+SYSTEMS = ("alone", "allreduce", "alltoall", "alltoall:float16", "torus2d", "torus2d:float16")
 PEERS = ("horovod", "horovod-fp16", "ddp", "ddp-fp16", "ddp-powersgd", "jax", "mirrored-packs")
 # PowerSGD sends everything in its first two steps.
 WARM_UP = {"keras_fit": 2, "ddp": 3, "mirrored": 2, "jax_fit": 2}

@@ -27,7 +27,7 @@ from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
 
 COMMON = {
     "pairs": 101,
-    "systems": ["fit", "allreduce", "asa", "asa16", "2dtar"],
+    "systems": ["fit", "allreduce", "alltoall", "alltoall:float16", "torus2d"],
     "model": "resnet50",
     "bucket_mib": [DEFAULT_BUCKET_BYTES / 2**20],
     "shrink": 1,
@@ -170,7 +170,7 @@ def style(system):
 def readable(system):
     """Returns the name of a system for the plot.
 
-    >>> readable("fit"), readable("asa16 4")
+    >>> readable("fit"), readable("alltoall:float16 4")
     ('fit on one rank', 'all-to-all, 16 bits, buckets of 4 MiB')
     """
     if system == "fit":

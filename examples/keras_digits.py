@@ -27,7 +27,7 @@ def parse_arguments():
         "--global-batch", type=int, default=64, help="samples per step over all ranks together"
     )
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--scheme", default="auto", help="auto, allreduce, asa, asa16 or 2dtar")
+    parser.add_argument("--scheme", default="auto", help="auto, allreduce, alltoall, torus2d, ps")
     parser.add_argument("--ranks-per-node", type=int, help="regroup the ranks into emulated nodes")
     parser.add_argument(
         "--checkpoint", metavar="FOLDER", help="save there after each epoch, and resume from it"

@@ -166,7 +166,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
 def _velocities(optimizer: Any) -> list[Any]:
     """Returns the velocities of an optimizer, and those of its schemes.
 
-    Schemes that apply momentum before they select, such as `HierarchicalTopK(momentum=0.9)`, keep
+    Schemes that apply momentum before they select, such as `HiTopK(momentum=0.9)`, keep
     velocities that follow the rate as Keras's do: see `tfposeidon.exchange.effective_rate`.
     """
     velocities = list(getattr(innermost(optimizer), "momentums", []))

@@ -125,7 +125,7 @@ class ProgressiveResize(keras.callbacks.Callback):
     >>> resize = keras_callbacks.ProgressiveResize(
     ...     [
     ...         keras_callbacks.Phase(epochs=13, size=96, batch=256, scheme="hitopk"),
-    ...         keras_callbacks.Phase(epochs=11, size=128, batch=256, scheme="2dtar"),
+    ...         keras_callbacks.Phase(epochs=11, size=128, batch=256, scheme="torus2d"),
     ...         keras_callbacks.Phase(epochs=3, size=224, batch=256),
     ...         keras_callbacks.Phase(epochs=1, size=288, batch=128),
     ...     ],

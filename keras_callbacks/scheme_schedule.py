@@ -39,7 +39,7 @@ class SchemeSchedule(keras.callbacks.Callback):
     Source: Shi et al. 2021 (CommLib), section 5.6: MSTopK at the lower resolutions, then 2D torus.
 
     >>> import keras_callbacks
-    >>> callback = keras_callbacks.SchemeSchedule({0: "hitopk", 13: "2dtar"})
+    >>> callback = keras_callbacks.SchemeSchedule({0: "hitopk", 13: "torus2d"})
     """
 
     def __init__(self, schedule: Mapping[int, Any], verbose: bool = True) -> None:

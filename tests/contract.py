@@ -14,27 +14,27 @@ from tfposeidon import schemes
 SCHEMES = {
     "allreduce": (schemes.AllReduce(), 0.0),
     "allreduce float16": (schemes.AllReduce(wire_dtype="float16"), 2e-3),
-    "asa": (schemes.AllToAll(), 0.0),
-    "asa float16": (schemes.AllToAll(wire_dtype="float16"), 1e-3),
-    "asa bfloat16": (schemes.AllToAll(wire_dtype="bfloat16"), 8e-3),
-    "2dtar": (schemes.Torus2D(), 0.0),
-    "2dtar bfloat16": (schemes.Torus2D(wire_dtype="bfloat16"), 1.2e-2),
-    "ps": (schemes.ShardedServer(), 0.0),
+    "alltoall": (schemes.AllToAll(), 0.0),
+    "alltoall float16": (schemes.AllToAll(wire_dtype="float16"), 1e-3),
+    "alltoall bfloat16": (schemes.AllToAll(wire_dtype="bfloat16"), 8e-3),
+    "torus2d": (schemes.Torus2D(), 0.0),
+    "torus2d bfloat16": (schemes.Torus2D(wire_dtype="bfloat16"), 1.2e-2),
+    "ps": (schemes.ParameterServer(), 0.0),
     "onebit": (OneBit(min_elements=0), None),
-    "hitopk": (schemes.HierarchicalTopK(density=0.02, min_elements=0), None),
+    "hitopk": (schemes.HiTopK(density=0.02, min_elements=0), None),
     "hitopk bfloat16": (
-        schemes.HierarchicalTopK(
+        schemes.HiTopK(
             density=0.1, wire_dtype="bfloat16", select="dgc", momentum=0.5, min_elements=0
         ),
         None,
     ),
     "hitopk warm-up": (
-        schemes.HierarchicalTopK(density=0.005, warmup_steps=3, min_elements=0),
+        schemes.HiTopK(density=0.005, warmup_steps=3, min_elements=0),
         None,
     ),
-    "topk": (schemes.TopKAllGather(density=0.01, min_elements=0), None),
+    "topk": (schemes.TopK(density=0.01, min_elements=0), None),
     "topk float16": (
-        schemes.TopKAllGather(density=0.01, wire_dtype="float16", min_elements=0),
+        schemes.TopK(density=0.01, wire_dtype="float16", min_elements=0),
         None,
     ),
 }

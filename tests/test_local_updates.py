@@ -38,7 +38,7 @@ def test_it_is_saved_with_the_model(rule, tmp_path):
         keras.optimizers.SGD(0.1),
         7,
         rule,
-        "asa16",
+        tp.schemes.AllToAll(wire_dtype="float16"),
         within="node",
         delay=3,
         start_after=2,
@@ -62,6 +62,6 @@ def test_scripts_may_ask_for_the_centre_on_one_rank():
 
 def test_a_scheme_that_keeps_something_is_refused_later_too():
     optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1), rule="elastic")
-    optimizer.change_scheme("asa16")
+    optimizer.change_scheme(tp.schemes.AllToAll(wire_dtype="float16"))
     with pytest.raises(ValueError, match="would count twice"):
         optimizer.change_scheme("topk")

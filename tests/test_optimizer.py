@@ -43,9 +43,7 @@ def test_one_rank_trains_as_keras_does(options):
 def test_one_rank_keeps_the_momentum_of_sparse_schemes(options):
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.1, 0.03])
     plain = trained(SGD(schedule, momentum=0.9), **options)
-    ours = trained(
-        tp.DistributedOptimizer(SGD(schedule), schemes.HierarchicalTopK(momentum=0.9)), **options
-    )
+    ours = trained(tp.DistributedOptimizer(SGD(schedule), schemes.HiTopK(momentum=0.9)), **options)
     for a, b in zip(plain.get_weights(), ours.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
@@ -112,7 +110,10 @@ def test_saved_models_load_and_go_on(tmp_path, accumulation):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("compression", """Horovod's. Received: compression=4: the scheme.*scheme="asa16\""""),
+        (
+            "compression",
+            """Horovod's. Received: compression=4: the scheme.*AllToAll.wire_dtype="float16\"""",
+        ),
         ("backward_passes_per_step", "write gradient_accumulation_steps for 2 or more"),
         ("num_groups", "write bucket_bytes"),
         ("shceme", "Received: shceme=4: DistributedOptimizer has no argument `shceme`"),
@@ -135,7 +136,7 @@ def test_all_wrong_arguments_are_named_at_once():
 
 
 def test_config_stays_as_it_is():
-    config = tp.DistributedOptimizer(SGD(0.3), scheme="asa").get_config()
+    config = tp.DistributedOptimizer(SGD(0.3), scheme="alltoall").get_config()
     before = copy.deepcopy(config)
     for _ in range(2):
         made = tp.DistributedOptimizer.from_config(config)
@@ -340,7 +341,9 @@ def test_exclusions_from_weight_decay_reach_the_inner_optimizer():
 
 
 def test_rules_choose_by_path():
-    policy = policies.parse([("bias", "allreduce"), ("kernel", "asa16")])
+    policy = policies.parse(
+        [("bias", "allreduce"), ("kernel", tp.schemes.AllToAll(wire_dtype="float16"))]
+    )
     optimizer = tp.DistributedOptimizer(SGD(), scheme=policy)
     optimizer.build(models.mlp().trainable_variables)
     chosen = {
@@ -348,7 +351,7 @@ def test_rules_choose_by_path():
         for b in optimizer.plan.buckets
         for d in b.descriptions
     }
-    assert chosen == {"bias": "allreduce", "kernel": "asa(wire_dtype=float16)"}
+    assert chosen == {"bias": "allreduce", "kernel": "alltoall(wire_dtype=float16)"}
     assert "rule 'kernel'" in str(optimizer.plan)
 
 

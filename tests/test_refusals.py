@@ -26,7 +26,7 @@ from tfposeidon import schemes
         ),
         (
             lambda: tp.DistributedOptimizer(SGD(), scheme="ring"),
-            r'one of "auto", "hybcomm", "allreduce", "asa", "asa16", "2dtar"',
+            r'one of "auto", "hybcomm", "allreduce", "alltoall", "torus2d"',
         ),
         (lambda: tp.DistributedOptimizer(SGD(), scheme=7), "Received: scheme=7"),
         (
@@ -34,7 +34,7 @@ from tfposeidon import schemes
             "pairs of a pattern and a scheme",
         ),
         (
-            lambda: tp.DistributedOptimizer(SGD(), scheme={"(": "asa"}),
+            lambda: tp.DistributedOptimizer(SGD(), scheme={"(": "alltoall"}),
             "must be a regular expression",
         ),
         (
@@ -63,9 +63,12 @@ from tfposeidon import schemes
             "one of average, elastic, outer, slow_momentum.*Received: rule='gossip'",
         ),
         (lambda: tp.LocalUpdates(SGD(), scheme="auto"), "can carry differences.*scheme=Auto"),
-        (lambda: tp.LocalUpdates(SGD(), scheme="sfb"), "differences of weights have no factors"),
         (
-            lambda: tp.LocalUpdates(SGD(), scheme=schemes.HierarchicalTopK(momentum=0.9)),
+            lambda: tp.LocalUpdates(SGD(), scheme="factors"),
+            "differences of weights have no factors",
+        ),
+        (
+            lambda: tp.LocalUpdates(SGD(), scheme=schemes.HiTopK(momentum=0.9)),
             "differences of weights have no velocity",
         ),
         (lambda: tp.LocalUpdates(SGD(use_ema=True)), "use_ema=True. Leave it out"),
@@ -171,19 +174,17 @@ def test_unknown_variables_are_refused():
             r"by which scheme epoch 0 goes. Received: epochs \[\]",
         ),
         (
-            lambda: keras_callbacks.SchemeSchedule({1: "asa"}),
+            lambda: keras_callbacks.SchemeSchedule({1: "alltoall"}),
             r"by which scheme epoch 0 goes. Received: epochs \[1\]",
         ),
         (lambda: keras_callbacks.SchemeSchedule({0: "gossip"}), "`scheme` must be one of"),
         (
-            lambda: keras_callbacks.SchemeSchedule(
-                {0: schemes.HierarchicalTopK(momentum=0.9), 9: "2dtar"}
-            ),
+            lambda: keras_callbacks.SchemeSchedule({0: schemes.HiTopK(momentum=0.9), 9: "torus2d"}),
             "Momentum must be either the schemes' or the optimizer's",
         ),
         (
             lambda: keras_callbacks.SchemeSchedule(
-                {0: [(".*", schemes.HierarchicalTopK(momentum=0.9))], 9: "2dtar"}
+                {0: [(".*", schemes.HiTopK(momentum=0.9))], 9: "torus2d"}
             ),
             "Momentum must be either the schemes' or the optimizer's",
         ),
@@ -205,7 +206,7 @@ def test_callbacks_refuse_a_rate_they_cannot_set():
 
 
 def test_a_schedule_of_schemes_needs_our_optimizer_and_comes_first():
-    schedule = keras_callbacks.SchemeSchedule({0: "asa"})
+    schedule = keras_callbacks.SchemeSchedule({0: "alltoall"})
     model = models.mlp()
     model.compile(optimizer=SGD(), loss=models.LOSS)
     with pytest.raises(ValueError, match=r"needs a DistributedOptimizer. Received: SGD"):

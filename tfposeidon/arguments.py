@@ -10,8 +10,9 @@ import keras
 from tfposeidon.optimizers.wrapping import innermost, leaves
 
 HOROVODS = {
-    "compression": 'the scheme says what is sent: scheme="asa16" halves the bytes, "hitopk" sends '
-    "the largest elements",
+    "compression": "the scheme says what is sent: "
+    'scheme=tp.schemes.AllToAll(wire_dtype="float16") halves the bytes, "hitopk" sends the largest '
+    "elements",
     "backward_passes_per_step": "write gradient_accumulation_steps for 2 or more, and nothing for "
     "1; calls are averaged, so for sums multiply the rate by it",
     "average_aggregated_gradients": "leave it out: accumulated gradients are averaged; for sums "

@@ -41,14 +41,14 @@ class DistributedOptimizer(OptimizerWrapper):
       inner_optimizer: A Keras optimizer that is not distributed yet. If it has
         `gradient_accumulation_steps`, there is one exchange per update.
       scheme: Scheme by which gradients are exchanged (default `"auto"`): a name (`"auto"`,
-        `"allreduce"`, `"asa"`, `"asa16"`, `"2dtar"`, `"ps"`, `"sfb"`, `"hybcomm"`, `"hitopk"`,
-        `"topk"`), an object of `tfposeidon.schemes`, of `tfposeidon.policies` or of a scheme of
-        your own, or rules `[(pattern, scheme), ...]`, of which the first whose pattern is found in
-        a variable's path decides. The same on all ranks.
+        `"allreduce"`, `"alltoall"`, `"torus2d"`, `"ps"`, `"factors"`, `"hybcomm"`, `"hitopk"`,
+        `"topk"`), an object of `tfposeidon.schemes` such as `AllToAll(wire_dtype="float16")`, of
+        `tfposeidon.policies` or of a scheme of your own, or rules `[(pattern, scheme), ...]`, of
+        which the first whose pattern is found in a variable's path decides. The same on all ranks.
       bucket_bytes: Bytes up to which small gradients are fused into a bucket (default 4 MiB);
         gradients of a quarter of it or more go by themselves. Smaller buckets start earlier, larger
-        ones cost fewer messages, which `"asa"` and `"2dtar"` feel more than `"allreduce"`; 0 sends
-        each variable by itself.
+        ones cost fewer messages, which `"alltoall"` and `"torus2d"` feel more than `"allreduce"`; 0
+        sends each variable by itself.
       gradient_accumulation_steps: Calls of `apply` whose gradients are averaged for one exchange
         and one update (default `None`: that of the inner optimizer, which takes precedence). It is
         given to the inner optimizer, which must not be built.
@@ -67,13 +67,14 @@ class DistributedOptimizer(OptimizerWrapper):
 
     Example:
       >>> import keras, tfposeidon as tp
-      >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), scheme="asa")
+      >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme="alltoall")
       >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
       >>> model.compile(optimizer=optimizer, loss="mse")
 
       Another scheme for some variables:
 
-      >>> rules = [("embedding", "asa16"), (".*", tp.schemes.HierarchicalTopK(density=0.001))]
+      >>> half = tp.schemes.AllToAll(wire_dtype="float16")
+      >>> rules = [("embedding", half), (".*", tp.schemes.HiTopK(density=0.001))]
       >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=rules)
     """
 

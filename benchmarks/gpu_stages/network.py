@@ -24,7 +24,13 @@ def _auto(say):
     draw = np.random.default_rng(tp.rank())
     x, y = draw.normal(size=(512, 512)).astype("float32"), draw.integers(0, 10, 512)
     dense = keras.layers.Dense
-    for scheme in ("auto", "allreduce", "asa16", "hybcomm", "hitopk"):
+    for scheme in (
+        "auto",
+        "allreduce",
+        tp.schemes.AllToAll(wire_dtype="float16"),
+        "hybcomm",
+        "hitopk",
+    ):
         keras.utils.set_random_seed(3)
         layers = [dense(1024, activation="relu") for _ in range(4)]
         model = keras.Sequential([keras.Input((512,)), *layers, dense(10)])

@@ -15,20 +15,22 @@ from benchmarks.gpu_stages.device import at_most, device, gpus, median_ms, off, 
 
 CLASSES, BATCH, STEPS = 5, 12, 6
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-EXACT = ("allreduce", "2dtar", "ps", "asa", "hybcomm", "sfb", "sparse, all of it")
-LOSSY = ("asa16", "bfloat16", "hitopk", "topk", "onebit")
-FEW_EXACT, FEW_LOSSY = ("allreduce", "asa", "sparse, all of it"), ("asa16", "hitopk")
+EXACT = ("allreduce", "torus2d", "ps", "alltoall", "hybcomm", "factors", "sparse, all of it")
+LOSSY = ("alltoall16", "bfloat16", "hitopk", "topk", "onebit")
+FEW_EXACT, FEW_LOSSY = (
+    ("allreduce", "alltoall", "sparse, all of it"),
+    ("alltoall16", "hitopk"),
+)
 
 
 def schemes_by_name(names):
     """Returns schemes by the names above; others are the library's own names."""
     own = {
-        "sparse, all of it": tp.schemes.HierarchicalTopK(
-            density=1.0, select="exact", min_elements=0
-        ),
+        "sparse, all of it": tp.schemes.HiTopK(density=1.0, select="exact", min_elements=0),
+        "alltoall16": tp.schemes.AllToAll(wire_dtype="float16"),
         "bfloat16": tp.schemes.Torus2D(wire_dtype="bfloat16"),
-        "hitopk": tp.schemes.HierarchicalTopK(density=0.1, min_elements=0),
-        "topk": tp.schemes.TopKAllGather(density=0.1, wire_dtype="float16", min_elements=0),
+        "hitopk": tp.schemes.HiTopK(density=0.1, min_elements=0),
+        "topk": tp.schemes.TopK(density=0.1, wire_dtype="float16", min_elements=0),
         "onebit": baselines.OneBit(min_elements=0),
     }
     return {name: own.get(name, name) for name in names}
@@ -133,7 +135,7 @@ def one(checks):
     tp.init()
     cases = [Case(mlp, sgd), Case(text, adam), *([] if checks.small else [Case(cnn, sgd)])]
     for case in cases:
-        for scheme in EXACT if case.build is mlp and not checks.small else ("auto", "asa"):
+        for scheme in EXACT if case.build is mlp and not checks.small else ("auto", "alltoall"):
             name = f"{case.build.__name__}.{scheme}"
             checks(name, _exact, case, schemes_by_name([scheme])[scheme])
     for make in (
@@ -162,13 +164,13 @@ def _mixed(say):
     keras.config.set_dtype_policy("mixed_float16")
     try:
         case = Case(mlp, sgd)
-        at_most(say, 1e-3, case.off(case.trained(tp.DistributedOptimizer(sgd(), "asa"))))
+        at_most(say, 1e-3, case.off(case.trained(tp.DistributedOptimizer(sgd(), "alltoall"))))
     finally:
         keras.config.set_dtype_policy("float32")
 
 
 def _loop(say, case):
-    model, optimizer = case.model(), tp.DistributedOptimizer(sgd(), scheme="asa")
+    model, optimizer = case.model(), tp.DistributedOptimizer(sgd(), scheme="alltoall")
 
     @tf.function
     def step(x, y):
@@ -214,7 +216,7 @@ def two(checks):
     checks("collectives", _collectives)
     cases = [Case(mlp, sgd)] if few else [Case(mlp, sgd), Case(cnn, sgd), Case(text, adam)]
     for case in cases:
-        names = EXACT if case.build is mlp else ("allreduce", "2dtar", "hybcomm")
+        names = EXACT if case.build is mlp else ("allreduce", "torus2d", "hybcomm")
         names = FEW_EXACT if few else names
         for name, scheme in schemes_by_name(names).items():
             checks(f"{case.build.__name__}.{name}", _exact_on_ranks, case, scheme)
@@ -264,7 +266,7 @@ def _lossy(say, case, scheme):
 
 
 def _overflow(say, case):
-    for scheme in ("asa", "hitopk"):
+    for scheme in ("alltoall", "hitopk"):
         keras.utils.clear_session(free_memory=False)
         keras.config.set_dtype_policy("mixed_float16")
         try:
@@ -305,7 +307,7 @@ def _local_updates(say, case):
 def _checkpoint(say, case):
     # The launcher's ranks share this machine.
     folder = gathered(tempfile.mkdtemp())[0]
-    scheme = tp.schemes.TopKAllGather(density=0.05, min_elements=0)
+    scheme = tp.schemes.TopK(density=0.05, min_elements=0)
 
     def job(name, epochs):
         keras.utils.clear_session(free_memory=False)
@@ -325,7 +327,7 @@ def _large_buckets(say):
     dense = keras.layers.Dense
     x = np.random.default_rng(tp.rank()).normal(size=(256, 512)).astype("float32")
     y = np.random.default_rng(1).integers(0, 10, 256)
-    for scheme in ("allreduce", "asa16", "hitopk"):
+    for scheme in ("allreduce", tp.schemes.AllToAll(wire_dtype="float16"), "hitopk"):
         keras.utils.set_random_seed(3)
         layers = [dense(1024, activation="relu") for _ in range(6)]
         model = keras.Sequential([keras.Input((512,)), *layers, dense(10)])

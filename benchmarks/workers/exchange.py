@@ -20,7 +20,7 @@ from benchmarks.workers.task import Task
 from tfposeidon import ops
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
-from tfposeidon.gradients.factors import Factors
+from tfposeidon.gradients.factors import FactorPair
 from tfposeidon.lab.network import payload_bytes
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
@@ -86,7 +86,7 @@ def _exchange_of(system, size, wire, label):
         left = _drawn((shape.rows, shape.left), wire)
         right = _drawn((shape.rows, shape.right), wire)
         return lambda: scheme.exchange_factors(
-            Factors(left.read_value(), right.read_value()), wire, label
+            FactorPair(left.read_value(), right.read_value()), wire, label
         )
     scheme, length = scheme_named(system), int(size)
     vector, state = _drawn((length,), wire), fresh_state(scheme, length, wire)

@@ -32,7 +32,7 @@ class Prefixes:
     """The exchange cut off behind each of its steps.
 
     Args:
-      scheme: A `HierarchicalTopK`.
+      scheme: A `HiTopK`.
       elements: Length of the vector.
       wire: The collectives.
     """

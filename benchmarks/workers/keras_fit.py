@@ -1,8 +1,8 @@
 """Measures our schemes under `fit`, and Horovod's all-reduce, on the emulated Keras model.
 
-Systems: a scheme's name ("2dtar:float16" has that type on the wire), "ps-late" (the store, after
+Systems: a scheme's name ("torus2d:float16" has that type on the wire), "ps-late" (the store, after
 the whole backward pass), "ps-adam" (the store, with factors of dense layers sent to one server
-each), "sfb" (factors of dense layers, all-reduce for the others), "auto" ("auto:halves" may send
+each), "factors" (of dense layers, all-reduce for the others), "auto" ("auto:halves" may send
 16 bits, "auto:density" the top 1 % besides), "horovod" and "horovod-fp16" (one named all-reduce per
 gradient, fused by Horovod), and "alone" (nothing is exchanged).
 """
@@ -34,7 +34,7 @@ COMPRESSION = {"horovod": "none", "horovod-fp16": "fp16"}
 SCHEMES = {
     "hybcomm": "hybcomm",
     "ps-late": "ps",
-    "sfb": [("dense[0-9]+/kernel", "sfb"), (".*", "allreduce")],
+    "factors": [("dense[0-9]+/kernel", "factors"), (".*", "allreduce")],
     "auto": tp.policies.Auto(),
     "auto:halves": tp.policies.Auto(halves=True),
     "auto:density": tp.policies.Auto(halves=True, density=0.01),

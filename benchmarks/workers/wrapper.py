@@ -1,8 +1,8 @@
 """Times steps of the wrapper beside the same by other means, in turn.
 
-Systems: "fit" (one rank, beside plain Keras), or a scheme and the MiB of its buckets, as "asa 4" (a
-model's gradients, beside Horovod's `grouped_allreduce` and the plain optimizer). Either way the
-wrapper does what `fit` has it do. "comparison" is that of values over ranks, beside a step. "small
+Systems: "fit" (one rank, beside plain Keras), or a scheme and the MiB of its buckets, as "alltoall
+4" (a model's gradients, beside Horovod's `grouped_allreduce` and the plain optimizer). The wrapper
+does what `fit` has it do. "comparison" is that of values over ranks, beside a step. "small
 10" is a step of `fit` with ten per execution, beside one that exchanges by hand.
 """
 

@@ -70,10 +70,10 @@ class Recipe:
 SCHEDULES = {
     # The scheme of the first phase, and that of all others.
     "paper": (
-        tp.schemes.HierarchicalTopK(density=0.01, wire_dtype="float16"),
+        tp.schemes.HiTopK(density=0.01, wire_dtype="float16"),
         tp.schemes.Torus2D(wire_dtype="float16"),
     ),
-    "2dtar": ("2dtar", "2dtar"),
+    "torus2d": ("torus2d", "torus2d"),
     "allreduce": ("allreduce", "allreduce"),
     "allreduce16": (
         tp.schemes.AllReduce(wire_dtype="float16"),

@@ -77,11 +77,11 @@ def test_accumulation_and_several_fits(wire):
 def test_a_schedule_away_from_auto(wire):
     model, data = small()
     optimizer = tp.DistributedOptimizer(sgd())
-    schedule = keras_callbacks.SchemeSchedule({0: "asa", 1: "2dtar"})
+    schedule = keras_callbacks.SchemeSchedule({0: "alltoall", 1: "torus2d"})
     with links("measure"):
         train_together(model, data, optimizer, wire, callbacks=[schedule], epochs=2)
     same_on_all_ranks(model.get_weights(), wire)
-    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"2dtar"}
+    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"torus2d"}
 
 
 def test_absence_is_watched(wire):
@@ -134,10 +134,10 @@ def test_times_of_a_race_are_those_of_its_links(wire):
 
 
 def test_beside_factors_it_decides_once_there_are_rows(wire):
-    for scheme in ("sfb", "hybcomm"):
+    for scheme in ("factors", "hybcomm"):
         model, data = wide(steps=10)
         reference = train_alone(copied(model), data, sgd())
-        rules = [("dense(_[0-9]+)?/bias", "asa"), ("dense_[0-9]*[02468]/kernel", scheme)]
+        rules = [("dense(_[0-9]+)?/bias", "alltoall"), ("dense_[0-9]*[02468]/kernel", scheme)]
         optimizer = tp.DistributedOptimizer(sgd(), scheme=[*rules, (".", "auto")])
         with links(ideal(wire, bytes_per_s=1e8)):
             check_equal(train_together(model, data, optimizer, wire), reference)
@@ -148,7 +148,7 @@ def test_beside_factors_it_decides_once_there_are_rows(wire):
 def test_a_schedule_to_auto(wire):
     model, data = small()
     optimizer = tp.DistributedOptimizer(sgd())
-    schedule = keras_callbacks.SchemeSchedule({0: "asa", 1: "auto"})
+    schedule = keras_callbacks.SchemeSchedule({0: "alltoall", 1: "auto"})
     with links(given(wire, "1gbit")):
         train_together(model, data, optimizer, wire, callbacks=[schedule], epochs=2)
     same_on_all_ranks(model.get_weights(), wire)
@@ -170,11 +170,11 @@ def test_a_train_step_that_is_compiled_twice(wire):
     reference = train_alone(models.copy(models.mlp, model), data, sgd(), epochs=2)
     decorated = Decorated(model.layers)
     optimizer = tp.DistributedOptimizer(sgd())
-    schedule = keras_callbacks.SchemeSchedule({0: "asa", 1: "2dtar"})
+    schedule = keras_callbacks.SchemeSchedule({0: "alltoall", 1: "torus2d"})
     callbacks = [schedule, Watching()]
     trained = train_together(decorated, data, optimizer, wire, callbacks=callbacks, epochs=2)
     check_equal(trained, reference)
-    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"2dtar"}
+    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"torus2d"}
 
 
 def test_a_saved_model_holds_the_policy_and_no_links(wire):

@@ -114,7 +114,7 @@ def _compiled(model, **options):
 @contextlib.contextmanager
 def _turning(wire):
     """From a sparse scheme, which takes longer than a dense one would, to that one."""
-    TURNING[:] = [tp.schemes.TopKAllGather(density=0.9, min_elements=0)]
+    TURNING[:] = [tp.schemes.TopK(density=0.9, min_elements=0)]
     known = ideal(wire, bytes_per_s=1e8)
     with planning(LEAST_GAIN=0.0), links(known), LogLines() as lines:
         yield lines

@@ -27,12 +27,14 @@ def test_exchange_row_says_how_far_the_limit_is():
         "sent_bytes": 26e6,
         "predicted_bytes": 26e6,
     }
-    cell = {"rate": "200mbit", "systems": {"2dtar:float16 1024": figures}}
+    cell = {"rate": "200mbit", "systems": {"torus2d:float16 1024": figures}}
     (row,) = exchange.rows(cell)
-    assert (row["system"], row["length"], row["limit_s"]) == ("2dtar:float16", 1024, 1.0)
+    assert (row["system"], row["length"], row["limit_s"]) == ("torus2d:float16", 1024, 1.0)
     assert row["distance"] == pytest.approx(1.1)
     assert row["shaped_bytes"] == 25_000_000 - 25_000
-    (row,) = exchange.rows(cell | {"systems": {"asa 1024": figures | {"busiest_bytes": 2_000_000}}})
+    (row,) = exchange.rows(
+        cell | {"systems": {"alltoall 1024": figures | {"busiest_bytes": 2_000_000}}}
+    )
     assert row["distance"] is None, "the shaper's burst is more than 1 % of that"
     (row,) = exchange.rows(cell | {"rate": "unshaped"})
     assert row["limit_s"] is None
@@ -43,14 +45,14 @@ def test_exchange_gives_peers_jobs_of_their_own():
         layouts=["4x4"],
         rates=["1gbit"],
         lengths=[10, 25_557_032],
-        systems=["hitopk:0.1", "sfb:4", "ddp"],
+        systems=["hitopk:0.1", "factors:4", "ddp"],
         shapes=["64x32"],
         flow=None,
         full=False,
     )
     ours, ddp = exchange.planned(options).values()
     assert ours["worker"] == "exchange"
-    assert ours["cells"] == ["hitopk:0.1 1024", "hitopk:0.1 25557032", "sfb:4 64x32"]
+    assert ours["cells"] == ["hitopk:0.1 1024", "hitopk:0.1 25557032", "factors:4 64x32"]
     assert (ddp["worker"], ddp["cells"]) == ("ddp", ["ddp 1024"])
 
 
@@ -59,37 +61,37 @@ def test_exchanges_go_on_with_what_is_missing(tmp_path):
         layouts=["2x1"],
         rates=["100mbit"],
         lengths=[10, 12],
-        systems=["asa"],
+        systems=["alltoall"],
         shapes=[],
         flow=None,
         full=False,
     )
     results = harness.Results(tmp_path / "results.json")
     ((key, job),) = exchange.planned(options, results.cells).items()
-    assert job["cells"] == ["asa 1024", "asa 4096"]
+    assert job["cells"] == ["alltoall 1024", "alltoall 4096"]
 
     def run(**job):
         error = harness.JobError("killed")
-        error.answer = {"systems": {"asa 1024": {}}, "layout": "2x1", "rate": "100mbit"}
+        error.answer = {"systems": {"alltoall 1024": {}}, "layout": "2x1", "rate": "100mbit"}
         raise error
 
     assert harness.jobs(results, {key: job}, run) == [key]
     ((again, job),) = exchange.planned(options, results.cells).items()
-    assert (again, job["cells"]) == (f"{key} part=2", ["asa 4096"])
+    assert (again, job["cells"]) == (f"{key} part=2", ["alltoall 4096"])
 
 
 def test_the_grid_has_the_extremes_of_each_kind():
     unshaped = list(exchange.grid("unshaped"))
     assert len(unshaped) == len(set(unshaped))
-    for one in ("allreduce 67108864", "hitopk:0.001 16777216", "sfb:512 4096x4096"):
+    for one in ("allreduce 67108864", "hitopk:0.001 16777216", "factors:512 4096x4096"):
         assert one in unshaped
-    assert not exchange.is_within_limits("asa 67108864", "4x4", "unshaped")
-    assert exchange.is_within_limits("asa 67108864", "4x2", "unshaped")
-    assert not exchange.is_within_limits("asa 67108864", "2x1", "100mbit"), "more than 5 s"
+    assert not exchange.is_within_limits("alltoall 67108864", "4x4", "unshaped")
+    assert exchange.is_within_limits("alltoall 67108864", "4x2", "unshaped")
+    assert not exchange.is_within_limits("alltoall 67108864", "2x1", "100mbit"), "more than 5 s"
 
 
 def test_schemes_are_named_with_their_options():
-    assert scheme_named("2dtar") == schemes.Torus2D()
-    assert scheme_named("2dtar:float16") == schemes.Torus2D(wire_dtype="float16")
-    expected = schemes.HierarchicalTopK(density=0.001, select="exact", wire_dtype="bfloat16")
+    assert scheme_named("torus2d") == schemes.Torus2D()
+    assert scheme_named("torus2d:float16") == schemes.Torus2D(wire_dtype="float16")
+    expected = schemes.HiTopK(density=0.001, select="exact", wire_dtype="bfloat16")
     assert scheme_named("hitopk:0.001:exact:bfloat16") == expected

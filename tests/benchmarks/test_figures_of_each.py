@@ -60,7 +60,7 @@ def test_accuracy_row_counts_those_that_arrived():
         {"reached_steps": 40, "reached_s": 2.0, "accuracies": [0.9, 0.98]},
         {"reached_steps": None, "reached_s": None, "accuracies": [0.9]},
     ]
-    assert accuracy.cells_of("asa", runs)[:4] == ("asa", "2", "1", "40 (40 to 40)")
+    assert accuracy.cells_of("alltoall", runs)[:4] == ("alltoall", "2", "1", "40 (40 to 40)")
 
 
 def test_accuracy_plots_runs_from_before_losses_were_noted(tmp_path):
@@ -129,7 +129,9 @@ def test_norms_are_compared_with_both_of_tensorflows(capsys):
 
 
 def test_ratios_of_the_wrapper_are_those_of_pairs(tmp_path, capsys):
-    systems = {"asa 4": {"ours_s": [1.0 + i / 1000 for i in range(100)], "theirs_s": [1.0] * 100}}
+    systems = {
+        "alltoall 4": {"ours_s": [1.0 + i / 1000 for i in range(100)], "theirs_s": [1.0] * 100}
+    }
     wrapper.show({"one": {"systems": systems}})
     assert "1.050  1.039 to 1.060      1.025 to 1.074" in capsys.readouterr().out
     wrapper.plot({"one": {"systems": systems}}, tmp_path / "wrapper.png")

@@ -76,9 +76,9 @@ def test_every_system_has_a_color_of_its_own():
 
 
 def test_a_system_with_options_looks_like_its_scheme():
-    assert figures.style("2dtar:float16:other").color == figures.style("2dtar:float16").color
-    assert figures.style("2dtar:float16:other").label == "2dtar:float16:other"
-    assert figures.in_order(["2dtar", "unknown", "ddp"]) == ["ddp", "2dtar", "unknown"]
+    assert figures.style("torus2d:float16:other").color == figures.style("torus2d:float16").color
+    assert figures.style("torus2d:float16:other").label == "torus2d:float16:other"
+    assert figures.in_order(["torus2d", "unknown", "ddp"]) == ["ddp", "torus2d", "unknown"]
 
 
 def test_a_default_that_is_named_is_no_system_of_its_own():

@@ -23,7 +23,7 @@ RATES = Rates(
     half_s=6e-8,
     operation_s=1e-11,
 )
-SYSTEMS = ("allreduce", "2dtar", "hitopk:0.01", "topk:0.01")
+SYSTEMS = ("allreduce", "torus2d", "hitopk:0.01", "topk:0.01")
 
 
 def _links(rate):
@@ -113,23 +113,23 @@ def _options(**times):
 
 
 def test_the_choice_is_raced_as_auto_does():
-    close = _options(allreduce=(1.0, 1.0), asa=(1.05, 0.9), ps=(2.0, 0.5))
+    close = _options(allreduce=(1.0, 1.0), alltoall=(1.05, 0.9), ps=(2.0, 0.5))
     assert predict.chosen(close, races=False) == "allreduce"
-    assert predict.chosen(close, races=True) == "asa"
+    assert predict.chosen(close, races=True) == "alltoall"
     # Whoever is one of the best after a race is timed, too.
-    third = _options(allreduce=(1.0, 1.3), asa=(1.05, 1.2), ps=(1.15, 0.9))
+    third = _options(allreduce=(1.0, 1.3), alltoall=(1.05, 1.2), ps=(1.15, 0.9))
     assert predict.chosen(third, races=True) == "ps"
-    far = _options(allreduce=(1.0, 1.0), asa=(0.8, 1.2))
-    assert predict.chosen(far, races=True) == "asa"
-    tie = _options(allreduce=(1.0, 1.0), asa=(0.99, 0.99))
+    far = _options(allreduce=(1.0, 1.0), alltoall=(0.8, 1.2))
+    assert predict.chosen(far, races=True) == "alltoall"
+    tie = _options(allreduce=(1.0, 1.0), alltoall=(0.99, 0.99))
     assert predict.chosen(tie, races=True) == "allreduce"
 
 
 def test_the_torus_is_no_choice_where_it_is_an_all_to_all():
-    assert predict.considered(["allreduce", "2dtar:float16"], "4x1") == ["allreduce"]
-    assert predict.considered(["allreduce", "2dtar:float16"], "2x2") == [
+    assert predict.considered(["allreduce", "torus2d:float16"], "4x1") == ["allreduce"]
+    assert predict.considered(["allreduce", "torus2d:float16"], "2x2") == [
         "allreduce",
-        "2dtar:float16",
+        "torus2d:float16",
     ]
 
 

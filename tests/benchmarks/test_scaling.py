@@ -23,7 +23,7 @@ def test_scaling_row_tells_exposed_from_hidden_communication():
         "ranks_s": [[2 * compute_s, compute_s]],
         "sent_bytes": compute_s * 1e8 / 8,
     }
-    row = scaling.row("asa", figures, cell)
+    row = scaling.row("alltoall", figures, cell)
     assert row["exposed_s"] == pytest.approx(compute_s)
     assert row["efficiency"] == pytest.approx(0.5)
     assert row["stalled"] == pytest.approx([0.5, 0.0])
@@ -48,9 +48,9 @@ def test_links_shrink_with_the_square_of_the_factor(monkeypatch):
 
 
 def test_peers_run_in_programs_of_their_own():
-    systems = ["alone", "2dtar:float16", "ddp-fp16", "mirrored-packs", "ddp"]
+    systems = ["alone", "torus2d:float16", "ddp-fp16", "mirrored-packs", "ddp"]
     assert harness.by_worker(systems, "keras_fit") == {
-        "keras_fit": ["alone", "2dtar:float16"],
+        "keras_fit": ["alone", "torus2d:float16"],
         "ddp": ["ddp-fp16", "ddp"],
         "mirrored": ["mirrored-packs"],
     }
@@ -75,7 +75,7 @@ def cell_of(**systems):
         name: {"step_s": [step_s], "ranks_s": [[step_s]], "sent_bytes": 0}
         for name, step_s in systems.items()
     }
-    figures["auto"] |= {"chose": "2dtar in buckets of 4 MiB", "predicted_s": 1.6}
+    figures["auto"] |= {"chose": "torus2d in buckets of 4 MiB", "predicted_s": 1.6}
     task = {"model": "resnet50", "dilation": 4.0}
     place = {"model": "resnet50", "layout": "2x2", "gbit": 10.0, "rate_bits_per_s": 1e8}
     return place | {"task": task, "systems": figures}
@@ -89,7 +89,7 @@ def test_overview_shows_times_of_the_real_cluster(tmp_path, capsys):
     overview.show(cells)
     printed = capsys.readouterr().out
     assert re.search(r"auto +500", printed)
-    assert re.search(r"2dtar in buckets of 4 MiB +400 ms +500 ms +1.25", printed)
+    assert re.search(r"torus2d in buckets of 4 MiB +400 ms +500 ms +1.25", printed)
     overview.plot(cells, tmp_path / "plot.png")
 
 

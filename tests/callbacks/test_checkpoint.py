@@ -29,7 +29,7 @@ from tests.helpers.training import sgd
 from tfposeidon.state import snapshots
 
 pytestmark = pytest.mark.ranks("2")
-SPARSE = tp.schemes.TopKAllGather(density=0.05, min_elements=0)
+SPARSE = tp.schemes.TopK(density=0.05, min_elements=0)
 
 
 def test_resume_at_every_step(wire):
@@ -40,7 +40,7 @@ def test_resume_in_every_phase(wire):
     """Images, batches and schemes change; ranks have moving statistics and seeds of their own."""
     phases = [
         keras_callbacks.Phase(epochs=1, size=6, batch=4, scheme=SPARSE),
-        keras_callbacks.Phase(epochs=1, size=8, batch=2, scheme="2dtar"),
+        keras_callbacks.Phase(epochs=1, size=8, batch=2, scheme="torus2d"),
     ]
 
     def job(folder, every_n_steps=None):

@@ -494,4 +494,4 @@ def test_refusals(wire):
     with Raises(RuntimeError, "Pass `server_rank` to the first"):
         tp.init(server_rank=tp.workers().ranks[0])
     with Raises(ValueError, "has no scheme to change"):
-        optimizer.change_scheme("asa16")
+        optimizer.change_scheme(tp.schemes.AllToAll(wire_dtype="float16"))

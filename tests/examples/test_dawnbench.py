@@ -23,7 +23,7 @@ def test_rates_follow_batches_and_epochs(example):
     assert recipe.rate_at(5.0, 64) == 14.5
     assert recipe.rate_at(28.0, 128) == 0.0
     assert recipe.phases[0].scheme.name == "hitopk"
-    assert {phase.scheme.name for phase in recipe.phases[1:]} == {"2dtar"}
+    assert {phase.scheme.name for phase in recipe.phases[1:]} == {"torus2d"}
 
 
 def test_phases_are_those_of_the_paper(example):
@@ -36,7 +36,7 @@ def test_phases_are_those_of_the_paper(example):
         (1, 288, 128),
     ]
     first, *others = [phase.scheme for phase in recipe.phases]
-    assert first == tp.schemes.HierarchicalTopK(density=0.01, wire_dtype="float16")
+    assert first == tp.schemes.HiTopK(density=0.01, wire_dtype="float16")
     assert others == [tp.schemes.Torus2D(wire_dtype="float16")] * 3
     assert (recipe.top, recipe.target) == (5, 0.93)
 
@@ -68,7 +68,7 @@ def test_the_model_of_the_paper_is_resnet_50_v1_5(example):
 @pytest.mark.parametrize(
     ("without", "differs"),
     [
-        ("sparse", {"schemes": ["2dtar"] * 4}),
+        ("sparse", {"schemes": ["torus2d"] * 4}),
         ("lars", {"peak": 12.8}),
         ("resizing", {"sizes": [288] * 4}),
         ("cache", {}),
@@ -114,7 +114,7 @@ def test_dry_run(script, monkeypatch, capsys, variables):
     ]
     schemes = [one[-1] for one in phases[4:]]
     assert "hitopk(wire_dtype=float16)" in " ".join(phases[4])
-    assert schemes[1:] == ["2dtar(wire_dtype=float16)"] * 3
+    assert schemes[1:] == ["torus2d(wire_dtype=float16)"] * 3
     # 25,610,152 values, of which 25,557,032 have a gradient and a velocity.
     assert any("306.90 MB per rank" in line for line in lines)
     # A plan for each of both schedules of schemes, and none where it is not asked for.

@@ -22,7 +22,7 @@ def records_of(example, tmp_path, monkeypatch):
     ]
     resize = keras_callbacks.ProgressiveResize(phases, learning_rate=0.1)
 
-    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(), "2dtar")
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(), "torus2d")
 
     def begin(epoch):
         path = tmp_path / "records.jsonl"

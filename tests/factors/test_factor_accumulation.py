@@ -35,8 +35,12 @@ def _by_variable(plan):
 
 def test_equal_to_one_process(wire):
     for build, data, scheme in (
-        (models.mlp, models.mlp.data(STEPS * BATCH), [("kernel", "sfb"), (".*", "ps")]),
-        (large_table, token_batches(STEPS * BATCH), [("embeddings", "sfb"), (".*", "allreduce")]),
+        (models.mlp, models.mlp.data(STEPS * BATCH), [("kernel", "factors"), (".*", "ps")]),
+        (
+            large_table,
+            token_batches(STEPS * BATCH),
+            [("embeddings", "factors"), (".*", "allreduce")],
+        ),
     ):
         start, (variable, name) = build(), scheme[0]
         reference = train_alone(models.copy(build, start), data, accumulating())
@@ -71,7 +75,7 @@ def test_the_cheaper_of_both(wire):
         bucket, description = _by_variable(optimizer.plan)["kernel"]
         schemes.append(bucket.scheme.name)
         assert description.factors.rows == min(4 * steps, 40)
-    assert schemes == ["sfb", "sfb", "ps"]
+    assert schemes == ["factors", "factors", "ps"]
     assert "K=" in str(optimizer.plan)
 
 
@@ -173,7 +177,7 @@ def _looped(wire, scheme, calls, changes=()):
 def test_hand_written_loops(wire):
     """Steps of two losses in turn, which trace twice; two updates."""
     calls = [(_fit_loss,), (_fit_loss, _bias_loss)] * 2
-    scheme = [("kernel", "sfb"), (".*", "ps")]
+    scheme = [("kernel", "factors"), (".*", "ps")]
     check_equal(_looped(wire, scheme, calls), _looped(wire, "allreduce", calls))
 
 

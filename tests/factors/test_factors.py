@@ -57,7 +57,7 @@ def test_embeddings_send_rows(wire):
             (bucket,) = [
                 b for b in optimizer.plan.buckets if "embeddings" in b.descriptions[0].path
             ]
-            assert bucket.scheme.name == ("sfb" if scheme == "hybcomm" else "factorserver")
+            assert bucket.scheme.name == ("factors" if scheme == "hybcomm" else "factorserver")
             assert bucket.descriptions[0].factors.rows == 4 * BATCH // wire.topology.size
             assert "sent as a dense matrix" not in str(optimizer.plan)
 
@@ -89,7 +89,7 @@ def test_products_summed_in_the_node(wire):
     model.fit(x[mine], y[mine], batch_size=64, verbose=0)
     check_equal(model.get_weights(), reference)
     same_on_all_ranks(model.get_weights(), wire)
-    assert "sfb(sums_in_node=True)" in str(optimizer.plan)
+    assert "factors(sums_in_node=True)" in str(optimizer.plan)
 
 
 def test_factors_in_half_precision(wire):
@@ -110,7 +110,7 @@ def test_factors_in_half_precision(wire):
         d.factors.dtype
         for b in optimizer.plan.buckets
         for d in b.descriptions
-        if b.scheme.name == "sfb"
+        if b.scheme.name == "factors"
     ]
     assert sent == ["float16"] * 2, sent
     check_close(weights, reference, start.get_weights(), 2e-3)
@@ -147,9 +147,9 @@ def test_hybcomm_says_what_it_weighed(wire):
     for layer in model.layers:
         m, n = layer.kernel.shape
         bucket, variable = chosen[f"{layer.name}/kernel"]
-        sfb, ps = 2 * k * (p - 1) * (m + n), 2 * m * n * (p + p - 2) / p
-        assert bucket["scheme"] == ("sfb" if sfb <= ps else "ps")
-        assert variable["candidates"] == {"sfb": 4 * sfb, "ps": 4 * ps}
+        factors, ps = 2 * k * (p - 1) * (m + n), 2 * m * n * (p + p - 2) / p
+        assert bucket["scheme"] == ("factors" if factors <= ps else "ps")
+        assert variable["candidates"] == {"factors": 4 * factors, "ps": 4 * ps}
         bucket, variable = chosen[f"{layer.name}/bias"]
         assert bucket["scheme"] == "ps"
         assert "no product of two matrices" in variable["reason"]
@@ -164,25 +164,25 @@ def test_what_has_no_factors_is_reduced(wire):
     ):
         start, data = build(), build.data(STEPS * BATCH)
         reference = train_alone(models.copy(build, start), data, sgd())
-        optimizer = tp.DistributedOptimizer(sgd(), scheme="sfb", bucket_bytes=0)
+        optimizer = tp.DistributedOptimizer(sgd(), scheme="factors", bucket_bytes=0)
         weights = train_together(models.copy(build, start), data, optimizer, wire)
         check_equal(weights, reference)
         same_on_all_ranks(weights, wire)
         buckets = {bucket.descriptions[0].path: bucket for bucket in optimizer.plan.buckets}
         (without,) = [bucket for name, bucket in buckets.items() if re.search(path, name)]
         assert without.scheme.name == "allreduce"
-        assert f"no factors for sfb: {why}" in without.choices[0].reason
-        assert "sfb" in {bucket.scheme.name for bucket in buckets.values()}
+        assert f"no factors for factors: {why}" in without.choices[0].reason
+        assert "factors" in {bucket.scheme.name for bucket in buckets.values()}
 
 
 def test_no_factors_at_all(wire):
     model = keras.Sequential(
         [keras.Input((10, 10, 2)), keras.layers.Conv2D(models.CLASSES, 10), keras.layers.Flatten()]
     )
-    optimizer = tp.DistributedOptimizer(sgd(), scheme="sfb")
+    optimizer = tp.DistributedOptimizer(sgd(), scheme="factors")
     with pytest.raises(
         ValueError,
-        match=r"'sfb' needs gradients.*none.*conv2d.*Conv2DBackpropFilter.*Use \"hybcomm\"",
+        match=r"'factors' needs gradients.*none.*conv2d.*Conv2DBackpropFilter.*Use \"hybcomm\"",
     ):
         train_together(model, models.cnn.data(BATCH), optimizer, wire)
 
@@ -211,7 +211,7 @@ def test_another_batch_size_is_weighed_anew(wire):
             shuffle=False,
             verbose=0,
         )
-        assert ("sfb" in names()) == has_factors, (batch_size, str(model.optimizer.plan))
+        assert ("factors" in names()) == has_factors, (batch_size, str(model.optimizer.plan))
         same_on_all_ranks(model.get_weights(), wire)
 
 
@@ -222,7 +222,7 @@ def test_a_trace_without_factors_sends_the_matrix(wire):
 
     def train(regularised):
         weight = tf.Variable(start)
-        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme="sfb")
+        optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme="factors")
 
         def step(change):
             with tf.GradientTape() as tape:

@@ -122,7 +122,7 @@ def _check(name, make, many, wire):
         optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme="hybcomm"), loss="mse"
     )
     sent = []
-    for rows, scheme in ((2, "sfb"), (many, "ps"), (2, "sfb")):
+    for rows, scheme in ((2, "factors"), (many, "ps"), (2, "factors")):
         batch = np.random.default_rng(0).normal(size=(rows, WIDTH)).astype("float32")
         step = make(model, batch, batch, rows)
         # The first time it is traced.

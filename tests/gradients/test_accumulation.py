@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfposeidon.gradients.accumulation import Accumulation, Call
 from tfposeidon.gradients.embedding_rows import Rows
-from tfposeidon.gradients.factors import Factors
+from tfposeidon.gradients.factors import FactorPair
 
 M, N = 7, 5
 # Values are of the order of 1.
@@ -20,7 +20,7 @@ def _factors(draw, rows, dtype, kind, local):
     right = tf.cast(draw.normal(size=(rows, N)), dtype)
     if kind is Rows:
         return Rows(tf.constant(draw.integers(0, M, rows), tf.int32), right, table=M)
-    return Factors(tf.cast(draw.normal(size=(rows, M)), dtype), right, local)
+    return FactorPair(tf.cast(draw.normal(size=(rows, M)), dtype), right, local)
 
 
 def _matrix(factors):
@@ -46,7 +46,7 @@ class _Calls:
     def add(self, gradient, count):
         self._done += 1
         about = tf.constant(count), tf.constant(self._done % self._steps == 0)
-        if isinstance(gradient, Factors):
+        if isinstance(gradient, FactorPair):
             self._by_factors(gradient.left, gradient.right, *about)
         else:
             self._by_matrix(gradient, *about)
@@ -60,7 +60,7 @@ class _Calls:
 
     def _update(self, mean, total, calls):
         mean = mean[0]
-        if isinstance(mean, Factors):
+        if isinstance(mean, FactorPair):
             product = tf.reshape(mean.product(mean.packed), [M, N])
             mean = product if mean.local is None else product + tf.cast(mean.local, product.dtype)
         tf.py_function(lambda m: self.means.append(m.numpy()), [tf.cast(mean, tf.float64)], [])
@@ -77,13 +77,13 @@ MIXTURES = [
 
 
 @pytest.mark.parametrize(("dtype", "kinds"), MIXTURES)
-@pytest.mark.parametrize("kind", [Factors, Rows])
+@pytest.mark.parametrize("kind", [FactorPair, Rows])
 def test_means_of_factors_are_those_of_matrices(kinds, kind, dtype):
     """Makes calls with factors (f) and with matrices (m), of one sample, two, none and so on."""
     draw = np.random.default_rng(0)
     wide = "float64" if dtype == "float64" else "float32"
     variable = keras.Variable(np.zeros((M, N)), dtype=wide, name="kernel")
-    local = tf.cast(draw.normal(size=(M, N)), wide) if kind is Factors else None
+    local = tf.cast(draw.normal(size=(M, N)), wide) if kind is FactorPair else None
     accumulation = Accumulation(keras.optimizers.SGD(), [variable], len(kinds))
     calls = _Calls(accumulation, _factors(draw, 1, dtype, kind, local), len(kinds))
     counts = [float((i + 1) % 3) for i in range(len(kinds))]
@@ -107,8 +107,8 @@ def test_what_comes_from_no_samples_need_not_be_a_number():
     variable = keras.Variable(np.zeros((M, N), "float32"), name="kernel")
     accumulation = Accumulation(keras.optimizers.SGD(), [variable], 2)
     draw = np.random.default_rng(0)
-    good = _factors(draw, 3, "float32", Factors, None)
-    bad = Factors(good.left * np.nan, good.right * np.nan)
+    good = _factors(draw, 3, "float32", FactorPair, None)
+    bad = FactorPair(good.left * np.nan, good.right * np.nan)
     calls = _Calls(accumulation, good, 2)
     calls.add(good, 4.0)
     calls.add(bad, 0.0)
@@ -120,7 +120,7 @@ def test_dropped_rows_are_gone():
     variable = keras.Variable(np.zeros((M, N), "float32"), name="kernel")
     accumulation = Accumulation(keras.optimizers.SGD(), [variable], 2)
     draw = np.random.default_rng(0)
-    factors = _factors(draw, 3, "float32", Factors, None)
+    factors = _factors(draw, 3, "float32", FactorPair, None)
     calls = _Calls(accumulation, factors, 2)
     calls.add(factors, 1.0)
     assert calls.means == []

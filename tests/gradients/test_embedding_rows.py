@@ -107,7 +107,7 @@ def test_tables_of_matrices_have_no_rows():
         embedding_rows.read(tf.IndexedSlices(tf.zeros([2, 3, 3]), tf.constant([0, 1])), (5, 3, 3))
 
 
-@pytest.mark.parametrize(("table", "scheme"), [(30_000, "sfb"), (100, "ps")])
+@pytest.mark.parametrize(("table", "scheme"), [(30_000, "factors"), (100, "ps")])
 def test_hybcomm_sends_the_fewer_bytes(table, scheme):
     shape = FactorShape(1024, table, 256, "float32", indexed=True)
     description = Description("embedding", (table, 256), "float32", shape)

@@ -16,7 +16,7 @@ from tests.helpers.training import SERVED, distributed
 pytestmark = pytest.mark.ranks("2")
 
 SHAPE = (4, 3)
-SCHEMES = ("allreduce", "2dtar", "hybcomm", SERVED)
+SCHEMES = ("allreduce", "torus2d", "hybcomm", SERVED)
 
 
 class _Trained:
@@ -108,7 +108,7 @@ def test_keras_warns_of_what_has_no_gradient(wire):
 def test_what_a_sparse_scheme_kept_still_arrives(wire):
     """A residual is sent even when its variable has no gradient any more; none of it is lost."""
     shape = (64, 32)
-    scheme = tp.schemes.TopKAllGather(density=0.1, min_elements=0)
+    scheme = tp.schemes.TopK(density=0.1, min_elements=0)
     optimizer = distributed(keras.optimizers.SGD(1.0), scheme)
     variables = [
         keras.Variable(np.ones(shape, "float32"), name=f"kept_{place}") for place in range(2)
@@ -144,7 +144,7 @@ def test_a_regularised_variable_by_factors_needs_its_gradient_everywhere(wire):
     model = models.mlp()
     x, y = models.mlp.data(8)
     optimizer = tp.DistributedOptimizer(
-        keras.optimizers.SGD(0.1), [("kernel", "sfb"), (".*", "allreduce")]
+        keras.optimizers.SGD(0.1), [("kernel", "factors"), (".*", "allreduce")]
     )
 
     @tf.function

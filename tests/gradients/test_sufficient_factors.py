@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests import keras_layers
 from tfposeidon.gradients import embedding_rows, sufficient_factors
-from tfposeidon.gradients.factors import Factors, FactorShape, NoFactorsError, as_factors
+from tfposeidon.gradients.factors import FactorPair, FactorShape, NoFactorsError, as_factors
 
 L = keras.layers
 
@@ -255,11 +255,11 @@ def test_weights_are_not_rounded(dtype):
     draw = np.random.default_rng(0)
     left, right = (tf.cast(draw.normal(size=(4, n)), dtype) for n in (3, 5))
     for weight in (0.0, 1.0, 1.0234375001, 3.14159):
-        factors = Factors(left, right).weighted(tf.constant(weight))
+        factors = FactorPair(left, right).weighted(tf.constant(weight))
         expected = weight * tf.matmul(
             tf.cast(left, "float64"), tf.cast(right, "float64"), transpose_a=True
         )
         for product in (factors.product(factors.packed), factors.own_product):
             np.testing.assert_allclose(tf.reshape(product, [3, 5]), expected, atol=2e-4)
-    nothing = Factors(left / 0, right / 0).weighted(tf.constant(0.0))
+    nothing = FactorPair(left / 0, right / 0).weighted(tf.constant(0.0))
     assert not nothing.product(nothing.packed).numpy().any()

@@ -5,7 +5,7 @@ import numpy as np
 
 from tests.helpers import models
 
-KERNELS = [("kernel", "sfb"), (".*", "allreduce")]
+KERNELS = [("kernel", "factors"), (".*", "allreduce")]
 
 
 def large_table():

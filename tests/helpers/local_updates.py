@@ -138,7 +138,7 @@ def whole_state(model):
     return [v.numpy() for v in variables]
 
 
-SPARSE = tp.schemes.TopKAllGather(density=0.1, min_elements=0)
+SPARSE = tp.schemes.TopK(density=0.1, min_elements=0)
 
 
 def check_resumes(wire, make, snapshots, label=""):

@@ -7,7 +7,9 @@ from tests.helpers.models import same_on_all_ranks
 from tests.helpers.training import distributed, sgd
 
 
-def compiled_for_lengths(scheme="asa", inner=None, around=lambda optimizer: optimizer, **options):
+def compiled_for_lengths(
+    scheme="alltoall", inner=None, around=lambda optimizer: optimizer, **options
+):
     model = models.mlp()
     optimizer = around(distributed(inner or sgd(), scheme=scheme))
     model.compile(optimizer=optimizer, loss=models.LOSS, **options)

@@ -116,7 +116,7 @@ def test_dawnbench(outcome):
     assert all(math.isfinite(line["loss"]) for line in lines)
     assert all(0 <= line["val_accuracy"] <= 1 for line in lines)
     schemes = [line["scheme"].partition("(")[0] for line in lines]
-    assert schemes == ["hitopk", "2dtar", "2dtar", "2dtar"]
+    assert schemes == ["hitopk", "torus2d", "torus2d", "torus2d"]
     assert len(re.findall(r"phase \d of 4", first.stdout)) == 4
     assert not re.findall(r"phase \d of 4", second.stdout)
     last = [re.search(r"accuracy after all epochs: .*", one.stdout)[0] for one in (first, second)]

@@ -17,10 +17,10 @@ TALK = 200_000
 """Bytes of the messages in which ranks agree on what to exchange, in nodes at every step."""
 OPTIONS = {
     "dense": {},
-    "16 bits, late": {"scheme": "asa16", "delay": LATE},
-    "a tenth": {"scheme": tp.schemes.TopKAllGather(density=0.1, min_elements=0)},
+    "16 bits, late": {"scheme": tp.schemes.AllToAll(wire_dtype="float16"), "delay": LATE},
+    "a tenth": {"scheme": tp.schemes.TopK(density=0.1, min_elements=0)},
     "a tenth, of nodes": {
-        "scheme": tp.schemes.HierarchicalTopK(density=0.1, min_elements=0),
+        "scheme": tp.schemes.HiTopK(density=0.1, min_elements=0),
         "within": "node",
     },
 }

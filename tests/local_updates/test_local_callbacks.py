@@ -290,7 +290,7 @@ def test_what_ranks_out_of_step_cannot_do_is_refused(wire):
     refused = {
         "Checkpoint.every_n_steps=2.": keras_callbacks.Checkpoint(folder, every_n_steps=2),
         "ReplicaCheck": keras_callbacks.ReplicaCheck(2),
-        "a SchemeSchedule": keras_callbacks.SchemeSchedule({0: "asa", 1: "2dtar"}),
+        "a SchemeSchedule": keras_callbacks.SchemeSchedule({0: "alltoall", 1: "torus2d"}),
     }
     for pattern, callback in refused.items():
         with Raises(ValueError, f"at the end of epochs only. Received: {pattern}"):
@@ -305,11 +305,11 @@ def test_what_ranks_out_of_step_cannot_do_is_refused(wire):
 
 def test_schemes_change_between_epochs(wire):
     data, start = models.mlp.data(6 * BATCH), models.mlp()
-    schedule = keras_callbacks.SchemeSchedule({0: SPARSE, 2: "2dtar"}, verbose=0)
+    schedule = keras_callbacks.SchemeSchedule({0: SPARSE, 2: "torus2d"}, verbose=0)
     optimizer = tp.LocalUpdates(sgd(), EVERY, scheme=SPARSE)
     model = fitted(models.mlp, start, data, wire, optimizer, epochs=4, callbacks=[schedule])
     same_on_all_ranks(model.get_weights(), wire)
-    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"2dtar"}
+    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"torus2d"}
 
 
 class Twice(keras.Model):

@@ -31,7 +31,11 @@ def _check(model, start, wire):
 def test_keras_hub_on_tf_data(wire):
     """BERT in half precision, with texts of any length; LoRA, which trains a few weights."""
     for build, policy, options in (
-        (hub.bert, "mixed_float16", {"rule": "outer", "delay": 1, "scheme": "asa16"}),
+        (
+            hub.bert,
+            "mixed_float16",
+            {"rule": "outer", "delay": 1, "scheme": tp.schemes.AllToAll(wire_dtype="float16")},
+        ),
         (hub.gemma_with_lora, "float32", {"rule": "elastic"}),
     ):
         keras.utils.clear_session(free_memory=False)

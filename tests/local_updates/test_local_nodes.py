@@ -105,7 +105,7 @@ def test_buckets_of_a_late_exchange_go_one_after_the_other(wire):
     digests = []
     for bucket_bytes in (0, 1 << 20):
         # By a scheme whose sums do not depend on what Horovod fuses.
-        options = {"within": "node", "delay": DELAY, "scheme": "2dtar"}
+        options = {"within": "node", "delay": DELAY, "scheme": "torus2d"}
         optimizer = tp.LocalUpdates(sgd(), EVERY, **options, bucket_bytes=bucket_bytes)
         model = fitted(models.mlp, start, data, wire, optimizer)
         assert "waits for at most one of their buckets" in str(optimizer.plan)

@@ -184,7 +184,7 @@ def test_weights_of_other_types(wire):
     data = models.share(models.mlp.data(7 * BATCH), BATCH, wire.topology)
     for policy, options in (
         ("bfloat16", {"rule": "outer", "delay": 1}),
-        ("float16", {"scheme": "asa16", "delay": 1}),
+        ("float16", {"scheme": tp.schemes.AllToAll(wire_dtype="float16"), "delay": 1}),
         ("float64", {"scheme": SPARSE}),
     ):
         keras.utils.clear_session(free_memory=False)
@@ -204,11 +204,11 @@ def test_weights_of_other_types(wire):
 def test_what_was_kept_is_sent_before_schemes_change(wire):
     """Where gradients do not depend on weights, a sparse scheme then comes to the dense result."""
     x = np.random.default_rng(wire.topology.rank).normal(size=(36, WIDTH)).astype("float32")
-    schedule = keras_callbacks.SchemeSchedule({0: SPARSE, 1: "2dtar"}, verbose=0)
+    schedule = keras_callbacks.SchemeSchedule({0: SPARSE, 1: "torus2d"}, verbose=0)
     found = []
     for scheme, callbacks in (
         (SPARSE, []),
-        ("2dtar", []),
+        ("torus2d", []),
         (SPARSE, [schedule]),
     ):
         keras.utils.set_random_seed(5)

@@ -41,5 +41,5 @@ def test_they_train(wire):
             d.path: bucket.scheme.name for bucket in plan.buckets for d in bucket.descriptions
         }
         # Two samples a rank: the classifier's factors are fewer.
-        assert schemes[classifier] == "sfb", (name, schemes)
+        assert schemes[classifier] == "factors", (name, schemes)
         assert "ps" in schemes.values()

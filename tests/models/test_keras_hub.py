@@ -27,7 +27,7 @@ pytestmark = pytest.mark.ranks("2x1")
 
 STEPS = 3
 SIDE = 16
-SPARSE = tp.schemes.HierarchicalTopK(density=0.05, min_elements=0)
+SPARSE = tp.schemes.HiTopK(density=0.05, min_elements=0)
 
 
 def _vit():
@@ -71,7 +71,7 @@ def _check(wire, build, data, make_optimizer, schemes):
 
 
 def test_bert(wire):
-    _check(wire, bert, make_texts(STEPS * BATCH), sgd, ("hybcomm", "sfb"))
+    _check(wire, bert, make_texts(STEPS * BATCH), sgd, ("hybcomm", "factors"))
 
 
 def test_vit(wire):

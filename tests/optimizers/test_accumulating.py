@@ -63,7 +63,7 @@ def test_each_call_is_one_of_keras(rule, around):
     mine, others = _variables(), _variables()
     plain = around(RULES[rule](gradient_accumulation_steps=STEPS))
     # A scheme that keeps a state, so that our sums are in use on one rank, too.
-    sparse = tp.schemes.TopKAllGather(density=1.0, min_elements=0)
+    sparse = tp.schemes.TopK(density=1.0, min_elements=0)
     inside = tp.DistributedOptimizer(RULES[rule](gradient_accumulation_steps=STEPS), sparse)
     wrapped = around(inside)
     plain.build(others)

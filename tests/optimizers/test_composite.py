@@ -103,7 +103,7 @@ def test_callbacks_of_keras_set_each_rate():
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_by_a_sparse_scheme(kind):
     model = models.mlp()
-    scheme = tp.schemes.TopKAllGather(density=0.1, min_elements=0)
+    scheme = tp.schemes.TopK(density=0.1, min_elements=0)
     model.compile(tp.DistributedOptimizer(KINDS[kind](), scheme), models.LOSS)
     before = model.get_weights()
     model.fit(*models.mlp.data(16), batch_size=4, verbose=0)
@@ -127,7 +127,7 @@ def test_ranks_train_as_one_process(wire, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_by_a_sparse_scheme_and_in_local_updates(wire, kind):
     start, data = models.mlp(), models.mlp.data(STEPS * BATCH)
-    sparse = tp.schemes.TopKAllGather(density=0.1, min_elements=0)
+    sparse = tp.schemes.TopK(density=0.1, min_elements=0)
     for optimizer in (
         tp.DistributedOptimizer(KINDS[kind](), sparse),
         tp.LocalUpdates(KINDS[kind](), every=2),

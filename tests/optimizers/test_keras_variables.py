@@ -13,7 +13,7 @@ OPTIMIZERS = {
     "scaled": lambda: Scaled(tp.DistributedOptimizer(Adam())),
     "accumulating": lambda: tp.DistributedOptimizer(Adam(), gradient_accumulation_steps=2),
     "sparse": lambda: tp.DistributedOptimizer(
-        keras.optimizers.SGD(momentum=0.9), tp.schemes.TopKAllGather(min_elements=0)
+        keras.optimizers.SGD(momentum=0.9), tp.schemes.TopK(min_elements=0)
     ),
     "served": lambda: tp.ShardedOptimizer(Adam()),
     "local": lambda: tp.LocalUpdates(Adam(), 2, "outer"),

@@ -24,7 +24,7 @@ from tfposeidon.optimizers.layer_wise import local_norms
 
 pytestmark = pytest.mark.ranks("2")
 
-WAYS = [("asa", True), ("allreduce", False), (SERVED, "auto")]
+WAYS = [("alltoall", True), ("allreduce", False), (SERVED, "auto")]
 """Schemes, and what `parallel` is."""
 STEPS = 6
 
@@ -61,7 +61,7 @@ def test_lars_with_the_other_ratio(wire):
     _compare(
         wire,
         lambda **options: lars(ratio="norm_of_sum", nesterov=True, **options),
-        [("2dtar", "auto")],
+        [("torus2d", "auto")],
     )
 
 
@@ -70,27 +70,27 @@ def test_lamb(wire):
 
 
 def test_convolutions(wire):
-    _compare(wire, lars, [("asa", True), (SERVED, True)], models.cnn)
+    _compare(wire, lars, [("alltoall", True), (SERVED, True)], models.cnn)
 
 
 def test_embeddings(wire):
-    _compare(wire, lamb, [("asa", True), (SERVED, False)], models.embedding)
+    _compare(wire, lamb, [("alltoall", True), (SERVED, False)], models.embedding)
 
 
 def test_clipping_and_ema(wire):
     averaged = {"global_clipnorm": 0.1, "use_ema": True, "ema_overwrite_frequency": 3}
-    both = [("asa", True), (SERVED, "auto")]
+    both = [("alltoall", True), (SERVED, "auto")]
     for options, ways in ((averaged, both), ({"clipnorm": 0.05}, both[1:])):
         _compare(wire, lambda options=options, **more: lars(**options, **more), ways)
 
 
 def test_accumulation(wire):
     accumulated = lambda **more: lamb(gradient_accumulation_steps=2, **more)  # noqa: E731
-    _compare(wire, accumulated, [("asa", True), (SERVED, "auto")])
+    _compare(wire, accumulated, [("alltoall", True), (SERVED, "auto")])
 
 
 def test_all_layers_excluded(wire):
-    ways = [("asa", True), (SERVED, "auto")]
+    ways = [("alltoall", True), (SERVED, "auto")]
     _compare(wire, lambda **more: LARS(0.05, exclude=[""], **more), ways)
 
 
@@ -99,7 +99,7 @@ def test_mixed_precision_with_an_overflow(wire):
     x, y = models.mlp.data(4 * BATCH)
     # The first loss scale is too large for these.
     x = 300 * x
-    for scheme, parallel in (("asa", True), (SERVED, "auto")):
+    for scheme, parallel in (("alltoall", True), (SERVED, "auto")):
         model = models.mlp()
         model.compile(
             optimizer=distributed(lars(parallel=parallel), scheme=scheme),
@@ -120,7 +120,7 @@ def test_two_lists_of_variables(wire):
     a, b = (
         [keras.Variable(np.full((n, n), 2.0 + i), name=f"w{i}") for i in range(3)] for n in (2, 3)
     )
-    optimizer = tp.DistributedOptimizer(lars(parallel=True), scheme="asa")
+    optimizer = tp.DistributedOptimizer(lars(parallel=True), scheme="alltoall")
     optimizer.build([*a, *b])
 
     @tf.function(reduce_retracing=False, autograph=False)
@@ -176,7 +176,7 @@ def test_ranks_that_take_norms_otherwise(wire):
             r"exclude None on rank 0, \['kernel'\] on rank 1",
         ),
     ):
-        optimizer = tp.DistributedOptimizer(lars(**options), scheme="asa")
+        optimizer = tp.DistributedOptimizer(lars(**options), scheme="alltoall")
         model = models.mlp()
         optimizer.build(model.trainable_variables)
         with Raises(RuntimeError, words):
@@ -185,9 +185,9 @@ def test_ranks_that_take_norms_otherwise(wire):
 
 def test_the_plan_says_who_takes_norms(wire):
     for scheme, parallel, words in (
-        ("asa", True, "norms of 2 layers: each rank a share (parallel=True)"),
-        ("asa", False, "norms of 2 layers: all on every rank (parallel=False)"),
-        ("asa", "auto", "(measured once: "),
+        ("alltoall", True, "norms of 2 layers: each rank a share (parallel=True)"),
+        ("alltoall", False, "norms of 2 layers: all on every rank (parallel=False)"),
+        ("alltoall", "auto", "(measured once: "),
         (
             SERVED,
             "auto",

@@ -262,7 +262,9 @@ def _step(model, optimizer):
 
 
 @pytest.mark.ranks("2", core=True)
-@pytest.mark.parametrize("scheme", ["allreduce", "asa16", "hitopk", "hybcomm"])
+@pytest.mark.parametrize(
+    "scheme", ["allreduce", tp.schemes.AllToAll(wire_dtype="float16"), "hitopk", "hybcomm"]
+)
 def test_an_overflow_in_a_hand_written_loop(wire, scheme):
     """All ranks skip alike, and nothing of the step stays."""
     model = models.mlp()

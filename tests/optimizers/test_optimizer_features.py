@@ -37,7 +37,7 @@ def _compare(
     batches=8,
     compile=None,
     reference_fit=None,
-    schemes=("asa", SERVED),
+    schemes=("alltoall", SERVED),
     **fit,
 ):
     data = build.data(batches * BATCH)
@@ -54,7 +54,7 @@ def _compare(
 
 
 def test_clipnorm(wire):
-    _compare(wire, lambda: SGD(0.5, clipnorm=0.05), schemes=("asa", SERVED, "hybcomm"))
+    _compare(wire, lambda: SGD(0.5, clipnorm=0.05), schemes=("alltoall", SERVED, "hybcomm"))
 
 
 def test_global_clipnorm(wire):
@@ -86,9 +86,9 @@ def test_fit_traces_the_step_once(wire):
     """TensorFlow traces a step twice whose first trace makes variables."""
     accumulating = SGD(0.1, gradient_accumulation_steps=2)
     for inner, scheme in (
-        (sgd(), "asa16"),
+        (sgd(), tp.schemes.AllToAll(wire_dtype="float16")),
         (sgd(), SERVED),
-        (sgd(), tp.schemes.HierarchicalTopK(min_elements=0)),
+        (sgd(), tp.schemes.HiTopK(min_elements=0)),
         (accumulating, "allreduce"),
     ):
         model = models.mlp()
@@ -143,7 +143,7 @@ def _eager_step(model, optimizer, x, y):
 
 def test_mixed_precision_overflow_on_one_rank(wire):
     keras.config.set_dtype_policy("mixed_float16")
-    _check_overflow(wire, "asa")
+    _check_overflow(wire, "alltoall")
 
 
 def test_mixed_precision_overflow_of_what_servers_update(wire):
@@ -182,7 +182,7 @@ def test_mixed_precision_with_accumulation(wire):
 
 
 def test_own_loss_scale_optimizer_around(wire):
-    inside = tp.DistributedOptimizer(sgd(), scheme="asa")
+    inside = tp.DistributedOptimizer(sgd(), scheme="alltoall")
     wrapped = keras.optimizers.LossScaleOptimizer(inside, initial_scale=8.0)
     start = models.mlp()
     data = models.mlp.data(4 * BATCH)
@@ -339,7 +339,7 @@ def test_hand_written_loop_with_unequal_batches(wire):
     start = models.mlp()
     reference = train_alone(models.copy(models.mlp, start), data, sgd())
     model = models.copy(models.mlp, start)
-    optimizer = tp.DistributedOptimizer(sgd(), scheme="2dtar")
+    optimizer = tp.DistributedOptimizer(sgd(), scheme="torus2d")
 
     @tf.function(reduce_retracing=True)
     def step(x, y):
@@ -388,7 +388,7 @@ def test_no_samples_no_say(wire):
 def test_bfloat16_variables(wire):
     keras.config.set_dtype_policy("bfloat16")
     model = models.cnn()
-    model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme="asa"), loss=models.LOSS)
+    model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme="alltoall"), loss=models.LOSS)
     before = [w.astype("float32") for w in model.get_weights()]
     model.fit(*models.cnn.data(8), batch_size=4, verbose=0)
     assert model.trainable_variables[0].dtype == "bfloat16"
@@ -457,7 +457,8 @@ def test_without_counts_it_is_a_mean_of_means(wire):
 def test_save_and_load(wire):
     model = models.mlp()
     optimizer = tp.DistributedOptimizer(
-        SGD(0.1, momentum=0.9), scheme=[("kernel", "asa16"), (".*", "allreduce")]
+        SGD(0.1, momentum=0.9),
+        scheme=[("kernel", tp.schemes.AllToAll(wire_dtype="float16")), (".*", "allreduce")],
     )
     model.compile(optimizer=optimizer, loss=models.LOSS)
     model.fit(*models.mlp.data(16), batch_size=8, verbose=0)

@@ -72,7 +72,7 @@ def test_different_order_is_refused(wire):
 
 
 def test_different_schemes_are_refused(wire):
-    optimizer = tp.DistributedOptimizer(sgd(), scheme=("asa", "allreduce")[wire.topology.rank])
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=("alltoall", "allreduce")[wire.topology.rank])
     with Raises(RuntimeError, "All ranks must exchange alike"):
         optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
 
@@ -114,7 +114,7 @@ def test_xla_is_kept_off_where_a_gpu_would_turn_it_on(wire):
 
 
 def test_means_over_rows_of_what_was_selected_are_refused(wire):
-    scheme = tp.schemes.HierarchicalTopK(density=0.1, min_elements=0)
+    scheme = tp.schemes.HiTopK(density=0.1, min_elements=0)
     optimizer = tp.DistributedOptimizer(keras.optimizers.Adafactor(0.1), scheme=scheme)
     with Raises(ValueError, "Adafactor divides by means over rows and columns.*Use Adam"):
         optimizer.apply([tf.ones([8, 8])], [keras.Variable(tf.ones([8, 8]), name="w")])

@@ -20,7 +20,7 @@ LAYERS = [
 CLUSTER = Topology.regular(0, 128, 8)
 
 
-def _plan(bucket_bytes, scheme="2dtar", topology=CLUSTER, descriptions=LAYERS):
+def _plan(bucket_bytes, scheme="torus2d", topology=CLUSTER, descriptions=LAYERS):
     return make_plan(descriptions, policies.parse(scheme), topology, bucket_bytes)
 
 
@@ -61,17 +61,34 @@ def test_bytes_of_16_nodes_of_8():
 
 
 def test_plan_prints_a_table():
-    text = str(_plan(4224 * 6, [("layer_5", "asa16"), ("layer", "allreduce")]))
+    text = str(
+        _plan(
+            4224 * 6, [("layer_5", schemes.AllToAll(wire_dtype="float16")), ("layer", "allreduce")]
+        )
+    )
     assert "128 rank(s) on 16 node(s) (16 x 8)" in text
     lines = text.splitlines()
-    assert lines[2].split()[:5] == ["0", "layer_5/bias", "32", "float32", "asa(wire_dtype=float16)"]
+    assert lines[2].split()[:5] == [
+        "0",
+        "layer_5/bias",
+        "32",
+        "float32",
+        "alltoall(wire_dtype=float16)",
+    ]
     assert "rule 'layer_5'" in lines[2]
     assert lines[3].split() == ["layer_5/kernel", "32x32", "float32"]
 
 
 def test_a_rule_that_is_found_in_no_path_is_named():
     """As in a model that was made again, whose layers Keras has numbered anew."""
-    plan = _plan(0, [("layer_5", "asa16"), ("layer_77/", "asa"), (".*", "allreduce")])
+    plan = _plan(
+        0,
+        [
+            ("layer_5", schemes.AllToAll(wire_dtype="float16")),
+            ("layer_77/", "alltoall"),
+            (".*", "allreduce"),
+        ],
+    )
     assert plan.notes == ("rule 'layer_77/' is found in no path, such as 'layer_0/kernel'",)
     assert f"note: {plan.notes[0]}" in str(plan)
 
@@ -79,7 +96,7 @@ def test_a_rule_that_is_found_in_no_path_is_named():
 def test_plan_as_json():
     content = json.loads(_plan(4224 * 6).to_json())
     first = content["buckets"][0]
-    assert first["scheme"] == "2dtar"
+    assert first["scheme"] == "torus2d"
     asked_for = {"reason": "asked for", "candidates": {}}
     assert first["variables"][:2] == [
         {"path": "layer_5/bias", "shape": [32], **asked_for},
@@ -111,8 +128,8 @@ def test_each_variable_of_a_bucket_keeps_its_reason():
         assert variable["reason"] == choice.reason
         assert variable["candidates"] == dict(choice.candidates)
     assert conv["reason"] == "it comes from Conv2DBackpropFilter"
-    assert small["reason"].startswith("sfb 1.54 MB > ps 12.29 kB with K=1000")
-    assert small["candidates"].keys() == large["candidates"].keys() == {"sfb", "ps"}
+    assert small["reason"].startswith("factors 1.54 MB > ps 12.29 kB with K=1000")
+    assert small["candidates"].keys() == large["candidates"].keys() == {"factors", "ps"}
     assert small["candidates"] != large["candidates"]
 
 
@@ -124,7 +141,7 @@ def test_servers_hold_equal_bytes():
     """Over layers of every size, to within one pair."""
     sizes = [3, 700, 65_000, 1_000_001, 40, 9_999, 300_000, 12]
     layers = [Description(f"layer_{i}", (n,), "float32") for i, n in enumerate(sizes)]
-    store = schemes.ShardedServer(pair_bytes=65_536)
+    store = schemes.ParameterServer(pair_bytes=65_536)
     for nodes in (1, 2, 3, 5, 16):
         made = make_plan(layers, policies.parse(store), Topology.regular(0, nodes, 1), 2**18)
         held = np.zeros(nodes)
@@ -150,10 +167,13 @@ def _hybcomm(m, n, rows, nodes, ranks_per_node=1):
 def test_best_scheme_is_the_papers():
     """Table 1 and section 3.2: a layer of 4096 x 4096, batch 32, 8 nodes: 58.7 M against 3.7 M."""
     choice = _hybcomm(4096, 4096, 32, 8)
-    assert choice.scheme.name == "sfb"
+    assert choice.scheme.name == "factors"
     millions = {name: size / 4e6 for name, size in choice.candidates}
-    assert millions == {"sfb": pytest.approx(3.67, abs=0.01), "ps": pytest.approx(58.7, abs=0.1)}
-    assert choice.reason == "sfb 14.68 MB <= ps 234.88 MB with K=32, P=8"
+    assert millions == {
+        "factors": pytest.approx(3.67, abs=0.01),
+        "ps": pytest.approx(58.7, abs=0.1),
+    }
+    assert choice.reason == "factors 14.68 MB <= ps 234.88 MB with K=32, P=8"
     # GoogLeNet's thin classifier with its batch of 128 on 16 nodes goes to the store (section 5.2).
     assert _hybcomm(1024, 1000, 128, 16).scheme.name == "ps"
     # Ranks of a node share its link: their rows count together.
@@ -166,20 +186,18 @@ def test_factors_are_gathered_or_their_products_summed_in_the_node(rows, sums):
     description = Description(
         "fc/kernel", (100, 60), "float32", FactorShape(rows, 100, 60, "float32")
     )
-    made = make_plan([description], policies.parse("sfb"), Topology.regular(0, 8, 4))
-    assert made.buckets[0].scheme == schemes.FactorBroadcast(sums_in_node=sums)
-    other = dataclasses.replace(
-        made.buckets[0], scheme=schemes.FactorBroadcast(sums_in_node=not sums)
-    )
+    made = make_plan([description], policies.parse("factors"), Topology.regular(0, 8, 4))
+    assert made.buckets[0].scheme == schemes.Factors(sums_in_node=sums)
+    other = dataclasses.replace(made.buckets[0], scheme=schemes.Factors(sums_in_node=not sums))
     assert made.cost.node_bytes < other.cost(made.topology).node_bytes
     # Uneven nodes have no positions to gather over.
-    uneven = make_plan([description], policies.parse("sfb"), Topology(0, ((0, 1), (2,))))
-    assert uneven.buckets[0].scheme == schemes.FactorBroadcast()
+    uneven = make_plan([description], policies.parse("factors"), Topology(0, ((0, 1), (2,))))
+    assert uneven.buckets[0].scheme == schemes.Factors()
 
 
 @pytest.mark.parametrize("shape", [(512, 512), (300, 20), (64, 4096)])
 @pytest.mark.parametrize("layout", [(4, 1), (2, 1), (1, 3), (2, 4), (16, 8)])
-@pytest.mark.parametrize("scheme", ["hybcomm", "sfb"])
+@pytest.mark.parametrize("scheme", ["hybcomm", "factors"])
 def test_steps_take_what_a_plan_with_their_rows_would(scheme, layout, shape):
     """On both sides of the limit; what a bucket shows after such a step is that plan."""
     nodes, ranks = layout
@@ -192,7 +210,7 @@ def test_steps_take_what_a_plan_with_their_rows_would(scheme, layout, shape):
     unknown = make(None)
     by_rows = unknown.buckets[0].scheme
     if not isinstance(by_rows, schemes.ByRows):
-        assert (scheme, ranks) == ("sfb", 1), "there is nothing to choose"
+        assert (scheme, ranks) == ("factors", 1), "there is nothing to choose"
         return
     taken = []
     for total in (1, by_rows.limit, by_rows.limit + 1, 10**6):
@@ -216,12 +234,12 @@ def test_kernels_of_one_shape_share_a_bucket_and_its_rows():
     topology = Topology.regular(0, 4, 1)
     made = _plan(10**9, "hybcomm", topology, layers)
     assert [b.members for b in made.buckets] == [(1,), (2, 0)]
-    assert "sfb up to K=8, ps beyond, P=4" in str(made)
+    assert "factors up to K=8, ps beyond, P=4" in str(made)
     shown = with_rows(made, [4 * 17, 4 * (7 + 9)], policies.HybComm())
-    assert [b.scheme.name for b in shown.buckets] == ["ps", "sfb"]
+    assert [b.scheme.name for b in shown.buckets] == ["ps", "factors"]
     assert shown.buckets[1].cost(topology).bytes == 3 * 16 * (32 + 32) * 4
     assert [c.reason for c in shown.buckets[1].choices] == [
-        "sfb 12.29 kB <= ps 12.29 kB with K=8, P=4"
+        "factors 12.29 kB <= ps 12.29 kB with K=8, P=4"
     ] * 2
 
 
@@ -244,8 +262,8 @@ def test_rules_hand_on_what_hybcomm_weighed():
     choice = rules.choose(
         Description("fc/kernel", (512, 512), "float32", factors), Topology.regular(0, 4, 1)
     )
-    assert choice.reason.startswith("rule 'fc': sfb ")
-    assert dict(choice.candidates).keys() == {"sfb", "ps"}
+    assert choice.reason.startswith("rule 'fc': factors ")
+    assert dict(choice.candidates).keys() == {"factors", "ps"}
 
 
 def test_hybcomm_compares_bytes():
@@ -257,4 +275,4 @@ def test_hybcomm_compares_bytes():
         .scheme.name
         for f in (wide, narrow)
     ]
-    assert chosen == ["ps", "sfb"]
+    assert chosen == ["ps", "factors"]

@@ -39,8 +39,8 @@ def _schemes(plan):
 
 
 def test_the_torus_where_a_connection_is_slow_and_the_ring_where_latency_counts():
-    assert _schemes(choose()) == {"2dtar"}
-    assert _schemes(choose(links=FAST)) == {"asa"}
+    assert _schemes(choose()) == {"torus2d"}
+    assert _schemes(choose(links=FAST)) == {"alltoall"}
     # Horovod fuses all rings into one, and each all-to-all waits for its turn.
     assert _schemes(choose(links=FAST, layers=SMALL)) == {"allreduce"}
 
@@ -79,7 +79,7 @@ def test_what_is_allowed_is_taken_where_it_pays():
     slow = Links.of("200mbit", ranks_per_node=8)
     assert "wire_dtype=float16" in str(_schemes(choose(policies.Auto(halves=True), slow)))
     sparse = choose(policies.Auto(density=0.05), slow)
-    assert {type(bucket.scheme) for bucket in sparse.buckets} == {schemes.HierarchicalTopK}
+    assert {type(bucket.scheme) for bucket in sparse.buckets} == {schemes.HiTopK}
     assert {bucket.scheme.density for bucket in sparse.buckets} == {0.05}
 
 
@@ -89,10 +89,10 @@ def test_few_rows_travel_as_factors_and_many_do_not():
         layers = [dataclasses.replace(layer, factors=factors) for layer in LAYERS]
         return str(_schemes(choose(links=Links.of("1gbit", ranks_per_node=8), layers=layers)))
 
-    assert "sfb" in chosen(1)
-    assert "sfb" not in chosen(4096)
+    assert "factors" in chosen(1)
+    assert "factors" not in chosen(4096)
     # Before the first step nobody knows the rows.
-    assert "sfb" not in chosen(None)
+    assert "factors" not in chosen(None)
 
 
 def test_a_gain_below_the_margin_is_all_reduce():
@@ -101,7 +101,7 @@ def test_a_gain_below_the_margin_is_all_reduce():
     above = choose(policies.Auto(margin=gain + 0.001))
     assert _schemes(above) == {"allreduce"}
     assert above.forecasts[0].others[0].step_s < above.forecasts[0].chosen.step_s
-    assert _schemes(choose(policies.Auto(margin=gain - 0.001))) == {"2dtar"}
+    assert _schemes(choose(policies.Auto(margin=gain - 0.001))) == {"torus2d"}
 
 
 def _first(links):
@@ -125,8 +125,8 @@ def test_large_variables_may_go_another_way():
     timeline = Timeline.even(variables=len(layers), first_s=0.02, compute_s=0.05)
     plan = choose(links=Links.of("1gbit", ranks_per_node=8), layers=layers, timeline=timeline)
     by_path = {d.path: str(bucket.scheme) for bucket in plan.buckets for d in bucket.descriptions}
-    assert "sfb" in by_path["large/kernel"]
-    assert "sfb" not in by_path["second/kernel"]
+    assert "factors" in by_path["large/kernel"]
+    assert "factors" not in by_path["second/kernel"]
 
 
 def test_a_bucket_size_that_is_asked_for_is_kept():
@@ -137,17 +137,17 @@ def test_a_bucket_size_that_is_asked_for_is_kept():
 
 
 def test_rules_leave_open_what_they_do_not_say():
-    policy = policies.Rules([("layer_3", "asa16"), (".", "auto")])
+    policy = policies.Rules([("layer_3", schemes.AllToAll(wire_dtype="float16")), (".", "auto")])
     plan = choose(policy)
     by_path = {d.path: str(b.scheme) for b in plan.buckets for d in b.descriptions}
-    assert by_path.pop("layer_3/kernel") == "asa(wire_dtype=float16)"
-    assert set(by_path.values()) == {"2dtar"}
-    closed = choose(policies.Rules([("layer_3", "asa16")]))
-    assert _schemes(closed) == {"asa(wire_dtype=float16)", "allreduce"}
+    assert by_path.pop("layer_3/kernel") == "alltoall(wire_dtype=float16)"
+    assert set(by_path.values()) == {"torus2d"}
+    closed = choose(policies.Rules([("layer_3", schemes.AllToAll(wire_dtype="float16"))]))
+    assert _schemes(closed) == {"alltoall(wire_dtype=float16)", "allreduce"}
     assert "no rule matches" in str(closed)
     assert not closed.forecasts[0].others
     halves = policies.Rules([("layer_3", "allreduce"), (".", policies.Auto(halves=True))])
-    assert "2dtar(wire_dtype=float16)" in _schemes(choose(halves))
+    assert "torus2d(wire_dtype=float16)" in _schemes(choose(halves))
 
 
 def test_rules_that_decide_by_rows_beside_what_is_open():
@@ -162,7 +162,7 @@ def test_rules_that_decide_by_rows_beside_what_is_open():
 
 
 def test_every_plan_has_a_prediction_where_links_are_known():
-    plan = choose(policies.parse("2dtar"))
+    plan = choose(policies.parse("torus2d"))
     assert plan.forecasts[0].others == ()
     assert plan.forecasts[0].chosen.step_s == predict(plan, SLOW, TIMELINE).step_s
 
@@ -170,9 +170,9 @@ def test_every_plan_has_a_prediction_where_links_are_known():
 def test_factors_have_no_cost_before_there_are_rows():
     factors = FactorShape(None, 1024, 1024, "float32")
     layers = [dataclasses.replace(layer, factors=factors) for layer in LAYERS]
-    assert not choose(policies.parse("sfb"), layers=layers).forecasts
-    rules = policies.Rules([("layer_3", "sfb"), (".", "auto")])
-    assert "sfb" in str(_schemes(choose(rules, layers=layers)))
+    assert not choose(policies.parse("factors"), layers=layers).forecasts
+    rules = policies.Rules([("layer_3", "factors"), (".", "auto")])
+    assert "factors" in str(_schemes(choose(rules, layers=layers)))
 
 
 def test_all_reduce_in_large_buckets_is_all_reduce():
@@ -241,10 +241,10 @@ def test_close_plans_are_raced():
 
 def test_what_was_not_timed_is_no_better_than_what_was():
     """Slowed down together, the best stay the best."""
-    race, calls = _race(("allreduce", 5.0), ("2dtar", 5.0), links=NEAR)
+    race, calls = _race(("allreduce", 5.0), ("torus2d", 5.0), links=NEAR)
     chosen = choose(links=NEAR, race=race).forecasts[0].chosen
-    assert calls == [["2dtar", "allreduce"]]
-    assert chosen.name in ("allreduce", "2dtar")
+    assert calls == [["torus2d", "allreduce"]]
+    assert chosen.name in ("allreduce", "torus2d")
 
 
 def test_uncertain_links_widen_what_is_timed():
@@ -254,8 +254,8 @@ def test_uncertain_links_widen_what_is_timed():
     plan = choose(policies.Auto(density=0.01), wide, race=race)
     (names,) = calls
     assert "allreduce" in names
-    assert {"hitopk", "2dtar"} <= set(names)
-    assert _schemes(plan) == {"2dtar"}
+    assert {"hitopk", "torus2d"} <= set(names)
+    assert _schemes(plan) == {"torus2d"}
     race, calls = _race()
     assert "hitopk" in str(_schemes(choose(policies.Auto(density=0.01), race=race)))
 
@@ -266,7 +266,7 @@ def test_no_race_where_predictions_differ_or_nobody_wants_one():
     assert not calls, "the torus is far ahead"
     race, calls = _race(links=NEAR)
     choose(policies.Auto(race=False), NEAR, race=race)
-    choose(policies.parse("2dtar"), NEAR, race=race)
+    choose(policies.parse("torus2d"), NEAR, race=race)
     assert not calls
     # Exchanges of a second, as ten times as many layers have.
     race, calls = _race(links=NEAR)

@@ -24,7 +24,7 @@ LAYOUTS = {
     "4x4": Topology.regular(0, 16, 4),
 }
 SCHEMES = {name: scheme for name, (scheme, _) in contract.SCHEMES.items()} | {
-    "sfb": schemes.FactorBroadcast(),
+    "factors": schemes.Factors(),
     "one server": FactorServer(server=1),
 }
 
@@ -106,9 +106,7 @@ def test_factors_without_rows_cross_nodes_by_their_link():
     """They have no bytes yet, and nodes of one rank have no link within."""
     unknown = dataclasses.replace(FACTORS, rows=None)
     links = dataclasses.replace(LINKS, node=None, ranks_per_node=1)
-    (gather, _) = stage_times(
-        schemes.FactorBroadcast(), 2**17, 4, (unknown,), LAYOUTS["2x1"], links
-    )
+    (gather, _) = stage_times(schemes.Factors(), 2**17, 4, (unknown,), LAYOUTS["2x1"], links)
     assert gather.latency_s == links.across.latency_s
 
 

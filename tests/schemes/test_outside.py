@@ -57,7 +57,7 @@ def _sgd(scheme):
     return tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=scheme)
 
 
-RULES = [("kernel", AllReduce(without=(7,))), (".*", "2dtar")]
+RULES = [("kernel", AllReduce(without=(7,))), (".*", "torus2d")]
 
 
 @pytest.mark.parametrize("scheme", [Gathered(), AllReduce(without=(1, 2)), RULES], ids=str)

@@ -12,11 +12,11 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Zeros
 from tfposeidon.exchange import factor_exchange
 from tfposeidon.gradients.description import Description
-from tfposeidon.gradients.factors import Factors, FactorShape
+from tfposeidon.gradients.factors import FactorPair, FactorShape
 from tfposeidon.planning.plan import Bucket
 from tfposeidon.schemes.cost import Transfer, total_cost
 
-SPARSE = (schemes.HierarchicalTopK, schemes.TopKAllGather)
+SPARSE = (schemes.HiTopK, schemes.TopK)
 LAYOUTS = {
     "1": ((0,),),
     "1x2": ((0, 1),),
@@ -78,10 +78,10 @@ def test_exact_says_what_the_contract_measures(name):
 
 def test_families_are_told_by_properties():
     """Policies and plans ask for these, so a family must not lack one."""
-    by_rows = schemes.ByRows(few=schemes.FactorBroadcast(), many=schemes.AllReduce(), limit=3)
+    by_rows = schemes.ByRows(few=schemes.Factors(), many=schemes.AllReduce(), limit=3)
     made = [make() for make in schemes.REGISTRY.values()]
-    assert {s.name for s in made if s.needs_factors} == {"sfb"}
-    assert [s.name for s in (*made, by_rows) if s.takes_factors] == ["sfb", "by rows"]
+    assert {s.name for s in made if s.needs_factors} == {"factors"}
+    assert [s.name for s in (*made, by_rows) if s.takes_factors] == ["factors", "by rows"]
     assert all(s.for_rows(1) is s for s in made)
     assert (by_rows.for_rows(3), by_rows.for_rows(4)) == (by_rows.few, by_rows.many)
 
@@ -191,23 +191,23 @@ def test_more_elements_than_indices_are_refused():
     with pytest.raises(
         ValueError, match=r"int32, for up to 2\^31 elements a bucket. Received: 2147483649"
     ):
-        schemes.TopKAllGather().slots(2**31 + 1, Topology(0, LAYOUTS["2x2"]))
+        schemes.TopK().slots(2**31 + 1, Topology(0, LAYOUTS["2x2"]))
 
 
 def test_hierarchical_top_k_sends_what_its_docstring_says():
     """Shi et al. 2021, Eq. 7, 9 and 10, with indices."""
     m, n, d = 16, 8, 16 * 8 * 10_000
     topology = Topology.regular(5, m * n, n)
-    cost = schemes.HierarchicalTopK(density=0.01).cost(d, 4, topology)
+    cost = schemes.HiTopK(density=0.01).cost(d, 4, topology)
     k = 0.01 * d / n
     assert cost.cross_bytes == 8 * (m - 1) * k
     assert cost.node_bytes == 4 * (n - 1) * d / n + 8 * (n - 1) * m * k
-    halves = schemes.HierarchicalTopK(density=0.01, wire_dtype="bfloat16").cost(d, 4, topology)
+    halves = schemes.HiTopK(density=0.01, wire_dtype="bfloat16").cost(d, 4, topology)
     assert halves.cross_bytes == 6 * (m - 1) * k
     # More pairs than values: the sums of the shards are gathered.
-    cost = schemes.HierarchicalTopK(density=0.04).cost(d, 4, topology)
+    cost = schemes.HiTopK(density=0.04).cost(d, 4, topology)
     assert cost.node_bytes == 2 * 4 * (n - 1) * d / n
-    flat = schemes.TopKAllGather(density=0.001).cost(d, 4, topology)
+    flat = schemes.TopK(density=0.001).cost(d, 4, topology)
     assert flat.bytes == 8 * (m * n - 1) * 0.001 * d
 
 
@@ -240,7 +240,7 @@ def test_without_error_feedback_the_rest_is_lost(kind):
 
 
 def test_warm_up_ends_at_the_density():
-    scheme = schemes.TopKAllGather(density=0.01, warmup_steps=4, select="exact")
+    scheme = schemes.TopK(density=0.01, warmup_steps=4, select="exact")
     state = contract.fresh_state(scheme, 1000, Topology(0, LAYOUTS["2x1"]))
 
     def exchange(wire):
@@ -283,13 +283,13 @@ def test_all_reduce_points_elsewhere_for_bfloat16():
 
 
 def test_schemes_print_what_differs_from_their_defaults():
-    assert str(schemes.Torus2D()) == "2dtar"
-    assert str(schemes.AllToAll(wire_dtype="float16")) == "asa(wire_dtype=float16)"
+    assert str(schemes.Torus2D()) == "torus2d"
+    assert str(schemes.AllToAll(wire_dtype="float16")) == "alltoall(wire_dtype=float16)"
 
 
 FACTOR_SCHEMES = (
-    schemes.FactorBroadcast(),
-    schemes.FactorBroadcast(sums_in_node=True),
+    schemes.Factors(),
+    schemes.Factors(sums_in_node=True),
     FactorServer(),
     FactorServer(server=1),
 )
@@ -303,7 +303,7 @@ def test_factors_of_any_number_of_rows(scheme, layout):
     size = sum(map(len, nodes))
     draw = [np.random.default_rng(rank) for rank in range(size)]
     rows = [(draw[r].normal(size=(r, 7)), draw[r].normal(size=(r, 5))) for r in range(size)]
-    factors = [Factors(*(tf.constant(part, tf.float32) for part in pair)) for pair in rows]
+    factors = [FactorPair(*(tf.constant(part, tf.float32) for part in pair)) for pair in rows]
     means = Cluster(nodes).run(
         lambda wire: scheme.exchange_factors(factors[wire.topology.rank], wire, "x").numpy()
     )
@@ -319,7 +319,7 @@ def test_factors_of_any_number_of_rows(scheme, layout):
 def test_factors_send_what_is_predicted(scheme, layout, dtype):
     nodes = LAYOUTS[layout]
     cluster = Cluster(nodes)
-    factors = Factors(tf.ones([3, 7], dtype), tf.ones([3, 5], dtype))
+    factors = FactorPair(tf.ones([3, 7], dtype), tf.ones([3, 5], dtype))
     cluster.run(lambda wire: scheme.exchange_factors(factors, wire, "x"))
     for rank in range(cluster.topology.size):
         topology = Topology(rank, nodes)
@@ -330,10 +330,8 @@ def test_factors_send_what_is_predicted(scheme, layout, dtype):
 
 
 BY_ROWS = (
-    schemes.ByRows(few=schemes.FactorBroadcast(), many=schemes.ShardedServer(), limit=12),
-    schemes.ByRows(
-        few=schemes.FactorBroadcast(), many=schemes.FactorBroadcast(sums_in_node=True), limit=12
-    ),
+    schemes.ByRows(few=schemes.Factors(), many=schemes.ParameterServer(), limit=12),
+    schemes.ByRows(few=schemes.Factors(), many=schemes.Factors(sums_in_node=True), limit=12),
 )
 
 
@@ -358,7 +356,7 @@ def test_all_ranks_take_the_branch_that_suits_their_rows(many, scheme, layout):
         rank = wire.topology.rank
         rows = [drawn[rank][i][: counts[rank]].astype("float32") for i in range(2)]
         factors = [
-            Factors(tf.constant(r[:, :7]), tf.constant(r[:, 7:]), tf.ones([7, 5])) for r in rows
+            FactorPair(tf.constant(r[:, :7]), tf.constant(r[:, 7:]), tf.ones([7, 5])) for r in rows
         ]
         mean, total = factor_exchange.exchange(
             bucket, factors, tf.constant(1.0), wire, "x", Zeros()
@@ -373,9 +371,7 @@ def test_all_ranks_take_the_branch_that_suits_their_rows(many, scheme, layout):
     assert {total for _, total in results} == {2.0 * sum(counts)}
     taken = scheme.for_rows(sum(counts))
     assert taken == (scheme.many if 12 * size > 12 and many else scheme.few)
-    shown = bucket.with_rows(
-        2 * sum(counts), policies.Uniform(schemes.FactorBroadcast()), cluster.topology
-    )
+    shown = bucket.with_rows(2 * sum(counts), policies.Uniform(schemes.Factors()), cluster.topology)
     for rank, (mean, _) in enumerate(results):
         np.testing.assert_allclose(mean.reshape(2, 7, 5), expected, atol=1e-5)
         np.testing.assert_array_equal(mean, results[0][0])
@@ -391,4 +387,4 @@ def test_a_pair_size_must_be_positive():
     with pytest.raises(
         ValueError, match=r"`pair_bytes` must be a finite number above 0. Received: pair_bytes=0"
     ):
-        schemes.ShardedServer(pair_bytes=0)
+        schemes.ParameterServer(pair_bytes=0)

@@ -17,11 +17,11 @@ from tests.helpers.checks import LogLines, Raises
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.training import BATCH, STEPS, check_equal, sgd, train_alone, train_together
 from tests.helpers.wait_free import check_independent, traced
-from tfposeidon.schemes import HierarchicalTopK, TopKAllGather
+from tfposeidon.schemes import HiTopK, TopK
 
 pytestmark = pytest.mark.ranks("2x1")
 
-KINDS = (HierarchicalTopK, TopKAllGather)
+KINDS = (HiTopK, TopK)
 LENGTH = 997
 
 
@@ -88,7 +88,7 @@ def test_a_changed_learning_rate_does_not_change_what_was_kept(wire):
 
 
 def test_a_changed_loss_scale_does_not_change_what_was_kept(wire):
-    given = _Given(wire, HierarchicalTopK(density=0.02, min_elements=0), 0.1, initial_scale=64.0)
+    given = _Given(wire, HiTopK(density=0.02, min_elements=0), 0.1, initial_scale=64.0)
     given.go(0.1, 3, scale=64.0)
     # One rank overflows: the step is skipped everywhere, and the scale falls.
     given.step(
@@ -115,15 +115,13 @@ def test_a_step_that_is_not_finite_leaves_the_state(wire):
 
 
 def test_resume(wire):
-    scheme = HierarchicalTopK(density=0.05, momentum=0.9, warmup_steps=3, min_elements=0)
+    scheme = HiTopK(density=0.05, momentum=0.9, warmup_steps=3, min_elements=0)
     check_resumes(wire, models.mlp, lambda: keras.optimizers.SGD(0.05), scheme=scheme)
 
 
 @pytest.mark.ranks("2")
 def test_resume_under_a_schedule_of_schemes(wire):
-    schedule = keras_callbacks.SchemeSchedule(
-        {0: TopKAllGather(density=0.05, min_elements=0), 1: "2dtar"}
-    )
+    schedule = keras_callbacks.SchemeSchedule({0: TopK(density=0.05, min_elements=0), 1: "torus2d"})
     check_resumes(wire, models.mlp, sgd, callbacks=[schedule])
 
 
@@ -151,9 +149,9 @@ def test_a_schedule_of_schemes_loses_nothing(wire):
             steps_per_execution=steps_per_execution,
         )
         schedule = {
-            0: TopKAllGather(density=0.01, min_elements=0),
-            1: HierarchicalTopK(min_elements=0),
-            3: "2dtar",
+            0: TopK(density=0.01, min_elements=0),
+            1: HiTopK(min_elements=0),
+            3: "torus2d",
         }
         callbacks = [keras_callbacks.SchemeSchedule(schedule)]
         with LogLines() as lines:
@@ -192,13 +190,13 @@ class _WatchingFlushes(keras.callbacks.Callback):
 def test_where_absence_is_watched_a_schedule_costs_one_dense_step(wire):
     """The last one of the epoch before the change sends what was kept, and no other is dense."""
     model, watching = models.mlp(), _WatchingFlushes()
-    scheme = TopKAllGather(density=0.05, min_elements=0)
+    scheme = TopK(density=0.05, min_elements=0)
     model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme=scheme), loss=models.LOSS)
-    schedule = keras_callbacks.SchemeSchedule({0: scheme, 2: "2dtar"})
+    schedule = keras_callbacks.SchemeSchedule({0: scheme, 2: "torus2d"})
     data = models.mlp.data(12)
     fit = {"batch_size": 4, "epochs": 3, "shuffle": False, "verbose": 0}
     model.fit(*data, callbacks=[watching, schedule], **fit)
-    sparse, flushed, dense = ("topk", False), ("topk", True), ("2dtar", True)
+    sparse, flushed, dense = ("topk", False), ("topk", True), ("torus2d", True)
     assert watching.seen == [*[sparse] * 5, flushed, *[dense] * 3], watching.seen
     same_on_all_ranks(model.get_weights(), wire)
 
@@ -212,8 +210,8 @@ def test_momentum_correction_at_density_1_is_momentum(wire):
         models.copy(models.mlp, start), data, keras.optimizers.SGD(schedule, momentum=0.9)
     )
     for scheme in (
-        HierarchicalTopK(momentum=0.9, density=1.0),
-        HierarchicalTopK(momentum=0.9, min_elements=10**6),
+        HiTopK(momentum=0.9, density=1.0),
+        HiTopK(momentum=0.9, min_elements=10**6),
     ):
         optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(schedule), scheme=scheme)
         weights = train_together(models.copy(models.mlp, start), data, optimizer, wire)
@@ -234,7 +232,7 @@ def test_momentum_correction_scales_the_velocity_of_schemes(wire):
         models.copy(models.mlp, start), data, keras.optimizers.SGD(0.05, momentum=0.9), **fit
     )
     optimizer = tp.DistributedOptimizer(
-        keras.optimizers.SGD(0.05), HierarchicalTopK(momentum=0.9, density=1.0)
+        keras.optimizers.SGD(0.05), HiTopK(momentum=0.9, density=1.0)
     )
     weights = train_together(models.copy(models.mlp, start), data, optimizer, wire, **fit)
     check_equal(weights, reference)
@@ -242,7 +240,7 @@ def test_momentum_correction_scales_the_velocity_of_schemes(wire):
 
 def test_small_variables_go_densely(wire):
     model = models.mlp()
-    optimizer = tp.DistributedOptimizer(sgd(), scheme=HierarchicalTopK(min_elements=400))
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=HiTopK(min_elements=400))
     optimizer.build(model.trainable_variables)
     schemes = {
         d.path.split("/", 1)[-1]: b.scheme.name
@@ -254,17 +252,17 @@ def test_small_variables_go_densely(wire):
 
 
 def test_what_to_know_of_the_optimizer_is_said(wire):
-    scheme = HierarchicalTopK(density=0.02, min_elements=0)
+    scheme = HiTopK(density=0.02, min_elements=0)
     for inner, advice in (
         (keras.optimizers.Adam(), "Adam is not linear in the gradient"),
-        (keras.optimizers.SGD(0.1, momentum=0.9), r"HierarchicalTopK\(momentum=0.9\)"),
+        (keras.optimizers.SGD(0.1, momentum=0.9), r"HiTopK\(momentum=0.9\)"),
     ):
         given = _Given(wire, scheme, 0.1, inner)
         with LogLines() as lines:
             given.step(tf.ones(LENGTH))
         assert wire.topology.rank or any(advice.replace("\\", "") in line for line in lines), lines
         assert advice.replace("\\", "") in str(given.optimizer.plan)
-    corrected = HierarchicalTopK(momentum=0.9, min_elements=0)
+    corrected = HiTopK(momentum=0.9, min_elements=0)
     given = _Given(wire, corrected, 0.1, keras.optimizers.SGD(0.1, momentum=0.9))
     with Raises(
         ValueError, r"takes the place of the optimizer's momentum.*Use SGD\(momentum=0.0\)"

@@ -22,7 +22,7 @@ from tfposeidon.sharded.shards import Shards
 from tfposeidon.state.rank_state import redistribute
 from tfposeidon.state.snapshots import SnapshotError
 
-SERVED = tp.schemes.ShardedServer(pair_bytes=256)
+SERVED = tp.schemes.ParameterServer(pair_bytes=256)
 SHAPES = [(30, 10), (7,), (8, 8), (501,)]
 
 

@@ -13,7 +13,7 @@ from tfposeidon import LocalUpdates
 from tfposeidon.communication import runtime
 
 EVERY, SAMPLES = 4, 72
-SPARSE = tp.schemes.TopKAllGather(density=0.1, min_elements=0)
+SPARSE = tp.schemes.TopK(density=0.1, min_elements=0)
 OPTIMIZERS = {
     "average": lambda: LocalUpdates(keras.optimizers.Adam(0.01), EVERY),
     "outer, late": lambda: LocalUpdates(keras.optimizers.SGD(0.1), EVERY, "outer", delay=1),

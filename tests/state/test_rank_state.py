@@ -57,7 +57,7 @@ def _totals(states):
     return result
 
 
-@pytest.mark.parametrize("scheme", [schemes.HierarchicalTopK, schemes.TopKAllGather])
+@pytest.mark.parametrize("scheme", [schemes.HiTopK, schemes.TopK])
 @pytest.mark.parametrize("after", LAYOUTS)
 @pytest.mark.parametrize("before", LAYOUTS)
 def test_sums_survive_any_change_of_layout(scheme, before, after):
@@ -169,7 +169,7 @@ def test_what_is_equal_on_all_ranks_goes_with_its_list_of_variables():
 
 def test_rates_are_described_by_their_variables_whatever_list_came_first():
     def rates(order):
-        scheme = schemes.HierarchicalTopK(momentum=0.9, min_elements=0)
+        scheme = schemes.HiTopK(momentum=0.9, min_elements=0)
         optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1.0), scheme)
         lists = {name: [tf.Variable(tf.zeros([3]), name=name)] for name in "ab"}
         optimizer.build([*lists["a"], *lists["b"]])

@@ -50,7 +50,7 @@ def test_other_buckets_take_their_state_over(tmp_path):
 
     def trained(folder, epochs, bucket_bytes):
         def optimizer():
-            scheme = tp.schemes.HierarchicalTopK(momentum=0.9, min_elements=0, warmup_steps=100)
+            scheme = tp.schemes.HiTopK(momentum=0.9, min_elements=0, warmup_steps=100)
             return tp.DistributedOptimizer(
                 keras.optimizers.SGD(0.1), scheme, bucket_bytes=bucket_bytes
             )

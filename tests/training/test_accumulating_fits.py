@@ -132,7 +132,8 @@ def test_an_update_that_overflows_on_the_wire_is_tried_again(wire):
     """The loss scale skips the update by its means, and the accumulated gradients stay."""
     inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
     optimizer = keras.optimizers.LossScaleOptimizer(
-        tp.DistributedOptimizer(inner, scheme="asa16"), initial_scale=2.0**17
+        tp.DistributedOptimizer(inner, scheme=tp.schemes.AllToAll(wire_dtype="float16")),
+        initial_scale=2.0**17,
     )
     weight = keras.Variable([0.0], name="weight")
     # 16 bits hold up to 65504; the scale halves until the mean fits.

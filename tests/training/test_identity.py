@@ -19,7 +19,7 @@ from tests.helpers.training import train_together
 
 pytestmark = pytest.mark.ranks("2")
 
-SPARSE = tp.schemes.TopKAllGather(density=0.1, min_elements=0)
+SPARSE = tp.schemes.TopK(density=0.1, min_elements=0)
 
 
 def _data(wire):

@@ -37,7 +37,7 @@ def _compiled():
 
 def _fit(model, folder, *callbacks):
     x, y = models.mlp.data(4 * STEPS)
-    schedule = keras_callbacks.SchemeSchedule({0: "asa"})
+    schedule = keras_callbacks.SchemeSchedule({0: "alltoall"})
     checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps=1)
     model.fit(
         x,

@@ -17,16 +17,16 @@ from tests.helpers.training import SERVED, distributed
 
 SCHEMES = {
     "allreduce": "allreduce",
-    "asa": "asa",
-    "asa16": "asa16",
-    "torus": "2dtar",
+    "alltoall": "alltoall",
+    "alltoall16": tp.schemes.AllToAll(wire_dtype="float16"),
+    "torus": "torus2d",
     "ps": "ps",
-    "factors": "sfb",
+    "factors": "factors",
     "server": FactorServer(),
     "hybrid": "hybcomm",
-    "exact": tp.schemes.HierarchicalTopK(density=0.1, min_elements=0, select="exact"),
-    "mstopk": tp.schemes.HierarchicalTopK(density=0.1, min_elements=0, select="mstopk"),
-    "gathered": tp.schemes.TopKAllGather(density=0.1, min_elements=0),
+    "exact": tp.schemes.HiTopK(density=0.1, min_elements=0, select="exact"),
+    "mstopk": tp.schemes.HiTopK(density=0.1, min_elements=0, select="mstopk"),
+    "gathered": tp.schemes.TopK(density=0.1, min_elements=0),
 }
 """Name of a layer -> the scheme of its weights: one model has all of them."""
 FEW = 3
@@ -107,7 +107,7 @@ def test_deterministic_ops_give_the_same_bits(wire):
 @pytest.mark.parametrize("mode", [_eager, _where_placed], ids=["eager", "without soft placement"])
 def test_modes_train_alike(wire, mode):
     # Eager gradients come without the factors that these two need.
-    others = {"factors": "asa", "server": "asa"} if mode is _eager else {}
+    others = {"factors": "alltoall", "server": "alltoall"} if mode is _eager else {}
     usual = [_weights(optimizer, wire) for optimizer in _optimizers(**others)]
     with mode():
         other = [_weights(optimizer, wire) for optimizer in _optimizers(**others)]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ranks("2x1")
 CLASSES, BATCHES = 5, 4
 SIZES = ((8, 4), (12, 4), (16, 2))
 """Side of the images and batch of each rank, by phase."""
-SPARSE = tp.schemes.HierarchicalTopK(density=0.1, min_elements=0)
+SPARSE = tp.schemes.HiTopK(density=0.1, min_elements=0)
 
 
 def _model():
@@ -102,13 +102,13 @@ def test_dense_phases_equal_one_process(wire):
     start = _model()
     alone = models.copy(_model, start)
     alone.compile(optimizer=_sgd(), loss=models.LOSS)
-    for phase in _phases(("asa", "2dtar", "ps")):
+    for phase in _phases(("alltoall", "torus2d", "ps")):
         together = phase.batch * wire.topology.size
         data = _images(phase.size, BATCHES * together)
         alone.optimizer.learning_rate = phase.learning_rate
         alone.fit(*data, batch_size=together, epochs=phase.epochs, shuffle=False, verbose=0)
     model = models.copy(_model, start)
-    _train(model, ("asa", "2dtar", "ps"), _shares(wire))
+    _train(model, ("alltoall", "torus2d", "ps"), _shares(wire))
     same_on_all_ranks(model.get_weights(), wire)
     check_equal(model.get_weights(), alone.get_weights())
 
@@ -117,7 +117,7 @@ def test_phases_in_mixed_precision(wire):
     """The loss scale goes on from phase to phase, and an overflow on one rank is one on all."""
     keras.config.set_dtype_policy("mixed_float16")
     model, scales, shares = _model(), [], _shares(wire)
-    schemes = (SPARSE, "2dtar", "2dtar")
+    schemes = (SPARSE, "torus2d", "torus2d")
     inside = tp.DistributedOptimizer(_sgd(), scheme=schemes[0])
     scaled = keras.optimizers.LossScaleOptimizer(inside, initial_scale=1024.0)
     scaled.build(model.trainable_variables)
@@ -152,9 +152,9 @@ def test_phases_on_ranks_with_unequal_data(wire):
         batches = tf.data.Dataset.from_tensor_slices(data).batch(phase.batch)
         return batches if phase.size == SIZES[0][0] else batches.filter(lambda *_: True)
 
-    optimizer = _train(model, (SPARSE, "2dtar", "2dtar"), unequal)
+    optimizer = _train(model, (SPARSE, "torus2d", "torus2d"), unequal)
     same_on_all_ranks([*model.get_weights(), *(v.numpy() for v in optimizer.variables)], wire)
-    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"2dtar"}
+    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"torus2d"}
     counts = exchange_objects(int(optimizer.iterations), wire, "phases")
     assert len(set(counts)) == 1
     assert counts[0] >= 2 * 3 * BATCHES
@@ -163,6 +163,6 @@ def test_phases_on_ranks_with_unequal_data(wire):
 def test_phases_of_a_model_of_keras_hub(wire):
     model = _hub_model()
     before = model.layers[-1].kernel.numpy()
-    _train(model, (SPARSE, "2dtar", "auto"), _shares(wire))
+    _train(model, (SPARSE, "torus2d", "auto"), _shares(wire))
     same_on_all_ranks([variable.numpy() for variable in model.trainable_variables], wire)
     assert np.abs(model.layers[-1].kernel.numpy() - before).max() > 0

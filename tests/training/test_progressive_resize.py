@@ -34,7 +34,7 @@ def test_each_phase_has_its_rate_momentum_and_decay():
     np.testing.assert_allclose(rates, [*expected, 0.7], rtol=1e-5)
 
 
-@pytest.mark.parametrize(("scheme", "traces"), [(None, 1), ("2dtar", 2)])
+@pytest.mark.parametrize(("scheme", "traces"), [(None, 1), ("torus2d", 2)])
 def test_a_phase_is_traced_once_and_twice_with_a_new_scheme(scheme, traces):
     model, counts = compiled(), []
     first = "hitopk" if scheme else None
@@ -56,7 +56,7 @@ LEAK_BYTES = 10 * 2**20
 def test_ten_phases_take_no_more_memory_than_two():
     """Neither in graphs nor in bytes, also where schemes change."""
     model, graphs, resident = compiled(), [], []
-    schemes = ["hitopk", "2dtar", "2dtar"]
+    schemes = ["hitopk", "torus2d", "torus2d"]
     phases = [
         Phase(epochs=1, size=6 + 40 * (n % 2), batch=4, scheme=schemes[n % 3]) for n in range(10)
     ]
@@ -83,7 +83,7 @@ def test_resumed_in_each_phase(tmp_path):
     """
     phases = [
         Phase(epochs=2, size=6, batch=4, scheme="hitopk", momentum=0.9),
-        Phase(epochs=1, size=8, batch=2, scheme="2dtar"),
+        Phase(epochs=1, size=8, batch=2, scheme="torus2d"),
         Phase(epochs=1, size=9, batch=2, momentum=0.5),
     ]
 
@@ -146,8 +146,10 @@ PHASE = Phase(epochs=1, size=6, batch=4)
         (lambda: ProgressiveResize([PHASE]), "must know its learning rate. Received: none"),
         (lambda: ProgressiveResize([PHASE], -1.0), "`learning_rate` must be"),
         (
-            lambda: ProgressiveResize([PHASE, Phase(epochs=1, size=8, batch=4, scheme="asa")], 0.1),
-            "first phase must say .* Received: scheme='asa' from epoch 1 on",
+            lambda: ProgressiveResize(
+                [PHASE, Phase(epochs=1, size=8, batch=4, scheme="alltoall")], 0.1
+            ),
+            "first phase must say .* Received: scheme='alltoall' from epoch 1 on",
         ),
     ],
 )

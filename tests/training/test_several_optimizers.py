@@ -36,7 +36,7 @@ def test_unequal_batches_equal_one_process(wire):
         return [v.numpy() for v in whole.variables]
 
     reference = on_one_rank(alone)
-    for scheme in ("allreduce", "asa"):
+    for scheme in ("allreduce", "alltoall"):
         model = make_gan(True, scheme=scheme)
         model.fit(noise[mine], real[mine], batch_size=5, epochs=4, shuffle=False, verbose=0)
         for ours, theirs in zip(model.variables, reference, strict=True):
@@ -122,7 +122,7 @@ def test_broadcast_gives_the_state_of_all_optimizers(wire):
 
 
 def test_callbacks_take_all_optimizers(wire):
-    model = make_gan(True, scheme="asa")
+    model = make_gan(True, scheme="alltoall")
     with Raises(ValueError, "whose rate it sets. Received: a model with 2 DistributedOptimizer"):
         model.fit(
             *gan_data(4), verbose=0, callbacks=[keras_callbacks.LearningRateSchedule(0.1, 1.0)]
@@ -131,7 +131,7 @@ def test_callbacks_take_all_optimizers(wire):
     schedule = keras_callbacks.LearningRateSchedule(
         0.5, lambda epoch: 1 / (epoch + 1), optimizer=g_optimizer
     )
-    schemes = keras_callbacks.SchemeSchedule({0: "asa", 1: "2dtar"})
+    schemes = keras_callbacks.SchemeSchedule({0: "alltoall", 1: "torus2d"})
     history = model.fit(
         *gan_data(8),
         batch_size=4,
@@ -142,7 +142,7 @@ def test_callbacks_take_all_optimizers(wire):
     assert float(model.d_optimizer.learning_rate) == np.float32(0.01)
     assert float(g_optimizer.learning_rate) == 0.25
     plans = [optimizer.plan for optimizer in optimizers_of(model)]
-    assert {bucket.scheme.name for plan in plans for bucket in plan.buckets} == {"2dtar"}
+    assert {bucket.scheme.name for plan in plans for bucket in plan.buckets} == {"torus2d"}
     assert (
         history["megabytes_sent"][-1] * 1e6
         == exchange_objects(sum(p.cost.bytes for p in plans), wire, "b")[0]

@@ -44,7 +44,7 @@ def test_mlp_adam(wire):
 
 
 def test_cnn_adam(wire):
-    _compare(models.cnn, adam, wire, ["asa"])
+    _compare(models.cnn, adam, wire, ["alltoall"])
 
 
 def test_attention_sgd(wire):
@@ -52,7 +52,7 @@ def test_attention_sgd(wire):
 
 
 def test_attention_adam(wire):
-    _compare(models.attention, adam, wire, ["2dtar"])
+    _compare(models.attention, adam, wire, ["torus2d"])
 
 
 def test_embedding_sgd(wire):
@@ -64,7 +64,7 @@ def test_sixteen_bits_come_close(wire):
     start = models.mlp()
     reference = train_alone(models.copy(models.mlp, start), data, sgd())
     for scheme, share in (
-        ("asa16", 2e-3),
+        (tp.schemes.AllToAll(wire_dtype="float16"), 2e-3),
         (tp.schemes.AllReduce(wire_dtype="float16"), 2e-3),
         (tp.schemes.Torus2D(wire_dtype="bfloat16"), 0.02),
     ):

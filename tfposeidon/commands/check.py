@@ -177,11 +177,11 @@ def _wrong_schemes() -> list[str]:
 def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
     import tensorflow as tf
 
-    from tfposeidon.gradients.factors import Factors
+    from tfposeidon.gradients.factors import FactorPair
 
     if scheme.needs_factors:
         return scheme.exchange_factors(
-            Factors(vector[:1, None], tf.ones_like(vector)[None]), wire, f"check.{name}"
+            FactorPair(vector[:1, None], tf.ones_like(vector)[None]), wire, f"check.{name}"
         )
     # A scheme that is flushed sends all it has, which makes sparse schemes exact.
     state = scheme.flushing(

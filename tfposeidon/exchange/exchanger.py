@@ -35,7 +35,7 @@ from tfposeidon.exchange.scheme_states import SchemeStates
 from tfposeidon.exchange.step_times import StepTimes
 from tfposeidon.exchange.variable_agreement import REMEDY, as_json, check_same_variables
 from tfposeidon.gradients.description import dense
-from tfposeidon.gradients.factors import Factors
+from tfposeidon.gradients.factors import FactorPair
 from tfposeidon.planning.plan import Bucket, Plan
 from tfposeidon.schemes.base import State, VectorScheme
 
@@ -195,7 +195,7 @@ class Exchanger:
         """Exchanges all buckets, ranks weighing by their samples.
 
         Args:
-          gradients: Gradients, one per variable: a tensor, `IndexedSlices`, `Factors` or `None`.
+          gradients: Gradients, one per variable: a tensor, `IndexedSlices`, `FactorPair` or `None`.
           count: Number of samples behind the gradients, a scalar; `None` for equal weights.
           rescale: Factor for what schemes have kept of earlier gradients; see `exchange`.
           has_batch: True if this rank has a batch, which may be one in which nothing counts.
@@ -270,7 +270,7 @@ class Exchanger:
         """Exchanges all buckets, or some.
 
         Args:
-          gradients: Gradients, one per variable: a tensor, `IndexedSlices`, `Factors` or `None`.
+          gradients: Gradients, one per variable: a tensor, `IndexedSlices`, `FactorPair` or `None`.
           weight: Factor for this rank's gradients, a float32 scalar; `None` for equal weights.
           rescale: Factor for what schemes have kept of earlier gradients, a float32 scalar; `None`
             for 1.
@@ -407,7 +407,7 @@ def _number(call: int) -> str:
 
 
 def _any_tensor(gradient: Any) -> tf.Tensor:
-    if isinstance(gradient, Factors):
+    if isinstance(gradient, FactorPair):
         return gradient.left
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfposeidon.gradients import embedding_rows, sufficient_factors
 from tfposeidon.gradients.description import Description
-from tfposeidon.gradients.factors import Factors, FactorShape, NoFactorsError
+from tfposeidon.gradients.factors import FactorPair, FactorShape, NoFactorsError
 from tfposeidon.planning.plan import Plan
 from tfposeidon.policies import Policy
 
@@ -47,7 +47,7 @@ def _found(gradient: Any, description: Description, replicated: Collection[Any])
     return {**dataclasses.asdict(factors.shape), "constants": factors.constants}
 
 
-def _read(gradient: Any, description: Description, replicated: Collection[Any]) -> Factors:
+def _read(gradient: Any, description: Description, replicated: Collection[Any]) -> FactorPair:
     if isinstance(gradient, tf.IndexedSlices):
         return embedding_rows.read(gradient, description.shape)
     return sufficient_factors.read(gradient, description.shape, description.dtype, replicated)
@@ -154,7 +154,7 @@ def extract_factors(gradients: Sequence[Any], plan: Plan, replicated: Collection
       replicated: Variables with the same values on all ranks.
 
     Returns:
-      The gradients, with `Factors` in place of those that this trace shows as products.
+      The gradients, with `FactorPair` in place of those that this trace shows as products.
 
     Raises:
       ValueError: If a regularised variable's gradient has no factors in this trace: its peers add
@@ -198,11 +198,11 @@ def convert_to_factors(gradients: Sequence[Any], plan: Plan) -> list[Any]:
       plan: Plan that ranks have agreed on.
 
     Returns:
-      The gradients, with `Factors` or `None` for all variables that are exchanged by factors.
+      The gradients, with `FactorPair` or `None` for all variables that are exchanged by factors.
     """
     planned = list(gradients)
     for member, description in _by_factors(plan):
-        if planned[member] is not None and not isinstance(planned[member], Factors):
+        if planned[member] is not None and not isinstance(planned[member], FactorPair):
             assert description.factors is not None
             planned[member] = embedding_rows.as_product(planned[member], description.factors)
     return planned

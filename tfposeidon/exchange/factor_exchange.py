@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfposeidon.communication.wire import Wire, Zeros, opaque, zeros
 from tfposeidon.gradients.description import Description
 from tfposeidon.gradients.embedding_rows import Rows
-from tfposeidon.gradients.factors import Factors
+from tfposeidon.gradients.factors import FactorPair
 from tfposeidon.planning.plan import Bucket
 
 
@@ -27,7 +27,7 @@ def exchange(
 
     Args:
       bucket: Variables of which all gradients are exchanged as factors.
-      gradients: `Factors` of each of its variables, or `None` for no rows.
+      gradients: `FactorPair` of each of its variables, or `None` for no rows.
       weight: Factor for this rank's gradients, a float32 scalar; `None` for 1.
       wire: Collectives that join the ranks.
       name: Prefix of the names of the collectives.
@@ -52,7 +52,7 @@ def exchange(
 
 
 def _agreed_rows(
-    factors: Sequence[Factors], wire: Wire, name: str, zero: Zeros, after: Sequence[tf.Tensor]
+    factors: Sequence[FactorPair], wire: Wire, name: str, zero: Zeros, after: Sequence[tf.Tensor]
 ) -> tf.Tensor:
     # Activations are known in the forward pass: the sum is mostly there before the first gradient.
     # It waits for them and for the weight even where shapes are static: a rank whose iterator has
@@ -65,23 +65,23 @@ def _agreed_rows(
         return wire.all_reduce(mine[tf.newaxis], wire.topology.world, f"{name}.rows")[0]
 
 
-def _sent(factors: Factors, weight: tf.Tensor | None, zero: Zeros) -> Factors:
+def _sent(factors: FactorPair, weight: tf.Tensor | None, zero: Zeros) -> FactorPair:
     if weight is not None:
         factors = factors.weighted(weight)
     left, right = (opaque(matrix, zero["int32"]) for matrix in (factors.left, factors.right))
     return dataclasses.replace(factors, left=left, right=right)
 
 
-def _no_rows(description: Description, zero: Zeros) -> Factors:
+def _no_rows(description: Description, zero: Zeros) -> FactorPair:
     shape = description.factors
     assert shape is not None
     value = zero[shape.dtype]
     if shape.indexed:
         return Rows(zeros([0], zero["int32"]), zeros([0, shape.right], value), table=shape.left)
-    return Factors(zeros([0, shape.left], value), zeros([0, shape.right], value))
+    return FactorPair(zeros([0, shape.left], value), zeros([0, shape.right], value))
 
 
-def _local(factors: Factors, description: Description, zero: Zeros) -> tf.Tensor:
+def _local(factors: FactorPair, description: Description, zero: Zeros) -> tf.Tensor:
     if factors.local is None:
         return zeros([description.length], zero[description.dtype])
     return tf.reshape(tf.cast(factors.local, description.dtype), [-1])

@@ -14,7 +14,7 @@ from tfposeidon.communication.wire import Wire, Zeros, exchange_objects
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.gradients.description import Description
 from tfposeidon.gradients.embedding_rows import Rows
-from tfposeidon.gradients.factors import Factors
+from tfposeidon.gradients.factors import FactorPair
 from tfposeidon.planning.measurement import without_collections
 from tfposeidon.planning.plan import Plan
 
@@ -155,4 +155,4 @@ def _factors(description: Description, values: tf.Tensor) -> Any:
         indices = tf.cast(tf.abs(values[:rows]) * shape.left / 10.0, tf.int32) % shape.left
         return Rows(indices, right, table=shape.left)
     left = tf.cast(tf.reshape(values[: rows * shape.left], [rows, shape.left]), shape.dtype)
-    return Factors(left, right)
+    return FactorPair(left, right)

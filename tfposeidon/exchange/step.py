@@ -21,7 +21,7 @@ from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.means import Means
 from tfposeidon.exchange.step_times import time_after
 from tfposeidon.gradients.description import with_merged_rows
-from tfposeidon.gradients.factors import Factors
+from tfposeidon.gradients.factors import FactorPair
 from tfposeidon.optimizers.wrapping import settings, step_counter
 from tfposeidon.policies import Policy
 
@@ -101,7 +101,7 @@ class Step:
           count: Number of samples behind the gradients, a scalar; `None` for equal weights.
 
         Yields:
-          The gradients, with `Factors` in place of those that are sent as factors.
+          The gradients, with `FactorPair` in place of those that are sent as factors.
 
         Raises:
           ValueError: When a step is traced, inside XLA or `tf.distribute`.
@@ -346,7 +346,7 @@ def _tensors_of(gradient: Any) -> list[tf.Tensor]:
         return []
     if isinstance(gradient, tf.IndexedSlices):
         return [gradient.values]
-    if isinstance(gradient, Factors):
+    if isinstance(gradient, FactorPair):
         return [gradient.left, gradient.right]
     return [gradient]
 

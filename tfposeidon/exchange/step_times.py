@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon.gradients.factors import Factors
+from tfposeidon.gradients.factors import FactorPair
 from tfposeidon.native import library
 
 
@@ -75,7 +75,7 @@ def time_after(gradients: Sequence[Any]) -> tf.Tensor:
     """Returns the time at which all of these are there, in seconds since 1970; float64.
 
     Args:
-      gradients: Tensors, `IndexedSlices`, `Factors` or `None`.
+      gradients: Tensors, `IndexedSlices`, `FactorPair` or `None`.
     """
     tensors = [tensor for g in gradients if g is not None for tensor in _tensors(g)]
     # `tf.timestamp` would wait for all stateful ops before it, such as Python functions of a
@@ -84,7 +84,7 @@ def time_after(gradients: Sequence[Any]) -> tf.Tensor:
 
 
 def _tensors(gradient: Any) -> list[tf.Tensor]:
-    if isinstance(gradient, Factors):
+    if isinstance(gradient, FactorPair):
         return [gradient.left, gradient.right]
     return [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient]
 

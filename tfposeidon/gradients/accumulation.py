@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfposeidon.gradients.description import is_overwritten
 from tfposeidon.gradients.embedding_rows import Rows, as_product
-from tfposeidon.gradients.factors import Factors
+from tfposeidon.gradients.factors import FactorPair
 from tfposeidon.state.placement import Placement
 from tfposeidon.state.rank_state import StateDescription
 
@@ -83,11 +83,11 @@ class Accumulation:
 
         Args:
           indices: Indices of the gradients' variables among those of the constructor.
-          gradients: Gradients of the variables: tensors, `IndexedSlices`, `Factors` or `None`.
+          gradients: Gradients of the variables: tensors, `IndexedSlices`, `FactorPair` or `None`.
           call: What the call weighs, and whether it counts.
-          update: Function to call with the means, which are tensors, `Factors` or `None`, with the
-            weight behind them on this rank, a scalar (`None` where all calls weigh alike), and with
-            the number of calls.
+          update: Function to call with the means, which are tensors, `FactorPair` or `None`, with
+            the weight behind them on this rank, a scalar (`None` where all calls weigh alike), and
+            with the number of calls.
           wait: Function to call where no update is due.
         """
         weight = tf.cast(1.0 if call.weight is None else call.weight, tf.float32)
@@ -159,11 +159,11 @@ class _Accumulator:
         return [(self.matrix, _partial(self.name, size)), *rows]
 
     def plus(self, gradient: Any, weight: tf.Tensor) -> Any:
-        if isinstance(gradient, Factors):
+        if isinstance(gradient, FactorPair):
             return self._plus_factors(gradient, weight)
         return self._plus_matrix(tf.convert_to_tensor(gradient), weight)
 
-    def _plus_factors(self, factors: Factors, weight: tf.Tensor) -> _AccumulatedFactors:
+    def _plus_factors(self, factors: FactorPair, weight: tf.Tensor) -> _AccumulatedFactors:
         assert self.rows is not None
         rows = tf.shape(factors.right)[0]
         # With as many rows in every call, all of them would be more than the matrix times the unit
@@ -179,7 +179,7 @@ class _Accumulator:
         few = replace(factors, left=factors.left[:kept], right=factors.right[:kept])
         return self.rows.plus(few, tf.where(too_many, 0.0, weight), matrix, too_many)
 
-    def _whole(self, factors: Factors) -> tf.Tensor:
+    def _whole(self, factors: FactorPair) -> tf.Tensor:
         product = tf.reshape(tf.cast(factors.own_product, self.matrix.dtype), self.matrix.shape)
         return product if factors.local is None else product + tf.cast(factors.local, product.dtype)
 
@@ -260,7 +260,7 @@ class _FactorAccumulator:
         return [*rows, local, (self.weight, _partial(f"{name}_weight", size))]
 
     def plus(
-        self, factors: Factors, weight: tf.Tensor, matrix: tf.Tensor, is_matrix: tf.Tensor
+        self, factors: FactorPair, weight: tf.Tensor, matrix: tf.Tensor, is_matrix: tf.Tensor
     ) -> _AccumulatedFactors:
         rows = tf.shape(factors.right)[0]
         # Indices have a variable of their own: a float32 does not hold all of 32 bits.
@@ -328,7 +328,7 @@ class _AccumulatedFactors:
 
     def __init__(
         self,
-        factors: Factors,
+        factors: FactorPair,
         weights: tf.Tensor,
         weight: tf.Tensor,
         matrix: tf.Tensor,
@@ -337,7 +337,7 @@ class _AccumulatedFactors:
         self.factors, self.weights, self.weight = factors, weights, weight
         self.matrix, self.is_matrix = matrix, is_matrix
 
-    def mean(self, total: tf.Tensor) -> Factors:
+    def mean(self, total: tf.Tensor) -> FactorPair:
         """Returns the mean over all calls.
 
         Args:
@@ -362,7 +362,7 @@ class _AccumulatedFactors:
         return replace(mean, left=left, right=right, weight=weight)
 
     def _with_matrix(
-        self, mean: Factors, weights: tf.Tensor, total: tf.Tensor
+        self, mean: FactorPair, weights: tf.Tensor, total: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Returns factors and weights with the matrix's product with the unit matrix as more rows.
 

@@ -9,11 +9,11 @@ from typing import Any
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.gradients.factors import Factors, FactorShape, NoFactorsError, as_factors
+from tfposeidon.gradients.factors import FactorPair, FactorShape, NoFactorsError, as_factors
 
 
 @dataclass(frozen=True)
-class Rows(Factors):
+class Rows(FactorPair):
     """Gradient of a table of M rows and N columns, as K of its rows; those of equal index add up.
 
     Attributes:
@@ -108,7 +108,7 @@ def as_rows(gradient: Any, like: FactorShape) -> Rows:
     return Rows(tf.range(like.left), matrix, table=like.left)
 
 
-def as_product(gradient: Any, like: FactorShape) -> Factors:
+def as_product(gradient: Any, like: FactorShape) -> FactorPair:
     """Returns a matrix as a product, for a rank whose peers expect factors.
 
     Args:

@@ -65,7 +65,7 @@ class FactorShape:
 
 
 @dataclass(frozen=True)
-class Factors:
+class FactorPair:
     """Gradient of one variable as `reshape(left^T right) + local`.
 
     Attributes:
@@ -78,7 +78,7 @@ class Factors:
       weight: Factor on the product of factors in 16 bits, where it is not 1: float32, a scalar or
         `[K]`. Wider factors are multiplied by it at once.
 
-    >>> factors = Factors(tf.constant([[1.0, 2.0]]), tf.constant([[3.0, 4.0]]))
+    >>> factors = FactorPair(tf.constant([[1.0, 2.0]]), tf.constant([[3.0, 4.0]]))
     >>> factors.own_product.numpy().tolist()
     [3.0, 4.0, 6.0, 8.0]
     """
@@ -161,7 +161,7 @@ class Factors:
     def _multiplied_here(self, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
         return tf.linalg.matmul(tf.cast(left, right.dtype), right, transpose_a=True)
 
-    def weighted(self, weight: tf.Tensor) -> Factors:
+    def weighted(self, weight: tf.Tensor) -> FactorPair:
         """Returns these factors with their product times a weight.
 
         The local term stays as it is: it is the same on all ranks and in all calls.
@@ -197,7 +197,7 @@ class NoFactorsError(Exception):
     """Error of a gradient without factors, whose message is the reason in a few words."""
 
 
-def as_factors(gradient: Any, like: FactorShape) -> Factors:
+def as_factors(gradient: Any, like: FactorShape) -> FactorPair:
     """Returns a matrix as its product with the unit matrix, for a rank whose peers expect factors.
 
     Args:
@@ -209,4 +209,8 @@ def as_factors(gradient: Any, like: FactorShape) -> Factors:
     )
     # The unit matrix of the shorter side: as few rows as can be.
     unit = tf.eye(min(like.left, like.right), dtype=like.dtype)
-    return Factors(unit, matrix) if like.left <= like.right else Factors(tf.transpose(matrix), unit)
+    return (
+        FactorPair(unit, matrix)
+        if like.left <= like.right
+        else FactorPair(tf.transpose(matrix), unit)
+    )

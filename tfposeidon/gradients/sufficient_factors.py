@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon.gradients.factors import Factors, NoFactorsError
+from tfposeidon.gradients.factors import FactorPair, NoFactorsError
 
 LAYERS = "Dense, EinsumDense, MultiHeadAttention and Embedding, used outside loops"
 """Layers with kernels whose gradients have factors."""
@@ -54,7 +54,9 @@ class _Product:
         return _Product(tf.cast(self.left, dtype), tf.cast(self.right, dtype))
 
 
-def read(gradient: Any, shape: Sequence[int], dtype: str, replicated: Collection[Any]) -> Factors:
+def read(
+    gradient: Any, shape: Sequence[int], dtype: str, replicated: Collection[Any]
+) -> FactorPair:
     """Finds the factors of a gradient.
 
     Args:
@@ -88,7 +90,7 @@ def read(gradient: Any, shape: Sequence[int], dtype: str, replicated: Collection
         products = [p.cast(tf.float32) for p in products]
     parts = [tf.reshape(tf.cast(term, dtype), shape) for term in local_terms]
     left, right = _stacked([p.left for p in products]), _stacked([p.right for p in products])
-    return Factors(left, right, tf.add_n(parts) if parts else None, constants)
+    return FactorPair(left, right, tf.add_n(parts) if parts else None, constants)
 
 
 def _stacked(matrices: list[tf.Tensor]) -> tf.Tensor:

@@ -90,6 +90,6 @@ def check_policy(policy: policies.Policy) -> None:
         if is_so:
             raise ValueError(
                 "`scheme` must be one that can carry differences of weights. Received: "
-                f'scheme={policy}: {reason}. Use "2dtar" (the default), "allreduce", "asa16", '
-                '"topk" or "hitopk".'
+                f'scheme={policy}: {reason}. Use "torus2d" (the default), "allreduce", '
+                'tp.schemes.AllToAll(wire_dtype="float16"), "topk" or "hitopk".'
             )

@@ -50,7 +50,7 @@ class LocalUpdates(OptimizerWrapper):
       every: Steps from one round to the next, at least 1 (default 32).
       rule: What a round does: `"average"` (default), `"elastic"`, `"outer"`, `"slow_momentum"`, or
         an object of `tfposeidon.local`.
-      scheme: Scheme by which differences are exchanged (default `"2dtar"`), as for
+      scheme: Scheme by which differences are exchanged (default `"torus2d"`), as for
         `DistributedOptimizer`, but for those that need factors, servers that update, or momentum
         correction, and for `"auto"`.
       within: `"node"` to average gradients over the ranks of each node at every step, so that only
@@ -89,7 +89,7 @@ class LocalUpdates(OptimizerWrapper):
         inner_optimizer: keras.optimizers.Optimizer,
         every: int = 32,
         rule: Any = "average",
-        scheme: Any = "2dtar",
+        scheme: Any = "torus2d",
         *,
         within: Literal["node"] | None = None,
         delay: int = 0,

@@ -273,7 +273,8 @@ def check_nothing_counts_twice(rule: Rule, policy: Any, keeps: bool) -> None:
         raise ValueError(
             "Where ranks stay apart, what a scheme keeps for later rounds would count twice. "
             f"Received: rule={rule}, scheme={policy}. Use a scheme that keeps "
-            'nothing ("2dtar", "allreduce", "asa16"), or rule="average".'
+            'nothing ("torus2d", "allreduce", tp.schemes.AllToAll(wire_dtype="float16")), or '
+            'rule="average".'
         )
 
 

@@ -163,9 +163,10 @@ class Plan:
       >>> from tfposeidon import policies
       >>> layers = [Description("dense/kernel", (784, 10), "float32"),
       ...           Description("dense/bias", (10,), "float32")]
-      >>> plan = make_plan(layers, policies.parse("asa"), Topology.regular(0, 4, ranks_per_node=1))
+      >>> topology = Topology.regular(0, 4, ranks_per_node=1)
+      >>> plan = make_plan(layers, policies.parse("alltoall"), topology)
       >>> [(bucket.scheme.name, bucket.members) for bucket in plan.buckets]
-      [('asa', (1, 0))]
+      [('alltoall', (1, 0))]
       >>> int(plan.cost.cross_bytes), plan.cost.steps
       (47096, 6)
     """

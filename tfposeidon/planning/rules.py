@@ -41,5 +41,5 @@ def check_sparse_updates(plan: Plan, inner: Any) -> None:
         raise ValueError(
             "Adafactor divides by means over rows and columns, which are zero where nothing was "
             f"sent: weights become NaN. Received: Adafactor with {', '.join(sorted(sparse))}. Use "
-            'Adam, or a scheme that sends everything, such as "asa16".'
+            'Adam, or a scheme that sends everything, such as "alltoall".'
         )

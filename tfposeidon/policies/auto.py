@@ -13,10 +13,10 @@ from tfposeidon.policies.base import Choice, Policy
 from tfposeidon.schemes import (
     AllReduce,
     AllToAll,
-    FactorBroadcast,
-    HierarchicalTopK,
+    Factors,
+    HiTopK,
     Scheme,
-    TopKAllGather,
+    TopK,
     Torus2D,
 )
 
@@ -87,8 +87,7 @@ class Auto(Policy):
         if self.density is not None:
             wire_dtype = "float16" if self.halves else None
             schemes += [
-                kind(density=self.density, wire_dtype=wire_dtype)
-                for kind in (HierarchicalTopK, TopKAllGather)
+                kind(density=self.density, wire_dtype=wire_dtype) for kind in (HiTopK, TopK)
             ]
         return schemes
 
@@ -106,10 +105,10 @@ class Considered(Policy):
     sends_factors: bool = False
 
     def __str__(self) -> str:
-        return f"sfb and {self.scheme}" if self.sends_factors else str(self.scheme)
+        return f"factors and {self.scheme}" if self.sends_factors else str(self.scheme)
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
         sends_factors = self.sends_factors and description.factors is not None
-        scheme = FactorBroadcast() if sends_factors else self.scheme
+        scheme = Factors() if sends_factors else self.scheme
         return Choice(scheme, "auto: shortest predicted step")

@@ -22,7 +22,7 @@ class Choice(NamedTuple):
       >>> from tfposeidon import policies, schemes
       >>> choice = policies.Choice(schemes.AllToAll(wire_dtype="float16"), "asked for")
       >>> str(choice.scheme), choice.reason, choice.candidates
-      ('asa(wire_dtype=float16)', 'asked for', ())
+      ('alltoall(wire_dtype=float16)', 'asked for', ())
     """
 
     scheme: Scheme
@@ -53,7 +53,7 @@ class Policy(Configured, ABC):
       >>> kernel = Description("fc/kernel", (4096, 4096), "float32")
       >>> topology = Topology.regular(rank=0, size=4, ranks_per_node=1)
       >>> str(HalfWhereLarge().choose(kernel, topology).scheme)
-      'asa(wire_dtype=float16)'
+      'alltoall(wire_dtype=float16)'
     """
 
     @abstractmethod
@@ -131,7 +131,7 @@ class Uniform(Policy):
 
     Example:
       >>> from tfposeidon import policies, schemes
-      >>> policies.parse("asa16") == policies.Uniform(schemes.AllToAll(wire_dtype="float16"))
+      >>> policies.parse("alltoall") == policies.Uniform(schemes.AllToAll())
       True
     """
 

@@ -9,8 +9,8 @@ from typing_extensions import override
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description
 from tfposeidon.policies.base import Choice, Policy
-from tfposeidon.schemes import ByRows, FactorBroadcast, ShardedServer
-from tfposeidon.schemes.sharded_server import PAIR_BYTES
+from tfposeidon.schemes import ByRows, Factors, ParameterServer
+from tfposeidon.schemes.parameter_server import PAIR_BYTES
 from tfposeidon.units import readable_size
 
 
@@ -24,7 +24,7 @@ class HybComm(Policy):
     what the last one took.
 
     Args:
-      pair_bytes: Size of the store's pairs in bytes (default 2 MiB), as in `ShardedServer`.
+      pair_bytes: Size of the store's pairs in bytes (default 2 MiB), as in `ParameterServer`.
 
     Raises:
       ValueError: If `pair_bytes` is not positive.
@@ -43,7 +43,7 @@ class HybComm(Policy):
       >>> kernel = Description("fc/kernel", (4096, 4096), "float32", factors)
       >>> topology = Topology.regular(rank=0, size=8, ranks_per_node=1)
       >>> policies.HybComm().choose(kernel, topology).reason
-      'sfb 14.68 MB <= ps 234.88 MB with K=32, P=8'
+      'factors 14.68 MB <= ps 234.88 MB with K=32, P=8'
     """
 
     pair_bytes: int = PAIR_BYTES
@@ -53,8 +53,8 @@ class HybComm(Policy):
         _ = self._store
 
     @property
-    def _store(self) -> ShardedServer:
-        return ShardedServer(pair_bytes=self.pair_bytes)
+    def _store(self) -> ParameterServer:
+        return ParameterServer(pair_bytes=self.pair_bytes)
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
@@ -70,17 +70,17 @@ class HybComm(Policy):
         # step. A single rank sends nothing either way.
         most_rows = matrix_bytes / row_bytes if row_bytes else 0.0
         # Up to this limit sums in the node would be no fewer bytes than the factors themselves.
-        few = FactorBroadcast(sums_in_node=False)
+        few = Factors(sums_in_node=False)
         limit = int(most_rows * topology.size / ranks_per_node)
         by_rows = ByRows(few=few, many=self._store, limit=limit)
         if factors.rows is None:
-            return Choice(by_rows, f"sfb up to K={int(most_rows)}, ps beyond, P={nodes}")
+            return Choice(by_rows, f"factors up to K={int(most_rows)}, ps beyond, P={nodes}")
         k = ranks_per_node * factors.rows
         # Rows are a mean over ranks: times their number they are whole again, as the step saw them.
         scheme = by_rows.for_rows(round(factors.rows * topology.size))
         sign = "<=" if scheme == by_rows.few else ">"
-        compared = f"sfb {readable_size(k * row_bytes)} {sign} ps {readable_size(matrix_bytes)}"
-        candidates = (("sfb", k * row_bytes), ("ps", matrix_bytes))
+        compared = f"factors {readable_size(k * row_bytes)} {sign} ps {readable_size(matrix_bytes)}"
+        candidates = (("factors", k * row_bytes), ("ps", matrix_bytes))
         return Choice(scheme, f"{compared} with K={k:g}, P={nodes}", candidates)
 
     @property

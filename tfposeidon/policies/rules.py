@@ -33,11 +33,12 @@ class Rules(Policy):
     Example:
       >>> from tfposeidon.communication.topology import Topology
       >>> from tfposeidon.gradients.description import Description
-      >>> policy = Rules([("embedding", "asa16"), (".*", "2dtar")])
+      >>> from tfposeidon.schemes import AllToAll
+      >>> policy = Rules([("embedding", AllToAll(wire_dtype="float16")), (".*", "torus2d")])
       >>> table = Description("embedding/embeddings", (1000, 16), "float32")
       >>> choice = policy.choose(table, Topology.regular(0, size=4, ranks_per_node=2))
       >>> str(choice.scheme), choice.reason
-      ('asa(wire_dtype=float16)', "rule 'embedding'")
+      ('alltoall(wire_dtype=float16)', "rule 'embedding'")
     """
 
     rules: tuple[tuple[str, Policy], ...]
@@ -155,7 +156,7 @@ def _parse_rules(rules: Any) -> Rules:
     if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(
             f"Rules must be pairs of a pattern and a scheme. Received: scheme={rules!r}. "
-            'Write for example [("embedding", "asa16"), (".*", "2dtar")].'
+            'Write for example [("embedding", "alltoall"), (".*", "torus2d")].'
         )
     return Rules(pairs)
 

@@ -4,29 +4,28 @@ from collections.abc import Callable
 
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
-from tfposeidon.gradients.factors import Factors, FactorShape
+from tfposeidon.gradients.factors import FactorPair, FactorShape
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.all_reduce import AllReduce
 from tfposeidon.schemes.all_to_all import AllToAll
 from tfposeidon.schemes.base import FactorScheme, Scheme, Slot, State, VectorScheme
 from tfposeidon.schemes.by_rows import ByRows
 from tfposeidon.schemes.cost import Cost, Stage, Transfer, Work
-from tfposeidon.schemes.factor_broadcast import FactorBroadcast
-from tfposeidon.schemes.hierarchical_top_k import HierarchicalTopK
+from tfposeidon.schemes.factors import Factors
+from tfposeidon.schemes.hi_top_k import HiTopK
+from tfposeidon.schemes.parameter_server import ParameterServer
 from tfposeidon.schemes.residual import ResidualScheme
-from tfposeidon.schemes.sharded_server import ShardedServer
-from tfposeidon.schemes.top_k_all_gather import TopKAllGather
+from tfposeidon.schemes.top_k import TopK
 from tfposeidon.schemes.torus_2d import Torus2D
 
 REGISTRY: dict[str, Callable[[], Scheme]] = {
     "allreduce": AllReduce,
-    "asa": AllToAll,
-    "asa16": lambda: AllToAll(wire_dtype="float16"),
-    "2dtar": Torus2D,
-    "ps": ShardedServer,
-    "sfb": FactorBroadcast,
-    "hitopk": HierarchicalTopK,
-    "topk": TopKAllGather,
+    "alltoall": AllToAll,
+    "torus2d": Torus2D,
+    "ps": ParameterServer,
+    "factors": Factors,
+    "hitopk": HiTopK,
+    "topk": TopK,
 }
 """Makes a scheme with its defaults, by the name that users pass as `scheme=`."""
 
@@ -36,19 +35,19 @@ __all__ = [
     "AllToAll",
     "ByRows",
     "Cost",
-    "FactorBroadcast",
+    "FactorPair",
     "FactorScheme",
     "FactorShape",
     "Factors",
     "Group",
-    "HierarchicalTopK",
+    "HiTopK",
+    "ParameterServer",
     "ResidualScheme",
     "Scheme",
-    "ShardedServer",
     "Slot",
     "Stage",
     "State",
-    "TopKAllGather",
+    "TopK",
     "Topology",
     "Torus2D",
     "Transfer",

@@ -38,7 +38,6 @@ class AllReduce(WithWireDtype, VectorScheme):
       False
     """
 
-    name: ClassVar[str] = "allreduce"
     allowed_wire_dtypes: ClassVar[tuple[str, ...]] = ("float16",)
     wire_dtype_remedy: ClassVar[str] = (
         'Use AllToAll(wire_dtype="bfloat16"): Horovod cannot sum bfloat16.'

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import tensorflow as tf
 from typing_extensions import override
@@ -18,7 +17,7 @@ from tfposeidon.schemes.wire_format import WithWireDtype, decode, encode
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAll(WithWireDtype, VectorScheme):
-    """Averages gradients by all-to-all, local sum and all-gather.
+    """Averages gradients by all-to-all, local sum and all-gather (ASA of Theano-MPI).
 
     Args:
       wire_dtype: Dtype on the wire: `None` for the gradient's own (default), or `"float16"` or
@@ -39,8 +38,6 @@ class AllToAll(WithWireDtype, VectorScheme):
       >>> int(half.cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2)).bytes)
       3000
     """
-
-    name: ClassVar[str] = "asa"
 
     @override
     def exchange(

@@ -17,7 +17,7 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.config import Configured
 from tfposeidon.gradients.description import Description
-from tfposeidon.gradients.factors import Factors, FactorShape
+from tfposeidon.gradients.factors import FactorPair, FactorShape
 from tfposeidon.schemes.cost import Cost, Stage, renamed, total_cost
 
 State = tuple[tf.Tensor, ...]
@@ -55,7 +55,7 @@ class Scheme(Configured, ABC):
       >>> from tfposeidon import schemes
       >>> scheme = schemes.AllToAll(wire_dtype="float16")
       >>> isinstance(scheme, schemes.Scheme), str(scheme), scheme.exact
-      (True, 'asa(wire_dtype=float16)', False)
+      (True, 'alltoall(wire_dtype=float16)', False)
     """
 
     name: ClassVar[str]
@@ -169,7 +169,7 @@ class Scheme(Configured, ABC):
 
     @abstractmethod
     def exchange_products(
-        self, factors: Sequence[Factors], rows: tf.Tensor, dtype: str, wire: Wire, name: str
+        self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
     ) -> tf.Tensor:
         """Exchanges a bucket of gradients that are given as factors.
 
@@ -319,7 +319,7 @@ class VectorScheme(Scheme):
 
     @override
     def exchange_products(
-        self, factors: Sequence[Factors], rows: tf.Tensor, dtype: str, wire: Wire, name: str
+        self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
     ) -> tf.Tensor:
         # Products are computed here and no earlier: a step that sends factors does not need them.
         products = [tf.cast(one.own_product, dtype) for one in factors]
@@ -353,12 +353,12 @@ class FactorScheme(Scheme):
     takes_factors: ClassVar[bool] = True
 
     @abstractmethod
-    def exchange_factors(self, factors: Factors, wire: Wire, name: str) -> tf.Tensor:
+    def exchange_factors(self, factors: FactorPair, wire: Wire, name: str) -> tf.Tensor:
         """Exchanges the factors of one variable.
 
         Args:
-          factors: Factors of this rank, which travel as `Factors.packed`; ranks may have different
-            numbers of rows.
+          factors: Factors of this rank, which travel as `FactorPair.packed`; ranks may have
+            different numbers of rows.
           wire: The collectives to use.
           name: Prefix of the names of collectives: unique per variable, the same on every rank.
 
@@ -404,7 +404,7 @@ class FactorScheme(Scheme):
 
     @override
     def exchange_products(
-        self, factors: Sequence[Factors], rows: tf.Tensor, dtype: str, wire: Wire, name: str
+        self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
     ) -> tf.Tensor:
         # Names by index: Horovod matches collectives by name, and none may occur twice.
         means = [

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
-from tfposeidon.gradients.factors import Factors, FactorShape
+from tfposeidon.gradients.factors import FactorPair, FactorShape
 from tfposeidon.schemes.base import FactorScheme, Scheme, VectorScheme
 from tfposeidon.schemes.cost import Stage
 
@@ -35,10 +35,10 @@ class ByRows(Scheme):
     Example:
       >>> from tfposeidon import schemes
       >>> scheme = schemes.ByRows(
-      ...     few=schemes.FactorBroadcast(), many=schemes.ShardedServer(), limit=64
+      ...     few=schemes.Factors(), many=schemes.ParameterServer(), limit=64
       ... )
       >>> [str(scheme.for_rows(rows)) for rows in (64, 65)]
-      ['sfb', 'ps']
+      ['factors', 'ps']
     """
 
     name: ClassVar[str] = "by rows"
@@ -63,7 +63,7 @@ class ByRows(Scheme):
 
     @override
     def exchange_products(
-        self, factors: Sequence[Factors], rows: tf.Tensor, dtype: str, wire: Wire, name: str
+        self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
     ) -> tf.Tensor:
         # `rows` is an all-reduced sum, so every rank takes the same branch.
         return tf.cond(

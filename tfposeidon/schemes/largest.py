@@ -25,7 +25,6 @@ class Largest(VectorScheme):
     Cost: an all-gather, (P - 1) n elements sent per rank.
     """
 
-    name: ClassVar[str] = "largest"
     averages: ClassVar[bool] = False
 
     @override

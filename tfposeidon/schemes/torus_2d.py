@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import tensorflow as tf
 from typing_extensions import override
@@ -18,7 +17,7 @@ from tfposeidon.schemes.wire_format import WithWireDtype
 
 @dataclass(frozen=True, kw_only=True)
 class Torus2D(WithWireDtype, VectorScheme):
-    """Reduce-scatter in the node, all-reduce across nodes, all-gather in the node.
+    """Reduce-scatter in the node, all-reduce across nodes, all-gather in the node (2DTAR).
 
     With m nodes of n ranks, the ranks at one position of every node all-reduce their shard across
     nodes, so that all n links of the node are busy at once.
@@ -43,8 +42,6 @@ class Torus2D(WithWireDtype, VectorScheme):
       >>> int(cost.node_bytes), int(cost.cross_bytes)
       (4000, 2000)
     """
-
-    name: ClassVar[str] = "2dtar"
 
     @override
     def exchange(

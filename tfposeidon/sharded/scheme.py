@@ -14,12 +14,12 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.gradients.description import Description
 from tfposeidon.policies import Choice, Policy
-from tfposeidon.schemes import ShardedServer, stages
+from tfposeidon.schemes import ParameterServer, stages
 from tfposeidon.schemes.base import State
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnParts(ShardedServer):
+class OwnParts(ParameterServer):
     """Parameter server whose means stay with their servers."""
 
     name: ClassVar[str] = "ps"
@@ -70,7 +70,7 @@ class Sharded(Policy):
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
         choice = self.policy.choose(description, topology)
-        if not isinstance(choice.scheme, ShardedServer):
+        if not isinstance(choice.scheme, ParameterServer):
             return choice
         return choice._replace(scheme=OwnParts(pair_bytes=choice.scheme.pair_bytes))
 

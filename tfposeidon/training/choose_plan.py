@@ -193,7 +193,10 @@ class ChoosePlan(keras.callbacks.Callback):
         trace_s = max(trace_s for _, trace_s in everybody)
         if (saved_s + CLOCKS_S) * steps_left / self._calls <= LEAST_GAIN * trace_s:
             for plans in self._open.values():
-                plans.keep()
+                if plans.are_changing:
+                    plans.keep()
+                else:
+                    plans.adopt()
             return
         if self._is_changing:
             runtime.say(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from typing_extensions import override
 
@@ -12,7 +11,7 @@ from tfposeidon.schemes.sparse import SparseScheme
 
 
 @dataclass(frozen=True, kw_only=True)
-class HierarchicalTopK(SparseScheme):
+class HiTopK(SparseScheme):
     """Sums in the node, exchanges the largest elements across nodes, and gathers in the node.
 
     The ranks at one position of every node exchange the largest elements of their shard, so that
@@ -48,12 +47,10 @@ class HierarchicalTopK(SparseScheme):
     Example:
       >>> from tfposeidon import schemes
       >>> from tfposeidon.communication.topology import Topology
-      >>> scheme = schemes.HierarchicalTopK(density=0.001, momentum=0.9)
+      >>> scheme = schemes.HiTopK(density=0.001, momentum=0.9)
       >>> int(scheme.cost(10**6, itemsize=4, topology=Topology.regular(0, 8, 4)).cross_bytes)
       2000
     """
-
-    name: ClassVar[str] = "hitopk"
 
     @override
     def _layout_topology(self, topology: Topology) -> Topology:

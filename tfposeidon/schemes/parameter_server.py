@@ -20,7 +20,7 @@ PAIR_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardedServer(VectorScheme):
+class ParameterServer(VectorScheme):
     """Pushes gradients to the servers of their parts and pulls the means from there.
 
     Every node is worker and server. A bucket is cut into equal parts, one for each server. Nodes of
@@ -46,7 +46,7 @@ class ShardedServer(VectorScheme):
     Example:
       >>> from tfposeidon import schemes
       >>> from tfposeidon.communication.topology import Topology
-      >>> schemes.ShardedServer().own_range(10, Topology.regular(1, size=4, ranks_per_node=1))
+      >>> schemes.ParameterServer().own_range(10, Topology.regular(1, size=4, ranks_per_node=1))
       (3, 6)
     """
 

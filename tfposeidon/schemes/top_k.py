@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from typing_extensions import override
 
@@ -12,7 +11,7 @@ from tfposeidon.schemes.sparse import SparseScheme
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopKAllGather(SparseScheme):
+class TopK(SparseScheme):
     """Selects on every rank, gathers the pairs of all ranks, and sums them locally.
 
     Args:
@@ -40,12 +39,11 @@ class TopKAllGather(SparseScheme):
     Example:
       >>> from tfposeidon import schemes
       >>> from tfposeidon.communication.topology import Topology
-      >>> scheme = schemes.TopKAllGather(density=0.001)
+      >>> scheme = schemes.TopK(density=0.001)
       >>> int(scheme.cost(10**6, itemsize=4, topology=Topology.regular(0, 8, 4)).bytes)
       56000
     """
 
-    name: ClassVar[str] = "topk"
     select: str = "exact"
 
     @override

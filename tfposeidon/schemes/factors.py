@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import tensorflow as tf
 from typing_extensions import override
 
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
-from tfposeidon.gradients.factors import Factors, FactorShape
+from tfposeidon.gradients.factors import FactorPair, FactorShape
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import FactorScheme, Scheme
 from tfposeidon.schemes.by_rows import ByRows
@@ -18,8 +17,8 @@ from tfposeidon.schemes.cost import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
-class FactorBroadcast(FactorScheme):
-    """Gathers every rank's factors and multiplies them once.
+class Factors(FactorScheme):
+    """Gathers every rank's sufficient factors and multiplies them once (SFB of Poseidon).
 
     First across nodes, among the ranks of one position, then in the node; ranks may have different
     numbers of rows. In the node the ranks' products are summed instead where that is fewer bytes,
@@ -43,13 +42,12 @@ class FactorBroadcast(FactorScheme):
       >>> from tfposeidon.gradients.factors import FactorShape
       >>> factors = FactorShape(rows=32, left=1024, right=1024, dtype="float32")
       >>> topology = Topology.regular(0, size=4, ranks_per_node=1)
-      >>> int(schemes.FactorBroadcast().factor_cost(factors, topology).bytes) // 2**10
+      >>> int(schemes.Factors().factor_cost(factors, topology).bytes) // 2**10
       768
       >>> int(schemes.AllReduce().cost(1024 * 1024, itemsize=4, topology=topology).bytes) // 2**10
       6144
     """
 
-    name: ClassVar[str] = "sfb"
     sums_in_node: bool | None = None
 
     def __str__(self) -> str:
@@ -76,7 +74,7 @@ class FactorBroadcast(FactorScheme):
         return by_rows.for_rows(round(factors.rows * topology.size))
 
     @override
-    def exchange_factors(self, factors: Factors, wire: Wire, name: str) -> tf.Tensor:
+    def exchange_factors(self, factors: FactorPair, wire: Wire, name: str) -> tf.Tensor:
         topology, rows = wire.topology, factors.packed
         for stage, group in self._gathering_groups(topology).items():
             rows = wire.all_gather(rows, group, f"{name}.{stage}")
