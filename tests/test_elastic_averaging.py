@@ -24,7 +24,7 @@ def _sgd():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every": 0}, "`every` must be a whole number from 1. Received: every=0"),
+        ({"sync_every": 0}, "`sync_every` must be a whole number from 1. Received: sync_every=0"),
         ({"alpha": 0.0}, r"`alpha` must be a number in \(0, 1\]. Received: alpha=0.0"),
         ({"alpha": 1.5}, "Received: alpha=1.5"),
         ({"server_alpha": -1}, "`server_alpha` must be a number in"),
@@ -67,12 +67,12 @@ def test_server_ranks_that_are_refused(rank, size, message):
 
 def test_models_are_saved_and_loaded_on_one_rank(tmp_path):
     model = models.mlp()
-    made = tp.ElasticAveraging(_sgd(), every=7, alpha=0.25, server_alpha=0.5)
+    made = tp.ElasticAveraging(_sgd(), sync_every=7, alpha=0.25, server_alpha=0.5)
     model.compile(made, models.LOSS)
     made.build(model.trainable_variables)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras").optimizer
-    expected = {"every": 7, "alpha": 0.25, "server_alpha": 0.5}
+    expected = {"sync_every": 7, "alpha": 0.25, "server_alpha": 0.5}
     assert {name: loaded.get_config()[name] for name in expected} == expected
     # An evaluation needs neither server nor launcher.
     model.evaluate(*models.mlp.data(8), verbose=0)

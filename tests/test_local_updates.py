@@ -18,7 +18,9 @@ def _trained(optimizer):
 
 def test_on_one_rank_it_is_the_inner_optimizer():
     expected = _trained(keras.optimizers.Adam(0.01)).get_weights()
-    model = _trained(tp.LocalUpdates(keras.optimizers.Adam(0.01), every=2, rule="outer"))
+    model = _trained(
+        tp.LocalUpdates(keras.optimizers.Adam(0.01), sync_every=2, outer_optimizer="outer")
+    )
     for one, other in zip(model.get_weights(), expected, strict=True):
         np.testing.assert_array_equal(one, other)
     assert "one rank: nothing is sent" in str(model.optimizer.plan)
@@ -39,9 +41,9 @@ def test_it_is_saved_with_the_model(rule, tmp_path):
         7,
         rule,
         tp.schemes.AllToAll(wire_dtype="float16"),
-        within="node",
-        delay=3,
-        start_after=2,
+        hierarchical=True,
+        overlap_steps=3,
+        warmup_steps=2,
         name="mine",
     )
     model = _trained(optimizer)
@@ -61,7 +63,7 @@ def test_scripts_may_ask_for_the_centre_on_one_rank():
 
 
 def test_a_scheme_that_keeps_something_is_refused_later_too():
-    optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1), rule="elastic")
+    optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1), outer_optimizer="elastic")
     optimizer.change_scheme(tp.schemes.AllToAll(wire_dtype="float16"))
     with pytest.raises(ValueError, match="would count twice"):
         optimizer.change_scheme("topk")

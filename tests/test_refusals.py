@@ -47,20 +47,23 @@ from tfposeidon import schemes
             "There is a plan once the optimizer knows its variables",
         ),
         (lambda: tp.init(ranks_per_node=0), "`ranks_per_node` must be a whole number from 1"),
-        (lambda: tp.LocalUpdates(SGD(), every=0), "`every` must be a whole number from 1"),
-        (lambda: tp.LocalUpdates(SGD(), every=1.5), "Received: every=1.5"),
         (
-            lambda: tp.LocalUpdates(SGD(), every=4, delay=4),
-            r"`delay` must be below `every`.*Received: delay=4, every=4\. Give at most 3",
+            lambda: tp.LocalUpdates(SGD(), sync_every=0),
+            "`sync_every` must be a whole number from 1",
+        ),
+        (lambda: tp.LocalUpdates(SGD(), sync_every=1.5), "Received: sync_every=1.5"),
+        (
+            lambda: tp.LocalUpdates(SGD(), sync_every=4, overlap_steps=4),
+            r"must be below `sync_every`.*overlap_steps=4, sync_every=4\. Give at most 3",
         ),
         (
-            lambda: tp.LocalUpdates(SGD(), within="rack"),
-            "`within` must be \"node\" or None. Received: within='rack'",
+            lambda: tp.LocalUpdates(SGD(), hierarchical="rack"),
+            "`hierarchical` must be True or False. Received: hierarchical='rack'",
         ),
-        (lambda: tp.LocalUpdates(SGD(), start_after=-1), "`start_after` must be a whole number"),
+        (lambda: tp.LocalUpdates(SGD(), warmup_steps=-1), "`warmup_steps` must be a whole number"),
         (
-            lambda: tp.LocalUpdates(SGD(), rule="gossip"),
-            "one of average, elastic, outer, slow_momentum.*Received: rule='gossip'",
+            lambda: tp.LocalUpdates(SGD(), outer_optimizer="gossip"),
+            "one of average, elastic, outer, slow_momentum.*Received: outer_optimizer='gossip'",
         ),
         (lambda: tp.LocalUpdates(SGD(), scheme="auto"), "can carry differences.*scheme=Auto"),
         (

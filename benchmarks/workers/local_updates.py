@@ -31,7 +31,7 @@ def optimizer_of(scheme, every, delay):
     inner = keras.optimizers.SGD(0.01)
     if every == EVERY_STEP:
         return tp.DistributedOptimizer(inner, scheme_named(scheme))
-    return tp.LocalUpdates(inner, every, scheme=scheme_named(scheme), delay=delay)
+    return tp.LocalUpdates(inner, every, scheme=scheme_named(scheme), overlap_steps=delay)
 
 
 class Steps:

@@ -77,7 +77,7 @@ class _Recorded:
 def _of_one_variable():
     """Returns an optimizer, the variable that it trains, and its velocity."""
     variable = keras.Variable(np.ones(4, "float32"))
-    optimizer = tp.ElasticAveraging(sgd(), every=2, alpha=ALPHA)
+    optimizer = tp.ElasticAveraging(sgd(), sync_every=2, alpha=ALPHA)
     optimizer.build([variable])
     return optimizer, variable, next(v for v in optimizer.variables if "momentum" in v.name)
 
@@ -96,7 +96,7 @@ def test_memory_of_an_exchange(wire):
     """The first case, before the allocator has kept anything of others."""
     length = 16 * 2**20  # 64 MB, in two variables
     weights = [keras.Variable(np.zeros(length // 2, "float32"), name=name) for name in "ab"]
-    optimizer = tp.ElasticAveraging(keras.optimizers.SGD(0.1), every=1, alpha=ALPHA)
+    optimizer = tp.ElasticAveraging(keras.optimizers.SGD(0.1), sync_every=1, alpha=ALPHA)
     optimizer.build(weights)
 
     @tf.function
@@ -141,7 +141,7 @@ def test_what_workers_gave_is_what_the_centre_gained(wire):
     start = np.linspace(-1, 1, 50).astype("float32")
     for server_alpha in (None, SERVER_ALPHA):
         variable = keras.Variable(start)
-        optimizer = tp.ElasticAveraging(sgd(), every=2, alpha=ALPHA, server_alpha=server_alpha)
+        optimizer = tp.ElasticAveraging(sgd(), sync_every=2, alpha=ALPHA, server_alpha=server_alpha)
         optimizer.build([variable])
         with _Recorded() as recorded:
             optimizer.run(lambda o=optimizer, v=variable: _gradient_steps(o, v, 7 + 2 * tp.rank()))
@@ -160,7 +160,7 @@ def test_what_workers_gave_is_what_the_centre_gained(wire):
 def test_each_worker_sees_the_newest_centre(wire):
     """Both sides know the same bits of a difference from the centre as it is at that moment."""
     variable = keras.Variable(np.zeros(20, "float32"))
-    optimizer = tp.ElasticAveraging(sgd(), every=1, alpha=ALPHA)
+    optimizer = tp.ElasticAveraging(sgd(), sync_every=1, alpha=ALPHA)
     optimizer.build([variable])
     with _Recorded() as recorded:
         optimizer.run(lambda: _gradient_steps(optimizer, variable, 9))
@@ -245,7 +245,7 @@ def test_a_resumed_run_begins_at_the_servers_epoch(wire):
 
     def trained(*arguments, **options):
         # After all steps some are left, which the last snapshot has.
-        made = tp.ElasticAveraging(sgd(), every=5, alpha=ALPHA)
+        made = tp.ElasticAveraging(sgd(), sync_every=5, alpha=ALPHA)
         return elastic_fitted(*arguments, optimizer=made, **options)
 
     trained(data, epochs=2, callbacks=[keras_callbacks.Checkpoint(folder)])
@@ -348,7 +348,7 @@ def test_bytes_are_those_of_the_plan(wire):
         return keras.Sequential([keras.Input((20,)), layer(8), layer(models.CLASSES)])
 
     for build in (with_state, in_16_bits):
-        made = tp.ElasticAveraging(keras.optimizers.Adam(0.01), every=3, alpha=ALPHA)
+        made = tp.ElasticAveraging(keras.optimizers.Adam(0.01), sync_every=3, alpha=ALPHA)
         with _Counted() as elements:
             model, _ = elastic_fitted(models.mlp.data(48), made, build, epochs=2)
         exchanges = step_count(48, 2) // 3
@@ -391,7 +391,7 @@ def test_adam_goes_on_with_slots_and_steps(wire):
     def fitted(epochs, sizes):
         adam = keras.optimizers.Adam(1e-3, beta_1=0.1, beta_2=0.99)
         # All exchanges are at the end: steps are Adam's alone.
-        made = tp.ElasticAveraging(adam, every=1000, alpha=ALPHA)
+        made = tp.ElasticAveraging(adam, sync_every=1000, alpha=ALPHA)
         callbacks = [keras_callbacks.Checkpoint(folder), sizes]
         model, _ = elastic_fitted(data, made, epochs=epochs, callbacks=callbacks)
         same_on_all_ranks(elastic_state(model), wire)
@@ -476,12 +476,12 @@ def test_refusals(wire):
     with Raises(ValueError, "Received: ReduceLROnPlateau"):
         elastic_fitted(data, callbacks=[keras.callbacks.ReduceLROnPlateau()])
     variable = keras.Variable([1.0])
-    optimizer = tp.ElasticAveraging(sgd(), every=1)
+    optimizer = tp.ElasticAveraging(sgd(), sync_every=1)
     where = "trains nothing" if is_server() else "outside of fit"
     with Raises(Exception, where):
         optimizer.apply([tf.ones([1])], [variable])
     with Raises(RuntimeError, "Optimizers must be the same on all ranks"):
-        other = tp.ElasticAveraging(sgd(), every=1 + tp.rank())
+        other = tp.ElasticAveraging(sgd(), sync_every=1 + tp.rank())
         other.build([variable])
         other.run(lambda: None)
     with Raises(RuntimeError, "Give run the same models"):

@@ -136,7 +136,7 @@ def test_a_worker_without_a_batch_ends_no_epoch(wire):
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
     is_idle = tp.rank() == 1
     model = models.mlp()
-    model.compile(tp.ElasticAveraging(sgd(), every=3), models.LOSS)
+    model.compile(tp.ElasticAveraging(sgd(), sync_every=3), models.LOSS)
     wait = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.01))
     model.fit(
         data.filter(lambda *_: tf.constant(not is_idle)),
@@ -271,7 +271,7 @@ def test_scalars_and_rates_are_those_of_workers(wire):
 def test_eager_steps(wire):
     keras.utils.clear_session(free_memory=False)
     model = models.mlp()
-    model.compile(tp.ElasticAveraging(sgd(), every=3), models.LOSS, run_eagerly=True)
+    model.compile(tp.ElasticAveraging(sgd(), sync_every=3), models.LOSS, run_eagerly=True)
     data = models.mlp.data(FEW)
     history = model.fit(
         *elastic_share(data), batch_size=4, epochs=2, verbose=0, validation_data=data
@@ -297,7 +297,7 @@ class _Normalized(Gan):
 
 
 def test_a_loop_of_two_optimizers_with_statistics(wire):
-    gan, made = _Normalized(), [tp.ElasticAveraging(sgd(), every=2) for _ in range(2)]
+    gan, made = _Normalized(), [tp.ElasticAveraging(sgd(), sync_every=2) for _ in range(2)]
     gan.compile(*made)
     parts = gan.discriminator, gan.generator
     with Raises(ValueError, "a SGD that is not built. Use ElasticAveraging"):

@@ -42,7 +42,7 @@ def test_keras_hub_on_tf_data(wire):
         keras.config.set_dtype_policy(policy)
         model = build()
         start = model.get_weights()
-        model.compile(tp.ElasticAveraging(adam(), every=2, alpha=ALPHA), models.LOSS)
+        model.compile(tp.ElasticAveraging(adam(), sync_every=2, alpha=ALPHA), models.LOSS)
         texts = hub.make_texts(8 * BATCH)
         validation = models.of_any_length(*texts, BATCH)
         data = models.of_any_length(*elastic_share(texts), BATCH).prefetch(1)
@@ -61,7 +61,7 @@ def test_models_that_their_first_batch_builds(wire, make):
     for given in (lambda x, y: (x, y), lambda x, y: (models.Batches(x, y, BATCH),)):
         keras.utils.set_random_seed(tp.rank())
         model = make()
-        model.compile(tp.ElasticAveraging(sgd(), every=1, alpha=ALPHA), models.LOSS)
+        model.compile(tp.ElasticAveraging(sgd(), sync_every=1, alpha=ALPHA), models.LOSS)
         model.fit(*given(*elastic_share(data)), batch_size=None, verbose=0)
         same_on_all_ranks(elastic_state(model), wire)
         built.append(len(model.get_weights()))
@@ -73,7 +73,7 @@ def test_a_dataset_of_python_in_half_precision(wire):
     keras.config.set_dtype_policy("mixed_float16")
     model = models.mlp()
     inner = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
-    model.compile(tp.ElasticAveraging(inner, every=3, alpha=ALPHA), models.LOSS)
+    model.compile(tp.ElasticAveraging(inner, sync_every=3, alpha=ALPHA), models.LOSS)
     data = models.Batches(*models.mlp.data(120), 12, workers=2)
     history = model.fit(data, epochs=2, verbose=0).history
     same_on_all_ranks(elastic_state(model), wire)
@@ -83,7 +83,7 @@ def test_a_dataset_of_python_in_half_precision(wire):
 
 
 def test_two_optimizers_in_one_train_step(wire):
-    gan, made = Gan(3), [tp.ElasticAveraging(sgd(), every=2, alpha=ALPHA) for _ in range(2)]
+    gan, made = Gan(3), [tp.ElasticAveraging(sgd(), sync_every=2, alpha=ALPHA) for _ in range(2)]
     gan.compile(*made)
     with Raises(ValueError, "optimizer.build"):
         gan.fit(*gan_data(8), verbose=0)
@@ -100,7 +100,7 @@ def test_overflow_delays_nobody(wire):
         return models.mlp()
 
     # Loss scales above what float16 can hold.
-    inside = tp.ElasticAveraging(sgd(), every=3, alpha=ALPHA)
+    inside = tp.ElasticAveraging(sgd(), sync_every=3, alpha=ALPHA)
     made = keras.optimizers.LossScaleOptimizer(inside, initial_scale=2.0**24)
     model, history = elastic_fitted(models.mlp.data(48), made, build, epochs=3)
     same_on_all_ranks(model.get_weights(), wire)
@@ -130,7 +130,7 @@ def test_eager_steps_in_half_precision(wire):
     folder, data = shared_folder(wire), models.mlp.data(32)
     path = os.path.join(folder, "log.csv")
     model = models.mlp()
-    optimizer = tp.ElasticAveraging(sgd(), every=2, alpha=ALPHA)
+    optimizer = tp.ElasticAveraging(sgd(), sync_every=2, alpha=ALPHA)
     model.compile(optimizer, models.LOSS, metrics=["accuracy"], run_eagerly=True)
     validation = {"validation_data": data, "validation_freq": 2}
     own = {"batch_size": BATCH, "epochs": 2, "callbacks": [keras.callbacks.CSVLogger(path)]}
@@ -148,7 +148,7 @@ def test_epochs_of_different_and_unknown_length(wire):
     count = 8 * (1 + tp.rank())
     data = tf.data.Dataset.from_tensor_slices((x[:count], y[:count])).batch(4)
     model = models.mlp()
-    model.compile(tp.ElasticAveraging(sgd(), every=2), models.LOSS)
+    model.compile(tp.ElasticAveraging(sgd(), sync_every=2), models.LOSS)
     model.fit(data.filter(lambda *_: True), epochs=2, verbose=0)
     same_on_all_ranks(model.get_weights(), wire)
     assert model.optimizer.alpha == 0.9 / tp.workers().size
@@ -183,7 +183,7 @@ def test_a_loop_without_models_leaves_statistics_alone(wire):
     def fitted(**options):
         keras.utils.clear_session(free_memory=False)
         model = with_state()
-        optimizer = tp.ElasticAveraging(sgd(), every=2, alpha=ALPHA)
+        optimizer = tp.ElasticAveraging(sgd(), sync_every=2, alpha=ALPHA)
         optimizer.build(model.trainable_variables)
         model.compile(optimizer, models.LOSS)
         given = {name: [model] for name in options}
@@ -215,7 +215,7 @@ def test_a_step_traced_with_other_statistics_is_refused(wire):
 def test_several_steps_in_one_execution(wire):
     keras.utils.clear_session(free_memory=False)
     data, model = models.mlp.data(96), models.mlp()
-    optimizer = tp.ElasticAveraging(sgd(), every=2, alpha=ALPHA)
+    optimizer = tp.ElasticAveraging(sgd(), sync_every=2, alpha=ALPHA)
     model.compile(optimizer, models.LOSS, steps_per_execution=3)
     history = model.fit(
         *elastic_share(data), batch_size=BATCH, epochs=2, verbose=0, shuffle=False
@@ -230,7 +230,7 @@ def test_moving_statistics_and_augmentation_with_adam(wire):
     """MobileNetV2, whose trace takes a minute, was tried by hand."""
     x, y = models.normalized.data(4 * tp.workers().size)
     model = models.normalized()
-    optimizer = tp.ElasticAveraging(keras.optimizers.Adam(1e-3), every=1)
+    optimizer = tp.ElasticAveraging(keras.optimizers.Adam(1e-3), sync_every=1)
     model.compile(optimizer, models.LOSS)
     start = model.get_weights()
     model.fit(*elastic_share((x, y)), batch_size=2, epochs=1, verbose=0)

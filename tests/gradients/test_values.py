@@ -60,7 +60,7 @@ def test_the_centre_has_the_largest_of_all_ranks(wire):
     weight = keras.Variable(np.ones((4, 3)), name="weight")
     history = keras.Variable(np.zeros(8), name="history")
     history.overwrite_with_gradient = True
-    optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1), every=2)
+    optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1), sync_every=2)
     for step in range(STEPS):
         values = tf.constant(_values(step, wire.topology.rank))
         optimizer.apply([tf.ones([4, 3]), values], [weight, history])

@@ -35,7 +35,7 @@ def elastic_fitted(data, optimizer=None, build=models.mlp, **fit):
     # The same names as in the run that is resumed.
     keras.utils.clear_session(free_memory=False)
     model = build()
-    optimizer = optimizer or tp.ElasticAveraging(sgd(), every=3, alpha=ALPHA)
+    optimizer = optimizer or tp.ElasticAveraging(sgd(), sync_every=3, alpha=ALPHA)
     model.compile(optimizer, models.LOSS, metrics=["accuracy"])
     options = {"batch_size": BATCH, "verbose": 0, "validation_data": data, **fit}
     return model, model.fit(*elastic_share(data), **options).history

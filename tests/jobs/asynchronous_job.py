@@ -105,7 +105,7 @@ def main(kind, folder, server):
     keras.utils.set_random_seed(tp.rank())
     model = models.mlp()
     # Twice the ranks' pace apart: the last one takes half as many steps meanwhile.
-    optimizer = tp.ElasticAveraging(keras.optimizers.SGD(0.1), every=2, alpha=0.4)
+    optimizer = tp.ElasticAveraging(keras.optimizers.SGD(0.1), sync_every=2, alpha=0.4)
     model.compile(optimizer, models.LOSS)
     data = models.mlp.data(64)
     if kind == "raise in a loop":

@@ -28,7 +28,7 @@ TROUBLES = {
 }
 OPTIMIZERS = {
     "": lambda inner: tp.DistributedOptimizer(inner),
-    "late": lambda inner: tp.LocalUpdates(inner, every=3, delay=2),
+    "late": lambda inner: tp.LocalUpdates(inner, sync_every=3, overlap_steps=2),
 }
 PAUSE_S = 0.1
 """Between steps, so that a job that waits for its fault leaves the processor to others."""

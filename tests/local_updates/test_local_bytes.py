@@ -17,11 +17,11 @@ TALK = 200_000
 """Bytes of the messages in which ranks agree on what to exchange, in nodes at every step."""
 OPTIONS = {
     "dense": {},
-    "16 bits, late": {"scheme": tp.schemes.AllToAll(wire_dtype="float16"), "delay": LATE},
+    "16 bits, late": {"scheme": tp.schemes.AllToAll(wire_dtype="float16"), "overlap_steps": LATE},
     "a tenth": {"scheme": tp.schemes.TopK(density=0.1, min_elements=0)},
     "a tenth, of nodes": {
         "scheme": tp.schemes.HiTopK(density=0.1, min_elements=0),
-        "within": "node",
+        "hierarchical": True,
     },
 }
 

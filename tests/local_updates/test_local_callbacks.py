@@ -152,7 +152,12 @@ def test_weights_assigned_between_epochs_are_where_ranks_go_on(wire):
     plain = keras.optimizers.SGD
     for make, begins in (
         (lambda: tp.LocalUpdates(plain(0.05), EVERY, "elastic"), True),
-        (lambda: tp.LocalUpdates(plain(0.05), EVERY, tp.local.Outer(plain(0.7)), delay=1), False),
+        (
+            lambda: tp.LocalUpdates(
+                plain(0.05), EVERY, tp.local.Outer(plain(0.7)), overlap_steps=1
+            ),
+            False,
+        ),
         (lambda: tp.LocalUpdates(plain(0.05), EVERY, scheme=SPARSE), False),
     ):
 
@@ -229,9 +234,9 @@ def test_loaded_weights_in_a_loop_of_ones_own(wire):
     path = os.path.join(folder, f"{wire.topology.rank}.weights.h5")
     start.save_weights(path)
     share = models.share(data, BATCH, wire.topology)
-    for options in ({"every": 4}, {"every": 4, "delay": 2}):
+    for options in ({"sync_every": 4}, {"sync_every": 4, "overlap_steps": 2}):
         model = models.copy(models.mlp, start)
-        model.compile(tp.LocalUpdates(sgd(), rule="outer", **options), models.LOSS)
+        model.compile(tp.LocalUpdates(sgd(), outer_optimizer="outer", **options), models.LOSS)
         # Before the first step they are where all ranks begin.
         model.load_weights(path)
         for _ in range(7):
@@ -299,7 +304,7 @@ def test_what_ranks_out_of_step_cannot_do_is_refused(wire):
     same_on_all_ranks(model.get_weights(), wire)
     sparse = models.mlp()
     sparse.compile(tp.LocalUpdates(sgd(), EVERY, "elastic", SPARSE), models.LOSS)
-    with Raises(ValueError, "would count twice. Received: rule=Elastic"):
+    with Raises(ValueError, "would count twice. Received: outer_optimizer=Elastic"):
         sparse.optimizer.build(sparse.trainable_variables)
 
 
@@ -356,8 +361,8 @@ def test_statistics_that_are_not_finite_go_on_from_the_centre(wire):
     """The weights of that rank count, and it keeps its slots."""
     data, start = models.mlp.data(7 * BATCH), batch_norm()
     for options in (
-        {"rule": "average", "delay": 1},
-        {"rule": "elastic", "within": "node"},
+        {"outer_optimizer": "average", "overlap_steps": 1},
+        {"outer_optimizer": "elastic", "hierarchical": True},
     ):
         found = []
         for callbacks in ([], [SpoilsStatistics()]):
@@ -380,7 +385,7 @@ def test_statistics_before_the_first_round(wire):
     data, start = models.mlp.data(5 * BATCH), batch_norm()
     for compile_options in ({"steps_per_execution": 2}, {"run_eagerly": True}):
         model = models.copy(batch_norm, start)
-        model.compile(tp.LocalUpdates(sgd(), every=100), models.LOSS, **compile_options)
+        model.compile(tp.LocalUpdates(sgd(), sync_every=100), models.LOSS, **compile_options)
         local, share = BATCH // wire.topology.size, models.share(data, BATCH, wire.topology)
         model.fit(*share, batch_size=local, epochs=2, verbose=0)
         assert models.digest(model.get_weights()) == models.digest(start.get_weights())

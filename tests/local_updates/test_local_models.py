@@ -34,9 +34,13 @@ def test_keras_hub_on_tf_data(wire):
         (
             hub.bert,
             "mixed_float16",
-            {"rule": "outer", "delay": 1, "scheme": tp.schemes.AllToAll(wire_dtype="float16")},
+            {
+                "outer_optimizer": "outer",
+                "overlap_steps": 1,
+                "scheme": tp.schemes.AllToAll(wire_dtype="float16"),
+            },
         ),
-        (hub.gemma_with_lora, "float32", {"rule": "elastic"}),
+        (hub.gemma_with_lora, "float32", {"outer_optimizer": "elastic"}),
     ):
         keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(5)
@@ -68,7 +72,7 @@ def test_a_dataset_of_python_in_half_precision(wire):
     model = models.mlp()
     start = model.get_weights()
     inner = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
-    model.compile(tp.LocalUpdates(inner, every=4), models.LOSS, steps_per_execution=2)
+    model.compile(tp.LocalUpdates(inner, sync_every=4), models.LOSS, steps_per_execution=2)
     model.fit(models.Batches(*models.mlp.data(10 * BATCH), BATCH, workers=2), epochs=2, verbose=0)
     same_on_all_ranks(model.get_weights(), wire)
     assert max(np.abs(a - b).max() for a, b in zip(model.get_weights(), start, strict=True)) > 1e-4

@@ -64,7 +64,7 @@ def test_nodes_equal_replicas_in_one_process(wire):
         centre, nodes = on_one_rank(
             lambda rule=rule, delay=delay: _nodes_in_one_process(start, data, wire, rule, delay)
         )
-        options = {"within": "node", "delay": delay, "bucket_bytes": 512}
+        options = {"hierarchical": True, "overlap_steps": delay, "bucket_bytes": 512}
         optimizer = tp.LocalUpdates(sgd(), EVERY, RULES[rule](), **options)
         model = fitted(models.mlp, start, data, wire, optimizer)
         check_equal(model.get_weights(), centre)
@@ -83,14 +83,14 @@ def test_nodes_are_resumed(wire):
     """In the middle of a round, and with an exchange under way."""
 
     def make():
-        return tp.LocalUpdates(sgd(), EVERY, "outer", "topk", within="node", delay=1)
+        return tp.LocalUpdates(sgd(), EVERY, "outer", "topk", hierarchical=True, overlap_steps=1)
 
     check_resumes(wire, make, slice(1, 6, 2))
 
 
 def test_a_late_exchange_of_nodes(wire):
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
-    optimizer = tp.LocalUpdates(sgd(), EVERY, within="node", delay=2, scheme="hitopk")
+    optimizer = tp.LocalUpdates(sgd(), EVERY, hierarchical=True, overlap_steps=2, scheme="hitopk")
     model = fitted(models.mlp, start, data, wire, optimizer, epochs=2)
     same_on_all_ranks(model.get_weights(), wire)
     assert optimizer.exposed_s >= 0.0
@@ -105,7 +105,7 @@ def test_buckets_of_a_late_exchange_go_one_after_the_other(wire):
     digests = []
     for bucket_bytes in (0, 1 << 20):
         # By a scheme whose sums do not depend on what Horovod fuses.
-        options = {"within": "node", "delay": DELAY, "scheme": "torus2d"}
+        options = {"hierarchical": True, "overlap_steps": DELAY, "scheme": "torus2d"}
         optimizer = tp.LocalUpdates(sgd(), EVERY, **options, bucket_bytes=bucket_bytes)
         model = fitted(models.mlp, start, data, wire, optimizer)
         assert "waits for at most one of their buckets" in str(optimizer.plan)
@@ -116,7 +116,7 @@ def test_buckets_of_a_late_exchange_go_one_after_the_other(wire):
 
 def test_nodes_resume_while_buckets_are_under_way(wire):
     def make():
-        return tp.LocalUpdates(sgd(), EVERY, within="node", delay=DELAY, bucket_bytes=0)
+        return tp.LocalUpdates(sgd(), EVERY, hierarchical=True, overlap_steps=DELAY, bucket_bytes=0)
 
     folder = shared_folder(wire)
     whole = local_job(os.path.join(folder, "whole"), make, every_n_steps=1)
@@ -136,11 +136,14 @@ def test_a_rank_of_a_node_out_of_data(wire):
     """All ranks end an epoch of unknown length together, and those of a node stay equal."""
     rank = wire.topology.rank
     x, y = models.mlp.data(48)
-    for options in ({"every": 3, "delay": 1}, {"every": 1, "rule": "elastic"}):
+    for options in (
+        {"sync_every": 3, "overlap_steps": 1},
+        {"sync_every": 1, "outer_optimizer": "elastic"},
+    ):
         keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(3)
         model = models.mlp()
-        optimizer = tp.LocalUpdates(sgd(), within="node", **options)
+        optimizer = tp.LocalUpdates(sgd(), hierarchical=True, **options)
         model.compile(optimizer, models.LOSS)
         batches = 5 if rank else 4
         data = tf.data.Dataset.from_tensor_slices((x[: 4 * batches], y[: 4 * batches])).batch(4)
@@ -155,8 +158,11 @@ def test_a_rank_of_a_node_out_of_data(wire):
 def test_statistics_that_are_not_finite_part_no_node(wire):
     """One rank's, after an overflow: the ranks of its node keep the same weights."""
     data, start = models.mlp.data(STEPS * BATCH), batch_norm()
-    for options in ({"rule": "elastic"}, {"rule": "average", "delay": 2}):
-        optimizer = tp.LocalUpdates(sgd(), EVERY, within="node", **options)
+    for options in (
+        {"outer_optimizer": "elastic"},
+        {"outer_optimizer": "average", "overlap_steps": 2},
+    ):
+        optimizer = tp.LocalUpdates(sgd(), EVERY, hierarchical=True, **options)
         callbacks = [SpoilsStatistics()]
         model = fitted(batch_norm, start, data, wire, optimizer, callbacks=callbacks)
         same_on_all_ranks(model.get_weights(), wire)

@@ -49,8 +49,8 @@ def test_throughput_shows_bytes_of_a_step(wire):
     accumulating = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
     for optimizer, copies in (
         (tp.DistributedOptimizer(accumulating, "allreduce"), 1 / 4),
-        (tp.LocalUpdates(sgd(), every=4), 1 / 4),
-        (tp.LocalUpdates(sgd(), every=4, within="node"), 1 + 1 / 4),
+        (tp.LocalUpdates(sgd(), sync_every=4), 1 / 4),
+        (tp.LocalUpdates(sgd(), sync_every=4, hierarchical=True), 1 + 1 / 4),
     ):
         throughput = keras_callbacks.Throughput()
         model = fitted(models.mlp, start, data, wire, optimizer, callbacks=[throughput])
@@ -106,7 +106,7 @@ def test_how_fast_ranks_are_changes_no_bit(wire):
     data, start = models.mlp.data(11 * BATCH), models.mlp()
     found = []
     for late in (0, 1):
-        optimizer = tp.LocalUpdates(sgd(), EVERY, "outer", SPARSE, delay=2)
+        optimizer = tp.LocalUpdates(sgd(), EVERY, "outer", SPARSE, overlap_steps=2)
         model = fitted(models.mlp, start, data, wire, optimizer, callbacks=[Late(late)])
         found.append((models.digest(model.get_weights()), models.digest(own_weights(model))))
     assert len(set(found)) == 1, found
@@ -126,7 +126,7 @@ def test_replica_check_looks_at_the_centre(wire):
     data, start = models.mlp.data(9 * BATCH), models.mlp()
 
     def run(*callbacks):
-        optimizer = tp.LocalUpdates(sgd(), EVERY, "outer", delay=1)
+        optimizer = tp.LocalUpdates(sgd(), EVERY, "outer", overlap_steps=1)
         return fitted(models.mlp, start, data, wire, optimizer, callbacks=list(callbacks))
 
     expected = run()
@@ -160,7 +160,7 @@ def test_ranks_of_an_only_node_train_together(wire):
     data, start = models.mlp.data(3 * EVERY * BATCH), models.mlp()
     together = fitted(models.mlp, start, data, wire, tp.DistributedOptimizer(sgd(), "allreduce"))
     for rule in ("average", tp.local.Elastic(1.0)):
-        optimizer = tp.LocalUpdates(sgd(), EVERY, rule, within="node")
+        optimizer = tp.LocalUpdates(sgd(), EVERY, rule, hierarchical=True)
         apart = fitted(models.mlp, start, data, wire, optimizer)
         check_equal(apart.get_weights(), together.get_weights())
         assert models.digest(own_weights(apart)) == models.digest(apart.get_weights())
@@ -169,9 +169,9 @@ def test_ranks_of_an_only_node_train_together(wire):
 def test_training_that_ends_before_its_first_round_is_told_of(wire):
     data, start = models.mlp.data(3 * BATCH), models.mlp()
     for options, is_told in (
-        ({"every": 4}, True),
-        ({"every": 3, "delay": 1}, True),
-        ({"every": 2, "delay": 1}, False),
+        ({"sync_every": 4}, True),
+        ({"sync_every": 3, "overlap_steps": 1}, True),
+        ({"sync_every": 2, "overlap_steps": 1}, False),
     ):
         with LogLines() as lines:
             model = fitted(models.mlp, start, data, wire, tp.LocalUpdates(sgd(), **options))
@@ -183,8 +183,8 @@ def test_training_that_ends_before_its_first_round_is_told_of(wire):
 def test_weights_of_other_types(wire):
     data = models.share(models.mlp.data(7 * BATCH), BATCH, wire.topology)
     for policy, options in (
-        ("bfloat16", {"rule": "outer", "delay": 1}),
-        ("float16", {"scheme": tp.schemes.AllToAll(wire_dtype="float16"), "delay": 1}),
+        ("bfloat16", {"outer_optimizer": "outer", "overlap_steps": 1}),
+        ("float16", {"scheme": tp.schemes.AllToAll(wire_dtype="float16"), "overlap_steps": 1}),
         ("float64", {"scheme": SPARSE}),
     ):
         keras.utils.clear_session(free_memory=False)
@@ -222,6 +222,6 @@ def test_what_was_kept_is_sent_before_schemes_change(wire):
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(sparse, dense, strict=True))
     check_equal(flushed, dense)
     late = models.mlp()
-    late.compile(tp.LocalUpdates(sgd(), EVERY, scheme=SPARSE, delay=1), models.LOSS)
+    late.compile(tp.LocalUpdates(sgd(), EVERY, scheme=SPARSE, overlap_steps=1), models.LOSS)
     with Raises(ValueError, "With `delay` the scheme stays. Received: a change from topk"):
         late.fit(*models.mlp.data(24), epochs=2, verbose=0, callbacks=[schedule])

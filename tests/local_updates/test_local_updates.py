@@ -72,7 +72,9 @@ def test_rules_equal_replicas_in_one_process(wire):
                     in_one_process(models.mlp, start, data, wire, rule, delay)
                 )
             )
-            optimizer = tp.LocalUpdates(sgd(), EVERY, make_rule(), delay=delay, bucket_bytes=512)
+            optimizer = tp.LocalUpdates(
+                sgd(), EVERY, make_rule(), overlap_steps=delay, bucket_bytes=512
+            )
             model = fitted(models.mlp, start, data, wire, optimizer)
             # The centre is what the end of `fit` shows.
             check_equal(model.get_weights(), centre)
@@ -89,7 +91,7 @@ def test_a_round_each_step_equals_all_reduce(wire):
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
     plain = keras.optimizers.SGD(0.05)
     dense = fitted(models.mlp, start, data, wire, tp.DistributedOptimizer(plain, "allreduce"))
-    for options in ({"every": 1}, {"every": 50, "start_after": STEPS}):
+    for options in ({"sync_every": 1}, {"sync_every": 50, "warmup_steps": STEPS}):
         optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.05), scheme="allreduce", **options)
         check_equal(
             fitted(models.mlp, start, data, wire, optimizer).get_weights(), dense.get_weights()
@@ -102,7 +104,7 @@ def test_two_fits_are_one(wire):
     for delay in (0, 1):
 
         def optimizer(delay=delay):
-            return tp.LocalUpdates(sgd(), EVERY, tp.local.Elastic(0.8), delay=delay)
+            return tp.LocalUpdates(sgd(), EVERY, tp.local.Elastic(0.8), overlap_steps=delay)
 
         one = fitted(models.mlp, start, data, wire, optimizer(), epochs=2)
         two = fitted(models.mlp, start, data, wire, optimizer())
@@ -123,7 +125,7 @@ def test_unequal_ranks_weigh_by_samples_and_lose_nothing(wire):
     for delay in (0, 1):
         keras.utils.clear_session(free_memory=False)
         model = models.copy(models.mlp, start)
-        optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.05), every=4, delay=delay)
+        optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.05), sync_every=4, overlap_steps=delay)
         model.compile(optimizer, models.LOSS)
         data = tf.data.Dataset.from_tensor_slices((x[pieces[rank]], y[pieces[rank]])).batch(4)
         model.fit(data.filter(lambda *_: True), epochs=2, verbose=0)
@@ -200,7 +202,7 @@ RESUMED = {
     "average and top k": lambda: tp.LocalUpdates(
         keras.optimizers.Adam(0.01), EVERY, "average", "topk"
     ),
-    "outer, sparse, late": lambda: tp.LocalUpdates(sgd(), EVERY, "outer", SPARSE, delay=2),
+    "outer, sparse, late": lambda: tp.LocalUpdates(sgd(), EVERY, "outer", SPARSE, overlap_steps=2),
 }
 
 
@@ -216,7 +218,7 @@ def test_two_optimizers_in_one_model(wire):
     keras.utils.set_random_seed(11)
     model = Gan()
     adam = keras.optimizers.Adam
-    model.compile(tp.LocalUpdates(adam(0.01), 2), tp.LocalUpdates(adam(0.02), 3, delay=1))
+    model.compile(tp.LocalUpdates(adam(0.01), 2), tp.LocalUpdates(adam(0.02), 3, overlap_steps=1))
     random = np.random.default_rng(wire.topology.rank)
     noise, real = random.normal(size=(28, 3)), random.normal(2, 1, (28, 4))
     data = noise.astype("float32"), real.astype("float32")
@@ -274,16 +276,16 @@ def test_hand_written_loops_and_several_steps_per_execution(wire):
     unrolled.fit(*share, batch_size=local, shuffle=False, verbose=0)
     check_equal(unrolled.get_weights(), expected.get_weights())
     eager = models.copy(models.mlp, start)
-    eager.compile(tp.LocalUpdates(sgd(), EVERY, delay=1), models.LOSS, run_eagerly=True)
+    eager.compile(tp.LocalUpdates(sgd(), EVERY, overlap_steps=1), models.LOSS, run_eagerly=True)
     eager.fit(*share, batch_size=local, shuffle=False, verbose=0)
     same_on_all_ranks(eager.get_weights(), wire)
 
 
 def test_executions_end_where_ranks_synchronize(wire):
     for options, received in (
-        ({"every": 3}, "every=3"),
-        ({"every": 4, "delay": 1}, "delay=1"),
-        ({"every": 4, "start_after": 2}, "start_after=2"),
+        ({"sync_every": 3}, "sync_every=3"),
+        ({"sync_every": 4, "overlap_steps": 1}, "overlap_steps=1"),
+        ({"sync_every": 4, "warmup_steps": 2}, "warmup_steps=2"),
     ):
         model = models.mlp()
         model.compile(tp.LocalUpdates(sgd(), **options), models.LOSS, steps_per_execution=2)
@@ -303,7 +305,7 @@ def test_a_gan_is_resumed(wire):
     """Its optimizers learn in the first step which variables they train."""
 
     def make():
-        return tp.LocalUpdates(keras.optimizers.SGD(0.01), EVERY, "elastic", delay=1)
+        return tp.LocalUpdates(keras.optimizers.SGD(0.01), EVERY, "elastic", overlap_steps=1)
 
     def run(folder, every_n_steps=None, model=None):
         model = model or _gan(make)
@@ -330,7 +332,7 @@ def test_a_gan_is_resumed(wire):
 
 def test_several_calls_in_a_step_with_a_rank_out_of_data(wire):
     """A round of the discriminator may be due in the first call of a step or in the second."""
-    model = _gan(lambda: tp.LocalUpdates(keras.optimizers.SGD(0.01), 3, delay=1), d_steps=2)
+    model = _gan(lambda: tp.LocalUpdates(keras.optimizers.SGD(0.01), 3, overlap_steps=1), d_steps=2)
     pieces = [4, 4, 4, 4, 3] if wire.topology.rank else [4, 4]
     model.fit(gan_batches(pieces), epochs=2, verbose=0)
     same_on_all_ranks([v.numpy() for v in model.variables], wire)
@@ -338,6 +340,6 @@ def test_several_calls_in_a_step_with_a_rank_out_of_data(wire):
 
 def test_ranks_that_begin_apart_are_refused(wire):
     other = models.mlp()
-    other.compile(tp.LocalUpdates(sgd(), every=2 + wire.topology.rank), models.LOSS)
+    other.compile(tp.LocalUpdates(sgd(), sync_every=2 + wire.topology.rank), models.LOSS)
     with Raises(RuntimeError, "All ranks must exchange alike. Received: every 2"):
         other.fit(*models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])

@@ -130,7 +130,7 @@ def test_by_a_sparse_scheme_and_in_local_updates(wire, kind):
     sparse = tp.schemes.TopK(density=0.1, min_elements=0)
     for optimizer in (
         tp.DistributedOptimizer(KINDS[kind](), sparse),
-        tp.LocalUpdates(KINDS[kind](), every=2),
+        tp.LocalUpdates(KINDS[kind](), sync_every=2),
     ):
         model = fitted(models.mlp, start, data, wire, optimizer)
         same_on_all_ranks(model.get_weights(), wire)

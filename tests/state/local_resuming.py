@@ -16,7 +16,7 @@ EVERY, SAMPLES = 4, 72
 SPARSE = tp.schemes.TopK(density=0.1, min_elements=0)
 OPTIMIZERS = {
     "average": lambda: LocalUpdates(keras.optimizers.Adam(0.01), EVERY),
-    "outer, late": lambda: LocalUpdates(keras.optimizers.SGD(0.1), EVERY, "outer", delay=1),
+    "outer, late": lambda: LocalUpdates(keras.optimizers.SGD(0.1), EVERY, "outer", overlap_steps=1),
     "sparse": lambda: LocalUpdates(keras.optimizers.SGD(0.1, 0.5), EVERY, scheme=SPARSE),
 }
 

@@ -175,7 +175,7 @@ def _data(wire):
     "make",
     [
         lambda: tp.DistributedOptimizer(keras.optimizers.SGD(0.1)),
-        lambda: tp.LocalUpdates(keras.optimizers.SGD(0.1), every=2),
+        lambda: tp.LocalUpdates(keras.optimizers.SGD(0.1), sync_every=2),
     ],
     ids=["distributed", "local"],
 )

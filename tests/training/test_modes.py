@@ -133,12 +133,19 @@ def test_one_processor_is_enough(wire):
 
 @pytest.mark.ranks("2", **ONE_PROCESSOR)
 @pytest.mark.parametrize(
-    "options", [{}, {"rule": "outer"}, {"within": "node", "delay": 1}, {"delay": 1}], ids=str
+    "options",
+    [
+        {},
+        {"outer_optimizer": "outer"},
+        {"hierarchical": True, "overlap_steps": 1},
+        {"overlap_steps": 1},
+    ],
+    ids=str,
 )
 def test_one_processor_is_enough_for_local_updates(wire, options):
-    _weights(tp.LocalUpdates(keras.optimizers.SGD(0.05), every=2, **options), wire)
+    _weights(tp.LocalUpdates(keras.optimizers.SGD(0.05), sync_every=2, **options), wire)
 
 
 @pytest.mark.ranks("2", server_rank=0, **ONE_PROCESSOR)
 def test_one_processor_is_enough_for_a_server(wire):
-    _weights(tp.ElasticAveraging(keras.optimizers.SGD(0.05), every=2), wire)
+    _weights(tp.ElasticAveraging(keras.optimizers.SGD(0.05), sync_every=2), wire)

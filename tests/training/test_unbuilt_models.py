@@ -58,7 +58,7 @@ def _by_tf_data(model, x, y):
 
 OPTIMIZERS = {
     "distributed": lambda: tp.DistributedOptimizer(keras.optimizers.Adam(0.01)),
-    "local": lambda: tp.LocalUpdates(keras.optimizers.SGD(0.1), every=2),
+    "local": lambda: tp.LocalUpdates(keras.optimizers.SGD(0.1), sync_every=2),
 }
 
 

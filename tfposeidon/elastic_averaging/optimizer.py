@@ -38,19 +38,19 @@ BETA = 0.9
 class ElasticAveraging(OptimizerWrapper):
     """Lets workers train by themselves, each at its own pace, around a centre that a server keeps.
 
-    Once in `every` steps a worker exchanges its weights `x` with the server's centre `c`: the
+    Once in `sync_every` steps a worker exchanges its weights `x` with the server's centre `c`: the
     worker moves by `-alpha (x - c)`, the centre by `server_alpha (x - c)`. Nobody waits for another
     worker. One rank serves and trains nothing: call `tfposeidon.init(server_rank=0)` first. All
     ranks run the same script; on the server, `fit` evaluates the centre on `validation_data`
     whenever workers have ended an epoch, as a mean over them, and callbacks that save or stop act
     there. After `fit` all ranks hold the centre. The synchronous form needs no server:
-    `LocalUpdates(rule=tfposeidon.local.Elastic())`.
+    `LocalUpdates(outer_optimizer=tfposeidon.local.Elastic())`.
 
     Args:
       inner_optimizer: A Keras optimizer that is not wrapped yet. It updates a worker's weights at
         every step, and its state is the worker's own. Workers hand it to the server when they end
         an epoch: a resumed run begins with the mean over them.
-      every: Steps of a worker from one exchange to the next, at least 1 (default 4).
+      sync_every: Steps of a worker from one exchange to the next, at least 1 (default 4).
       alpha: Share of its distance from the centre that a worker gives up in an exchange, above 0
         and at most 1; `None` (default) for 0.9 / workers.
       server_alpha: Share of that distance by which the centre moves, above 0 and at most 1; `None`
@@ -82,7 +82,7 @@ class ElasticAveraging(OptimizerWrapper):
     def __init__(
         self,
         inner_optimizer: keras.optimizers.Optimizer,
-        every: int = 4,
+        sync_every: int = 4,
         alpha: float | None = None,
         server_alpha: float | None = None,
         *,
@@ -90,7 +90,7 @@ class ElasticAveraging(OptimizerWrapper):
         **others: Any,
     ) -> None:
         arguments.check_no_more_arguments("ElasticAveraging", others)
-        ranges.check_integer("every", every, 1)
+        ranges.check_integer("sync_every", sync_every, 1)
         for argument, value in (("alpha", alpha), ("server_alpha", server_alpha)):
             if value is not None:
                 ranges.check_number(argument, value, ranges.FRACTION)
@@ -104,7 +104,7 @@ class ElasticAveraging(OptimizerWrapper):
             name=name or "elastic_averaging",
         )
         arguments.check_no_averages("ElasticAveraging", inner_optimizer)
-        self._every, self._alpha, self._server_alpha = every, alpha, server_alpha
+        self._every, self._alpha, self._server_alpha = sync_every, alpha, server_alpha
         # It only plans: exchanges go by a pair's wire, when a worker calls.
         self._exchange = Step(self, policy, DEFAULT_BUCKET_BYTES, None, _pair_of_plan)
         self._statistics: Callable[[], Sequence[Any]] = list
@@ -151,7 +151,7 @@ class ElasticAveraging(OptimizerWrapper):
         return {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            "every": self._every,
+            "sync_every": self._every,
             "alpha": self._alpha,
             "server_alpha": self._server_alpha,
         }
@@ -181,7 +181,7 @@ class ElasticAveraging(OptimizerWrapper):
     @override
     def agreed_settings(self) -> dict[str, Any]:
         return {
-            "every": self._every,
+            "sync_every": self._every,
             "alpha": self.alpha,
             "server_alpha": self.server_alpha,
             **settings(self.inner_optimizer, "inner optimizer"),
@@ -356,7 +356,8 @@ class ElasticAveraging(OptimizerWrapper):
     def check_change(self, policy: policies.Policy) -> None:
         raise ValueError(
             f"ElasticAveraging has no scheme to change. Received: scheme={policy}. Use "
-            "LocalUpdates(rule=tfposeidon.local.Elastic()), whose differences go by any scheme."
+            "LocalUpdates(outer_optimizer=tfposeidon.local.Elastic()), whose differences go by any "
+            "scheme."
         )
 
     # ------------------------------------------------------------------ roles

@@ -17,7 +17,7 @@ def notes(plan: Plan, schedule: Schedule, rule: Rule, in_node: Plan | None) -> l
       rule: What a round makes of the mean difference.
       in_node: Plan of the gradients' exchange in the node, if there is one.
     """
-    every, is_late = schedule.every, bool(schedule.delay)
+    every, is_late = schedule.sync_every, bool(schedule.overlap_steps)
     length = readable_size(sum(description.bytes for description in plan.descriptions))
     is_exact = all(bucket.scheme.exact for bucket in plan.buckets)
     return [
@@ -26,16 +26,16 @@ def notes(plan: Plan, schedule: Schedule, rule: Rule, in_node: Plan | None) -> l
         f"{3 if is_late else 1} x {length} of memory for the centre"
         + (" and an exchange under way" if is_late else "")
         + ", and what the rule keeps",
-        *_of_node(in_node, schedule.delay),
+        *_of_node(in_node, schedule.overlap_steps),
         "replicas are equal in their centre only"
         + ("" if is_exact else "; the scheme rounds or selects"),
     ]
 
 
-def _of_node(plan: Plan | None, delay: int) -> list[str]:
+def _of_node(plan: Plan | None, overlap_steps: int) -> list[str]:
     if plan is None:
         return []
     note = f"gradients: all-reduce in the node at every step, {readable_size(plan.cost.bytes)}"
-    if delay:
+    if overlap_steps:
         note += "; while weights are exchanged, it waits for at most one of their buckets"
     return [note]

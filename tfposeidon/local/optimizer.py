@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
@@ -38,26 +38,27 @@ from tfposeidon.wrapper import OptimizerWrapper, build_inner
 class LocalUpdates(OptimizerWrapper):
     """Lets each rank train by itself, and brings their weights together once in several steps.
 
-    What is exchanged are differences from the *centre*, weights that are equal on all ranks; a rule
-    says how the centre follows the ranks. Communication falls by `every`, at some cost in accuracy:
-    replicas are equal in their centre only. `evaluate`, `predict`, `save` and callbacks at the end
-    of an epoch see the centre; training goes on from each rank's own weights. On one rank it is the
-    inner optimizer.
+    What is exchanged are differences from the *centre*, weights that are equal on all ranks; an
+    outer optimizer says how the centre follows the ranks. Communication falls by `sync_every`, at
+    some cost in accuracy: replicas are equal in their centre only. `evaluate`, `predict`, `save`
+    and callbacks at the end of an epoch see the centre; training goes on from each rank's own
+    weights. On one rank it is the inner optimizer.
 
     Args:
       inner_optimizer: A Keras optimizer that is not wrapped yet. It updates this rank's weights at
         every step, and its state is this rank's own.
-      every: Steps from one round to the next, at least 1 (default 32).
-      rule: What a round does: `"average"` (default), `"elastic"`, `"outer"`, `"slow_momentum"`, or
-        an object of `tfposeidon.local`.
+      sync_every: Steps from one round to the next, at least 1 (default 32).
+      outer_optimizer: What a round does: `"average"` (default), `"elastic"`, `"outer"`,
+        `"slow_momentum"`, or an object of `tfposeidon.local`.
       scheme: Scheme by which differences are exchanged (default `"torus2d"`), as for
         `DistributedOptimizer`, but for those that need factors, servers that update, or momentum
         correction, and for `"auto"`.
-      within: `"node"` to average gradients over the ranks of each node at every step, so that only
-        nodes train by themselves; `None` (default) for all ranks.
-      delay: Steps from an exchange to its result, below `every`; the exchange runs beside them, and
-        all ranks take its result after the same step (default 0: the step waits for it).
-      start_after: Steps at the beginning with a round each, for post-local training (default 0).
+      hierarchical: True to average gradients over the ranks of each node at every step, so that
+        only nodes train by themselves (default False: each rank does).
+      overlap_steps: Steps from an exchange to its result, below `sync_every`; the exchange runs
+        beside them, and all ranks take its result after the same step (default 0: the step waits
+        for it).
+      warmup_steps: Steps at the beginning with a round each, for post-local training (default 0).
       bucket_bytes: Bytes up to which small differences are fused (default 4 MiB).
       sample_count: Function by which `fit` weighs this rank; see `DistributedOptimizer`.
       name: Name of the optimizer (default `"local_updates"`).
@@ -69,42 +70,42 @@ class LocalUpdates(OptimizerWrapper):
         inner optimizer averages weights (`use_ema`), under `tf.distribute`, or with another Keras
         backend than TensorFlow.
 
-    Memory: a copy of the weights for the centre, what the rule keeps, and with `delay` two copies
-    more while an exchange is under way.
+    Memory: a copy of the weights for the centre, what the rule keeps, and with `overlap_steps` two
+    copies more while an exchange is under way.
 
     Source: the rules name theirs. Zhang et al. 2015, Theano-MPI section 4 (elastic averaging).
 
     Example:
       >>> import keras, tfposeidon as tp
-      >>> optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1, momentum=0.9), every=16)
+      >>> optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1, momentum=0.9), sync_every=16)
       >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
       >>> model.compile(optimizer=optimizer, loss="mse")
     """
 
-    _serialized: ClassVar[tuple[str, ...]] = (*OptimizerWrapper._serialized, "rule")
+    _serialized: ClassVar[tuple[str, ...]] = (*OptimizerWrapper._serialized, "outer_optimizer")
     has_own_inner: ClassVar[bool] = True
 
     def __init__(
         self,
         inner_optimizer: keras.optimizers.Optimizer,
-        every: int = 32,
-        rule: Any = "average",
+        sync_every: int = 32,
+        outer_optimizer: Any = "average",
         scheme: Any = "torus2d",
         *,
-        within: Literal["node"] | None = None,
-        delay: int = 0,
-        start_after: int = 0,
+        hierarchical: bool = False,
+        overlap_steps: int = 0,
+        warmup_steps: int = 0,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         sample_count: sample_counts.SampleCount | None = None,
         name: str | None = None,
         **others: Any,
     ) -> None:
         arguments.check_no_more_arguments("LocalUpdates", others)
-        schedule = Schedule(every, delay, start_after)
-        if within not in ("node", None):
+        schedule = Schedule(sync_every, overlap_steps, warmup_steps)
+        if not isinstance(hierarchical, bool):
             raise ValueError(
-                f'`within` must be "node" or None. Received: within={within!r}. Leave it out, and '
-                "every rank trains by itself."
+                f"`hierarchical` must be True or False. Received: hierarchical={hierarchical!r}. "
+                "Leave it out, and every rank trains by itself."
             )
         policy = policies.parse(scheme)
         exchanges.check_policy(policy)
@@ -118,16 +119,15 @@ class LocalUpdates(OptimizerWrapper):
         )
         arguments.check_no_averages("LocalUpdates", inner_optimizer)
         self._schedule = schedule
-        self._rule = rules.parse(rule)
+        self._rule = rules.parse(outer_optimizer)
         # Now, as a rule's own optimizer cannot tell its rate while a step is traced.
-        self._rule_settings = settings(self._rule, "rule")
+        self._rule_settings = settings(self._rule, "outer_optimizer")
         # Rounds exchange differences, which the rule adds up, whatever the optimizer inside is.
         self._exchange = Step(exchanges.Adding(self), policy, bucket_bytes, sample_count)
-        self._within = within
         self._node = (
-            None
-            if within is None
-            else exchanges.Node(self, self._exchange, bucket_bytes, sample_count)
+            exchanges.Node(self, self._exchange, bucket_bytes, sample_count)
+            if hierarchical
+            else None
         )
         self._synchronization: Synchronization | None = None
         self._showing = Showing(
@@ -165,7 +165,7 @@ class LocalUpdates(OptimizerWrapper):
         self._adopt(variables)
 
     def _build_synchronization(self, variables: Sequence[Any]) -> None:
-        rules.warn_of_momentum(self._rule, self.inner_optimizer, self._schedule.every)
+        rules.warn_of_momentum(self._rule, self.inner_optimizer, self._schedule.sync_every)
         topology = runtime.wire().topology
         in_node = self._node is not None
         keeps = self._exchange.exchanger(variables).states.exist
@@ -221,7 +221,7 @@ class LocalUpdates(OptimizerWrapper):
     @property
     @override
     def bytes_per_step(self) -> float:
-        in_rounds = super().bytes_per_step / self._schedule.every
+        in_rounds = super().bytes_per_step / self._schedule.sync_every
         return in_rounds + (0.0 if self._node is None else self._plan_of_node().cost.bytes)
 
     def _plan_of_node(self) -> Plan:
@@ -236,8 +236,8 @@ class LocalUpdates(OptimizerWrapper):
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             **dataclasses.asdict(self._schedule),
-            "within": self._within,
-            "rule": keras.saving.serialize_keras_object(self._rule),
+            "hierarchical": self._node is not None,
+            "outer_optimizer": keras.saving.serialize_keras_object(self._rule),
             "scheme": keras.saving.serialize_keras_object(self.policy),
             "bucket_bytes": self._exchange.plans.planner.bucket_bytes,
             "sample_count": keras.saving.serialize_keras_object(self._exchange.batch.function),
@@ -325,7 +325,7 @@ class LocalUpdates(OptimizerWrapper):
         Example:
           >>> import keras, tensorflow as tf, tfposeidon as tp
           >>> weight = keras.Variable([1.0])
-          >>> optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.5), every=2)
+          >>> optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.5), sync_every=2)
           >>> for _ in range(4):
           ...     optimizer.apply([tf.ones([1])], [weight])
           ...     optimizer.end_step()
@@ -368,7 +368,7 @@ class LocalUpdates(OptimizerWrapper):
     @override
     def agreed_settings(self) -> dict[str, Any]:
         schedule = dataclasses.asdict(self._schedule)
-        return {**schedule, "within": self._within, **self._rule_settings}
+        return {**schedule, "hierarchical": self._node is not None, **self._rule_settings}
 
     @property
     @override
@@ -386,8 +386,8 @@ class LocalUpdates(OptimizerWrapper):
           scheme: Any value that the constructor takes; the same on all ranks, at the same step.
 
         Raises:
-          ValueError: If the scheme cannot carry differences, or with `delay`, where an exchange by
-            the old one may be under way.
+          ValueError: If the scheme cannot carry differences, or with `overlap_steps`, where an
+            exchange by the old one may be under way.
         """
         # What schemes keep stays with the same one.
         if policies.parse(scheme) != self.policy:
@@ -397,10 +397,11 @@ class LocalUpdates(OptimizerWrapper):
     def check_change(self, policy: policies.Policy) -> None:
         exchanges.check_policy(policy)
         rules.check_nothing_counts_twice(self._rule, policy, policy.keeps_state)
-        if self._schedule.delay and policy != self.policy:
+        if self._schedule.overlap_steps and policy != self.policy:
             raise ValueError(
-                "With `delay` the scheme stays. Received: a change from "
-                f"{self.policy} to {policy} with delay={self._schedule.delay}. Use delay=0."
+                "With `overlap_steps` the scheme stays. Received: a change from "
+                f"{self.policy} to {policy} with overlap_steps={self._schedule.overlap_steps}. "
+                "Use overlap_steps=0."
             )
 
     # ------------------------------------------------------------------ global weights
@@ -462,10 +463,10 @@ class LocalUpdates(OptimizerWrapper):
         """Warns if training ended before the first synchronization."""
         if self._synchronization is not None and self._synchronization.has_yet_to_settle:
             runtime.say(
-                "tfposeidon: LocalUpdates(every=%d): training ended before the first "
+                "tfposeidon: LocalUpdates(sync_every=%d): training ended before the first "
                 "synchronization, so that the model shows the weights it began with. Give a "
-                "smaller `every`, or train for longer.",
-                self._schedule.every,
+                "smaller `sync_every`, or train for longer.",
+                self._schedule.sync_every,
             )
 
     def restart_from_weights(self) -> None:

@@ -80,13 +80,13 @@ class Rule(ABC):
 class Average(Rule):
     """Averages the weights of all ranks, and all go on from the mean (local SGD).
 
-    With `every=1` and SGD without momentum it is synchronous training. With
-    `LocalUpdates(start_after=...)` it is post-local SGD.
+    With `sync_every=1` and SGD without momentum it is synchronous training. With
+    `LocalUpdates(warmup_steps=...)` it is post-local SGD.
 
     Source: Stich 2019 (local SGD); Lin et al. 2018, arXiv 1808.07217 (post-local SGD).
 
     >>> import keras, tfposeidon as tp
-    >>> optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1), rule=tp.local.Average())
+    >>> optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1), outer_optimizer=tp.local.Average())
     """
 
     @override
@@ -99,7 +99,7 @@ class Average(Rule):
 class Elastic(Rule):
     """Pulls ranks and centre towards one another (EASGD); with Nesterov momentum inside, EAMSGD.
 
-    In a round each replica (a rank, or with `within="node"` a node) gives up
+    In a round each replica (a rank, or with `hierarchical=True` a node) gives up
     `alpha = beta / replicas` of its difference from the centre, and the centre gains what all have
     given up. Replicas stay apart.
 
@@ -115,7 +115,7 @@ class Elastic(Rule):
 
     >>> import keras, tfposeidon as tp
     >>> inner = keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True)
-    >>> optimizer = tp.LocalUpdates(inner, every=16, rule=tp.local.Elastic(beta=0.9))
+    >>> optimizer = tp.LocalUpdates(inner, 16, outer_optimizer=tp.local.Elastic(beta=0.9))
     """
 
     weighs_samples = False
@@ -161,7 +161,8 @@ class Outer(Rule):
     Source: Douillard et al. 2023, arXiv 2311.08105, algorithm 1. Differs: ranks weigh by samples.
 
     >>> import keras, tfposeidon as tp
-    >>> optimizer = tp.LocalUpdates(keras.optimizers.AdamW(4e-4), every=500, rule=tp.local.Outer())
+    >>> inner = keras.optimizers.AdamW(4e-4)
+    >>> optimizer = tp.LocalUpdates(inner, sync_every=500, outer_optimizer=tp.local.Outer())
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer | None = None) -> None:
@@ -233,8 +234,8 @@ class SlowMomentum(Outer):
     with a constant rate that makes no difference. The inner optimizer's slots stay as they are.
 
     >>> import keras, tfposeidon as tp
-    >>> optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1), every=12,
-    ...                             rule=tp.local.SlowMomentum(0.7))
+    >>> optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1), sync_every=12,
+    ...                             outer_optimizer=tp.local.SlowMomentum(0.7))
     """
 
     def __init__(self, momentum: float = 0.7, rate: float = 1.0) -> None:
@@ -272,9 +273,9 @@ def check_nothing_counts_twice(rule: Rule, policy: Any, keeps: bool) -> None:
     if keeps and rule.pull(2) < 1.0:
         raise ValueError(
             "Where ranks stay apart, what a scheme keeps for later rounds would count twice. "
-            f"Received: rule={rule}, scheme={policy}. Use a scheme that keeps "
+            f"Received: outer_optimizer={rule}, scheme={policy}. Use a scheme that keeps "
             'nothing ("torus2d", "allreduce", tp.schemes.AllToAll(wire_dtype="float16")), or '
-            'rule="average".'
+            'outer_optimizer="average".'
         )
 
 
@@ -282,9 +283,9 @@ def warn_of_momentum(rule: Rule, inner: Any, every: int) -> None:
     """Warns where momentum inside and outside add up within few steps."""
     if rule.momentum and momentum_of(inner) and every < FEWEST_WITH_MOMENTUM:
         runtime.say(
-            "tfposeidon: LocalUpdates(every=%d): with momentum inside (%g) and outside (%g), fewer "
-            "than %d steps in a round are known to do harm. Give a larger `every`, or an inner "
-            "optimizer without momentum.",
+            "tfposeidon: LocalUpdates(sync_every=%d): with momentum inside (%g) and outside (%g), "
+            "fewer than %d steps in a round are known to do harm. Give a larger `sync_every`, or "
+            "an inner optimizer without momentum.",
             every,
             momentum_of(inner),
             rule.momentum,
@@ -306,8 +307,8 @@ def parse(rule: Any) -> Rule:
     if isinstance(rule, str) and rule in NAMES:
         return NAMES[rule]()
     raise ValueError(
-        f"`rule` must be one of {', '.join(NAMES)}, or an object of tfposeidon.local. "
-        f"Received: rule={rule!r}"
+        f"`outer_optimizer` must be one of {', '.join(NAMES)}, or an object of tfposeidon.local. "
+        f"Received: outer_optimizer={rule!r}"
     )
 
 

@@ -91,7 +91,7 @@ class Synchronization:
     def prepare(self, statistics: Sequence[Any]) -> None:
         """Makes the variables that are still missing; `statistics` travel with the weights."""
         self.weights.carry(statistics)
-        if self._schedule.delay:
+        if self._schedule.overlap_steps:
             with tf.init_scope():
                 for variable in self.weights.variables[len(self._sent) :]:
                     zeros = tf.zeros_like(tf.convert_to_tensor(variable))
@@ -123,13 +123,13 @@ class Synchronization:
         self._steps += steps
         if self._is_under_way:
             has_failed = self._present_flight().has_failed
-            if has_failed or self._steps >= self._schedule.delay:
+            if has_failed or self._steps >= self._schedule.overlap_steps:
                 self._arrive()
-        starts = self._schedule.start_after
+        starts = self._schedule.warmup_steps
         is_warming_up = starts > 0 and int(self._number.numpy()) < starts
-        if self._steps < (1 if is_warming_up else self._schedule.every):
+        if self._steps < (1 if is_warming_up else self._schedule.sync_every):
             return
-        if self._schedule.delay and not is_warming_up:
+        if self._schedule.overlap_steps and not is_warming_up:
             self._send()
         else:
             self._synchronize(has_data=True)
@@ -289,7 +289,7 @@ class Synchronization:
     def _mean_differences(
         self, exchanger: Exchanger, differences: list[tf.Tensor], weight: tf.Tensor
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        if not self._schedule.delay:
+        if not self._schedule.overlap_steps:
             means, states = exchanger.exchange(differences, weight)
             return means, list(itertools.chain(*states))
         found: dict[int, tf.Tensor] = {}
@@ -379,7 +379,7 @@ class Synchronization:
     def rank_state(self) -> list[tuple[Any, StateDescription]]:
         """State that belongs to this rank, each with its description."""
         variables = [Counters(self), self._samples, *self.weights.copies]
-        if self._schedule.delay:
+        if self._schedule.overlap_steps:
             variables += [self._count, self._finite, *self._sent]
         descriptions = [
             StateDescription(name=f"local {index}", placement=Placement.LOCAL)
