@@ -12,7 +12,7 @@ import itertools
 import statistics
 
 from benchmarks import figures, harness
-from tfposeidon.communication.links import HEADERS
+from tfposeidon.communication.network_profile import HEADERS
 from tfposeidon.units import parse_rate
 
 REPEATS = 7

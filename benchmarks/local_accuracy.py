@@ -70,7 +70,7 @@ SYSTEMS = {
         ),
         # With neither an outer optimizer nor SGD: tells which of the two DiLoCo owes its result to.
         System(VARIANTS, "local AdamW", "average by adamw", 16, "torus2d", "local AdamW"),
-        System(VARIANTS, "local SGD in 16 bits", "average", 16, "alltoall:float16", "auto:halves"),
+        System(VARIANTS, "local SGD in 16 bits", "average", 16, "alltoall:float16", "auto:fp16"),
         System(
             VARIANTS, "local SGD by top 1 %", "average", 16, "hitopk:0.01", "hitopk:0.01:float16"
         ),

@@ -12,7 +12,7 @@ from tfposeidon.lab import models
 
 SYSTEMS = (
     *("horovod", "ddp", "ddp-powersgd", "jax"),
-    *("hybcomm", "hitopk:0.01", "auto", "auto:halves", "auto:density"),
+    *("hybcomm", "hitopk:0.01", "auto", "auto:fp16", "auto:topk"),
 )
 """Systems that are shown, top down."""
 COMMON = {

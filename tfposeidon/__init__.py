@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfposeidon import local, ops, optimizers, policies, sample_counts, schemes, state
     from tfposeidon.collectives import all_gather, all_reduce, barrier, broadcast_variables
-    from tfposeidon.communication.links import Link, Links, Rates
+    from tfposeidon.communication.network_profile import Link, NetworkProfile, Rates
     from tfposeidon.communication.runtime import init, rank, size, workers
     from tfposeidon.elastic_averaging.optimizer import ElasticAveraging
     from tfposeidon.exchange.parallel_operator import parallel_tensor_operator
@@ -27,8 +27,8 @@ __all__ = [
     "DistributedOptimizer",
     "ElasticAveraging",
     "Link",
-    "Links",
     "LocalUpdates",
+    "NetworkProfile",
     "Rates",
     "ShardedOptimizer",
     "all_gather",
@@ -62,9 +62,9 @@ _HOME = {
     "barrier": "collectives",
     "broadcast_variables": "collectives",
     "parallel_tensor_operator": "exchange.parallel_operator",
-    "Link": "communication.links",
-    "Links": "communication.links",
-    "Rates": "communication.links",
+    "Link": "communication.network_profile",
+    "NetworkProfile": "communication.network_profile",
+    "Rates": "communication.network_profile",
     "init": "communication.runtime",
     "local_rank": "communication.runtime",
     "local_size": "communication.runtime",

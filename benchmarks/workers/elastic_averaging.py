@@ -101,7 +101,7 @@ def main():
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
     serves = any(system["every"] is not None for system in task.systems.values())
-    tp.init(links="unknown", server_rank=0 if serves else None)
+    tp.init(network="unknown", server_rank=0 if serves else None)
     measure = {"accuracy": accuracies, "pace": paces}[task.part]
     for name, system in task.systems.items():
         task.note(name, measure(task, system))

@@ -2,8 +2,8 @@
 
 Systems: a scheme's name ("torus2d:float16" has that type on the wire), "ps-late" (the store, after
 the whole backward pass), "ps-adam" (the store, with factors of dense layers sent to one server
-each), "factors" (of dense layers, all-reduce for the others), "auto" ("auto:halves" may send
-16 bits, "auto:density" the top 1 % besides), "horovod" and "horovod-fp16" (one named all-reduce per
+each), "factors" (of dense layers, all-reduce for the others), "auto" ("auto:fp16" may send
+16 bits, "auto:topk" the top 1 % besides), "horovod" and "horovod-fp16" (one named all-reduce per
 gradient, fused by Horovod), and "alone" (nothing is exchanged).
 """
 
@@ -36,8 +36,8 @@ SCHEMES = {
     "ps-late": "ps",
     "factors": [("dense[0-9]+/kernel", "factors"), (".*", "allreduce")],
     "auto": tp.policies.Auto(),
-    "auto:halves": tp.policies.Auto(halves=True),
-    "auto:density": tp.policies.Auto(halves=True, density=0.01),
+    "auto:fp16": tp.policies.Auto(compression=("fp16",)),
+    "auto:topk": tp.policies.Auto(compression=("fp16", "topk"), density=0.01),
 }
 STEPS_OF_AUTO = choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS
 """Steps after which `auto` plans again by what they took, at the beginning of the next epoch."""
@@ -148,7 +148,7 @@ def fit(task, system, model, wire):
     plans_again = is_auto(system)
     per_epoch = max(task.warm_up + task.steps, STEPS_OF_AUTO if plans_again else 0)
     # It plans again before the second epoch; where schemes keep something, before the third.
-    last_epoch = 2 if system == "auto:density" else 1 if plans_again else 0
+    last_epoch = 2 if system == "auto:topk" else 1 if plans_again else 0
     timer = StepTimer(wire, per_epoch - task.steps, last_epoch)
     batch = model.inputs[0].shape[0]
     data = np.ones((batch * per_epoch, 1), "float32")

@@ -217,7 +217,7 @@ class Trainer:
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         is_local = isinstance(self.optimizer, tp.LocalUpdates)
         # Ranks synchronize between executions.
-        steps = self.optimizer.get_config()["every"] if is_local else EPOCH_STEPS
+        steps = self.optimizer.get_config()["sync_every"] if is_local else EPOCH_STEPS
         self._model.compile(self.optimizer, loss, metrics=["accuracy"], steps_per_execution=steps)
         self.optimizer.build(self._model.trainable_variables)
         self._at_first = {id(v): tf.convert_to_tensor(v) for v in self._state()}
@@ -315,7 +315,7 @@ def main():
     if task.part == "accuracy" and all(one["every"] > 1 for one in task.systems.values()):
         # Ranks ask one another for work each millisecond otherwise, which takes half of the cores.
         os.environ["HOROVOD_CYCLE_TIME"] = "3"
-    tp.init(links="unknown")
+    tp.init(network="unknown")
     data = data_set(task.data, task.scale)
     measure = {"accuracy": accuracies, "time": times}[task.part]
     for name, system in task.systems.items():

@@ -79,7 +79,7 @@ def planned_bytes(optimizer, wire):
 
 def main():
     task = Task.from_argument()
-    tp.init(links="unknown")
+    tp.init(network="unknown")
     wire, (system,) = runtime.wire(), task.systems
     optimizer = optimizer_of(task.scheme, task.every, task.delay)
     steps = Steps(task.emulated(), optimizer)

@@ -39,7 +39,7 @@ def show(recipe, model, nodes, per_node, network, kept_side, with_variables=Fals
       with_variables: True to print the whole plans, too, with a line for each variable.
     """
     topology = Topology.regular(0, nodes * per_node, per_node)
-    links = tp.Links.of(network, ranks_per_node=per_node, device="v100")
+    links = tp.NetworkProfile.of(network, ranks_per_node=per_node, device="v100")
     steps = [_step(phase, model, topology, links) for phase in recipe.phases]
     rows = [
         _times(phase, step, topology, kept_side)

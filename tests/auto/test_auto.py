@@ -43,7 +43,7 @@ def test_links_are_measured_at_the_first_step(wire):
 
 def test_sparse_where_it_is_allowed(wire):
     model, data = wide(steps=12)
-    policy = tp.policies.Auto(density=0.01)
+    policy = tp.policies.Auto(compression=("topk",), density=0.01)
     optimizer = tp.DistributedOptimizer(sgd(), scheme=policy)
     with links(given(wire, "10mbit")):
         train_together(model, data, optimizer, wire)
@@ -56,7 +56,9 @@ def test_sparse_where_it_is_allowed(wire):
 def test_sparse_over_measured_links(wire):
     """The plan before the first step knows no links, and keeps nothing."""
     model, data = large(), models.mlp.data(BATCH * 10)
-    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(density=0.01, margin=0.0))
+    optimizer = tp.DistributedOptimizer(
+        sgd(), scheme=tp.policies.Auto(compression=("topk",), density=0.01, margin=0.0)
+    )
     with links("measure"):
         train_together(model, data, optimizer, wire)
     same_on_all_ranks(model.get_weights(), wire)
@@ -95,7 +97,7 @@ def test_absence_is_watched(wire):
 
 def test_resume(wire):
     with links(given(wire, "1mbit")):
-        check_resumes(wire, large, sgd, scheme=tp.policies.Auto(density=0.1))
+        check_resumes(wire, large, sgd, scheme=tp.policies.Auto(compression=("topk",), density=0.1))
 
 
 def test_a_resumed_run_takes_the_links_of_the_snapshot(wire):
@@ -180,7 +182,7 @@ def test_a_train_step_that_is_compiled_twice(wire):
 def test_a_saved_model_holds_the_policy_and_no_links(wire):
     """Loading it measures nothing."""
     model, data = small()
-    policy = tp.policies.Auto(halves=True, density=0.01)
+    policy = tp.policies.Auto(compression=("fp16", "topk"), density=0.01)
     optimizer = tp.DistributedOptimizer(sgd(), scheme=policy)
     with links("measure"):
         train_together(model, data, optimizer, wire)

@@ -67,7 +67,9 @@ def test_ranks_with_other_numbers_of_batches(wire):
 def test_several_steps_in_an_execution_on_ranks_with_other_numbers_of_batches(wire):
     """What sparse schemes keep is sent before plans change, in the last execution of an epoch."""
     model = large()
-    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(density=0.05))
+    optimizer = tp.DistributedOptimizer(
+        sgd(), scheme=tp.policies.Auto(compression=("topk",), density=0.05)
+    )
     model.compile(optimizer=optimizer, loss=models.LOSS, steps_per_execution=3)
     x, y = models.mlp.data(4 * (12 + 3 * wire.topology.rank))
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).filter(lambda *_: True)

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from benchmarks import grid, predict, predict_steps
-from tfposeidon.communication.links import HEADERS, Link, Links, Rates
+from tfposeidon.communication.network_profile import HEADERS, Link, NetworkProfile, Rates
 from tfposeidon.planning import seconds
 from tfposeidon.planning.probes import large_probes, small_probes
 from tfposeidon.units import parse_rate
@@ -28,7 +28,7 @@ SYSTEMS = ("allreduce", "torus2d", "hitopk:0.01", "topk:0.01")
 
 def _links(rate):
     payload = 1e10 if rate == "unshaped" else parse_rate(rate) / 8 / HEADERS
-    return Links(
+    return NetworkProfile(
         rates=RATES,
         collective_s=3e-3,
         ranks_per_node=2,

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from tfposeidon.communication.links import (
+from tfposeidon.communication.network_profile import (
     CPU,
     HEADERS,
     Link,
-    Links,
+    NetworkProfile,
     Rates,
     parse_links,
     read_links,
@@ -17,7 +17,7 @@ from tfposeidon.communication.links import (
 from tfposeidon.communication.topology import Topology
 
 LINK = Link(latency_s=1e-4, bytes_per_s=1e8)
-GIVEN = Links.of("1gbit", ranks_per_node=2, flow="200mbit")
+GIVEN = NetworkProfile.of("1gbit", ranks_per_node=2, flow="200mbit")
 
 
 def test_files_hold_everything(tmp_path):
@@ -26,13 +26,13 @@ def test_files_hold_everything(tmp_path):
     path.write_text(links.to_json())
     assert read_links(path) == links
     alone = dataclasses.replace(GIVEN, across=None)
-    assert Links.from_json(alone.to_json(), "x") == alone
+    assert NetworkProfile.from_json(alone.to_json(), "x") == alone
 
 
 def test_what_users_give(tmp_path):
     topology = Topology.regular(0, 4, 2)
     assert parse_links(GIVEN, topology, "cpu") is GIVEN
-    assert parse_links("1gbit", topology, "v100") == Links.of(
+    assert parse_links("1gbit", topology, "v100") == NetworkProfile.of(
         "1gbit", ranks_per_node=2, device="v100"
     )
     path = tmp_path / "links.json"
@@ -68,10 +68,16 @@ def test_units_count_once():
             lambda: Link(latency_s=0, bytes_per_s=1e8, flow_bytes_per_s=2e8),
             "must not carry more than its link. Received: flow_bytes_per_s=2e.08",
         ),
-        (lambda: Links.of("25", ranks_per_node=1), "text with its unit. Received: '25'. Write"),
-        (lambda: Links.of(25, ranks_per_node=1), "text with its unit. Received: 25. Write"),
         (
-            lambda: Links.of("25gbit", ranks_per_node=1, device="tpu"),
+            lambda: NetworkProfile.of("25", ranks_per_node=1),
+            "text with its unit. Received: '25'. Write",
+        ),
+        (
+            lambda: NetworkProfile.of(25, ranks_per_node=1),
+            "text with its unit. Received: 25. Write",
+        ),
+        (
+            lambda: NetworkProfile.of("25gbit", ranks_per_node=1, device="tpu"),
             "`device` must be one of cpu, v100. Received: device='tpu'",
         ),
         (
@@ -80,17 +86,17 @@ def test_units_count_once():
         ),
         (lambda: dataclasses.replace(CPU, sum_s=-1.0), "`sum_s` must be a finite number from 0"),
         (
-            lambda: Links.from_json("{", "f"),
-            "must hold what `Links.to_json` returned. Received: f: ",
+            lambda: NetworkProfile.from_json("{", "f"),
+            "must hold what `NetworkProfile.to_json` returned. Received: f: ",
         ),
-        (lambda: Links.from_json("[]", "f"), "`format` is not 1"),
-        (lambda: _parsed(25), '`links` must be "measure", "unknown", a rate such as "25gbit"'),
+        (lambda: NetworkProfile.from_json("[]", "f"), "`format` is not 1"),
+        (lambda: _parsed(25), '`network` must be "measure", "unknown", a rate such as "25gbit"'),
         (lambda: _parsed("25"), "A rate must be a text with its unit. Received: '25'"),
         (lambda: _parsed("0gbit"), "A rate must be in 8kbit..1tbit"),
         (lambda: _parsed(GIVEN), "Links must be those of nodes with as many ranks"),
-        (lambda: Links.from_json(_without("rates"), "f"), "'rates'"),
-        (lambda: Links.from_json(_without("collective_s"), "f"), "collective_s"),
-        (lambda: Links.from_json(_with(speed=1), "f"), "speed"),
+        (lambda: NetworkProfile.from_json(_without("rates"), "f"), "'rates'"),
+        (lambda: NetworkProfile.from_json(_without("collective_s"), "f"), "collective_s"),
+        (lambda: NetworkProfile.from_json(_with(speed=1), "f"), "speed"),
         (
             lambda: GIVEN.check_fits(Topology.regular(0, 4, 1)),
             "links for 2 ranks per node, for .*Measure them with 1 ranks per node",
@@ -132,7 +138,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
     for path in ("nowhere.json", tmp_path, binary):
-        with pytest.raises(ValueError, match=r"a rate such as .*check --links") as caught:
+        with pytest.raises(ValueError, match=r"a rate such as .*check --network") as caught:
             _parsed(path)
         assert f"Received: {str(path)!r}" in str(caught.value)
 

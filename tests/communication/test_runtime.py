@@ -166,7 +166,7 @@ def test_check_wants_nccl_where_each_rank_has_a_gpu(gpus, ranks, nccl, refused):
 
 @pytest.mark.slow
 def test_check_reports(capsys):
-    assert check.main(SimpleNamespace(ranks_per_node=None, links=None)) == 0
+    assert check.main(SimpleNamespace(ranks_per_node=None, network=None)) == 0
     said = capsys.readouterr().out
     assert f"tensorflow    {tf.__version__}" in said
     assert "sums are right on all 1 rank(s)" in said
@@ -187,5 +187,5 @@ def test_check_names_the_remedy(monkeypatch, capsys, versions, remedy):
         "version_of",
         lambda name: versions.get(name, "x") if name in versions else real(name),
     )
-    assert check.main(SimpleNamespace(ranks_per_node=None, links=None)) == 1
+    assert check.main(SimpleNamespace(ranks_per_node=None, network=None)) == 1
     assert remedy in capsys.readouterr().err

@@ -47,7 +47,7 @@ def planning(**constants):
 def given(wire, rate, **options):
     """Returns links with a rate between nodes, or within the node where there is only one."""
     per_node = max(len(node) for node in wire.topology.nodes)
-    return tp.Links.of(rate, ranks_per_node=per_node, **options)
+    return tp.NetworkProfile.of(rate, ranks_per_node=per_node, **options)
 
 
 def ideal(wire, bytes_per_s):

@@ -101,7 +101,7 @@ def _loop(model, optimizer, data, folder):
 def main(kind, folder, server):
     server = int(server)
     limit_s = STALL_LIMIT_S if kind == "slow" else 10 * STALL_LIMIT_S
-    tp.init(stall_timeout_s=limit_s, links="unknown", server_rank=server)
+    tp.init(stall_timeout_s=limit_s, network="unknown", server_rank=server)
     keras.utils.set_random_seed(tp.rank())
     model = models.mlp()
     # Twice the ranks' pace apart: the last one takes half as many steps meanwhile.

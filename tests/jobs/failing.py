@@ -69,7 +69,7 @@ def main(trouble):
     tp.init(
         stall_timeout_s=20,
         transport_timeout_s=10,
-        links="measure" if is_measuring else "unknown",
+        network="measure" if is_measuring else "unknown",
     )
     if is_measuring:
         stop_while_links_are_measured()

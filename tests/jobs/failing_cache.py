@@ -29,7 +29,7 @@ class Unreadable(FolderSource):
 
 
 def main(folder, trouble):
-    tp.init(ranks_per_node=1, stall_timeout_s=20, transport_timeout_s=10, links="unknown")
+    tp.init(ranks_per_node=1, stall_timeout_s=20, transport_timeout_s=10, network="unknown")
     kind = Unreadable if trouble == "source" else FolderSource
     source = kind(Path(folder) / "images", [".png"], True)
     memory = Path(folder) / f"memory{tp.rank()}"

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tfposeidon.communication.links import CPU
+from tfposeidon.communication.network_profile import CPU
 from tfposeidon.communication.topology import Topology
 from tfposeidon.planning import estimate
 from tfposeidon.planning.probes import large_probes, small_probes

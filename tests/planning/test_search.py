@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch import ROOT
 from tfposeidon import policies, schemes
-from tfposeidon.communication.links import Link, Links
+from tfposeidon.communication.network_profile import Link, NetworkProfile
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description
 from tfposeidon.gradients.factors import FactorShape
@@ -21,9 +21,10 @@ from tfposeidon.planning.simulation import Timeline
 CLUSTER = Topology.regular(0, 32, 8)
 LAYERS = [Description(f"layer_{i}/kernel", (1024, 1024), "float32") for i in range(12)]
 TIMELINE = Timeline.even(variables=len(LAYERS), first_s=0.02, compute_s=0.05)
-SLOW = Links.of("5gbit", ranks_per_node=8, device="v100", flow="1gbit")
+SLOW = NetworkProfile.of("5gbit", ranks_per_node=8, device="v100", flow="1gbit")
 FAST = dataclasses.replace(
-    Links.of("400gbit", ranks_per_node=8, device="v100"), node=Link(latency_s=1e-5, bytes_per_s=1e9)
+    NetworkProfile.of("400gbit", ranks_per_node=8, device="v100"),
+    node=Link(latency_s=1e-5, bytes_per_s=1e9),
 )
 SMALL = [dataclasses.replace(layer, shape=(32, 32)) for layer in LAYERS]
 
@@ -57,7 +58,7 @@ def test_without_links_it_is_all_reduce_and_says_why():
 
 def test_never_slower_than_uniform_plans():
     for links in (SLOW, FAST):
-        for policy in (policies.Auto(margin=0.0), policies.Auto(halves=True, margin=0.0)):
+        for policy in (policies.Auto(margin=0.0), policies.Auto(compression=("fp16",), margin=0.0)):
             chosen = choose(policy, links).forecasts[0].chosen
             for candidate in policy.candidates(CLUSTER).values():
                 plan = make_plan(LAYERS, candidate, CLUSTER, DEFAULT_BUCKET_BYTES)
@@ -68,17 +69,17 @@ def test_never_slower_than_uniform_plans():
 @pytest.mark.parametrize("factors", [None, FactorShape(8, 1024, 1024, "float32")])
 def test_exact_unless_told_otherwise(rate, factors):
     layers = [dataclasses.replace(layer, factors=factors) for layer in LAYERS]
-    links = Links.of(rate, ranks_per_node=8)
+    links = NetworkProfile.of(rate, ranks_per_node=8)
     plan = choose(links=links, layers=layers)
     assert all(bucket.scheme.exact for bucket in plan.buckets)
-    halves = choose(policies.Auto(halves=True), links, layers)
+    halves = choose(policies.Auto(compression=("fp16",)), links, layers)
     assert not any(bucket.slots(CLUSTER) for bucket in halves.buckets)
 
 
 def test_what_is_allowed_is_taken_where_it_pays():
-    slow = Links.of("200mbit", ranks_per_node=8)
-    assert "wire_dtype=float16" in str(_schemes(choose(policies.Auto(halves=True), slow)))
-    sparse = choose(policies.Auto(density=0.05), slow)
+    slow = NetworkProfile.of("200mbit", ranks_per_node=8)
+    assert "wire_dtype=float16" in str(_schemes(choose(policies.Auto(compression=("fp16",)), slow)))
+    sparse = choose(policies.Auto(compression=("topk",), density=0.05), slow)
     assert {type(bucket.scheme) for bucket in sparse.buckets} == {schemes.HiTopK}
     assert {bucket.scheme.density for bucket in sparse.buckets} == {0.05}
 
@@ -87,7 +88,9 @@ def test_few_rows_travel_as_factors_and_many_do_not():
     def chosen(rows):
         factors = FactorShape(rows, 1024, 1024, "float32")
         layers = [dataclasses.replace(layer, factors=factors) for layer in LAYERS]
-        return str(_schemes(choose(links=Links.of("1gbit", ranks_per_node=8), layers=layers)))
+        return str(
+            _schemes(choose(links=NetworkProfile.of("1gbit", ranks_per_node=8), layers=layers))
+        )
 
     assert "factors" in chosen(1)
     assert "factors" not in chosen(4096)
@@ -123,7 +126,9 @@ def test_large_variables_may_go_another_way():
         ),
     ]
     timeline = Timeline.even(variables=len(layers), first_s=0.02, compute_s=0.05)
-    plan = choose(links=Links.of("1gbit", ranks_per_node=8), layers=layers, timeline=timeline)
+    plan = choose(
+        links=NetworkProfile.of("1gbit", ranks_per_node=8), layers=layers, timeline=timeline
+    )
     by_path = {d.path: str(bucket.scheme) for bucket in plan.buckets for d in bucket.descriptions}
     assert "factors" in by_path["large/kernel"]
     assert "factors" not in by_path["second/kernel"]
@@ -146,7 +151,7 @@ def test_rules_leave_open_what_they_do_not_say():
     assert _schemes(closed) == {"alltoall(wire_dtype=float16)", "allreduce"}
     assert "no rule matches" in str(closed)
     assert not closed.forecasts[0].others
-    halves = policies.Rules([("layer_3", "allreduce"), (".", policies.Auto(halves=True))])
+    halves = policies.Rules([("layer_3", "allreduce"), (".", policies.Auto(compression=("fp16",)))])
     assert "torus2d(wire_dtype=float16)" in _schemes(choose(halves))
 
 
@@ -196,7 +201,9 @@ def test_it_explains_itself():
     assert "not validated: predictions have not been compared with steps on v100" in text
     exchange = str(choose(timeline=None))
     assert "predicted exchange: " in exchange
-    many = choose(links=Links.of("5gbit", ranks_per_node=8), topology=Topology.regular(0, 128, 8))
+    many = choose(
+        links=NetworkProfile.of("5gbit", ranks_per_node=8), topology=Topology.regular(0, 128, 8)
+    )
     assert "not validated: predictions have been compared with steps of up to 16 ranks" in str(many)
     content = json.loads(choose().to_json())["forecasts"][0]
     assert content["predictions"][0]["step_s"] == step
@@ -216,7 +223,7 @@ def _race(*slowdowns, links=SLOW):
     return race, calls
 
 
-NEAR = Links.of("15gbit", ranks_per_node=8, device="v100")
+NEAR = NetworkProfile.of("15gbit", ranks_per_node=8, device="v100")
 """Links with which the two best schemes are predicted to take about as long."""
 
 
@@ -251,13 +258,15 @@ def test_uncertain_links_widen_what_is_timed():
     """All candidates count, and the best of them are timed along with all-reduce."""
     wide = dataclasses.replace(SLOW, uncertainty=2.0, measured_at="2026-11-23T22:00:00+00:00")
     race, calls = _race(("hitopk", 99.0), ("topk", 99.0))
-    plan = choose(policies.Auto(density=0.01), wide, race=race)
+    plan = choose(policies.Auto(compression=("topk",), density=0.01), wide, race=race)
     (names,) = calls
     assert "allreduce" in names
     assert {"hitopk", "torus2d"} <= set(names)
     assert _schemes(plan) == {"torus2d"}
     race, calls = _race()
-    assert "hitopk" in str(_schemes(choose(policies.Auto(density=0.01), race=race)))
+    assert "hitopk" in str(
+        _schemes(choose(policies.Auto(compression=("topk",), density=0.01), race=race))
+    )
 
 
 def test_no_race_where_predictions_differ_or_nobody_wants_one():
@@ -276,15 +285,15 @@ def test_no_race_where_predictions_differ_or_nobody_wants_one():
 
 
 def test_many_ranks_per_core_are_not_validated():
-    crowded = dataclasses.replace(Links.of("5gbit", ranks_per_node=8), ranks_per_core=4.0)
+    crowded = dataclasses.replace(NetworkProfile.of("5gbit", ranks_per_node=8), ranks_per_core=4.0)
     four = Topology.regular(0, 16, 8)
     assert "not validated: 4 ranks share a core" in str(choose(links=crowded, topology=four))
 
 
 def test_policies_are_saved_without_links():
-    policy = policies.Auto(halves=True, density=0.01, margin=0.1)
+    policy = policies.Auto(compression=("fp16", "topk"), density=0.01, margin=0.1)
     assert policies.Auto.from_config(policy.get_config()) == policy
-    assert set(policy.get_config()) == {"halves", "density", "margin", "race"}
+    assert set(policy.get_config()) == {"compression", "density", "margin", "race"}
 
 
 @pytest.mark.parametrize(
@@ -292,6 +301,7 @@ def test_policies_are_saved_without_links():
     [
         ({"density": 0.0}, r"`density` must be a number in \(0, 1\]. Received: density=0.0"),
         ({"density": 1.5}, r"`density` must be a number in \(0, 1\]"),
+        ({"compression": ("fp8",)}, "must hold kinds of fp16, topk. Received: .*'fp8'"),
         ({"margin": 1.0}, r"`margin` must be a number in \[0, 1\)"),
     ],
 )

@@ -7,13 +7,13 @@ import pytest
 from benchmarks.baselines import FactorServer
 from tests import contract
 from tfposeidon import schemes
-from tfposeidon.communication.links import CPU, Link, Links, Rates
+from tfposeidon.communication.network_profile import CPU, Link, NetworkProfile, Rates
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.factors import FactorShape
 from tfposeidon.planning.seconds import EXPOSED, exchange_seconds, load_of, stage_times
 from tfposeidon.schemes.cost import Transfer
 
-LINKS = Links.of("1gbit", ranks_per_node=2)
+LINKS = NetworkProfile.of("1gbit", ranks_per_node=2)
 NOTHING = Rates(sum_s=0, encode_s=0, select_s=0, pair_s=0, half_s=0, operation_s=0)
 FACTORS = FactorShape(rows=32, left=512, right=256, dtype="float32")
 LAYOUTS = {
@@ -61,7 +61,7 @@ def test_better_links_are_never_slower(name, layout):
 @pytest.mark.parametrize("name", SCHEMES)
 def test_units_count_once(name, layout):
     """With all rates ten times as high and all latencies a tenth, it takes a tenth of the time."""
-    tenth = Links(
+    tenth = NetworkProfile(
         rates=Rates(**{k: v / 10 for k, v in dataclasses.asdict(CPU).items()}),
         collective_s=LINKS.collective_s / 10,
         ranks_per_node=2,
@@ -113,8 +113,8 @@ def test_factors_without_rows_cross_nodes_by_their_link():
 def test_a_limit_per_connection_slows_the_ring_and_not_the_torus():
     """Rings cross nodes by one connection; a torus of eight ranks a node by eight."""
     topology = Topology.regular(0, 32, 8)
-    free = Links.of("25gbit", ranks_per_node=8, device="v100")
-    limited = Links.of("25gbit", ranks_per_node=8, device="v100", flow="5gbit")
+    free = NetworkProfile.of("25gbit", ranks_per_node=8, device="v100")
+    limited = NetworkProfile.of("25gbit", ranks_per_node=8, device="v100", flow="5gbit")
 
     def seconds(scheme, links):
         return exchange_seconds(scheme, 2**24, 4, [], topology, links)
@@ -161,7 +161,7 @@ def test_one_node_tells_for_all(name):
     scheme, topology = SCHEMES[name], Topology.regular(0, 12, 4)
     whole = type("Whole", (type(scheme),), {"loads_evenly": False, "name": scheme.name})
     every = whole(**{f.name: getattr(scheme, f.name) for f in dataclasses.fields(scheme)})
-    links = Links.of("1gbit", ranks_per_node=4)
+    links = NetworkProfile.of("1gbit", ranks_per_node=4)
     # Shards differ by an element, and nodes by as many bytes.
     assert exchange_seconds(every, 400_001, 4, (), topology, links) == pytest.approx(
         exchange_seconds(scheme, 400_001, 4, (), topology, links), rel=1e-4

@@ -68,7 +68,7 @@ def test_after_a_death():
     assert tp.size() == 2
 
 
-@pytest.mark.ranks("1", environment={"SAMPLE": "given"}, processors=1, links="unknown")
+@pytest.mark.ranks("1", environment={"SAMPLE": "given"}, processors=1, network="unknown")
 def test_what_a_mark_gives():
     assert os.environ["SAMPLE"] == "given"
     assert len(os.sched_getaffinity(0)) == 1

@@ -10,7 +10,7 @@ from tests import launch
 
 LIMIT_S = 300
 """For tests that hang: ten times what the longest of them takes on two idle CPU cores."""
-INIT = {"stall_timeout_s": 2 * LIMIT_S, "links": "unknown"}
+INIT = {"stall_timeout_s": 2 * LIMIT_S, "network": "unknown"}
 """Arguments of `tp.init` that a mark may replace.
 
 The session ends a test that hangs, with the stacks of all ranks, before ranks end themselves. Tests

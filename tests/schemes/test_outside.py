@@ -136,7 +136,10 @@ def test_its_options_are_compared(wire):
 
 def test_its_seconds_are_predicted():
     """By its stages: two ranks gather with half the messages of a ring."""
-    topology, links = tp.schemes.Topology.regular(0, 2, 1), tp.Links.of("1gbit", ranks_per_node=1)
+    topology, links = (
+        tp.schemes.Topology.regular(0, 2, 1),
+        tp.NetworkProfile.of("1gbit", ranks_per_node=1),
+    )
     own, ours = (
         exchange_seconds(scheme, MOST, 4, [], topology, links) for scheme in (Gathered(), RING)
     )

@@ -1,8 +1,9 @@
 """Reports versions, how Horovod was built and the nodes it sees, and runs a small collective.
 
 Alone it checks this machine; under `horovodrun -np N python -m tfposeidon check` it checks the job.
-With `--links FILE` it also measures the links of the job, and writes them to a file for
-`tfposeidon.init(links=FILE)`. If something is wrong, it says what to do, and the exit status is 1.
+With `--network FILE` it also measures the network of the job, and writes a profile of it to a file
+for `tfposeidon.init(network=FILE)`. If something is wrong, it says what to do, and the exit status
+is 1.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument("--ranks-per-node", type=int, help="as in tfposeidon.init()")
     parser.add_argument(
-        "--links", metavar="FILE", help="measure the links between ranks, and write them to a file"
+        "--network",
+        metavar="FILE",
+        help="measure the network between ranks, and write its profile",
     )
 
 
@@ -51,8 +54,8 @@ def main(options: argparse.Namespace) -> int:
         topology = _start(options.ranks_per_node)
         rows += [*horovod_build(_ranks_here(topology)), ("topology", str(topology))]
         problems = _wrong_schemes()
-        if options.links:
-            rows += _measured_links(topology, options.links)
+        if options.network:
+            rows += _measured_links(topology, options.network)
     except (CheckError, ImportError, OSError, ValueError, RuntimeError) as error:
         print(f"tfposeidon check: {error}", file=sys.stderr)
         return 1
@@ -194,8 +197,8 @@ def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
     """Measures the links between ranks; rank 0 writes them to a file."""
     if topology.size == 1:
         raise CheckError(
-            "Links are between ranks. Received: --links on a single rank. Run: horovodrun -np N "
-            "python -m tfposeidon check --links FILE"
+            "Links are between ranks. Received: --network on a single rank. Run: horovodrun -np N "
+            "python -m tfposeidon check --network FILE"
         )
     from tfposeidon.communication import runtime
     from tfposeidon.planning import measurement
@@ -217,7 +220,7 @@ def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
 
 
 def _about_link(link: Any) -> str:
-    from tfposeidon.communication.links import readable_rate_of_payload as readable
+    from tfposeidon.communication.network_profile import readable_rate_of_payload as readable
 
     flow = link.flow_bytes_per_s
     limit = f", {readable(flow)} per connection" if flow else ""

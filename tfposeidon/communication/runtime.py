@@ -10,7 +10,7 @@ from typing import Any, Literal
 from tfposeidon import ranges
 from tfposeidon.communication import agreement, failure, launcher
 from tfposeidon.communication.group_wire import GroupWire
-from tfposeidon.communication.links import Links, parse_links
+from tfposeidon.communication.network_profile import NetworkProfile, parse_links
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import HorovodWire, Wire, exchange_objects
 
@@ -39,7 +39,7 @@ UNKNOWN = "unknown"
 log = logging.getLogger("tfposeidon")
 _wire: HorovodWire | None = None
 _server_rank: int | None = None
-_links: Links | None = None
+_links: NetworkProfile | None = None
 _measures_links = False
 
 
@@ -49,7 +49,7 @@ def init(
     stall_timeout_s: float | None = None,
     transport_timeout_s: float | None = None,
     pin_gpu: bool = True,
-    links: Any = None,
+    network: Any = None,
     server_rank: int | None = None,
 ) -> Topology:
     """Starts Horovod, finds the nodes and sets up the groups of ranks. Safe to call twice.
@@ -66,11 +66,11 @@ def init(
         with a server 300, or what `HOROVOD_GLOO_TIMEOUT_SECONDS` says.
       pin_gpu: True to give each rank of a node the GPU of its local rank, with memory growth;
         False leaves the GPUs as the script has set them.
-      links: Links by which `scheme="auto"` plans, the same on all ranks: `"measure"` to measure
-        them at the first step, a rate between nodes in one direction with its unit, such as
-        `"25gbit"`, a `tfposeidon.Links`, the path of a file that holds one, or `"unknown"`, with
-        which `"auto"` is all-reduce. By default they are measured, but on GPUs, where measuring
-        is untried, they are unknown.
+      network: Network profile by which `scheme="auto"` plans, the same on all ranks: `"measure"` to
+        measure it at the first step, a rate between nodes in one direction with its unit, such as
+        `"25gbit"`, a `tfposeidon.NetworkProfile`, the path of a file that holds one, or
+        `"unknown"`, with which `"auto"` is all-reduce. By default it is measured, but on GPUs,
+        where measuring is untried, it is unknown.
       server_rank: Rank that keeps the centre of `ElasticAveraging` and trains nothing itself, the
         same on all ranks; `None` (default) for none.
 
@@ -79,7 +79,7 @@ def init(
 
     Raises:
       ImportError: If Horovod is missing or was built without TensorFlow.
-      ValueError: If an argument is out of its range, or `links` are of another kind of cluster.
+      ValueError: If an argument is out of its range, or `network` is of another kind of cluster.
       RuntimeError: If it was called before with another layout or server, if ranks ask for
         different ones, if `hvd.init()` was called before and groups of ranks are needed, or if
         Horovod has NCCL and the node fewer GPUs than ranks (unless `pin_gpu` is false).
@@ -93,8 +93,8 @@ def init(
     if _wire is not None:
         check_same_layout(_wire.topology, ranks_per_node)
         _check_same_server(server_rank)
-        if links is not None:
-            _take_links(links, _wire.topology)
+        if network is not None:
+            _take_links(network, _wire.topology)
         return _wire.topology
     _check_horovod()
     # Before the start, at which Horovod reads its environment.
@@ -106,7 +106,7 @@ def init(
     failure.watch(_wire.topology.rank, _wire.topology.size)
     if pin_gpu:
         choose_gpu(launcher.process_rank().local_rank)
-    _take_links(links, _wire.topology)
+    _take_links(network, _wire.topology)
     return _wire.topology
 
 
@@ -167,7 +167,7 @@ def stall_limit_s() -> float:
     return float(os.environ.get(launcher.STALL_LIMIT, DEFAULT_STALL_TIMEOUT_S))
 
 
-def links() -> Links | None:
+def links() -> NetworkProfile | None:
     """Returns the links of this job; `None` where they are not known, or not yet."""
     return _links
 
@@ -177,18 +177,18 @@ def measures_links() -> bool:
     return _measures_links
 
 
-def set_links(given: Links | Literal["measure"] | None) -> None:
+def set_links(given: NetworkProfile | Literal["measure"] | None) -> None:
     """Sets the links of this job, by which later plans are made.
 
     Args:
-      given: Links, the same on all ranks; "measure" to measure them at the next step that needs
-        them, or `None` for links that are not known.
+      given: Network profile, the same on all ranks; "measure" to measure it at the next step that
+        needs it, or `None` for one that is not known.
     """
     global _links, _measures_links
     _links, _measures_links = (None, True) if given == MEASURE else (given, False)
 
 
-def keep_links(measured: Links) -> None:
+def keep_links(measured: NetworkProfile) -> None:
     """Keeps links that were measured, in this job or in the one that it resumes.
 
     Args:

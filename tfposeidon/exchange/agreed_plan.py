@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfposeidon.communication import agreement, runtime, surroundings
-from tfposeidon.communication.links import Links
+from tfposeidon.communication.network_profile import NetworkProfile
 from tfposeidon.communication.wire import Wire, Zeros, exchange_objects
 from tfposeidon.exchange import factor_agreement, layer_norms
 from tfposeidon.exchange.effective_rate import EffectiveRate
@@ -260,7 +260,9 @@ class AgreedPlans:
                 saved_s += before.step_s - after.chosen.step_s
         return saved_s
 
-    def _prediction(self, exchanger: Exchanger, links: Links, measured: Measured) -> Prediction:
+    def _prediction(
+        self, exchanger: Exchanger, links: NetworkProfile, measured: Measured
+    ) -> Prediction:
         """Predicts, by what steps have measured, the step of the plan that they have followed."""
         followed, slowdown = self._of_last_step(exchanger), 1.0
         # There is none where factors had no rows yet.

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.util import _pywrap_determinism  # There is no public way to ask.
 
 from tfposeidon.communication import runtime
-from tfposeidon.communication.links import Links
+from tfposeidon.communication.network_profile import NetworkProfile
 from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.measured import Measured
 from tfposeidon.exchange.race import Race
@@ -212,7 +212,7 @@ class Planner:
         if (saved["policy"], saved["bucket_bytes"]) != (repr(self.policy), self.bucket_bytes):
             runtime.say("tfposeidon: the scheme is not that of the snapshot: plans are made anew.")
             return False
-        links = Links.from_json(saved["links"], "the snapshot")
+        links = NetworkProfile.from_json(saved["links"], "the snapshot")
         if runtime.measures_links() and links.hosts == measurement.hosts_of(wire):
             runtime.keep_links(links)
         if runtime.links() != links:

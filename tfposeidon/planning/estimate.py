@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import tensorflow as tf
 
-from tfposeidon.communication.links import Link, Links, Rates
+from tfposeidon.communication.network_profile import Link, NetworkProfile, Rates
 from tfposeidon.communication.topology import Topology
 from tfposeidon.planning.probes import Probe
 from tfposeidon.planning.seconds import EXPOSED, float16_sums
@@ -30,7 +30,7 @@ def estimate_links(
     samples: Mapping[str, Sequence[float]],
     topology: Topology,
     rates: Rates,
-) -> Links:
+) -> NetworkProfile:
     """Estimates links from measured times.
 
     Args:
@@ -73,7 +73,7 @@ def estimate_links(
         rate = found["rate.node"] if across is None else across.bytes_per_s
         half_s = half_seconds(half, on_link_s["rate.half"], rate, topology)
         rates = replace(rates, half_s=half_s)
-    return Links(
+    return NetworkProfile(
         rates=rates,
         collective_s=collective_s,
         ranks_per_node=max(len(node) for node in topology.nodes),

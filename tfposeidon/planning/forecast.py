@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tfposeidon.communication.links import Links
+from tfposeidon.communication.network_profile import NetworkProfile
 from tfposeidon.planning.simulation import Simulated
 from tfposeidon.units import readable_size
 
@@ -80,7 +80,7 @@ class Forecast:
 
     chosen: Prediction
     others: tuple[Prediction, ...]
-    links: Links
+    links: NetworkProfile
     ranks: int
     knows_computation: bool
     measured_s: float | None = None

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon import ops
-from tfposeidon.communication.links import Links, Rates
+from tfposeidon.communication.network_profile import NetworkProfile, Rates
 from tfposeidon.communication.wire import Wire, exchange_objects
 from tfposeidon.planning.estimate import (
     FEWEST_ROUNDS,
@@ -68,7 +68,7 @@ def without_collections() -> Iterator[None]:
 
 
 @without_collections()
-def measure(wire: Wire) -> Links:
+def measure(wire: Wire) -> NetworkProfile:
     """Measures the links of a job; all ranks call it together.
 
     Rounds of all probes follow one another, so that a load that comes and goes does not fall on one
@@ -122,7 +122,7 @@ def measure(wire: Wire) -> Links:
     )
     # All plan by the same figures, to the last bit, also where processors differ.
     agreed = exchange_objects(links.to_json(), wire, "tp.links.agreed")[0]
-    return Links.from_json(agreed, "rank 0")
+    return NetworkProfile.from_json(agreed, "rank 0")
 
 
 def hosts_of(wire: Wire) -> tuple[str, ...]:

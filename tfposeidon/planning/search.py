@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from tfposeidon.communication.links import Links
+from tfposeidon.communication.network_profile import NetworkProfile
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description
 from tfposeidon.planning.forecast import Forecast, Prediction, decide
@@ -41,7 +41,7 @@ def choose_plan(
     descriptions: Sequence[Description],
     policy: Policy,
     topology: Topology,
-    links: Links | None,
+    links: NetworkProfile | None,
     *,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     timeline: Timeline | None = None,
@@ -135,7 +135,7 @@ class _Search:
 
     descriptions: Sequence[Description]
     topology: Topology
-    links: Links
+    links: NetworkProfile
     timeline: Timeline | None
     notes: tuple[str, ...]
     margin: float
@@ -283,7 +283,7 @@ class _Assigned(Policy):
 
 
 def predict(
-    plan: Plan, links: Links, timeline: Timeline | None = None, slowdown: float = 1.0
+    plan: Plan, links: NetworkProfile, timeline: Timeline | None = None, slowdown: float = 1.0
 ) -> Simulated:
     """Predicts the step of a plan.
 
@@ -312,7 +312,9 @@ def predict(
     )
 
 
-def bucket_times(bucket: Bucket, topology: Topology, links: Links) -> tuple[StageTime, ...]:
+def bucket_times(
+    bucket: Bucket, topology: Topology, links: NetworkProfile
+) -> tuple[StageTime, ...]:
     """Predicts the time of each stage of a bucket's exchange.
 
     Args:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tfposeidon.communication.links import Links, Rates
+from tfposeidon.communication.network_profile import NetworkProfile, Rates
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.factors import FactorShape
 from tfposeidon.schemes import Scheme
@@ -78,7 +78,7 @@ def exchange_seconds(
     itemsize: int,
     factors: Sequence[FactorShape],
     topology: Topology,
-    links: Links,
+    links: NetworkProfile,
 ) -> float:
     """Predicts the seconds of one exchange by itself.
 
@@ -98,7 +98,7 @@ def exchange_seconds(
     return alone_seconds(times, links)
 
 
-def alone_seconds(times: Iterable[StageTime], links: Links) -> float:
+def alone_seconds(times: Iterable[StageTime], links: NetworkProfile) -> float:
     """Returns the seconds of an exchange by itself, whose collectives all find the thread idle.
 
     Args:
@@ -116,7 +116,7 @@ def stage_times(
     itemsize: int,
     factors: tuple[FactorShape, ...],
     topology: Topology,
-    links: Links,
+    links: NetworkProfile,
 ) -> tuple[StageTime, ...]:
     """Predicts the time of each stage of an exchange.
 
@@ -145,7 +145,7 @@ def _stage_times(
     itemsize: int,
     factors: tuple[FactorShape, ...],
     topology: Topology,
-    links: Links,
+    links: NetworkProfile,
 ) -> tuple[StageTime, ...]:
     by_rank = {
         rank: scheme.bucket_stages(length, itemsize, factors, topology.seen_from(rank))
@@ -211,7 +211,7 @@ def _node_by_rank(nodes: tuple[tuple[int, ...], ...]) -> dict[int, int]:
 
 
 def _transfer_time(
-    transfers: Mapping[int, Transfer], topology: Topology, links: Links
+    transfers: Mapping[int, Transfer], topology: Topology, links: NetworkProfile
 ) -> StageTime:
     load = load_of(transfers, topology)
     one = max(transfers.values(), key=lambda transfer: transfer.group.size)
@@ -221,7 +221,7 @@ def _transfer_time(
         len({node_of[rank] for rank in transfer.group.ranks}) > 1 for transfer in transfers.values()
     )
     link = links.across if crosses else links.node
-    assert link is not None, "Links.check_fits has seen to it"
+    assert link is not None, "NetworkProfile.check_fits has seen to it"
     link_s = link.seconds(load.cross_bytes, flow_bytes=load.flow_bytes) if crosses else 0.0
     cpu_s = float16_sums(one) * links.rates.half_s
     if load.node_bytes and links.node is not None:

@@ -20,20 +20,23 @@ from tfposeidon.schemes import (
     Torus2D,
 )
 
+COMPRESSION = ("fp16", "topk")
+"""Kinds of compression."""
+
 
 @dataclass(frozen=True)
 class Auto(Policy):
     """Takes the scheme and the bucket size with which a step is predicted to be shortest.
 
-    It needs the links of the job, which are measured at the first step unless they are given to
-    `tfposeidon.init(links=...)`. On GPUs they are measured only if that is asked for; without them
+    It needs the network profile of the job, which is measured at the first step unless it is given
+    to `tfposeidon.init(network=...)`. On GPUs it is measured only if that is asked for; without it
     every variable goes by all-reduce. By default only schemes are considered whose means are exact
     to rounding.
 
     Args:
-      halves: True to consider schemes with 16 bits on the wire, too (default False).
-      density: Share of elements that sparse schemes may send, in (0, 1]; `None` (default) considers
-        no sparse schemes.
+      compression: Kinds of compression that are considered, too: `"fp16"` for schemes with 16 bits
+        on the wire, `"topk"` for sparse schemes; none by default, which is lossless.
+      density: Share of elements that sparse schemes send, in (0, 1] (default 0.01).
       margin: Share by which a predicted step must be shorter than with all-reduce, in [0, 1)
         (default 0.02).
       race: True (default) to time the exchanges of the best candidates, where their predicted steps
@@ -41,26 +44,33 @@ class Auto(Policy):
         function of links, model and ranks.
 
     Raises:
-      ValueError: If `density` or `margin` is out of its range.
+      ValueError: If `density` or `margin` is out of its range, or a kind is unknown.
 
     Example:
       >>> import keras, tfposeidon as tp
-      >>> policy = tp.policies.Auto(halves=True)
+      >>> policy = tp.policies.Auto(compression=("fp16",))
       >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=policy)
       >>> optimizer.policy
-      Auto(halves=True, density=None, margin=0.02, race=True)
+      Auto(compression=("fp16", "topk"), density=None, margin=0.02, race=True)
     """
 
-    halves: bool = False
-    density: float | None = None
+    compression: tuple[str, ...] = ()
+    density: float = 0.01
     margin: float = 0.02
     race: bool = True
 
     def __post_init__(self) -> None:
         ranges.check_number("margin", self.margin, ranges.BELOW_1, "Leave it out for 2 %.")
-        if self.density is not None:
-            remedy = "Leave it out to consider no sparse schemes."
-            ranges.check_number("density", self.density, ranges.FRACTION, remedy)
+        ranges.check_number("density", self.density, ranges.FRACTION, "Leave it out for 1 %.")
+        kinds = [self.compression] if isinstance(self.compression, str) else self.compression
+        if unknown := [kind for kind in kinds if kind not in COMPRESSION]:
+            raise ValueError(
+                f"`compression` must hold kinds of {', '.join(COMPRESSION)}. Received: "
+                f"compression={self.compression!r}, with {unknown[0]!r}. Leave it out for lossless "
+                "schemes."
+            )
+        # A tuple, so that policies can be compared; JSON makes a list of it.
+        object.__setattr__(self, "compression", tuple(kinds))
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
@@ -82,10 +92,10 @@ class Auto(Policy):
         # On nodes of one rank, and on one node, the torus is one all-to-all and one all-gather.
         has_levels = len(topology.nodes) > 1 and topology.positions > 1
         schemes: list[Scheme] = [AllReduce(), AllToAll(), *([Torus2D()] if has_levels else [])]
-        if self.halves:
+        if "fp16" in self.compression:
             schemes += [replace(scheme, wire_dtype="float16") for scheme in schemes]  # type: ignore
-        if self.density is not None:
-            wire_dtype = "float16" if self.halves else None
+        if "topk" in self.compression:
+            wire_dtype = "float16" if "fp16" in self.compression else None
             schemes += [
                 kind(density=self.density, wire_dtype=wire_dtype) for kind in (HiTopK, TopK)
             ]

@@ -119,10 +119,10 @@ ETHERNET_LATENCY_S = 3e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Links:
+class NetworkProfile:
     """Links of a job, and the speed of its ranks; the same on every rank.
 
-    `Links.of` makes them of a rate with its unit and a preset; `from_json` of a file that
+    `NetworkProfile.of` makes them of a rate with its unit and a preset; `from_json` of a file that
     `to_json` has written.
 
     Args:
@@ -145,7 +145,7 @@ class Links:
 
     Example:
       >>> import tfposeidon as tp
-      >>> links = tp.Links.of("25gbit", ranks_per_node=8, device="v100", flow="5gbit")
+      >>> links = tp.NetworkProfile.of("25gbit", ranks_per_node=8, device="v100", flow="5gbit")
       >>> print(links)
       25 Gb/s across nodes (5 Gb/s per connection), v100, given
     """
@@ -175,7 +175,7 @@ class Links:
     @classmethod
     def of(
         cls, rate: str, *, ranks_per_node: int, device: str = "cpu", flow: str | None = None
-    ) -> Links:
+    ) -> NetworkProfile:
         """Makes links of a rate between nodes and a preset for all else.
 
         Args:
@@ -214,7 +214,7 @@ class Links:
         return json.dumps({"format": FORMAT} | dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, source: str) -> Links:
+    def from_json(cls, text: str, source: str) -> NetworkProfile:
         """Makes links of the text of a file.
 
         Args:
@@ -239,8 +239,8 @@ class Links:
             return cls(**found | links | {"rates": Rates(**found["rates"])})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"A file of links must hold what `Links.to_json` returned. Received: {source}: "
-                f"{error}. Write it anew."
+                "A file of a network profile must hold what `NetworkProfile.to_json` returned. "
+                f"Received: {source}: {error}. Write it anew."
             ) from error
 
     def check_fits(self, topology: Topology) -> None:
@@ -286,16 +286,16 @@ class Links:
 
 
 FORMS = (
-    '`links` must be "measure", "unknown", a rate such as "25gbit", the path of a file, or '
-    "tfposeidon.Links"
+    '`network` must be "measure", "unknown", a rate such as "25gbit", the path of a file, or '
+    "tfposeidon.NetworkProfile"
 )
 
 
-def read_links(path: str | os.PathLike[str]) -> Links:
+def read_links(path: str | os.PathLike[str]) -> NetworkProfile:
     """Reads links from a file.
 
     Args:
-      path: File with the text of `Links.to_json`.
+      path: File with the text of `NetworkProfile.to_json`.
 
     Returns:
       The links.
@@ -308,18 +308,19 @@ def read_links(path: str | os.PathLike[str]) -> Links:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{FORMS}, and a file one that can be read. Received: {os.fspath(path)!r}: {error}. "
-            "`python -m tfposeidon check --links` writes such a file."
+            "`python -m tfposeidon check --network` writes such a file."
         ) from error
-    return Links.from_json(text, os.fspath(path))
+    return NetworkProfile.from_json(text, os.fspath(path))
 
 
-def parse_links(given: Any, topology: Topology, device: str) -> Links:
-    """Makes links of what users pass as `links=`.
+def parse_links(given: Any, topology: Topology, device: str) -> NetworkProfile:
+    """Makes a network profile of what users pass as `network=`.
 
     Args:
-      given: `Links`, a rate between nodes with its unit such as "25gbit", or the path of a file.
+      given: `NetworkProfile`, a rate between nodes with its unit such as "25gbit", or the path of
+        a file.
       topology: Topology of the job.
-      device: Preset for all but the rate; see `Links.of`.
+      device: Preset for all but the rate; see `NetworkProfile.of`.
 
     Returns:
       The links.
@@ -327,15 +328,15 @@ def parse_links(given: Any, topology: Topology, device: str) -> Links:
     Raises:
       ValueError: If it is none of these, or of another kind of cluster.
     """
-    if isinstance(given, Links):
+    if isinstance(given, NetworkProfile):
         links = given
     elif isinstance(given, str) and NUMBER_AND_UNIT.fullmatch(given.strip()):
         ranks_per_node = max(len(node) for node in topology.nodes)
-        links = Links.of(given, ranks_per_node=ranks_per_node, device=device)
+        links = NetworkProfile.of(given, ranks_per_node=ranks_per_node, device=device)
     elif isinstance(given, str | os.PathLike):
         links = read_links(given)
     else:
-        raise ValueError(f"{FORMS}. Received: links={given!r}")
+        raise ValueError(f"{FORMS}. Received: network={given!r}")
     links.check_fits(topology)
     # Presets are of one device, whatever the job has: plans are also made for other machines.
     if links.measured_at and (links.device == "cpu") != (device == "cpu"):
