@@ -51,7 +51,7 @@ class Auto(Policy):
       >>> policy = tp.policies.Auto(compression=("fp16",))
       >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=policy)
       >>> optimizer.policy
-      Auto(compression=("fp16", "topk"), density=None, margin=0.02, race=True)
+      Auto(compression=('fp16',), density=0.01, margin=0.02, race=True)
     """
 
     compression: tuple[str, ...] = ()
