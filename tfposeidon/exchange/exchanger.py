@@ -215,7 +215,9 @@ class Exchanger:
             count = tf.cast(1.0 if count is None else count, tf.float32) + zero
             asks = expected.are_unknown.read_value()
             total = tf.cond(asks, lambda: self._sum(count), expected.total.read_value)
-            is_as_expected = count * ranks == total
+            # A batch without samples is never as expected: its mean is not a number, and must not
+            # be sent as it is.
+            is_as_expected = (count * ranks == total) & (count > 0.0)
             presence = self.presence(gradients, is_as_expected, has_batch, with_means=True)
             weight = tf.where(asks, weight_of(count, total, self.wire.topology.size), 1.0)
         sent = self.exchange(gradients, weight, rescale)

@@ -212,12 +212,11 @@ class ShardedOptimizer(DistributedOptimizer):
 
     @override
     def check_change(self, policy: policies.Policy) -> None:
-        if Sharded(policy) != self.policy:
-            raise ValueError(
-                "The scheme of a ShardedOptimizer stays for the whole training, for its state lies "
-                f"where the scheme has it. Received: a change from {self.policy} to {policy}. Use "
-                "DistributedOptimizer."
-            )
+        raise ValueError(
+            "The scheme of a ShardedOptimizer stays for the whole training, for its state lies "
+            f"where the scheme has it. Received: a change from {self.policy} to {policy}. Use "
+            "DistributedOptimizer."
+        )
 
     @override
     def fit_hooks(self, model: Any) -> FitHooks:
