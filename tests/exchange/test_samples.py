@@ -9,14 +9,15 @@ import tensorflow as tf
 
 import tfposeidon as tp
 from tests.helpers.models import same_on_all_ranks
+from tests.helpers.wait_free import ancestors, bucket_of
 
 pytestmark = pytest.mark.ranks("2")
 
-COUNTS = [(4, 4), (4, 4), (4, 4), (3, 1), (4, 4), (4, 4), (0, 0), (0, 0), (2, 2), (0, 5), (5, 5)]
+COUNTS = [(4, 4), (4, 4), (2, 2), (2, 2), (3, 1), (4, 4), (4, 4), (0, 0), (0, 0), (2, 2), (0, 5)]
 """Samples of rank 0 and of rank 1 in each step."""
-COLLECTIVES = [3, 2, 2, 4, 3, 2, 4, 3, 3, 4, 3]
-"""One for the bucket and one that tells whether samples are as expected; one more that asks for
-them after a step in which they were not, and two more that exchange again."""
+COLLECTIVES = [3, 2, 3, 2, 4, 3, 2, 4, 3, 3, 4]
+"""One for the bucket and one that tells whether samples are as expected; one more that counts them
+where they were not, or after a step with unequal ones, and another that exchanges these again."""
 
 
 def _gradient(step, rank):
@@ -69,9 +70,41 @@ def test_nothing_is_lost_by_a_scheme_that_keeps_a_residual(wire):
 def test_a_step_waits_for_a_count_only_where_samples_change(wire):
     weight = keras.Variable(np.zeros(8, "float32"), name="weight")
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1.0), scheme="allreduce")
-    seen, before = [], 0
-    with mock.patch.object(wire, "all_reduce", wraps=wire.all_reduce) as spy:
+    calls, seen = [], []
+    with mock.patch.multiple(
+        wire,
+        all_reduce=mock.Mock(wraps=wire.all_reduce, side_effect=_noted(calls)),
+        all_gather=mock.Mock(wraps=wire.all_gather, side_effect=_noted(calls)),
+    ):
+        # The first step compares what ranks are about to do, by other collectives.
+        optimizer.exchange.exchanger([weight])
         for _ in _steps(optimizer, weight, wire, False):
-            seen.append(spy.call_count - before)
-            before = spy.call_count
+            seen.append(sum(".bucket" in name or "samples" in name for name in calls))
+            calls.clear()
     assert seen == COLLECTIVES
+
+
+def _noted(calls):
+    def note(tensor, group, name, *others, **options):
+        calls.append(name)
+        return mock.DEFAULT
+
+    return note
+
+
+def test_no_bucket_waits_for_the_gradient_of_another(wire):
+    """Also where the last variable of the list is not the one whose gradient is there first."""
+    weights = [keras.Variable(np.ones((8, 8), "float32"), name=name) for name in "ab"]
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1.0), "allreduce", bucket_bytes=0)
+
+    @tf.function
+    def step(first, second):
+        optimizer.apply([first, second], weights, sample_count=first[0, 0])
+
+    specification = tf.TensorSpec([8, 8])
+    graph = step.get_concrete_function(specification, specification).graph
+    inputs = [tensor.op for tensor in graph.inputs[:2]]
+    buckets = {name: op for op in graph.get_operations() if (name := bucket_of(op, graph))}
+    assert set(buckets) == {"bucket_0", "bucket_1"}
+    # The last variable is in the first bucket.
+    assert inputs[1] not in ancestors(buckets["bucket_1"], graph)

@@ -203,35 +203,50 @@ class Exchanger:
         Returns:
           The participation of ranks in the step; means and new states as `exchange` returns them.
         """
-        if any(bucket.takes_factors for bucket in self.plan.buckets):
-            # Factors have their weight before they are sent.
+        takes_factors = any(bucket.takes_factors for bucket in self.plan.buckets)
+        if takes_factors or self.wire.topology.size == 1:
+            # Factors have their weight before they are sent, and one rank has nothing to wait for.
             return self._means_after_count(gradients, count, rescale, has_batch)
-        ranks, expected = float(self.wire.topology.size), self._expected
-        # After the first gradient: Horovod mostly carries it in one cycle with the first bucket,
-        # and a rank whose data have ended does not count.
-        first = [_any_tensor(gradient) for gradient in gradients if gradient is not None][-1:]
-        with tf.device("/CPU:0"), tf.control_dependencies(first):
+        expected, ranks = self._expected, float(self.wire.topology.size)
+        with tf.device("/CPU:0"):
             zero = self._zeros["float32"].read_value()
             count = tf.cast(1.0 if count is None else count, tf.float32) + zero
             asks = expected.are_unknown.read_value()
-            total = tf.cond(asks, lambda: self._sum(count), expected.total.read_value)
+            total, are_equal = tf.cond(
+                asks,
+                lambda: self._count_all(count),
+                lambda: (expected.total.read_value(), tf.constant(True)),
+            )
+            weight = tf.where(asks, weight_of(count, total, self.wire.topology.size), 1.0)
             # A batch without samples is never as expected: its mean is not a number, and must not
             # be sent as it is.
             is_as_expected = (count * ranks == total) & (count > 0.0)
+        # After the first gradient: Horovod mostly carries it in one cycle with the first bucket,
+        # and a rank whose data have ended does not count.
+        first = [_any_tensor(gradient) for gradient in gradients if gradient is not None][-1:]
+        with tf.control_dependencies(first):
             presence = self.presence(gradients, is_as_expected, has_batch, with_means=True)
-            weight = tf.where(asks, weight_of(count, total, self.wire.topology.size), 1.0)
         sent = self.exchange(gradients, weight, rescale)
         with tf.device("/CPU:0"):
-            were_equal, were_all = presence.total == ranks, presence.absent == 0.0
-            were_wrong = were_all & ~were_equal & ~asks
-            expected.update(total, were_equal, were_all)
+            were_all = presence.absent == 0.0
+            were_wrong = were_all & (presence.total < ranks) & ~asks
 
-        def again() -> tuple[list[Any], list[State]]:
+        def count_again() -> tuple[list[Any], list[State], tf.Tensor, tf.Tensor]:
             with names_ending_in(".again"):
-                weight = weight_of(count, self._sum(count), self.wire.topology.size)
-                return self.exchange(gradients, weight, rescale)
+                total, are_equal = self._count_all(count)
+                weight = weight_of(count, total, self.wire.topology.size)
+                # What ranks with equal batches have sent is right, however large these are.
+                means, states = tf.cond(
+                    are_equal, lambda: sent, lambda: self.exchange(gradients, weight, rescale)
+                )
+            return means, states, total, are_equal
 
-        return presence, *tf.cond(were_wrong, again, lambda: sent)
+        means, states, total, are_equal = tf.cond(
+            were_wrong, count_again, lambda: (*sent, total, are_equal)
+        )
+        with tf.device("/CPU:0"):
+            expected.update(total, are_equal, were_all)
+        return presence, means, states
 
     def _means_after_count(
         self, gradients: Sequence[Any], count: Any, rescale: tf.Tensor | None, has_batch: bool
@@ -243,10 +258,14 @@ class Exchanger:
             weight = weight_of(count, presence.total, self.wire.topology.size)
         return presence, *self.exchange(gradients, weight, rescale)
 
-    def _sum(self, count: tf.Tensor) -> tf.Tensor:
+    def _count_all(self, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the samples of all ranks, and whether each has as many, and any."""
         with tf.device("/CPU:0"):
-            name = f"{self.prefix}.all_samples"
-            return self.wire.all_reduce(count[tf.newaxis], self.wire.topology.world, name)[0]
+            world, name = self.wire.topology.world, f"{self.prefix}.all_samples"
+            counts = self.wire.all_gather(count[tf.newaxis], world, name)
+            are_equal = tf.reduce_all(counts == counts[0]) & (counts[0] > 0.0)
+            # Their sum may be rounded in another way than the product, which steps compare with.
+            return tf.where(are_equal, count * world.size, tf.reduce_sum(counts)), are_equal
 
     def join_call(self, count: Any, finite: Any, has_batch: bool = True) -> CallPresence:
         """Counts what a call weighs over the job, where gradients wait for an update.
