@@ -32,7 +32,7 @@ from tfposeidon.training import layer_state, session
 from tfposeidon.training.entries import held_optimizers, parts, variables_of
 from tfposeidon.training.replicated import replicated_variables
 
-FORMAT = 5
+FORMAT = 6
 """Format of what a snapshot holds; another number wherever that changes."""
 _OWN = (Placement.AVERAGED, Placement.LOCAL, Placement.PARTIAL)
 """State of which each rank saves its own."""

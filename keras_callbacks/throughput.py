@@ -12,7 +12,6 @@ from keras_callbacks._model_state import samples_seen
 from keras_callbacks._tensorboard import ScalarWriter
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.training import session
-from tfposeidon.training.entries import optimizers
 from tfposeidon.training.session import optimizers_of
 
 
@@ -101,9 +100,9 @@ class Throughput(keras.callbacks.Callback):
             self._begin = None
 
     def _now(self) -> tuple[float, float, float]:
-        exposed_s = sum(
-            getattr(optimizer, "exposed_s", 0.0) for optimizer in optimizers(self.model)
-        )
+        # One that was found in its first step has no clocks.
+        timed = [one for one in optimizers_of(self.model) if one.exchange.is_timed]
+        exposed_s = sum(optimizer.exposed_s for optimizer in timed)
         return time.perf_counter(), samples_seen(self.model) or 0.0, exposed_s
 
     def _bytes_sent(self) -> float:

@@ -412,11 +412,11 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         """Communication that computation did not hide, in seconds over all steps that were timed.
 
         It is the time between a step's last gradient and its last mean; on GPUs, where ops are
-        queued, only a hint. Steps are timed in a `fit` with `keras_callbacks.Throughput`, while
-        `auto` may still change its plan, and after `optimizer.exchange.is_timed = True`.
+        queued, only a hint. Steps are timed in a `fit` with `keras_callbacks.Throughput`, in the
+        first steps of a `fit` by `auto`, and after `optimizer.exchange.is_timed = True`.
 
         Raises:
-          RuntimeError: If no steps are timed.
+          RuntimeError: If no steps are or were timed.
         """
         return self._exchange.exposed_s
 

@@ -71,10 +71,24 @@ def test_once_it_has_decided_steps_have_no_clocks(wire):
         runtime.keep_links(rosy)
         train_together(model, data, optimizer, wire)
         assert runtime.links() == rosy
+        measured_s = optimizer.plan.forecasts[0].measured_s
+        exposed_s = optimizer.exposed_s
+        train_together(model, data, optimizer, wire)
     same_on_all_ranks(model.get_weights(), wire)
-    with Raises(RuntimeError, "Steps are timed where somebody asks for it"):
-        _ = optimizer.exposed_s
     assert optimizer.plan.forecasts[0].knows_computation
+    assert optimizer.plan.forecasts[0].measured_s == measured_s > 0.0
+    assert optimizer.exposed_s == exposed_s > 0.0
+
+
+def test_steps_that_nobody_times(wire):
+    """By a scheme that is named, and in a loop of one's own: they say so."""
+    weight = keras.Variable(np.zeros(4, "float32"), name="weight")
+    for scheme in ("allreduce", "auto"):
+        optimizer = tp.DistributedOptimizer(sgd(), scheme)
+        with links(given(wire, "1gbit")):
+            optimizer.apply([keras.ops.ones(4)], [weight])
+        with Raises(RuntimeError, "Steps are timed where somebody asks for it"):
+            _ = optimizer.exposed_s
 
 
 TURNING = []

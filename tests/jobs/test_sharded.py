@@ -1,4 +1,4 @@
-"""State that servers keep, saved by a job of two ranks and taken over by one rank."""
+"""State in parts, saved by a job of two ranks and taken over by one rank."""
 
 import numpy as np
 

@@ -223,5 +223,5 @@ def test_what_was_kept_is_sent_before_schemes_change(wire):
     check_equal(flushed, dense)
     late = models.mlp()
     late.compile(tp.LocalUpdates(sgd(), EVERY, scheme=SPARSE, overlap_steps=1), models.LOSS)
-    with Raises(ValueError, "With `delay` the scheme stays. Received: a change from topk"):
+    with Raises(ValueError, "With `overlap_steps` the scheme stays. Received: a change from topk"):
         late.fit(*models.mlp.data(24), epochs=2, verbose=0, callbacks=[schedule])

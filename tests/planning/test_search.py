@@ -293,12 +293,16 @@ def test_many_ranks_per_core_are_not_validated():
 def test_policies_are_saved_without_links():
     policy = policies.Auto(compression=("fp16", "topk"), density=0.01, margin=0.1)
     assert policies.Auto.from_config(policy.get_config()) == policy
+    for kinds in (["topk", "fp16"], {"fp16", "topk"}):
+        assert policies.Auto(compression=kinds, density=0.01, margin=0.1) == policy
     assert set(policy.get_config()) == {"compression", "density", "margin", "race"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"density": 0.1}, 'is that of sparse schemes. Received: density=0.1.*Add "topk"'),
+        ({"compression": None}, "must hold kinds of fp16, topk. Received: compression=None"),
         ({"density": 0.0}, r"`density` must be a number in \(0, 1\]. Received: density=0.0"),
         ({"density": 1.5}, r"`density` must be a number in \(0, 1\]"),
         ({"compression": ("fp8",)}, "must hold kinds of fp16, topk. Received: .*'fp8'"),

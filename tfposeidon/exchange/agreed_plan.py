@@ -282,7 +282,7 @@ class AgreedPlans:
         """Keeps the plans so far, though others were predicted to be faster."""
         for exchanger, forecast in self._kept:
             exchanger.plan = replace(exchanger.plan, forecasts=(forecast,))
-        self.planner.has_decided = True
+        self.planner.decide()
         self._kept.clear()
         self._changing.clear()
 

@@ -39,7 +39,8 @@ class Planner:
       policy: Choice of the scheme by which a variable is exchanged; `change_policy` replaces it.
       bucket_bytes: Bytes up to which small gradients are fused.
       spent_s: Seconds in which links were measured and exchanges raced so far.
-      has_decided: True once plans were chosen by what steps have measured.
+      is_watched: True while steps that are traced have clocks, for plans to be chosen by.
+      has_decided: True once plans were chosen by what steps have measured, or stay.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Planner:
         self._race, self._raced_over = Race(), runtime.links()
         self._resumed: dict[Paths, Resumed] = {}
         self.spent_s = 0.0
-        self.has_decided = False
+        self.is_watched = self.has_decided = False
 
     def change_policy(self, policy: Policy) -> None:
         """Plans by another policy from now on.
@@ -167,7 +168,11 @@ class Planner:
         """
         self._measured |= measured
         self._resumed.clear()
-        self.has_decided = True
+        self.decide()
+
+    def decide(self) -> None:
+        """Notes that plans are chosen, or stay: steps that are traced have no clocks."""
+        self.is_watched, self.has_decided = False, True
 
     def forget_times(self) -> None:
         """Forgets what steps have measured, so that they are timed and planned by once more."""

@@ -75,7 +75,7 @@ class Step:
         self.absence = Absence()
         self.batch = BatchCount(sample_count)
         self._exposed_s: tf.Variable | None = None
-        self.is_timed = False
+        self.is_timed = self._has_timed = False
 
     def build(self) -> None:
         """Makes the variables in which steps leave what they have measured.
@@ -115,7 +115,7 @@ class Step:
         self.plans.agree(gradients, variables, updater, self._settings(count))
         exchanger = self.exchanger(variables)
         replicated = [*variables, *updater.variables]
-        if self.plans.planner.may_learn:
+        if self.plans.planner.is_watched:
             descriptions = exchanger.plan.descriptions
             rows = factor_agreement.count_rows(gradients, descriptions, replicated)
             exchanger.own_rows.assign(rows)
@@ -201,6 +201,7 @@ class Step:
     def _time(self, exchanger: Exchanger, gradients: list[Any], means: list[Any]) -> None:
         # What passes between the last gradient and the last mean is communication that nothing
         # hides.
+        self._has_timed = True
         first, ready = _time_after_first(gradients), time_after(gradients)
         end = time_after(means)
         assert self._exposed_s is not None
@@ -268,7 +269,7 @@ class Step:
         Raises:
           RuntimeError: If no steps are timed.
         """
-        if not self._times_steps:
+        if not (self._times_steps or self._has_timed):
             raise RuntimeError(
                 "Steps are timed where somebody asks for it. Received: an optimizer whose steps "
                 "are not. Give fit keras_callbacks.Throughput(), or set "
@@ -278,7 +279,7 @@ class Step:
 
     @property
     def _times_steps(self) -> bool:
-        return self.is_timed or self.plans.planner.may_learn
+        return self.is_timed or self.plans.planner.is_watched
 
     def flush(self) -> bool:
         """Makes all steps from now on send everything, what schemes have kept included.

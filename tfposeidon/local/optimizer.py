@@ -49,10 +49,11 @@ class LocalUpdates(OptimizerWrapper):
         every step, and its state is this rank's own.
       sync_every: Steps from one round to the next, at least 1 (default 32).
       outer_optimizer: What a round does: `"average"` (default), `"elastic"`, `"outer"`,
-        `"slow_momentum"`, or an object of `tfposeidon.local`.
+        `"slow_momentum"`, an object of `tfposeidon.local`, or a Keras optimizer, which stands for
+        `tfposeidon.local.Outer` with it.
       scheme: Scheme by which differences are exchanged (default `"torus2d"`), as for
-        `DistributedOptimizer`, but for those that need factors, servers that update, or momentum
-        correction, and for `"auto"`.
+        `DistributedOptimizer`, but for those that need factors or momentum correction, and for
+        `"auto"`.
       hierarchical: True to average gradients over the ranks of each node at every step, so that
         only nodes train by themselves (default False: each rank does).
       overlap_steps: Steps from an exchange to its result, below `sync_every`; the exchange runs

@@ -297,13 +297,15 @@ def parse(rule: Any) -> Rule:
     """Returns the rule that a user means.
 
     Args:
-      rule: A rule, or the name of one.
+      rule: A rule, the name of one, or a Keras optimizer, which stands for `Outer` with it.
 
     Raises:
-      ValueError: If it is neither.
+      ValueError: If it is none of these.
     """
     if isinstance(rule, Rule):
         return rule
+    if isinstance(rule, keras.optimizers.Optimizer):
+        return Outer(rule)
     if isinstance(rule, str) and rule in NAMES:
         return NAMES[rule]()
     raise ValueError(

@@ -20,8 +20,8 @@ from tfposeidon.schemes import (
     Torus2D,
 )
 
-COMPRESSION = ("fp16", "topk")
-"""Kinds of compression."""
+COMPRESSION, DENSITY = ("fp16", "topk"), 0.01
+"""Kinds of compression, and the share of elements that sparse schemes send."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Auto(Policy):
         function of links, model and ranks.
 
     Raises:
-      ValueError: If `density` or `margin` is out of its range, or a kind is unknown.
+      ValueError: If `density` or `margin` is out of its range, a kind is unknown, or `density` is
+        given without "topk".
 
     Example:
       >>> import keras, tfposeidon as tp
@@ -55,22 +56,28 @@ class Auto(Policy):
     """
 
     compression: tuple[str, ...] = ()
-    density: float = 0.01
+    density: float = DENSITY
     margin: float = 0.02
     race: bool = True
 
     def __post_init__(self) -> None:
         ranges.check_number("margin", self.margin, ranges.BELOW_1, "Leave it out for 2 %.")
         ranges.check_number("density", self.density, ranges.FRACTION, "Leave it out for 1 %.")
-        kinds = [self.compression] if isinstance(self.compression, str) else self.compression
-        if unknown := [kind for kind in kinds if kind not in COMPRESSION]:
+        given = self.compression
+        kinds = [given] if isinstance(given, str) else given
+        if not isinstance(kinds, list | tuple | set | frozenset) or set(kinds) - {*COMPRESSION}:
             raise ValueError(
                 f"`compression` must hold kinds of {', '.join(COMPRESSION)}. Received: "
-                f"compression={self.compression!r}, with {unknown[0]!r}. Leave it out for lossless "
-                "schemes."
+                f"compression={given!r}. Leave it out for lossless schemes."
             )
-        # A tuple, so that policies can be compared; JSON makes a list of it.
-        object.__setattr__(self, "compression", tuple(kinds))
+        if self.density != DENSITY and "topk" not in kinds:
+            raise ValueError(
+                "`density` is that of sparse schemes. Received: "
+                f'density={self.density}, compression={given!r}. Add "topk" to compression.'
+            )
+        # A tuple in one order, so that ranks and runs can be compared.
+        ordered = tuple(kind for kind in COMPRESSION if kind in kinds)
+        object.__setattr__(self, "compression", ordered)
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:

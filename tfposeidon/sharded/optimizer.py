@@ -214,7 +214,7 @@ class ShardedOptimizer(DistributedOptimizer):
     def check_change(self, policy: policies.Policy) -> None:
         raise ValueError(
             "The scheme of a ShardedOptimizer stays for the whole training, for its state lies "
-            f"where the scheme has it. Received: a change from {self.policy} to {policy}. Use "
+            f"where the scheme has it. Received: scheme={policy}. Leave the change out, or use "
             "DistributedOptimizer."
         )
 

@@ -70,7 +70,8 @@ class Sharded(Policy):
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
         choice = self.policy.choose(description, topology)
-        if not isinstance(choice.scheme, ParameterServer):
+        # Not subclasses, which have an exchange of their own.
+        if type(choice.scheme) is not ParameterServer:
             return choice
         return choice._replace(scheme=OwnParts(pair_bytes=choice.scheme.pair_bytes))
 

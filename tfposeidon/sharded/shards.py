@@ -250,7 +250,7 @@ class Shards:
             return layer_norms.NormMethod()
         return layer_norms.NormMethod(
             sharded_norms(wire, self._is_served, f"{prefix}.norms_of_layers"),
-            "norms of layers: of the servers' parts, their squares are summed over the ranks",
+            "norms of layers: the squares of those of parts are summed over the ranks",
         )
 
     def _is_served(self, variable: Any) -> bool:
@@ -269,7 +269,7 @@ class Shards:
                 self.targets[member].assign(flat[begin:end])
 
     def _pull(self, constrained: set[int], counts: tf.Tensor | None = None) -> None:
-        """Gives the variables the values that all servers have for them now.
+        """Gives the variables the values that all ranks have for their parts now.
 
         Args:
           constrained: Indices of variables that were updated, to which constraints are applied.
@@ -322,7 +322,7 @@ class Shards:
         self._gathered = (self._step(), whole) if saves else None
 
     def scatter_state(self, rank: int) -> None:
-        """Gives every server its part of the state that one rank has loaded, if it has loaded any.
+        """Gives every rank its part of the state that one has loaded, if it has loaded any.
 
         Args:
           rank: Rank that has loaded the state; the same on all ranks, which call this together.

@@ -64,13 +64,23 @@ class ChoosePlan(keras.callbacks.Callback):
 
     def _watch(self) -> None:
         """Begins to time steps, if there are optimizers whose plans are not chosen yet."""
-        if not any(plans.planner.may_learn for plans in self._find_open().values()):
+        undecided = [plans for plans in self._find_open().values() if plans.planner.may_learn]
+        if not undecided or self._is_changing:
             return
         if self._on_gpu is None:
             own = bool(tf.config.list_physical_devices("GPU"))
             # All ranks watch or none does, also where one of them lacks its GPU.
             self._on_gpu = any(exchange_objects(own, runtime.wire(), "tp.choose_plan.gpu"))
-        self._is_watching = not self._on_gpu
+        if self._on_gpu:
+            for plans in undecided:
+                plans.keep()
+            return
+        self._is_watching = True
+        if not all(plans.planner.is_watched for plans in undecided):
+            for plans in undecided:
+                plans.planner.is_watched = True
+            # With clocks; in a first `fit` nothing is traced yet.
+            self._session.retrace()
         # An optimizer that accumulates exchanges once in several steps.
         self._begin = self._steps + UNTIMED_STEPS * self._calls
         self._end = self._begin + TIMED_STEPS * self._calls
@@ -180,23 +190,15 @@ class ChoosePlan(keras.callbacks.Callback):
             return
         self._is_watching = False
         joined = _joined(ranks)
-        saved_s = 0.0
-        for number, plans in self._find_open().items():
-            found: Mapping[Paths, Measured] = {
-                exchanger.plan.paths: joined[f"{number} {place}"]
-                for place, exchanger in enumerate(plans.agreed_exchangers)
-                if f"{number} {place}" in joined
-            }
-            saved_s += plans.learn(found)
+        if not joined:
+            # A schedule has changed the policy meanwhile: the next epoch begins once more.
+            return
+        saved_s = self._learn(joined)
         waits_for_epoch = self._session.watches_absence and not self._has_flushed
         steps_left = self._steps_left - (self._batches_before if waits_for_epoch else 0)
         trace_s = max(trace_s for _, trace_s in everybody)
         if (saved_s + CLOCKS_S) * steps_left / self._calls <= LEAST_GAIN * trace_s:
-            for plans in self._open.values():
-                if plans.are_changing:
-                    plans.keep()
-                else:
-                    plans.adopt()
+            self._stay()
             return
         if self._is_changing:
             runtime.say(
@@ -204,6 +206,26 @@ class ChoosePlan(keras.callbacks.Callback):
                 1e3 * saved_s,
             )
         self._change_or_flush()
+
+    def _learn(self, joined: Mapping[str, Measured]) -> float:
+        """Plans by what all ranks have measured; returns the seconds that a step would save."""
+        saved_s = 0.0
+        for number, plans in self._find_open().items():
+            if plans.planner.may_learn:
+                found: Mapping[Paths, Measured] = {
+                    exchanger.plan.paths: joined[f"{number} {place}"]
+                    for place, exchanger in enumerate(plans.agreed_exchangers)
+                    if f"{number} {place}" in joined
+                }
+                saved_s += plans.learn(found)
+        return saved_s
+
+    def _stay(self) -> None:
+        for plans in self._open.values():
+            if plans.are_changing:
+                plans.keep()
+            elif plans.planner.may_learn:
+                plans.adopt()
 
     @property
     def _is_changing(self) -> bool:
