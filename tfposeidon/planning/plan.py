@@ -400,13 +400,16 @@ def _choose(policy: Policy, description: Description, topology: Topology) -> Cho
     scheme = choice.scheme
     # Known from the shape alone, before the first step has told which gradients have factors.
     if scheme.needs_factors and len(description.shape) < 2:
-        return choice._replace(scheme=AllReduce(), reason=f"no matrix for {scheme.name}")
+        return dataclasses.replace(
+            choice, scheme=AllReduce(), reason=f"no matrix for {scheme.name}"
+        )
     if scheme.needs_factors and description.why_no_factors:
         why = f"no factors for {scheme.name}: {description.why_no_factors}"
-        return choice._replace(scheme=AllReduce(), reason=why)
+        return dataclasses.replace(choice, scheme=AllReduce(), reason=why)
     if description.length >= scheme.min_length:
         return choice
-    return choice._replace(
+    return dataclasses.replace(
+        choice,
         scheme=scheme.for_small_variables or AllReduce(),
         reason=f"fewer than {scheme.min_length} elements for {scheme.name}",
     )

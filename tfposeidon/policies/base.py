@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from typing_extensions import override
 
@@ -15,7 +14,8 @@ from tfposeidon.gradients.description import Description
 from tfposeidon.schemes import Scheme
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True)
+class Choice:
     """Scheme for one variable, with the reason for it.
 
     Example:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from typing_extensions import override
@@ -56,8 +56,8 @@ class Rules(Policy):
                 choice = policy.choose(description, topology)
                 # The reasons of these two say no more than that the rule asked for it.
                 asked_for = isinstance(policy, Uniform | Rules)
-                return choice._replace(
-                    reason=f"rule {pattern!r}" + ("" if asked_for else f": {choice.reason}")
+                return replace(
+                    choice, reason=f"rule {pattern!r}" + ("" if asked_for else f": {choice.reason}")
                 )
         return Choice(AllReduce(), "no rule matches")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import tensorflow as tf
@@ -73,7 +73,7 @@ class Sharded(Policy):
         # Not subclasses, which have an exchange of their own.
         if type(choice.scheme) is not ParameterServer:
             return choice
-        return choice._replace(scheme=OwnParts(pair_bytes=choice.scheme.pair_bytes))
+        return replace(choice, scheme=OwnParts(pair_bytes=choice.scheme.pair_bytes))
 
     @override
     def notes(self, descriptions: Sequence[Description]) -> list[str]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import math
 import types
 import warnings
@@ -41,6 +42,8 @@ from tfposeidon.training import (
 )
 from tfposeidon.training.hooks import FitHooks
 from tfposeidon.training.train_functions import OutsideOfFit, SkipBatches
+
+log = logging.getLogger("tfposeidon")
 
 
 def patch_keras(optimizer_class: type) -> None:
@@ -265,16 +268,25 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
     nor by a sample stay as they are; callbacks that need a built model say so.
     """
     if not model.run_eagerly:
-        with contextlib.suppress(Exception):
+        with _trying("from shapes"):
             specification = _batch_specification(x, y, sample_weight)
             if specification is not None:
                 model._symbolic_build(data_batch=specification)
     if not replicated.has_weights(model):
-        with contextlib.suppress(Exception):
+        with _trying("by a sample"):
             # A call may do what symbolic tensors cannot.
             model(_first_sample(x), training=False)
     if model.built and not model.optimizer.built and _trains_all_together(model):
         model.optimizer.build(model.trainable_variables)
+
+
+@contextlib.contextmanager
+def _trying(way: str) -> Iterator[None]:
+    """Surrounds one way to build a model: where it fails, its first step does it."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the code of a model may raise anything.
+        log.debug("tfposeidon: a model is not built %s: %s", way, error)
 
 
 def _first_sample(x: Any) -> Any:
