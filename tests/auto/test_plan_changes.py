@@ -76,7 +76,7 @@ def test_once_it_has_decided_steps_have_no_clocks(wire):
         train_together(model, data, optimizer, wire)
     same_on_all_ranks(model.get_weights(), wire)
     assert optimizer.plan.forecasts[0].knows_computation
-    assert optimizer.plan.forecasts[0].measured_s == measured_s > 0.0
+    assert optimizer.plan.forecasts[0].measured_s == measured_s
     assert optimizer.exposed_s == exposed_s > 0.0
 
 

@@ -122,7 +122,7 @@ def test_the_local_product_is_gone_and_nothing_waits(wire):
     graph = traced(models.mlp(), optimizer, models.mlp.data(4))
     check_independent(graph, 4)
     kept = set().union(
-        *(ancestors(op) | {op} for op in graph.get_operations() if op.op_def.is_stateful)
+        *(ancestors(op, graph) | {op} for op in graph.get_operations() if op.op_def.is_stateful)
     )
     products = [
         op for op in graph.get_operations() if op.type == "MatMul" and op.get_attr("transpose_a")

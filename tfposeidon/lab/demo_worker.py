@@ -55,6 +55,8 @@ def measure(model: keras.Model, scheme: str, steps: int) -> dict[str, float]:
       rank sent to other nodes per step, on average. The same on all ranks.
     """
     optimizer = tfposeidon.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme=scheme)
+    # The plan shows the measured step beside the predicted one, also once `auto` has decided.
+    optimizer.exchange.is_timed = True
     model.compile(optimizer=optimizer, loss="mse")
     batch = model.inputs[0].shape[0]
     # One that is traced, or that traces anew, and those that are timed.
