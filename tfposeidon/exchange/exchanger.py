@@ -24,7 +24,6 @@ from tfposeidon.communication.wire import (
 from tfposeidon.exchange import factor_exchange
 from tfposeidon.exchange.presence import (
     CallPresence,
-    ExpectedSamples,
     Presence,
     check_regularised,
     count_call,
@@ -35,7 +34,7 @@ from tfposeidon.exchange.scheme_states import SchemeStates
 from tfposeidon.exchange.step_times import StepTimes
 from tfposeidon.exchange.variable_agreement import REMEDY, as_json, check_same_variables
 from tfposeidon.gradients.description import dense
-from tfposeidon.gradients.factors import FactorPair
+from tfposeidon.gradients.factors import tensors_of
 from tfposeidon.planning.plan import Bucket, Plan
 from tfposeidon.schemes.base import State, VectorScheme
 
@@ -90,10 +89,11 @@ class Exchanger:
         # For as many buckets as there might be: which there are is known in a trace, and TensorFlow
         # traces a step once more whose first trace makes variables.
         count = len(self.plan.descriptions)
-        self.rows: tf.Variable = _rows(count) if other is None else other.rows
-        self.own_rows: tf.Variable = _rows(count) if other is None else other.own_rows
+        self.rows: tf.Variable = _variable([count], "rows") if other is None else other.rows
+        self.own_rows: tf.Variable = _variable([count], "rows") if other is None else other.own_rows
         self.times: StepTimes = StepTimes() if other is None else other.times
-        self._expected: ExpectedSamples = ExpectedSamples() if other is None else other._expected
+        # Samples of all ranks in the last step, if all had as many; else 0.
+        self._expected: tf.Variable = _variable([], "samples") if other is None else other._expected
         self.states = SchemeStates(plan)
 
     def take_over(self, other: Exchanger) -> None:
@@ -207,15 +207,14 @@ class Exchanger:
         if takes_factors or self.wire.topology.size == 1:
             # Factors have their weight before they are sent, and one rank has nothing to wait for.
             return self._means_after_count(gradients, count, rescale, has_batch)
-        expected, ranks = self._expected, float(self.wire.topology.size)
+        ranks = float(self.wire.topology.size)
         with tf.device("/CPU:0"):
             zero = self._zeros["float32"].read_value()
             count = tf.cast(1.0 if count is None else count, tf.float32) + zero
-            asks = expected.are_unknown.read_value()
+            expected = self._expected.read_value()
+            asks = expected == 0.0
             total, are_equal = tf.cond(
-                asks,
-                lambda: self._count_all(count),
-                lambda: (expected.total.read_value(), tf.constant(True)),
+                asks, lambda: self._count_all(count), lambda: (expected, tf.constant(True))
             )
             weight = tf.where(asks, weight_of(count, total, self.wire.topology.size), 1.0)
             # A batch without samples is never as expected: its mean is not a number, and must not
@@ -223,7 +222,7 @@ class Exchanger:
             is_as_expected = (count * ranks == total) & (count > 0.0)
         # After the first gradient: Horovod mostly carries it in one cycle with the first bucket,
         # and a rank whose data have ended does not count.
-        first = [_any_tensor(gradient) for gradient in gradients if gradient is not None][-1:]
+        first = [tensor for gradient in gradients for tensor in tensors_of(gradient)][-1:]
         with tf.control_dependencies(first):
             presence = self.presence(gradients, is_as_expected, has_batch, with_means=True)
         sent = self.exchange(gradients, weight, rescale)
@@ -245,7 +244,8 @@ class Exchanger:
             were_wrong, count_again, lambda: (*sent, total, are_equal)
         )
         with tf.device("/CPU:0"):
-            expected.update(total, are_equal, were_all)
+            known = tf.where(are_equal, total, 0.0)
+            self._expected.assign(tf.where(were_all, known, expected))
         return presence, means, states
 
     def _means_after_count(
@@ -313,8 +313,7 @@ class Exchanger:
             else:
                 mean, state = self._exchange_bucket(index, bucket, gradients, weight, rescale)
             states.append(state)
-            topology = self.wire.topology
-            tensors = bucket.scheme.unpack(mean, bucket.descriptions, topology)
+            tensors = bucket.scheme.unpack(mean, bucket.descriptions, self.wire.topology)
             for member, tensor in zip(bucket.members, tensors, strict=True):
                 means[member] = tensor
         self._keep_rows(rows)
@@ -427,15 +426,9 @@ def _number(call: int) -> str:
     return f".{call}" if call else ""
 
 
-def _any_tensor(gradient: Any) -> tf.Tensor:
-    if isinstance(gradient, FactorPair):
-        return gradient.left
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def _rows(buckets: int) -> tf.Variable:
+def _variable(shape: Sequence[int], name: str) -> tf.Variable:
     with tf.init_scope(), tf.device("/CPU:0"):
-        return tf.Variable(tf.zeros([buckets]), trainable=False, name="rows")
+        return tf.Variable(tf.zeros(shape), trainable=False, name=name)
 
 
 def _weighted(vector: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:

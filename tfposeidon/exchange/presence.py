@@ -1,9 +1,8 @@
 """Counts of the samples, ranks and gradients of a step over the job.
 
-Each rank weighs by its share of all samples, which it does not know before they are counted. To
-wait for that in each step takes as long as a small step itself. So ranks expect as many samples as
-in the step before, exchange by that, and count in the same cycle of Horovod's: only where a rank
-had another number, they exchange once more.
+A rank weighs by its share of all samples. To wait for their sum takes as long as a small step. So
+ranks expect as many samples as in the last step, and report in the cycle of the first bucket
+whether they had that many; see `Exchanger.weighted_means`.
 """
 
 from __future__ import annotations
@@ -34,26 +33,6 @@ class Presence(NamedTuple):
     def any_gradient(self) -> tf.Tensor:
         """True for each variable of which any rank has a gradient, `[variables]` bool."""
         return self.gradients > 0.0
-
-
-class ExpectedSamples:
-    """Samples that ranks expect of the next step: those of the last, if all had as many.
-
-    Attributes:
-      total: Samples of all ranks together, a float32 variable.
-      are_unknown: True if ranks had different numbers, or there was no step, a bool variable.
-    """
-
-    def __init__(self) -> None:
-        with tf.init_scope(), tf.device("/CPU:0"):
-            self.total = tf.Variable(0.0, trainable=False, name="samples")
-            self.are_unknown = tf.Variable(True, trainable=False, name="samples_unknown")
-
-    def update(self, total: tf.Tensor, were_equal: tf.Tensor, were_all: tf.Tensor) -> None:
-        """Notes a step's samples, whether ranks had as many, and whether all had a batch."""
-        self.total.assign(tf.where(were_all, total, self.total))
-        are_unknown = tf.where(were_all, tf.logical_not(were_equal), self.are_unknown)
-        self.are_unknown.assign(are_unknown)
 
 
 def weight_of(count: tf.Tensor, total: tf.Tensor, ranks: int) -> tf.Tensor:
@@ -138,7 +117,7 @@ def count_call(
         mine = tf.stack([tf.cast(one, tf.float32) for one in own]) + zero.read_value()
         total = wire.all_reduce(mine, wire.topology.world, name)
         ranks = float(wire.topology.size)
-        weight = tf.math.divide_no_nan(mine[0] * ranks, total[0])
+        weight = weight_of(mine[0], total[0], wire.topology.size)
         return CallPresence(weight, total[1] == 0.0, ranks - total[2])
 
 

@@ -21,7 +21,7 @@ from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.means import Means
 from tfposeidon.exchange.step_times import time_after
 from tfposeidon.gradients.description import with_merged_rows
-from tfposeidon.gradients.factors import FactorPair
+from tfposeidon.gradients.factors import tensors_of
 from tfposeidon.optimizers.wrapping import settings, step_counter
 from tfposeidon.policies import Policy
 
@@ -335,21 +335,11 @@ def _all_finite(gradients: Sequence[Any]) -> tf.Tensor:
     tensors = [
         tensor
         for gradient in gradients
-        for tensor in _tensors_of(gradient)
+        for tensor in tensors_of(gradient)
         if tensor.dtype.is_floating
     ]
     each = [tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors]
     return tf.reduce_all([tf.constant(True), *each])
-
-
-def _tensors_of(gradient: Any) -> list[tf.Tensor]:
-    if gradient is None:
-        return []
-    if isinstance(gradient, tf.IndexedSlices):
-        return [gradient.values]
-    if isinstance(gradient, FactorPair):
-        return [gradient.left, gradient.right]
-    return [gradient]
 
 
 def _time_after_first(gradients: Sequence[Any]) -> tf.Tensor:

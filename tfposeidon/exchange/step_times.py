@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon.gradients.factors import FactorPair
+from tfposeidon.gradients.factors import tensors_of
 from tfposeidon.native import library
 
 
@@ -77,16 +77,10 @@ def time_after(gradients: Sequence[Any]) -> tf.Tensor:
     Args:
       gradients: Tensors, `IndexedSlices`, `FactorPair` or `None`.
     """
-    tensors = [tensor for g in gradients if g is not None for tensor in _tensors(g)]
+    tensors = [tensor for gradient in gradients for tensor in tensors_of(gradient)]
     # `tf.timestamp` would wait for all stateful ops before it, such as Python functions of a
     # backward pass, whatever it is asked to come after.
     return library().tfposeidon_time_after(values=tensors) if tensors else tf.timestamp()
-
-
-def _tensors(gradient: Any) -> list[tf.Tensor]:
-    if isinstance(gradient, FactorPair):
-        return [gradient.left, gradient.right]
-    return [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient]
 
 
 def _variable(shape: list[int], name: str) -> tf.Variable:

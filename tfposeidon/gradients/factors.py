@@ -214,3 +214,12 @@ def as_factors(gradient: Any, like: FactorShape) -> FactorPair:
         if like.left <= like.right
         else FactorPair(tf.transpose(matrix), unit)
     )
+
+
+def tensors_of(gradient: Any) -> list[tf.Tensor]:
+    """Returns the tensors of a gradient: its own, its values, both factors, or none for `None`."""
+    if gradient is None:
+        return []
+    if isinstance(gradient, FactorPair):
+        return [gradient.left, gradient.right]
+    return [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient]

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import keras
-import tensorflow as tf
 from typing_extensions import override
 
 from tfposeidon import arguments, policies, sample_counts
@@ -198,7 +197,6 @@ class ShardedOptimizer(DistributedOptimizer):
         super()._apply_to_all(self._shards.refreshed(), value)
 
     @override
-    @tf.autograph.experimental.do_not_convert
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Ends `fit` as the inner optimizer does: `use_ema` turns variables into their averages.
 
