@@ -9,14 +9,13 @@ NATIVE := $(shell find tfposeidon/native datacache/native -name '*.c' -o -name '
 LIBRARY := tfposeidon/native/_ops.so
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help setup demo test test-fast test-rest test-long test-all test-versions test-keras check check-native docs format bench clean native-address native-thread native-gpu
+.PHONY: help setup demo test test-fast test-rest test-all test-versions test-keras check check-native docs format bench clean native-address native-thread native-gpu
 
 help:
 	@echo "make demo    set up, train on NP=2 ranks, and compare schemes on a slow network"
 	@echo "make test    set up and run the fast tests, and the core on 2 and 2 x 2 ranks"
 	@echo "make test-fast  those that start no jobs, in one process"
-	@echo "make test-rest  those that make test leaves out, but for long ones"
-	@echo "make test-long  benchmarks, the CUDA build and long examples"
+	@echo "make test-rest  those that make test leaves out"
 	@echo "make test-all  all tests, with the minutes they took"
 	@echo "make test-versions  a part of them on every supported Python and TensorFlow that is here"
 	@echo "make test-keras  Keras's own tests, with our optimizer around theirs"
@@ -56,13 +55,10 @@ test-fast: setup
 	$(BIN)/python -m pytest -m fast
 
 test-rest: setup
-	$(BIN)/python -m pytest $(TESTS) -m "not fast and not core and not long"
-
-test-long: setup
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest $(TESTS) -m "not fast and not core"
 
 test-all: setup
-	python3 tests/budget.py test test-rest test-long
+	python3 tests/budget.py test test-rest
 
 # An environment of 2 GB for each pair, with Horovod built for it; pairs that have passed are not run again.
 test-versions: setup

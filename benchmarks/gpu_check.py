@@ -29,9 +29,9 @@ STAGES = {
     "speed": "speed",
 }
 TOGETHER = {
-    "two": {"links": "unknown"},
-    "links": {"links": "measure"},
-    "nccl": {"links": "unknown"},
+    "two": {"network": "unknown"},
+    "links": {"network": "measure"},
+    "nccl": {"network": "unknown"},
 }
 """Stages that all ranks of a job run together, with their arguments of `tp.init()`."""
 

@@ -22,6 +22,7 @@ NOT_MEASURED = {
     "harness",
     "redraw",
     "structure",
+    "structure_core",
 } | ({"gpu"} if shutil.which("nvidia-smi") is None else set())
 NAMES = sorted({file.stem for file in (ROOT / "benchmarks").glob("*.py")} - NOT_MEASURED)
 """All modules, so that none can be missed."""
@@ -38,7 +39,6 @@ def smallest(name):
         return done, json.loads(path.read_text()) if path.exists() else {}
 
 
-@pytest.mark.long
 @ahead(smallest)
 @pytest.mark.parametrize("name", NAMES)
 def test_smallest_case(name, outcome):

@@ -61,7 +61,6 @@ def compiled():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.long
 @pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
 @ahead(compiled)
 def test_gpu_kernels_compile_and_register_on_a_tensorflow_without_gpus(outcome):

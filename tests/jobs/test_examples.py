@@ -103,7 +103,6 @@ def dawnbench():
         return runs, [json.loads(line) for line in lines]
 
 
-@pytest.mark.long
 @ahead(dawnbench)
 def test_dawnbench(outcome):
     """Four resolutions by the paper's schedule, in halves; a complete run trains nothing more."""
@@ -184,7 +183,6 @@ def killed_dawnbench():
         return whole, horovodrun(*commands[1]), kills
 
 
-@pytest.mark.long
 @ahead(killed_dawnbench)
 def test_dawnbench_killed_in_two_phases(outcome):
     """Each start goes on from the newest snapshot, and the weights are those without a kill."""

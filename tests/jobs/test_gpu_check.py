@@ -20,7 +20,6 @@ def two(stages):
     return horovodrun(2, *CHECK, *stages, environment=ON_CPUS)
 
 
-@pytest.mark.long
 @ahead(lambda job, stages: job(stages))
 @pytest.mark.parametrize(
     ("job", "stages"),
